@@ -117,7 +117,7 @@ class PeerTable:
             case Stranger(about):
                 if self._peers.pop(about, None) is None:
                     return []
-                text = "restarted or gone: somebody else answers there"
+                text = "restarted or gone: another process answers there"
                 return [PeerLost(about, FailureReason(FailureCode.GONE, text))]
             case _:
                 return []

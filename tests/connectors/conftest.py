@@ -1,4 +1,4 @@
-"""The model of the tests with embedded engines, and engines on it; a file that wants others has its own."""
+"""Model and engines for the tests with embedded engines. A file that needs others defines its own."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 @pytest.fixture(scope="module")
 def start(model: ModelConfig) -> Iterator[Start]:
-    """Engines with any connector, alive until the last test of the file."""
+    """Starts engines with any connector, which live until the last test of the file."""
     with engines(model) as start_engine:
         yield start_engine
 
 
 @pytest.fixture(scope="module")
 def alone(start: Start) -> LLM:
-    """An engine without a connector: its tokens are the right ones."""
+    """An engine without a connector, which produces the expected tokens."""
     return start()

@@ -1,4 +1,4 @@
-"""Embedded engines with any connector, in the test's own process or with ranks of their own."""
+"""Embedded engines with any connector, in the test's own process or with rank processes."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from tests.connectors.faulty_store import FaultyStore, StoreSchedulerHalf, Store
 BLOCK = 4
 SECRET = ClusterSecret(b"sixteen bytes or more")
 GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_eos=True)
-SETTLE_S = 30.0  # Only reached when something is wrong.
+SETTLE_S = 30.0  # Reached only on failure.
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0)
 NO_STORE = {"store": {"mode": "off"}}
-# Timers. Whoever lives answers in time, however busy the machine ...
+# Timers. A live engine answers in time, however busy the machine ...
 PATIENT = {"round_trip_max_s": 5.0, "grant_every_s": 2.0, "silence_s": 20.0, "hold_s": 25.0}
-QUICK = {"round_trip_max_s": 0.1}  # ... and whoever is gone is soon given up.
+QUICK = {"round_trip_max_s": 0.1}  # ... and an engine that is gone is given up soon.
 Start = Callable[..., LLM]
 
 
@@ -42,7 +42,7 @@ WINDOW = 10
 
 
 def windowed_model(folder: Path, family: str) -> ModelConfig:
-    """Of six layers. `gemma3`, `gpt_oss`: some see everything, the others a WINDOW. `mistral`: the latter."""
+    """A model of six layers. `gemma3`, `gpt_oss`: some layers have a WINDOW. `mistral`: all have."""
     shape: dict[str, Any] = {"hidden": 32, "layers": 6, "heads": 4, "vocab": 512, "max_position": 256}
     write_checkpoint(folder, family=family, sliding_window=WINDOW, **shape)
     return load_model_config(folder)
@@ -131,7 +131,7 @@ def store(**told: Any) -> dict[str, Any]:
 
 
 def forget(llm: LLM) -> None:
-    """The engine's own prefix cache, which nobody may use any more."""
+    """Clears the engine's own prefix cache, which must be unused."""
     llm.settle(SETTLE_S)
     assert llm.core.scheduler.reset_prefix_cache()
     llm.core.scheduler.kv_cache.assert_empty()
@@ -173,7 +173,7 @@ def run_counting(
 
 
 def check_findable(llm: LLM, prompt: Sequence[int], half: StoreWorkerHalf) -> int:
-    """Whatever of `prompt` the prefix cache gives away is what was once computed for it; how many blocks."""
+    """Checks that the prefix cache's blocks of `prompt` hold its KV. Returns their number."""
     asked = EngineRequest(
         request_id="probe", prompt_token_ids=list(prompt), sampling_params=GREEDY, arrival_time_s=0.0
     )
@@ -186,7 +186,7 @@ def check_findable(llm: LLM, prompt: Sequence[int], half: StoreWorkerHalf) -> in
 
 
 def store_half(llm: LLM) -> StoreWorkerHalf:
-    """Of an engine with one rank that has a FaultyStore, alone or as a child."""
+    """Worker half of an engine with one rank that has a FaultyStore, alone or as a child."""
     connector: Any = llm.core.executor.only_half()
     half = connector.worker_half
     if isinstance(half, MultiWorkerHalf):
@@ -196,7 +196,7 @@ def store_half(llm: LLM) -> StoreWorkerHalf:
 
 
 def store_scheduler(llm: LLM) -> StoreSchedulerHalf:
-    """As above."""
+    """Scheduler half of such an engine."""
     connector: Any = llm.core.scheduler._connector.half
     half = connector.scheduler_half
     if isinstance(half, MultiSchedulerHalf):

@@ -1,13 +1,14 @@
-"""A connector that keeps the blocks of finished requests in files, and loads them as badly as it is told.
+"""A connector that stores the blocks of finished requests in files, and loads them with the given faults.
 
-Found by module path, in the engine's processes too. `kv_connector_extra_config`: {"path": folder}. A request
-says in `kv_transfer_params["store"]` what becomes of its load:
+Found by module path, also in the engine's processes. `kv_connector_extra_config`: {"path": folder}. A request
+sets the faults of its load in `kv_transfer_params["store"]`:
 
     mode    "async", "sync" or "off" (neither loaded nor saved)
-    bad     which of the loaded blocks are garbage, by index; [] is a good load
-    how     "invalid": by block id. "early": by block id, a step before the end (async). "failed": as a whole
-            (async). "raise": start_load_kv raises on these ranks. "hang": its end is never reported (async)
-    ranks   of the bad ones; without it, all
+    bad     indices of the loaded blocks that are garbage; [] is a good load
+    how     "invalid": reported by block id. "early": by block id, a step before the end (async). "failed": as
+            a whole (async). "raise": start_load_kv raises on these ranks. "hang": its end is never reported
+            (async)
+    ranks   the ranks with the fault; without it, all
 """
 
 from __future__ import annotations
@@ -130,7 +131,7 @@ class StoreWorkerHalf(KVConnectorWorkerHalf):
         self._folder = Path(path)
         self._rank = rank
         self.caches: list[torch.Tensor] = []
-        self._started: list[StoreLoad] = []  # In this step; they end in the next one.
+        self._started: list[StoreLoad] = []  # Started in this step; they end in the next one.
         self._ending: list[StoreLoad] = []
         self._saved: list[str] = []
         self._invalid: set[int] = set()
@@ -186,7 +187,7 @@ class StoreWorkerHalf(KVConnectorWorkerHalf):
         return invalid
 
     def read(self, key: str) -> list[torch.Tensor]:
-        """Of each layer, `[kv_heads, block_tokens, 2 * head_dim]`."""
+        """`[kv_heads, block_tokens, 2 * head_dim]` of each layer."""
         content: list[torch.Tensor] = torch.load(self._file(key))
         return content
 

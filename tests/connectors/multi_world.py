@@ -1,4 +1,4 @@
-"""A Multi connector over children that do as they are told, on several ranks, one step at a time."""
+"""A Multi connector with scripted children, on several ranks, one step at a time."""
 
 from __future__ import annotations
 
@@ -48,18 +48,18 @@ class OwnReport(KVConnectorWorkerMetadata):
     ranks: tuple[int, ...]
 
     def aggregate(self, other: OwnReport) -> OwnReport:
-        assert other.child == self.child, "parts were mixed up"
+        assert other.child == self.child, "parts of different children were mixed"
         return OwnReport(self.child, tuple(sorted({*self.ranks, *other.ranks})))
 
 
 class ScriptedScheduler(KVConnectorSchedulerHalf):
     def __init__(self, name: str) -> None:
         self.name = name
-        self.answers: dict[str, Any] = {}  # Of a request: (count, is_async), or an exception.
+        self.answers: dict[str, Any] = {}  # By request: (count, is_async), or an exception.
         self.at_alloc: dict[str, Exception] = {}
         self.at_end: dict[str, Any] = {}  # (delay_free, params), or an exception.
-        self.raises: dict[str, Exception] = {}  # In a method about a step, once.
-        self.adds: tuple[set[str], set[str]] = (set(), set())  # (sent, received), at the next report.
+        self.raises: dict[str, Exception] = {}  # By method about a step; raised once.
+        self.adds: tuple[set[str], set[str]] = (set(), set())  # (sent, received), added to the next report.
         self.allocated: list[tuple[str, int]] = []
         self.taken_back: list[dict[str, Any]] = []
         self.outputs: list[KVConnectorOutput] = []
@@ -109,10 +109,10 @@ class ScriptedWorker(KVConnectorWorkerHalf):
     def __init__(self, name: str, rank: int) -> None:
         self.name = name
         self.rank = rank
-        self.raises: set[str] = set()  # In this step.
+        self.raises: set[str] = set()  # Methods that raise in this step.
         self.results = KVConnectorTransferResults()  # Of this step.
         self.invalid: set[int] = set()
-        self.expected = 0  # Reports of an id, to be said once.
+        self.expected = 0  # Number of reports of an id, to be reported once.
         self.calls: list[str] = []
 
     def _note(self, method: str) -> None:
@@ -174,7 +174,7 @@ class ScriptedWorker(KVConnectorWorkerHalf):
 
 @dataclass
 class Step:
-    """What the host has heard of it."""
+    """What a step reports to the host."""
 
     received: set[str] = field(default_factory=set)
     failed: set[str] = field(default_factory=set)

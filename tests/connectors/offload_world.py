@@ -1,4 +1,4 @@
-"""What the tests of offload share: engines stepped by hand, and copies that take their time, or fail."""
+"""Common parts of the tests of offload: engines stepped by hand, and copies that are late or fail."""
 
 from __future__ import annotations
 
@@ -65,9 +65,9 @@ def config_of(
 
 
 class LazyCopies(Copies):
-    """Nothing is copied before it must be: when somebody waits for it, or after `num_looks` looks.
+    """Copies only when it must: when a caller waits for the job, or after `num_looks` polls.
 
-    Whoever forgets to wait copies what has been overwritten by then, as a slow device would.
+    If a wait is missing, it copies overwritten blocks, as a slow device would.
     """
 
     def __init__(self, real: Copies, num_looks: int) -> None:
@@ -103,7 +103,7 @@ class LazyCopies(Copies):
 
 
 class FailingCopies(Copies):
-    """Jobs that `fails` names end as failed, with nothing or half of it copied."""
+    """Jobs named by `fails` end as failed, with nothing or half of it copied."""
 
     def __init__(self, real: Copies, fails: Callable[[str, int], bool]) -> None:
         self._real = real
@@ -134,7 +134,7 @@ class FailingCopies(Copies):
 
 
 class Factory:
-    """Halves over copies that a test chooses."""
+    """Makes halves with copies that a test chooses."""
 
     def __init__(self, wrap: Callable[[Copies], Copies] = lambda real: real) -> None:
         self._wrap = wrap
@@ -157,7 +157,7 @@ class Engine:
     def __init__(self, core: EngineCore) -> None:
         self.core = core
         self.completions: dict[str, Completion] = {}
-        self.counts: Counter[str] = Counter()  # Of the connector, since start.
+        self.counts: Counter[str] = Counter()  # The connector's counts since start.
         self.failures: Counter[str] = Counter()
         self.num_preempted = 0
         self.num_load_failures = 0
@@ -197,10 +197,10 @@ class Engine:
             self.counts.update({name: data[name] for name in data if isinstance(data[name], int)})
             self.failures.update(data.get("failures", {}))
         if not self.core.num_scheduled_tokens:
-            self._pause.wait(0.0005)  # The copying thread needs the interpreter too.
+            self._pause.wait(0.0005)  # The copy thread needs the interpreter too.
 
     def run(self) -> None:
-        """Until all requests have ended, and everything that they began."""
+        """Runs until all requests and everything that they started have ended."""
         deadline = time.monotonic() + PATIENCE_S
         while self.core.has_requests:
             assert time.monotonic() < deadline, "a request did not end"
@@ -215,7 +215,7 @@ class Engine:
         return self.ask(prompt, **fields).token_ids
 
     def forget(self) -> None:
-        """Its own cache; what is in host memory stays."""
+        """Clears the engine's own cache; host memory stays."""
         assert self.core.scheduler.reset_prefix_cache()
 
     @property
@@ -224,13 +224,13 @@ class Engine:
         return getattr(half, "scheduler_half", half)  # type: ignore[return-value]
 
     def hear_events(self) -> list[KVCacheEvent]:
-        """All events from now on, as they come."""
+        """Returns a list that receives all events from now on."""
         heard: list[KVCacheEvent] = []
         self.core._event_publisher = SimpleNamespace(publish=heard.extend, close=lambda: None)  # type: ignore[assignment]
         return heard
 
     def assert_whole(self) -> None:
-        """At rest: nothing is held, pinned or waited for."""
+        """Asserts that nothing is held, pinned or awaited."""
         self.core.scheduler.kv_cache.block_pool.assert_empty()
         half = self.half
         assert not half._stores

@@ -1,4 +1,4 @@
-"""Engines on one shared folder, and what the tests of the shared storage ask of them."""
+"""Engines on one shared folder, and helpers of the tests of the shared storage."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from tests.connectors.engine_world import BLOCK, SECRET, Start, prompt_of, start
 __all__ = ["BLOCK", "SECRET", "Start", "prompt_of"]
 
 CHUNK = 8
-WAIT_S = 30.0  # Only reached when something is wrong.
+WAIT_S = 30.0  # Reached only on failure.
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 
 
 def settings_in(folder: Path, **extra: Any) -> dict[str, Any]:
-    """Who looks a prompt up has time enough, however busy the machine."""
+    """Settings with enough time for lookups, however busy the machine."""
     return {"path": str(folder), "chunk_tokens": CHUNK, "fsync": False, "lookup_timeout_s": WAIT_S, **extra}
 
 
@@ -70,7 +70,7 @@ def keys_of(prompt: list[int]) -> list[str]:
 
 
 def by_position(folder: Path, prompt: list[int], window: int | None = None) -> list[Path]:
-    """The files in the order of the prompt, of one rank and of the layers with that window."""
+    """The files in the order of the prompt, for one rank and the layers with that window."""
     kind = [] if window is None else [f".w{window}"]
     of_kind = [path for path in files_in(folder) if path.suffixes[1:-1] == kind]
     named = {path.name.partition(".")[0]: path for path in of_kind}
@@ -78,10 +78,10 @@ def by_position(folder: Path, prompt: list[int], window: int | None = None) -> l
 
 
 def fill(llm: LLM, folder: Path, prompt: list[int], num_files: int) -> list[int]:
-    """The engine computes the prompt and stores it; returns its answer."""
+    """Makes the engine compute the prompt and store it. Returns its answer."""
     (completion,) = llm.generate([prompt], GREEDY)
     llm.settle(WAIT_S)
     deadline_s = time.monotonic() + WAIT_S
     while len(files_in(folder)) < num_files:
-        assert time.monotonic() < deadline_s, f"{len(files_in(folder))} of {num_files} files"
+        assert time.monotonic() < deadline_s, f"{len(files_in(folder))} of {num_files} files were written"
     return completion.token_ids

@@ -1,4 +1,4 @@
-"""The real scheduler, halves of a connector that keeps KV, and ranks whose KV is checkable."""
+"""The real scheduler with halves of a connector that stores KV, and ranks whose KV can be checked."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.engine_sched.world import GARBAGE, Ended, FakeRanks, expected_output
 
 
 class StoreWorld:
-    """Whatever happens, each request ends once, with the tokens of a single engine or with an error."""
+    """Each request must end once, with the tokens of a single engine or with an error."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class StoreWorld:
     def step(self) -> None:
         output = self.scheduler.schedule()
         metadata = output.kv_connector_metadata
-        assert metadata is not None, "the scheduler half has raised"
+        assert metadata is not None, "the scheduler half raised"
         results, reports = [], []
         for rank, worker in self._ranks:
             rank.take_over(output)
@@ -62,12 +62,12 @@ class StoreWorld:
             worker.clear_connector_metadata()
         result = _worst(results)
         result.kv_connector_output = self._aggregator.aggregate(reports)
-        for said in self.scheduler.update_from_output(output, result).outputs:
-            answer = self.answers[said.request_id]
+        for part in self.scheduler.update_from_output(output, result).outputs:
+            answer = self.answers[part.request_id]
             assert answer.last is None, "ended twice"
-            answer.token_ids += said.new_token_ids
-            if said.finish_reason is not None:
-                answer.last = said
+            answer.token_ids += part.new_token_ids
+            if part.finish_reason is not None:
+                answer.last = part
 
     def run(self) -> None:
         for _ in range(3000):
@@ -89,5 +89,5 @@ class StoreWorld:
 
 
 def _worst(results: list[ModelRunnerOutput]) -> ModelRunnerOutput:
-    """What one rank has computed on something wrong is wrong."""
+    """Combined results of the ranks; if any rank computed with bad KV, the result is wrong."""
     return next((r for r in results if [GARBAGE] in r.sampled_token_ids), results[0])

@@ -1,4 +1,4 @@
-"""Threads of the pull connector's worker, and how long it waits between attempts to connect."""
+"""Threads of the pull connector's worker, and the delays between its attempts to connect."""
 
 import threading
 
@@ -11,7 +11,7 @@ from baton.connectors.pull.reads.links import RETRY_FIRST_S, RETRY_MAX_S, STEADY
 PATIENCE_S = 30.0
 
 
-def test_a_job_that_raises_costs_no_other_job() -> None:
+def test_a_job_that_raises_does_not_affect_other_jobs() -> None:
     jobs, done = Background("baton-test"), threading.Event()
 
     def broken() -> None:
@@ -65,7 +65,7 @@ def test_after_close_jobs_are_dropped() -> None:
     assert not called.is_set()
 
 
-def test_the_first_failure_delays_nothing_and_further_ones_ever_more() -> None:
+def test_delays_grow_from_the_second_failure_on() -> None:
     attempts = Attempts()
     delays = []
     for _ in range(9):
@@ -76,7 +76,7 @@ def test_the_first_failure_delays_nothing_and_further_ones_ever_more() -> None:
     assert delays == sorted(delays)
 
 
-def test_a_link_that_lived_long_starts_anew() -> None:
+def test_after_a_long_connection_delays_start_anew() -> None:
     attempts = Attempts(num_failed=5, next_at=200.0)
     attempts.lost(connected_at=100.0, now=100.0 + STEADY_S - 1)
     assert attempts.num_failed == 6
@@ -84,7 +84,7 @@ def test_a_link_that_lived_long_starts_anew() -> None:
     assert (attempts.num_failed, attempts.next_at) == (1, 100.0 + STEADY_S)
 
 
-def test_of_many_failures_few_are_logged() -> None:
+def test_only_a_few_of_many_failures_are_logged() -> None:
     attempts = Attempts()
     logged = 0
     for _ in range(1000):

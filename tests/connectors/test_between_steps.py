@@ -1,4 +1,4 @@
-"""With its only rank in the same process, a consumer reads as soon as it hears, in the middle of a step."""
+"""A consumer with its only rank in the same process starts reads in the middle of a step."""
 
 import threading
 import time
@@ -16,7 +16,7 @@ from tests.connectors.wired_world import OURS, PATIENCE_S, Engine, ask, engines_
 
 
 class Busy(Engine):
-    """In one long step: its connector hears of everything and is asked nothing."""
+    """In one long step: its connector gets all messages but no calls of a step."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -45,13 +45,13 @@ def test_a_prompt_arrives_in_the_middle_of_a_step(
     params, theirs = lend(p, "r")
     ask(d, params)
     d.wait_for(lambda: torch.equal(d.cache[:, OURS], p.cache[:, theirs]))
-    # Only a step makes it the request's.
+    # Only a step gives it to the request.
     output = d.step_until(lambda output: bool(output.finished_recving))
     assert (output.finished_recving, output.invalid_block_ids) == ({"r"}, set())
 
 
-def test_the_lease_is_asked_for_in_the_middle_of_a_step_too(start: Callable[[EngineConfig], Busy]) -> None:
-    """In time only if what an effect leads to is sent at once: the next renewal is a minute away."""
+def test_the_lease_is_renewed_in_the_middle_of_a_step(start: Callable[[EngineConfig], Busy]) -> None:
+    """In time only if the effects are executed at once: the next renewal is a minute away."""
     timers = {"ttl_s": 300.0, "loan_max_s": 600.0}
     extra = {"transports": ["local"], "timers": timers, "stream": "off"}
     p, d = (start(engine_config(name, extra=extra, connector="BatonPushConnector")) for name in ("p", "d"))
@@ -70,11 +70,11 @@ def test_the_lease_is_asked_for_in_the_middle_of_a_step_too(start: Callable[[Eng
     consumer = d.scheduler.scheduler_half._agent._consumer  # type: ignore[attr-defined]
     pause, patience = threading.Event(), time.monotonic() + PATIENCE_S
     while not consumer.is_held(1, boot_clock()):
-        assert time.monotonic() < patience, "nobody asked for the lease"
+        assert time.monotonic() < patience, "the lease was not renewed"
         pause.wait(0.01)
 
 
-def test_a_failure_is_still_a_steps_to_report(start: Callable[[EngineConfig], Busy]) -> None:
+def test_a_failure_is_still_reported_by_a_step(start: Callable[[EngineConfig], Busy]) -> None:
     timers = {"round_trip_max_s": 0.05, "ttl_s": 2.0, "deadline_s": 1.0, "loan_max_s": 10.0}
     extra = {"transports": ["local"], "timers": timers}
     p, d = (start(engine_config(name, extra=extra)) for name in ("p", "d"))
@@ -85,10 +85,10 @@ def test_a_failure_is_still_a_steps_to_report(start: Callable[[EngineConfig], Bu
     assert (output.finished_recving, output.invalid_block_ids) == ({"r"}, set(OURS))
 
 
-def test_an_order_that_cannot_be_carried_out_ends_its_own_claim(
+def test_an_order_that_fails_ends_its_own_claim(
     start: Callable[[EngineConfig], Busy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On the control thread, which has to live for all the others."""
+    """The error occurs on the control thread, which must survive it for all other claims."""
     p, d = (start(engine_config(name, extra={"transports": ["local"]})) for name in ("p", "d"))
     links = d.worker.worker_half._links  # type: ignore[attr-defined]
     read = links.read
@@ -111,7 +111,7 @@ def test_an_order_that_cannot_be_carried_out_ends_its_own_claim(
     assert torch.equal(d.cache[:, OURS], p.cache[:, theirs])
 
 
-def test_what_cannot_be_acted_on_is_counted_and_kills_nobody(
+def test_effects_that_fail_are_counted_and_contained(
     start: Callable[[EngineConfig], Busy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     p, d = (start(engine_config(name, extra={"transports": ["local"]})) for name in ("p", "d"))
@@ -137,7 +137,7 @@ def test_what_cannot_be_acted_on_is_counted_and_kills_nobody(
     assert torch.equal(d.cache[:, OURS], p.cache[:, theirs])
 
 
-def test_without_the_rank_orders_go_with_the_step(start: Callable[[EngineConfig], Busy]) -> None:
+def test_without_a_bound_rank_orders_go_with_the_step(start: Callable[[EngineConfig], Busy]) -> None:
     """As in hosts that plan one step while another one runs."""
     p = start(engine_config("p", extra={"transports": ["local"]}))
     d = Engine(engine_config("d", extra={"transports": ["local"]}))

@@ -1,6 +1,6 @@
-"""Blocks that hold all layers: moved as one run, read by and from engines that keep their layers apart.
+"""Blocks that hold all layers: moved as one run, and compatible with engines that have separate layers.
 
-That every number ends in its place, whatever either side looks like, `test_topologies` shows.
+`test_topologies` shows that every number arrives at its place for any two layouts.
 """
 
 import dataclasses
@@ -30,11 +30,11 @@ from tests.connectors.engine_world import ONE_TOKEN, Start, engines, hands_over,
 from tests.connectors.pull_world import engine_config, model_config
 from tests.connectors.topology_world import Engine, Memory, Reader, Shape
 
-# --- What moves -----------------------------------------------------------------------------------------
+# --- Reads - ----------------------------------------------------------------------------------------
 
 
 def descriptors(theirs: Shape, ours: Shape) -> int:
-    """Of a read of four blocks that do not adjoin."""
+    """Number of copies in a read of four blocks that are not adjacent."""
     network = Memory()
     p, d = Engine("p", theirs, network), Reader("d", ours, network)
     d.meet(p)
@@ -46,21 +46,21 @@ def descriptors(theirs: Shape, ours: Shape) -> int:
     return sum(end.num_descriptors for end in ends)
 
 
-def test_a_block_of_all_layers_is_one_run_where_both_sides_keep_it_so() -> None:
+def test_a_block_of_all_layers_is_one_run_if_both_sides_have_it() -> None:
     apart = Shape()
     together = dataclasses.replace(apart, has_cross_layer_blocks=True)
     assert descriptors(together, together) == 4
     for theirs, ours in ((apart, apart), (together, apart), (apart, together)):
         assert descriptors(theirs, ours) == 4 * apart.num_layers
-    # Half of our heads from each of two ranks: a run for each layer again.
+    # Half of our heads from each of two ranks: one run per layer again.
     assert descriptors(dataclasses.replace(together, tp=2), together) == 2 * 4 * apart.num_layers
 
 
-# --- What an engine gives -------------------------------------------------------------------------------
+# --- Registration - ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("layout", ["BLHNC", "BLNHC"])
-def test_its_layers_are_views_of_one_contiguous_tensor(layout: KVCacheLayout) -> None:
+def test_layers_are_views_of_one_contiguous_tensor(layout: KVCacheLayout) -> None:
     config = engine_config("e")
     model, cache = config.model_config, config.cache_config
     caches = allocate_kv_cache(model, cache, 0, 1, "cpu", layout=layout)
@@ -74,7 +74,7 @@ def test_its_layers_are_views_of_one_contiguous_tensor(layout: KVCacheLayout) ->
 
 
 class Wishing(TwoHalves):
-    """Registers whatever it is given, in whatever layout it says that it needs."""
+    """Registers any cache, in any layout that it requires."""
 
     layout: str | None = None
     prefers = False
@@ -85,7 +85,7 @@ class Wishing(TwoHalves):
 
     @classmethod
     def make_scheduler_half(cls, vllm_config: Any, kv_cache_config: Any) -> Any:
-        raise AssertionError("nobody asks")
+        raise AssertionError("not called")
 
     @classmethod
     def make_worker_half(cls, vllm_config: Any, kv_cache_config: Any) -> "WishingHalf":
@@ -121,8 +121,8 @@ def given(layout: str | None, *, prefers: bool = False, model: ModelConfig | Non
 
 
 @pytest.mark.parametrize("layout", [None, "HND", "NHD", "LBHNC", "LBNHC", "BLHNC", "BLNHC"])
-def test_a_layout_that_it_has_is_what_the_connector_gets(layout: str | None) -> None:
-    """In one shape, as in vLLM; the strides say which it is."""
+def test_the_connector_gets_a_supported_layout(layout: str | None) -> None:
+    """The shape is the same, as in vLLM; the strides show the layout."""
     half = given(layout)
     assert half.whole is None
     assert half.layers is not None
@@ -130,7 +130,9 @@ def test_a_layout_that_it_has_is_what_the_connector_gets(layout: str | None) -> 
     model, cache_config = config.model_config, config.cache_config
     shape = (model.num_kv_heads, cache_config.block_size, 2 * model.head_dim)
     for cache in half.layers.values():
-        assert cache.shape == (cache_config.num_gpu_blocks, *shape), "no scratch block is shown"
+        assert cache.shape == (cache_config.num_gpu_blocks, *shape), (
+            "the scratch block must not be registered"
+        )
         in_memory = cache.transpose(1, 2) if layout in ("NHD", "LBNHC", "BLNHC") else cache
         assert in_memory[0].is_contiguous()
         assert in_memory.is_contiguous() is (layout not in ("BLHNC", "BLNHC"))
@@ -149,15 +151,15 @@ def test_a_half_that_prefers_cross_layer_blocks_gets_one_tensor_and_the_names_of
     assert backend.layer_names[0] == "model.layers.0.self_attn.attn"
 
 
-def test_layers_of_several_groups_are_shown_one_by_one_within_their_blocks() -> None:
-    """Two groups of two layers have memory for two between them."""
+def test_layers_of_several_groups_are_registered_separately() -> None:
+    """Two groups of two layers share the memory of two layers."""
     windows = (8, None, 8, None)
     half = given(None, prefers=True, model=model_config(num_hidden_layers=4, windows=windows))
     assert half.whole is None
     assert half.layers is not None
     first, second, third, fourth = half.layers.values()
     assert (first.data_ptr(), third.data_ptr()) == (second.data_ptr(), fourth.data_ptr())
-    assert third.data_ptr() - first.data_ptr() == first[0].nbytes, "behind each other in a block"
+    assert third.data_ptr() - first.data_ptr() == first[0].nbytes, "one after the other in a block"
     assert first.stride(0) == 2 * first[0].numel()
 
 
@@ -170,7 +172,7 @@ def test_layers_of_several_groups_are_shown_one_by_one_within_their_blocks() -> 
         ("LBHNC", True, "must require BLHNC"),
     ],
 )
-def test_a_layout_that_it_has_not_is_refused_with_the_mend(layout: str, prefers: bool, mend: str) -> None:
+def test_an_unsupported_layout_is_refused_with_a_remedy(layout: str, prefers: bool, mend: str) -> None:
     with pytest.raises(
         ConfigError, match=rf"Wishing requires the KV cache layout '?{layout}'?.*{mend}"
     ) as at:
@@ -242,7 +244,7 @@ def hand_over(p: LLM, d: LLM) -> list[list[int]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["Pull", "Push"])
-def test_engines_of_either_kind_hand_over_to_either(
+def test_engines_with_and_without_cross_layer_blocks_hand_over(
     start: Start, expected: list[list[int]], kind: str
 ) -> None:
     for theirs in (True, False):
@@ -255,7 +257,7 @@ def test_engines_of_either_kind_hand_over_to_either(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graph_mode", ["full", "piecewise"])
-def test_nor_do_recorded_steps_and_their_scratch_block_matter(
+def test_cross_layer_handoff_works_with_recorded_steps(
     start: Start, expected: list[list[int]], graph_mode: str
 ) -> None:
     for is_together in (True, False):

@@ -1,4 +1,4 @@
-"""Decoding behind KV that nobody computed: no prefill, the same every time, and marked as what it is."""
+"""Decoding after synthetic KV: no prefill, the same answers every time, and marked as synthetic."""
 
 import logging
 from collections.abc import Iterator
@@ -60,12 +60,12 @@ def test_only_the_last_prompt_token_is_computed(start: Start, startup_fill: bool
     assert len(completion.token_ids) == 6
     assert completion.kv_transfer_params == {ANSWERED: len(PROMPT) - 1}
     filled = sum(int((cache == 0.015).all(dim=(1, 2, 3)).sum()) for cache in caches_of(llm))
-    assert filled >= 2 * 12, "every whole block of both layers before the last token's"
+    assert filled >= 2 * 12, "all whole blocks of both layers before the last token"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mistral"])
-def test_of_a_window_only_what_it_sees_is_filled(
+def test_only_blocks_within_a_window_are_filled(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     model = windowed_model(tmp_path, family)
@@ -78,9 +78,9 @@ def test_of_a_window_only_what_it_sees_is_filled(
         (completion,) = llm.generate([PROMPT], GREEDY)
         assert completion.num_transferred_tokens == len(PROMPT) - 1
         groups = config.kv_cache_groups
-        # Thirteen blocks of 49 tokens; of ten tokens and one more there is something in four.
+        # 49 tokens have thirteen blocks; ten tokens and one more reach into four blocks.
         held = [13 if group.window is None else 13 - (49 - WINDOW) // 4 for group in groups]
-        for cache in caches_of(llm):  # In the last block the prompt's own tokens follow.
+        for cache in caches_of(llm):  # The prompt's own tokens follow in the last block.
             filled = int((cache == 0.015).any(dim=1).any(dim=1).any(dim=1).sum())
             assert filled == sum(held)
         assert len(caches_of(llm)) == 6 // len(groups)
@@ -90,7 +90,7 @@ def test_of_a_window_only_what_it_sees_is_filled(
 
 
 @pytest.mark.slow
-def test_equal_settings_give_equal_answers_and_other_seeds_others(start: Start) -> None:
+def test_answers_depend_on_the_settings_only(start: Start) -> None:
     def answer(**extra: Any) -> list[int]:
         (completion,) = start(fill_mean=0.0, fill_std=5.0, **extra).generate([PROMPT], GREEDY)
         return completion.token_ids
@@ -100,8 +100,8 @@ def test_equal_settings_give_equal_answers_and_other_seeds_others(start: Start) 
 
 
 @pytest.mark.slow
-def test_it_goes_on_through_preemption_and_equal_prefixes(start: Start) -> None:
-    llm = start(num_blocks=32)  # Too few for all of them.
+def test_preemption_and_equal_prefixes_are_handled(start: Start) -> None:
+    llm = start(num_blocks=32)  # Too few for all requests.
     prompts = [PROMPT[:40] + [number] * 5 for number in range(5)]
     many = SamplingParams(max_tokens=30, temperature=0, ignore_eos=True)
     completions = llm.generate(prompts, many)
@@ -109,7 +109,7 @@ def test_it_goes_on_through_preemption_and_equal_prefixes(start: Start) -> None:
     llm.core.scheduler.kv_cache.assert_empty()
 
 
-def test_what_is_made_up_is_counted(model: ModelConfig) -> None:
+def test_synthetic_tokens_are_counted(model: ModelConfig) -> None:
     registry = CollectorRegistry()
     kinds: dict[type[Any], Any] = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
     metrics = BatonDecodeBenchConnector.build_prom_metrics(config_of(model), kinds, ["engine"], {0: ["0"]})
@@ -123,7 +123,7 @@ def test_it_warns_when_it_starts(model: ModelConfig, caplog: pytest.LogCaptureFi
     assert "SYNTHETIC" in caplog.text
 
 
-def test_beside_another_connector_it_is_refused(model: ModelConfig) -> None:
+def test_it_must_be_the_only_connector(model: ModelConfig) -> None:
     config = EngineConfig(
         model_config=model,
         kv_transfer_config=KVTransferConfig(

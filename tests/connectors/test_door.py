@@ -1,4 +1,4 @@
-"""What deserves a 400 gets it at the HTTP door; what the engine may mend passes."""
+"""Request validation: what the client must correct gets a 400; what the engine can handle passes."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -18,14 +18,14 @@ OTHER_CLUSTER = ClusterSecret(b"another cluster's secret")
 
 @pytest.fixture
 def params() -> Iterator[dict[str, Any]]:
-    """What a producer answered."""
+    """A producer's answer."""
     world = World()
     yield world.engine("p").prefill("r", list(range(9)))
     world.close()
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_an_honest_request_passes(params: dict[str, Any], policy: str) -> None:
+def test_a_valid_request_passes(params: dict[str, Any], policy: str) -> None:
     door = make_door(engine_config("d", policy=policy))
     door(None)
     door({})
@@ -45,7 +45,7 @@ def test_an_honest_request_passes(params: dict[str, Any], policy: str) -> None:
         ({"remote_block_ids": [[-1]]}, r"remote_block_ids"),
     ],
 )
-def test_what_no_engine_could_mend_is_refused(
+def test_what_the_engine_cannot_handle_is_refused(
     params: dict[str, Any], policy: str, change: dict[str, Any], field: str
 ) -> None:
     door = make_door(engine_config("d", policy=policy))
@@ -53,13 +53,13 @@ def test_what_no_engine_could_mend_is_refused(
         door({**params, **change})
 
 
-def test_a_foreign_signature_is_the_callers_error_only_under_policy_fail(params: dict[str, Any]) -> None:
+def test_a_foreign_signature_is_refused_only_under_policy_fail(params: dict[str, Any]) -> None:
     make_door(engine_config("d", secret=OTHER_CLUSTER))(params)
     with pytest.raises(BadTransferParams, match="signature"):
         make_door(engine_config("d", secret=OTHER_CLUSTER, policy="fail"))(params)
 
 
-def test_each_role_has_its_leg(params: dict[str, Any]) -> None:
+def test_each_role_accepts_its_leg_only(params: dict[str, Any]) -> None:
     with pytest.raises(BadTransferParams, match="do_remote_prefill"):
         make_door(engine_config("d", role="kv_producer"))(params)
     with pytest.raises(BadTransferParams, match="do_remote_decode"):
@@ -67,7 +67,7 @@ def test_each_role_has_its_leg(params: dict[str, Any]) -> None:
 
 
 def test_a_ticket_is_verified_once_by_each_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A push-capable consumer judges the params when the request comes, expects it, and ends it."""
+    """A push-capable consumer uses the params when the request arrives, is expected, and ends."""
     opened: list[str] = []
 
     def count(text: str, *keys: bytes | None) -> Ticket:
@@ -89,7 +89,7 @@ def test_a_ticket_is_verified_once_by_each_process(monkeypatch: pytest.MonkeyPat
         world.close()
 
 
-def test_while_a_secret_is_replaced_engines_hand_over_both_ways() -> None:
+def test_during_a_rotation_engines_hand_over_in_both_directions() -> None:
     old, new = b"the old secret of the cluster", b"the new secret of the cluster"
     world = World()
     try:

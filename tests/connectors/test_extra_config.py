@@ -1,4 +1,4 @@
-"""A mistake in `kv_connector_extra_config` is told with the key that it is in, and what may stand there."""
+"""Errors in `kv_connector_extra_config` name the key and the allowed values."""
 
 from pathlib import Path
 from typing import Any

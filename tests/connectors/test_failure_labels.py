@@ -1,6 +1,6 @@
-"""The label `reason` of `baton:kv_transfer_failures`: which value each way to fail has.
+"""Label `reason` of `baton:kv_transfer_failures`: the value for each kind of failure.
 
-What a peer sends comes between a way to fail and its label: no word of a peer may become a label.
+A peer's text is involved in many failures, but must never become a label.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,13 +56,13 @@ class Scene:
         return ticket
 
     def say(self, *messages: Any) -> None:
-        """P says this to D, whatever P's machines think."""
+        """P sends this to D, regardless of the state of P's machines."""
         address, agent = self.p.half._agent.address, self.d.half._agent
         agent.receive(Envelope(WIRE_VERSION, address, agent.address, messages), self.world.now)
         self.world.settle()
 
     def welcome(self, payload: bytes, **changes: Any) -> None:
-        """An answer to D's hello that P's machines would not give."""
+        """An answer to D's Hello that P's machines would not give."""
         self.world.wire.drop = [Welcome]
         self.fetch()
         model = model_config().fingerprint("baton-1")
@@ -274,7 +274,7 @@ def labels(scene: Scene, fail: Callable[[Scene], None]) -> set[str]:
 
 
 @pytest.mark.parametrize("fail", LABELS, ids=lambda fail: fail.__name__)
-def test_each_way_to_fail_has_its_label(scene: Scene, fail: Callable[[Scene], None]) -> None:
+def test_each_kind_of_failure_has_its_label(scene: Scene, fail: Callable[[Scene], None]) -> None:
     assert labels(scene, fail) == LABELS[fail]
 
 
@@ -287,7 +287,7 @@ def test_no_other_label_exists_and_all_are_documented() -> None:
 
 
 @pytest.mark.parametrize("fail", LABELS, ids=lambda fail: fail.__name__)
-def test_sentences_may_be_worded_anew(
+def test_rewording_a_text_does_not_change_its_label(
     scene: Scene, fail: Callable[[Scene], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def reworded(self: FailureReason, code: FailureCode, text: str = "") -> None:

@@ -1,4 +1,4 @@
-"""Hidden states in files are those that transformers computes, however the engine came by them."""
+"""Hidden states in files equal those of transformers, however the engine computed them."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from baton.engine.llm import LLM, Completion
 from tests.connectors import engine_world
 from tests.connectors.engine_world import prompt_of, start_in, three_layers, windowed_model
 
-SETTLE_S = 30.0  # Only reached when something is wrong.
+SETTLE_S = 30.0  # Reached only on failure.
 GREEDY = SamplingParams(max_tokens=5, temperature=0, ignore_eos=True)
-LAYERS = (0, 1, 3)  # Of three: the embeddings, one from within, and the end.
+LAYERS = (0, 1, 3)  # Of three layers: the embeddings, the first output, the last.
 Start = Callable[..., LLM]
 
 
@@ -106,7 +106,7 @@ def assert_equal(saved: dict[str, torch.Tensor], token_ids: list[int], expected:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("graph_mode", ["off", "full"])
-def test_they_are_transformers_states(start: Start, expected: Any, graph_mode: str) -> None:
+def test_states_equal_those_of_transformers(start: Start, expected: Any, graph_mode: str) -> None:
     llm = start(graph_mode=graph_mode)
     prompts = [prompt_of(37), prompt_of(5, step=3), prompt_of(21, step=11)]
     for prompt, completion in zip(prompts, llm.generate(prompts, GREEDY), strict=True):
@@ -114,7 +114,7 @@ def test_they_are_transformers_states(start: Start, expected: Any, graph_mode: s
 
 
 @pytest.mark.slow
-def test_output_tokens_too_if_asked_for(start: Start, expected: Any) -> None:
+def test_output_tokens_are_included_on_request(start: Start, expected: Any) -> None:
     llm = start()
     prompt = prompt_of(18)
     (completion,) = llm.generate([prompt], GREEDY, kv_transfer_params=[{"include_output_tokens": True}])
@@ -123,7 +123,7 @@ def test_output_tokens_too_if_asked_for(start: Start, expected: Any) -> None:
 
 
 @pytest.mark.slow
-def test_what_the_prefix_cache_had_has_its_states(start: Start, expected: Any) -> None:
+def test_tokens_from_the_prefix_cache_have_their_states(start: Start, expected: Any) -> None:
     llm = start()
     llm.generate([prompt_of(24)], GREEDY)
     again = [*prompt_of(24), 9, 9, 9]
@@ -133,9 +133,9 @@ def test_what_the_prefix_cache_had_has_its_states(start: Start, expected: Any) -
 
 
 @pytest.mark.slow
-def test_blocks_that_are_taken_at_once_are_copied_before(start: Start, expected: Any) -> None:
-    """Who comes next gets the blocks of who has just ended, and computes in the very step that saves them."""
-    llm = start(max_num_seqs=1, caching=False)  # So that freed blocks are the first to be taken.
+def test_states_are_copied_before_their_blocks_are_reused(start: Start, expected: Any) -> None:
+    """The next request gets the blocks of the ended one, and computes in the step that saves them."""
+    llm = start(max_num_seqs=1, caching=False)  # So that freed blocks are reused first.
     prompts = [prompt_of(30, step=step) for step in range(3, 9)]
     one = SamplingParams(max_tokens=1, temperature=0)
     for prompt, completion in zip(prompts, llm.generate(prompts, one), strict=True):
@@ -144,8 +144,8 @@ def test_blocks_that_are_taken_at_once_are_copied_before(start: Start, expected:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mistral"])
-def test_windows_take_no_states_away(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """They are as with one table, also of prompts whose beginning was found in the prefix cache."""
+def test_windows_lose_no_states(family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """States are as with one table, also for prompts whose beginning is in the prefix cache."""
     model = windowed_model(tmp_path / "model", family)
     config = config_of(model, tmp_path / "states")
     prompts = [prompt_of(40), prompt_of(33, step=11), [*prompt_of(40), 9, 9, 9], prompt_of(60, step=3)]
@@ -155,7 +155,7 @@ def test_windows_take_no_states_away(family: str, tmp_path: Path, caplog: pytest
         of_mode = msgspec.structs.replace(config, cache_config=cache)
         caplog.clear()
         with LLM(of_mode, "baton.assemble:connector_factory") as llm:
-            # Where all layers have a window, nobody else would keep the states of what it leaves behind.
+            # If all layers have a window, no layer keeps the slots of tokens before it.
             has_groups = mode == "auto" and family != "mistral"
             assert llm.core.scheduler.kv_cache.is_hybrid == has_groups
             assert ("block table" in caplog.text) == (mode == "auto" and family == "mistral")
@@ -179,9 +179,7 @@ def test_two_ranks_save_one_file(start: Start, expected: Any, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_a_request_may_choose_a_file_below_the_folder_if_it_is_allowed_to(
-    start: Start, tmp_path: Path
-) -> None:
+def test_a_request_may_choose_a_file_if_allowed(start: Start, tmp_path: Path) -> None:
     llm = start(allow_custom_save_path=True)
     asked = {"hidden_states_path": "run/one.safetensors"}
     (completion,) = llm.generate([prompt_of(9)], GREEDY, kv_transfer_params=[asked])
@@ -210,7 +208,7 @@ def test_an_aborted_request_leaves_no_file(start: Start, tmp_path: Path) -> None
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_host_that_shows_no_hidden_states_costs_the_file_only(tmp_path: Path) -> None:
+def test_without_hidden_states_from_the_host_only_the_file_is_missing(tmp_path: Path) -> None:
     half = HiddenStatesWorkerHalf(
         HiddenStatesSettings(shared_storage_path=str(tmp_path)), (1,), 4, is_first_rank=True
     )
@@ -223,7 +221,7 @@ def test_a_host_that_shows_no_hidden_states_costs_the_file_only(tmp_path: Path) 
     assert list(tmp_path.iterdir()) == []
 
 
-# --- The door ----------------------------------------------------------------------------------------
+# --- Request validation --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -239,9 +237,7 @@ def test_a_host_that_shows_no_hidden_states_costs_the_file_only(tmp_path: Path) 
         "a/../../b.safetensors",
     ],
 )
-def test_a_path_that_a_client_may_not_choose_is_refused_at_the_door(
-    model: ModelConfig, tmp_path: Path, path: object
-) -> None:
+def test_a_forbidden_path_is_refused(model: ModelConfig, tmp_path: Path, path: object) -> None:
     door = BatonHiddenStatesConnector.make_door(config_of(model, tmp_path, allow_custom_save_path=True))
     with pytest.raises(BadTransferParams, match="hidden_states_path"):
         door({"hidden_states_path": path})
@@ -254,11 +250,11 @@ def test_a_path_that_a_client_may_not_choose_is_refused_at_the_door(
         closed({"hidden_states_path": "fine/a.safetensors"})
 
 
-def test_an_id_is_no_path(tmp_path: Path) -> None:
+def test_a_request_id_does_not_become_a_path(tmp_path: Path) -> None:
     settings = HiddenStatesSettings(shared_storage_path=str(tmp_path))
     strange = settings.path_for("../../a b", None)
     assert strange.parent == tmp_path
-    assert strange != settings.path_for("______a_b", None), "nor is another request's"
+    assert strange != settings.path_for("______a_b", None), "two requests must not share a file"
     assert settings.path_for("cmpl-1", None) == tmp_path / "cmpl-1.safetensors"
     assert len(settings.path_for("x" * 5000, None).name) < 255
 
@@ -280,7 +276,7 @@ def test_a_bad_setting_is_named(
         BatonHiddenStatesConnector.make_door(config_of(model, tmp_path, **extra))
 
 
-def test_beside_another_connector_it_is_refused(model: ModelConfig, tmp_path: Path) -> None:
+def test_it_must_be_the_only_connector(model: ModelConfig, tmp_path: Path) -> None:
     alone = config_of(model, tmp_path).kv_transfer_config
     assert alone is not None
     listed = [
@@ -296,7 +292,7 @@ def test_beside_another_connector_it_is_refused(model: ModelConfig, tmp_path: Pa
         children_of(EngineConfig(model_config=model, kv_transfer_config=multi))
 
 
-def test_what_is_saved_is_counted(model: ModelConfig, tmp_path: Path) -> None:
+def test_saved_states_are_counted(model: ModelConfig, tmp_path: Path) -> None:
     registry = CollectorRegistry()
     kinds: dict[type[Any], Any] = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
     config = config_of(model, tmp_path)

@@ -1,4 +1,4 @@
-"""Which files a prefix needs, against a twin that looks at single tokens."""
+"""Files that a prefix needs, compared with a reference that checks single tokens."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def kinds_with(windows: list[int | None], chunk_blocks: int, block_tokens: int) 
 
 
 def chunks_seen(kind: LayerKind, num_chunks: int) -> set[int]:
-    """By the token behind so many chunks, and by their last one."""
+    """Chunks needed by the token after `num_chunks` chunks, and by their last token."""
     chunk_tokens = kind.chunk_blocks * kind.block_tokens
     end = num_chunks * chunk_tokens
     first = 0 if kind.window is None else max(0, end - kind.window)
@@ -26,7 +26,7 @@ def chunks_seen(kind: LayerKind, num_chunks: int) -> set[int]:
 
 
 @given(windows, st.integers(1, 5), st.integers(1, 6), st.integers(0, 8), st.data())
-def test_a_prefix_is_served_exactly_if_all_that_its_end_sees_is_stored(
+def test_a_prefix_is_served_if_and_only_if_its_needed_files_are_stored(
     windows: list[int | None], chunk_blocks: int, block_tokens: int, num_chunks: int, data: st.DataObject
 ) -> None:
     kinds = kinds_with(windows, chunk_blocks, block_tokens)
@@ -41,7 +41,7 @@ def test_a_prefix_is_served_exactly_if_all_that_its_end_sees_is_stored(
 
 
 @given(windows, st.integers(1, 5), st.integers(1, 6), st.integers(1, 8))
-def test_files_have_all_blocks_that_an_end_sees_and_one_that_none_sees_is_left_out(
+def test_files_hold_exactly_the_blocks_that_a_prefix_can_need(
     windows: list[int | None], chunk_blocks: int, block_tokens: int, num_chunks: int
 ) -> None:
     for kind in kinds_with(windows, chunk_blocks, block_tokens):
@@ -57,7 +57,7 @@ def test_files_have_all_blocks_that_an_end_sees_and_one_that_none_sees_is_left_o
 
 
 @given(windows, st.integers(1, 5), st.integers(1, 6), st.integers(0, 200), st.integers(1, 100))
-def test_the_step_that_completes_a_chunk_holds_what_its_files_have(
+def test_the_step_that_completes_a_chunk_holds_the_blocks_of_its_files(
     windows: list[int | None], chunk_blocks: int, block_tokens: int, num_before: int, num_scheduled: int
 ) -> None:
     chunk_tokens = chunk_blocks * block_tokens
@@ -70,5 +70,5 @@ def test_the_step_that_completes_a_chunk_holds_what_its_files_have(
     ("windows", "expected"),
     [([None], [(None, (0,))]), ([7, None, 7, 3], [(None, (1,)), (3, (3,)), (7, (0, 2))])],
 )
-def test_layers_that_see_the_same_are_one_kind(windows: list[int | None], expected: object) -> None:
+def test_layers_with_equal_windows_are_one_kind(windows: list[int | None], expected: object) -> None:
     assert [(kind.window, kind.groups) for kind in kinds_with(windows, 2, 4)] == expected

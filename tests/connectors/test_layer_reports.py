@@ -1,4 +1,4 @@
-"""Ranks say within a step which layers are computed; who is not asked is silent, strangers are not heard."""
+"""Ranks report within a step which layers are computed, only on request, and with an authenticated key."""
 
 import queue
 import socket
@@ -56,7 +56,7 @@ def test_layers_out_of_order_are_left_to_the_end_of_the_step(
     assert [heard.get(timeout=PATIENCE_S) for _ in range(2)] == [(3, 7, 1), (3, 8, 1)]
 
 
-def test_nobody_asked_means_nothing_said(
+def test_without_a_request_nothing_is_reported(
     receiver: LayerReportReceiver, reporter: LayerReporter, heard: "queue.Queue[tuple[int, int, int]]"
 ) -> None:
     reporter.begin(None)
@@ -66,7 +66,7 @@ def test_nobody_asked_means_nothing_said(
     assert heard.get(timeout=PATIENCE_S) == (3, 1, 1)
 
 
-def test_who_does_not_know_the_key_is_not_heard(
+def test_a_report_with_a_wrong_key_is_ignored(
     receiver: LayerReportReceiver, reporter: LayerReporter, heard: "queue.Queue[tuple[int, int, int]]"
 ) -> None:
     order = receiver.order(7)
@@ -79,7 +79,7 @@ def test_who_does_not_know_the_key_is_not_heard(
     assert heard.empty()
 
 
-def test_a_receiver_that_is_gone_costs_the_rank_nothing(reporter: LayerReporter) -> None:
+def test_a_missing_receiver_does_not_affect_the_rank(reporter: LayerReporter) -> None:
     receiver = LayerReportReceiver(lambda *report: None)
     order = receiver.order(1)
     receiver.close(PATIENCE_S)
@@ -87,9 +87,9 @@ def test_a_receiver_that_is_gone_costs_the_rank_nothing(reporter: LayerReporter)
     reporter.layer_computed(0, LAYER)
 
 
-def test_a_listener_that_fails_is_its_owners_to_hear_of() -> None:
+def test_the_owner_is_told_of_a_failed_listener() -> None:
     def fail(*report: int) -> None:
-        raise KeyError("nobody knows this step")
+        raise KeyError("unknown step")
 
     receiver, reporter = LayerReportReceiver(fail), LayerReporter(0)
     reporter.begin(receiver.order(1))

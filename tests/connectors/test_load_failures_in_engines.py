@@ -1,7 +1,7 @@
-"""Loads that go wrong in real engines: the tokens are a single engine's, or the answer is an error.
+"""Failed loads in real engines: the tokens are a single engine's, or the answer is an error.
 
-Whatever was loaded badly is never found by anybody else: the cache's content is compared, and the prompt is
-asked again without the connector.
+No other request may find what was loaded badly: the cache's content is compared, and the prompt is repeated
+without the connector.
 """
 
 from pathlib import Path
@@ -25,7 +25,7 @@ from tests.connectors.engine_world import (
     store_half,
 )
 
-PROMPT = prompt_of(30)  # Seven full blocks, and two tokens.
+PROMPT = prompt_of(30)  # Seven full blocks and two tokens.
 SHARER = [*PROMPT[:24], *prompt_of(7, step=11)]
 EVERYTHING, BEHIND_TWO = list(range(7)), [2]
 HOW = [("async", "invalid"), ("async", "early"), ("async", "failed"), ("sync", "invalid")]
@@ -56,7 +56,7 @@ def expected(alone: LLM, *prompts: list[int], sampling: SamplingParams = GREEDY)
 
 
 def check_afterwards(llm: LLM, alone: LLM) -> None:
-    """Nobody else pays, then or later."""
+    """Checks that no later request is affected."""
     llm.settle(SETTLE_S)
     check_findable(llm, PROMPT, store_half(llm))
     replayed = llm.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[NO_STORE, NO_STORE])
@@ -68,7 +68,7 @@ def check_afterwards(llm: LLM, alone: LLM) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync"])
-def test_a_good_load_gives_the_tokens_and_is_no_computation(storing: LLM, alone: LLM, mode: str) -> None:
+def test_a_good_load_replaces_computation(storing: LLM, alone: LLM, mode: str) -> None:
     (loaded,) = storing.generate([PROMPT], GREEDY, kv_transfer_params=[store(mode=mode)])
     assert [loaded.token_ids] == expected(alone, PROMPT)
     assert loaded.num_transferred_tokens == 28
@@ -79,10 +79,10 @@ def test_a_good_load_gives_the_tokens_and_is_no_computation(storing: LLM, alone:
 @pytest.mark.slow
 @pytest.mark.parametrize("bad", [EVERYTHING, BEHIND_TWO], ids=["total", "partial"])
 @pytest.mark.parametrize(("mode", "how"), HOW, ids=["-".join(how) for how in HOW])
-def test_a_failed_load_costs_no_token_and_nobody_elses_answer(
+def test_a_failed_load_changes_no_answer(
     storing: LLM, alone: LLM, policy: str, mode: str, how: str, bad: list[int]
 ) -> None:
-    """SHARER begins with the same blocks, and finds those that are being loaded within its first step."""
+    """SHARER begins with the same blocks, and hits those that are being loaded within its first step."""
     fault = store(mode=mode, how=how, bad=bad)
     loaded, shared = storing.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[fault, NO_STORE])
     of_loaded, of_shared = expected(alone, PROMPT, SHARER)
@@ -100,8 +100,8 @@ def test_a_failed_load_costs_no_token_and_nobody_elses_answer(
 
 
 @pytest.mark.slow
-def test_a_half_that_raises_in_the_middle_of_a_step_with_loads(storing: LLM, alone: LLM, policy: str) -> None:
-    """It is as if all of them were bad."""
+def test_an_error_in_the_middle_of_a_step_with_loads(storing: LLM, alone: LLM, policy: str) -> None:
+    """All loads of the step count as failed."""
     fault = store(mode="sync", how="raise", bad=[0])
     loaded, other = storing.generate([PROMPT, SHARER], GREEDY, kv_transfer_params=[fault, NO_STORE])
     of_loaded, of_other = expected(alone, PROMPT, SHARER)
@@ -113,10 +113,10 @@ def test_a_half_that_raises_in_the_middle_of_a_step_with_loads(storing: LLM, alo
 
 @pytest.mark.slow
 @pytest.mark.parametrize("in_a_multi", [False, True], ids=["alone", "in a multi"])
-def test_a_load_in_the_background_that_nobody_will_report(
+def test_a_background_load_that_is_never_reported(
     start: Start, alone: LLM, tmp_path: Path, in_a_multi: bool
 ) -> None:
-    """Its request ends with an error and its blocks stay held, since somebody may still write there."""
+    """Its request ends with an error, and its blocks stay held, because a write may still arrive there."""
     llm = start(multi(faulty_store(tmp_path)) if in_a_multi else faulty_store(tmp_path))
     llm.generate([PROMPT], GREEDY)
     forget(llm)
@@ -136,7 +136,7 @@ def test_a_load_in_the_background_that_nobody_will_report(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["async", "sync"])
 def test_loads_fail_while_requests_are_preempted(start: Start, alone: LLM, tmp_path: Path, mode: str) -> None:
-    """Four answers that cannot all stay; whoever comes back loads, badly, what was computed before."""
+    """Four answers that do not fit at once; a resumed request badly loads what was computed before."""
     llm = start(faulty_store(tmp_path), num_blocks=26, budget=24)
     prompts = [prompt_of(21 + 3 * i, step=7 + 2 * i) for i in range(4)]
     sampling = SamplingParams(max_tokens=24, temperature=0, ignore_eos=True)
@@ -158,7 +158,7 @@ def test_loads_fail_while_requests_are_preempted(start: Start, alone: LLM, tmp_p
 @pytest.mark.processes
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_one_rank_of_two_fails(start: Start, alone: LLM, tmp_path: Path, policy: str) -> None:
-    """Its no is the engine's; the other rank's good half of the same blocks is not used."""
+    """If one rank fails, the load fails; the other rank's good half of the same blocks is not used."""
     llm = start(multi(faulty_store(tmp_path), kv_load_failure_policy=policy), tp_size=2)
     llm.generate([PROMPT], GREEDY)
     forget(llm)

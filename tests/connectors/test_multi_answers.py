@@ -1,4 +1,4 @@
-"""What a Multi connector answers, of what each of its children has answered; and what each child is told."""
+"""Answers of a Multi connector from its children's answers, and the arguments that each child gets."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ ALL = {(True, True): True, (True, False): False, (False, True): False, (False, F
 ANY = {(True, True): True, (True, False): True, (False, True): True, (False, False): False}
 
 OF_THE_SCHEDULER: dict[str, dict[tuple[Any, Any], Any]] = {
-    "requires_kv_delivery": ANY,  # One child's blocks are as lost as two's.
+    "requires_kv_delivery": ANY,  # One child that requires it is enough.
     "supports_divergent_local_hybrid_hits": ALL,
     "has_pending_push_work": ANY,
     "has_pending_block_frees": ANY,
-    "bind_wake": ALL,  # Whom nobody wakes has to be asked in steps.
-    # Only False is a refusal; None is an answer of those who keep nothing.
+    "bind_wake": ALL,  # If one child cannot wake the host, the host must poll.
+    # Only False is a refusal; None means that the child caches nothing.
     "reset_cache": {**ALL, (None, True): True, (None, None): True, (None, False): False},
     "introduction": {("i", None): "i", (None, "i"): "i", (None, None): None},
     "take_events": {(("e",), ("f", "g")): ["e", "f", "g"], ((), ("f",)): ["f"]},
-    "get_finished_count": {(5, None): None, (None, 5): None},  # Each is counted here, against its own.
+    "get_finished_count": {(5, None): None, (None, 5): None},  # Each child's reports are counted separately.
 }
 OF_A_RANK: dict[str, dict[tuple[Any, Any], Any]] = {
     "prefer_cross_layer_blocks": ALL,
@@ -54,21 +54,21 @@ def ask(multi: Any, name: str) -> Any:
 
 
 def cases(table: dict[str, dict[tuple[Any, Any], Any]]) -> list[tuple[str, tuple[Any, Any], Any]]:
-    return [(name, said, expected) for name, answers in table.items() for said, expected in answers.items()]
+    return [(name, given, expected) for name, answers in table.items() for given, expected in answers.items()]
 
 
-@pytest.mark.parametrize(("name", "said", "expected"), cases(OF_THE_SCHEDULER))
-def test_the_schedulers_question(name: str, said: tuple[Any, Any], expected: Any) -> None:
+@pytest.mark.parametrize(("name", "given", "expected"), cases(OF_THE_SCHEDULER))
+def test_answers_of_the_scheduler_half_are_combined(name: str, given: tuple[Any, Any], expected: Any) -> None:
     children = [
-        (child, answering(NullSchedulerHalf, name, answer)) for child, answer in zip("ab", said, strict=True)
+        (child, answering(NullSchedulerHalf, name, answer)) for child, answer in zip("ab", given, strict=True)
     ]
     assert ask(MultiSchedulerHalf(children, block_tokens=4), name) == expected
 
 
-@pytest.mark.parametrize(("name", "said", "expected"), cases(OF_A_RANK))
-def test_a_ranks_question(name: str, said: tuple[Any, Any], expected: Any) -> None:
+@pytest.mark.parametrize(("name", "given", "expected"), cases(OF_A_RANK))
+def test_answers_of_the_worker_half_are_combined(name: str, given: tuple[Any, Any], expected: Any) -> None:
     children = [
-        (child, answering(NullWorkerHalf, name, answer)) for child, answer in zip("ab", said, strict=True)
+        (child, answering(NullWorkerHalf, name, answer)) for child, answer in zip("ab", given, strict=True)
     ]
     assert ask(MultiWorkerHalf(children), name) == expected
 
@@ -76,7 +76,7 @@ def test_a_ranks_question(name: str, said: tuple[Any, Any], expected: Any) -> No
 @pytest.mark.parametrize(
     ("base", "table"), [(NullSchedulerHalf, OF_THE_SCHEDULER), (NullWorkerHalf, OF_A_RANK)]
 )
-def test_no_property_is_without_a_table(base: type, table: dict[str, Any]) -> None:
+def test_every_property_has_a_table(base: type, table: dict[str, Any]) -> None:
     properties = {
         name
         for name, value in inspect.getmembers(base)
@@ -96,7 +96,7 @@ class Hears(NullSchedulerHalf):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         self.invalid_blocks.append(connector_output.invalid_block_ids)
-        connector_output.invalid_block_ids = set()  # A child's copy is its own.
+        connector_output.invalid_block_ids = set()  # A child may change its copy.
 
 
 class Own(KVConnectorHandshakeMetadata): ...
@@ -113,11 +113,11 @@ def test_each_child_gets_its_own_part_of_every_ranks_handshake() -> None:
     assert b.handshakes == [{(0, 0): of_b0, (0, 1): of_b1}]
 
 
-def test_every_child_hears_of_every_bad_block() -> None:
-    """A block may be one that another child's load has left bad, and that this one is about to save."""
+def test_every_child_gets_every_bad_block() -> None:
+    """A block may be shared, and bad because of another child's load while this child is about to save it."""
     a, b = Hears(), Hears()
     multi = MultiSchedulerHalf([("a", a), ("b", b)], block_tokens=4)
     output = KVConnectorOutput(invalid_block_ids={3, 5})
     multi.update_connector_output(output)
     assert a.invalid_blocks == b.invalid_blocks == [{3, 5}]
-    assert output.invalid_block_ids == {3, 5}, "the host hears of them too"
+    assert output.invalid_block_ids == {3, 5}, "the host must get them too"

@@ -1,4 +1,4 @@
-"""What a Multi connector can be made of; what cannot work is refused at start, with what to change."""
+"""Configurations of a Multi connector; invalid ones are refused at start, with what to change."""
 
 import logging
 import sys
@@ -122,13 +122,13 @@ def test_every_child_is_named_in_the_log_of_what_connectors_did() -> None:
     data = stats.to_dict()
     figures = _reduced(build(data))
     assert [figures[name] for name in ("BatonPullConnector loans", "Mine seen", "Mine#2 seen")] == [2, 3, 4]
-    # A child that cannot read its own numbers loses them, and nobody else.
+    # If a child cannot read its numbers, only they are lost.
     figures = _reduced(build({**data, "Mine": {}}))
     assert "Mine seen" not in figures
     assert figures["Mine#2 seen"] == 4
 
 
-def test_entries_keep_what_they_say_and_inherit_the_rest() -> None:
+def test_entries_inherit_only_what_they_leave_out() -> None:
     config = multi(
         {**MINE, "kv_role": "kv_consumer", "kv_connector_extra_config": {"folder": "f"}},
         {**MINE, "engine_id": "e"},
@@ -159,7 +159,7 @@ def test_entries_keep_what_they_say_and_inherit_the_rest() -> None:
         ([PULL], {"kv_connector_extra_config": {}}, "must list at least one"),
     ],
 )
-def test_what_cannot_work_is_refused_with_what_to_change(
+def test_an_invalid_configuration_is_refused_with_a_remedy(
     children: list[Any], fields: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -183,7 +183,7 @@ def test_two_layouts_are_refused(module: ModuleType) -> None:
     assert BatonMultiConnector.get_required_kvcache_layout(multi(MINE)) is None
 
 
-def test_one_child_decides_what_the_whole_needs(module: ModuleType) -> None:
+def test_one_childs_requirement_applies_to_the_multi_connector(module: ModuleType) -> None:
     class Hooked(Mine):
         @classmethod
         def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -204,7 +204,7 @@ def test_one_child_decides_what_the_whole_needs(module: ModuleType) -> None:
         assert sleeps(config.kv_transfer_config) is expected
 
 
-def test_groups_are_for_a_multi_whose_children_all_know_them(module: ModuleType) -> None:
+def test_groups_require_support_by_all_children(module: ModuleType) -> None:
     class Grouped(Mine, SupportsHMA):
         def request_finished_all_groups(self, request: Any, block_ids: Any) -> Any:
             return True, {"blocks": block_ids}
@@ -228,7 +228,7 @@ def test_groups_are_for_a_multi_whose_children_all_know_them(module: ModuleType)
     assert one_table.request_finished_all_groups(request, ([1, 2],)) == (True, {"blocks": ([1, 2],)})
 
 
-def test_a_child_that_needs_what_a_window_leaves_behind_decides_for_all(module: ModuleType) -> None:
+def test_one_child_without_support_for_windows_decides_for_all(module: ModuleType) -> None:
     class SeesAll(TwoHalvesOfGroups):
         make_scheduler_half, make_worker_half = Mine.make_scheduler_half, Mine.make_worker_half
 
@@ -249,10 +249,10 @@ def test_a_child_that_needs_what_a_window_leaves_behind_decides_for_all(module: 
             assert len(config.kv_cache_groups) == 2
             assert connector_factory.supports_hma(config) is expected
         pull_alone = msgspec.structs.replace(multi(PULL), model_config=model)
-        assert connector_factory.supports_hma(pull_alone), "the others can do with these"
+        assert connector_factory.supports_hma(pull_alone), "the other children support these groups"
 
 
-def test_a_child_that_cannot_be_made_takes_those_before_it_along(module: ModuleType) -> None:
+def test_if_a_child_cannot_be_made_earlier_ones_are_shut_down(module: ModuleType) -> None:
     ended: list[str] = []
 
     class First(Mine):
@@ -271,7 +271,7 @@ def test_a_child_that_cannot_be_made_takes_those_before_it_along(module: ModuleT
     assert ended == ["First"]
 
 
-def test_every_childs_door_is_asked() -> None:
+def test_every_child_validates_a_request() -> None:
     door = make_door(multi(MINE, PULL))
     door(None)
     door({"do_remote_decode": True})
@@ -310,7 +310,7 @@ def test_each_child_publishes_its_own_metrics_and_multi_two_about_them(module: M
     assert 'baton:kv_child_connector_retired{connector="BatonPullConnector",engine="0"} 0.0' in text
 
 
-def test_a_host_that_has_its_own_is_told_so() -> None:
+def test_a_host_with_its_own_multi_connector_is_refused() -> None:
     class Foreign:
         kv_transfer_config = KVTransferConfig(kv_connector="BatonMultiConnector", kv_role="kv_both")
 

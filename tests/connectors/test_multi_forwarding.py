@@ -1,4 +1,4 @@
-"""No method of the contract stops at a Multi connector: each reaches every child, with its own part."""
+"""Every method of the contract reaches every child of a Multi connector, with its own part."""
 
 import inspect
 from typing import Any
@@ -30,11 +30,11 @@ def members(half: Half) -> set[str]:
     ("half", "multi"),
     [(Half.SCHEDULER, MultiSchedulerHalf), (Half.WORKER, MultiWorkerHalf)],
 )
-def test_nothing_of_a_half_is_inherited(half: Half, multi: type) -> None:
+def test_no_method_of_a_half_is_inherited(half: Half, multi: type) -> None:
     assert members(half) <= set(vars(multi))
 
 
-def test_nothing_of_the_class_is_inherited() -> None:
+def test_no_class_method_is_inherited() -> None:
     assert {row.name for row in ROWS if row.half is Half.CLASS} - {"role"} <= set(vars(BatonMultiConnector))
     assert set(vars(MultiSchedulerHalf)) >= SupportsHMA.__abstractmethods__
 
@@ -45,7 +45,7 @@ class Told(KVConnectorMetadata, KVConnectorHandshakeMetadata):
 
 
 def recording(half: type, name: str, log: list[tuple[str, str, tuple[Any, ...]]]) -> Any:
-    """A half that writes down each call, with its arguments, and answers as a null half does."""
+    """A half that records each call with its arguments, and answers as a null half does."""
 
     def recorder(method: str) -> Any:
         def record(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -70,7 +70,7 @@ class Request:
 
 
 def arguments_of(method: Any) -> list[Any]:
-    """Something for each parameter that a Multi does not look at; what it looks at, in its own form."""
+    """A value for each parameter; those that a Multi connector reads have their own form."""
     known: dict[str, Any] = {
         "request": Request(),
         "request_id": "r",
@@ -99,7 +99,7 @@ ONLY_THE_LOADER = {  # See test_multi_rules.
     "get_load_failure",
 }
 INSTEAD = {
-    "get_finished": "get_transfer_results",  # What hosts call; it asks `get_finished` of those that have it.
+    "get_finished": "get_transfer_results",  # Called by hosts; it calls `get_finished`.
     "set_xfer_handshake_metadata": "set_xfer_handshake_metadata_pp_aware",
 }
 
@@ -127,9 +127,9 @@ def test_each_call_reaches_every_worker_half(name: str) -> None:
         return
     multi.bind_connector_metadata(MultiMetadata((ChildPart(Told("a")), ChildPart(Told("b")))))
     bound = [args[0].name for _, method, args in log if method == "bind_connector_metadata"]
-    assert bound == ["a", "b"], "each its own"
+    assert bound == ["a", "b"], "each child gets its own metadata"
     if name == "get_block_ids_with_load_errors":
-        multi.get_transfer_results(set())  # Asked with the results: see there.
+        multi.get_transfer_results(set())  # Called together with the results.
     log.clear() if name not in ("bind_connector_metadata", "get_block_ids_with_load_errors") else None
     method = getattr(multi, name)
     extra = {"later": "addition"} if name in ("start_load_kv", "save_kv_layer") else {}
@@ -144,9 +144,9 @@ def test_each_call_reaches_every_worker_half(name: str) -> None:
 CONTAINED = {name for name in members(Half.SCHEDULER) if SURFACE[name].scope is not Scope.START}
 
 
-@pytest.mark.parametrize("who", ["a", "b"])
+@pytest.mark.parametrize("child", ["a", "b"])
 @pytest.mark.parametrize("name", sorted(CONTAINED - ONLY_THE_LOADER))
-def test_what_one_scheduler_half_raises_is_heard_by_nobody_else(name: str, who: str) -> None:
+def test_an_error_of_one_scheduler_half_does_not_reach_the_others(name: str, child: str) -> None:
     log: list[tuple[str, str, tuple[Any, ...]]] = []
 
     def fail(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,11 +154,11 @@ def test_what_one_scheduler_half_raises_is_heard_by_nobody_else(name: str, who: 
 
     raising: Any = type("Raising", (NullSchedulerHalf,), {name: fail})
     sibling = recording(NullSchedulerHalf, "sibling", log)
-    halves = {"a": sibling, "b": sibling} | {who: raising()}
+    halves = {"a": sibling, "b": sibling} | {child: raising()}
     multi = MultiSchedulerHalf(list(halves.items()), block_tokens=4)
     method = getattr(multi, name)
     method(*arguments_of(method))
     assert [method_name for _, method_name, _ in log].count(name) == 1
     stats = multi.get_kv_connector_stats()
     if name != "get_kv_connector_stats":
-        assert stats is not None, "an error is counted"
+        assert stats is not None, "the error must be counted"

@@ -1,4 +1,4 @@
-"""Embedded engines whose connector is several: the tokens are one engine's, whoever of them had the KV."""
+"""Embedded engines with several connectors: the tokens are one engine's, regardless of the KV's source."""
 
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ def hand_over(p: LLM, d: LLM, prompt: list[int]) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("handoff", [PULL, PUSH], ids=["pull", "push"])
-def test_what_one_hands_over_another_stores(
+def test_a_handed_over_prompt_is_stored_by_another_child(
     start: Start, alone: LLM, tmp_path: Path, handoff: dict[str, Any]
 ) -> None:
     (tmp_path / "p").mkdir()
@@ -58,10 +58,10 @@ def test_what_one_hands_over_another_stores(
     (prefilled,) = p.generate([PROMPT], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
     params = prefilled.kv_transfer_params
     assert params is not None
-    assert params["stored_blocks"] == 12, "of the one"
-    assert "baton_ticket" in params, "of the other"
+    assert params["stored_blocks"] == 12, "the store's params"
+    assert "baton_ticket" in params, "the pull connector's params"
     for _ in range(8):
-        p.core.step()  # The store has done; the loan goes on.
+        p.core.step()  # The store is done; the loan continues.
     assert p.core.scheduler.remote.num_held == 1
     (decoded,) = d.generate([PROMPT], GREEDY, kv_transfer_params=[params])
     assert decoded.token_ids == expected.token_ids
@@ -71,7 +71,7 @@ def test_what_one_hands_over_another_stores(
         forget(engine)  # Every block is free again.
         (again,) = engine.generate([PROMPT], GREEDY)
         assert again.token_ids == expected.token_ids
-        assert again.num_transferred_tokens == 48, "of the store"
+        assert again.num_transferred_tokens == 48, "loaded from the store"
         assert check_findable(engine, PROMPT, store_half(engine)) == 12
         (computed,) = engine.generate([PROMPT], GREEDY, kv_transfer_params=[NO_STORE])
         assert computed.token_ids == expected.token_ids
@@ -91,20 +91,20 @@ def test_the_first_one_with_tokens_loads_and_the_loan_of_the_other_ends(
     params = {**(prefilled.kv_transfer_params or {}), **store(mode=mode)}
     (decoded,) = d.generate([PROMPT], GREEDY, kv_transfer_params=[params])
     assert decoded.token_ids == expected.token_ids
-    assert decoded.num_transferred_tokens == 48, "the store has full blocks only"
+    assert decoded.num_transferred_tokens == 48, "the store holds full blocks only"
     d.settle(SETTLE_S)
     p.settle(SETTLE_S)
     forget(p)
 
 
 @pytest.mark.slow
-def test_a_child_that_dies_leaves_the_handoff_alone(start: Start, alone: LLM, tmp_path: Path) -> None:
+def test_a_dead_child_does_not_affect_the_handoff(start: Start, alone: LLM, tmp_path: Path) -> None:
     p, d = start(named("p", PULL)), start(named("d", faulty_store(tmp_path), PULL))
     d.generate([PROMPT], ONE_TOKEN)
     forget(d)
     fault = store(mode="async", how="raise", bad=[0])
     ends = [d.generate([PROMPT], GREEDY, kv_transfer_params=[fault])[0].error is None for _ in range(4)]
-    assert ends == [False, False, False, True], "errors in a row retire it, and nobody loads from it"
+    assert ends == [False, False, False, True], "repeated errors must retire it"
     prompts = [prompt_of(50, step=11), PROMPT]
     expected = alone.generate(prompts, GREEDY)
     for prompt, answer in zip(prompts, expected, strict=True):
@@ -117,7 +117,7 @@ def test_a_child_that_dies_leaves_the_handoff_alone(start: Start, alone: LLM, tm
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_ranks_of_two_engines_keep_the_parts_apart(start: Start, alone: LLM, tmp_path: Path) -> None:
+def test_ranks_of_two_engines_keep_the_children_apart(start: Start, alone: LLM, tmp_path: Path) -> None:
     (tmp_path / "p").mkdir()
     (tmp_path / "d").mkdir()
     p = start(named("p", PULL, faulty_store(tmp_path / "p")), tp_size=2)
@@ -144,7 +144,7 @@ def storage(folder: Path) -> dict[str, Any]:
 
 
 def generate_until_loaded(llm: LLM, prompt: list[int], params: dict[str, Any] | None = None) -> Any:
-    """Stores are made in the background: ask until one has it. The last answer."""
+    """Repeats the prompt until it is loaded, as stores run in the background. Returns the last answer."""
     for _ in range(200):
         forget(llm)
         (answer,) = llm.generate([prompt], GREEDY, kv_transfer_params=[params])
@@ -155,8 +155,8 @@ def generate_until_loaded(llm: LLM, prompt: list[int], params: dict[str, Any] | 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["offload", "storage"])
-def test_pull_beside_a_store_of_ours(start: Start, alone: LLM, tmp_path: Path, kind: str) -> None:
-    """What D has read from P it finds again in its own store, and so does P what it has computed."""
+def test_pull_with_one_of_our_stores(start: Start, alone: LLM, tmp_path: Path, kind: str) -> None:
+    """D finds in its own store what it read from P, and P finds there what it computed."""
     beside = OFFLOAD if kind == "offload" else storage(tmp_path)
     p, d = (start(named(engine_id, PULL, beside)) for engine_id in "pd")
     (expected,) = alone.generate([PROMPT], GREEDY)
@@ -171,10 +171,10 @@ def test_pull_beside_a_store_of_ours(start: Start, alone: LLM, tmp_path: Path, k
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_pull_beside_shared_storage_with_a_table_for_each_window(
+def test_pull_with_shared_storage_and_several_block_tables(
     family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """What D has read from P a fresh engine reads from the folder."""
+    """A new engine reads from the folder what D has read from P."""
     (tmp_path / "model").mkdir()
     (tmp_path / "shared").mkdir()
     folder = tmp_path / "shared"
@@ -201,16 +201,16 @@ def test_pull_beside_shared_storage_with_a_table_for_each_window(
 @pytest.mark.parametrize("bad", [[0], [3], list(range(12))], ids=["first", "middle", "all"])
 @pytest.mark.parametrize("kind", ["offload", "storage"])
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_store_keeps_nothing_of_a_step_whose_load_has_failed(
+def test_a_store_drops_steps_with_a_failed_load(
     start: Start, alone: LLM, tmp_path: Path, policy: str, kind: str, bad: list[int]
 ) -> None:
-    """Two children in one step: one has loaded garbage, the other stores what was computed upon it."""
+    """Two children in one step: one loads garbage, the other stores what was computed with it."""
     (tmp_path / "faulty").mkdir()
     beside = OFFLOAD if kind == "offload" else storage(tmp_path / "shared")
     d = start({**multi(faulty_store(tmp_path / "faulty"), beside), "kv_load_failure_policy": policy})
     (expected,) = alone.generate([PROMPT], GREEDY)
     prompt = [*PROMPT[:49]]
-    # The other one shall not know the prompt yet: what is loaded badly is all that it can store.
+    # The other engine must not know the prompt yet, so that it can store only what was loaded badly.
     other = start(faulty_store(tmp_path / "faulty"))
     other.generate([prompt], ONE_TOKEN)
     forget(other)
@@ -224,5 +224,5 @@ def test_a_store_keeps_nothing_of_a_step_whose_load_has_failed(
         assert later.token_ids == expected.token_ids
         if later.num_transferred_tokens:
             break
-    assert later.num_transferred_tokens > 0, "of the other one, by now"
+    assert later.num_transferred_tokens > 0, "the other engine has stored it by now"
     forget(d)

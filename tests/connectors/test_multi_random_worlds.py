@@ -1,7 +1,7 @@
-"""Random answers, ends and exceptions of two children on two ranks, against the rules told plainly.
+"""Random answers, ends and exceptions of two children on two ranks, compared with the rules.
 
-The twin knows nothing of metadata, reports or aggregation: it has each child's loads and loans, counts who
-has said what, and says what the host has to hear.
+The reference knows no metadata, reports or aggregation. It tracks each child's loads and loans, counts the
+ranks that have reported, and derives what the host must get.
 """
 
 import logging
@@ -31,21 +31,21 @@ def any_answer(draw: Random) -> Any:
 
 @dataclass
 class Twin:
-    """What should be true."""
+    """The expected state."""
 
-    broken: dict[str, set[str]] = field(default_factory=dict)  # By request: children that failed for it.
+    broken: dict[str, set[str]] = field(default_factory=dict)  # By request: children that have failed for it.
     loader: dict[str, str] = field(default_factory=dict)
     arrived: dict[str, set[int]] = field(default_factory=dict)  # Ranks that have reported the load.
     bad: set[str] = field(default_factory=set)
     lent_by: dict[str, dict[str, set[int]]] = field(default_factory=dict)  # By child: ranks that have sent.
 
-    def choose(self, request_id: str, said: dict[str, Any]) -> tuple[int | None, bool, str | None]:
+    def choose(self, request_id: str, answers: dict[str, Any]) -> tuple[int | None, bool, str | None]:
         best: tuple[int | None, bool, str | None] = (0, False, None)
         later = False
         for child in CHILDREN:
             if child in self.broken.get(request_id, ()):
                 continue
-            answer = said[child]
+            answer = answers[child]
             if isinstance(answer, Exception) or answer[0] == 99:
                 self.broken.setdefault(request_id, set()).add(child)
             elif answer[0] is None:
@@ -56,7 +56,7 @@ class Twin:
 
 
 class Game:
-    """One run; every choice comes from `seed`."""
+    """One run; `seed` determines every choice."""
 
     def __init__(self, seed: int) -> None:
         self.draw = Random(seed)
@@ -65,7 +65,9 @@ class Game:
         self.count = 0
         self.live: list[str] = []  # Not finished.
         self.begun: dict[str, str] = {}  # Asynchronous loads since the last step.
-        self.sync: dict[str, set[int]] = {child: set() for child in CHILDREN}  # As above: blocks.
+        self.sync: dict[str, set[int]] = {
+            child: set() for child in CHILDREN
+        }  # Blocks of synchronous loads since the last step.
         self.num_bad_steps = dict.fromkeys(CHILDREN, 0)
 
     def play(self, num_moves: int) -> None:
@@ -73,13 +75,13 @@ class Game:
             self.draw.choice([self.a_request_arrives, self.a_request_finishes, self.a_step, self.a_step])()
 
     def a_request_arrives(self) -> None:
-        said = {child: any_answer(self.draw) for child in CHILDREN}
+        answers = {child: any_answer(self.draw) for child in CHILDREN}
         request_id, self.count = f"r{self.count}", self.count + 1
         for child in CHILDREN:
-            self.world.schedulers[child].answers[request_id] = said[child]
+            self.world.schedulers[child].answers[request_id] = answers[child]
         request = Request(request_id)
-        for _ in range(self.draw.randrange(1, 3)):  # Asking has no effect.
-            count, is_async, child = self.twin.choose(request_id, said)
+        for _ in range(self.draw.randrange(1, 3)):  # Repeated queries have no effect.
+            count, is_async, child = self.twin.choose(request_id, answers)
             assert self.world.half.get_num_new_matched_tokens(request, 0) == (count, is_async)
         if count is None:
             self.world.half.request_finished(request, [])
@@ -138,7 +140,7 @@ class Game:
     def _tell_rank(
         self, draw: Random, rank: int, child: str, expected: Step, *, is_heard: bool
     ) -> str | None:
-        """What this rank of this child does in the step; the name of the method that raises."""
+        """Actions of this rank of this child in the step; returns the name of the method that raises."""
         worker = self.world.workers[rank][child]
         if not is_heard:
             return None
@@ -163,12 +165,12 @@ class Game:
         return error
 
     def _some_ids(self, known: Iterable[str]) -> set[str]:
-        """Of any child; some are another's, some nobody's."""
+        """Ids of any child; some are another child's, some unknown."""
         ids = [*sorted(known), "nobody"]
         return set(self.draw.sample(ids, self.draw.randrange(min(3, len(ids)) + 1)))
 
     def _draw_additions(self, draw: Random, expected: Step) -> None:
-        """What scheduler halves know by themselves is as good as the word of every rank."""
+        """An end reported by a scheduler half counts as if every rank had reported it."""
         twin = self.twin
         for child in CHILDREN:
             if draw.random() < 0.6:
@@ -178,7 +180,7 @@ class Game:
             for request_id in received:
                 if twin.loader.get(request_id) == child and len(twin.arrived[request_id]) < NUM_RANKS:
                     twin.arrived[request_id] = set(range(NUM_RANKS))
-                    twin.bad.discard(request_id)  # Not every rank has told the host how it ended.
+                    twin.bad.discard(request_id)  # Not every rank has reported how it ended.
             for request_id in sent:
                 if child in twin.lent_by.get(request_id, {}):
                     twin.lent_by[request_id][child] = set(range(NUM_RANKS))
@@ -207,5 +209,5 @@ def _quiet() -> Iterator[None]:
 
 @settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(seed=st.integers(0, 2**32 - 1))
-def test_the_host_hears_what_the_rules_say(seed: int) -> None:
+def test_the_hosts_report_follows_the_rules(seed: int) -> None:
     Game(seed).play(num_moves=60)

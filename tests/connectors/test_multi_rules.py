@@ -1,4 +1,4 @@
-"""Who loads, who delays, and what a child that raises costs: the rules of a Multi connector, one by one."""
+"""Rules of a Multi connector: which child loads, which delays, and the effect of a child's errors."""
 
 from typing import Any
 
@@ -57,7 +57,7 @@ def report(world: MultiWorld, child: str, *, ranks: tuple[int, ...] = (0, 1), **
         )
 
 
-# --- Who loads -------------------------------------------------------------------------------------
+# --- Loads --------------------------------------------------------------------------------------
 
 
 def test_the_first_child_with_tokens_loads_and_the_others_see_the_blocks() -> None:
@@ -70,18 +70,18 @@ def test_the_first_child_with_tokens_loads_and_the_others_see_the_blocks() -> No
     assert world.schedulers["b"].allocated[-1] == ("r", 0), "scheduled after its load"
 
 
-@pytest.mark.parametrize("who", ["a", "b"])
-def test_one_child_that_is_not_sure_yet_defers(who: str) -> None:
+@pytest.mark.parametrize("child", ["a", "b"])
+def test_one_undecided_child_defers_the_request(child: str) -> None:
     world = MultiWorld()
     for half in world.schedulers.values():
         half.answers["r"] = (8, True)
-    world.schedulers[who].answers["r"] = (None, False)
+    world.schedulers[child].answers["r"] = (None, False)
     assert world.half.get_num_new_matched_tokens(Request("r"), 0) == (None, False)
-    world.schedulers[who].answers["r"] = (0, False)
+    world.schedulers[child].answers["r"] = (0, False)
     assert world.half.get_num_new_matched_tokens(Request("r"), 0) == (8, True)
 
 
-def test_only_the_loaders_word_on_a_load_counts() -> None:
+def test_only_the_loader_can_report_a_load() -> None:
     world = MultiWorld()
     load(world, "r", "b")
     report(world, "a", received={"r"}, failed={"r"})
@@ -93,14 +93,14 @@ def test_only_the_loaders_word_on_a_load_counts() -> None:
     assert world.step().received == set()
     report(world, "b", ranks=(1,), received={"r"})
     step = world.step()
-    assert (step.received, step.failed) == ({"r"}, {"r"}), "one rank's no is the whole's"
+    assert (step.received, step.failed) == ({"r"}, {"r"}), "if one rank fails, the load fails"
     assert world.schedulers["b"].outputs[-1].finished_recving == {"r"}
     assert all(not output.finished_recving for output in world.schedulers["a"].outputs)
     report(world, "b", received={"r"})
     assert world.step().received == set(), "a load ends once"
 
 
-def test_a_load_that_only_the_scheduler_half_knows_the_end_of() -> None:
+def test_a_load_that_the_scheduler_half_ends() -> None:
     world = MultiWorld()
     load(world, "r", "a")
     world.step()
@@ -108,14 +108,14 @@ def test_a_load_that_only_the_scheduler_half_knows_the_end_of() -> None:
     assert world.step().received == {"r"}
     world.step()
     report(world, "a", received={"r"})
-    assert world.step().received == set(), "ranks have heard that it is over"
+    assert world.step().received == set(), "the ranks were told of its end"
     world.schedulers["a"].answers.clear()
     load(world, "r", "b")  # The id is free again.
     report(world, "b", received={"r"})
     assert world.step().received == {"r"}
 
 
-def test_what_only_the_loader_knows_is_asked_of_it() -> None:
+def test_only_the_loader_is_asked_about_its_load() -> None:
     class Loader(NullSchedulerHalf):
         def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
             return 4, True
@@ -149,8 +149,8 @@ def test_what_only_the_loader_knows_is_asked_of_it() -> None:
     assert half.get_load_failure("another") is None
 
 
-def test_the_block_that_stands_for_none_is_never_called_bad() -> None:
-    """Where several groups have tables, id 0 is nobody's block; where one has, it is a block."""
+def test_the_null_block_is_never_reported_as_bad() -> None:
+    """With several block tables, id 0 is the null block; with one table it is a block."""
     for tables, invalid in (([[0, 11, 12], [0, 0, 22]], {11, 12, 22}), ([[0, 11, 12]], {0, 11, 12})):
         world = MultiWorld()
         world.schedulers["a"].answers["r"] = (12, False)
@@ -160,7 +160,7 @@ def test_the_block_that_stands_for_none_is_never_called_bad() -> None:
         assert world.step().invalid == invalid
 
 
-# --- Who delays ------------------------------------------------------------------------------------
+# --- Delayed frees - -----------------------------------------------------------------------------------
 
 
 def test_blocks_are_free_when_every_child_that_delayed_them_has_reported() -> None:
@@ -169,9 +169,9 @@ def test_blocks_are_free_when_every_child_that_delayed_them_has_reported() -> No
     report(world, "c", sent={"r"})
     assert world.step().sent == set()
     report(world, "b", sent={"r"})
-    assert world.step().sent == set(), "it has delayed nothing"
+    assert world.step().sent == set(), "this child has delayed nothing"
     report(world, "c", sent={"r"})
-    assert world.step().sent == set(), "it counts once"
+    assert world.step().sent == set(), "a child counts once"
     report(world, "a", ranks=(1,), sent={"r"})
     assert world.step().sent == set(), "a rank still sends"
     report(world, "a", ranks=(0,), sent={"r"})
@@ -179,7 +179,7 @@ def test_blocks_are_free_when_every_child_that_delayed_them_has_reported() -> No
     assert [set(output.finished_sending or ()) for output in world.schedulers["a"].outputs][-1] == {"r"}
 
 
-def test_a_loan_whose_end_only_the_scheduler_half_knows_is_one_of_several() -> None:
+def test_a_loan_that_the_scheduler_half_ends_is_one_of_several() -> None:
     world = MultiWorld()
     finish(world, "r", a=(True, None), b=(True, None))
     world.schedulers["a"].adds = ({"r"}, set())
@@ -199,13 +199,13 @@ def test_ranks_may_report_in_different_steps_for_different_children() -> None:
     assert world.step().sent == {"r"}
 
 
-def test_what_children_answer_is_merged() -> None:
+def test_the_childrens_params_are_merged() -> None:
     world = MultiWorld()
     answer = finish(world, "r", a=(True, {"ticket": 1, "same": 0}), b=(False, {"folder": "f", "same": 0}))
     assert answer == (True, {"ticket": 1, "folder": "f", "same": 0})
 
 
-def test_a_child_that_contradicts_one_before_it_is_left_out_and_told(
+def test_contradicting_params_are_dropped_and_taken_back(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     world = MultiWorld()
@@ -216,19 +216,19 @@ def test_a_child_that_contradicts_one_before_it_is_left_out_and_told(
     assert world.schedulers["a"].taken_back == []
     world.schedulers["a"].adds = ({"r"}, set())
     world.schedulers["b"].adds = ({"r"}, set())
-    assert world.step().sent == {"r"}, "its blocks are awaited all the same"
+    assert world.step().sent == {"r"}, "its blocks must still be awaited"
     for other in range(STEP_ERRORS_MAX + 1):
         finish(world, f"r{other}", a=(False, {"ticket": 1}), b=(False, {"ticket": 2}))
         world.step()
     num_steps = {name: half.num_steps for name, half in world.schedulers.items()}
-    assert num_steps["a"] == num_steps["b"], "it is wrong, and works: nobody is retired for it"
+    assert num_steps["a"] == num_steps["b"], "a contradiction must not retire a child"
 
 
 # --- A child that raises ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [RuntimeError("no"), (18, True), (-1, False)], ids=str)
-def test_a_child_that_cannot_answer_for_a_request_is_passed_over_for_good(bad: Any) -> None:
+def test_a_child_that_fails_for_a_request_is_not_asked_again(bad: Any) -> None:
     world = MultiWorld()
     world.schedulers["a"].answers["r"] = bad
     world.schedulers["b"].answers["r"] = (8, True)
@@ -237,7 +237,7 @@ def test_a_child_that_cannot_answer_for_a_request_is_passed_over_for_good(bad: A
     assert world.half.get_num_new_matched_tokens(Request("r"), 0) == (8, True)
 
 
-def test_the_users_mistake_ends_the_request_when_all_have_heard_of_it() -> None:
+def test_a_user_error_is_raised_after_all_children_were_called() -> None:
     world = MultiWorld()
     world.schedulers["a"].answers["r"] = BadTransferParams("is expired")
     with pytest.raises(BadTransferParams, match="is expired"):
@@ -248,7 +248,7 @@ def test_the_users_mistake_ends_the_request_when_all_have_heard_of_it() -> None:
     assert world.schedulers["b"].allocated == [("s", 0)]
 
 
-def test_a_loader_that_cannot_start_is_the_hosts_to_hear_and_a_saver_is_not() -> None:
+def test_only_the_loaders_error_reaches_the_host() -> None:
     world = MultiWorld()
     world.schedulers["a"].at_alloc["r"] = RuntimeError("half-way")
     load(world, "s", "a")
@@ -256,14 +256,14 @@ def test_a_loader_that_cannot_start_is_the_hosts_to_hear_and_a_saver_is_not() ->
         load(world, "r", "a")
     assert world.schedulers["b"].allocated == [("s", 0), ("r", 0)]
     world.schedulers["a"].answers["r"] = (0, False)
-    load(world, "r", "b")  # What a raises does not concern b's load.
+    load(world, "r", "b")  # An error of a does not affect b's load.
     report(world, "a", received={"s"})
     report(world, "b", received={"r"})
     assert world.step().received == {"r", "s"}
 
 
 @pytest.mark.parametrize("method", HEARD)
-def test_what_a_worker_half_raises_costs_its_siblings_nothing(method: str) -> None:
+def test_an_error_of_a_worker_half_does_not_affect_its_siblings(method: str) -> None:
     world = MultiWorld()
     load(world, "of-a", "a")
     load(world, "sync-of-a", "a", is_async=False)
@@ -279,12 +279,12 @@ def test_what_a_worker_half_raises_costs_its_siblings_nothing(method: str) -> No
     is_load = method in HEARD[:4]
     assert step.abandoned == ({"of-a"} if is_load else set())
     loads_unsure = is_load or method == "get_block_ids_with_load_errors"
-    assert step.invalid == ({11, 12} if loads_unsure else set()), "of a's synchronous load alone"
+    assert step.invalid == ({11, 12} if loads_unsure else set()), "only a's synchronous load fails"
     report(world, "a", received={"of-a"})
     assert world.step().received == {"of-a"}, "its blocks are free again"
 
 
-def test_a_child_that_does_not_know_its_bad_blocks_gets_nothing_of_this_step_believed() -> None:
+def test_without_its_bad_blocks_a_childs_loads_of_the_step_fail() -> None:
     world = MultiWorld()
     load(world, "of-a", "a")
     load(world, "of-b", "b")
@@ -296,7 +296,7 @@ def test_a_child_that_does_not_know_its_bad_blocks_gets_nothing_of_this_step_bel
     assert (step.received, step.failed, step.invalid) == ({"of-a", "of-b"}, {"of-a"}, {13})
 
 
-def test_a_scheduler_half_that_cannot_tell_its_ranks_anything_loses_that_steps_loads() -> None:
+def test_a_scheduler_half_without_metadata_loses_the_steps_loads() -> None:
     world = MultiWorld()
     load(world, "r", "a")
     load(world, "sync", "a", is_async=False)
@@ -316,7 +316,7 @@ def retire_a(world: MultiWorld) -> set[str]:
     return world.step().abandoned
 
 
-def test_a_dead_child_takes_its_own_loads_with_it_and_leaves_its_siblings() -> None:
+def test_a_dead_child_loses_only_its_own_loads() -> None:
     world = MultiWorld()
     load(world, "of-a", "a")
     load(world, "of-b", "b")
@@ -328,7 +328,7 @@ def test_a_dead_child_takes_its_own_loads_with_it_and_leaves_its_siblings() -> N
     report(world, "b", received={"of-b", "later"}, sent={"lent"})
     step = world.step()
     assert step.received == {"of-b", "later"}
-    assert step.sent == set(), "nobody knows who still reads what a lent"
+    assert step.sent == set(), "blocks that a lent may still be read"
     assert world.schedulers["a"].num_steps == num_steps
     world.schedulers["a"].answers["new"] = (8, True)
     assert world.half.get_num_new_matched_tokens(Request("new"), 0) == (0, False)
@@ -341,7 +341,7 @@ def test_bad_steps_in_a_row_retire_a_child(where: str) -> None:
     abandoned: list[set[str]] = []
     for step in range(2 * STEP_ERRORS_MAX):
         if step == STEP_ERRORS_MAX - 1:
-            abandoned.append(world.step().abandoned)  # A good one.
+            abandoned.append(world.step().abandoned)  # A step without errors.
         if where == "scheduler":
             world.schedulers["a"].raises["update_connector_output"] = KeyError("no")
         else:
@@ -352,7 +352,7 @@ def test_bad_steps_in_a_row_retire_a_child(where: str) -> None:
     assert world.workers[0]["b"].calls == HEARD * len(abandoned)
 
 
-def test_without_any_child_left_the_host_is_told() -> None:
+def test_without_children_the_connector_is_dead() -> None:
     world = MultiWorld()
     retire_a(world)
     world.schedulers["b"].raises["update_connector_output"] = ConnectorDead("its thread")
@@ -361,7 +361,7 @@ def test_without_any_child_left_the_host_is_told() -> None:
         world.step()
 
 
-def test_ids_that_are_none_are_dropped() -> None:
+def test_invalid_request_ids_are_dropped() -> None:
     world = MultiWorld()
     finish(world, "r", b=(True, None))
     world.schedulers["a"].adds = ({7, None}, set())  # type: ignore[arg-type]
@@ -372,7 +372,7 @@ def test_ids_that_are_none_are_dropped() -> None:
 # --- Numbers, events, the start and the end --------------------------------------------------------
 
 
-def test_errors_and_retirement_can_be_seen() -> None:
+def test_errors_and_retirement_are_in_the_statistics() -> None:
     world = MultiWorld()
     world.schedulers["b"].answers["r"] = RuntimeError("no")
     world.half.get_num_new_matched_tokens(Request("r"), 0)
@@ -423,7 +423,7 @@ def test_events_reach_the_child_that_made_them() -> None:
     assert half.take_events() == [removed]
 
 
-def test_each_childs_reports_are_counted_against_its_own_number() -> None:
+def test_each_childs_reports_are_counted_separately() -> None:
     class OneRank(ScriptedScheduler):
         def get_finished_count(self) -> int | None:
             return 1
@@ -441,7 +441,7 @@ def test_each_childs_reports_are_counted_against_its_own_number() -> None:
     assert (step.received, step.failed, step.sent) == ({"of-a"}, set(), {"lent"})
 
 
-def test_a_rank_changes_the_number_of_its_own_connector_only() -> None:
+def test_a_rank_changes_the_count_of_its_own_child_only() -> None:
     world = MultiWorld()
     load(world, "of-a", "a")
     load(world, "of-b", "b")
@@ -451,7 +451,7 @@ def test_a_rank_changes_the_number_of_its_own_connector_only() -> None:
     report(world, "b", ranks=(0,), received={"of-b"}, failed={"of-b"}, sent={"lent"})
     assert world.step() == Step()
     world.workers[1]["b"].expected = 1
-    # What has had one report comes out at once, and no other step has to say anything.
+    # Ids with one report are emitted at once, without reports of another step.
     assert world.step() == Step(received={"of-b"}, failed={"of-b"}, sent={"lent"})
     assert [o.expected_finished_count for o in world.schedulers["b"].outputs] == [0, 1]
     assert [o.expected_finished_count for o in world.schedulers["a"].outputs] == [0, 0]
@@ -461,13 +461,13 @@ def test_a_rank_changes_the_number_of_its_own_connector_only() -> None:
     assert world.step() == Step(received={"of-a"})
 
 
-def test_a_namesake_waits_for_all_ranks_again() -> None:
+def test_a_reused_request_id_waits_for_all_ranks() -> None:
     world = MultiWorld()
     load(world, "r", "a")
     report(world, "a", ranks=(0,), received={"r"}, failed={"r"})
     assert world.step() == Step()
     world.schedulers["a"].adds = (set(), {"r"})
-    assert world.step().received == {"r"}, "the scheduler half knew better"
+    assert world.step().received == {"r"}, "the scheduler half reported it"
     world.step()
     load(world, "r", "a")
     report(world, "a", ranks=(1,), received={"r"})
@@ -476,7 +476,7 @@ def test_a_namesake_waits_for_all_ranks_again() -> None:
     assert world.step() == Step(received={"r"})
 
 
-def test_two_children_cannot_both_own_the_memory() -> None:
+def test_only_one_child_may_provide_memory() -> None:
     class Pool(NullWorkerHalf):
         def get_mem_pool_context(self) -> Any:
             return pytest.MonkeyPatch.context()
@@ -487,7 +487,7 @@ def test_two_children_cannot_both_own_the_memory() -> None:
 
 
 class Eager(NullSchedulerHalf):
-    """Gives its rank orders between steps, once it may."""
+    """Gives its rank orders between steps, if it may."""
 
     rank: Any = None
 
@@ -500,7 +500,7 @@ class Fencing(NullWorkerHalf):
         return
 
 
-def test_nobody_reads_between_steps_into_blocks_that_a_sibling_fences_at_their_start() -> None:
+def test_no_rank_is_bound_if_a_sibling_fences() -> None:
     def bound(*workers: Any) -> list[bool]:
         eager = [Eager() for _ in workers]
         names = [str(index) for index in range(len(workers))]
@@ -509,7 +509,7 @@ def test_nobody_reads_between_steps_into_blocks_that_a_sibling_fences_at_their_s
         return [half.rank is worker for half, worker in zip(eager, workers, strict=True)]
 
     assert bound(NullWorkerHalf(), NullWorkerHalf()) == [True, True]
-    assert bound(NullWorkerHalf(), Fencing()) == [False, True]  # Its own fence is its own affair.
+    assert bound(NullWorkerHalf(), Fencing()) == [False, True]  # A child's own fence does not matter.
     assert bound(Fencing(), Fencing()) == [False, False]
 
 
@@ -526,7 +526,7 @@ class Curious(NullWorkerHalf):
         self.saved.append(layer_name)
 
 
-def test_hidden_states_are_shown_to_those_who_asked_for_them() -> None:
+def test_hidden_states_go_only_to_children_that_want_them() -> None:
     none, both, last = Curious(), Curious(0, 2), Curious(2)
     schedulers = [(name, NullSchedulerHalf()) for name in "abc"]
     multi = MultiSchedulerHalf(schedulers, block_tokens=4)
@@ -540,7 +540,7 @@ def test_hidden_states_are_shown_to_those_who_asked_for_them() -> None:
     assert last.saved == ["model.layers.0", "hidden_states.2"]
 
 
-def test_shutdown_reaches_everybody_and_then_raises() -> None:
+def test_shutdown_reaches_every_child_and_then_raises() -> None:
     ended: list[str] = []
 
     class Scheduler(NullSchedulerHalf):

@@ -1,4 +1,4 @@
-"""An embedded engine offloads, and its answers are those of an engine that computes everything."""
+"""Embedded engines with offload give the answers of an engine that computes everything."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.slow
 Start = Callable[..., Engine]
 ASSEMBLED = "baton.assemble:connector_factory"
 
-factory: Factory | None = None  # What engines of this process are told to load, by the name of this module.
+factory: Factory | None = None  # Loaded by engines of this process, by this module's name.
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def start(model: ModelConfig) -> Iterator[Start]:
 
 @pytest.fixture
 def expected(start: Start) -> Callable[..., list[int]]:
-    """What an engine without a connector says, its cache empty each time."""
+    """The answer of an engine without a connector and with an empty cache."""
     alone = start(64, slots=None)
 
     def ask(prompt: list[int], sampling: SamplingParams = GREEDY) -> list[int]:
@@ -77,7 +77,7 @@ def expected(start: Start) -> Callable[..., list[int]]:
 
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
 @pytest.mark.parametrize("blocks_per_chunk", [1, 3])
-def test_a_prompt_that_returns_is_loaded_and_the_tokens_are_the_same(
+def test_a_repeated_prompt_is_loaded_with_the_same_tokens(
     start: Start, expected: Callable[..., list[int]], eviction: str, blocks_per_chunk: int
 ) -> None:
     engine = start(extra={"eviction": eviction, "blocks_per_chunk": blocks_per_chunk})
@@ -91,7 +91,7 @@ def test_a_prompt_that_returns_is_loaded_and_the_tokens_are_the_same(
     engine.assert_whole()
 
 
-def test_what_was_answered_is_found_too_unless_only_prompts_are_stored(start: Start) -> None:
+def test_answers_are_found_too_unless_only_prompts_are_stored(start: Start) -> None:
     for prompt_only in (False, True):
         engine = start(extra={"prompt_only": prompt_only})
         prompt = prompt_of(16)
@@ -110,14 +110,14 @@ def test_blocks_can_be_found_while_the_request_that_computes_them_still_runs(sta
     engine.run()
 
 
-def test_half_a_prompt_is_loaded_behind_what_the_engine_still_has(
+def test_the_rest_of_a_prompt_is_loaded_after_a_local_hit(
     start: Start, expected: Callable[..., list[int]]
 ) -> None:
-    """The pool forgets the end of a prompt first, so its own hit is the beginning."""
+    """The pool evicts the end of a prompt first, so its local hit is the beginning."""
     engine = start(24, extra={"blocks_per_chunk": 2})
     prompt = prompt_of(60)
     assert engine.tokens(prompt) == expected(prompt)
-    engine.tokens(prompt_of(35, step=11))  # Takes some of the blocks, not all.
+    engine.tokens(prompt_of(35, step=11))  # Takes some of the blocks.
     again = engine.ask(prompt)
     assert again.token_ids == expected(prompt)
     assert 0 < again.num_transferred_tokens < again.num_cached_tokens
@@ -125,10 +125,10 @@ def test_half_a_prompt_is_loaded_behind_what_the_engine_still_has(
 
 
 @pytest.mark.parametrize("num_looks", [0, 2, 50])
-def test_a_pool_that_is_short_of_blocks_overwrites_nothing_that_is_still_copied(
+def test_blocks_that_are_still_copied_are_not_overwritten(
     start: Start, expected: Callable[..., list[int]], num_looks: int
 ) -> None:
-    """Copies are late here, so only the fence keeps them from storing what came after."""
+    """Copies are late here, so only the fence prevents stores of overwritten blocks."""
     lazy: list[LazyCopies] = []
 
     def wrap(real: Copies) -> Copies:
@@ -143,15 +143,15 @@ def test_a_pool_that_is_short_of_blocks_overwrites_nothing_that_is_still_copied(
         engine.run()
         assert [c.token_ids for c in asked] == [expected(p, long) for p in prompts]
         engine.forget()
-    assert engine.num_preempted, "the pool was not short"
-    assert engine.counts["hit_tokens"], "nothing was loaded"
+    assert engine.num_preempted, "the pool must be too small"
+    assert engine.counts["hit_tokens"], "something must be loaded"
     if num_looks:
-        assert lazy[0].num_fenced, "nobody waited"
+        assert lazy[0].num_fenced, "the fence must be used"
     engine.assert_whole()
 
 
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
-def test_a_host_memory_that_is_too_small_evicts_and_tokens_stay_right(
+def test_a_small_host_memory_evicts_and_tokens_stay_right(
     start: Start, expected: Callable[..., list[int]], eviction: str
 ) -> None:
     engine = start(slots=14, extra={"eviction": eviction})
@@ -161,7 +161,7 @@ def test_a_host_memory_that_is_too_small_evicts_and_tokens_stay_right(
         assert engine.tokens(prompt) == expected(prompt)
     assert engine.counts["evicted_chunks"]
     assert engine.counts["hit_tokens"]
-    assert engine.counts["not_stored_chunks"], "the long prompt was to be longer than the memory"
+    assert engine.counts["not_stored_chunks"], "the prompt must be longer than the memory"
     engine.assert_whole()
 
 
@@ -180,14 +180,14 @@ def test_a_request_can_opt_out(start: Start, choice: str, loads: bool, stores: b
     assert bool(engine.ask(prompt_of(40, step=11)).num_transferred_tokens) == stores
 
 
-def test_an_unknown_choice_is_that_requests_error(start: Start) -> None:
+def test_an_unknown_choice_fails_the_request(start: Start) -> None:
     completion = start().ask(prompt_of(8), params={"baton_offload": "sometimes"})
     assert completion.finish_reason == "error"
     assert completion.error is not None
     assert "kv_transfer_params.baton_offload" in completion.error.message
 
 
-def test_a_salt_keeps_users_apart(start: Start) -> None:
+def test_a_cache_salt_separates_users(start: Start) -> None:
     engine = start()
     engine.tokens(prompt_of(40), cache_salt="a")
     engine.forget()
@@ -221,15 +221,11 @@ def test_a_load_that_failed_is_computed_or_fails_by_policy(
         assert again.token_ids == expected(prompt_of(40))
     engine.forget()
     other = engine.ask(prompt_of(40))
-    assert other.num_transferred_tokens == 0 or policy == "recompute", (
-        "what could not be loaded is not tried again"
-    )
+    assert other.num_transferred_tokens == 0 or policy == "recompute", "a failed load must not be tried again"
     engine.assert_whole()
 
 
-def test_an_abort_during_a_load_leaves_nothing_behind(
-    start: Start, expected: Callable[..., list[int]]
-) -> None:
+def test_an_abort_during_a_load_leaks_nothing(start: Start, expected: Callable[..., list[int]]) -> None:
     engine = start(wrap=lambda real: LazyCopies(real, 5))
     engine.tokens(prompt_of(40))
     engine.forget()
@@ -242,14 +238,14 @@ def test_an_abort_during_a_load_leaves_nothing_behind(
     assert engine.tokens(prompt_of(40)) == expected(prompt_of(40))
 
 
-def test_resetting_the_cache_forgets_host_memory_too(start: Start) -> None:
+def test_resetting_the_cache_clears_host_memory_too(start: Start) -> None:
     engine = start()
     engine.tokens(prompt_of(40))
     assert engine.core.scheduler.reset_prefix_cache(reset_connector=True)
     assert engine.ask(prompt_of(40)).num_transferred_tokens == 0
 
 
-def test_events_say_what_host_memory_has(start: Start) -> None:
+def test_events_describe_host_memory(start: Start) -> None:
     engine = start(slots=12, events=True)
     heard, held = engine.hear_events(), set[Any]()
     for step in (7, 11, 13, 7):
@@ -269,8 +265,8 @@ def test_events_say_what_host_memory_has(start: Start) -> None:
     assert held
 
 
-@pytest.mark.parametrize("family", ["gemma3", "mistral"])  # Some layers with a window, and all of them.
-def test_layers_with_windows_get_back_what_they_see(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["gemma3", "mistral"])  # Some layers have a window; all have.
+def test_layers_with_windows_load_the_blocks_in_their_window(family: str, tmp_path: Path) -> None:
     write_checkpoint(
         tmp_path, family=family, hidden=32, layers=6, heads=4, vocab=512, max_position=256, sliding_window=10
     )
@@ -287,7 +283,7 @@ def test_layers_with_windows_get_back_what_they_see(family: str, tmp_path: Path)
                 answers.append(engine.tokens(prompt))
             assert answers[0] == answers[1]
         assert engines[0].counts["hit_tokens"] > 100
-        assert engines[0].core.scheduler.kv_cache.is_hybrid, "not one table for all"
+        assert engines[0].core.scheduler.kv_cache.is_hybrid, "there must be several tables"
         engines[0].assert_whole()
     finally:
         for engine in engines:
@@ -298,7 +294,7 @@ def test_layers_with_windows_get_back_what_they_see(family: str, tmp_path: Path)
 def test_two_ranks_offload_their_halves(
     start: Start, expected: Callable[..., list[int]], executor: str, num_batches: int
 ) -> None:
-    # Not imported here: the executor has to be the first.
+    # Not imported here, because the executor must import it first.
     if executor == "ray" and importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     ranks = ParallelConfig(

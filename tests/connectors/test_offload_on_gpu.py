@@ -1,4 +1,4 @@
-"""Copies on streams of their own: on a GPU, or over streams that do nothing until somebody asks."""
+"""Copies on separate streams: on a GPU, or on fake streams that do nothing until they are queried."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HAS_GPU = torch.cuda.is_available()
 
 
 class FakeCuda:
-    """Streams whose work is done as it is told, and events that are seen late."""
+    """Streams whose work runs in order, and events that become visible late."""
 
     looks = 0
 
@@ -82,11 +82,11 @@ def check_round_trip(copies: CudaCopies, caches: dict[str, torch.Tensor], data: 
         assert torch.equal(cache, expected)
 
 
-@pytest.mark.parametrize("width", [4, 5])  # Of whole words, and not.
+@pytest.mark.parametrize("width", [4, 5])  # A multiple of the word size, and not.
 @pytest.mark.parametrize("staged_rows", [1, 3, 100])
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_what_was_stored_comes_back_however_little_is_staged(
+def test_stored_blocks_come_back_with_any_size_of_staging(
     width: int, staged_rows: int, data: st.DataObject
 ) -> None:
     FakeCuda.looks = 0
@@ -97,13 +97,13 @@ def test_what_was_stored_comes_back_however_little_is_staged(
     assert copies._storing.stream.waited_for == ["the engine's"]
 
 
-def test_a_copy_has_ended_when_its_event_says_so() -> None:
+def test_a_copy_has_ended_when_its_event_has() -> None:
     FakeCuda.looks = 2
     copies = CudaCopies(caches_on("cpu", 4), 12, cuda=FakeCuda)
-    assert not copies.bind_wake(lambda: None), "somebody has to look"
+    assert not copies.bind_wake(lambda: None), "the host must poll"
     copies.store(1, [0], [0])
     assert [copies.take_ended() for _ in range(2)] == [[], []]
-    copies.store(2, [0], [99])  # There is no such row.
+    copies.store(2, [0], [99])  # This row does not exist.
     (end,) = (end for end in copies.take_ended() if end.job == 2)
     assert end.error
     copies.close(PATIENCE_S)
@@ -113,7 +113,7 @@ def test_a_copy_has_ended_when_its_event_says_so() -> None:
 @pytest.mark.skipif(not HAS_GPU, reason="no CUDA device")
 @given(data=st.data())
 @settings(max_examples=25, deadline=None)
-def test_what_was_stored_comes_back_on_a_device(data: st.DataObject) -> None:
+def test_stored_blocks_come_back_on_a_device(data: st.DataObject) -> None:
     caches = caches_on("cuda", 4)
     copies = CudaCopies(caches, 12, staging_bytes=100)
     check_round_trip(copies, caches, data)

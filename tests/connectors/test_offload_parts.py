@@ -1,4 +1,4 @@
-"""Settings, door, statistics and copying threads of offload, each by itself."""
+"""Settings, validation, statistics and copy threads of offload, each separately."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.connectors.pull_world import FakeRequest
 
 PATIENCE_S = 30.0
 
-# --- Settings and door -------------------------------------------------------------------------------
+# --- Settings and validation - ------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -56,20 +56,20 @@ def identity(cpu_gib: float = 1.0, num_ranks: int = 1, block_bytes: int = 1 << 2
     )
 
 
-def test_the_memory_is_the_engines_and_ranks_share_it() -> None:
+def test_the_ranks_of_an_engine_share_its_memory() -> None:
     assert (identity().num_slots, identity().num_rows) == (512, 1024)
     assert identity(num_ranks=4).num_slots == 128
     with pytest.raises(ConfigError, match=r"cpu_gib: 0\.001 GiB cannot hold a chunk"):
         identity(0.001)
 
 
-def test_more_than_the_machine_has_is_refused_before_it_is_taken() -> None:
+def test_too_much_memory_is_refused_before_allocation() -> None:
     worker = OffloadWorkerHalf(identity(cpu_gib=1 << 20))
     with pytest.raises(ConfigError, match=r"cpu_gib: this rank's share is .* are free"):
         worker.register_kv_caches({"l": torch.zeros(2, 1, 4, 8)})
 
 
-def test_the_door_knows_the_three_words() -> None:
+def test_three_choices_are_accepted() -> None:
     for good in (None, {}, {"baton_offload": "off"}, {"do_remote_decode": True, "baton_offload": None}):
         check_request(good)
     for bad in ({"baton_offload": True}, {"baton_offload": "OFF"}, {"baton_offload": ""}):
@@ -88,7 +88,7 @@ def test_the_door_knows_the_three_words() -> None:
         ({"prompt_token_ids": None}, False),
     ],
 )
-def test_what_tokens_do_not_say_is_left_alone(attributes: dict[str, Any], expected: bool) -> None:
+def test_requests_that_tokens_do_not_describe_are_skipped(attributes: dict[str, Any], expected: bool) -> None:
     request: Any = SimpleNamespace(**{"prompt_token_ids": [1], **attributes})
     assert is_plain(request) == expected
 
@@ -96,7 +96,7 @@ def test_what_tokens_do_not_say_is_left_alone(attributes: dict[str, Any], expect
 # --- Statistics --------------------------------------------------------------------------------------
 
 
-def test_ranks_add_up_and_nothing_is_said_about_nothing() -> None:
+def test_statistics_of_ranks_add_up_and_empty_ones_are_left_out() -> None:
     own, of_rank = OffloadStats(), OffloadStats()
     own.note_usage(3, 12)
     assert own.take() is None
@@ -132,7 +132,7 @@ def test_ranks_add_up_and_nothing_is_said_about_nothing() -> None:
 
 
 class HeldRows(HostRows):
-    """Loads wait until they are let go, and fail if they are told to."""
+    """Rows whose loads wait until they are released, and fail on request."""
 
     def __init__(self) -> None:
         super().__init__({"l": torch.arange(4 * 8, dtype=torch.uint8).reshape(4, 1, 1, 8)}, 4)
@@ -146,7 +146,7 @@ class HeldRows(HostRows):
         super().load(block_ids, rows)
 
 
-def test_a_store_is_over_at_once_and_a_load_wakes_the_host() -> None:
+def test_a_store_ends_at_once_and_a_load_wakes_the_host() -> None:
     rows, woken = HeldRows(), threading.Event()
     copies = CpuCopies(rows)
     assert copies.bind_wake(woken.set)
@@ -164,7 +164,7 @@ def test_a_store_is_over_at_once_and_a_load_wakes_the_host() -> None:
 
 
 @pytest.mark.parametrize("error", [OSError("bad memory"), SystemExit("the thread")])
-def test_a_load_that_raises_fails_alone_and_a_dead_thread_fails_all(error: BaseException) -> None:
+def test_a_failed_load_fails_alone_and_a_dead_thread_fails_all(error: BaseException) -> None:
     rows = HeldRows()
     rows.error = error
     rows.let_go.set()
@@ -182,7 +182,7 @@ def test_a_load_that_raises_fails_alone_and_a_dead_thread_fails_all(error: BaseE
 
 
 class NeverEnding(CpuCopies):
-    """Stores that a fence waits for in vain."""
+    """Stores that never end, so that a fence times out."""
 
     def store(self, job: int, block_ids: Any, rows: Any) -> None:
         self.held = job
@@ -191,7 +191,7 @@ class NeverEnding(CpuCopies):
         return False
 
 
-def test_a_store_that_the_fence_gave_up_does_not_count_when_it_ends() -> None:
+def test_a_store_after_a_fence_timeout_does_not_count() -> None:
     copies = NeverEnding(HeldRows())
     worker = OffloadWorkerHalf(identity(), lambda caches, identity: copies)
     worker.register_kv_caches({})
@@ -206,7 +206,7 @@ def test_a_store_that_the_fence_gave_up_does_not_count_when_it_ends() -> None:
     assert (report.stored, report.failed_stores) == ({7}, {7})
 
 
-def test_what_a_host_leaves_half_done_is_reported_as_failed() -> None:
+def test_stores_of_an_aborted_step_are_reported_as_failed() -> None:
     worker = OffloadWorkerHalf(identity(), lambda caches, identity: CpuCopies(HeldRows()))
     worker.register_kv_caches({})
     worker.bind_connector_metadata(
@@ -227,7 +227,7 @@ def test_what_a_host_leaves_half_done_is_reported_as_failed() -> None:
 
 
 def scheduled(request: FakeRequest, num_computed: int, num_tokens: int, *tables: list[int]) -> Any:
-    """A step of this request alone."""
+    """A step of this request only."""
     new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=num_computed, block_ids=tables)
     none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
     return SimpleNamespace(
@@ -238,8 +238,8 @@ def scheduled(request: FakeRequest, num_computed: int, num_tokens: int, *tables:
     )
 
 
-def test_a_hole_in_what_the_host_found_computed_is_not_stored() -> None:
-    """vLLM's prefix cache finds what the next token sees, a token less than what is kept behind a window."""
+def test_a_hole_in_a_prefix_hit_is_not_stored() -> None:
+    """vLLM's prefix cache keeps what the next token sees, one token less than Baton keeps before a window."""
     settings = OffloadSettings(cpu_gib=1.0)
     groups = (KVCacheGroup((0,)), KVCacheGroup((1,), window=9))
     half = OffloadSchedulerHalf(
@@ -257,7 +257,7 @@ def test_a_hole_in_what_the_host_found_computed_is_not_stored() -> None:
         KVConnectorOutput(kv_connector_worker_meta=OffloadReport(rank=0, stored={store.job}))
     )
     half.on_new_request(long)
-    # Token 16 sees those from the ninth on: two blocks. First of what is kept is the eighth, in block 1.
+    # Token 16 sees tokens from the ninth on: two blocks. The first token kept is the eighth, in block 1.
     metadata = half.build_connector_meta(scheduled(long, 16, 4, [1, 5, 6, 7, 8], [0, 0, 9, 10, 11]))
     assert isinstance(metadata, OffloadMetadata)
     assert metadata.stores == ()

@@ -31,7 +31,7 @@ STEMS = [[1 + (7 * stem + i) % 48 for i in range(40)] for stem in range(3)]
 
 
 class ListCopies(Copies):
-    """Between lists. A job ends after some looks; until then it has copied nothing, or half of it."""
+    """Copies between lists. A job ends after some polls; until then it has copied nothing or half."""
 
     def __init__(self, memory: list[list[int | None]], num_rows: int, rng: random.Random) -> None:
         self.memory = memory
@@ -51,7 +51,7 @@ class ListCopies(Copies):
     def _begin(self, job: int, pairs: list[tuple[int, int]], source: Any, target: Any) -> None:
         fails = self.rng.random() < self.failure_share
         for _, there in pairs:
-            target[there] = [None] * BLOCK  # Half written, from the beginning on.
+            target[there] = [None] * BLOCK  # Half written, from the beginning.
 
         def copy() -> CopyEnd:
             for here, there in pairs[: len(pairs) // 2] if fails else pairs:
@@ -126,7 +126,7 @@ class OffloadWorld(StoreWorld):
         self.half._index.assert_consistent()
 
 
-def test_a_store_of_one_rank_is_no_store() -> None:
+def test_a_store_that_failed_on_one_rank_is_not_found() -> None:
     world = OffloadWorld(random.Random(1), num_ranks=2, num_blocks=20, caching=False)
     copies = world.workers[1]._copies
     assert isinstance(copies, ListCopies)
@@ -156,13 +156,13 @@ def test_a_store_counts_when_the_last_rank_has_its_part() -> None:
     while not found or found[-1] == 0:
         world.step()
         found.append(world.half._index.num_found(world.half._prompts["a"].keys))
-    assert len(found) == 6, "five looks, and the one that sees it"
+    assert len(found) == 6, "five polls, and the one that sees it"
     world.run()
     world.check()
 
 
-def test_what_was_stored_while_a_load_failed_is_never_found() -> None:
-    """As beside another connector, whose synchronous load of the same step turns out to be bad."""
+def test_stores_during_a_failed_load_are_never_found() -> None:
+    """As with another connector whose synchronous load of the same step turns out to be bad."""
     world = OffloadWorld(random.Random(1), num_slots=30, num_blocks=20)
     always_late(world, 0, 3)
     world.add(engine_request("a", STEMS[0], max_tokens=12))
@@ -171,7 +171,7 @@ def test_what_was_stored_while_a_load_failed_is_never_found() -> None:
     world.half.update_connector_output(KVConnectorOutput(invalid_block_ids={1}))
     while condemned in world.half._stores:
         world.step()
-    assert world.half._stores, "it is stored anew"
+    assert world.half._stores, "it must be stored again"
     assert world.half._index.num_found(world.half._prompts["a"].keys) == 0
     world.run()
     world.check()
@@ -188,7 +188,7 @@ def test_blocks_are_not_overwritten_while_a_late_store_reads_them(is_preempted: 
     world.step()
     world.add(engine_request("b", STEMS[1], max_tokens=num_tokens))
     world.run()
-    # Whoever lost his blocks first: what was stored of him is true.
+    # What was stored of the preempted request must be right.
     for name, prompt in {"again": STEMS[0], "before again": STEMS[2][:12]}.items():
         world.add(engine_request(name, prompt, max_tokens=4))
         world.run()
@@ -198,8 +198,8 @@ def test_blocks_are_not_overwritten_while_a_late_store_reads_them(is_preempted: 
     world.check()
 
 
-def test_of_a_prompt_the_end_makes_room_first() -> None:
-    """Without its beginning, nothing of it could be found."""
+def test_the_end_of_a_prompt_is_evicted_first() -> None:
+    """Without its beginning, nothing of a prompt can be found."""
     world = OffloadWorld(random.Random(1), num_slots=12, num_blocks=60)
     for name, prompt in {"a": STEMS[0], "b": STEMS[1][:16]}.items():  # Ten chunks, and four.
         world.add(engine_request(name, prompt, max_tokens=1))
@@ -213,8 +213,8 @@ def test_of_a_prompt_the_end_makes_room_first() -> None:
     world.check()
 
 
-def test_a_chunk_of_which_a_part_has_left_a_window_is_not_stored() -> None:
-    """The engine's own cache still has the prompt, and host memory has forgotten it."""
+def test_a_chunk_that_has_partly_left_a_window_is_not_stored() -> None:
+    """The engine's own cache still has the prompt, but host memory does not."""
     world = OffloadWorld(random.Random(1), num_slots=60, num_blocks=60, windows=(None, 9))
     world.add(engine_request("first", STEMS[0][:32], max_tokens=1))
     world.run()
@@ -227,7 +227,7 @@ def test_a_chunk_of_which_a_part_has_left_a_window_is_not_stored() -> None:
     world.check()
 
 
-def test_of_a_window_only_what_it_sees_is_loaded() -> None:
+def test_only_blocks_within_a_window_are_loaded() -> None:
     world = OffloadWorld(random.Random(1), num_slots=60, num_blocks=60, windows=(None, 9))
     world.add(engine_request("a", STEMS[0], max_tokens=1))
     world.run()
@@ -235,7 +235,7 @@ def test_of_a_window_only_what_it_sees_is_loaded() -> None:
     world.add(engine_request("again", STEMS[0], max_tokens=3))
     metadata = world.scheduler.schedule().kv_connector_metadata
     (load,) = metadata.loads  # type: ignore[union-attr]
-    # Nine full blocks of what sees everything, three of what sees nine tokens and one more.
+    # Nine full blocks with full attention; three blocks for nine tokens of a window and one more.
     assert len(load.block_ids) == len(set(load.block_ids)) == 9 + 3
 
 

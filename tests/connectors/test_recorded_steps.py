@@ -1,6 +1,6 @@
-"""Engines that replay their decode steps keep the layer hooks of their connectors, wherever their ranks live.
+"""Engines that replay recorded decode steps keep their connectors' layer hooks, with any executor.
 
-What ranks of other processes replay is counted in `tests/engine_models/test_graphs.py`; here are the tokens.
+`tests/engine_models/test_graphs.py` counts the replays in rank processes; this file checks the tokens.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ pytestmark = [
             ("inprocess", "piecewise"),
             ("inprocess", "full"),
             ("multiprocess", "full"),
-            ("ray", "piecewise"),  # What it adds is how ranks are reached, and that is slow to start.
+            ("ray", "piecewise"),  # Only the connection to ranks differs, and it starts slowly.
         ],
     ),
 ]
@@ -65,7 +65,7 @@ def start() -> Iterator[Start]:
 
 def recorded(mode: str, executor: str) -> dict[str, Any]:
     """Fields of an EngineConfig."""
-    # Not imported here: the executor has to be the first.
+    # Not imported here, because the executor must import it first.
     if executor == "ray" and importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     has_one = executor == "inprocess"
@@ -103,7 +103,7 @@ def test_a_prompt_is_pushed_layer_by_layer(
         for_p, for_d = legs_of(p, f"t{index}")
         decoded.append(legs.add(d, f"r{index}", prompt, GREEDY, for_d))
         legs.add(p, f"r{index}", prompt, one_token(GREEDY), for_p)
-        # P's own, so that it decodes while it computes what D waits for.
+        # P's own request, so that it decodes while it computes what D waits for.
         decoded.append(legs.add(p, f"own{index}", prompt, GREEDY))
         expected += [legs.add(alone, f"{whose}{index}", prompt, GREEDY) for whose in ("r", "own")]
     legs.run()
@@ -111,7 +111,7 @@ def test_a_prompt_is_pushed_layer_by_layer(
     assert all(c.num_transferred_tokens > 0 for c in decoded[::2])
 
 
-def test_what_was_offloaded_is_loaded(start: Start, model: ModelConfig, mode: str, executor: str) -> None:
+def test_offloaded_blocks_are_loaded(start: Start, model: ModelConfig, mode: str, executor: str) -> None:
     alone = Engine(start(config_of(model, slots=None)))
     engine = Engine(start(config_of(model, slots=30, engine=recorded(mode, executor))))
     prompts = [prompt_of(40), prompt_of(33, step=11), prompt_of(60, step=13)]

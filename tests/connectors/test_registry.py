@@ -1,4 +1,4 @@
-"""Connectors are found by name, by module path, by entry point; and refused with what to change."""
+"""Connectors are found by name, module path and entry point; errors name what to change."""
 
 import sys
 from types import ModuleType
@@ -26,7 +26,7 @@ def foreign(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return module
 
 
-def test_ours_is_found_by_name() -> None:
+def test_our_connectors_are_found_by_name() -> None:
     assert connector_class(transfer()) is BatonPullConnector
 
 
@@ -61,13 +61,13 @@ def test_a_two_argument_constructor_is_refused(foreign: ModuleType) -> None:
         connector_class(transfer(kv_connector="Old", kv_connector_module_path="somebodys_connectors"))
 
 
-def test_what_is_no_connector_is_refused(foreign: ModuleType) -> None:
+def test_a_class_that_is_not_a_connector_is_refused(foreign: ModuleType) -> None:
     foreign.Thing = dict  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="not a subclass of KVConnectorBase_V1"):
         connector_class(transfer(kv_connector="Thing", kv_connector_module_path="somebodys_connectors"))
 
 
-def test_an_unfinished_connector_is_told_what_it_lacks(foreign: ModuleType) -> None:
+def test_missing_methods_of_a_connector_are_named(foreign: ModuleType) -> None:
     from baton.contract import KVConnectorBase_V1
 
     class Half(KVConnectorBase_V1):
@@ -103,7 +103,7 @@ def test_a_bad_setting_is_named(extra: dict[str, object], message: str) -> None:
         PullSettings.parse(extra, None)
 
 
-def test_each_rank_has_a_data_port_of_its_own() -> None:
+def test_each_rank_has_its_own_data_port() -> None:
     extra = {"data_port": 14700, "data_advertise_port": 15700, "data_advertise_host": "10.0.0.9"}
     options = PullSettings.parse(extra, None).tcp_options(rank=3)
     assert (options.host, options.port) == ("127.0.0.1", 14703)
@@ -139,12 +139,12 @@ def test_the_factory_is_found_by_its_path() -> None:
     assert isinstance(factory, ConnectorFactory)
 
 
-def test_each_worker_half_is_of_its_rank() -> None:
+def test_each_worker_half_has_its_rank() -> None:
     half = connector_factory.worker_half(engine_config("e", tp=2), 1)
     assert half.worker_half._identity.tp_rank == 1  # type: ignore[attr-defined]
 
 
-def test_the_secret_of_tickets_is_not_the_clusters() -> None:
+def test_the_key_of_tickets_is_derived_from_the_secret() -> None:
     identity = EngineIdentity.of_engine(engine_config("e"))
     assert identity.secret is not None
     assert identity.ticket_key is not None

@@ -1,4 +1,4 @@
-"""Engines that share a folder share prompts; and whatever is wrong with the folder, the tokens are right."""
+"""Engines with one folder share prompts. With any defect of the folder, the tokens are right."""
 
 import os
 from collections.abc import Callable, Iterator
@@ -34,7 +34,7 @@ def start(model: ModelConfig) -> Iterator[Start]:
         yield start_engine
 
 
-def test_what_one_engine_has_computed_another_reads(start: Start, tmp_path: Path) -> None:
+def test_one_engine_reads_what_another_has_computed(start: Start, tmp_path: Path) -> None:
     a, b, alone = start(storage(tmp_path)), start(storage(tmp_path)), start()
     prompt = prompt_of(43)
     said_by_a = fill(a, tmp_path, prompt, num_files=6)  # 48 of its 49 tokens: answers are stored too.
@@ -65,7 +65,7 @@ def test_a_prompt_of_whole_chunks_computes_its_last_token(start: Start, tmp_path
     assert by_b.num_transferred_tokens == len(prompt) - 1
 
 
-# --- Whatever is wrong with the folder ---------------------------------------------------------------
+# --- Defects of the folder - --------------------------------------------------------------
 
 
 def corrupt(path: Path) -> None:
@@ -80,7 +80,7 @@ def truncate(path: Path) -> None:
 
 def replace_by_fifo(path: Path) -> None:
     path.unlink()
-    os.mkfifo(path)  # A plain open of it waits for a writer.
+    os.mkfifo(path)  # A plain open blocks until there is a writer.
 
 
 def replace_by_link(path: Path) -> None:
@@ -105,16 +105,16 @@ def test_a_bad_file_is_computed_removed_and_stored_again(
     (by_b,) = b.generate([prompt], GREEDY)
     (expected,) = alone.generate([prompt], GREEDY)
     assert by_b.token_ids == expected.token_ids
-    assert by_b.num_transferred_tokens == 2 * CHUNK, "what lies before it is believed"
+    assert by_b.num_transferred_tokens == 2 * CHUNK, "chunks before it must be used"
     b.settle(WAIT_S)
-    b.close()  # Which waits for its writer.
+    b.close()  # Waits for its writer.
     assert bad.stat().st_size == len(whole)
     (again,) = start(storage(tmp_path)).generate([prompt], GREEDY)
     assert again.token_ids == expected.token_ids
     assert again.num_transferred_tokens == 40
 
 
-def test_swapped_files_are_nobodys(start: Start, tmp_path: Path) -> None:
+def test_swapped_files_are_not_used(start: Start, tmp_path: Path) -> None:
     a, b, alone = start(storage(tmp_path)), start(storage(tmp_path)), start()
     one, other = prompt_of(19), prompt_of(19, step=11)
     fill(a, tmp_path, one, num_files=3)
@@ -131,7 +131,7 @@ def test_swapped_files_are_nobodys(start: Start, tmp_path: Path) -> None:
         assert by_b.num_transferred_tokens == 0
 
 
-def test_while_a_secret_is_replaced_what_the_old_one_signed_is_read(start: Start, tmp_path: Path) -> None:
+def test_during_a_rotation_files_of_the_old_secret_are_read(start: Start, tmp_path: Path) -> None:
     old, new = b"the old secret of the cluster", b"the new secret of the cluster"
     prompt = prompt_of(43)
     said_by_a = fill(start(storage(tmp_path), secret=ClusterSecret(old)), tmp_path, prompt, num_files=6)
@@ -143,7 +143,7 @@ def test_while_a_secret_is_replaced_what_the_old_one_signed_is_read(start: Start
     assert by_new.num_transferred_tokens == 0
 
 
-def test_another_model_another_secret_another_chunk_find_nothing(
+def test_another_model_secret_or_chunk_size_finds_nothing(
     start: Start, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     prompt = prompt_of(43)
@@ -163,7 +163,7 @@ def test_another_model_another_secret_another_chunk_find_nothing(
     assert all(path.read_bytes() == content for path, content in kept.items())
 
 
-def test_under_policy_fail_it_is_that_requests_error_and_nobody_elses(start: Start, tmp_path: Path) -> None:
+def test_under_policy_fail_only_that_request_fails(start: Start, tmp_path: Path) -> None:
     a, b = start(storage(tmp_path)), start(storage(tmp_path, policy="fail"))
     prompt = prompt_of(20)
     fill(a, tmp_path, prompt, num_files=3)
@@ -175,7 +175,7 @@ def test_under_policy_fail_it_is_that_requests_error_and_nobody_elses(start: Sta
     assert again.finish_reason == "length"
 
 
-def test_a_salt_parts_users(start: Start, tmp_path: Path) -> None:
+def test_a_cache_salt_separates_users_files(start: Start, tmp_path: Path) -> None:
     a, b = start(storage(tmp_path)), start(storage(tmp_path))
     prompt = prompt_of(20)
     fill(a, tmp_path, prompt, num_files=3)
@@ -186,10 +186,10 @@ def test_a_salt_parts_users(start: Start, tmp_path: Path) -> None:
     b.settle(WAIT_S)
     assert b.core.scheduler.requests == {}
     b.close()
-    assert len(files_in(tmp_path)) == 6, "stored beside the others, under keys of its own"
+    assert len(files_in(tmp_path)) == 6, "they must be stored under separate keys"
 
 
-def test_roles_say_who_writes_and_who_reads(start: Start, tmp_path: Path) -> None:
+def test_roles_decide_which_engine_writes_and_reads(start: Start, tmp_path: Path) -> None:
     prompt = prompt_of(20)
     consumer = start(storage(tmp_path, "kv_consumer"))
     consumer.generate([prompt], GREEDY)
@@ -204,7 +204,7 @@ def test_roles_say_who_writes_and_who_reads(start: Start, tmp_path: Path) -> Non
     assert read.num_transferred_tokens == 16
 
 
-def test_what_was_loaded_stays_longest_and_its_beginning_longest_of_all(start: Start, tmp_path: Path) -> None:
+def test_loaded_chunks_stay_longest_and_their_beginning_longest(start: Start, tmp_path: Path) -> None:
     a, b = start(storage(tmp_path)), start(storage(tmp_path))
     prompt = prompt_of(43)
     fill(a, tmp_path, prompt, num_files=6)
@@ -222,7 +222,7 @@ def test_what_was_loaded_stays_longest_and_its_beginning_longest_of_all(start: S
     assert all(path.stat().st_mtime == 1000.0 for path in by_position(tmp_path, other))
 
 
-def test_one_evicts_while_the_other_loads(start: Start, tmp_path: Path) -> None:
+def test_one_engine_evicts_while_the_other_loads(start: Start, tmp_path: Path) -> None:
     alone = start()
     sweeping = storage(tmp_path, max_gib=40_000 / (1 << 30), sweep_every_s=0.001)
     a, b = start(sweeping), start(sweeping)
@@ -249,7 +249,7 @@ def test_two_ranks_share_files_with_two_ranks_only(start: Start, tmp_path: Path)
     of_one_rank.unlink()
     (by_b,) = b.generate([prompt], GREEDY)
     assert by_b.token_ids == expected.token_ids
-    assert by_b.num_transferred_tokens == 0, "a chunk is there when all ranks' files are"
+    assert by_b.num_transferred_tokens == 0, "a chunk needs the files of all ranks"
     (by_one,) = start(storage(tmp_path)).generate([prompt], GREEDY)
     assert by_one.num_transferred_tokens == 0
     b.settle(WAIT_S)

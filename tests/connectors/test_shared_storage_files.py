@@ -1,4 +1,4 @@
-"""One chunk's file: whatever has happened to it, it gives the KV that was asked for, or none."""
+"""One chunk's file: after any damage it gives the requested KV or nothing."""
 
 import os
 import resource
@@ -54,7 +54,7 @@ def written(path: Path, name: ChunkName = NAME, key: bytes = KEY, seed: int = 0)
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a file that each test writes anew."""
+    """Path of a file that each test rewrites."""
     return tmp_path_factory.mktemp("kv") / "file"
 
 
@@ -64,7 +64,7 @@ def whole(path: Path) -> bytes:
 
 
 def assert_right_or_unusable(path: Path, content: bytes) -> bool:
-    """True: it was believed, and is right."""
+    """Returns whether it was accepted; asserts that an accepted file is right."""
     path.write_bytes(content)
     try:
         body = files.read(path, NAME, FORM, KEY)
@@ -81,16 +81,16 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = NAME.path_in(tmp_path)
     files.write(path, NAME, FORM, body_of(layers_of()), KEY, fsync=True)
     assert assert_right_or_unusable(path, path.read_bytes())
-    assert [entry.name for entry in path.parent.iterdir()] == [path.name], "nothing is left beside it"
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name], "no other file may be left"
 
 
-def test_others_can_read_it_as_safetensors(whole: bytes) -> None:
+def test_files_can_be_read_as_safetensors(whole: bytes) -> None:
     read = safetensors.torch.load(whole)
     assert read.keys() == SHAPES.keys()
     assert all(torch.equal(read[layer], tensor) for layer, tensor in layers_of().items())
 
 
-def test_each_layer_is_aligned_whatever_stands_before_it() -> None:
+def test_each_layer_is_aligned() -> None:
     shapes = {"a": LayerShape((3,), torch.uint8), "b": LayerShape((5,), torch.float32)}
     form = FileForm(shapes)
     body = form.new_body()
@@ -101,7 +101,7 @@ def test_each_layer_is_aligned_whatever_stands_before_it() -> None:
     assert body.tolist().count(7) == 3
 
 
-def test_a_dtype_that_no_file_can_say_is_a_configuration_error() -> None:
+def test_a_dtype_that_files_cannot_hold_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"kv_caches\.a: has dtype torch\.complex64"):
         FileForm({"a": LayerShape((3,), torch.complex64)})
 
@@ -114,17 +114,19 @@ def test_any_changed_byte_is_noticed(path: Path, whole: bytes) -> None:
         assert not assert_right_or_unusable(path, bytes(changed))
 
 
-# Of the file's length, which is not known yet.
+# Share of the file's length, which is not known yet.
 shares = st.floats(0, 1, exclude_max=True)
 
 
 @given(share=shares)
-def test_a_truncated_file_is_never_believed(path: Path, whole: bytes, share: float) -> None:
+def test_a_truncated_file_is_never_used(path: Path, whole: bytes, share: float) -> None:
     assert not assert_right_or_unusable(path, whole[: int(share * len(whole))])
 
 
 @given(junk=st.binary(max_size=400), share=shares)
-def test_bytes_between_are_never_believed(path: Path, whole: bytes, junk: bytes, share: float) -> None:
+def test_a_file_with_inserted_bytes_is_never_used(
+    path: Path, whole: bytes, junk: bytes, share: float
+) -> None:
     position = int(share * (len(whole) + 1))
     assert assert_right_or_unusable(path, whole[:position] + junk + whole[position:]) == (not junk)
 
@@ -155,21 +157,21 @@ def test_a_whole_file_under_another_name_is_foreign(path: Path, other: ChunkName
         files.read(path, other, FORM, KEY)
 
 
-def test_a_name_that_is_forged_in_the_metadata_is_noticed(path: Path, whole: bytes) -> None:
+def test_a_forged_name_in_the_metadata_is_noticed(path: Path, whole: bytes) -> None:
     other = ChunkName(NAME.namespace, bytes(32), 0)
     path.write_bytes(whole.replace(NAME.key.hex().encode(), other.key.hex().encode()))
     with pytest.raises(Unusable, match="checksum"):
         files.read(path, other, FORM, KEY)
 
 
-def test_without_the_secret_nobody_signs(path: Path) -> None:
+def test_files_cannot_be_signed_without_the_secret(path: Path) -> None:
     written(path, key=b"another key of thirty-two bytes!")
     with pytest.raises(Unusable, match="checksum"):
         files.read(path, NAME, FORM, KEY)
 
 
 def test_another_caches_shape_is_refused(path: Path) -> None:
-    """Of as many bytes, and signed."""
+    """It has equally many bytes, and is signed."""
     turned = {name: LayerShape(shape.shape[::-1], shape.dtype) for name, shape in SHAPES.items()}
     form = FileForm(turned)
     files.write(path, NAME, form, form.new_body().zero_(), KEY, fsync=False)
@@ -178,7 +180,7 @@ def test_another_caches_shape_is_refused(path: Path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 7, FORM.nbytes - 1, FORM.nbytes + files.HEADER_BYTES_MAX + 1])
-def test_a_file_of_an_impossible_size_is_not_even_read(tmp_path: Path, num_bytes: int) -> None:
+def test_a_file_of_an_impossible_size_is_not_read(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "file"
     with open(path, "wb") as file:
         file.truncate(num_bytes)
@@ -186,7 +188,7 @@ def test_a_file_of_an_impossible_size_is_not_even_read(tmp_path: Path, num_bytes
         files.read(path, NAME, FORM, KEY)
 
 
-def test_what_cannot_be_read_says_why(tmp_path: Path) -> None:
+def test_an_unreadable_file_gives_a_reason(tmp_path: Path) -> None:
     with pytest.raises(Unusable, match="gone"):
         files.read(tmp_path / "nothing", NAME, FORM, KEY)
     with pytest.raises(Unusable, match="io"):
@@ -213,8 +215,8 @@ def test_only_the_owner_or_its_group_can_read(
     assert [stat.S_IMODE(folder.stat().st_mode) for folder in path.parents[:2]] == [folder_mode] * 2
 
 
-def test_a_disk_that_is_full_leaves_nothing(tmp_path: Path) -> None:
-    """Some of it was written, and then there was no room; here it is this process that may have no more."""
+def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
+    """The disk becomes full during the write; here this process's file size limit is reached instead."""
     path = NAME.path_in(tmp_path)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
@@ -240,7 +242,7 @@ for number in range(1_000_000):
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_writer_that_is_killed_leaves_whole_files_only(tmp_path: Path) -> None:
+def test_a_killed_writer_leaves_complete_files_only(tmp_path: Path) -> None:
     writers = [
         subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
         for _ in range(2)
@@ -281,7 +283,7 @@ def put(folder: Path, number: int, *, used_s: float, nbytes: int = 100, num_rank
     max_bytes=st.none() | st.integers(1, 1500),
     max_age_s=st.none() | st.integers(1, 50),
 )
-def test_a_sweep_evicts_what_a_plain_reading_of_the_rules_evicts(
+def test_a_sweep_follows_the_rules(
     tmp_path_factory: pytest.TempPathFactory,
     chunks: list[tuple[int, int]],
     max_bytes: int | None,
@@ -289,7 +291,7 @@ def test_a_sweep_evicts_what_a_plain_reading_of_the_rules_evicts(
 ) -> None:
     folder = tmp_path_factory.mktemp("kv")
     now_s = 1000.0
-    # No two equally old, or the order among them would be anybody's choice.
+    # No two files are equally old, because their order would be undefined.
     aged = [(age + number / 100, nbytes) for number, (age, nbytes) in enumerate(chunks)]
     paths = {
         number: put(folder, number, used_s=now_s - age, nbytes=nbytes, num_ranks=2)
@@ -308,7 +310,7 @@ def test_a_sweep_evicts_what_a_plain_reading_of_the_rules_evicts(
     assert (swept.num_kept, swept.num_evicted) == (len(stays), len(aged) - len(stays))
 
 
-def test_what_a_dead_writer_has_left_is_removed_and_strangers_files_are_not(tmp_path: Path) -> None:
+def test_a_sweep_removes_abandoned_files_and_no_foreign_ones(tmp_path: Path) -> None:
     (kept,) = put(tmp_path, 1, used_s=1000.0)
     left, fresh = kept.with_name(TEMPORARY_PREFIX + "a"), kept.with_name(TEMPORARY_PREFIX + "b")
     strangers = [tmp_path / "README", kept.with_name("notes.txt")]
@@ -320,10 +322,10 @@ def test_what_a_dead_writer_has_left_is_removed_and_strangers_files_are_not(tmp_
     assert all(path.exists() for path in (kept, fresh, *strangers))
 
 
-def test_what_cannot_be_removed_does_not_keep_the_rest_from_leaving(
+def test_a_file_that_cannot_be_removed_does_not_stop_a_sweep(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Another user's file in a shared folder, say; and it happens to be the oldest."""
+    """For example another user's file in a shared folder, which is the oldest one."""
     paths = [put(tmp_path, number, used_s=100.0 + number)[0] for number in range(4)]
     unlink = os.unlink
 

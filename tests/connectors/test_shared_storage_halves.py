@@ -1,4 +1,4 @@
-"""The halves without an engine: what is saved, what is not, and how long anybody waits."""
+"""The halves without an engine: what is saved, what is not, and how long requests wait."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def request_of(name: str, num_tokens: int) -> Request:
 
 @dataclass
 class Halves:
-    """One engine's, joined by hand."""
+    """The halves of one engine, connected by hand."""
 
     scheduler: StorageSchedulerHalf
     ranks: list[StorageWorkerHalf]
@@ -171,7 +171,7 @@ def test_each_chunk_is_saved_in_the_step_that_completes_it(halves: Halves, tmp_p
     assert len(files_in(tmp_path)) == 3
 
 
-def test_what_was_loaded_is_not_saved_again(halves: Halves, tmp_path: Path) -> None:
+def test_loaded_chunks_are_not_saved_again(halves: Halves, tmp_path: Path) -> None:
     first, again = request_of("first", 3 * CHUNK + 1), request_of("again", 3 * CHUNK + 1)
     halves.scheduler.on_new_request(first)
     halves.step(prefill_of(first, first.num_tokens))
@@ -185,37 +185,37 @@ def test_what_was_loaded_is_not_saved_again(halves: Halves, tmp_path: Path) -> N
     assert halves.step(prefill_of(again, 1, 3 * CHUNK)).saves == ()
 
 
-def test_what_has_left_a_window_is_not_saved_later() -> None:
-    """As after a step that turned out to be tainted: the table still names blocks that are others' by now."""
+def test_blocks_that_have_left_a_window_are_not_saved() -> None:
+    """As after a dropped step: the table still lists blocks that belong to other requests by now."""
     request = request_of("r", 6 * CHUNK)
     kinds = kinds_of([KVCacheGroup((0,)), KVCacheGroup((1,), 10)], chunk_blocks=2, block_tokens=BLOCK)
     prompt = Prompt(request, CHUNK, BLOCK, "seed", kinds, tables=(list(range(1, 13)), list(range(21, 33))))
-    # Behind 40 tokens block 7 is the first that a window of ten sees.
+    # After 40 tokens, block 7 is the first in a window of ten.
     saves = [(save.kind, save.block_ids) for _, save in prompt.take_saves(40, 48)]
     assert [blocks for kind, blocks in saves if kind == 0] == [(i, i + 1) for i in range(1, 12, 2)]
     assert [blocks for kind, blocks in saves if kind == 1] == [(29, 30), (31, 32)]
 
 
-def test_what_a_step_with_bad_blocks_computed_is_never_written(halves: Halves, tmp_path: Path) -> None:
+def test_copies_of_a_step_with_bad_blocks_are_never_written(halves: Halves, tmp_path: Path) -> None:
     request = request_of("r", 2 * CHUNK)
     halves.scheduler.on_new_request(request)
     bad = halves.step(prefill_of(request, 2 * CHUNK), invalid_block_ids={9})
     assert len(bad.saves) == 2
     dropped = halves.step(EMPTY)
     assert (dropped.write, dropped.drop) == ((), (bad.step,))
-    again = halves.step(prefill_of(request, 2 * CHUNK))  # Computed anew, as the host does.
+    again = halves.step(prefill_of(request, 2 * CHUNK))  # Computed again, as by the host.
     assert len(again.saves) == 2
     assert halves.step(EMPTY).write == (again.step,)
     halves.close()
     assert len(files_in(tmp_path)) == 2
 
 
-def test_what_is_in_flight_when_bad_blocks_are_named_is_not_written_either(tmp_path: Path) -> None:
+def test_copies_in_flight_when_bad_blocks_are_reported_are_not_written(tmp_path: Path) -> None:
     halves = Halves.start(tmp_path)
     halves.shake_hands()
     request = request_of("r", 2 * CHUNK)
     halves.scheduler.on_new_request(request)
-    ahead = halves.step(prefill_of(request, CHUNK), ranks=[])  # Its report comes later.
+    ahead = halves.step(prefill_of(request, CHUNK), ranks=[])  # Its report arrives later.
     halves.step(EMPTY, failed_recving={"another's"}, finished_recving={"another's"})
     halves.scheduler.update_connector_output(
         KVConnectorOutput(kv_connector_worker_meta=StorageReport(rank=0, copied={ahead.step}))
@@ -241,14 +241,14 @@ def test_nothing_is_written_before_every_rank_has_its_copy(tmp_path: Path) -> No
     assert len(files_in(tmp_path)) == 2
 
 
-def test_without_a_handshake_of_ours_the_ranks_reports_tell_the_layout(tmp_path: Path) -> None:
+def test_without_a_handshake_the_ranks_report_the_layout(tmp_path: Path) -> None:
     halves = Halves.start(tmp_path, num_ranks=2)
     assert halves.step(EMPTY).namespaces == ()
     assert halves.step(EMPTY).namespaces
     halves.close()
 
 
-def test_an_empty_order_in_place_of_a_lost_one_changes_nothing(tmp_path: Path) -> None:
+def test_empty_metadata_in_place_of_lost_ones_changes_nothing(tmp_path: Path) -> None:
     halves = Halves.start(tmp_path)
     halves.shake_hands()
     (half,) = halves.ranks
@@ -279,7 +279,7 @@ def test_copies_that_wait_to_be_written_are_bounded(tmp_path: Path) -> None:
     halves.close()
 
 
-def test_what_cannot_be_written_is_counted_and_told_now_and_then(
+def test_failed_writes_are_counted_and_logged_at_intervals(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A full disk fails every chunk of every prompt, for hours."""
@@ -306,7 +306,7 @@ def test_what_cannot_be_written_is_counted_and_told_now_and_then(
     half.shutdown()
 
 
-def test_a_lookup_that_hangs_is_waited_for_so_long_and_no_longer(tmp_path: Path) -> None:
+def test_a_hanging_lookup_delays_a_prompt_by_its_timeout_only(tmp_path: Path) -> None:
     now = [100.0]
     half = StorageSchedulerHalf(identity_in(tmp_path, lookup_timeout_s=2.0), clock=lambda: now[0])
     rank = StorageWorkerHalf(identity_in(tmp_path))
@@ -321,7 +321,7 @@ def test_a_lookup_that_hangs_is_waited_for_so_long_and_no_longer(tmp_path: Path)
     assert half.get_num_new_matched_tokens(request, 0) == (0, False)
     other = request_of("other", CHUNK)
     half.on_new_request(other)
-    assert half.get_num_new_matched_tokens(other, 0) == (0, False), "it waits for nobody who hangs"
+    assert half.get_num_new_matched_tokens(other, 0) == (0, False), "it must not wait for a hanging lookup"
     hangs.set()
     deadline_s = time.monotonic() + WAIT_S
     while half._is_lookup_overdue(now[0]):
@@ -348,7 +348,7 @@ class HangingWorkerHalf(StorageWorkerHalf):
         raise Unusable("gone")
 
 
-def test_a_read_that_hangs_costs_its_own_load_and_while_all_hang_no_load_waits(tmp_path: Path) -> None:
+def test_a_hanging_read_delays_only_its_own_load(tmp_path: Path) -> None:
     now = [100.0]
     identity = identity_in(tmp_path, io_threads=2, read_timeout_s=2.0)
     half = HangingWorkerHalf(identity, {b"hangs"}, lambda: now[0])
@@ -372,7 +372,7 @@ def test_a_read_that_hangs_costs_its_own_load_and_while_all_hang_no_load_waits(t
     load(3, queued=b"free")
     assert finished() == set()
     now[0] += 2.0
-    assert finished() == {"also", "queued"}, "every reader hangs, so nothing else is read"
+    assert finished() == {"also", "queued"}, "all readers hang, so no load may wait"
     load(4, late=b"free")
     assert finished() == {"late"}
 
@@ -383,7 +383,7 @@ def test_a_read_that_hangs_costs_its_own_load_and_while_all_hang_no_load_waits(t
     half.shutdown()
 
 
-def test_a_thread_that_died_is_heard_of() -> None:
+def test_a_dead_thread_is_reported() -> None:
     jobs = Jobs("dies")
 
     def die() -> None:
@@ -431,7 +431,7 @@ def test_it_is_found_by_its_name(tmp_path: Path) -> None:
     assert connector_class(storage(tmp_path)) is BatonSharedStorageConnector
 
 
-def test_what_is_counted_reaches_prometheus() -> None:
+def test_counts_reach_prometheus() -> None:
     from functools import partial
 
     from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram

@@ -1,4 +1,4 @@
-"""Models whose layers have block tables of their own share files; nobody misses what a window left behind."""
+"""Models with several block tables share files; blocks before a window are not needed."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.connectors.storage_world import (
 )
 
 pytestmark = pytest.mark.slow
-PROMPT = prompt_of(70)  # Eight chunks and six tokens; with the answer nine chunks.
+PROMPT = prompt_of(70)  # Eight chunks and six tokens; nine chunks with the answer.
 NUM_CHUNKS = 9
 NUM_BLOCKS = 200
 KINDS = {"gemma3": 2, "gpt_oss": 2, "mistral": 1}
@@ -60,7 +60,7 @@ def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 @pytest.fixture
 def start(model: ModelConfig) -> Iterator[Start]:
-    """Prompts take several steps, so that windows leave blocks behind on the way."""
+    """Engines whose prompts take several steps, so that blocks leave windows meanwhile."""
     with starting(model) as start_engine:
         yield partial(start_engine, num_blocks=NUM_BLOCKS, budget=24)
 
@@ -85,11 +85,11 @@ def expected(model: ModelConfig) -> Iterator[Ask]:
 
 @pytest.fixture
 def num_files(family: str) -> int:
-    """Of PROMPT and its answer."""
+    """Number of files of PROMPT and its answer."""
     return NUM_CHUNKS * KINDS[family]
 
 
-def test_a_fresh_engine_reads_what_another_has_computed(
+def test_a_new_engine_reads_what_another_has_computed(
     start: Start,
     expected: Ask,
     tmp_path: Path,
@@ -120,7 +120,7 @@ def test_a_fresh_engine_reads_what_another_has_computed(
     b.core.scheduler.kv_cache.assert_empty()
 
 
-def test_behind_a_local_hit_the_rest_is_loaded(
+def test_after_a_local_hit_the_rest_is_loaded(
     start: Start, expected: Ask, tmp_path: Path, num_files: int
 ) -> None:
     fill(start(storage(tmp_path)), tmp_path, PROMPT, num_files)
@@ -135,14 +135,12 @@ def test_behind_a_local_hit_the_rest_is_loaded(
         assert by_b.num_transferred_tokens < 64 or num_local < CHUNK
 
 
-def test_of_a_window_only_the_last_files_are_needed(
+def test_only_the_last_files_of_a_window_are_needed(
     start: Start, expected: Ask, tmp_path: Path, num_files: int
 ) -> None:
     fill(start(storage(tmp_path)), tmp_path, PROMPT, num_files)
-    for behind in by_position(tmp_path, PROMPT, WINDOW)[
-        :6
-    ]:  # The last ten tokens of 64 are in the other two.
-        behind.unlink()
+    for file in by_position(tmp_path, PROMPT, WINDOW)[:6]:  # The last ten tokens of 64 are in the other two.
+        file.unlink()
     (by_b,) = start(storage(tmp_path, "kv_consumer")).generate([PROMPT], GREEDY)
     assert by_b.token_ids == expected(PROMPT)
     assert by_b.num_transferred_tokens == 64
@@ -161,7 +159,7 @@ def test_a_hit_ends_where_every_layer_can_be_served(
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 @pytest.mark.parametrize(("family", "window", "half_written"), BAD_FILES, indirect=["family"])
-def test_a_bad_file_costs_no_token_and_is_written_again(
+def test_a_bad_file_changes_no_token_and_is_written_again(
     start: Start,
     expected: Ask,
     tmp_path: Path,
@@ -188,14 +186,14 @@ def test_a_bad_file_costs_no_token_and_is_written_again(
     assert by_b.token_ids == expected(PROMPT)
     b.settle(WAIT_S)
     b.core.scheduler.kv_cache.assert_empty()
-    b.close()  # Which waits for its writer.
+    b.close()  # Waits for its writer.
     assert bad.stat().st_size == len(whole)
     (again,) = start(storage(tmp_path)).generate([PROMPT], GREEDY)
     assert again.token_ids == expected(PROMPT)
     assert again.num_transferred_tokens == 64
 
 
-def test_another_grouping_another_block_size_find_nothing_and_harm_nothing(
+def test_another_grouping_or_block_size_finds_nothing(
     start: Start, expected: Ask, tmp_path: Path, num_files: int
 ) -> None:
     fill(start(storage(tmp_path)), tmp_path, PROMPT, num_files)
@@ -223,8 +221,8 @@ def test_tokens_survive_preemption_and_a_restart(
                 num_loaded += (of_step.kv_connector_stats or {}).get("loaded_chunks", 0)
             forget(llm)
         llm.close()
-    assert num_preempted, "the pool was not short"
-    assert num_loaded, "nothing was loaded"
+    assert num_preempted, "the pool must be too small"
+    assert num_loaded, "something must be loaded"
 
 
 # Gemma 3 has the same groups as gpt_oss; each family starts four processes.

@@ -1,7 +1,7 @@
-"""Shared storage under the real scheduler, with real files, threads that are late, and a folder that rots.
+"""Shared storage with the real scheduler, real files, late threads, and a folder that decays.
 
-Two engines, one after the other, on one folder. Whatever happens, each request ends once, with the tokens of
-a single engine or with an error, and at rest no block and no copy is left.
+Two engines use one folder, one after the other. Each request must end once, with the tokens of a single
+engine or with an error, and in the end no block and no copy may be left.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ NOTHING = torch.iinfo(torch.int64).min
 
 
 class TensorRanks(FakeRanks):
-    """Their KV is a tensor: of all layers the same, as where layers of different groups share memory."""
+    """Ranks whose KV is one tensor for all layers, as if layers of different groups share memory."""
 
     def __init__(self, num_blocks: int, groups: tuple[KVCacheGroup, ...]) -> None:
         super().__init__(num_blocks, groups)
@@ -49,7 +49,7 @@ class TensorRanks(FakeRanks):
 
 
 class LateJobs:
-    """In the place of threads: jobs are done in some later step, in order or, as by several, in any."""
+    """Replaces threads: jobs run in a later step, in order or, as with several threads, in any order."""
 
     is_dead = False
 
@@ -159,7 +159,7 @@ class StorageWorld(StoreWorld):
 
 @pytest.mark.slow
 @given(
-    # Not Hypothesis's own generator: its numbers are small, and nearly all worlds peaceful.
+    # Not Hypothesis's own generator: its numbers are small, so nearly all worlds would be without faults.
     seed=st.integers(0, 1 << 32),
     num_ranks=st.integers(1, 2),
     chunk_blocks=st.integers(1, 4),
@@ -167,7 +167,7 @@ class StorageWorld(StoreWorld):
     windows=st.sampled_from([(), (None, 9), (9, None, 5), (6,), (None, 12, None, 12), (None, 30)]),
 )
 @settings(max_examples=60, deadline=None)
-def test_every_answer_is_a_single_engines_and_nothing_is_left(
+def test_every_answer_equals_a_single_engines_and_nothing_leaks(
     seed: int, num_ranks: int, chunk_blocks: int, on_failure: str, windows: tuple[int | None, ...]
 ) -> None:
     rng = random.Random(seed)
@@ -205,14 +205,14 @@ def add_some(world: StorageWorld, number: int) -> None:
     if rng.random() < 0.1:
         world.scheduler.abort([f"r{rng.randint(0, number)}"])
     if rng.random() < 0.1:
-        world.now_s += 100.0  # Whoever waits has waited too long.
+        world.now_s += 100.0  # All waits time out.
 
 
 @pytest.mark.parametrize(
     ("windows", "num_files"),
     [((), 9), ((None, 9), 9 + 3), ((6,), 2), ((None, 30), 9 + 8), ((9, None, 5), 9 + 3 + 2)],
 )
-def test_as_many_files_are_read_as_windows_see(
+def test_only_the_files_that_windows_need_are_read(
     windows: tuple[int | None, ...], num_files: int, tmp_path: Path
 ) -> None:
     """Of nine chunks of one block of four tokens."""
@@ -227,8 +227,8 @@ def test_as_many_files_are_read_as_windows_see(
         assert world.num_transferred() == (36 if count else 0)
 
 
-def test_what_the_engines_own_cache_had_is_saved_as_far_as_it_is_held(tmp_path: Path) -> None:
-    """A folder that has lost everything: the next request saves the beginning that it found in the cache."""
+def test_blocks_from_the_prefix_cache_are_saved_if_they_are_held(tmp_path: Path) -> None:
+    """The folder has lost everything: the next request saves the beginning that it found in the cache."""
     world = StorageWorld(random.Random(1), tmp_path, num_blocks=90, windows=(None, 9))
     world.add(engine_request("first", STEMS[0][:32], max_tokens=1))
     world.run()

@@ -1,4 +1,4 @@
-"""Small models of families whose layers have windows, and how much of a prompt moves."""
+"""Small models whose layers have windows, and the size of their transfers."""
 
 from collections.abc import Callable
 
@@ -14,7 +14,7 @@ ModelOf = Callable[[str], ModelConfig]
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
-    """By family; each is written once."""
+    """Models by family; each is written once."""
     made: dict[str, ModelConfig] = {}
 
     def make(family: str) -> ModelConfig:
@@ -26,7 +26,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
 
 
 def bytes_moved(config: EngineConfig, num_tokens: int, *, first_token: int = 0) -> int:
-    """Of a prompt: of a window what is seen behind it, of either what is missing from `first_token` on."""
+    """Bytes of a prompt's transfer: from `first_token` on, and only within windows."""
     model, last = config.model_config, -(-num_tokens // BLOCK)
     firsts = {None: 0, WINDOW: (num_tokens - WINDOW) // BLOCK}
     blocks_of_layer = {window: last - max(first, first_token // BLOCK) for window, first in firsts.items()}
