@@ -1,10 +1,14 @@
 """Settings of the whole suite. Fixtures live beside the tests that use them."""
 
 import gc
+import inspect
 import os
 import tempfile
 
+import pytest
 from hypothesis import HealthCheck, settings
+
+from tests.event_loop import run
 
 # Set before anything imports torch: the machine is small, and several engines run at once.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,3 +30,12 @@ def pytest_collection_finish() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Run coroutine tests, each in an event loop of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}))
+    return True

@@ -4,7 +4,7 @@ import asyncio
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -52,13 +52,10 @@ async def engine(config: EngineConfig, factory: str | None = None) -> AsyncItera
         await client.close()
 
 
-def run(test: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(3 * BOUND_S):
-            await test()
-
+@pytest.fixture(autouse=True)
+def every_process_has_ended() -> Iterator[None]:
     others = set(psutil.Process().children(recursive=True))  # Of earlier tests: Python's resource tracker.
-    asyncio.run(bounded())
+    yield
     left = set(psutil.Process().children(recursive=True)) - others
     assert not left, "every process that was started has ended"
 
@@ -79,197 +76,167 @@ def reference(make_config) -> list[int]:
         ].token_ids
 
 
-def test_a_session_with_one_engine(make_config, reference: list[int]) -> None:
-    async def test() -> None:
-        stats: list[SchedulerStats] = []
-        told = asyncio.Event()
+async def test_a_session_with_one_engine(make_config, reference: list[int]) -> None:
+    stats: list[SchedulerStats] = []
+    told = asyncio.Event()
 
-        def note(step: SchedulerStats) -> None:
-            stats.append(step)
-            told.set()
+    def note(step: SchedulerStats) -> None:
+        stats.append(step)
+        told.set()
 
-        async def has_told(is_so: Callable[[], bool]) -> None:
-            """A step's counts may be told after its last token."""
-            while not is_so():
-                told.clear()
-                await told.wait()
+    async def has_told(is_so: Callable[[], bool]) -> None:
+        """A step's counts may be told after its last token."""
+        while not is_so():
+            told.clear()
+            await told.wait()
 
-        async with engine(make_config()) as client:
-            client.on_stats = note
+    async with engine(make_config()) as client:
+        client.on_stats = note
 
-            several = await asyncio.gather(*(collect(client, request(str(number))) for number in range(5)))
-            assert [tokens_of(outputs) for outputs in several] == [reference] * 5
-            assert all(len(outputs) == 6 for outputs in several), "each token is told as it comes"
-            assert [outputs[-1].finish_reason for outputs in several] == ["length"] * 5
-            await has_told(lambda: sum(step.num_generation_tokens for step in stats) >= 30)
-            assert sum(step.num_generation_tokens for step in stats) == 30
+        several = await asyncio.gather(*(collect(client, request(str(number))) for number in range(5)))
+        assert [tokens_of(outputs) for outputs in several] == [reference] * 5
+        assert all(len(outputs) == 6 for outputs in several), "each token is told as it comes"
+        assert [outputs[-1].finish_reason for outputs in several] == ["length"] * 5
+        await has_told(lambda: sum(step.num_generation_tokens for step in stats) >= 30)
+        assert sum(step.num_generation_tokens for step in stats) == 30
 
-            [refused] = await collect(client, request(prompt=[10**7]))
-            assert refused.finish_reason == "error"
-            assert refused.error is not None
-            assert refused.error.is_users
+        [refused] = await collect(client, request(prompt=[10**7]))
+        assert refused.finish_reason == "error"
+        assert refused.error is not None
+        assert refused.error.is_users
 
-            for unsendable in (request("half a pair \ud800"), request(prompt=[2**70])):
-                with pytest.raises(UserError, match="cannot be sent"):
-                    await collect(client, unsendable)
+        for unsendable in (request("half a pair \ud800"), request(prompt=[2**70])):
+            with pytest.raises(UserError, match="cannot be sent"):
+                await collect(client, unsendable)
 
-            # Closing early aborts; until the engine has let go of it, the id is in use.
-            stream = client.generate(request("early", max_tokens=200))
+        # Closing early aborts; until the engine has let go of it, the id is in use.
+        stream = client.generate(request("early", max_tokens=200))
+        await anext(stream)
+        with pytest.raises(UserError, match="in use"):
+            await anext(client.generate(request("early")))
+        await stream.aclose()
+
+        aborted = client.generate(request("aborted", max_tokens=200))
+        await anext(aborted)
+        await client.abort("aborted")
+        assert [output.finish_reason async for output in aborted][-1] == "abort"
+
+        assert tokens_of(await collect(client, request("last"))) == reference
+        await has_told(lambda: stats[-1].num_running == 0)
+        assert not client.is_dead
+    assert client.is_dead
+    with pytest.raises(EngineDeadError, match="closed"):
+        await collect(client, request())
+    await client.close()
+
+
+async def test_killing_the_core_fails_what_was_open_and_what_comes_later(make_config) -> None:
+    async with engine(make_config()) as client:
+        streams = [client.generate(request(str(number), max_tokens=200)) for number in range(3)]
+        for stream in streams:
             await anext(stream)
-            with pytest.raises(UserError, match="in use"):
-                await anext(client.generate(request("early")))
-            await stream.aclose()
-
-            aborted = client.generate(request("aborted", max_tokens=200))
-            await anext(aborted)
-            await client.abort("aborted")
-            assert [output.finish_reason async for output in aborted][-1] == "abort"
-
-            assert tokens_of(await collect(client, request("last"))) == reference
-            await has_told(lambda: stats[-1].num_running == 0)
-            assert not client.is_dead
-        assert client.is_dead
-        with pytest.raises(EngineDeadError, match="closed"):
-            await collect(client, request())
-        await client.close()
-
-    run(test)
-
-
-def test_killing_the_core_fails_what_was_open_and_what_comes_later(make_config) -> None:
-    async def test() -> None:
-        async with engine(make_config()) as client:
-            streams = [client.generate(request(str(number), max_tokens=200)) for number in range(3)]
+        psutil.Process(client.pid).kill()
+        async with asyncio.timeout(BOUND_S):
             for stream in streams:
-                await anext(stream)
-            psutil.Process(client.pid).kill()
-            async with asyncio.timeout(BOUND_S):
-                for stream in streams:
-                    with pytest.raises(EngineDeadError, match="SIGKILL"):
-                        async for _ in stream:
-                            pass
-                await client.wait_dead()
-            with pytest.raises(EngineDeadError, match="SIGKILL"):
-                await collect(client, request())
-
-    run(test)
+                with pytest.raises(EngineDeadError, match="SIGKILL"):
+                    async for _ in stream:
+                        pass
+            await client.wait_dead()
+        with pytest.raises(EngineDeadError, match="SIGKILL"):
+            await collect(client, request())
 
 
-def test_sigterm_ends_the_core_in_order(make_config) -> None:
-    async def test() -> None:
-        async with engine(make_config()) as client:
-            psutil.Process(client.pid).terminate()
-            async with asyncio.timeout(BOUND_S):
-                await client.wait_dead()
-            with pytest.raises(EngineDeadError, match="SIGTERM"):
-                await collect(client, request())
-
-    run(test)
+async def test_sigterm_ends_the_core_in_order(make_config) -> None:
+    async with engine(make_config()) as client:
+        psutil.Process(client.pid).terminate()
+        async with asyncio.timeout(BOUND_S):
+            await client.wait_dead()
+        with pytest.raises(EngineDeadError, match="SIGTERM"):
+            await collect(client, request())
 
 
-def test_a_core_that_cannot_start_reports_the_reason(make_config, capfd: pytest.CaptureFixture[str]) -> None:
-    async def test() -> None:
-        with pytest.raises(ConfigError, match="no such wire"):
-            await EngineClient.start(
-                make_config(kv_transfer_config=transfer(refuse="no such wire"), parallel_config=TP2),
-                connector_factory=FACTORY,
-            )
-        assert "Traceback" not in capfd.readouterr().err, (
-            "of three processes, for a word in the configuration"
+async def test_a_core_that_cannot_start_reports_the_reason(
+    make_config, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="no such wire"):
+        await EngineClient.start(
+            make_config(kv_transfer_config=transfer(refuse="no such wire"), parallel_config=TP2),
+            connector_factory=FACTORY,
         )
-        with pytest.raises(EngineDeadError, match="not ready within"):
-            await EngineClient.start(make_config(), start_timeout_s=0.0)
+    assert "Traceback" not in capfd.readouterr().err, "of three processes, for a word in the configuration"
+    with pytest.raises(EngineDeadError, match="not ready within"):
+        await EngineClient.start(make_config(), start_timeout_s=0.0)
 
-    run(test)
+
+async def test_two_ranks_give_the_tokens_of_one(make_config, reference: list[int]) -> None:
+    config = make_config(parallel_config=TP2, kv_transfer_config=transfer())
+    async with engine(config, FACTORY) as client:
+        assert tokens_of(await collect(client, request())) == reference
+        maps = [mapped.path for mapped in psutil.Process(client.pid).memory_maps()]
+        assert not [path for path in maps if "torch" in path], "ranks compute, and the core does not"
+
+        # One rank dies while the engine is idle.
+        ranks = psutil.Process(client.pid).children()
+        assert len(ranks) == 2
+        limits = primitive_limits()
+        assert all(limits.items() <= rank.environ().items() for rank in ranks), "inherited from the core"
+        ranks[1].kill()
+        async with asyncio.timeout(BOUND_S):
+            await client.wait_dead()
+        with pytest.raises(EngineDeadError, match="rank"):
+            await collect(client, request())
 
 
-def test_two_ranks_give_the_tokens_of_one(make_config, reference: list[int]) -> None:
-    async def test() -> None:
-        config = make_config(parallel_config=TP2, kv_transfer_config=transfer())
-        async with engine(config, FACTORY) as client:
-            assert tokens_of(await collect(client, request())) == reference
-            maps = [mapped.path for mapped in psutil.Process(client.pid).memory_maps()]
-            assert not [path for path in maps if "torch" in path], "ranks compute, and the core does not"
-
-            # One rank dies while the engine is idle.
-            ranks = psutil.Process(client.pid).children()
-            assert len(ranks) == 2
-            limits = primitive_limits()
-            assert all(limits.items() <= rank.environ().items() for rank in ranks), "inherited from the core"
-            ranks[1].kill()
-            async with asyncio.timeout(BOUND_S):
-                await client.wait_dead()
+async def test_a_rank_that_dies_in_a_step_fails_the_request_clearly(make_config) -> None:
+    told = transfer(kill_rank=1, kill_on_step=3)
+    async with engine(make_config(parallel_config=TP2, kv_transfer_config=told), FACTORY) as client:
+        async with asyncio.timeout(BOUND_S):
             with pytest.raises(EngineDeadError, match="rank"):
-                await collect(client, request())
-
-    run(test)
+                await collect(client, request(max_tokens=50))
 
 
-def test_a_rank_that_dies_in_a_step_fails_the_request_clearly(make_config) -> None:
-    async def test() -> None:
-        told = transfer(kill_rank=1, kill_on_step=3)
-        async with engine(make_config(parallel_config=TP2, kv_transfer_config=told), FACTORY) as client:
-            async with asyncio.timeout(BOUND_S):
-                with pytest.raises(EngineDeadError, match="rank"):
-                    await collect(client, request(max_tokens=50))
-
-    run(test)
-
-
-def test_open_requests_do_not_wait_for_a_core_that_ends_slowly(make_config) -> None:
-    async def test() -> None:
-        told = transfer(kill_rank=1, kill_on_step=3, hangs_in_shutdown=True)
-        async with engine(make_config(parallel_config=TP2, kv_transfer_config=told), FACTORY) as client:
-            async with asyncio.timeout(BOUND_S):
-                with pytest.raises(EngineDeadError, match="rank 1 is gone"):
-                    await collect(client, request(max_tokens=50))
-            core = psutil.Process(client.pid)
-            assert core.is_running()
-            core.kill()
-
-    run(test)
+async def test_open_requests_do_not_wait_for_a_core_that_ends_slowly(make_config) -> None:
+    told = transfer(kill_rank=1, kill_on_step=3, hangs_in_shutdown=True)
+    async with engine(make_config(parallel_config=TP2, kv_transfer_config=told), FACTORY) as client:
+        async with asyncio.timeout(BOUND_S):
+            with pytest.raises(EngineDeadError, match="rank 1 is gone"):
+                await collect(client, request(max_tokens=50))
+        core = psutil.Process(client.pid)
+        assert core.is_running()
+        core.kill()
 
 
-def test_a_core_that_hangs_in_a_step_is_ended_and_its_requests_fail(make_config) -> None:
-    async def test() -> None:
-        config = make_config(kv_transfer_config=transfer(hang_on_step=3), step_timeout_s=1.0)
-        async with engine(config, FACTORY) as client:
-            async with asyncio.timeout(BOUND_S):
-                with pytest.raises(EngineDeadError, match=r"hangs: no step has ended for 1 s"):
-                    await collect(client, request(max_tokens=50))
-                await client.wait_dead()
-            with pytest.raises(EngineDeadError, match="hangs"):
-                await collect(client, request())
-
-    run(test)
+async def test_a_core_that_hangs_in_a_step_is_ended_and_its_requests_fail(make_config) -> None:
+    config = make_config(kv_transfer_config=transfer(hang_on_step=3), step_timeout_s=1.0)
+    async with engine(config, FACTORY) as client:
+        async with asyncio.timeout(BOUND_S):
+            with pytest.raises(EngineDeadError, match=r"hangs: no step has ended for 1 s"):
+                await collect(client, request(max_tokens=50))
+            await client.wait_dead()
+        with pytest.raises(EngineDeadError, match="hangs"):
+            await collect(client, request())
 
 
-def test_a_rank_that_hangs_is_named_by_the_core(make_config) -> None:
-    async def test() -> None:
-        told = transfer(hang_on_step=3)
-        config = make_config(parallel_config=TP2, kv_transfer_config=told, step_timeout_s=5.0)
-        async with engine(config, FACTORY) as client:
-            async with asyncio.timeout(BOUND_S):
-                with pytest.raises(EngineDeadError, match=r"ranks \[0, 1\] did not answer within 5 s"):
-                    await collect(client, request(max_tokens=50))
-
-    run(test)
+async def test_a_rank_that_hangs_is_named_by_the_core(make_config) -> None:
+    told = transfer(hang_on_step=3)
+    config = make_config(parallel_config=TP2, kv_transfer_config=told, step_timeout_s=5.0)
+    async with engine(config, FACTORY) as client:
+        async with asyncio.timeout(BOUND_S):
+            with pytest.raises(EngineDeadError, match=r"ranks \[0, 1\] did not answer within 5 s"):
+                await collect(client, request(max_tokens=50))
 
 
-def test_a_core_that_is_stopped_while_idle_is_noticed_without_a_request(make_config) -> None:
-    async def test() -> None:
-        async with engine(make_config(step_timeout_s=1.0)) as client:
-            psutil.Process(client.pid).suspend()
-            async with asyncio.timeout(BOUND_S):
-                await client.wait_dead()
-            with pytest.raises(EngineDeadError, match="hangs"):
-                await collect(client, request())
-
-    run(test)
+async def test_a_core_that_is_stopped_while_idle_is_noticed_without_a_request(make_config) -> None:
+    async with engine(make_config(step_timeout_s=1.0)) as client:
+        psutil.Process(client.pid).suspend()
+        async with asyncio.timeout(BOUND_S):
+            await client.wait_dead()
+        with pytest.raises(EngineDeadError, match="hangs"):
+            await collect(client, request())
 
 
 @pytest.mark.parametrize("which", ["core", "rank"])
-def test_requests_of_a_stopped_engine_fail_and_it_serves_when_it_continues(
+async def test_requests_of_a_stopped_engine_fail_and_it_serves_when_it_continues(
     make_config, monkeypatch: pytest.MonkeyPatch, which: str
 ) -> None:
     monkeypatch.setattr(liveness, "STOP_LOOK_S", 0.05)
@@ -279,23 +246,20 @@ def test_requests_of_a_stopped_engine_fail_and_it_serves_when_it_continues(
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(liveness.STOP_LOOK_S)
 
-    async def test() -> None:
-        async with engine(make_config(parallel_config=ParallelConfig(executor="multiprocess"))) as client:
-            core = psutil.Process(client.pid)
-            (rank,) = core.children()
-            stopped = core if which == "core" else rank
-            assert client.unready_reason is None
-            stopped.suspend()
-            with pytest.raises(EngineUnreadyError, match=f"process {stopped.pid} .* is stopped"):
-                await collect(client, request("waits"))
-            assert client.unready_reason is not None
-            with pytest.raises(EngineUnreadyError):
-                await collect(client, request("comes later"))
-            stopped.resume()
-            await is_so(lambda: client.unready_reason is None)
-            assert len(tokens_of(await collect(client, request()))) == 6
-
-    run(test)
+    async with engine(make_config(parallel_config=ParallelConfig(executor="multiprocess"))) as client:
+        core = psutil.Process(client.pid)
+        (rank,) = core.children()
+        stopped = core if which == "core" else rank
+        assert client.unready_reason is None
+        stopped.suspend()
+        with pytest.raises(EngineUnreadyError, match=f"process {stopped.pid} .* is stopped"):
+            await collect(client, request("waits"))
+        assert client.unready_reason is not None
+        with pytest.raises(EngineUnreadyError):
+            await collect(client, request("comes later"))
+        stopped.resume()
+        await is_so(lambda: client.unready_reason is None)
+        assert len(tokens_of(await collect(client, request()))) == 6
 
 
 FRONT_END = """
@@ -346,16 +310,13 @@ def test_no_process_outlives_a_front_end_that_was_killed(
         assert is_port_free("127.0.0.1", port)
 
 
-def test_a_core_and_a_rank_that_are_stopped_end_in_order_when_they_are_asked_to(
+async def test_a_core_and_a_rank_that_are_stopped_end_in_order_when_they_are_asked_to(
     make_config, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def test() -> None:
-        one_rank = ParallelConfig(executor="multiprocess")
-        client = await EngineClient.start(make_config(parallel_config=one_rank))
-        core = psutil.Process(client.pid)
-        for process in (core, *core.children()):
-            process.suspend()
-        await client.close()
-
-    run(test)
+    one_rank = ParallelConfig(executor="multiprocess")
+    client = await EngineClient.start(make_config(parallel_config=one_rank))
+    core = psutil.Process(client.pid)
+    for process in (core, *core.children()):
+        process.suspend()
+    await client.close()
     assert "killing it" not in caplog.text

@@ -1,7 +1,7 @@
 """Limits and deadlines of connections and bodies, at a real server."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, contextmanager, suppress
 from typing import Any
 
@@ -16,7 +16,6 @@ from baton.http.gate import send_error
 from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool
 
-DEADLINE_S = 60.0
 SOON_S = 0.05  # A deadline that must pass.
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -84,14 +83,6 @@ async def serving(**settings: Any) -> AsyncIterator[Server]:
         server.workers.close()
 
 
-def run(story: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(DEADLINE_S):
-            await story()
-
-    asyncio.run(bounded())
-
-
 async def until(condition: Callable[[], bool]) -> None:
     while not condition():  # noqa: ASYNC110  The server has no event for it.
         await asyncio.sleep(0)
@@ -109,87 +100,66 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST / HTTP/1.1\r\nHos"])
-def test_a_connection_without_a_whole_request_is_closed(sent: bytes) -> None:
-    async def story() -> None:
-        async with serving(header_s=SOON_S) as server:
-            reader, writer = await server.connect()
-            writer.write(sent)
-            assert await ended(reader) == b""
-
-    run(story)
+async def test_a_connection_without_a_whole_request_is_closed(sent: bytes) -> None:
+    async with serving(header_s=SOON_S) as server:
+        reader, writer = await server.connect()
+        writer.write(sent)
+        assert await ended(reader) == b""
 
 
-def test_a_second_request_must_come_whole_too() -> None:
-    async def story() -> None:
-        async with serving(header_s=SOON_S) as server:
-            reader, writer = await server.connect()
-            writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}" + b"GET /")
-            assert (await ended(reader)).endswith(b"2")
-
-    run(story)
+async def test_a_second_request_must_come_whole_too() -> None:
+    async with serving(header_s=SOON_S) as server:
+        reader, writer = await server.connect()
+        writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}" + b"GET /")
+        assert (await ended(reader)).endswith(b"2")
 
 
-def test_an_idle_connection_is_closed() -> None:
-    async def story() -> None:
-        async with serving(idle_s=1) as server:
-            reader, writer = await server.connect()
-            writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}")
-            assert (await ended(reader)).endswith(b"2")
-
-    run(story)
+async def test_an_idle_connection_is_closed() -> None:
+    async with serving(idle_s=1) as server:
+        reader, writer = await server.connect()
+        writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}")
+        assert (await ended(reader)).endswith(b"2")
 
 
-def test_a_body_that_does_not_end_is_408() -> None:
-    async def story() -> None:
-        async with serving(body_s=SOON_S) as server:
-            reader, writer = await server.connect()
-            writer.write(HEAD + b"Content-Length: 9\r\n\r\n{")
-            assert (await ended(reader)).startswith(b"HTTP/1.1 408")
-            assert server.bodies.held_bytes == 0
-
-    run(story)
+async def test_a_body_that_does_not_end_is_408() -> None:
+    async with serving(body_s=SOON_S) as server:
+        reader, writer = await server.connect()
+        writer.write(HEAD + b"Content-Length: 9\r\n\r\n{")
+        assert (await ended(reader)).startswith(b"HTTP/1.1 408")
+        assert server.bodies.held_bytes == 0
 
 
-def test_a_body_that_declares_too_much_is_413_before_it_comes() -> None:
-    async def story() -> None:
-        async with serving(max_body_bytes=10) as server:
-            reader, writer = await server.connect()
-            writer.write(HEAD + b"Content-Length: 11\r\n\r\n")
-            assert (await ended(reader)).startswith(b"HTTP/1.1 413")
-
-    run(story)
+async def test_a_body_that_declares_too_much_is_413_before_it_comes() -> None:
+    async with serving(max_body_bytes=10) as server:
+        reader, writer = await server.connect()
+        writer.write(HEAD + b"Content-Length: 11\r\n\r\n")
+        assert (await ended(reader)).startswith(b"HTTP/1.1 413")
 
 
-def test_all_bodies_together_have_a_budget_which_comes_back() -> None:
-    async def story() -> None:
-        async with serving(total_body_bytes=10) as server:
-            _, first = await server.connect()
-            first.write(HEAD + b"Content-Length: 8\r\n\r\n" + b"1234567")
-            await until(lambda: server.bodies.held_bytes == 7)
-            reader, second = await server.connect()
-            second.write(HEAD + b"Content-Length: 5\r\nConnection: close\r\n\r\n12345")
-            assert (await ended(reader)).startswith(b"HTTP/1.1 503")
-            first.close()
-            await until(lambda: server.num_gone == 1)
-            assert server.bodies.held_bytes == 0
-            reader, third = await server.connect()
-            third.write(HEAD + b"Content-Length: 5\r\nConnection: close\r\n\r\n12345")
-            assert (await ended(reader)).startswith(b"HTTP/1.1 200")
-
-    run(story)
+async def test_all_bodies_together_have_a_budget_which_comes_back() -> None:
+    async with serving(total_body_bytes=10) as server:
+        _, first = await server.connect()
+        first.write(HEAD + b"Content-Length: 8\r\n\r\n" + b"1234567")
+        await until(lambda: server.bodies.held_bytes == 7)
+        reader, second = await server.connect()
+        second.write(HEAD + b"Content-Length: 5\r\nConnection: close\r\n\r\n12345")
+        assert (await ended(reader)).startswith(b"HTTP/1.1 503")
+        first.close()
+        await until(lambda: server.num_gone == 1)
+        assert server.bodies.held_bytes == 0
+        reader, third = await server.connect()
+        third.write(HEAD + b"Content-Length: 5\r\nConnection: close\r\n\r\n12345")
+        assert (await ended(reader)).startswith(b"HTTP/1.1 200")
 
 
-def test_beyond_the_limit_the_connection_that_waited_longest_is_closed() -> None:
-    async def story() -> None:
-        async with serving(max_connections=16) as server:
-            _, busy = await server.connect()
-            busy.write(HEAD + b"Content-Length: 9\r\n\r\n{")
-            await until(lambda: server.bodies.held_bytes > 0)
-            idle = [await server.connect() for _ in range(16)]
-            assert await ended(idle[0][0]) == b""
-            reader, writer = idle[-1]
-            writer.write(HEAD + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}")
-            assert (await ended(reader)).endswith(b"2")
-            assert not busy.transport.is_closing(), "a request in progress is not the first to be closed"
-
-    run(story)
+async def test_beyond_the_limit_the_connection_that_waited_longest_is_closed() -> None:
+    async with serving(max_connections=16) as server:
+        _, busy = await server.connect()
+        busy.write(HEAD + b"Content-Length: 9\r\n\r\n{")
+        await until(lambda: server.bodies.held_bytes > 0)
+        idle = [await server.connect() for _ in range(16)]
+        assert await ended(idle[0][0]) == b""
+        reader, writer = idle[-1]
+        writer.write(HEAD + b"Content-Length: 2\r\nConnection: close\r\n\r\n{}")
+        assert (await ended(reader)).endswith(b"2")
+        assert not busy.transport.is_closing(), "a request in progress is not the first to be closed"

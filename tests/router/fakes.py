@@ -7,7 +7,7 @@ import asyncio
 import json
 import socket
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -20,42 +20,10 @@ from starlette.applications import Starlette
 from baton.cli.processes import free_ports
 from baton.router.app import Router
 from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
+from tests.event_loop import pass_time
 
 JSON = {"Content-Type": "application/json"}
-TEST_DEADLINE_S = 60.0  # Never reached unless something hangs, which is what it is to show.
-LATER_S = 600.0  # A deadline that passes only if a test lets it; see `pass_time`.
-
-
-class _Clockwork(asyncio.SelectorEventLoop):
-    """Its time passes as it does, and in jumps when a test says so."""
-
-    skipped_s = 0.0
-    deadline: asyncio.Timeout | None = None  # Of the test, which shall not jump.
-
-    def time(self) -> float:
-        return super().time() + self.skipped_s
-
-
-def pass_time(seconds: float) -> None:
-    """Every wait that is under way now has waited so much longer; later ones have not."""
-    loop = asyncio.get_running_loop()
-    assert isinstance(loop, _Clockwork)
-    assert loop.deadline is not None
-    loop.skipped_s += seconds
-    ends_at = loop.deadline.when()
-    assert ends_at is not None
-    loop.deadline.reschedule(ends_at + seconds)
-
-
-def run(test: Coroutine[Any, Any, None]) -> None:
-    loop = _Clockwork()
-
-    async def bounded() -> None:
-        async with asyncio.timeout(TEST_DEADLINE_S) as loop.deadline:
-            await test
-
-    with asyncio.Runner(loop_factory=lambda: loop) as runner:
-        runner.run(bounded())
+LATER_S = 600.0  # A deadline that passes only if a test lets it; see `event_loop.pass_time`.
 
 
 class Servers:

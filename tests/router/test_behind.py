@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.router.baton_fakes import Streamed, baton, introduced, speaker, stream
-from tests.router.fakes import FakeEngine, after, dies, responds, run, system
+from tests.router.fakes import FakeEngine, after, dies, responds, system
 from tests.router.vllm_fakes import PROMPT, TOKENS, VllmSpeaker, refuses_tickets, vllm, vllm_speaker
 
 MODES = ["pull", "push"]
@@ -35,99 +35,87 @@ def check_is_one_engines(got: Streamed, text: str = "Hi!", finish: str = "length
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", MODES)
-def test_the_stream_is_that_of_one_engine(mode: str, path: str) -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm()
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            got = await stream(s, **request(path, stream_options={"include_usage": True}))
-            metrics = (await s.client.get("/metrics")).text
-        check_is_one_engines(got)
-        assert got.headers["x-baton-prefill"] == "remote"
-        assert got.headers["content-type"].startswith("text/event-stream")
-        assert "token_ids" not in str(got.events)
-        assert [e["usage"] for e in got.events[:-1] if e.get("usage")] == [
-            {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-        ]
-        (p_leg,), (d_leg,) = vllm_speaker(p).legs, vllm_speaker(d).legs
-        assert (p_leg["max_tokens"], p_leg["stream"]) == (1, False)
-        if mode == "pull":
-            assert d_leg["max_tokens"] == 2
-            assert d_leg["kv_transfer_params"]["baton_ticket"] == "signed"
-            assert 'first_tokens_total{agreed="unasked"} 1.0' in metrics
-        else:
-            assert d_leg["max_tokens"] == 3
-            assert d_leg["kv_transfer_params"]["baton_introduction"] == "signed 0"
-
-    run(main())
+async def test_the_stream_is_that_of_one_engine(mode: str, path: str) -> None:
+    p, d = vllm(introduces=True), vllm()
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        got = await stream(s, **request(path, stream_options={"include_usage": True}))
+        metrics = (await s.client.get("/metrics")).text
+    check_is_one_engines(got)
+    assert got.headers["x-baton-prefill"] == "remote"
+    assert got.headers["content-type"].startswith("text/event-stream")
+    assert "token_ids" not in str(got.events)
+    assert [e["usage"] for e in got.events[:-1] if e.get("usage")] == [
+        {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    ]
+    (p_leg,), (d_leg,) = vllm_speaker(p).legs, vllm_speaker(d).legs
+    assert (p_leg["max_tokens"], p_leg["stream"]) == (1, False)
+    if mode == "pull":
+        assert d_leg["max_tokens"] == 2
+        assert d_leg["kv_transfer_params"]["baton_ticket"] == "signed"
+        assert 'first_tokens_total{agreed="unasked"} 1.0' in metrics
+    else:
+        assert d_leg["max_tokens"] == 3
+        assert d_leg["kv_transfer_params"]["baton_introduction"] == "signed 0"
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", MODES)
-def test_the_first_token_is_shown_before_d_says_a_word(mode: str, path: str) -> None:
-    async def main() -> None:
-        gate = asyncio.Event()
-        p, d = vllm(introduces=True), vllm(gate=gate)
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            asked = request(path, stream=True, max_tokens=3)
-            del asked["path"]
-            asked = {"prompt": PROMPT, **asked} if path == PATHS[0] else asked
-            async with s.client.stream("POST", path, json=asked) as answer:
-                chunks = answer.aiter_text()
-                seen = ""
-                while '"H"' not in seen:
-                    seen += await anext(chunks)
-                gate.set()
-                seen += "".join([chunk async for chunk in chunks])
-        assert [seen.count(f'"{c}"') for c in "Hi!"] == [1, 1, 1]
-        assert seen.endswith("data: [DONE]\n\n")
-
-    run(main())
+async def test_the_first_token_is_shown_before_d_says_a_word(mode: str, path: str) -> None:
+    gate = asyncio.Event()
+    p, d = vllm(introduces=True), vllm(gate=gate)
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        asked = request(path, stream=True, max_tokens=3)
+        del asked["path"]
+        asked = {"prompt": PROMPT, **asked} if path == PATHS[0] else asked
+        async with s.client.stream("POST", path, json=asked) as answer:
+            chunks = answer.aiter_text()
+            seen = ""
+            while '"H"' not in seen:
+                seen += await anext(chunks)
+            gate.set()
+            seen += "".join([chunk async for chunk in chunks])
+    assert [seen.count(f'"{c}"') for c in "Hi!"] == [1, 1, 1]
+    assert seen.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("hurries", [False, True])
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("mode", MODES)
-def test_a_client_that_wants_token_ids_gets_them_once(mode: str, path: str, hurries: bool) -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm(hurries=hurries)
-        gate = asyncio.Event()
-        if mode == "push":  # So that P's token is the first to be shown.
-            vllm_speaker(d).gate = gate
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            got = await stream(s, shown=gate, **request(path, return_token_ids=True))
-        check_is_one_engines(got)
-        ids = [t for e in got.events[:-1] for c in e["choices"] for t in c.get("token_ids") or ()]
-        assert ids == list(TOKENS)
-        prompts = [
-            found
-            for e in got.events[:-1]
-            for found in (e.get("prompt_token_ids"), *(c.get("prompt_token_ids") for c in e["choices"]))
-            if found
-        ]
-        assert prompts == [IDS]
-
-    run(main())
+async def test_a_client_that_wants_token_ids_gets_them_once(mode: str, path: str, hurries: bool) -> None:
+    p, d = vllm(introduces=True), vllm(hurries=hurries)
+    gate = asyncio.Event()
+    if mode == "push":  # So that P's token is the first to be shown.
+        vllm_speaker(d).gate = gate
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        got = await stream(s, shown=gate, **request(path, return_token_ids=True))
+    check_is_one_engines(got)
+    ids = [t for e in got.events[:-1] for c in e["choices"] for t in c.get("token_ids") or ()]
+    assert ids == list(TOKENS)
+    prompts = [
+        found
+        for e in got.events[:-1]
+        for found in (e.get("prompt_token_ids"), *(c.get("prompt_token_ids") for c in e["choices"]))
+        if found
+    ]
+    assert prompts == [IDS]
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("tokens", [(), (72,)])
-def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, tokens: tuple[int, ...]) -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True, tokens=tokens, stops=True), vllm(gate=asyncio.Event())
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            fields = {"max_tokens": 1} if tokens else {}
-            got = await stream(s, stream_options={"include_usage": True}, **fields)
-        check_is_one_engines(got, "H" if tokens else "", "length" if tokens else "stop")
-        assert got.events[-2]["usage"]["completion_tokens"] == 1
-        if tokens:
-            assert not d.calls
-            assert "kv_transfer_params" not in vllm_speaker(p).legs[0], "nobody would come for it"
-
-    run(main())
+async def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, tokens: tuple[int, ...]) -> None:
+    p, d = vllm(introduces=True, tokens=tokens, stops=True), vllm(gate=asyncio.Event())
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        fields = {"max_tokens": 1} if tokens else {}
+        got = await stream(s, stream_options={"include_usage": True}, **fields)
+    check_is_one_engines(got, "H" if tokens else "", "length" if tokens else "stop")
+    assert got.events[-2]["usage"]["completion_tokens"] == 1
+    if tokens:
+        assert not d.calls
+        assert "kv_transfer_params" not in vllm_speaker(p).legs[0], "nobody would come for it"
 
 
 NOT_BEHIND: list[dict[str, Any]] = [
@@ -152,7 +140,7 @@ NOT_BEHIND: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("body", NOT_BEHIND, ids=str)
-def test_what_would_not_be_exact_comes_from_d_whole(mode: str, body: dict[str, Any]) -> None:
+async def test_what_would_not_be_exact_comes_from_d_whole(mode: str, body: dict[str, Any]) -> None:
     async def main() -> None:
         p, d = vllm(introduces=True), vllm()
         async with system([p], [d], mode=mode) as s:
@@ -166,12 +154,9 @@ def test_what_would_not_be_exact_comes_from_d_whole(mode: str, body: dict[str, A
         assert d_leg["kv_transfer_params"]["do_remote_prefill"] is True
         assert "return_token_ids" not in vllm_speaker(p).legs[0]
 
-    async def bounded() -> None:
-        if body.get("max_tokens", 3) is None:
-            return await whole_without_limit(mode)
-        return await main()
-
-    run(bounded())
+    if body.get("max_tokens", 3) is None:
+        return await whole_without_limit(mode)
+    return await main()
 
 
 async def whole_without_limit(mode: str) -> None:
@@ -195,21 +180,18 @@ async def whole_without_limit(mode: str) -> None:
     ],
     ids=str,
 )
-def test_what_is_exact_is_said_by_p_and_then_by_d(mode: str, body: dict[str, Any]) -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm()
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            check_is_one_engines(await stream(s, **body))
-        (p_leg,), (d_leg,) = vllm_speaker(p).legs, vllm_speaker(d).legs
-        assert p_leg["return_token_ids"] is True
-        if mode == "pull":
-            assert d_leg["prompt"] == [*IDS, TOKENS[0]]
-        if "min_tokens" in body:
-            assert p_leg["min_tokens"] == 1
-            assert d_leg["min_tokens"] == (2 if mode == "pull" else 3)
-
-    run(main())
+async def test_what_is_exact_is_said_by_p_and_then_by_d(mode: str, body: dict[str, Any]) -> None:
+    p, d = vllm(introduces=True), vllm()
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        check_is_one_engines(await stream(s, **body))
+    (p_leg,), (d_leg,) = vllm_speaker(p).legs, vllm_speaker(d).legs
+    assert p_leg["return_token_ids"] is True
+    if mode == "pull":
+        assert d_leg["prompt"] == [*IDS, TOKENS[0]]
+    if "min_tokens" in body:
+        assert p_leg["min_tokens"] == 1
+        assert d_leg["min_tokens"] == (2 if mode == "pull" else 3)
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -221,19 +203,16 @@ def test_what_is_exact_is_said_by_p_and_then_by_d(mode: str, body: dict[str, Any
         ({}, {"max_model_len": 7}),  # Too long for D: its refusal has to come before any token.
     ],
 )
-def test_a_token_that_cannot_be_shown_rightly_is_left_to_d(
+async def test_a_token_that_cannot_be_shown_rightly_is_left_to_d(
     mode: str, fields: dict[str, Any], d_fields: dict[str, Any]
 ) -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True, **fields), vllm(**d_fields)
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            got = await stream(s)
-        assert got.headers["x-said-by"] == d.url
-        assert vllm_speaker(d).legs[0]["prompt"] == PROMPT
-        assert vllm_speaker(d).legs[0]["max_tokens"] == 3
-
-    run(main())
+    p, d = vllm(introduces=True, **fields), vllm(**d_fields)
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        got = await stream(s)
+    assert got.headers["x-said-by"] == d.url
+    assert vllm_speaker(d).legs[0]["prompt"] == PROMPT
+    assert vllm_speaker(d).legs[0]["max_tokens"] == 3
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -245,58 +224,46 @@ def test_a_token_that_cannot_be_shown_rightly_is_left_to_d(
         {"message": {"content": None}},
     ],
 )
-def test_a_chat_whose_first_token_is_no_content_is_left_to_d(mode: str, fields: dict[str, Any]) -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True, **fields), vllm()
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            got = await stream(s, **request(PATHS[1]))
-        check_is_one_engines(got)
-        assert got.headers["x-said-by"] == d.url
-
-    run(main())
+async def test_a_chat_whose_first_token_is_no_content_is_left_to_d(mode: str, fields: dict[str, Any]) -> None:
+    p, d = vllm(introduces=True, **fields), vllm()
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        got = await stream(s, **request(PATHS[1]))
+    check_is_one_engines(got)
+    assert got.headers["x-said-by"] == d.url
 
 
 @pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": "u"}}], 5])
-def test_a_chat_with_media_is_left_to_d(content: Any) -> None:
-    async def main() -> None:
-        p, d = vllm(), vllm()
-        p.respond = d.respond = responds(400, {"error": {"message": "no", "param": None}})
-        async with system([p], [d]) as s:
-            await introduced(s)
-            messages = [{"role": "user", "content": content}]
-            got = await stream(s, path=PATHS[1], prompt=None, messages=messages)
-        assert got.status == 400
-        assert "return_token_ids" not in p.calls[0].body
-
-    run(main())
+async def test_a_chat_with_media_is_left_to_d(content: Any) -> None:
+    p, d = vllm(), vllm()
+    p.respond = d.respond = responds(400, {"error": {"message": "no", "param": None}})
+    async with system([p], [d]) as s:
+        await introduced(s)
+        messages = [{"role": "user", "content": content}]
+        got = await stream(s, path=PATHS[1], prompt=None, messages=messages)
+    assert got.status == 400
+    assert "return_token_ids" not in p.calls[0].body
 
 
-def test_a_baton_that_prefills_and_a_vllm_that_decodes_go_the_same_way() -> None:
-    async def main() -> None:
-        p, d = baton("p"), vllm()
-        p.respond = VllmSpeaker()  # Baton's answers, when whole, have the same fields.
-        async with system([p], [d]) as s:
-            await introduced(s)
-            check_is_one_engines(await stream(s))
-        assert vllm_speaker(d).legs[0]["prompt"] == [*IDS, TOKENS[0]]
-
-    run(main())
+async def test_a_baton_that_prefills_and_a_vllm_that_decodes_go_the_same_way() -> None:
+    p, d = baton("p"), vllm()
+    p.respond = VllmSpeaker()  # Baton's answers, when whole, have the same fields.
+    async with system([p], [d]) as s:
+        await introduced(s)
+        check_is_one_engines(await stream(s))
+    assert vllm_speaker(d).legs[0]["prompt"] == [*IDS, TOKENS[0]]
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_one_vllm_does_not_switch_the_first_token_off_for_others(mode: str) -> None:
-    async def main() -> None:
-        p, d, other = baton("p"), baton("d"), vllm()
-        async with system([p], [d, other], mode=mode, policy="round_robin") as s:
-            await introduced(s)
-            s.router.fleet._policy = first_eligible
-            got = await stream(s)
-        check_is_one_engines(got)
-        assert speaker(d).legs[0]["baton_first_token"] is True
-        assert not other.calls
-
-    run(main())
+async def test_one_vllm_does_not_switch_the_first_token_off_for_others(mode: str) -> None:
+    p, d, other = baton("p"), baton("d"), vllm()
+    async with system([p], [d, other], mode=mode, policy="round_robin") as s:
+        await introduced(s)
+        s.router.fleet._policy = first_eligible
+        got = await stream(s)
+    check_is_one_engines(got)
+    assert speaker(d).legs[0]["baton_first_token"] is True
+    assert not other.calls
 
 
 def first_eligible(states: Any, request: Any) -> int | None:
@@ -307,124 +274,103 @@ def first_eligible(states: Any, request: Any) -> int | None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unnoticed(mode: str) -> None:
-    async def main() -> None:
-        token_seen = asyncio.Event()
-        p, bad, good, baton_d = vllm(introduces=True), vllm(), vllm(), baton("d")
-        bad.respond = after(token_seen, dies)
-        async with system([p], [bad, baton_d, good], mode=mode) as s:
-            await introduced(s)
-            s.router.fleet._policy = first_eligible
-            check_is_one_engines(await stream(s, shown=token_seen))
-        assert not baton_d.calls, "it cannot go on behind a token"
-        assert vllm_speaker(good).legs[0]["prompt"] == [*IDS, TOKENS[0]]
-        ids = [leg["kv_transfer_params"]["transfer_id"] for leg in vllm_speaker(p).legs]
-        assert len(set(ids)) == len(ids) == 2
-
-    run(main())
+async def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unnoticed(mode: str) -> None:
+    token_seen = asyncio.Event()
+    p, bad, good, baton_d = vllm(introduces=True), vllm(), vllm(), baton("d")
+    bad.respond = after(token_seen, dies)
+    async with system([p], [bad, baton_d, good], mode=mode) as s:
+        await introduced(s)
+        s.router.fleet._policy = first_eligible
+        check_is_one_engines(await stream(s, shown=token_seen))
+    assert not baton_d.calls, "it cannot go on behind a token"
+    assert vllm_speaker(good).legs[0]["prompt"] == [*IDS, TOKENS[0]]
+    ids = [leg["kv_transfer_params"]["transfer_id"] for leg in vllm_speaker(p).legs]
+    assert len(set(ids)) == len(ids) == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_ticket_that_d_refuses_costs_a_computation_and_no_token(mode: str) -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm()
-        d.respond = refuses_tickets(d.respond)
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            check_is_one_engines(await stream(s))
-
-    run(main())
+async def test_a_ticket_that_d_refuses_costs_a_computation_and_no_token(mode: str) -> None:
+    p, d = vllm(introduces=True), vllm()
+    d.respond = refuses_tickets(d.respond)
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        check_is_one_engines(await stream(s))
 
 
-def test_in_push_engines_that_disagree_cost_a_second_leg_and_no_error() -> None:
-    async def main() -> None:
-        gate = asyncio.Event()
-        p, d = vllm(introduces=True), vllm(gate=gate)
-        good = d.respond
+async def test_in_push_engines_that_disagree_cost_a_second_leg_and_no_error() -> None:
+    gate = asyncio.Event()
+    p, d = vllm(introduces=True), vllm(gate=gate)
+    good = d.respond
 
-        async def disagrees_at_first(call: Any) -> None:
-            if len(d.calls) == 1:
-                await gate.wait()
-                await VllmSpeaker(tokens=(73, 105, 33))(call)
-            else:
-                await good(call)
+    async def disagrees_at_first(call: Any) -> None:
+        if len(d.calls) == 1:
+            await gate.wait()
+            await VllmSpeaker(tokens=(73, 105, 33))(call)
+        else:
+            await good(call)
 
-        d.respond = disagrees_at_first
-        async with system([p], [d], mode="push") as s:
-            await introduced(s)
-            got = await stream(s, shown=gate)  # D speaks once P's token has been shown.
-            metrics = (await s.client.get("/metrics")).text
-        check_is_one_engines(got)
-        assert d.calls[1].body["prompt"] == [*IDS, TOKENS[0]]
-        assert 'first_tokens_total{agreed="no"} 1.0' in metrics
-
-    run(main())
+    d.respond = disagrees_at_first
+    async with system([p], [d], mode="push") as s:
+        await introduced(s)
+        got = await stream(s, shown=gate)  # D speaks once P's token has been shown.
+        metrics = (await s.client.get("/metrics")).text
+    check_is_one_engines(got)
+    assert d.calls[1].body["prompt"] == [*IDS, TOKENS[0]]
+    assert 'first_tokens_total{agreed="no"} 1.0' in metrics
 
 
-def test_without_another_vllm_the_stream_ends_with_an_error() -> None:
-    async def main() -> None:
-        p, d = vllm(), vllm()
-        d.respond = dies
-        async with system([p], [d, baton("d")]) as s:
-            await introduced(s)
-            s.router.fleet._policy = first_eligible
-            got = await stream(s)
-        assert got.text == "H"
-        assert got.error is not None
-
-    run(main())
+async def test_without_another_vllm_the_stream_ends_with_an_error() -> None:
+    p, d = vllm(), vllm()
+    d.respond = dies
+    async with system([p], [d, baton("d")]) as s:
+        await introduced(s)
+        s.router.fleet._policy = first_eligible
+        got = await stream(s)
+    assert got.text == "H"
+    assert got.error is not None
 
 
 # ---- who is a vLLM
 
 
-def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm(introduces=True)
-        async with system([p], [d], mode="push") as s:
-            await introduced(s)
-            for engine in s.router.fleet.engines:
-                await s.router._prober.probe(engine)
-            state = (await s.client.get("/fleet")).json()["engines"]
-            assert [state[role][0]["kind"] for role in ("prefill", "decode")] == ["vllm", "vllm"]
-            assert [state[role][0]["introduced"] for role in ("prefill", "decode")] == [True, False]
-            asked = [len([c for c in engine.calls if c.path == "/v1/completions"]) for engine in (p, d)]
-            assert asked == [1, 0]
-            engine = s.router.fleet.engines[0]
-            s.router.fleet.note_probe(engine, "it did not answer")
+async def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None:
+    p, d = vllm(introduces=True), vllm(introduces=True)
+    async with system([p], [d], mode="push") as s:
+        await introduced(s)
+        for engine in s.router.fleet.engines:
             await s.router._prober.probe(engine)
-            assert len(p.calls) == 2, "perhaps it is another process"
-
-    run(main())
+        state = (await s.client.get("/fleet")).json()["engines"]
+        assert [state[role][0]["kind"] for role in ("prefill", "decode")] == ["vllm", "vllm"]
+        assert [state[role][0]["introduced"] for role in ("prefill", "decode")] == [True, False]
+        asked = [len([c for c in engine.calls if c.path == "/v1/completions"]) for engine in (p, d)]
+        assert asked == [1, 0]
+        engine = s.router.fleet.engines[0]
+        s.router.fleet.note_probe(engine, "it did not answer")
+        await s.router._prober.probe(engine)
+        assert len(p.calls) == 2, "perhaps it is another process"
 
 
 @pytest.mark.parametrize("status", [200, 400, 500])
-def test_a_vllm_without_our_connector_is_pulled_from(status: int) -> None:
-    async def main() -> None:
-        p, d = vllm(), vllm()
-        speaking = p.respond
+async def test_a_vllm_without_our_connector_is_pulled_from(status: int) -> None:
+    p, d = vllm(), vllm()
+    speaking = p.respond
 
-        async def answer(call: Any) -> None:
-            asked = "baton_introduce" in str(call.received.body)
-            await (responds(status, {}) if asked and status != 200 else speaking)(call)
+    async def answer(call: Any) -> None:
+        asked = "baton_introduce" in str(call.received.body)
+        await (responds(status, {}) if asked and status != 200 else speaking)(call)
 
-        p.respond = answer
-        async with system([p], [d], mode="push") as s:
-            await introduced(s)
-            check_is_one_engines(await stream(s))
-        assert vllm_speaker(d).legs[0]["kv_transfer_params"]["baton_ticket"] == "signed"
-
-    run(main())
+    p.respond = answer
+    async with system([p], [d], mode="push") as s:
+        await introduced(s)
+        check_is_one_engines(await stream(s))
+    assert vllm_speaker(d).legs[0]["kv_transfer_params"]["baton_ticket"] == "signed"
 
 
 @pytest.mark.parametrize("models", [{}, {"data": 5}, {"data": [{"owned_by": "someone"}]}, {"data": []}])
-def test_what_is_no_vllm_is_none(models: Any) -> None:
-    async def main() -> None:
-        d = FakeEngine(VllmSpeaker(), is_vllm_of=9, models=models)
-        async with system([vllm()], [d]) as s:
-            await introduced(s)
-            assert s.router.fleet.engines[1].kind is None
-            got = await stream(s)
-        assert got.headers["x-said-by"] == d.url
-
-    run(main())
+async def test_what_is_no_vllm_is_none(models: Any) -> None:
+    d = FakeEngine(VllmSpeaker(), is_vllm_of=9, models=models)
+    async with system([vllm()], [d]) as s:
+        await introduced(s)
+        assert s.router.fleet.engines[1].kind is None
+        got = await stream(s)
+    assert got.headers["x-said-by"] == d.url

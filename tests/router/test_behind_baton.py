@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.router.baton_fakes import introduced, stream
-from tests.router.fakes import FakeEngine, dies, responds, run, system
+from tests.router.fakes import FakeEngine, dies, responds, system
 from tests.router.test_behind import IDS, check_is_one_engines, request
 from tests.router.vllm_fakes import TOKENS, VllmSpeaker, vllm, vllm_speaker
 
@@ -15,35 +15,29 @@ def baton_d(*, says_max_model_len: int | None = 4096, **fields: Any) -> FakeEngi
     return FakeEngine(VllmSpeaker(**fields), introduces_as="d", says_max_model_len=says_max_model_len)
 
 
-def test_the_stream_is_that_of_one_engine() -> None:
-    async def main() -> None:
-        p, d = vllm(), baton_d()
-        async with system([p], [d]) as s:
-            await introduced(s)
-            got = await stream(s, stream_options={"include_usage": True})
-            metrics = (await s.client.get("/metrics")).text
-        check_is_one_engines(got)
-        (leg,) = vllm_speaker(d).legs
-        assert (leg["prompt"], leg["max_tokens"]) == ([*IDS, TOKENS[0]], 2)
-        assert leg["kv_transfer_params"]["baton_ticket"] == "signed"
-        assert leg["kv_transfer_params"]["baton_goes_on"] is True
-        assert 'first_tokens_total{agreed="unasked"} 1.0' in metrics
-        assert [e["usage"] for e in got.events[:-1] if e.get("usage")] == [
-            {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
-        ]
-
-    run(main())
+async def test_the_stream_is_that_of_one_engine() -> None:
+    p, d = vllm(), baton_d()
+    async with system([p], [d]) as s:
+        await introduced(s)
+        got = await stream(s, stream_options={"include_usage": True})
+        metrics = (await s.client.get("/metrics")).text
+    check_is_one_engines(got)
+    (leg,) = vllm_speaker(d).legs
+    assert (leg["prompt"], leg["max_tokens"]) == ([*IDS, TOKENS[0]], 2)
+    assert leg["kv_transfer_params"]["baton_ticket"] == "signed"
+    assert leg["kv_transfer_params"]["baton_goes_on"] is True
+    assert 'first_tokens_total{agreed="unasked"} 1.0' in metrics
+    assert [e["usage"] for e in got.events[:-1] if e.get("usage")] == [
+        {"prompt_tokens": 5, "completion_tokens": 3, "total_tokens": 8}
+    ]
 
 
-def test_what_was_lent_nowhere_goes_on_too() -> None:
-    async def main() -> None:
-        p, d = vllm(lends=False), baton_d()
-        async with system([p], [d]) as s:
-            await introduced(s)
-            check_is_one_engines(await stream(s))
-        assert vllm_speaker(d).legs[0]["kv_transfer_params"] == {"baton_goes_on": True}
-
-    run(main())
+async def test_what_was_lent_nowhere_goes_on_too() -> None:
+    p, d = vllm(lends=False), baton_d()
+    async with system([p], [d]) as s:
+        await introduced(s)
+        check_is_one_engines(await stream(s))
+    assert vllm_speaker(d).legs[0]["kv_transfer_params"] == {"baton_goes_on": True}
 
 
 @pytest.mark.parametrize(
@@ -57,66 +51,54 @@ def test_what_was_lent_nowhere_goes_on_too() -> None:
     ],
     ids=["chat", "looks back", "an older server", "too long for D", "push"],
 )
-def test_otherwise_d_says_all_of_it(mode: str, asked: dict[str, Any], length: int | None) -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), baton_d(says_max_model_len=length)
-        async with system([p], [d], mode=mode) as s:
+async def test_otherwise_d_says_all_of_it(mode: str, asked: dict[str, Any], length: int | None) -> None:
+    p, d = vllm(introduces=True), baton_d(says_max_model_len=length)
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        check_is_one_engines(await stream(s, **asked))
+    (leg,) = vllm_speaker(d).legs
+    assert leg["max_tokens"] == 3
+    assert "baton_goes_on" not in leg["kv_transfer_params"]
+
+
+async def test_a_vllm_goes_on_when_batons_engine_has_failed_and_the_other_way_round() -> None:
+    for first, second in ((baton_d(), vllm()), (vllm(), baton_d())):
+        p, dying = vllm(), first
+        dying.respond = dies
+        async with system([p], [dying, second], policy="round_robin") as s:
             await introduced(s)
-            check_is_one_engines(await stream(s, **asked))
-        (leg,) = vllm_speaker(d).legs
-        assert leg["max_tokens"] == 3
-        assert "baton_goes_on" not in leg["kv_transfer_params"]
-
-    run(main())
-
-
-def test_a_vllm_goes_on_when_batons_engine_has_failed_and_the_other_way_round() -> None:
-    async def main() -> None:
-        for first, second in ((baton_d(), vllm()), (vllm(), baton_d())):
-            p, dying = vllm(), first
-            dying.respond = dies
-            async with system([p], [dying, second], policy="round_robin") as s:
-                await introduced(s)
-                while not dying.calls:
-                    check_is_one_engines(await stream(s))
-            leg = vllm_speaker(second).legs[-1]
-            assert leg["prompt"] == [*IDS, TOKENS[0]]
-            goes_on = leg["kv_transfer_params"].get("baton_goes_on")
-            assert goes_on is (True if second.introduces_as else None)
-
-    run(main())
+            while not dying.calls:
+                check_is_one_engines(await stream(s))
+        leg = vllm_speaker(second).legs[-1]
+        assert leg["prompt"] == [*IDS, TOKENS[0]]
+        goes_on = leg["kv_transfer_params"].get("baton_goes_on")
+        assert goes_on is (True if second.introduces_as else None)
 
 
-def test_a_refused_ticket_costs_a_local_prefill_behind_the_token() -> None:
-    async def main() -> None:
-        p, d = vllm(), baton_d()
-        good = d.respond
-        refusal = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
+async def test_a_refused_ticket_costs_a_local_prefill_behind_the_token() -> None:
+    p, d = vllm(), baton_d()
+    good = d.respond
+    refusal = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
 
-        async def refuses(call: Any) -> None:
-            has_paper = "baton_ticket" in call.received.body.get("kv_transfer_params", {})
-            await (responds(400, refusal) if has_paper else good)(call)
+    async def refuses(call: Any) -> None:
+        has_paper = "baton_ticket" in call.received.body.get("kv_transfer_params", {})
+        await (responds(400, refusal) if has_paper else good)(call)
 
-        d.respond = refuses
-        async with system([p], [d]) as s:
-            await introduced(s)
-            check_is_one_engines(await stream(s))
-        assert d.calls[-1].body["kv_transfer_params"] == {"baton_goes_on": True}
-
-    run(main())
+    d.respond = refuses
+    async with system([p], [d]) as s:
+        await introduced(s)
+        check_is_one_engines(await stream(s))
+    assert d.calls[-1].body["kv_transfer_params"] == {"baton_goes_on": True}
 
 
-def test_a_turns_ticket_at_the_end_of_the_stream_stays_with_the_router() -> None:
-    async def main() -> None:
-        kept = {"do_remote_decode": True, "baton_ticket": "of D"}
-        p, d = vllm(), baton_d(keeps=kept)
-        async with system([p], [d]) as s:
-            await introduced(s)
-            s.client.headers["X-Session-Id"] = "s"
-            got = await stream(s)
-            check_is_one_engines(got)
-            assert "of D" not in str(got.events)
-            await stream(s)
-        assert vllm_speaker(p).legs[1]["kv_transfer_params"]["baton_ticket"] == "of D"
-
-    run(main())
+async def test_a_turns_ticket_at_the_end_of_the_stream_stays_with_the_router() -> None:
+    kept = {"do_remote_decode": True, "baton_ticket": "of D"}
+    p, d = vllm(), baton_d(keeps=kept)
+    async with system([p], [d]) as s:
+        await introduced(s)
+        s.client.headers["X-Session-Id"] = "s"
+        got = await stream(s)
+        check_is_one_engines(got)
+        assert "of D" not in str(got.events)
+        await stream(s)
+    assert vllm_speaker(p).legs[1]["kv_transfer_params"]["baton_ticket"] == "of D"

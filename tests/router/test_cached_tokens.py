@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.core.transfer_params import cached_tokens
 from baton.router.cached_tokens import count_prefill_hits
 from tests.router.baton_fakes import baton, introduced, speaker, stream
-from tests.router.fakes import TICKET, System, run, system
+from tests.router.fakes import TICKET, System, system
 
 COUNTS = st.integers(0, 100)
 LENT = {**TICKET, "baton_cached_tokens": 64}
@@ -64,46 +64,39 @@ def test_what_says_no_such_number_stays_as_it_is(usage: Any, lent: dict[str, Any
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize("first_token", [False, True])
-def test_a_push_shows_the_prefill_engines_hits(path: str, is_stream: bool, first_token: bool) -> None:
-    async def main() -> None:
-        gate = asyncio.Event()
-        p, d = baton("p", num_cached=64), baton("d", gate=gate, usage=usage_of(16, 134))
-        async with system([p], [d], mode="push", first_token=first_token) as s:
-            await introduced(s)
-            asking = asyncio.create_task(usages(s, path, is_stream=is_stream))
-            while 'prefills_total{reason="",where="remote"} 1.0' not in (await s.client.get("/metrics")).text:
-                pass  # Until P's answer has been read.
-            gate.set()
-            *so_far, last = await asking
-        assert "baton_introduction" in speaker(d).legs[0]
-        assert last == usage_of(64, 134)
-        assert so_far == [{"completion_tokens": n} for n in (1, 2, 3)][: 3 * is_stream]
-
-    run(main())
+async def test_a_push_shows_the_prefill_engines_hits(path: str, is_stream: bool, first_token: bool) -> None:
+    gate = asyncio.Event()
+    p, d = baton("p", num_cached=64), baton("d", gate=gate, usage=usage_of(16, 134))
+    async with system([p], [d], mode="push", first_token=first_token) as s:
+        await introduced(s)
+        asking = asyncio.create_task(usages(s, path, is_stream=is_stream))
+        while 'prefills_total{reason="",where="remote"} 1.0' not in (await s.client.get("/metrics")).text:
+            pass  # Until P's answer has been read.
+        gate.set()
+        *so_far, last = await asking
+    assert "baton_introduction" in speaker(d).legs[0]
+    assert last == usage_of(64, 134)
+    assert so_far == [{"completion_tokens": n} for n in (1, 2, 3)][: 3 * is_stream]
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_the_decode_engines_number_stands_if_the_prefill_engine_has_not_answered(is_stream: bool) -> None:
-    async def main() -> None:
-        p, d = baton("p", num_cached=64, gate=asyncio.Event()), baton("d", usage=usage_of(16, 0))
-        async with system([p], [d], mode="push") as s:
-            await introduced(s)
-            *_, last = await usages(s, "/v1/completions", is_stream=is_stream)
-        assert last == usage_of(16, 0)
+async def test_the_decode_engines_number_stands_if_the_prefill_engine_has_not_answered(
+    is_stream: bool,
+) -> None:
+    p, d = baton("p", num_cached=64, gate=asyncio.Event()), baton("d", usage=usage_of(16, 0))
+    async with system([p], [d], mode="push") as s:
+        await introduced(s)
+        *_, last = await usages(s, "/v1/completions", is_stream=is_stream)
+    assert last == usage_of(16, 0)
 
-    run(main())
 
-
-def test_in_pull_the_decode_engine_counts() -> None:
-    async def main() -> None:
-        p, d = baton("p", num_cached=64), baton("d", usage=usage_of(16, 134))
-        async with system([p], [d]) as s:
-            await introduced(s)
-            *_, last = await usages(s, "/v1/completions", is_stream=True)
-        assert speaker(d).legs[0]["baton_cached_tokens"] == 64
-        assert last == usage_of(16, 134)
-
-    run(main())
+async def test_in_pull_the_decode_engine_counts() -> None:
+    p, d = baton("p", num_cached=64), baton("d", usage=usage_of(16, 134))
+    async with system([p], [d]) as s:
+        await introduced(s)
+        *_, last = await usages(s, "/v1/completions", is_stream=True)
+    assert speaker(d).legs[0]["baton_cached_tokens"] == 64
+    assert last == usage_of(16, 134)
 
 
 async def usages(s: System, path: str, *, is_stream: bool) -> list[dict[str, Any]]:

@@ -7,6 +7,7 @@ import sys
 import httpx
 import pytest
 
+from tests.event_loop import pass_time
 from tests.router.baton_fakes import introduced
 from tests.router.fakes import (
     Call,
@@ -17,8 +18,6 @@ from tests.router.fakes import (
     dead_url,
     lends,
     opened,
-    pass_time,
-    run,
     system,
 )
 
@@ -38,84 +37,77 @@ def streams(gate: asyncio.Event) -> FakeEngine:
 
 
 @pytest.mark.parametrize("ends_in_time", [False, True])
-def test_a_stream_goes_on_for_the_drains_time_and_then_ends_with_an_error_event(ends_in_time: bool) -> None:
-    async def main() -> None:
-        gate = asyncio.Event()
-        async with system([FakeEngine(lends)], [streams(gate)]) as s:
-            await introduced(s)
-            async with s.client.stream("POST", "/v1/completions", json=ASKED) as answer:
+async def test_a_stream_goes_on_for_the_drains_time_and_then_ends_with_an_error_event(
+    ends_in_time: bool,
+) -> None:
+    gate = asyncio.Event()
+    async with system([FakeEngine(lends)], [streams(gate)]) as s:
+        await introduced(s)
+        async with s.client.stream("POST", "/v1/completions", json=ASKED) as answer:
+            pieces = answer.aiter_bytes()
+            text = await anext(pieces)
+            draining = asyncio.create_task(s.router.drain(DRAIN_S))
+            while (health := await s.client.get("/health")).status_code != 503:
+                pass
+            assert health.json()["status"] == "draining"
+            refused = await s.complete()
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert not draining.done()
+            if ends_in_time:
+                gate.set()
+            else:
+                pass_time(DRAIN_S)
+            text += b"".join([piece async for piece in pieces])
+        await draining
+    assert text.endswith(b"data: [DONE]\n\n")
+    assert text.count(EVENT) == (2 if ends_in_time else 1)
+    assert (b"the router is shutting down" in text) is not ends_in_time
+
+
+async def test_a_request_without_an_answer_gets_503_when_the_time_is_up() -> None:
+    decode = FakeEngine(after(asyncio.Event(), answers))
+    async with system([FakeEngine(lends)], [decode]) as s:
+        asking = asyncio.create_task(s.complete())
+        await decode.was_called.wait()
+        await s.router.drain(0)
+        answer = await asking
+        assert answer.status_code == 503
+        assert answer.json()["error"]["message"] == "the router is shutting down"
+        await decode.saw_disconnect.wait()
+
+
+async def test_a_process_that_is_terminated_lets_its_stream_end_and_exits_with_0() -> None:
+    gate, servers = asyncio.Event(), Servers()
+    prefill, decode = FakeEngine(lends), streams(gate)
+    url = dead_url()
+    command = [sys.executable, "-m", "baton.cli", "route", "--port", url.rpartition(":")[2]]
+    for option, engine in (("--prefill", prefill), ("--decode", decode)):
+        command += [option, await servers.start(engine)]
+    process = await asyncio.create_subprocess_exec(*command)
+    try:
+        async with httpx.AsyncClient(base_url=url, timeout=None, verify=False, trust_env=False) as client:
+
+            async def health() -> int:
+                try:
+                    return (await client.get("/health")).status_code
+                except httpx.ConnectError:
+                    return 0
+
+            while await health() != 200:
+                assert process.returncode is None
+            async with client.stream("POST", "/v1/completions", json=ASKED) as answer:
                 pieces = answer.aiter_bytes()
                 text = await anext(pieces)
-                draining = asyncio.create_task(s.router.drain(DRAIN_S))
-                while (health := await s.client.get("/health")).status_code != 503:
+                process.send_signal(signal.SIGTERM)
+                while await health() != 503:
                     pass
-                assert health.json()["status"] == "draining"
-                refused = await s.complete()
-                assert refused.status_code == 503
-                assert refused.headers["retry-after"]
-                assert not draining.done()
-                if ends_in_time:
-                    gate.set()
-                else:
-                    pass_time(DRAIN_S)
+                gate.set()
                 text += b"".join([piece async for piece in pieces])
-            await draining
-        assert text.endswith(b"data: [DONE]\n\n")
-        assert text.count(EVENT) == (2 if ends_in_time else 1)
-        assert (b"the router is shutting down" in text) is not ends_in_time
-
-    run(main())
-
-
-def test_a_request_without_an_answer_gets_503_when_the_time_is_up() -> None:
-    async def main() -> None:
-        decode = FakeEngine(after(asyncio.Event(), answers))
-        async with system([FakeEngine(lends)], [decode]) as s:
-            asking = asyncio.create_task(s.complete())
-            await decode.was_called.wait()
-            await s.router.drain(0)
-            answer = await asking
-            assert answer.status_code == 503
-            assert answer.json()["error"]["message"] == "the router is shutting down"
-            await decode.saw_disconnect.wait()
-
-    run(main())
-
-
-def test_a_process_that_is_terminated_lets_its_stream_end_and_exits_with_0() -> None:
-    async def main() -> None:
-        gate, servers = asyncio.Event(), Servers()
-        prefill, decode = FakeEngine(lends), streams(gate)
-        url = dead_url()
-        command = [sys.executable, "-m", "baton.cli", "route", "--port", url.rpartition(":")[2]]
-        for option, engine in (("--prefill", prefill), ("--decode", decode)):
-            command += [option, await servers.start(engine)]
-        process = await asyncio.create_subprocess_exec(*command)
-        try:
-            async with httpx.AsyncClient(base_url=url, timeout=None, verify=False, trust_env=False) as client:
-
-                async def health() -> int:
-                    try:
-                        return (await client.get("/health")).status_code
-                    except httpx.ConnectError:
-                        return 0
-
-                while await health() != 200:
-                    assert process.returncode is None
-                async with client.stream("POST", "/v1/completions", json=ASKED) as answer:
-                    pieces = answer.aiter_bytes()
-                    text = await anext(pieces)
-                    process.send_signal(signal.SIGTERM)
-                    while await health() != 503:
-                        pass
-                    gate.set()
-                    text += b"".join([piece async for piece in pieces])
-            assert text == 2 * EVENT + b"data: [DONE]\n\n"
-            assert await process.wait() == 0
-        finally:
-            if process.returncode is None:
-                process.kill()
-                await process.wait()
-            await servers.stop()
-
-    run(main())
+        assert text == 2 * EVENT + b"data: [DONE]\n\n"
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await servers.stop()

@@ -19,7 +19,6 @@ from tests.router.fakes import (
     hangs_till_late,
     lends,
     responds,
-    run,
     system,
 )
 
@@ -37,95 +36,80 @@ def check_is_one_engines(got: Streamed) -> None:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_stream_is_that_of_one_engine(mode: str) -> None:
-    async def main() -> None:
-        p, d = baton("p"), baton("d")
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            got = await stream(s)
-        check_is_one_engines(got)
-        assert got.headers["x-baton-prefill"] == "remote"
-        assert "token_ids" not in str(got.events)
-        assert p.calls[0].body["stream"] is True
-        assert p.calls[0].body["max_tokens"] == 3, "P stops by itself"
-        assert p.calls[0].body["kv_transfer_params"]["baton_first_token"] is True
-        assert d.calls[0].body["kv_transfer_params"]["baton_first_token"] is True
-
-    run(main())
+async def test_the_stream_is_that_of_one_engine(mode: str) -> None:
+    p, d = baton("p"), baton("d")
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        got = await stream(s)
+    check_is_one_engines(got)
+    assert got.headers["x-baton-prefill"] == "remote"
+    assert "token_ids" not in str(got.events)
+    assert p.calls[0].body["stream"] is True
+    assert p.calls[0].body["max_tokens"] == 3, "P stops by itself"
+    assert p.calls[0].body["kv_transfer_params"]["baton_first_token"] is True
+    assert d.calls[0].body["kv_transfer_params"]["baton_first_token"] is True
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_the_first_token_is_shown_before_d_says_a_word(mode: str, path: str) -> None:
-    async def main() -> None:
-        gate = asyncio.Event()
-        p, d = baton("p"), baton("d", gate=gate)
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            body = {"messages": [], "prompt": "a", "stream": True}
-            body.pop("messages" if path == "/v1/completions" else "prompt")
-            async with s.client.stream("POST", path, json=body) as answer:
-                assert answer.headers["x-said-by"] == "p"
-                chunks = answer.aiter_text()
-                seen = ""
-                while '"H"' not in seen:
-                    seen += await anext(chunks)
-                gate.set()
-                seen += "".join([chunk async for chunk in chunks])
-        assert seen.count('"H"') == 1
-        assert seen.count("assistant") == (0 if path == "/v1/completions" else 1)
-        assert seen.endswith("data: [DONE]\n\n")
-
-    run(main())
+async def test_the_first_token_is_shown_before_d_says_a_word(mode: str, path: str) -> None:
+    gate = asyncio.Event()
+    p, d = baton("p"), baton("d", gate=gate)
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        body = {"messages": [], "prompt": "a", "stream": True}
+        body.pop("messages" if path == "/v1/completions" else "prompt")
+        async with s.client.stream("POST", path, json=body) as answer:
+            assert answer.headers["x-said-by"] == "p"
+            chunks = answer.aiter_text()
+            seen = ""
+            while '"H"' not in seen:
+                seen += await anext(chunks)
+            gate.set()
+            seen += "".join([chunk async for chunk in chunks])
+    assert seen.count('"H"') == 1
+    assert seen.count("assistant") == (0 if path == "/v1/completions" else 1)
+    assert seen.endswith("data: [DONE]\n\n")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_client_that_wants_token_ids_and_usage_gets_them(mode: str) -> None:
-    async def main() -> None:
-        async with system([baton("p")], [baton("d")], mode=mode) as s:
-            await introduced(s)
-            got = await stream(s, return_token_ids=True, stream_options={"include_usage": True})
-        ids = [t for e in got.events[:-1] for c in e["choices"] for t in c["token_ids"]]
-        assert ids == [72, 105, 33]
-        assert got.events[-2]["usage"] == {"completion_tokens": 3}
-        assert sum("usage" in e for e in got.events[:-1]) == 1
-
-    run(main())
+async def test_a_client_that_wants_token_ids_and_usage_gets_them(mode: str) -> None:
+    async with system([baton("p")], [baton("d")], mode=mode) as s:
+        await introduced(s)
+        got = await stream(s, return_token_ids=True, stream_options={"include_usage": True})
+    ids = [t for e in got.events[:-1] for c in e["choices"] for t in c["token_ids"]]
+    assert ids == [72, 105, 33]
+    assert got.events[-2]["usage"] == {"completion_tokens": 3}
+    assert sum("usage" in e for e in got.events[:-1]) == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("is_stream", [True, False])
-def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, is_stream: bool) -> None:
-    async def main() -> None:
-        p, d = baton("p", ends_with_first=True, finish="stop"), baton("d", gate=asyncio.Event())
-        if mode == "push":  # So that there is a leg to be left.
-            speaker(p).gate = d.was_called
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            if is_stream:
-                got = await stream(s, stream_options={"include_usage": True})
-                assert got.text == "H"
-                assert got.events[-2]["usage"] == {"completion_tokens": 1}
-            else:
-                whole = await s.complete(max_tokens=3)
-                assert whole.json()["choices"] == [{"text": "H", "finish_reason": "stop"}]
-            if mode == "push":
-                await d.saw_disconnect.wait()
-        assert len(d.calls) == (1 if mode == "push" else 0)
-
-    run(main())
+async def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, is_stream: bool) -> None:
+    p, d = baton("p", ends_with_first=True, finish="stop"), baton("d", gate=asyncio.Event())
+    if mode == "push":  # So that there is a leg to be left.
+        speaker(p).gate = d.was_called
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        if is_stream:
+            got = await stream(s, stream_options={"include_usage": True})
+            assert got.text == "H"
+            assert got.events[-2]["usage"] == {"completion_tokens": 1}
+        else:
+            whole = await s.complete(max_tokens=3)
+            assert whole.json()["choices"] == [{"text": "H", "finish_reason": "stop"}]
+        if mode == "push":
+            await d.saw_disconnect.wait()
+    assert len(d.calls) == (1 if mode == "push" else 0)
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_for_one_token_nobody_decodes(mode: str) -> None:
-    async def main() -> None:
-        p, d = baton("p", ends_with_first=True), baton("d")
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            assert (await stream(s, max_tokens=1)).text == "H"
-        assert not d.calls
-
-    run(main())
+async def test_for_one_token_nobody_decodes(mode: str) -> None:
+    p, d = baton("p", ends_with_first=True), baton("d")
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        assert (await stream(s, max_tokens=1)).text == "H"
+    assert not d.calls
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -133,37 +117,31 @@ def test_for_one_token_nobody_decodes(mode: str) -> None:
     ("body", "is_seeded"),
     [({}, True), ({"temperature": 0.7}, True), ({"temperature": 0}, False), ({"seed": 4}, False)],
 )
-def test_both_legs_draw_from_one_seed(mode: str, body: dict[str, Any], is_seeded: bool) -> None:
-    async def main() -> None:
-        p, d = baton("p"), baton("d")
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            await stream(s, **body)
-            await stream(s, **body)
-        seeds = [[call.body.get("seed") for call in engine.calls] for engine in (p, d)]
-        assert seeds[0] == seeds[1]
-        if is_seeded:
-            assert seeds[0][0] != seeds[0][1]
-            assert all(0 <= seed < 2**63 for seed in seeds[0])
-        else:
-            assert seeds[0] == [body.get("seed")] * 2
-
-    run(main())
+async def test_both_legs_draw_from_one_seed(mode: str, body: dict[str, Any], is_seeded: bool) -> None:
+    p, d = baton("p"), baton("d")
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        await stream(s, **body)
+        await stream(s, **body)
+    seeds = [[call.body.get("seed") for call in engine.calls] for engine in (p, d)]
+    assert seeds[0] == seeds[1]
+    if is_seeded:
+        assert seeds[0][0] != seeds[0][1]
+        assert all(0 <= seed < 2**63 for seed in seeds[0])
+    else:
+        assert seeds[0] == [body.get("seed")] * 2
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_what_is_not_streamed_comes_from_d_whole(mode: str) -> None:
-    async def main() -> None:
-        p, d = baton("p"), baton("d")
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            answer = await s.complete(max_tokens=3)
-        assert answer.json() == {"choices": [{"text": "Hi!", "finish_reason": "length"}]}
-        assert p.calls[0].body["kv_transfer_params"]["baton_first_token"] is True
-        assert "baton_first_token" not in d.calls[0].body["kv_transfer_params"]
-        assert p.calls[0].body["seed"] == d.calls[0].body["seed"]
-
-    run(main())
+async def test_what_is_not_streamed_comes_from_d_whole(mode: str) -> None:
+    p, d = baton("p"), baton("d")
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        answer = await s.complete(max_tokens=3)
+    assert answer.json() == {"choices": [{"text": "Hi!", "finish_reason": "length"}]}
+    assert p.calls[0].body["kv_transfer_params"]["baton_first_token"] is True
+    assert "baton_first_token" not in d.calls[0].body["kv_transfer_params"]
+    assert p.calls[0].body["seed"] == d.calls[0].body["seed"]
 
 
 @pytest.mark.parametrize(
@@ -176,21 +154,18 @@ def test_what_is_not_streamed_comes_from_d_whole(mode: str) -> None:
         ("p", "d", {}, {"best_of": 2}),
     ],
 )
-def test_where_one_cannot_or_shall_not_d_says_the_first_token_too(
+async def test_where_one_cannot_or_shall_not_d_says_the_first_token_too(
     p_name: str | None, d_name: str | None, settings: Any, body: dict[str, Any]
 ) -> None:
-    async def main() -> None:
-        p, d = FakeEngine(lends, introduces_as=p_name), FakeEngine(answers, introduces_as=d_name)
-        async with system([p], [d], **settings) as s:
-            if settings.get("first_token", True):
-                await introduced(s)
-            got = await stream(s, **body)
-        assert got.events == [{"n": 1}, {"n": 2}, "[DONE]"]
-        assert p.calls[0].body["max_tokens"] == 1
-        assert "baton_first_token" not in str([p.calls[0].body, d.calls[0].body])
-        assert "seed" not in p.calls[0].body
-
-    run(main())
+    p, d = FakeEngine(lends, introduces_as=p_name), FakeEngine(answers, introduces_as=d_name)
+    async with system([p], [d], **settings) as s:
+        if settings.get("first_token", True):
+            await introduced(s)
+        got = await stream(s, **body)
+    assert got.events == [{"n": 1}, {"n": 2}, "[DONE]"]
+    assert p.calls[0].body["max_tokens"] == 1
+    assert "baton_first_token" not in str([p.calls[0].body, d.calls[0].body])
+    assert "seed" not in p.calls[0].body
 
 
 # ---- failures, behind the first token and before
@@ -201,30 +176,27 @@ FAILURES = [dies, breaks, hangs_till_late, responds(500, {}), responds(429, {})]
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_prefill_that_fails_before_its_token_is_tried_elsewhere(mode: str, failure: Respond) -> None:
-    async def main() -> None:
-        bad, good, d = baton("p0"), baton("p1"), baton("d")
-        bad.respond = failure if mode == "pull" else after(d.was_called, failure)
-        timeouts = LegTimeouts(prefill_s=LATER_S)
-        gate, second_call = asyncio.Event(), asyncio.Event()
+async def test_a_prefill_that_fails_before_its_token_is_tried_elsewhere(mode: str, failure: Respond) -> None:
+    bad, good, d = baton("p0"), baton("p1"), baton("d")
+    bad.respond = failure if mode == "pull" else after(d.was_called, failure)
+    timeouts = LegTimeouts(prefill_s=LATER_S)
+    gate, second_call = asyncio.Event(), asyncio.Event()
+    if mode == "push":
+        speaker(d).gate = gate
+        d.respond = counting(d, second_call)
+    async with system([bad, good], [d], mode=mode, policy="round_robin", timeouts=timeouts) as s:
+        await introduced(s)
+        s.router.fleet._policy = first_eligible
+        asking = asyncio.create_task(stream(s))
         if mode == "push":
-            speaker(d).gate = gate
-            d.respond = counting(d, second_call)
-        async with system([bad, good], [d], mode=mode, policy="round_robin", timeouts=timeouts) as s:
-            await introduced(s)
-            s.router.fleet._policy = first_eligible
-            asking = asyncio.create_task(stream(s))
-            if mode == "push":
-                await second_call.wait()
-                await d.saw_disconnect.wait()  # The first decode leg went with its prefill.
-                gate.set()
-            check_is_one_engines(await asking)
-        ids = [leg["transfer_id"] for leg in (*transfer_params(bad), *transfer_params(good))]
-        assert len(set(ids)) == 2
-        if mode == "push":
-            assert [leg["transfer_id"] for leg in transfer_params(d)] == ids
-
-    run(main())
+            await second_call.wait()
+            await d.saw_disconnect.wait()  # The first decode leg went with its prefill.
+            gate.set()
+        check_is_one_engines(await asking)
+    ids = [leg["transfer_id"] for leg in (*transfer_params(bad), *transfer_params(good))]
+    assert len(set(ids)) == 2
+    if mode == "push":
+        assert [leg["transfer_id"] for leg in transfer_params(d)] == ids
 
 
 def counting(engine: FakeEngine, second_call: asyncio.Event) -> Respond:
@@ -248,134 +220,108 @@ def transfer_params(engine: FakeEngine) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("failure", FAILURES)
-def test_without_a_working_prefill_engine_d_prefills_and_says_all(mode: str, failure: Respond) -> None:
-    async def main() -> None:
-        p, d = baton("p"), baton("d")
-        p.respond = failure
-        timeouts = LegTimeouts(prefill_s=LATER_S)
-        if mode == "push":
+async def test_without_a_working_prefill_engine_d_prefills_and_says_all(mode: str, failure: Respond) -> None:
+    p, d = baton("p"), baton("d")
+    p.respond = failure
+    timeouts = LegTimeouts(prefill_s=LATER_S)
+    if mode == "push":
 
-            async def only_by_itself(call: Any) -> None:
-                waits = "baton_introduction" in (call.received.body.get("kv_transfer_params") or {})
-                await (hangs if waits else speaking)(call)
+        async def only_by_itself(call: Any) -> None:
+            waits = "baton_introduction" in (call.received.body.get("kv_transfer_params") or {})
+            await (hangs if waits else speaking)(call)
 
-            speaking = d.respond
-            d.respond = only_by_itself
-        async with system([p], [d], mode=mode, timeouts=timeouts) as s:
-            await introduced(s)
-            got = await stream(s)
-        check_is_one_engines(got)
-        assert got.headers["x-baton-prefill"] == "local"
-
-    run(main())
+        speaking = d.respond
+        d.respond = only_by_itself
+    async with system([p], [d], mode=mode, timeouts=timeouts) as s:
+        await introduced(s)
+        got = await stream(s)
+    check_is_one_engines(got)
+    assert got.headers["x-baton-prefill"] == "local"
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("failure", FAILURES)
-def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unnoticed(
+async def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unnoticed(
     mode: str, failure: Respond
 ) -> None:
-    async def main() -> None:
-        token_seen = asyncio.Event()
-        p, bad, good = baton("p"), baton("d0"), baton("d1")
-        bad.respond = after(token_seen, failure)
-        timeouts = LegTimeouts(first_byte_s=LATER_S / 2, prefill_s=LATER_S / 2)  # In push D has both.
-        async with system([p], [bad, good], mode=mode, timeouts=timeouts) as s:
-            await introduced(s)
-            s.router.fleet._policy = first_eligible
-            check_is_one_engines(await stream(s, shown=token_seen))
-        ids = [leg["transfer_id"] for leg in transfer_params(p)]
-        assert len(set(ids)) == len(ids) == 2
-        assert len(good.calls) == 1
-
-    run(main())
+    token_seen = asyncio.Event()
+    p, bad, good = baton("p"), baton("d0"), baton("d1")
+    bad.respond = after(token_seen, failure)
+    timeouts = LegTimeouts(first_byte_s=LATER_S / 2, prefill_s=LATER_S / 2)  # In push D has both.
+    async with system([p], [bad, good], mode=mode, timeouts=timeouts) as s:
+        await introduced(s)
+        s.router.fleet._policy = first_eligible
+        check_is_one_engines(await stream(s, shown=token_seen))
+    ids = [leg["transfer_id"] for leg in transfer_params(p)]
+    assert len(set(ids)) == len(ids) == 2
+    assert len(good.calls) == 1
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_without_another_decode_engine_the_stream_ends_with_an_error(mode: str) -> None:
-    async def main() -> None:
-        p, d = baton("p"), baton("d")
-        token_seen = asyncio.Event()
-        d.respond = after(
-            token_seen, responds(400, {"error": {"message": "max_tokens", "param": "max_tokens"}})
-        )
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            got = await stream(s, shown=token_seen)
-        assert got.text == "H"
-        assert "upstream_error" in str(got.events)
-        assert got.events[-1] == "[DONE]"
-
-    run(main())
+async def test_without_another_decode_engine_the_stream_ends_with_an_error(mode: str) -> None:
+    p, d = baton("p"), baton("d")
+    token_seen = asyncio.Event()
+    d.respond = after(token_seen, responds(400, {"error": {"message": "max_tokens", "param": "max_tokens"}}))
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        got = await stream(s, shown=token_seen)
+    assert got.text == "H"
+    assert "upstream_error" in str(got.events)
+    assert got.events[-1] == "[DONE]"
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_engines_that_disagree_end_the_stream_with_an_error_and_no_further_token(mode: str) -> None:
-    async def main() -> None:
-        gate = asyncio.Event()
-        p, d = baton("p"), baton("d", tokens=(73, 105), gate=gate)
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            got = await stream(s, shown=gate)
-            metrics = (await s.client.get("/metrics")).text
-        assert got.text == "H"
-        assert got.error is not None
-        assert "disagree" in got.error
-        assert got.events[-1] == "[DONE]"
-        assert 'baton:router_first_tokens_total{agreed="no"} 1.0' in metrics
-
-    run(main())
+async def test_engines_that_disagree_end_the_stream_with_an_error_and_no_further_token(mode: str) -> None:
+    gate = asyncio.Event()
+    p, d = baton("p"), baton("d", tokens=(73, 105), gate=gate)
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        got = await stream(s, shown=gate)
+        metrics = (await s.client.get("/metrics")).text
+    assert got.text == "H"
+    assert got.error is not None
+    assert "disagree" in got.error
+    assert got.events[-1] == "[DONE]"
+    assert 'baton:router_first_tokens_total{agreed="no"} 1.0' in metrics
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_prefill_engine_that_dies_behind_its_token_is_not_missed(mode: str) -> None:
-    async def main() -> None:
-        async with system([baton("p", dies_after=1)], [baton("d")], mode=mode) as s:
-            await introduced(s)
-            check_is_one_engines(await stream(s))
-
-    run(main())
+async def test_a_prefill_engine_that_dies_behind_its_token_is_not_missed(mode: str) -> None:
+    async with system([baton("p", dies_after=1)], [baton("d")], mode=mode) as s:
+        await introduced(s)
+        check_is_one_engines(await stream(s))
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_prefill_engine_that_dies_before_the_end_of_its_answer_cannot_end_it(mode: str) -> None:
-    async def main() -> None:
-        p = baton("p", dies_after=1, ends_with_first=True, finish="stop")
-        async with system([p], [baton("d", gate=asyncio.Event())], mode=mode) as s:
-            await introduced(s)
-            got = await stream(s)
-        assert got.text == "H"
-        assert got.error is not None
-
-    run(main())
+async def test_a_prefill_engine_that_dies_before_the_end_of_its_answer_cannot_end_it(mode: str) -> None:
+    p = baton("p", dies_after=1, ends_with_first=True, finish="stop")
+    async with system([p], [baton("d", gate=asyncio.Event())], mode=mode) as s:
+        await introduced(s)
+        got = await stream(s)
+    assert got.text == "H"
+    assert got.error is not None
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_client_that_leaves_ends_both_legs(mode: str) -> None:
-    async def main() -> None:
-        p, d = baton("p", rest_gate=asyncio.Event()), baton("d", gate=asyncio.Event())
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            body = {"prompt": "a", "stream": True}
-            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-                await anext(answer.aiter_text())
-                await d.was_called.wait()
-            await p.saw_disconnect.wait()
-            await d.saw_disconnect.wait()
-
-    run(main())
+async def test_a_client_that_leaves_ends_both_legs(mode: str) -> None:
+    p, d = baton("p", rest_gate=asyncio.Event()), baton("d", gate=asyncio.Event())
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        body = {"prompt": "a", "stream": True}
+        async with s.client.stream("POST", "/v1/completions", json=body) as answer:
+            await anext(answer.aiter_text())
+            await d.was_called.wait()
+        await p.saw_disconnect.wait()
+        await d.saw_disconnect.wait()
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_the_clients_error_found_by_prefill_is_passed_on_and_d_is_left(mode: str) -> None:
-    async def main() -> None:
-        error = {"error": {"message": "prompt is too long", "param": "prompt", "code": 400}}
-        p, d = baton("p"), baton("d", gate=asyncio.Event())
-        p.respond = responds(400, error)
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            got = await stream(s)
-        assert got.status == 400
-        assert got.events[0] == error
-
-    run(main())
+async def test_the_clients_error_found_by_prefill_is_passed_on_and_d_is_left(mode: str) -> None:
+    error = {"error": {"message": "prompt is too long", "param": "prompt", "code": 400}}
+    p, d = baton("p"), baton("d", gate=asyncio.Event())
+    p.respond = responds(400, error)
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        got = await stream(s)
+    assert got.status == 400
+    assert got.events[0] == error

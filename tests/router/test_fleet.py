@@ -21,7 +21,6 @@ from tests.router.fakes import (
     dead_url,
     hangs_till_late,
     lends,
-    run,
     system,
 )
 
@@ -109,95 +108,77 @@ def test_nobody_is_chosen_twice_by_one_request() -> None:
         (lambda request: httpx.Response(503), "/health answered with status 503"),
     ],
 )
-def test_a_probe_believes_what_health_says(respond: Any, error: str | None) -> None:
-    async def main() -> None:
-        fleet, engine = make_fleet()
-        async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as client:
-            await Prober(fleet, client, ProbeSettings()).probe(engine)
-        assert engine.status == ("up" if error is None else "down")
-        assert engine.last_error == error
-
-    run(main())
+async def test_a_probe_believes_what_health_says(respond: Any, error: str | None) -> None:
+    fleet, engine = make_fleet()
+    async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as client:
+        await Prober(fleet, client, ProbeSettings()).probe(engine)
+    assert engine.status == ("up" if error is None else "down")
+    assert engine.last_error == error
 
 
-def test_a_probe_that_hangs_is_given_up() -> None:
-    async def main() -> None:
-        async def respond(request: httpx.Request) -> httpx.Response:
-            await asyncio.Event().wait()
-            raise AssertionError
+async def test_a_probe_that_hangs_is_given_up() -> None:
+    async def respond(request: httpx.Request) -> httpx.Response:
+        await asyncio.Event().wait()
+        raise AssertionError
 
-        fleet, engine = make_fleet()
-        async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as client:
-            await Prober(fleet, client, ProbeSettings(timeout_s=0.01)).probe(engine)
-        assert engine.failures_in_row == 1
-        assert engine.is_up
-
-    run(main())
+    fleet, engine = make_fleet()
+    async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as client:
+        await Prober(fleet, client, ProbeSettings(timeout_s=0.01)).probe(engine)
+    assert engine.failures_in_row == 1
+    assert engine.is_up
 
 
-def test_an_engine_that_comes_up_late_is_found_by_probing() -> None:
-    async def main() -> None:
-        decode = FakeEngine(answers, health_status=503)
-        probe = ProbeSettings(every_s=0.01, down_every_s=0.01)
-        async with system([FakeEngine(lends)], [decode], probe=probe) as s:
-            while (await s.client.get("/health")).status_code != 503:
-                pass
-            while (await s.complete()).status_code != 503:
-                pass
-            decode.health_status = 200
-            while (await s.client.get("/health")).status_code != 200:
-                pass
-            assert (await s.complete()).status_code == 200
-
-    run(main())
+async def test_an_engine_that_comes_up_late_is_found_by_probing() -> None:
+    decode = FakeEngine(answers, health_status=503)
+    probe = ProbeSettings(every_s=0.01, down_every_s=0.01)
+    async with system([FakeEngine(lends)], [decode], probe=probe) as s:
+        while (await s.client.get("/health")).status_code != 503:
+            pass
+        while (await s.complete()).status_code != 503:
+            pass
+        decode.health_status = 200
+        while (await s.client.get("/health")).status_code != 200:
+            pass
+        assert (await s.complete()).status_code == 200
 
 
-def test_health_needs_a_decode_engine_only() -> None:
-    async def main() -> None:
-        async with system([dead_url()], [FakeEngine(answers)]) as s:
-            while (await s.client.get("/health")).status_code != 200:
-                pass
-            assert (await s.complete()).status_code == 200
-
-    run(main())
+async def test_health_needs_a_decode_engine_only() -> None:
+    async with system([dead_url()], [FakeEngine(answers)]) as s:
+        while (await s.client.get("/health")).status_code != 200:
+            pass
+        assert (await s.complete()).status_code == 200
 
 
-def test_the_fleet_and_the_metrics_show_who_is_down_and_why() -> None:
-    async def main() -> None:
-        async with system([dead_url()], [FakeEngine(answers)]) as s:
-            while True:
-                state = (await s.client.get("/fleet")).json()
-                if state["engines"]["prefill"][0]["status"] == "down":
-                    break
-            assert "cannot connect" in state["engines"]["prefill"][0]["last_error"]
-            assert state["policy"] == "least_in_flight"
-            metrics = (await s.client.get("/metrics")).text
-        url = state["engines"]["prefill"][0]["url"]
-        assert f'baton:router_engine_up{{engine="{url}",role="prefill"}} 0.0' in metrics
-
-    run(main())
+async def test_the_fleet_and_the_metrics_show_who_is_down_and_why() -> None:
+    async with system([dead_url()], [FakeEngine(answers)]) as s:
+        while True:
+            state = (await s.client.get("/fleet")).json()
+            if state["engines"]["prefill"][0]["status"] == "down":
+                break
+        assert "cannot connect" in state["engines"]["prefill"][0]["last_error"]
+        assert state["policy"] == "least_in_flight"
+        metrics = (await s.client.get("/metrics")).text
+    url = state["engines"]["prefill"][0]["url"]
+    assert f'baton:router_engine_up{{engine="{url}",role="prefill"}} 0.0' in metrics
 
 
-def test_an_engine_with_an_admin_port_is_asked_there_for_its_introduction() -> None:
-    async def main() -> None:
-        servers = Servers()
-        admin = FakeEngine(answers, introduces_as="d")
-        port = httpx.URL(await servers.start(admin)).port
+async def test_an_engine_with_an_admin_port_is_asked_there_for_its_introduction() -> None:
+    servers = Servers()
+    admin = FakeEngine(answers, introduces_as="d")
+    port = httpx.URL(await servers.start(admin)).port
 
-        async def page(scope: Any, receive: Any, send: Any) -> None:
-            is_health = scope["path"] == "/health"
-            response = JSONResponse({"admin_port": port} if is_health else {}, 200 if is_health else 404)
-            await response(scope, receive, send)
+    async def page(scope: Any, receive: Any, send: Any) -> None:
+        is_health = scope["path"] == "/health"
+        response = JSONResponse({"admin_port": port} if is_health else {}, 200 if is_health else 404)
+        await response(scope, receive, send)
 
-        async with system([FakeEngine(lends)], [FakeEngine(answers, page=page)]) as s:
-            (engine,) = (engine for engine in s.router.fleet.engines if engine.role == "decode")
-            while engine.introduction is None:
-                await s.client.get("/fleet")
-            assert engine.introduction.engine_id == "d"
-            assert engine.admin_address == f"http://127.0.0.1:{port}"
-        await servers.stop()
-
-    run(main())
+    async with system([FakeEngine(lends)], [FakeEngine(answers, page=page)]) as s:
+        (engine,) = (engine for engine in s.router.fleet.engines if engine.role == "decode")
+        while engine.introduction is None:
+            await s.client.get("/fleet")
+        assert engine.introduction.engine_id == "d"
+        assert engine.admin_address == f"http://127.0.0.1:{port}"
+    await servers.stop()
 
 
 @pytest.mark.parametrize(
@@ -212,65 +193,50 @@ def test_the_admin_port_replaces_the_port(address: str, admin: str) -> None:
     assert Engine(address, "decode", admin_port=9).admin_address == admin
 
 
-def test_engines_get_their_own_key_and_never_the_routers() -> None:
-    async def main() -> None:
-        decode = FakeEngine(answers)
-        http = HttpSettings(api_keys=("key-of-router",))
-        async with system([FakeEngine(lends)], [decode], doors=http, engine_api_key="key-of-engine") as s:
-            s.client.headers["Authorization"] = "Bearer wrong"
-            assert (await s.complete()).status_code == 401
-            s.client.headers["Authorization"] = "Bearer key-of-router"
-            assert (await s.complete()).status_code == 200
-        assert [call.headers["authorization"] for call in decode.calls] == ["Bearer key-of-engine"]
-
-    run(main())
+async def test_engines_get_their_own_key_and_never_the_routers() -> None:
+    decode = FakeEngine(answers)
+    http = HttpSettings(api_keys=("key-of-router",))
+    async with system([FakeEngine(lends)], [decode], doors=http, engine_api_key="key-of-engine") as s:
+        s.client.headers["Authorization"] = "Bearer wrong"
+        assert (await s.complete()).status_code == 401
+        s.client.headers["Authorization"] = "Bearer key-of-router"
+        assert (await s.complete()).status_code == 200
+    assert [call.headers["authorization"] for call in decode.calls] == ["Bearer key-of-engine"]
 
 
-def test_without_keys_of_its_own_the_router_passes_the_clients_on() -> None:
-    async def main() -> None:
-        decode = FakeEngine(answers)
-        async with system([FakeEngine(lends)], [decode]) as s:
-            s.client.headers["Authorization"] = "Bearer of-client"
-            assert (await s.complete()).status_code == 200
-        assert decode.calls[0].headers["authorization"] == "Bearer of-client"
-
-    run(main())
+async def test_without_keys_of_its_own_the_router_passes_the_clients_on() -> None:
+    decode = FakeEngine(answers)
+    async with system([FakeEngine(lends)], [decode]) as s:
+        s.client.headers["Authorization"] = "Bearer of-client"
+        assert (await s.complete()).status_code == 200
+    assert decode.calls[0].headers["authorization"] == "Bearer of-client"
 
 
-def test_the_dashboard_is_one_page_that_may_talk_to_this_router_only() -> None:
-    async def main() -> None:
-        async with system([FakeEngine(lends)], [FakeEngine(answers)]) as s:
-            page = await s.client.get("/")
-        assert page.headers["content-type"].startswith("text/html")
-        assert "connect-src 'self'" in page.headers["content-security-policy"]
-        assert "://" not in page.text
-        assert "innerHTML" not in page.text
-
-    run(main())
+async def test_the_dashboard_is_one_page_that_may_talk_to_this_router_only() -> None:
+    async with system([FakeEngine(lends)], [FakeEngine(answers)]) as s:
+        page = await s.client.get("/")
+    assert page.headers["content-type"].startswith("text/html")
+    assert "connect-src 'self'" in page.headers["content-security-policy"]
+    assert "://" not in page.text
+    assert "innerHTML" not in page.text
 
 
-def test_models_and_tokenize_go_to_a_decode_engine() -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(answers)
-        async with system([prefill], [decode]) as s:
-            assert (await s.client.get("/v1/models?x=1")).status_code == 200
-            assert (await s.client.post("/tokenize", json={"prompt": "a"})).status_code == 200
-        assert [call.path for call in decode.calls] == ["/v1/models", "/tokenize"]
-        assert decode.calls[1].body == {"prompt": "a"}
-        assert not prefill.calls
-
-    run(main())
+async def test_models_and_tokenize_go_to_a_decode_engine() -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(answers)
+    async with system([prefill], [decode]) as s:
+        assert (await s.client.get("/v1/models?x=1")).status_code == 200
+        assert (await s.client.post("/tokenize", json={"prompt": "a"})).status_code == 200
+    assert [call.path for call in decode.calls] == ["/v1/models", "/tokenize"]
+    assert decode.calls[1].body == {"prompt": "a"}
+    assert not prefill.calls
 
 
-def test_models_are_asked_of_the_next_engine_when_one_hangs() -> None:
-    async def main() -> None:
-        good = FakeEngine(answers)
-        timeouts = LegTimeouts(first_byte_s=LATER_S)
-        async with system([FakeEngine(lends)], [FakeEngine(hangs_till_late), good], timeouts=timeouts) as s:
-            assert {(await s.client.get("/v1/models")).status_code for _ in range(2)} == {200}
-        assert len(good.calls) == 2
-
-    run(main())
+async def test_models_are_asked_of_the_next_engine_when_one_hangs() -> None:
+    good = FakeEngine(answers)
+    timeouts = LegTimeouts(first_byte_s=LATER_S)
+    async with system([FakeEngine(lends)], [FakeEngine(hangs_till_late), good], timeouts=timeouts) as s:
+        assert {(await s.client.get("/v1/models")).status_code for _ in range(2)} == {200}
+    assert len(good.calls) == 2
 
 
 @pytest.mark.parametrize(

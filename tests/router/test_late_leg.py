@@ -9,7 +9,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from baton.router.fleet import Engine
 from baton.router.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, LateLegs
 from tests.router.baton_fakes import baton, introduced, stream
-from tests.router.fakes import FakeEngine, System, dies, responds, run, system
+from tests.router.fakes import FakeEngine, System, dies, responds, system
 from tests.router.test_behind import IDS, check_is_one_engines
 from tests.router.vllm_fakes import TOKENS, refuses_tickets, vllm, vllm_speaker
 
@@ -111,123 +111,99 @@ async def pushes(s: System) -> dict[str, float]:
     }
 
 
-def test_p_answers_first_and_d_goes_on_behind_it() -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm()
-        check_is_one_engines(await held_until_p_answers(p, d))
-        (leg,) = vllm_speaker(d).legs
-        assert leg["prompt"] == [*IDS, TOKENS[0]]
-        assert leg["kv_transfer_params"]["baton_ticket"] == "signed"
-
-    run(main())
+async def test_p_answers_first_and_d_goes_on_behind_it() -> None:
+    p, d = vllm(introduces=True), vllm()
+    check_is_one_engines(await held_until_p_answers(p, d))
+    (leg,) = vllm_speaker(d).legs
+    assert leg["prompt"] == [*IDS, TOKENS[0]]
+    assert leg["kv_transfer_params"]["baton_ticket"] == "signed"
 
 
-def test_a_request_that_d_says_whole_gets_ps_ticket_too() -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm()
-        check_is_one_engines(await held_until_p_answers(p, d, presence_penalty=0.5))
-        (leg,) = vllm_speaker(d).legs
-        assert (leg["max_tokens"], leg["kv_transfer_params"]["baton_ticket"]) == (3, "signed")
-
-    run(main())
+async def test_a_request_that_d_says_whole_gets_ps_ticket_too() -> None:
+    p, d = vllm(introduces=True), vllm()
+    check_is_one_engines(await held_until_p_answers(p, d, presence_penalty=0.5))
+    (leg,) = vllm_speaker(d).legs
+    assert (leg["max_tokens"], leg["kv_transfer_params"]["baton_ticket"]) == (3, "signed")
 
 
-def test_a_leg_that_leaves_before_p_has_answered_is_a_pushs() -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm()
-        async with system([p], [d], mode="push", decode_leg="auto") as s:
-            await introduced(s)
-            late = s.router._proxy._dispatch.late_legs
-            late.note(s.router.fleet.engines[0], 1, LEAD_MIN_S / LEAD_SHARE)  # The shortest with a lead.
-            vllm_speaker(p).gate = gate = asyncio.Event()
-            asking = asyncio.create_task(stream(s))
-            await d.was_called.wait()
-            gate.set()
-            check_is_one_engines(await asking)
-            assert await pushes(s) == {"late": 1}
-        (leg,) = vllm_speaker(d).legs
-        assert leg["max_tokens"] == 3
-        assert leg["kv_transfer_params"]["baton_introduction"] == "signed 0"
-
-    run(main())
+async def test_a_leg_that_leaves_before_p_has_answered_is_a_pushs() -> None:
+    p, d = vllm(introduces=True), vllm()
+    async with system([p], [d], mode="push", decode_leg="auto") as s:
+        await introduced(s)
+        late = s.router._proxy._dispatch.late_legs
+        late.note(s.router.fleet.engines[0], 1, LEAD_MIN_S / LEAD_SHARE)  # The shortest with a lead.
+        vllm_speaker(p).gate = gate = asyncio.Event()
+        asking = asyncio.create_task(stream(s))
+        await d.was_called.wait()
+        gate.set()
+        check_is_one_engines(await asking)
+        assert await pushes(s) == {"late": 1}
+    (leg,) = vllm_speaker(d).legs
+    assert leg["max_tokens"] == 3
+    assert leg["kv_transfer_params"]["baton_introduction"] == "signed 0"
 
 
-def test_how_long_prefills_take_is_learnt_from_those_that_succeed() -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm()
-        async with system([p], [d], mode="push", decode_leg="auto") as s:
-            await introduced(s)
-            late, engine = s.router._proxy._dispatch.late_legs, s.router.fleet.engines[0]
-            good, p.respond = p.respond, responds(500, {})
-            check_is_one_engines(await stream(s))
-            assert not late._s_per_token
-            p.respond = good
-            check_is_one_engines(await stream(s))
-            assert len(late._s_per_token[engine.url, 1]) == 1
-
-    run(main())
+async def test_how_long_prefills_take_is_learnt_from_those_that_succeed() -> None:
+    p, d = vllm(introduces=True), vllm()
+    async with system([p], [d], mode="push", decode_leg="auto") as s:
+        await introduced(s)
+        late, engine = s.router._proxy._dispatch.late_legs, s.router.fleet.engines[0]
+        good, p.respond = p.respond, responds(500, {})
+        check_is_one_engines(await stream(s))
+        assert not late._s_per_token
+        p.respond = good
+        check_is_one_engines(await stream(s))
+        assert len(late._s_per_token[engine.url, 1]) == 1
 
 
 @pytest.mark.parametrize("is_streamed", [True, False])
-def test_with_batons_own_engines_it_is_one_answer_too(is_streamed: bool) -> None:
-    async def main() -> None:
-        p, d = baton("p"), baton("d")
-        async with system([p], [d], mode="push", decode_leg="late") as s:
-            await introduced(s)
-            if is_streamed:
-                assert (await stream(s)).text == "Hi!"
-            else:
-                assert (await s.complete(max_tokens=3)).json()["choices"][0]["text"] == "Hi!"
-        assert d.calls[0].body["kv_transfer_params"]["baton_ticket"] == "signed"
-
-    run(main())
+async def test_with_batons_own_engines_it_is_one_answer_too(is_streamed: bool) -> None:
+    p, d = baton("p"), baton("d")
+    async with system([p], [d], mode="push", decode_leg="late") as s:
+        await introduced(s)
+        if is_streamed:
+            assert (await stream(s)).text == "Hi!"
+        else:
+            assert (await s.complete(max_tokens=3)).json()["choices"][0]["text"] == "Hi!"
+    assert d.calls[0].body["kv_transfer_params"]["baton_ticket"] == "signed"
 
 
 @pytest.mark.parametrize("lends", [True, False])
-def test_a_prefill_leg_that_fails_while_d_is_held_back_is_tried_again(lends: bool) -> None:
-    async def main() -> None:
-        bad, good = vllm(introduces=True), vllm(introduces=True, lends=lends)
-        d = vllm()
-        introducing = bad.respond
+async def test_a_prefill_leg_that_fails_while_d_is_held_back_is_tried_again(lends: bool) -> None:
+    bad, good = vllm(introduces=True), vllm(introduces=True, lends=lends)
+    d = vllm()
+    introducing = bad.respond
 
-        async def dies_later(call: Any) -> None:
-            await (introducing if "baton_introduce" in str(call.received.body) else dies)(call)
+    async def dies_later(call: Any) -> None:
+        await (introducing if "baton_introduce" in str(call.received.body) else dies)(call)
 
-        bad.respond = dies_later
-        async with system([bad, good], [d], mode="push", decode_leg="auto") as s:
-            await introduced(s)
-            check_is_one_engines(await stream(s))
-        (leg,) = vllm_speaker(d).legs
-        assert ("kv_transfer_params" in leg) is lends
-
-    run(main())
+    bad.respond = dies_later
+    async with system([bad, good], [d], mode="push", decode_leg="auto") as s:
+        await introduced(s)
+        check_is_one_engines(await stream(s))
+    (leg,) = vllm_speaker(d).legs
+    assert ("kv_transfer_params" in leg) is lends
 
 
-def test_a_client_that_leaves_while_d_is_held_back_leaves_no_leg_behind() -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm()
-        async with system([p], [d], mode="push", decode_leg="auto") as s:
-            await introduced(s)
-            p.was_called.clear()
-            vllm_speaker(p).gate = asyncio.Event()
-            asking = asyncio.create_task(stream(s))
-            await p.was_called.wait()
-            asking.cancel()
-            await p.saw_disconnect.wait()
-        assert d.calls == []
-
-    run(main())
+async def test_a_client_that_leaves_while_d_is_held_back_leaves_no_leg_behind() -> None:
+    p, d = vllm(introduces=True), vllm()
+    async with system([p], [d], mode="push", decode_leg="auto") as s:
+        await introduced(s)
+        p.was_called.clear()
+        vllm_speaker(p).gate = asyncio.Event()
+        asking = asyncio.create_task(stream(s))
+        await p.was_called.wait()
+        asking.cancel()
+        await p.saw_disconnect.wait()
+    assert d.calls == []
 
 
-def test_what_p_has_lent_to_a_d_that_refuses_goes_back() -> None:
-    async def main() -> None:
-        p, d = vllm(introduces=True), vllm()
-        d.respond = refuses_tickets(d.respond)
-        async with system([p], [d], mode="push", decode_leg="auto") as s:
-            await introduced(s)
-            check_is_one_engines(await stream(s))
-            while not p.taken_back:
-                await s.client.get("/fleet")
-        assert p.taken_back == ["signed"]
-
-    run(main())
+async def test_what_p_has_lent_to_a_d_that_refuses_goes_back() -> None:
+    p, d = vllm(introduces=True), vllm()
+    d.respond = refuses_tickets(d.respond)
+    async with system([p], [d], mode="push", decode_leg="auto") as s:
+        await introduced(s)
+        check_is_one_engines(await stream(s))
+        while not p.taken_back:
+            await s.client.get("/fleet")
+    assert p.taken_back == ["signed"]

@@ -21,7 +21,6 @@ from tests.router.fakes import (
     lends,
     opened,
     responds,
-    run,
     system,
 )
 from tests.router.vllm_fakes import vllm
@@ -35,317 +34,270 @@ def lender() -> FakeEngine:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_client_that_leaves_before_d_has_answered(is_stream: bool) -> None:
-    async def main() -> None:
-        p, d = baton("p"), FakeEngine(hangs, introduces_as="d")
-        async with system([p], [d]) as s:
-            await introduced(s)
-            asking = asyncio.create_task(s.complete(stream=is_stream, max_tokens=3))
-            await d.was_called.wait()
-            asking.cancel()
-            await p.heard_of_loan.wait()
-            await d.saw_disconnect.wait()
-        assert p.taken_back == TICKET
-
-    run(main())
+async def test_a_client_that_leaves_before_d_has_answered(is_stream: bool) -> None:
+    p, d = baton("p"), FakeEngine(hangs, introduces_as="d")
+    async with system([p], [d]) as s:
+        await introduced(s)
+        asking = asyncio.create_task(s.complete(stream=is_stream, max_tokens=3))
+        await d.was_called.wait()
+        asking.cancel()
+        await p.heard_of_loan.wait()
+        await d.saw_disconnect.wait()
+    assert p.taken_back == TICKET
 
 
-def test_a_decode_engine_that_is_killed() -> None:
-    async def main() -> None:
-        p = lender()
-        async with system([p], [FakeEngine(dies)]) as s:
-            await introduced(s)
-            assert (await s.complete()).status_code == 502
-            await p.heard_of_loan.wait()
-        assert p.taken_back == TICKET
-
-    run(main())
+async def test_a_decode_engine_that_is_killed() -> None:
+    p = lender()
+    async with system([p], [FakeEngine(dies)]) as s:
+        await introduced(s)
+        assert (await s.complete()).status_code == 502
+        await p.heard_of_loan.wait()
+    assert p.taken_back == TICKET
 
 
-def test_a_ticket_that_d_refuses() -> None:
-    async def main() -> None:
-        async def refuses_tickets(call: Any) -> None:
-            await (responds(400, REFUSAL) if "kv_transfer_params" in call.received.body else answers)(call)
+async def test_a_ticket_that_d_refuses() -> None:
+    async def refuses_tickets(call: Any) -> None:
+        await (responds(400, REFUSAL) if "kv_transfer_params" in call.received.body else answers)(call)
 
-        p, d = lender(), FakeEngine(refuses_tickets, introduces_as="d")
-        async with system([p], [d], first_token=True) as s:
-            await introduced(s)
-            assert (await s.complete()).status_code == 200
-            await p.heard_of_loan.wait()
-        assert p.taken_back == TICKET
-
-    run(main())
+    p, d = lender(), FakeEngine(refuses_tickets, introduces_as="d")
+    async with system([p], [d], first_token=True) as s:
+        await introduced(s)
+        assert (await s.complete()).status_code == 200
+        await p.heard_of_loan.wait()
+    assert p.taken_back == TICKET
 
 
 @pytest.mark.parametrize("answer", ["refuses", "dies"])
-def test_a_push_that_d_will_not_have(answer: str) -> None:
+async def test_a_push_that_d_will_not_have(answer: str) -> None:
     """After P has lent: an earlier end takes P's leg with it."""
+    p_has_said = asyncio.Event()
+    p, d = baton("p"), baton("d")
+    saying = d.respond
 
-    async def main() -> None:
-        p_has_said = asyncio.Event()
-        p, d = baton("p"), baton("d")
-        saying = d.respond
+    async def unwilling(call: Any) -> None:
+        if not (call.received.body.get("kv_transfer_params") or {}).get("baton_introduction"):
+            return await saying(call)
+        await p_has_said.wait()
+        await (responds(400, REFUSAL) if answer == "refuses" else dies)(call)
 
-        async def unwilling(call: Any) -> None:
-            if not (call.received.body.get("kv_transfer_params") or {}).get("baton_introduction"):
-                return await saying(call)
-            await p_has_said.wait()
-            await (responds(400, REFUSAL) if answer == "refuses" else dies)(call)
-
-        d.respond = unwilling
-        async with system([p], [d], mode="push", decode_attempts=1) as s:
-            await introduced(s)
-            asking = asyncio.create_task(stream(s))
-            while s.router._metrics.prefill_seconds._sum.get() == 0:
-                await s.client.get("/fleet")
-            p_has_said.set()
-            await p.heard_of_loan.wait()
-            got = await asking
-        assert p.taken_back[0] == TICKET[0]
-        assert (got.error is None) is (answer == "refuses")
-
-    run(main())
+    d.respond = unwilling
+    async with system([p], [d], mode="push", decode_attempts=1) as s:
+        await introduced(s)
+        asking = asyncio.create_task(stream(s))
+        while s.router._metrics.prefill_seconds._sum.get() == 0:
+            await s.client.get("/fleet")
+        p_has_said.set()
+        await p.heard_of_loan.wait()
+        got = await asking
+    assert p.taken_back[0] == TICKET[0]
+    assert (got.error is None) is (answer == "refuses")
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_client_that_leaves_when_its_prompt_is_lent(mode: str) -> None:
-    async def main() -> None:
-        p, d = baton("p"), FakeEngine(hangs, introduces_as="d")
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            asking = asyncio.create_task(s.complete(stream=True, max_tokens=3))
-            while s.router._metrics.prefill_seconds._sum.get() == 0:
-                await s.client.get("/fleet")
-            asking.cancel()
-            await p.heard_of_loan.wait()
-        assert p.taken_back == TICKET
-
-    run(main())
+async def test_a_client_that_leaves_when_its_prompt_is_lent(mode: str) -> None:
+    p, d = baton("p"), FakeEngine(hangs, introduces_as="d")
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        asking = asyncio.create_task(s.complete(stream=True, max_tokens=3))
+        while s.router._metrics.prefill_seconds._sum.get() == 0:
+            await s.client.get("/fleet")
+        asking.cancel()
+        await p.heard_of_loan.wait()
+    assert p.taken_back == TICKET
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_what_d_has_come_for_stays_lent(mode: str) -> None:
-    async def main() -> None:
-        p, d = baton("p"), baton("d")
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
-            for is_stream in (True, False):
-                if is_stream:
-                    assert (await stream(s)).error is None
-                else:
-                    assert (await s.complete(max_tokens=3)).status_code == 200
-        assert p.taken_back == []
-
-    run(main())
+async def test_what_d_has_come_for_stays_lent(mode: str) -> None:
+    p, d = baton("p"), baton("d")
+    async with system([p], [d], mode=mode) as s:
+        await introduced(s)
+        for is_stream in (True, False):
+            if is_stream:
+                assert (await stream(s)).error is None
+            else:
+                assert (await s.complete(max_tokens=3)).status_code == 200
+    assert p.taken_back == []
 
 
-def test_an_engine_of_others_is_not_asked_for_what_it_does_not_know() -> None:
-    async def main() -> None:
-        p = FakeEngine(lends)
-        async with system([p], [FakeEngine(dies)]) as s:
-            await introduced(s)
-            assert (await s.complete()).status_code == 502
-        assert p.taken_back == []
-
-    run(main())
+async def test_an_engine_of_others_is_not_asked_for_what_it_does_not_know() -> None:
+    p = FakeEngine(lends)
+    async with system([p], [FakeEngine(dies)]) as s:
+        await introduced(s)
+        assert (await s.complete()).status_code == 502
+    assert p.taken_back == []
 
 
 @pytest.mark.parametrize("stops", [False, True])
-def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
+async def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
     """When no D answers, and when P's token turns out to be the last."""
-
-    async def main() -> None:
-        p = vllm(tokens=(), stops=True, lends_always=True) if stops else vllm()
-        d = vllm()
-        if not stops:
-            d.respond = dies
-        async with system([p], [d]) as s:
-            await introduced(s)
-            got = await stream(s)
-            assert (got.error is None) is stops
-            while not p.taken_back:
-                await s.client.get("/fleet")
-        assert p.taken_back == ["signed"]
-
-    run(main())
+    p = vllm(tokens=(), stops=True, lends_always=True) if stops else vllm()
+    d = vllm()
+    if not stops:
+        d.respond = dies
+    async with system([p], [d]) as s:
+        await introduced(s)
+        got = await stream(s)
+        assert (got.error is None) is stops
+        while not p.taken_back:
+            await s.client.get("/fleet")
+    assert p.taken_back == ["signed"]
 
 
-def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """More loans than can be returned at once wait for their turn, and none is dropped silently."""
     at_once = 16
     monkeypatch.setattr("baton.router.loans.RETURNS_MAX", at_once)
-
-    async def main() -> None:
-        settings = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
-        metrics = RouterMetrics(Fleet(settings), Pairs())
-        async with httpx.AsyncClient(trust_env=False, verify=False) as client:
-            returns = LoanReturns(client, metrics, 30.0)
-            gone = Engine(dead_url(), "prefill", kind="baton")
-            for _ in range(2 * at_once):
-                returns.give_back(gone, {"baton_ticket": "signed"})
-            assert len(returns._under_way) == at_once
-            returns.give_back(gone, {})
-            while returns._under_way:
-                await asyncio.wait(returns._under_way)
-            failed = metrics.registry.get_sample_value(
-                "baton:router_loan_returns_total", {"outcome": "failed"}
-            )
-            assert failed == 2 * at_once
-            await returns.close()
-
-    run(main())
+    settings = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
+    metrics = RouterMetrics(Fleet(settings), Pairs())
+    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
+        returns = LoanReturns(client, metrics, 30.0)
+        gone = Engine(dead_url(), "prefill", kind="baton")
+        for _ in range(2 * at_once):
+            returns.give_back(gone, {"baton_ticket": "signed"})
+        assert len(returns._under_way) == at_once
+        returns.give_back(gone, {})
+        while returns._under_way:
+            await asyncio.wait(returns._under_way)
+        failed = metrics.registry.get_sample_value("baton:router_loan_returns_total", {"outcome": "failed"})
+        assert failed == 2 * at_once
+        await returns.close()
 
 
 @pytest.mark.parametrize(("status", "num_asked", "outcome"), [(404, 1, "failed"), (503, 2, "failed")])
-def test_an_answer_that_is_no_yes_is_a_failed_return(status: int, num_asked: int, outcome: str) -> None:
-    async def main() -> None:
-        p = lender()
+async def test_an_answer_that_is_no_yes_is_a_failed_return(status: int, num_asked: int, outcome: str) -> None:
+    p = lender()
 
-        async def refuses(scope: Any, receive: Any, send: Any) -> None:
-            if scope["path"] != "/baton/take_back":
-                body = b'{"engine_id": "p", "introduction": null}' if "introduction" in scope["path"] else b""
-                await send({"type": "http.response.start", "status": 200, "headers": []})
-                return await send({"type": "http.response.body", "body": body})
-            p.taken_back.append(1)
-            await send({"type": "http.response.start", "status": status, "headers": []})
-            await send({"type": "http.response.body", "body": b""})
+    async def refuses(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] != "/baton/take_back":
+            body = b'{"engine_id": "p", "introduction": null}' if "introduction" in scope["path"] else b""
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            return await send({"type": "http.response.body", "body": body})
+        p.taken_back.append(1)
+        await send({"type": "http.response.start", "status": status, "headers": []})
+        await send({"type": "http.response.body", "body": b""})
 
-        p.page = refuses
-        async with system([p], [FakeEngine(dies)]) as s:
-            await introduced(s)
-            assert (await s.complete()).status_code == 502
-            line = f'baton:router_loan_returns_total{{outcome="{outcome}"}} 1.0'
-            while line not in (await s.client.get("/metrics")).text:
-                pass
-        assert len(p.taken_back) == num_asked
-
-    run(main())
+    p.page = refuses
+    async with system([p], [FakeEngine(dies)]) as s:
+        await introduced(s)
+        assert (await s.complete()).status_code == 502
+        line = f'baton:router_loan_returns_total{{outcome="{outcome}"}} 1.0'
+        while line not in (await s.client.get("/metrics")).text:
+            pass
+    assert len(p.taken_back) == num_asked
 
 
-def test_a_client_that_leaves_in_whatever_turn_of_the_loop_leaves_no_loan() -> None:
+async def test_a_client_that_leaves_in_whatever_turn_of_the_loop_leaves_no_loan() -> None:
     """A loan was lost when the request was cancelled in the turn in which P's answer had been read."""
+    p, d = lender(), FakeEngine(hangs, introduces_as="d")
+    async with system([p], [d]) as s:
+        await introduced(s)
+        for num_turns in range(40):
+            leaves, p_answers = asyncio.Event(), asyncio.Event()
 
-    async def main() -> None:
-        p, d = lender(), FakeEngine(hangs, introduces_as="d")
-        async with system([p], [d]) as s:
-            await introduced(s)
-            for num_turns in range(40):
-                leaves, p_answers = asyncio.Event(), asyncio.Event()
+            async def lends_and_tells(call: Any, answered: asyncio.Event = p_answers) -> None:
+                await lends(call)
+                answered.set()
 
-                async def lends_and_tells(call: Any, answered: asyncio.Event = p_answers) -> None:
-                    await lends(call)
-                    answered.set()
+            p.respond = lends_and_tells
+            messages = [{"type": "http.request", "body": b'{"prompt": "hello"}', "more_body": False}]
 
-                p.respond = lends_and_tells
-                messages = [{"type": "http.request", "body": b'{"prompt": "hello"}', "more_body": False}]
+            async def receive(
+                messages: list[Any] = messages, leaves: asyncio.Event = leaves
+            ) -> dict[str, Any]:
+                if messages:
+                    return dict(messages.pop())
+                await leaves.wait()
+                return {"type": "http.disconnect"}
 
-                async def receive(
-                    messages: list[Any] = messages, leaves: asyncio.Event = leaves
-                ) -> dict[str, Any]:
-                    if messages:
-                        return dict(messages.pop())
-                    await leaves.wait()
-                    return {"type": "http.disconnect"}
+            async def send(message: Any) -> None:
+                raise AssertionError("D hangs")
 
-                async def send(message: Any) -> None:
-                    raise AssertionError("D hangs")
-
-                path = "/v1/completions"
-                headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-                scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
-                scope |= {"query_string": b"", "headers": headers, "root_path": ""}
-                asking = asyncio.create_task(s.router.app()(scope, receive, send))
-                await p_answers.wait()
-                for _ in range(num_turns):
-                    await asyncio.sleep(0)
-                leaves.set()
-                await asyncio.wait({asking})
-            lent = f'baton:router_legs_total{{engine="{p.url}",outcome="200",role="prefill"}}'
-            text = (await s.client.get("/metrics")).text
-            num_lent = next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(lent))
-            assert num_lent > 0
-            while len(p.taken_back) < num_lent:
-                await s.client.get("/fleet")
-        assert len(p.taken_back) == num_lent
-
-    run(main())
+            path = "/v1/completions"
+            headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+            scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
+            scope |= {"query_string": b"", "headers": headers, "root_path": ""}
+            asking = asyncio.create_task(s.router.app()(scope, receive, send))
+            await p_answers.wait()
+            for _ in range(num_turns):
+                await asyncio.sleep(0)
+            leaves.set()
+            await asyncio.wait({asking})
+        lent = f'baton:router_legs_total{{engine="{p.url}",outcome="200",role="prefill"}}'
+        text = (await s.client.get("/metrics")).text
+        num_lent = next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(lent))
+        assert num_lent > 0
+        while len(p.taken_back) < num_lent:
+            await s.client.get("/fleet")
+    assert len(p.taken_back) == num_lent
 
 
 @pytest.mark.parametrize("num_loaded", [0, 96])
-def test_a_push_that_d_answers_before_p_has_lent(num_loaded: int) -> None:
+async def test_a_push_that_d_answers_before_p_has_lent(num_loaded: int) -> None:
     """What D has computed by itself is given back when P lends it after all."""
+    d_answers, may_lend, has_lent = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    p, d = lender(), FakeEngine(answers, introduces_as="d")
 
-    async def main() -> None:
-        d_answers, may_lend, has_lent = asyncio.Event(), asyncio.Event(), asyncio.Event()
-        p, d = lender(), FakeEngine(answers, introduces_as="d")
+    async def lends_late(call: Any) -> None:
+        if await opened(may_lend, call):
+            await lends(call)
 
-        async def lends_late(call: Any) -> None:
-            if await opened(may_lend, call):
-                await lends(call)
+    async def streams(call: Any) -> None:
+        counts = f"total=100; local=0; transferred={num_loaded}"
+        await call.start(200, "text/event-stream", x_baton_prompt=counts)
+        await call.piece(b'data: {"n": 1}\n\n')
+        d_answers.set()
+        if await opened(has_lent, call):
+            await call.piece(b"data: [DONE]\n\n", more=False)
 
-        async def streams(call: Any) -> None:
-            counts = f"total=100; local=0; transferred={num_loaded}"
-            await call.start(200, "text/event-stream", x_baton_prompt=counts)
-            await call.piece(b'data: {"n": 1}\n\n')
-            d_answers.set()
-            if await opened(has_lent, call):
-                await call.piece(b"data: [DONE]\n\n", more=False)
-
-        p.respond, d.respond = lends_late, streams
-        async with system([p], [d], mode="push", first_token=False) as s:
-            await introduced(s)
-            asking = asyncio.create_task(s.complete(stream=True))
-            await d_answers.wait()
-            while s.router._metrics.first_byte_seconds._sum.get() == 0:
-                await s.client.get("/fleet")
-            may_lend.set()
-            read = f'baton:router_legs_total{{engine="{p.url}",outcome="200",role="prefill"}} 1.0'
-            while read not in (await s.client.get("/metrics")).text:
-                pass
-            has_lent.set()
-            assert (await asking).status_code == 200
-            if not num_loaded:
-                await p.heard_of_loan.wait()
-        assert p.taken_back == ([] if num_loaded else TICKET)
-
-    run(main())
+    p.respond, d.respond = lends_late, streams
+    async with system([p], [d], mode="push", first_token=False) as s:
+        await introduced(s)
+        asking = asyncio.create_task(s.complete(stream=True))
+        await d_answers.wait()
+        while s.router._metrics.first_byte_seconds._sum.get() == 0:
+            await s.client.get("/fleet")
+        may_lend.set()
+        read = f'baton:router_legs_total{{engine="{p.url}",outcome="200",role="prefill"}} 1.0'
+        while read not in (await s.client.get("/metrics")).text:
+            pass
+        has_lent.set()
+        assert (await asking).status_code == 200
+        if not num_loaded:
+            await p.heard_of_loan.wait()
+    assert p.taken_back == ([] if num_loaded else TICKET)
 
 
 @pytest.mark.parametrize("was_sent", [False, True])
-def test_a_turn_that_no_prefill_leg_could_bring(was_sent: bool) -> None:
+async def test_a_turn_that_no_prefill_leg_could_bring(was_sent: bool) -> None:
     """It waits for the next request if no engine has seen it. Else its keeper hears that it is not needed."""
+    kept = {"do_remote_decode": True, "baton_ticket": "of D"}
 
-    async def main() -> None:
-        kept = {"do_remote_decode": True, "baton_ticket": "of D"}
+    async def keeps(call: Any) -> None:
+        await call.answer(200, {"choices": [], "kv_transfer_params": kept})
 
-        async def keeps(call: Any) -> None:
-            await call.answer(200, {"choices": [], "kv_transfer_params": kept})
+    p = FakeEngine(lends, introduces_as="p")
+    d = FakeEngine(keeps, introduces_as="d")
+    async with system([p], [d], first_token=False) as s:
+        await introduced(s)
+        headers, body = {"x-session-id": "a"}, {"prompt": [1, 2, 3]}
 
-        p = FakeEngine(lends, introduces_as="p")
-        d = FakeEngine(keeps, introduces_as="d")
-        async with system([p], [d], first_token=False) as s:
-            await introduced(s)
-            headers, body = {"x-session-id": "a"}, {"prompt": [1, 2, 3]}
+        async def ask() -> None:
+            answer = await s.client.post("/v1/completions", json=body, headers=headers)
+            assert answer.status_code == 200
 
-            async def ask() -> None:
-                answer = await s.client.post("/v1/completions", json=body, headers=headers)
-                assert answer.status_code == 200
-
+        await ask()
+        d.respond = answers
+        producer = s.router.fleet.engines[0]
+        if was_sent:
+            p.respond = dies
             await ask()
-            d.respond = answers
-            producer = s.router.fleet.engines[0]
-            if was_sent:
-                p.respond = dies
-                await ask()
-                await d.heard_of_loan.wait()
-                assert d.taken_back == [{"baton_ticket": "of D"}]
-                return
-            address, producer.address = producer.address, dead_url()
-            await ask()
-            producer.address = address
-            s.router.fleet.note_probe(producer, None)
-            await ask()
-            assert d.taken_back == []
-            assert p.calls[-1].body["kv_transfer_params"]["baton_ticket"] == "of D"
-
-    run(main())
+            await d.heard_of_loan.wait()
+            assert d.taken_back == [{"baton_ticket": "of D"}]
+            return
+        address, producer.address = producer.address, dead_url()
+        await ask()
+        producer.address = address
+        s.router.fleet.note_probe(producer, None)
+        await ask()
+        assert d.taken_back == []
+        assert p.calls[-1].body["kv_transfer_params"]["baton_ticket"] == "of D"

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 
 from baton.router.fleet import Engine, Identity, Introduction, Seat, choose_identity
 from baton.router.pairs import BACKOFF_FIRST_S, BACKOFF_MAX_S, FAILURES_TO_STOP, Pairs, mismatch_of
-from tests.router.fakes import Call, FakeEngine, Respond, answers, lends, pass_time, responds, run, system
+from tests.event_loop import pass_time, run
+from tests.router.fakes import Call, FakeEngine, Respond, answers, lends, responds, system
 
 REFUSAL = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
 FINGERPRINT = {
@@ -65,31 +66,24 @@ def test_two_checkpoints_never_answer_under_one_name(
         run(main())
 
 
-def test_engines_are_compared_before_the_first_request() -> None:
+async def test_engines_are_compared_before_the_first_request() -> None:
     """Also if the request comes before the prober has asked anybody."""
-
-    async def main() -> None:
-        a, b = engine(says("A"), "a"), engine(says("B"), "b", revision="weights of B")
-        async with system([engine(lends, "p")], [a, b], policy="round_robin") as s:
-            for one in s.router.fleet.engines:
-                one.was_asked = one.is_introduced = False
-            got = {(await s.complete()).json()["choices"][0]["text"] for _ in range(4)}
-        assert got == {"A"}
-
-    run(main())
+    a, b = engine(says("A"), "a"), engine(says("B"), "b", revision="weights of B")
+    async with system([engine(lends, "p")], [a, b], policy="round_robin") as s:
+        for one in s.router.fleet.engines:
+            one.was_asked = one.is_introduced = False
+        got = {(await s.complete()).json()["choices"][0]["text"] for _ in range(4)}
+    assert got == {"A"}
 
 
-def test_a_prefill_engine_of_another_model_is_not_asked() -> None:
-    async def main() -> None:
-        p, d = engine(lends, "p", revision="weights of B"), engine(says("A"), "d")
-        async with system([p], [d]) as s:
-            answer = await s.complete()
-            state = (await s.client.get("/fleet")).json()
-        assert answer.headers["x-baton-prefill"] == "local"
-        assert not p.calls
-        assert "weights of B"[:12] in state["engines"]["prefill"][0]["refused"]
-
-    run(main())
+async def test_a_prefill_engine_of_another_model_is_not_asked() -> None:
+    p, d = engine(lends, "p", revision="weights of B"), engine(says("A"), "d")
+    async with system([p], [d]) as s:
+        answer = await s.complete()
+        state = (await s.client.get("/fleet")).json()
+    assert answer.headers["x-baton-prefill"] == "local"
+    assert not p.calls
+    assert "weights of B"[:12] in state["engines"]["prefill"][0]["refused"]
 
 
 @pytest.mark.parametrize(
@@ -106,37 +100,31 @@ def test_a_prefill_engine_of_another_model_is_not_asked() -> None:
     ],
 )
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_engines_with_different_secrets_are_no_pair(
+async def test_engines_with_different_secrets_are_no_pair(
     mode: str, ours: tuple[str, ...], theirs: tuple[str, ...], fits: bool
 ) -> None:
-    async def main() -> None:
-        p, d = engine(lends, "p", secrets=theirs), engine(answers, "d", secrets=ours)
-        async with system([p], [d], mode=mode) as s:
-            for _ in range(2):
-                answer = await s.complete()
-                assert answer.status_code == 200
-                assert answer.headers["x-baton-prefill"] == ("remote" if fits else "local")
-            pairs = (await s.client.get("/fleet")).json()["pairs"]
-            metrics = (await s.client.get("/metrics")).text
-        assert bool(p.calls) is fits
-        assert [pair["usable"] for pair in pairs] == ([] if fits else [False])
-        if not fits:
-            assert "secret" in pairs[0]["reason"]
-            assert f'baton:router_pair_usable{{decode="{d.url}",prefill="{p.url}"}} 0.0' in metrics
-            assert 'baton:router_prefills_total{reason="no_pair",where="local"} 2.0' in metrics
-
-    run(main())
+    p, d = engine(lends, "p", secrets=theirs), engine(answers, "d", secrets=ours)
+    async with system([p], [d], mode=mode) as s:
+        for _ in range(2):
+            answer = await s.complete()
+            assert answer.status_code == 200
+            assert answer.headers["x-baton-prefill"] == ("remote" if fits else "local")
+        pairs = (await s.client.get("/fleet")).json()["pairs"]
+        metrics = (await s.client.get("/metrics")).text
+    assert bool(p.calls) is fits
+    assert [pair["usable"] for pair in pairs] == ([] if fits else [False])
+    if not fits:
+        assert "secret" in pairs[0]["reason"]
+        assert f'baton:router_pair_usable{{decode="{d.url}",prefill="{p.url}"}} 0.0' in metrics
+        assert 'baton:router_prefills_total{reason="no_pair",where="local"} 2.0' in metrics
 
 
-def test_a_prefill_engine_that_fits_is_chosen_before_one_that_does_not() -> None:
-    async def main() -> None:
-        bad, good = engine(lends, "bad", secrets=("bb",)), engine(lends, "good")
-        async with system([bad, good], [engine(answers, "d")], policy="round_robin") as s:
-            for _ in range(4):
-                assert (await s.complete()).headers["x-baton-prefill"] == "remote"
-        assert (len(bad.calls), len(good.calls)) == (0, 4)
-
-    run(main())
+async def test_a_prefill_engine_that_fits_is_chosen_before_one_that_does_not() -> None:
+    bad, good = engine(lends, "bad", secrets=("bb",)), engine(lends, "good")
+    async with system([bad, good], [engine(answers, "d")], policy="round_robin") as s:
+        for _ in range(4):
+            assert (await s.complete()).headers["x-baton-prefill"] == "remote"
+    assert (len(bad.calls), len(good.calls)) == (0, 4)
 
 
 def computes(call_counts: str) -> Respond:
@@ -158,78 +146,66 @@ NOTHING = "total=100; local=0; transferred=0"
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_pair_that_hands_nothing_over_is_stopped_and_tried_again_later(is_stream: bool) -> None:
-    async def main() -> None:
-        p, d = engine(lends, "p"), engine(computes(NOTHING), "d")
-        async with system([p], [d], first_token=False) as s:
+async def test_a_pair_that_hands_nothing_over_is_stopped_and_tried_again_later(is_stream: bool) -> None:
+    p, d = engine(lends, "p"), engine(computes(NOTHING), "d")
+    async with system([p], [d], first_token=False) as s:
 
-            async def ask() -> str:
-                answer = await s.complete(stream=is_stream)
-                assert answer.status_code == 200
-                return answer.headers["x-baton-prefill"]
+        async def ask() -> str:
+            answer = await s.complete(stream=is_stream)
+            assert answer.status_code == 200
+            return answer.headers["x-baton-prefill"]
 
-            for _ in range(FAILURES_TO_STOP):
-                assert await ask() == "remote"
-            while len(p.taken_back) < FAILURES_TO_STOP:  # Each loan comes back at once.
-                await s.client.get("/fleet")
-            assert await ask() == "local"
-            (pair,) = (await s.client.get("/fleet")).json()["pairs"]
-            assert (pair["usable"], pair["computed"]) == (False, FAILURES_TO_STOP)
-            pass_time(BACKOFF_FIRST_S)
-            assert await ask() == "remote"  # A trial, which fails as well.
-            assert await ask() == "local"
-            pass_time(BACKOFF_FIRST_S)
-            assert await ask() == "local"  # This time the back-off is longer.
-            pass_time(BACKOFF_FIRST_S)
-            d.respond = computes("total=100; local=0; transferred=96")
-            for _ in range(3):
-                assert await ask() == "remote"
-            (pair,) = (await s.client.get("/fleet")).json()["pairs"]
-            assert (pair["usable"], pair["handed_over"], pair["reason"]) == (True, 3, None)
-
-    run(main())
+        for _ in range(FAILURES_TO_STOP):
+            assert await ask() == "remote"
+        while len(p.taken_back) < FAILURES_TO_STOP:  # Each loan comes back at once.
+            await s.client.get("/fleet")
+        assert await ask() == "local"
+        (pair,) = (await s.client.get("/fleet")).json()["pairs"]
+        assert (pair["usable"], pair["computed"]) == (False, FAILURES_TO_STOP)
+        pass_time(BACKOFF_FIRST_S)
+        assert await ask() == "remote"  # A trial, which fails as well.
+        assert await ask() == "local"
+        pass_time(BACKOFF_FIRST_S)
+        assert await ask() == "local"  # This time the back-off is longer.
+        pass_time(BACKOFF_FIRST_S)
+        d.respond = computes("total=100; local=0; transferred=96")
+        for _ in range(3):
+            assert await ask() == "remote"
+        (pair,) = (await s.client.get("/fleet")).json()["pairs"]
+        assert (pair["usable"], pair["handed_over"], pair["reason"]) == (True, 3, None)
 
 
-def test_a_pair_whose_tickets_are_refused_is_stopped() -> None:
-    async def main() -> None:
-        async def refuses(call: Call) -> None:
-            await (responds(400, REFUSAL) if "kv_transfer_params" in call.received.body else answers)(call)
+async def test_a_pair_whose_tickets_are_refused_is_stopped() -> None:
+    async def refuses(call: Call) -> None:
+        await (responds(400, REFUSAL) if "kv_transfer_params" in call.received.body else answers)(call)
 
-        p, d = engine(lends, "p"), engine(refuses, "d")
-        async with system([p], [d], first_token=False) as s:
-            for _ in range(FAILURES_TO_STOP + 2):
-                assert (await s.complete()).status_code == 200
-        assert len(p.calls) == FAILURES_TO_STOP
-
-    run(main())
+    p, d = engine(lends, "p"), engine(refuses, "d")
+    async with system([p], [d], first_token=False) as s:
+        for _ in range(FAILURES_TO_STOP + 2):
+            assert (await s.complete()).status_code == 200
+    assert len(p.calls) == FAILURES_TO_STOP
 
 
 @pytest.mark.parametrize(
     "counts",
     ["total=100; local=96; transferred=0", "total=100; local=0; transferred=7", "nonsense", ""],
 )
-def test_a_prompt_that_d_had_already_says_nothing_against_the_pair(counts: str) -> None:
-    async def main() -> None:
-        p, d = engine(lends, "p"), engine(computes(counts), "d")
-        async with system([p], [d], first_token=False) as s:
-            for _ in range(FAILURES_TO_STOP + 1):
-                assert (await s.complete()).headers["x-baton-prefill"] == "remote"
-        assert not p.taken_back
-
-    run(main())
+async def test_a_prompt_that_d_had_already_says_nothing_against_the_pair(counts: str) -> None:
+    p, d = engine(lends, "p"), engine(computes(counts), "d")
+    async with system([p], [d], first_token=False) as s:
+        for _ in range(FAILURES_TO_STOP + 1):
+            assert (await s.complete()).headers["x-baton-prefill"] == "remote"
+    assert not p.taken_back
 
 
-def test_links_that_broke_are_shown_by_engine_and_peer() -> None:
-    async def main() -> None:
-        d = engine(answers, "d")
-        d.card["lost_links"] = {"p": 3}
-        async with system([engine(lends, "p")], [d]) as s:
-            assert (await s.complete()).status_code == 200
-            engines = (await s.client.get("/fleet")).json()["engines"]
-        assert engines["decode"][0]["lost_links"] == {engines["prefill"][0]["engine_id"]: 3}
-        assert engines["prefill"][0]["lost_links"] == {}
-
-    run(main())
+async def test_links_that_broke_are_shown_by_engine_and_peer() -> None:
+    d = engine(answers, "d")
+    d.card["lost_links"] = {"p": 3}
+    async with system([engine(lends, "p")], [d]) as s:
+        assert (await s.complete()).status_code == 200
+        engines = (await s.client.get("/fleet")).json()["engines"]
+    assert engines["decode"][0]["lost_links"] == {engines["prefill"][0]["engine_id"]: 3}
+    assert engines["prefill"][0]["lost_links"] == {}
 
 
 # --- Pure parts -----------------------------------------------------------------------------------

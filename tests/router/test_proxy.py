@@ -14,6 +14,7 @@ import pytest
 import baton
 from baton.http.settings import HttpSettings
 from baton.router.settings import LegTimeouts
+from tests.event_loop import pass_time, run
 from tests.router.fakes import (
     JSON,
     LATER_S,
@@ -28,153 +29,128 @@ from tests.router.fakes import (
     hangs,
     hangs_till_late,
     lends,
-    pass_time,
     responds,
-    run,
     system,
 )
 
 SOON = 0.05  # A deadline that a test waits for.
 
 
-def test_prefill_gets_one_token_and_decode_gets_the_request_with_the_ticket() -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(answers)
-        async with system([prefill], [decode]) as s:
-            asked: dict[str, Any] = {
-                "model": "m",
-                "prompt": [5, 6, 7],
-                "max_tokens": 32,
-                "max_completion_tokens": 32,
-                "min_tokens": 4,
-                "n": 3,
-                "stream": False,
-                "stream_options": {"include_usage": True},
-                "logprobs": 5,
-                "seed": 2**63,
-                "unknown_to_us": {"a": [1.5, None, True]},
-            }
-            answer = await s.client.post("/v1/completions", json=asked)
-        assert answer.json() == {"choices": [{"text": "answer"}]}
-        leg = prefill.calls[0].body
-        params = leg.pop("kv_transfer_params")
-        assert re.fullmatch("[0-9a-f]{32}", params.pop("transfer_id"))
-        assert params == {"do_remote_decode": True, "do_remote_prefill": False}
-        assert leg == {
+async def test_prefill_gets_one_token_and_decode_gets_the_request_with_the_ticket() -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(answers)
+    async with system([prefill], [decode]) as s:
+        asked: dict[str, Any] = {
             "model": "m",
             "prompt": [5, 6, 7],
-            "max_tokens": 1,
-            "max_completion_tokens": 1,
-            "n": 1,
+            "max_tokens": 32,
+            "max_completion_tokens": 32,
+            "min_tokens": 4,
+            "n": 3,
             "stream": False,
+            "stream_options": {"include_usage": True},
+            "logprobs": 5,
             "seed": 2**63,
             "unknown_to_us": {"a": [1.5, None, True]},
         }
-        assert decode.calls[0].body == {**asked, "kv_transfer_params": TICKET}
-        assert prefill.calls[0].path == decode.calls[0].path == "/v1/completions"
-        assert answer.headers["x-baton-prefill"] == "remote"
-
-    run(main())
-
-
-def test_every_dispatch_has_a_transfer_id_of_its_own() -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(answers)
-        async with system([prefill], [decode]) as s:
-            for _ in range(3):
-                assert (await s.complete()).status_code == 200
-        ids = {call.body["kv_transfer_params"]["transfer_id"] for call in prefill.calls}
-        assert len(ids) == 3
-
-    run(main())
-
-
-def test_chat_goes_the_same_way() -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(answers)
-        async with system([prefill], [decode]) as s:
-            asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3}
-            answer = await s.client.post("/v1/chat/completions", json=asked)
-        assert answer.status_code == 200
-        assert "top_logprobs" not in prefill.calls[0].body
-        assert decode.calls[0].body == {**asked, "kv_transfer_params": TICKET}
-        assert decode.calls[0].path == "/v1/chat/completions"
-
-    run(main())
+        answer = await s.client.post("/v1/completions", json=asked)
+    assert answer.json() == {"choices": [{"text": "answer"}]}
+    leg = prefill.calls[0].body
+    params = leg.pop("kv_transfer_params")
+    assert re.fullmatch("[0-9a-f]{32}", params.pop("transfer_id"))
+    assert params == {"do_remote_decode": True, "do_remote_prefill": False}
+    assert leg == {
+        "model": "m",
+        "prompt": [5, 6, 7],
+        "max_tokens": 1,
+        "max_completion_tokens": 1,
+        "n": 1,
+        "stream": False,
+        "seed": 2**63,
+        "unknown_to_us": {"a": [1.5, None, True]},
+    }
+    assert decode.calls[0].body == {**asked, "kv_transfer_params": TICKET}
+    assert prefill.calls[0].path == decode.calls[0].path == "/v1/completions"
+    assert answer.headers["x-baton-prefill"] == "remote"
 
 
-def test_the_clients_request_id_and_headers_are_on_both_legs_and_the_id_in_the_answer() -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(answers)
-        async with system([prefill], [decode]) as s:
-            headers = {
-                "X-Request-Id": "mine-1",
-                "Authorization": "Bearer k",
-                "Connection": "x-secret-hop",
-                "X-Secret-Hop": "1",
-            }
-            answer = await s.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-        for received in (prefill.calls[0], decode.calls[0]):
-            assert received.headers["x-request-id"] == "mine-1"
-            assert received.headers["authorization"] == "Bearer k"
-            assert "x-secret-hop" not in received.headers
-        assert answer.headers["x-request-id"] == "mine-1"
+async def test_every_dispatch_has_a_transfer_id_of_its_own() -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(answers)
+    async with system([prefill], [decode]) as s:
+        for _ in range(3):
+            assert (await s.complete()).status_code == 200
+    ids = {call.body["kv_transfer_params"]["transfer_id"] for call in prefill.calls}
+    assert len(ids) == 3
 
-    run(main())
+
+async def test_chat_goes_the_same_way() -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(answers)
+    async with system([prefill], [decode]) as s:
+        asked = {"messages": [{"role": "user", "content": "hi"}], "logprobs": True, "top_logprobs": 3}
+        answer = await s.client.post("/v1/chat/completions", json=asked)
+    assert answer.status_code == 200
+    assert "top_logprobs" not in prefill.calls[0].body
+    assert decode.calls[0].body == {**asked, "kv_transfer_params": TICKET}
+    assert decode.calls[0].path == "/v1/chat/completions"
+
+
+async def test_the_clients_request_id_and_headers_are_on_both_legs_and_the_id_in_the_answer() -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(answers)
+    async with system([prefill], [decode]) as s:
+        headers = {
+            "X-Request-Id": "mine-1",
+            "Authorization": "Bearer k",
+            "Connection": "x-secret-hop",
+            "X-Secret-Hop": "1",
+        }
+        answer = await s.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    for received in (prefill.calls[0], decode.calls[0]):
+        assert received.headers["x-request-id"] == "mine-1"
+        assert received.headers["authorization"] == "Bearer k"
+        assert "x-secret-hop" not in received.headers
+    assert answer.headers["x-request-id"] == "mine-1"
 
 
 @pytest.mark.parametrize("sent", [None, "", "with space", "x" * 257])
-def test_a_missing_or_unusable_request_id_is_replaced_by_one_for_both_legs(sent: str | None) -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(answers)
-        async with system([prefill], [decode]) as s:
-            headers = {} if sent is None else {"x-request-id": sent}
-            answer = await s.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
-        made = answer.headers["x-request-id"]
-        assert re.fullmatch("[0-9a-f-]{36}", made)
-        assert prefill.calls[0].headers["x-request-id"] == decode.calls[0].headers["x-request-id"] == made
-
-    run(main())
+async def test_a_missing_or_unusable_request_id_is_replaced_by_one_for_both_legs(sent: str | None) -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(answers)
+    async with system([prefill], [decode]) as s:
+        headers = {} if sent is None else {"x-request-id": sent}
+        answer = await s.client.post("/v1/completions", json={"prompt": "a"}, headers=headers)
+    made = answer.headers["x-request-id"]
+    assert re.fullmatch("[0-9a-f-]{36}", made)
+    assert prefill.calls[0].headers["x-request-id"] == decode.calls[0].headers["x-request-id"] == made
 
 
-def test_a_stream_comes_through_event_by_event_with_lf_line_ends() -> None:
-    async def main() -> None:
-        first_was_read = asyncio.Event()
-        events = [b": comment\n\n", b'data: {"a": "\xc3\xa9"}\r\n\r\n', b"event: x\ndata: [DONE]\n\n"]
+async def test_a_stream_comes_through_event_by_event_with_lf_line_ends() -> None:
+    first_was_read = asyncio.Event()
+    events = [b": comment\n\n", b'data: {"a": "\xc3\xa9"}\r\n\r\n', b"event: x\ndata: [DONE]\n\n"]
 
-        async def respond(call: Call) -> None:
-            await call.start(200, "text/event-stream; charset=utf-8", x_of_engine="1")
-            await call.piece(events[0])
-            await first_was_read.wait()
-            await call.piece(events[1][:9])
-            await call.piece(events[1][9:] + events[2])
-            await call.piece(b"", more=False)
+    async def respond(call: Call) -> None:
+        await call.start(200, "text/event-stream; charset=utf-8", x_of_engine="1")
+        await call.piece(events[0])
+        await first_was_read.wait()
+        await call.piece(events[1][:9])
+        await call.piece(events[1][9:] + events[2])
+        await call.piece(b"", more=False)
 
-        async with system([FakeEngine(lends)], [FakeEngine(respond)]) as s:
-            body = {"prompt": "a", "stream": True}
-            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-                chunks = answer.aiter_raw()
-                assert await anext(chunks) == events[0]
-                first_was_read.set()
-                assert (
-                    b"".join([chunk async for chunk in chunks]) == events[1].replace(b"\r", b"") + events[2]
-                )
-            assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
-            assert answer.headers["x-of-engine"] == "1"
-
-    run(main())
+    async with system([FakeEngine(lends)], [FakeEngine(respond)]) as s:
+        body = {"prompt": "a", "stream": True}
+        async with s.client.stream("POST", "/v1/completions", json=body) as answer:
+            chunks = answer.aiter_raw()
+            assert await anext(chunks) == events[0]
+            first_was_read.set()
+            assert b"".join([chunk async for chunk in chunks]) == events[1].replace(b"\r", b"") + events[2]
+        assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+        assert answer.headers["x-of-engine"] == "1"
 
 
-def test_a_prompt_that_the_prefill_engine_lends_nothing_for_is_decoded_without_a_ticket() -> None:
-    async def main() -> None:
-        prefill = FakeEngine(responds(200, {"choices": [], "kv_transfer_params": None}))
-        decode = FakeEngine(answers)
-        async with system([prefill], [decode]) as s:
-            answer = await s.complete()
-        assert answer.headers["x-baton-prefill"] == "local"
-        assert "kv_transfer_params" not in decode.calls[0].body
-
-    run(main())
+async def test_a_prompt_that_the_prefill_engine_lends_nothing_for_is_decoded_without_a_ticket() -> None:
+    prefill = FakeEngine(responds(200, {"choices": [], "kv_transfer_params": None}))
+    decode = FakeEngine(answers)
+    async with system([prefill], [decode]) as s:
+        answer = await s.complete()
+    assert answer.headers["x-baton-prefill"] == "local"
+    assert "kv_transfer_params" not in decode.calls[0].body
 
 
 @pytest.mark.parametrize(
@@ -188,15 +164,14 @@ def test_a_prompt_that_the_prefill_engine_lends_nothing_for_is_decoded_without_a
         ({"prompt": [1] * 100, "prompt_logprobs": 1}, 0),
     ],
 )
-def test_what_is_short_or_cannot_be_handed_over_goes_straight_to_decode(body: Any, prefills: int) -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(answers)
-        async with system([prefill], [decode], min_prefill_tokens=100) as s:
-            assert (await s.client.post("/v1/completions", json=body)).status_code == 200
-        assert len(prefill.calls) == prefills
-        assert len(decode.calls) == 1
-
-    run(main())
+async def test_what_is_short_or_cannot_be_handed_over_goes_straight_to_decode(
+    body: Any, prefills: int
+) -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(answers)
+    async with system([prefill], [decode], min_prefill_tokens=100) as s:
+        assert (await s.client.post("/v1/completions", json=body)).status_code == 200
+    assert len(prefill.calls) == prefills
+    assert len(decode.calls) == 1
 
 
 # ---- what a client may not do
@@ -213,71 +188,56 @@ def test_what_is_short_or_cannot_be_handed_over_goes_straight_to_decode(body: An
         (b'{"prompt": "a", "vllm_xargs": {"kv_transfer_params": "x"}}', "vllm_xargs.kv_transfer_params"),
     ],
 )
-def test_a_body_that_no_engine_may_see_gets_400_that_names_the_field(raw: bytes, param: str) -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(answers)
-        async with system([prefill], [decode]) as s:
-            answer = await s.client.post("/v1/completions", content=raw, headers=JSON)
-        assert answer.status_code == 400
-        assert answer.json()["error"]["param"] == param
-        assert answer.json()["error"]["type"] == "invalid_request_error"
-        assert "x-request-id" in answer.headers
-        assert not prefill.calls
-        assert not decode.calls
-
-    run(main())
+async def test_a_body_that_no_engine_may_see_gets_400_that_names_the_field(raw: bytes, param: str) -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(answers)
+    async with system([prefill], [decode]) as s:
+        answer = await s.client.post("/v1/completions", content=raw, headers=JSON)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "x-request-id" in answer.headers
+    assert not prefill.calls
+    assert not decode.calls
 
 
-def test_a_null_ticket_is_no_ticket() -> None:
-    async def main() -> None:
-        decode = FakeEngine(answers)
-        async with system([FakeEngine(lends)], [decode]) as s:
-            assert (await s.complete(kv_transfer_params=None)).status_code == 200
-        assert decode.calls[0].body["kv_transfer_params"] == TICKET
-
-    run(main())
+async def test_a_null_ticket_is_no_ticket() -> None:
+    decode = FakeEngine(answers)
+    async with system([FakeEngine(lends)], [decode]) as s:
+        assert (await s.complete(kv_transfer_params=None)).status_code == 200
+    assert decode.calls[0].body["kv_transfer_params"] == TICKET
 
 
-def test_a_body_over_the_limit_gets_413() -> None:
-    async def main() -> None:
-        async with system(
-            [FakeEngine(lends)], [FakeEngine(answers)], doors=HttpSettings(max_body_bytes=100)
-        ) as s:
-            answer = await s.complete(prompt="x" * 100)
-        assert answer.status_code == 413
-        assert (answer.headers["connection"], answer.json()["error"]["code"]) == ("close", "body_too_large")
-
-    run(main())
+async def test_a_body_over_the_limit_gets_413() -> None:
+    async with system(
+        [FakeEngine(lends)], [FakeEngine(answers)], doors=HttpSettings(max_body_bytes=100)
+    ) as s:
+        answer = await s.complete(prompt="x" * 100)
+    assert answer.status_code == 413
+    assert (answer.headers["connection"], answer.json()["error"]["code"]) == ("close", "body_too_large")
 
 
-def test_a_body_that_never_comes_gets_408() -> None:
-    async def main() -> None:
-        async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=HttpSettings(body_s=SOON)) as s:
-            reader, writer = await asyncio.open_connection(s.client.base_url.host, s.client.base_url.port)
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n"
-                b"content-type: application/json\r\n\r\n{"
-            )
-            assert b" 408 " in await reader.readline()
-            writer.close()
-            await writer.wait_closed()
-
-    run(main())
+async def test_a_body_that_never_comes_gets_408() -> None:
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=HttpSettings(body_s=SOON)) as s:
+        reader, writer = await asyncio.open_connection(s.client.base_url.host, s.client.base_url.port)
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n"
+            b"content-type: application/json\r\n\r\n{"
+        )
+        assert b" 408 " in await reader.readline()
+        writer.close()
+        await writer.wait_closed()
 
 
-def test_more_requests_than_allowed_get_503_at_once() -> None:
-    async def main() -> None:
-        decode = FakeEngine(hangs)
-        async with system([FakeEngine(lends)], [decode], max_requests=1) as s:
-            first = asyncio.create_task(s.complete())
-            await decode.was_called.wait()
-            second = await s.complete()
-            assert second.status_code == 503
-            assert second.headers["retry-after"] == "1"
-            first.cancel()
-            await asyncio.gather(first, return_exceptions=True)
-
-    run(main())
+async def test_more_requests_than_allowed_get_503_at_once() -> None:
+    decode = FakeEngine(hangs)
+    async with system([FakeEngine(lends)], [decode], max_requests=1) as s:
+        first = asyncio.create_task(s.complete())
+        await decode.was_called.wait()
+        second = await s.complete()
+        assert second.status_code == 503
+        assert second.headers["retry-after"] == "1"
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
 
 
 # ---- prefill fails
@@ -297,61 +257,54 @@ PREFILL_FAILURES: list[Respond] = [
 
 
 @pytest.mark.parametrize("failure", PREFILL_FAILURES)
-def test_a_failed_prefill_is_tried_on_another_engine_under_a_new_transfer_id(failure: Respond) -> None:
-    async def main() -> None:
-        engines = [FakeEngine(failure), FakeEngine(failure)]
+async def test_a_failed_prefill_is_tried_on_another_engine_under_a_new_transfer_id(failure: Respond) -> None:
+    engines = [FakeEngine(failure), FakeEngine(failure)]
 
-        async def recover(call: Call) -> None:
-            await (lends if sum(len(e.calls) for e in engines) > 1 else failure)(call)
+    async def recover(call: Call) -> None:
+        await (lends if sum(len(e.calls) for e in engines) > 1 else failure)(call)
 
-        for engine in engines:
-            engine.respond = recover
-        decode = FakeEngine(answers)
-        timeouts = LegTimeouts(prefill_s=LATER_S)
-        async with system([*engines], [decode], timeouts=timeouts) as s:
-            answer = await s.complete()
-        assert answer.headers["x-baton-prefill"] == "remote"
-        assert [len(engine.calls) for engine in engines] == [1, 1]
-        ids = {engine.calls[0].body["kv_transfer_params"]["transfer_id"] for engine in engines}
-        assert len(ids) == 2
-        assert len(decode.calls) == 1
-
-    run(main())
+    for engine in engines:
+        engine.respond = recover
+    decode = FakeEngine(answers)
+    timeouts = LegTimeouts(prefill_s=LATER_S)
+    async with system([*engines], [decode], timeouts=timeouts) as s:
+        answer = await s.complete()
+    assert answer.headers["x-baton-prefill"] == "remote"
+    assert [len(engine.calls) for engine in engines] == [1, 1]
+    ids = {engine.calls[0].body["kv_transfer_params"]["transfer_id"] for engine in engines}
+    assert len(ids) == 2
+    assert len(decode.calls) == 1
 
 
 @pytest.mark.parametrize("failure", PREFILL_FAILURES)
-def test_without_a_working_prefill_engine_the_decode_engine_prefills_by_itself(failure: Respond) -> None:
-    async def main() -> None:
-        decode = FakeEngine(answers)
-        timeouts = LegTimeouts(prefill_s=LATER_S)
-        async with system([FakeEngine(failure)], [decode], timeouts=timeouts) as s:
-            answer = await s.complete()
-        assert answer.status_code == 200
-        assert answer.headers["x-baton-prefill"] == "local"
-        assert "kv_transfer_params" not in decode.calls[0].body
-
-    run(main())
+async def test_without_a_working_prefill_engine_the_decode_engine_prefills_by_itself(
+    failure: Respond,
+) -> None:
+    decode = FakeEngine(answers)
+    timeouts = LegTimeouts(prefill_s=LATER_S)
+    async with system([FakeEngine(failure)], [decode], timeouts=timeouts) as s:
+        answer = await s.complete()
+    assert answer.status_code == 200
+    assert answer.headers["x-baton-prefill"] == "local"
+    assert "kv_transfer_params" not in decode.calls[0].body
 
 
 @pytest.mark.parametrize(
     ("failure", "status"), [(hangs_till_late, 504), (dies, 502), (responds(500, {}), 502), (None, 503)]
 )
-def test_the_request_fails_with_its_prefill_if_the_operator_wants_so(
+async def test_the_request_fails_with_its_prefill_if_the_operator_wants_so(
     failure: Respond | None, status: int
 ) -> None:
-    async def main() -> None:
-        decode = FakeEngine(answers)
-        prefill = FakeEngine(failure) if failure is not None else dead_url()
-        timeouts = LegTimeouts(prefill_s=LATER_S)
-        async with system([prefill], [decode], on_prefill_failure="fail", timeouts=timeouts) as s:
-            if failure is None:
-                await wait_down(s.client, "prefill")
-            answer = await s.complete()
-        assert answer.status_code == status
-        assert answer.json()["error"]["code"] == status
-        assert not decode.calls
-
-    run(main())
+    decode = FakeEngine(answers)
+    prefill = FakeEngine(failure) if failure is not None else dead_url()
+    timeouts = LegTimeouts(prefill_s=LATER_S)
+    async with system([prefill], [decode], on_prefill_failure="fail", timeouts=timeouts) as s:
+        if failure is None:
+            await wait_down(s.client, "prefill")
+        answer = await s.complete()
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == status
+    assert not decode.calls
 
 
 async def wait_down(client: httpx.AsyncClient, role: str) -> None:
@@ -359,59 +312,50 @@ async def wait_down(client: httpx.AsyncClient, role: str) -> None:
         pass
 
 
-def test_the_clients_error_found_by_prefill_is_passed_on_as_it_is() -> None:
-    async def main() -> None:
-        error = {"error": {"message": "prompt is too long", "param": "prompt", "code": 400}}
-        prefill, decode = FakeEngine(responds(400, error)), FakeEngine(answers)
-        async with system([prefill, FakeEngine(lends)], [decode], policy="round_robin") as s:
-            answers_got = [await s.complete() for _ in range(2)]
-        refused = [answer for answer in answers_got if answer.status_code == 400]
-        assert [answer.json() for answer in refused] == [error]
-        assert len(decode.calls) == 1
-
-    run(main())
+async def test_the_clients_error_found_by_prefill_is_passed_on_as_it_is() -> None:
+    error = {"error": {"message": "prompt is too long", "param": "prompt", "code": 400}}
+    prefill, decode = FakeEngine(responds(400, error)), FakeEngine(answers)
+    async with system([prefill, FakeEngine(lends)], [decode], policy="round_robin") as s:
+        answers_got = [await s.complete() for _ in range(2)]
+    refused = [answer for answer in answers_got if answer.status_code == 400]
+    assert [answer.json() for answer in refused] == [error]
+    assert len(decode.calls) == 1
 
 
 # ---- decode fails
 
 
-def test_a_decode_engine_that_never_saw_the_request_hands_its_ticket_on() -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(answers)
-        # Policy round robin: the first request tries one of them first, the second the other.
-        async with system([prefill], [dead_url(), decode], policy="round_robin") as s:
-            assert {(await s.complete()).status_code for _ in range(2)} == {200}
-        assert len(prefill.calls) == 2  # None of them again for the retry.
-        assert len(decode.calls) == 2
-        assert all(call.body["kv_transfer_params"] == TICKET for call in decode.calls)
-
-    run(main())
+async def test_a_decode_engine_that_never_saw_the_request_hands_its_ticket_on() -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(answers)
+    # Policy round robin: the first request tries one of them first, the second the other.
+    async with system([prefill], [dead_url(), decode], policy="round_robin") as s:
+        assert {(await s.complete()).status_code for _ in range(2)} == {200}
+    assert len(prefill.calls) == 2  # None of them again for the retry.
+    assert len(decode.calls) == 2
+    assert all(call.body["kv_transfer_params"] == TICKET for call in decode.calls)
 
 
 @pytest.mark.parametrize("failure", [dies, breaks, hangs_till_late, responds(500, {}), responds(429, {})])
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_decode_engine_that_failed_before_its_first_byte_costs_a_new_dispatch(
+async def test_a_decode_engine_that_failed_before_its_first_byte_costs_a_new_dispatch(
     failure: Respond, stream: bool
 ) -> None:
-    async def main() -> None:
-        prefill = FakeEngine(lends)
-        engines = [FakeEngine(failure), FakeEngine(failure)]
+    prefill = FakeEngine(lends)
+    engines = [FakeEngine(failure), FakeEngine(failure)]
 
-        async def recover(call: Call) -> None:
-            await (answers if sum(len(e.calls) for e in engines) > 1 else failure)(call)
+    async def recover(call: Call) -> None:
+        await (answers if sum(len(e.calls) for e in engines) > 1 else failure)(call)
 
-        for engine in engines:
-            engine.respond = recover
-        timeouts = LegTimeouts(first_byte_s=LATER_S, answer_s=LATER_S)
-        async with system([prefill], [*engines], timeouts=timeouts) as s:
-            answer = await s.complete(stream=stream)
-        assert answer.status_code == 200
-        assert answer.content.endswith(b"[DONE]\n\n") is stream
-        assert [len(engine.calls) for engine in engines] == [1, 1]
-        ids = [call.body["kv_transfer_params"]["transfer_id"] for call in prefill.calls]
-        assert len(set(ids)) == 2
-
-    run(main())
+    for engine in engines:
+        engine.respond = recover
+    timeouts = LegTimeouts(first_byte_s=LATER_S, answer_s=LATER_S)
+    async with system([prefill], [*engines], timeouts=timeouts) as s:
+        answer = await s.complete(stream=stream)
+    assert answer.status_code == 200
+    assert answer.content.endswith(b"[DONE]\n\n") is stream
+    assert [len(engine.calls) for engine in engines] == [1, 1]
+    ids = [call.body["kv_transfer_params"]["transfer_id"] for call in prefill.calls]
+    assert len(set(ids)) == 2
 
 
 async def starts_and_breaks(call: Call) -> None:
@@ -423,65 +367,53 @@ async def starts_and_breaks(call: Call) -> None:
     ("failure", "status"), [(dies, 502), (starts_and_breaks, 502), (hangs_till_late, 504), (None, 503)]
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_without_a_working_decode_engine_the_client_gets_a_clear_error(
+async def test_without_a_working_decode_engine_the_client_gets_a_clear_error(
     failure: Respond | None, status: int, stream: bool
 ) -> None:
-    async def main() -> None:
-        decode = FakeEngine(failure) if failure is not None else dead_url()
-        timeouts = LegTimeouts(first_byte_s=LATER_S, answer_s=LATER_S)
-        async with system([FakeEngine(lends)], [decode], timeouts=timeouts) as s:
-            if failure is None:
-                await wait_down(s.client, "decode")
-            answer = await s.complete(stream=stream)
-        assert answer.status_code == status
-        assert answer.json()["error"]["code"] == status
-        assert "x-request-id" in answer.headers
-
-    run(main())
+    decode = FakeEngine(failure) if failure is not None else dead_url()
+    timeouts = LegTimeouts(first_byte_s=LATER_S, answer_s=LATER_S)
+    async with system([FakeEngine(lends)], [decode], timeouts=timeouts) as s:
+        if failure is None:
+            await wait_down(s.client, "decode")
+        answer = await s.complete(stream=stream)
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == status
+    assert "x-request-id" in answer.headers
 
 
-def test_the_last_decode_engines_own_error_is_passed_on() -> None:
-    async def main() -> None:
-        error = {"error": {"message": "out of blocks", "code": 500}}
-        async with system([FakeEngine(lends)], [FakeEngine(responds(500, error))]) as s:
-            answer = await s.complete(stream=True)
-        assert answer.status_code == 500
-        assert answer.json() == error
-
-    run(main())
+async def test_the_last_decode_engines_own_error_is_passed_on() -> None:
+    error = {"error": {"message": "out of blocks", "code": 500}}
+    async with system([FakeEngine(lends)], [FakeEngine(responds(500, error))]) as s:
+        answer = await s.complete(stream=True)
+    assert answer.status_code == 500
+    assert answer.json() == error
 
 
-def test_a_ticket_that_decode_refuses_is_not_the_clients_fault() -> None:
-    async def main() -> None:
-        async def respond(call: Call) -> None:
-            if "kv_transfer_params" in call.received.body:
-                field = "kv_transfer_params.baton_ticket"
-                await call.answer(400, {"error": {"message": "another model's", "param": field}})
-            else:
-                await answers(call)
+async def test_a_ticket_that_decode_refuses_is_not_the_clients_fault() -> None:
+    async def respond(call: Call) -> None:
+        if "kv_transfer_params" in call.received.body:
+            field = "kv_transfer_params.baton_ticket"
+            await call.answer(400, {"error": {"message": "another model's", "param": field}})
+        else:
+            await answers(call)
 
-        decode = FakeEngine(respond)
-        async with system([FakeEngine(lends)], [decode], decode_attempts=1) as s:
-            answer = await s.complete()
-            metrics = (await s.client.get("/metrics")).text
-        assert answer.status_code == 200
-        assert answer.headers["x-baton-prefill"] == "local"
-        assert len(decode.calls) == 2
-        assert 'baton:router_prefills_total{reason="ticket_refused",where="local"} 1.0' in metrics
-
-    run(main())
+    decode = FakeEngine(respond)
+    async with system([FakeEngine(lends)], [decode], decode_attempts=1) as s:
+        answer = await s.complete()
+        metrics = (await s.client.get("/metrics")).text
+    assert answer.status_code == 200
+    assert answer.headers["x-baton-prefill"] == "local"
+    assert len(decode.calls) == 2
+    assert 'baton:router_prefills_total{reason="ticket_refused",where="local"} 1.0' in metrics
 
 
-def test_the_clients_error_found_by_decode_is_passed_on_as_it_is() -> None:
-    async def main() -> None:
-        error = {"error": {"message": "must be positive", "param": "max_tokens", "code": 400}}
-        decode = FakeEngine(responds(400, error))
-        async with system([FakeEngine(lends)], [decode, FakeEngine(responds(400, error))]) as s:
-            answer = await s.complete()
-        assert answer.status_code == 400
-        assert answer.json() == error
-
-    run(main())
+async def test_the_clients_error_found_by_decode_is_passed_on_as_it_is() -> None:
+    error = {"error": {"message": "must be positive", "param": "max_tokens", "code": 400}}
+    decode = FakeEngine(responds(400, error))
+    async with system([FakeEngine(lends)], [decode, FakeEngine(responds(400, error))]) as s:
+        answer = await s.complete()
+    assert answer.status_code == 400
+    assert answer.json() == error
 
 
 # ---- decode fails in the middle of a stream
@@ -512,61 +444,52 @@ async def falls_silent(call: Call) -> None:
         (falls_silent, LegTimeouts(idle_s=2 * LATER_S, total_s=LATER_S)),
     ],
 )
-def test_a_stream_that_breaks_ends_with_an_error_event_and_done(
+async def test_a_stream_that_breaks_ends_with_an_error_event_and_done(
     failure: Respond, timeouts: LegTimeouts
 ) -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(failure)
-        async with system([prefill], [decode], timeouts=timeouts) as s:
-            body = {"prompt": "a", "stream": True}
-            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-                chunks = answer.aiter_text()
-                seen = await anext(chunks)
-                if failure is falls_silent:
-                    pass_time(LATER_S)
-                    await decode.saw_disconnect.wait()
-                seen += "".join([chunk async for chunk in chunks])
-            metrics = (await s.client.get("/metrics")).text
-        events = seen.split("\n\n")
-        assert events[0] == 'data: {"n": 1}'
-        assert json.loads(events[1].removeprefix("data: "))["error"]["type"] == "upstream_error"
-        assert events[2:] == ["data: [DONE]", ""]
-        assert len(prefill.calls) == 1  # Nothing is retried once the client has heard something.
-        assert "baton:router_broken_streams_total 1.0" in metrics
-
-    run(main())
+    prefill, decode = FakeEngine(lends), FakeEngine(failure)
+    async with system([prefill], [decode], timeouts=timeouts) as s:
+        body = {"prompt": "a", "stream": True}
+        async with s.client.stream("POST", "/v1/completions", json=body) as answer:
+            chunks = answer.aiter_text()
+            seen = await anext(chunks)
+            if failure is falls_silent:
+                pass_time(LATER_S)
+                await decode.saw_disconnect.wait()
+            seen += "".join([chunk async for chunk in chunks])
+        metrics = (await s.client.get("/metrics")).text
+    events = seen.split("\n\n")
+    assert events[0] == 'data: {"n": 1}'
+    assert json.loads(events[1].removeprefix("data: "))["error"]["type"] == "upstream_error"
+    assert events[2:] == ["data: [DONE]", ""]
+    assert len(prefill.calls) == 1  # Nothing is retried once the client has heard something.
+    assert "baton:router_broken_streams_total 1.0" in metrics
 
 
 # ---- the client goes away
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_client_that_leaves_ends_the_leg_that_it_waits_for(stream: bool) -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(hangs), FakeEngine(answers)
-        async with system([prefill], [decode]) as s:
-            asking = asyncio.create_task(s.complete(stream=stream))
-            await prefill.was_called.wait()
-            asking.cancel()
-            await prefill.saw_disconnect.wait()
-            await wait_at_rest(s.client)
-        assert not decode.calls
-
-    run(main())
+async def test_a_client_that_leaves_ends_the_leg_that_it_waits_for(stream: bool) -> None:
+    prefill, decode = FakeEngine(hangs), FakeEngine(answers)
+    async with system([prefill], [decode]) as s:
+        asking = asyncio.create_task(s.complete(stream=stream))
+        await prefill.was_called.wait()
+        asking.cancel()
+        await prefill.saw_disconnect.wait()
+        await wait_at_rest(s.client)
+    assert not decode.calls
 
 
-def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_the_decode_leg() -> None:
-    async def main() -> None:
-        decode = FakeEngine(falls_silent)
-        async with system([FakeEngine(lends)], [decode]) as s:
-            body = {"prompt": "a", "stream": True}
-            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-                assert await anext(answer.aiter_raw()) == b'data: {"n": 1}\n\n'
-            await decode.saw_disconnect.wait()
-            await wait_at_rest(s.client)
-            assert 'requests_total{status="499"} 1.0' in (await s.client.get("/metrics")).text
-
-    run(main())
+async def test_a_client_that_leaves_in_the_middle_of_a_stream_ends_the_decode_leg() -> None:
+    decode = FakeEngine(falls_silent)
+    async with system([FakeEngine(lends)], [decode]) as s:
+        body = {"prompt": "a", "stream": True}
+        async with s.client.stream("POST", "/v1/completions", json=body) as answer:
+            assert await anext(answer.aiter_raw()) == b'data: {"n": 1}\n\n'
+        await decode.saw_disconnect.wait()
+        await wait_at_rest(s.client)
+        assert 'requests_total{status="499"} 1.0' in (await s.client.get("/metrics")).text
 
 
 async def wait_at_rest(client: httpx.AsyncClient) -> None:
@@ -578,68 +501,58 @@ async def wait_at_rest(client: httpx.AsyncClient) -> None:
             return
 
 
-def test_a_client_that_does_not_read_is_let_go() -> None:
-    async def main() -> None:
-        async def floods(call: Call) -> None:
-            await call.start(200, "text/event-stream")
-            gone = asyncio.create_task(call.wait_disconnect())
-            while not gone.done():
-                await call.piece(b"data: " + b"x" * 65536 + b"\n\n")
-                await asyncio.sleep(0)
+async def test_a_client_that_does_not_read_is_let_go() -> None:
+    async def floods(call: Call) -> None:
+        await call.start(200, "text/event-stream")
+        gone = asyncio.create_task(call.wait_disconnect())
+        while not gone.done():
+            await call.piece(b"data: " + b"x" * 65536 + b"\n\n")
+            await asyncio.sleep(0)
 
-        decode = FakeEngine(floods)
-        async with system([FakeEngine(lends)], [decode], timeouts=LegTimeouts(idle_s=4 * SOON)) as s:
-            url = s.client.base_url
-            _, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
-            body = msgspec.json.encode({"prompt": "a", "stream": True})
-            writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
-                b"content-length: %d\r\n\r\n%b" % (len(body), body)
-            )
-            await decode.saw_disconnect.wait()
-            await wait_at_rest(s.client)
-            writer.transport.abort()
-
-    run(main())
+    decode = FakeEngine(floods)
+    async with system([FakeEngine(lends)], [decode], timeouts=LegTimeouts(idle_s=4 * SOON)) as s:
+        url = s.client.base_url
+        _, writer = await asyncio.open_connection(url.host, url.port, limit=1024)
+        body = msgspec.json.encode({"prompt": "a", "stream": True})
+        writer.write(
+            b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\n\r\n%b" % (len(body), body)
+        )
+        await decode.saw_disconnect.wait()
+        await wait_at_rest(s.client)
+        writer.transport.abort()
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v2", 404), ("GET", "/v1/completions", 405)])
-def test_what_the_router_does_not_have_is_refused_in_openais_form(
+async def test_what_the_router_does_not_have_is_refused_in_openais_form(
     method: str, path: str, status: int
 ) -> None:
-    async def main() -> None:
-        async with system([FakeEngine(lends)], [FakeEngine(answers)]) as s:
-            answer = await s.client.request(method, path)
-            assert answer.status_code == status
-            error = answer.json()["error"]
-            assert error["code"] == status
-            assert path in error["message"]
-            assert (await s.client.get("/version")).json() == {"version": baton.__version__}
-
-    run(main())
+    async with system([FakeEngine(lends)], [FakeEngine(answers)]) as s:
+        answer = await s.client.request(method, path)
+        assert answer.status_code == status
+        error = answer.json()["error"]
+        assert error["code"] == status
+        assert path in error["message"]
+        assert (await s.client.get("/version")).json() == {"version": baton.__version__}
 
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_large_answer_is_not_its_engines_failure(role: str) -> None:
+async def test_a_large_answer_is_not_its_engines_failure(role: str) -> None:
     """The client has asked for it: by logprobs, by many choices, by an echo."""
-
-    async def main() -> None:
-        large = responds(200, {"choices": [{"text": "x" * 2000}]})
-        prefill = FakeEngine(large if role == "prefill" else lends)
-        decode = [FakeEngine(large if role == "decode" else answers) for _ in range(2)]
-        async with system([prefill], [*decode], max_answer_bytes=1000) as s:
-            for _ in range(4):
-                answer = await s.complete()
-                if role == "decode":
-                    assert answer.status_code == 400
-                    assert "over 1000 bytes" in answer.json()["error"]["message"]
-                else:
-                    assert answer.headers["x-baton-prefill"] == "local"
-            state = (await s.client.get("/fleet")).json()["engines"][role]
-        assert [(one["status"], one["failures"]) for one in state] == [("up", 0)] * len(state)
-        assert len(decode[0].calls + decode[1].calls) == 4  # No second engine is asked for the same.
-
-    run(main())
+    large = responds(200, {"choices": [{"text": "x" * 2000}]})
+    prefill = FakeEngine(large if role == "prefill" else lends)
+    decode = [FakeEngine(large if role == "decode" else answers) for _ in range(2)]
+    async with system([prefill], [*decode], max_answer_bytes=1000) as s:
+        for _ in range(4):
+            answer = await s.complete()
+            if role == "decode":
+                assert answer.status_code == 400
+                assert "over 1000 bytes" in answer.json()["error"]["message"]
+            else:
+                assert answer.headers["x-baton-prefill"] == "local"
+        state = (await s.client.get("/fleet")).json()["engines"][role]
+    assert [(one["status"], one["failures"]) for one in state] == [("up", 0)] * len(state)
+    assert len(decode[0].calls + decode[1].calls) == 4  # No second engine is asked for the same.
 
 
 def test_credentials_of_engines_are_used_and_never_shown(caplog: pytest.LogCaptureFixture) -> None:

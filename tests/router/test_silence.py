@@ -7,6 +7,7 @@ import pytest
 
 from baton.router.fleet import Prober
 from baton.router.settings import LegTimeouts, ProbeSettings
+from tests.event_loop import pass_time
 from tests.router.baton_fakes import introduced
 from tests.router.fakes import (
     Call,
@@ -16,8 +17,6 @@ from tests.router.fakes import (
     hangs,
     lends,
     opened,
-    pass_time,
-    run,
     system,
 )
 
@@ -45,103 +44,92 @@ async def probe_in_vain(s: System, stopped: FakeEngine) -> None:
 
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_a_request_before_its_first_byte_is_answered_by_another_engine(role: str, is_stream: bool) -> None:
-    async def main() -> None:
-        prefill = [FakeEngine(hangs if role == "prefill" else lends), FakeEngine(lends)]
-        decode = [FakeEngine(hangs if role == "decode" else answers), FakeEngine(answers)]
-        stopped = (prefill if role == "prefill" else decode)[0]
-        settings: dict[str, Any] = {"policy": "round_robin", "timeouts": NEVER}
-        async with system([*prefill], [*decode], **settings) as s:
-            await introduced(s)
-            asking = [asyncio.create_task(s.complete(stream=is_stream)) for _ in range(2)]
-            await stopped.was_called.wait()
-            stopped.is_stopped = True
-            await probe_in_vain(s, stopped)
-            for answer in await asyncio.gather(*asking):
-                assert answer.status_code == 200
-                assert b"error" not in answer.content
-            state = (await s.client.get("/fleet")).json()["engines"][role]
-            assert [one["status"] for one in state] == ["down", "up"]
-            metrics = (await s.client.get("/metrics")).text
-            assert f'{{engine="{stopped.url}",outcome="ejected",role="{role}"}} 1.0' in metrics
+async def test_a_request_before_its_first_byte_is_answered_by_another_engine(
+    role: str, is_stream: bool
+) -> None:
+    prefill = [FakeEngine(hangs if role == "prefill" else lends), FakeEngine(lends)]
+    decode = [FakeEngine(hangs if role == "decode" else answers), FakeEngine(answers)]
+    stopped = (prefill if role == "prefill" else decode)[0]
+    settings: dict[str, Any] = {"policy": "round_robin", "timeouts": NEVER}
+    async with system([*prefill], [*decode], **settings) as s:
+        await introduced(s)
+        asking = [asyncio.create_task(s.complete(stream=is_stream)) for _ in range(2)]
+        await stopped.was_called.wait()
+        stopped.is_stopped = True
+        await probe_in_vain(s, stopped)
+        for answer in await asyncio.gather(*asking):
+            assert answer.status_code == 200
+            assert b"error" not in answer.content
+        state = (await s.client.get("/fleet")).json()["engines"][role]
+        assert [one["status"] for one in state] == ["down", "up"]
+        metrics = (await s.client.get("/metrics")).text
+        assert f'{{engine="{stopped.url}",outcome="ejected",role="{role}"}} 1.0' in metrics
 
-    run(main())
+
+async def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
+    async def begins(call: Call) -> None:
+        await call.start(200, "text/event-stream")
+        await call.piece(b'data: {"n": 1}\n\n')
+        await call.wait_disconnect()
+
+    p, d = FakeEngine(lends), FakeEngine(begins)
+    async with system([p], [d], timeouts=NEVER) as s:
+        await introduced(s)
+        body = {"prompt": "a", "stream": True}
+        async with s.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.aiter_text()
+            text = await anext(pieces)
+            d.is_stopped = True
+            await probe_in_vain(s, d)
+            text += "".join([piece async for piece in pieces])
+    assert "the decode engine failed in the middle of the answer (ejected)" in text
+    assert text.endswith("data: [DONE]\n\n")
 
 
-def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
-    async def main() -> None:
-        async def begins(call: Call) -> None:
-            await call.start(200, "text/event-stream")
+async def test_an_engine_that_streams_is_not_silent_however_slow_its_health() -> None:
+    go_on = asyncio.Event()
+
+    async def streams(call: Call) -> None:
+        await call.start(200, "text/event-stream")
+        for _ in range(4):
             await call.piece(b'data: {"n": 1}\n\n')
-            await call.wait_disconnect()
+            if not await opened(go_on, call):
+                return
+            go_on.clear()
+        await call.piece(b"data: [DONE]\n\n", more=False)
 
-        p, d = FakeEngine(lends), FakeEngine(begins)
-        async with system([p], [d], timeouts=NEVER) as s:
-            await introduced(s)
-            body = {"prompt": "a", "stream": True}
-            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-                pieces = answer.aiter_text()
-                text = await anext(pieces)
-                d.is_stopped = True
-                await probe_in_vain(s, d)
-                text += "".join([piece async for piece in pieces])
-        assert "the decode engine failed in the middle of the answer (ejected)" in text
-        assert text.endswith("data: [DONE]\n\n")
-
-    run(main())
-
-
-def test_an_engine_that_streams_is_not_silent_however_slow_its_health() -> None:
-    async def main() -> None:
-        go_on = asyncio.Event()
-
-        async def streams(call: Call) -> None:
-            await call.start(200, "text/event-stream")
+    p, d = FakeEngine(lends), FakeEngine(streams)
+    async with system([p], [d], timeouts=NEVER) as s:
+        await introduced(s)
+        body = {"prompt": "a", "stream": True}
+        async with s.client.stream("POST", "/v1/completions", json=body) as answer:
+            pieces = answer.aiter_text()
+            text = await anext(pieces)
+            d.is_stopped = True  # Its health only: the stream goes on.
             for _ in range(4):
-                await call.piece(b'data: {"n": 1}\n\n')
-                if not await opened(go_on, call):
-                    return
-                go_on.clear()
-            await call.piece(b"data: [DONE]\n\n", more=False)
-
-        p, d = FakeEngine(lends), FakeEngine(streams)
-        async with system([p], [d], timeouts=NEVER) as s:
-            await introduced(s)
-            body = {"prompt": "a", "stream": True}
-            async with s.client.stream("POST", "/v1/completions", json=body) as answer:
-                pieces = answer.aiter_text()
-                text = await anext(pieces)
-                d.is_stopped = True  # Its health only: the stream goes on.
-                for _ in range(4):
-                    probing = await probe(s, d)
-                    go_on.set()
-                    text += await anext(pieces)
-                    pass_time(PROBE_S)
-                    await probing
-                text += "".join([piece async for piece in pieces])
-            assert "error" not in text
-            assert (await s.client.get("/fleet")).json()["engines"]["decode"][0]["status"] == "up"
-
-    run(main())
+                probing = await probe(s, d)
+                go_on.set()
+                text += await anext(pieces)
+                pass_time(PROBE_S)
+                await probing
+            text += "".join([piece async for piece in pieces])
+        assert "error" not in text
+        assert (await s.client.get("/fleet")).json()["engines"]["decode"][0]["status"] == "up"
 
 
-def test_an_engine_that_is_back_is_used_within_two_seconds() -> None:
+async def test_an_engine_that_is_back_is_used_within_two_seconds() -> None:
     """However long it was away."""
-
-    async def main() -> None:
-        d = FakeEngine(answers, health_status=503)
-        async with system([FakeEngine(lends)], [d], probe=ProbeSettings()) as s:
-            for count in range(2, 9):
-                pass_time(20.0)
-                while d.num_probes < count:
-                    await s.client.get("/fleet")
-            assert (await s.complete()).status_code == 503
-            d.health_status, count = 200, d.num_probes
-            pass_time(2.0)
-            while d.num_probes == count:
+    d = FakeEngine(answers, health_status=503)
+    async with system([FakeEngine(lends)], [d], probe=ProbeSettings()) as s:
+        for count in range(2, 9):
+            pass_time(20.0)
+            while d.num_probes < count:
                 await s.client.get("/fleet")
-            while (await s.client.get("/health")).status_code != 200:
-                pass
-            assert (await s.complete()).status_code == 200
-
-    run(main())
+        assert (await s.complete()).status_code == 503
+        d.health_status, count = 200, d.num_probes
+        pass_time(2.0)
+        while d.num_probes == count:
+            await s.client.get("/fleet")
+        while (await s.client.get("/health")).status_code != 200:
+            pass
+        assert (await s.complete()).status_code == 200

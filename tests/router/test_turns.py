@@ -8,7 +8,7 @@ import pytest
 
 from baton.router.fleet import Engine
 from baton.router.turns import KEPT_S, SESSION_CHARS_MAX, TURNS_MAX, Turn, TurnSieve, TurnTable
-from tests.router.fakes import TICKET, Call, FakeEngine, lends, run, system
+from tests.router.fakes import TICKET, Call, FakeEngine, lends, system
 
 KEPT = {
     "do_remote_decode": True,
@@ -30,55 +30,49 @@ async def keeps(call: Call) -> None:
 
 
 @pytest.mark.parametrize("is_stream", [False, True])
-def test_the_next_prefill_leg_of_a_session_brings_it_once_and_the_client_never_sees_it(
+async def test_the_next_prefill_leg_of_a_session_brings_it_once_and_the_client_never_sees_it(
     is_stream: bool,
 ) -> None:
-    async def main() -> None:
-        prefill, decode = FakeEngine(lends), FakeEngine(keeps)
-        async with system([prefill], [decode], first_token=False) as s:
-            body = {"prompt": [1, 2, 3], "stream": is_stream}
-            first = await s.client.post("/v1/completions", json=body, headers=SESSION)
-            assert "of D" not in first.text
-            assert "decode-0" not in first.text
-            assert "answer" in first.text
-            if is_stream:
-                said = [line for line in first.text.splitlines() if line.startswith("data: {")]
-                assert json.loads(said[0][6:])["choices"][0]["text"] == 'it says "kv_transfer_params": {}'
-            decode.respond = answers_without
-            for _ in range(2):
-                await s.client.post("/v1/completions", json=body, headers=SESSION)
-            await s.client.post("/v1/completions", json=body)
-        legs = [call.body["kv_transfer_params"] for call in prefill.calls]
-        assert [leg.get("baton_ticket") for leg in legs] == [None, "of D", None, None]
-        assert legs[1]["do_remote_decode"] is True
-        assert len({leg["transfer_id"] for leg in legs}) == 4
-        assert decode.calls[1].body["kv_transfer_params"]["baton_ticket"] == TICKET["baton_ticket"]
-
-    run(main())
+    prefill, decode = FakeEngine(lends), FakeEngine(keeps)
+    async with system([prefill], [decode], first_token=False) as s:
+        body = {"prompt": [1, 2, 3], "stream": is_stream}
+        first = await s.client.post("/v1/completions", json=body, headers=SESSION)
+        assert "of D" not in first.text
+        assert "decode-0" not in first.text
+        assert "answer" in first.text
+        if is_stream:
+            said = [line for line in first.text.splitlines() if line.startswith("data: {")]
+            assert json.loads(said[0][6:])["choices"][0]["text"] == 'it says "kv_transfer_params": {}'
+        decode.respond = answers_without
+        for _ in range(2):
+            await s.client.post("/v1/completions", json=body, headers=SESSION)
+        await s.client.post("/v1/completions", json=body)
+    legs = [call.body["kv_transfer_params"] for call in prefill.calls]
+    assert [leg.get("baton_ticket") for leg in legs] == [None, "of D", None, None]
+    assert legs[1]["do_remote_decode"] is True
+    assert len({leg["transfer_id"] for leg in legs}) == 4
+    assert decode.calls[1].body["kv_transfer_params"]["baton_ticket"] == TICKET["baton_ticket"]
 
 
 @pytest.mark.parametrize("end", ["\r\n", "\r", "\n"])
-def test_events_with_any_line_end_hide_the_params_also_when_two_arrive_at_once(end: str) -> None:
+async def test_events_with_any_line_end_hide_the_params_also_when_two_arrive_at_once(end: str) -> None:
     """Two CRLF events in one chunk once showed the client the addresses of engines, and lost the turn."""
 
-    async def main() -> None:
-        async def keeps_in_one_chunk(call: Call) -> None:
-            chunks = [{"choices": [{"text": "a"}]}, {"choices": [], "kv_transfer_params": KEPT}]
-            said = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"]
-            await call.stream("".join(f"data: {text}{end}{end}" for text in said).encode())
+    async def keeps_in_one_chunk(call: Call) -> None:
+        chunks = [{"choices": [{"text": "a"}]}, {"choices": [], "kv_transfer_params": KEPT}]
+        said = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"]
+        await call.stream("".join(f"data: {text}{end}{end}" for text in said).encode())
 
-        prefill, decode = FakeEngine(lends), FakeEngine(keeps_in_one_chunk)
-        async with system([prefill], [decode], first_token=False) as s:
-            body = {"prompt": [1, 2, 3], "stream": True}
-            for _ in range(2):
-                answer = await s.client.post("/v1/completions", json=body, headers=SESSION)
-                assert "kv_transfer_params" not in answer.text
-                assert "[DONE]" in answer.text
-                assert "error" not in answer.text
-        legs = [call.body["kv_transfer_params"] for call in prefill.calls]
-        assert [leg.get("baton_ticket") for leg in legs] == [None, "of D"]
-
-    run(main())
+    prefill, decode = FakeEngine(lends), FakeEngine(keeps_in_one_chunk)
+    async with system([prefill], [decode], first_token=False) as s:
+        body = {"prompt": [1, 2, 3], "stream": True}
+        for _ in range(2):
+            answer = await s.client.post("/v1/completions", json=body, headers=SESSION)
+            assert "kv_transfer_params" not in answer.text
+            assert "[DONE]" in answer.text
+            assert "error" not in answer.text
+    legs = [call.body["kv_transfer_params"] for call in prefill.calls]
+    assert [leg.get("baton_ticket") for leg in legs] == [None, "of D"]
 
 
 async def answers_without(call: Call) -> None:

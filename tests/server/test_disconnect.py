@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -10,7 +10,7 @@ import pytest
 
 from baton.engine.api import EngineOutput
 from baton.server.app import build_app
-from tests.server.fakes import WAIT_S, ScriptedEngine, service_around
+from tests.server.fakes import ScriptedEngine, service_around
 
 Message = dict[str, Any]
 
@@ -54,70 +54,53 @@ async def leave_during(
     return sent
 
 
-def run(main: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        async with asyncio.timeout(WAIT_S):
-            await main()
-
-    asyncio.run(bounded())
-
-
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_leaving_during_prefill_aborts_every_sample(path: str, stream: bool) -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(gate=asyncio.Event())
-        body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": stream, "n": 2}
-        leaving = asyncio.Event()
+async def test_leaving_during_prefill_aborts_every_sample(path: str, stream: bool) -> None:
+    engine = ScriptedEngine(gate=asyncio.Event())
+    body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": stream, "n": 2}
+    leaving = asyncio.Event()
 
-        def watch() -> None:
-            if len(engine.requests) == 2:
-                leaving.set()
-            else:
-                asyncio.get_running_loop().call_soon(watch)
+    def watch() -> None:
+        if len(engine.requests) == 2:
+            leaving.set()
+        else:
+            asyncio.get_running_loop().call_soon(watch)
 
-        watch()
-        await leave_during(engine, path, body, leaving)
-        assert sorted(engine.events) == ["0 aborted", "0 submitted", "1 aborted", "1 submitted"]
-
-    run(main)
+    watch()
+    await leave_during(engine, path, body, leaving)
+    assert sorted(engine.events) == ["0 aborted", "0 submitted", "1 aborted", "1 submitted"]
 
 
-def test_leaving_in_the_middle_of_a_stream_aborts_it() -> None:
-    async def main() -> None:
-        leaving = asyncio.Event()
-        engine = ScriptedEngine(gate=asyncio.Event())
-        assert engine.gate is not None
-        engine.gate.set()
+async def test_leaving_in_the_middle_of_a_stream_aborts_it() -> None:
+    leaving = asyncio.Event()
+    engine = ScriptedEngine(gate=asyncio.Event())
+    assert engine.gate is not None
+    engine.gate.set()
 
-        def answer(request: Any) -> str:
-            return "a" * 150
+    def answer(request: Any) -> str:
+        return "a" * 150
 
-        def watch() -> None:
-            if engine.events.count("0 token") >= 3:
-                assert engine.gate is not None
-                engine.gate.clear()
-                leaving.set()
-            else:
-                asyncio.get_running_loop().call_soon(watch)
+    def watch() -> None:
+        if engine.events.count("0 token") >= 3:
+            assert engine.gate is not None
+            engine.gate.clear()
+            leaving.set()
+        else:
+            asyncio.get_running_loop().call_soon(watch)
 
-        engine.answer = answer
-        watch()
-        sent = await leave_during(
-            engine, "/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 150}, leaving
-        )
-        assert engine.events[-1] == "0 aborted"
-        assert b"[DONE]" not in b"".join(message.get("body", b"") for message in sent)
-
-    run(main)
+    engine.answer = answer
+    watch()
+    sent = await leave_during(
+        engine, "/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 150}, leaving
+    )
+    assert engine.events[-1] == "0 aborted"
+    assert b"[DONE]" not in b"".join(message.get("body", b"") for message in sent)
 
 
-def test_a_client_that_stays_is_answered() -> None:
-    async def main() -> None:
-        sent = await leave_during(ScriptedEngine(), "/v1/completions", {"prompt": "a"}, asyncio.Event())
-        assert sent[0]["status"] == 200
-
-    run(main)
+async def test_a_client_that_stays_is_answered() -> None:
+    sent = await leave_during(ScriptedEngine(), "/v1/completions", {"prompt": "a"}, asyncio.Event())
+    assert sent[0]["status"] == 200
 
 
 LENT = {"baton_ticket": "signed"}
@@ -134,46 +117,35 @@ def when(is_so: Callable[[], bool], event: asyncio.Event) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("num_turns", range(12))
-def test_a_client_that_leaves_around_the_last_output_leaves_no_loan(stream: bool, num_turns: int) -> None:
+async def test_a_client_that_leaves_around_the_last_output_leaves_no_loan(
+    stream: bool, num_turns: int
+) -> None:
     """In any iteration of the loop: the loan is taken back, or the answer with its ticket has been sent."""
-
-    async def main() -> None:
-        engine = ScriptedEngine(transfer_params=LENT)
-        leaving, turns = asyncio.Event(), iter(range(num_turns))
-        when(lambda: bool(engine.requests) and next(turns, None) is None, leaving)
-        sent = await leave_during(engine, "/v1/completions", {**LENDING, "stream": stream}, leaving)
-        was_sent = b"signed" in b"".join(message.get("body", b"") for message in sent)
-        has_begun = "0 token" in engine.events
-        assert engine.taken_back == ([LENT] if has_begun and not was_sent else [])
-
-    run(main)
+    engine = ScriptedEngine(transfer_params=LENT)
+    leaving, turns = asyncio.Event(), iter(range(num_turns))
+    when(lambda: bool(engine.requests) and next(turns, None) is None, leaving)
+    sent = await leave_during(engine, "/v1/completions", {**LENDING, "stream": stream}, leaving)
+    was_sent = b"signed" in b"".join(message.get("body", b"") for message in sent)
+    has_begun = "0 token" in engine.events
+    assert engine.taken_back == ([LENT] if has_begun and not was_sent else [])
 
 
-def test_an_error_that_carries_a_ticket_gives_its_loan_back() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(
-            failure=EngineOutput(
-                request_id="", new_token_ids=[], finish_reason="abort", kv_transfer_params=LENT
-            )
-        )
-        sent = await leave_during(engine, "/v1/completions", LENDING, asyncio.Event())
-        assert sent[0]["status"] == 503
-        assert engine.taken_back == [LENT]
-
-    run(main)
+async def test_an_error_that_carries_a_ticket_gives_its_loan_back() -> None:
+    engine = ScriptedEngine(
+        failure=EngineOutput(request_id="", new_token_ids=[], finish_reason="abort", kv_transfer_params=LENT)
+    )
+    sent = await leave_during(engine, "/v1/completions", LENDING, asyncio.Event())
+    assert sent[0]["status"] == 503
+    assert engine.taken_back == [LENT]
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/tokenize", "/baton/take_back"])
-def test_a_client_that_leaves_in_its_body_is_a_line_at_debug(
+async def test_a_client_that_leaves_in_its_body_is_a_line_at_debug(
     path: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.DEBUG, "baton")
-
-    async def main() -> None:
-        left = asyncio.Event()
-        left.set()
-        await leave_during(ScriptedEngine(), path, None, left)
-
-    run(main)
+    left = asyncio.Event()
+    left.set()
+    await leave_during(ScriptedEngine(), path, None, left)
     assert [(record.levelname, record.exc_info) for record in caplog.records] == [("DEBUG", None)]
     assert "the client has gone" in caplog.text
