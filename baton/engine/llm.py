@@ -61,10 +61,18 @@ class Completion:
 
 
 class LLM:
+    """An engine in the caller's process. Use it as a context manager, or call `close`."""
+
     def __init__(
         self, config: EngineConfig, connector_factory: str | None = None, *, core: EngineCore | None = None
     ) -> None:
-        """If the configuration moves KV and has no secret, the secret of the environment or user is used."""
+        """Load the model and start the engine.
+
+        `connector_factory`: "module:name" of a factory for the halves of the configured connector; None:
+        Baton's own. `core`: an engine core to use instead of a new one. If the configuration moves KV and has
+        no secret, the secret of the environment or of the user is used. Raises UserError for a configuration
+        that cannot run.
+        """
         if core is None:
             config, warning = with_secret(config, os.environ)
             if warning:
@@ -93,7 +101,11 @@ class LLM:
         *,
         kv_transfer_params: Sequence[dict[str, Any] | None] | None = None,
     ) -> list[Completion]:
-        """Run all prompts to their end, batched. Returns the completions in the order of the prompts."""
+        """Run all prompts to their end, batched. Returns the completions in the order of the prompts.
+
+        `prompts`: token ids. `sampling_params`: for all prompts, or one per prompt. `kv_transfer_params`: one
+        per prompt, for the KV connector. A prompt that cannot run gets a completion with `error`.
+        """
         num_prompts = len(prompts)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * num_prompts

@@ -21,6 +21,8 @@ DIGEST_BYTES = 16
 
 
 class AcceptedTokens(msgspec.Struct, frozen=True):
+    """Handed-over tokens that a request may append, with logprobs if its client wants them."""
+
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None
 

@@ -22,6 +22,8 @@ from baton.engine.prefilled import prefilled_by
 
 
 class RequestStatus(enum.IntEnum):
+    """State of a request; vLLM's names."""
+
     WAITING = enum.auto()
     WAITING_FOR_REMOTE_KVS = enum.auto()
     RUNNING = enum.auto()

@@ -104,6 +104,7 @@ class SlotStrides(NamedTuple):
 
 
 def slot_strides(cache_NHPC: torch.Tensor) -> SlotStrides:
+    """Strides of a cache in slots of `C` elements."""
     width = cache_NHPC.shape[3]
     block, head, token, element = cache_NHPC.stride()
     assert element == 1, "a slot is contiguous"

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 class BlockPool:
+    """Blocks of one engine, with reference counts and a prefix cache per KV-cache group."""
+
     def __init__(
         self,
         num_blocks: int,

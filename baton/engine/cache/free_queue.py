@@ -30,6 +30,8 @@ class Block:
 
 
 class FreeQueue:
+    """Free blocks in the order in which they are allocated."""
+
     def __init__(self, blocks: list[Block]) -> None:
         self.num_free = 0
         self._head = Block(-1)

@@ -64,6 +64,8 @@ class _Table:
 
 
 class KVCache:
+    """Block tables of all requests over one pool."""
+
     def __init__(
         self,
         config: CacheConfig,

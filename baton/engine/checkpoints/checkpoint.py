@@ -34,7 +34,12 @@ def load_model_config(
     max_model_len: int | None = None,
     served_model_name: str | None = None,
 ) -> ModelConfig:
-    """Read a model folder. Reads all weights once for their digest: seconds per ten gigabytes."""
+    """Read a local Hugging Face model folder.
+
+    All weights are read once for their digest, which takes seconds per ten gigabytes. `dtype`: auto (that of
+    config.json), float32, bfloat16 or float16. `max_model_len`: in tokens; None: the model's maximum.
+    `served_model_name`: None: the folder's name. Raises UserError with the file and field at fault.
+    """
     root = Path(folder)
     if not root.is_dir():
         raise UserError(

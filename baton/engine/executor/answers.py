@@ -54,6 +54,8 @@ class StepFuture(Future[ModelRunnerOutput]):
 
 
 class RankAnswers:
+    """Aggregates the answers of the ranks of one executor."""
+
     def __init__(self, num_ranks: int) -> None:
         self.aggregator = KVOutputAggregator(num_ranks)
         self._num_ranks = num_ranks

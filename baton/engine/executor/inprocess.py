@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 
 class InProcessExecutor(Executor):
+    """Runs the only rank in `submit`."""
+
     def __init__(self, config: EngineConfig, connector_factory: str | None) -> None:
         assert config.parallel_config.tensor_parallel_size == 1, "checked by ParallelConfig"
         self._worker = Worker(config, load_factory(connector_factory), SingleRank())

@@ -42,6 +42,8 @@ LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class MultiprocessExecutor(RemoteExecutor):
+    """Runs each rank in a child process."""
+
     def __init__(self, config: EngineConfig, connector_factory: str | None) -> None:
         super().__init__(config)
         self._ranks: list[Child] = []

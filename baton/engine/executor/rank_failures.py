@@ -17,6 +17,8 @@ REPORT_WAIT_S = 2.0  # For further reports. They come within milliseconds, on a 
 
 
 class RankFailures:
+    """Failures and ends of an executor's ranks."""
+
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._failed: dict[int, RankFailed] = {}

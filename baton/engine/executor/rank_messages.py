@@ -30,6 +30,8 @@ class RankAssignment:
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
+    """The rank is ready for steps."""
+
     handshake_metadata: KVConnectorHandshakeMetadata | None
     awaits_capture: bool = False
 
@@ -54,6 +56,8 @@ class RankFailed:
 
 @dataclass(frozen=True, slots=True)
 class RankStep:
+    """Run a step. `told_token_ids`: tokens of earlier steps, for ranks that do not sample."""
+
     scheduler_output: SchedulerOutput
     told_token_ids: list[list[int]]
 

@@ -48,6 +48,8 @@ READY_S = 10.0  # To fetch a result that Ray reports as ready.
 
 
 class RayExecutor(RemoteExecutor):
+    """Runs each rank in a Ray actor."""
+
     def __init__(
         self, config: EngineConfig, connector_factory: str | None, actors: RankActors | None = None
     ) -> None:

@@ -76,11 +76,15 @@ class RankActor:
 
 
 class RankProcess(NamedTuple):
+    """A Ray actor that can run a rank."""
+
     actor: Any
     end: Any  # A task that ends only with the process.
 
 
 class RankActors:
+    """Pool of actors; see the module."""
+
     def __init__(self, config: EngineConfig) -> None:
         """`config`: of any engine that uses the pool; all have the same device and number of threads."""
         self.ray = import_ray()

@@ -44,6 +44,8 @@ SEND_FAILURE_S = 5.0
 
 
 class Worker:
+    """Model slice, KV cache, worker half and runner of one rank, ready for steps once constructed."""
+
     def __init__(self, config: EngineConfig, factory: ConnectorFactory, group: TensorParallelGroup) -> None:
         model_config, device = config.model_config, device_of(config, group)
         if device.type == "cuda":

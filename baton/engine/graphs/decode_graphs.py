@@ -81,6 +81,8 @@ class _Bucket:
 
 
 class DecodeGraphs:
+    """Recordings of decode steps, one bucket per batch size."""
+
     def __init__(
         self,
         model: GraphedModel,

@@ -16,6 +16,8 @@ logger = logging.getLogger(__name__)
 
 
 class GraphMode(enum.Enum):
+    """How decode steps are recorded: not at all, in pieces between attention layers, or as a whole."""
+
     OFF = "off"
     PIECEWISE = "piecewise"
     FULL = "full"

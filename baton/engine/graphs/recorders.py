@@ -28,12 +28,16 @@ Replay: TypeAlias = Callable[[], torch.Tensor]
 
 
 class Recorder(ABC):
+    """Records a forward pass on one kind of device."""
+
     @abstractmethod
     def record(self, forward: Forward, *, in_pieces: bool) -> Replay:
         """Record `forward`, which may be called more than once. If it raises, nothing is recorded."""
 
 
 class PlainRecorder(Recorder):
+    """Recorder for devices without graphs: a replay calls the pass again."""
+
     def record(self, forward: Forward, *, in_pieces: bool) -> Replay:
         outside = _directly if in_pieces else None
         forward(outside)

@@ -38,6 +38,8 @@ class Kind(NamedTuple):
 
 
 class StepOfKind(NamedTuple):
+    """What attention needs for one kind of layer in a step."""
+
     rotation: Rotation
     plan: Any  # The backend's. None in a dummy run.
 
@@ -176,6 +178,8 @@ class Decoder(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Attention and MLP with their norms and residual sums."""
+
     def __init__(
         self,
         a: DecoderArchitecture,

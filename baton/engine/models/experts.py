@@ -15,6 +15,8 @@ from baton.engine.models.parallel import TensorParallelGroup
 
 
 class MixtureOfExperts(nn.Module):
+    """Router and experts of one layer."""
+
     def __init__(
         self, a: DecoderArchitecture, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
     ) -> None:

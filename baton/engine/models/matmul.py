@@ -49,6 +49,7 @@ class Matmul:
 
 
 def is_packable(weight: torch.Tensor) -> bool:
+    """Whether a packed kernel exists for the weight's device and dtype."""
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return False  # torch's own linear already packs float16 and bfloat16, or emulates them.
     return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")

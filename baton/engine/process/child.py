@@ -46,6 +46,8 @@ _BOOTSTRAP = (
 
 @dataclass(slots=True)
 class Child:
+    """A child process and the parent's end of its socket."""
+
     name: str
     process: subprocess.Popen[bytes]
     socket: socket.socket  # The parent's end.

@@ -45,18 +45,23 @@ class KVCacheSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheGroupSpec:
+    """Layers that share a block table, and their cache format."""
+
     layer_names: list[str]
     kv_cache_spec: KVCacheSpec
 
 
 @dataclass(frozen=True, slots=True)
 class KVCacheConfig:
+    """KV cache of one rank, for connectors."""
+
     num_blocks: int
     kv_cache_groups: list[KVCacheGroupSpec]
     kv_cache_tensors: list[Any] = field(default_factory=list)  # Empty: the host allocates one storage.
 
 
 def describe_cache(config: EngineConfig, tp_rank: int) -> KVCacheConfig:
+    """The description for the connector halves of rank `tp_rank`."""
     model = config.model_config
     heads = kv_heads_of(
         tp_rank, tp_size=config.parallel_config.tensor_parallel_size, num_kv_heads=model.num_kv_heads

@@ -55,6 +55,8 @@ if TYPE_CHECKING:
 
 
 class ConnectorStep(Guard):
+    """Context manager for the worker half's calls in one step. `report` is its result."""
+
     def __init__(
         self,
         half: KVConnectorWorkerHalf,

@@ -52,6 +52,8 @@ class StepInput:
 
 
 class InputBatch:
+    """Rows of one rank's requests; `update` applies a step, `step_input` builds its input."""
+
     def __init__(self, config: EngineConfig) -> None:
         self._block_size = config.cache_config.block_size
         self._eos_token_ids = config.model_config.eos_token_ids

@@ -49,6 +49,8 @@ class Model(Protocol):
 
 
 class ModelRunner:
+    """Runs steps on one rank: `warm_up`, `record_graphs`, then `execute` for each step."""
+
     def __init__(
         self,
         config: EngineConfig,

@@ -154,6 +154,8 @@ def has_penalties(params: SamplingParams) -> bool:
 
 
 class Sampled(NamedTuple):
+    """Token ids and logprobs of a step's rows."""
+
     token_ids: list[int]
     logprobs: dict[int, TokenLogprobs]  # By row; only for rows with `logprobs`.
 
@@ -199,6 +201,8 @@ class _Plan:
 
 
 class Sampler:
+    """Samples tokens; keeps the tensors of the last batch for the next step."""
+
     def __init__(self) -> None:
         self._plan: _Plan | None = None
 
