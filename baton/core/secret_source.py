@@ -3,9 +3,6 @@
     BATON_SECRET, BATON_PREVIOUS_SECRET      the current secret, and the one that it replaces
     a file                                   the same two, one per line
     $XDG_STATE_HOME/baton/secret             generated when an engine moves KV and neither is given
-@30-31
-    "insecure_no_secret is set: every process on this host can read the KV of prompts, end loans, and send "
-    "this engine false KV, which leads to wrong answers. Use it for tests only"
 
 Engines that move KV without a secret trust every process of their host. That needs an explicit
 `insecure_no_secret`.
@@ -30,7 +27,7 @@ MAX_SECRET_BYTES = 1 << 16
 _GENERATED_BYTES = 32
 _EXAMPLE = "for example: openssl rand -hex 32"
 _INSECURE = (
-    "insecure_no_secret is set: every process on this host can read the KV of prompts, end loans, and hand "
+    "insecure_no_secret is set: every process on this host can read the KV of prompts, end loans, and send "
     "this engine false KV, which leads to wrong answers. Use it for tests only"
 )
 

@@ -6,7 +6,7 @@ computed after the prompt see its last W tokens only, so D needs the blocks from
 it computes, and announces a group's blocks from the first one that it keeps:
 
     num_tokens = 18, W = 6, blocks of 4            announced, when 16 tokens are ready    first_blocks
-    full attention   |  7 |  3 |  9 |  4 | 12 |   7 3 9 4                                0
+    full attention    |  7 |  3 |  9 |  4 | 12 |   7 3 9 4                                0
     window            |  . |  . |  . |  8 | 11 |   8                                      3: token 12 = 18 - 6
 """
 

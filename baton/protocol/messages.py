@@ -146,11 +146,11 @@ class Announced(_Message, frozen=True, tag="announced"):
         if self.first_blocks and len(self.first_blocks) != len(self.block_ids):
             raise ValueError(f"{len(self.first_blocks)} first blocks for {len(self.block_ids)} cache groups")
         if not all(0 <= first <= MAX_LISTED_BLOCKS for first in self.first_blocks):
-            raise ValueError("first_blocks must be in [0, {MAX_LISTED_BLOCKS}]")
+            raise ValueError(f"first_blocks must be in [0, {MAX_LISTED_BLOCKS}]")
         if not 0 <= self.partial_layers <= MAX_LAYERS:
             raise ValueError(f"partial_layers is {self.partial_layers}, at most {MAX_LAYERS}")
         if sum(len(group) for group in self.block_ids) > MAX_LISTED_BLOCKS or len(self.block_ids) > 256:
-            raise ValueError("more than {MAX_LISTED_BLOCKS} blocks or 256 cache groups")
+            raise ValueError(f"more than {MAX_LISTED_BLOCKS} blocks or 256 cache groups")
         for group in self.block_ids:
             if group and not (min(group) >= 0 and max(group) <= MAX_BLOCK_ID):
                 raise ValueError("block ids must be in [0, 2**32)")
@@ -234,7 +234,7 @@ class Refused(_Message, frozen=True, tag="refused"):
     def __post_init__(self) -> None:
         if len(self.reasons) > MAX_REASONS or any(len(r) > MAX_REASON_CHARS for r in self.reasons):
             raise ValueError(
-                "more than {MAX_REASONS} reasons, or one of more than {MAX_REASON_CHARS} characters"
+                f"more than {MAX_REASONS} reasons, or one of more than {MAX_REASON_CHARS} characters"
             )
 
 

@@ -6,7 +6,6 @@
     epoch    = first 8 bytes of SHA-256(purpose, public key)
 
 Each process makes a key pair when it starts. The epoch of its address is a hash of its public key, so an
-Each process makes a key pair when it starts. The epoch of its address is a hash of its public key, so an
 address proves its key, and no member of the cluster can write in the name of another: it would need a key
 pair with the same 64 bits of hash. This needs no registration or signature of keys. Tickets and introductions
 carry the key as well, so that the first frame to a producer is already signed.

@@ -23,9 +23,8 @@ class S3Fifo(EvictionPolicy[K]):
         super().__init__(capacity)
         self._small_max = max(1, int(capacity * SMALL_SHARE))
         self._num_ghosts_max = max(1, capacity - self._small_max)
-        self._small: OrderedDict[K, int] = (
-            OrderedDict()
-        )  # Uses since the key entered; the oldest key comes first.
+        # In both, uses since the key entered; the oldest key comes first.
+        self._small: OrderedDict[K, int] = OrderedDict()
         self._main: OrderedDict[K, int] = OrderedDict()
         self._ghosts: OrderedDict[K, None] = OrderedDict()
 

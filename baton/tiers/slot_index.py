@@ -39,9 +39,8 @@ class SlotIndex(Generic[K]):
         self.num_slots = num_slots
         self._policy = policy
         self._entries: dict[K, Entry[K]] = {}
-        self._free = list(
-            range(num_slots - 1, -1, -1)
-        )  # Taken in ascending order, so that adjacent slots are copied in runs.
+        # Taken from the end, in ascending order, so that adjacent slots are copied in runs.
+        self._free = list(range(num_slots - 1, -1, -1))
 
     def __contains__(self, key: object) -> bool:
         """Whether the key is stored or being stored."""

@@ -58,9 +58,8 @@ class CudaDriver:
         # again at the same address, and unmaps it when it has been closed as often.
         self._opened: dict[int, list[int]] = {}
         self._lock = threading.Lock()
-        self._streams = (
-            threading.local()
-        )  # One per thread and device, so that threads do not wait for each other.
+        # One stream per thread and device, so that threads do not wait for each other.
+        self._streams = threading.local()
 
     def device_of(self, region: Region) -> int:
         kind, _, index = region.device.partition(":")

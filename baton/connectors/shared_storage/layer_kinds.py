@@ -1,7 +1,7 @@
 """Kinds of layers: layers with equal windows share a file per chunk. Decides which files a prefix needs.
 
     blocks of 4 tokens, chunks of 3 blocks            a prefix of three chunks needs
-    full attention    | 0 1 2 | 3 4 5 | 6 7 8 |      all files
+    full attention     | 0 1 2 | 3 4 5 | 6 7 8 |      all files
     window of 6        | - 1 2 | - 4 5 | - 7 8 |      the last file
     window of 20       | 0 1 2 | 3 4 5 | 6 7 8 |      the last two; of the first of them from block 4 on
 
