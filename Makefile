@@ -1,4 +1,4 @@
-# The same commands for people and for CI. Each sets up .venv (test-vllm: .venv-vllm) by itself.
+# Commands for developers and CI. Each first sets up .venv (test-vllm: .venv-vllm).
 .PHONY: demo test test-python test-vllm check chaos soak bench format clean
 
 demo:      ; @scripts/demo $(ARGS)
@@ -7,7 +7,7 @@ test-vllm: ; @scripts/test-vllm $(ARGS)
 check:     ; @scripts/check
 chaos:     ; @scripts/chaos $(ARGS)
 soak:      ; @scripts/soak $(ARGS)
-# The suite under another Python: make test-python V=3.13
+# Run the tests with another Python: make test-python V=3.13
 test-python: ; @PYTHON=python$(V) VENV=.venv-$(V) scripts/test $(ARGS)
 bench:     ; @scripts/bench $(ARGS)
 

@@ -1,11 +1,11 @@
-"""Follows an engine's KV events, and knows at any time which blocks its prefix cache has.
+"""Subscriber of an engine's KV events, which keeps the set of blocks in the engine's prefix cache.
 
     baton serve MODEL --kv-events-config '{"enable_kv_cache_events": true,
         "endpoint": "tcp://127.0.0.1:5557", "replay_endpoint": "tcp://127.0.0.1:5558"}'
     python examples/kv_event_subscriber.py tcp://127.0.0.1:5557 tcp://127.0.0.1:5558
 
-The wire format is vLLM's, so this follows a vLLM as well. A router that wants to send a prompt where its
-prefix lies needs no more than `CacheView.blocks`.
+The wire format is vLLM's, so this works with a vLLM engine too. A router that sends each prompt to the engine
+that caches its prefix needs only `CacheView.blocks`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ REPLAY_TIMEOUT_MS = 5000
 
 
 class CacheView:
-    """What one engine's cache has, as far as we were told."""
+    """The blocks in one engine's cache, according to the events received so far."""
 
     def __init__(self) -> None:
         self.blocks: set[tuple[bytes | int, str | None, int | None]] = set()  # Hash, medium, group of layers.
-        self.next_number: int | None = None  # Of the batch that has to come next.
+        self.next_number: int | None = None  # Number of the next batch.
 
     def apply(self, number: int, payload: bytes) -> None:
-        """A batch is [seconds, events, data_parallel_rank]."""
+        """Apply one batch of events: [seconds, events, data_parallel_rank]."""
         self.next_number = number + 1
         for event in msgspec.msgpack.decode(payload)[1]:
             where = event.get("medium"), event.get("group_idx")
@@ -41,7 +41,7 @@ class CacheView:
                     self.blocks.clear()
 
     def forget(self) -> None:
-        """What we missed may have been removals, so nothing is known any more."""
+        """Remove all blocks: missed events may have removed any of them."""
         self.blocks.clear()
 
 
@@ -55,14 +55,14 @@ class Subscriber:
         self._replay_endpoint = replay_endpoint
 
     def receive(self, timeout_ms: int | None = None) -> bool:
-        """Take one batch, and before it what was missed. False: none came in time."""
+        """Receive one batch, after fetching those missed before it. False: none came in time."""
         if not self._events.poll(timeout_ms):
             return False
         _, number_bytes, payload = self._events.recv_multipart()
         number = int.from_bytes(number_bytes, "big")
         expected = self.view.next_number if self.view.next_number is not None else 0
         if number < expected:
-            self.view.forget()  # The engine has started anew.
+            self.view.forget()  # The engine was restarted.
             expected = 0
         if number > expected:
             self.catch_up(expected, number)
@@ -70,7 +70,7 @@ class Subscriber:
         return True
 
     def catch_up(self, first: int, end: int) -> None:
-        """Batches `first` to `end`, exclusive; if they are not to be had, nothing is believed any more."""
+        """Fetch batches `first` to `end` (exclusive). If one is missing, remove all blocks from the view."""
         replayed = [batch for batch in self._ask_for(first) if batch[0] < end]
         if [number for number, _ in replayed] != list(range(first, end)):
             self.view.forget()
@@ -98,8 +98,10 @@ class Subscriber:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Print how many blocks an engine's prefix cache has.")
-    parser.add_argument("endpoint", help="of the events, such as tcp://127.0.0.1:5557")
-    parser.add_argument("replay_endpoint", nargs="?", help="of the replay; without it a gap clears the view")
+    parser.add_argument("endpoint", help="endpoint of the events, such as tcp://127.0.0.1:5557")
+    parser.add_argument(
+        "replay_endpoint", nargs="?", help="endpoint of the replay; without it, a gap clears the view"
+    )
     arguments = parser.parse_args()
     try:
         subscriber = Subscriber(arguments.endpoint, arguments.replay_endpoint)

@@ -33,7 +33,7 @@ def tracked() -> list[Path]:
 
 
 def uses(files: Iterable[Path]) -> dict[str, list[str]]:
-    """Of each word, `file:line` of every use."""
+    """Return `file:line` of every use of each word."""
     found: dict[str, list[str]] = {word: [] for word in LIMITS}
     for file in files:
         text = file.read_text() if file.is_file() else ""
@@ -45,7 +45,7 @@ def uses(files: Iterable[Path]) -> dict[str, list[str]]:
 
 
 def main(arguments: list[str]) -> int:
-    """With files as arguments: checks these. Exit status 1: some word has more uses than its limit."""
+    """Check the given files, or all texts. Exit status 1: a word has more uses than its limit."""
     names = [Path(name) for name in arguments if name != "--counts"]
     excess = False
     for word, places in uses(names or tracked()).items():

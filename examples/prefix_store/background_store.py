@@ -1,4 +1,4 @@
-"""The prefix store with loads in the background: the request waits, and the engine's steps do not."""
+"""The prefix store with loads in threads: only the loading request waits, not the engine's steps."""
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -9,7 +9,7 @@ from prefix_store import PrefixStoreConnector, SchedulerHalf, WorkerHalf
 class BackgroundSchedulerHalf(SchedulerHalf):
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         num_tokens, _ = super().get_num_new_matched_tokens(request, num_computed_tokens)
-        return num_tokens, bool(num_tokens)  # True: the request waits until get_finished has its id.
+        return num_tokens, bool(num_tokens)  # True: the request waits until get_finished returns its id.
 
 
 class BackgroundWorkerHalf(WorkerHalf):
@@ -20,11 +20,11 @@ class BackgroundWorkerHalf(WorkerHalf):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for request_id, name, block_ids in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
-            # Until its id is reported, the blocks belong to this load, even if the request is aborted.
+            # Until get_finished returns its id, the load owns these blocks, even if the request is aborted.
             self._loading[request_id] = self._threads.submit(self._load, name, block_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Called after each step, also after empty ones. The ids of loads that have ended, failed or not."""
+        """Return the ids of ended loads, failed or not. Called after each step, even an empty one."""
         ended = {request_id for request_id, load in self._loading.items() if load.done()}
         for request_id in ended:
             self._failed |= self._loading.pop(request_id).result()

@@ -1,4 +1,4 @@
-"""A whole KV connector: prompts are kept in a folder, and loaded when they come again. See README.md."""
+"""A complete KV connector: saves prompts' KV in a folder and loads it for repeated prompts (README.md)."""
 
 import hashlib
 from dataclasses import dataclass
@@ -14,19 +14,19 @@ from baton.contract import KVConnectorMetadata, NullSchedulerHalf, NullWorkerHal
 
 
 @dataclass
-class Orders(KVConnectorMetadata):
-    loads: list[tuple[str, str, list[int]]]  # Request, name of its file, the blocks that its last ones fill.
+class Metadata(KVConnectorMetadata):
+    loads: list[tuple[str, str, list[int]]]  # Request, file name, blocks to fill with the file's last blocks.
     saves: list[tuple[str, list[int]]]
 
 
 class SchedulerHalf(NullSchedulerHalf):
     def __init__(self, config: Any) -> None:
         model, self._block_size = config.model_config, config.cache_config.block_size
-        # What a block's bytes depend on besides its tokens: another model must never find our files.
+        # A block's bytes depend on these besides its tokens; the file of another model must never match.
         shape = (model.dtype, self._block_size, config.parallel_config.tensor_parallel_size)
         self._kind = (model.architecture_digest, model.weights_digest, *shape)
         self._folder = Path(config.kv_transfer_config.kv_connector_extra_config["path"])
-        self._orders = Orders([], [])
+        self._metadata = Metadata([], [])
 
     def _num_blocks(self, request: Any) -> int:
         return (request.num_prompt_tokens - 1) // self._block_size  # The last token is always computed.
@@ -36,30 +36,30 @@ class SchedulerHalf(NullSchedulerHalf):
         return hashlib.sha256(repr((self._kind, request.cache_salt, tokens)).encode()).hexdigest()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """May be asked often, so it changes nothing. False: loaded within the step, before it computes."""
+        """Changes nothing, since it may be called often. False: the load happens within the step."""
         num_new = self._num_blocks(request) * self._block_size - num_computed_tokens
         return (num_new if num_new > 0 and (self._folder / f"{self._name(request)}.0").exists() else 0), False
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         if num_external_tokens:
-            (table,) = blocks.get_block_ids()  # The whole table; those that the prefix cache had come first.
+            (table,) = blocks.get_block_ids()  # All its blocks; those of the prefix cache come first.
             end = self._num_blocks(request)
             fresh = table[end - num_external_tokens // self._block_size : end]
-            self._orders.loads.append((request.request_id, self._name(request), fresh))
+            self._metadata.loads.append((request.request_id, self._name(request), fresh))
 
     def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
-        orders, self._orders = self._orders, Orders([], [])
-        return orders
+        metadata, self._metadata = self._metadata, Metadata([], [])
+        return metadata
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """Its blocks are free now. They are copied at the next step's start, before anybody writes there."""
+        """The blocks are free now; they are copied at the next step's start, before they are overwritten."""
         last = self._num_blocks(request)
         if last and request.status.name in ("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"):
-            self._orders.saves.append((self._name(request), block_ids[:last]))
+            self._metadata.saves.append((self._name(request), block_ids[:last]))
         return False, None
 
     def has_pending_push_work(self) -> bool:
-        return bool(self._orders.saves)  # Step once more, although nobody waits for an answer.
+        return bool(self._metadata.saves)  # Run another step even if no request waits for one.
 
 
 class WorkerHalf(NullWorkerHalf):
@@ -74,9 +74,9 @@ class WorkerHalf(NullWorkerHalf):
     def bind_connector_metadata(self, connector_metadata: Any) -> None:
         super().bind_connector_metadata(connector_metadata)
         for name, block_ids in connector_metadata.saves:
-            aside = self._folder / uuid4().hex
-            save_file({layer: kv[block_ids].cpu().contiguous() for layer, kv in self._caches.items()}, aside)
-            aside.rename(self._folder / f"{name}.{self._rank}")  # Whole or not at all.
+            temp = self._folder / uuid4().hex
+            save_file({layer: kv[block_ids].cpu().contiguous() for layer, kv in self._caches.items()}, temp)
+            temp.rename(self._folder / f"{name}.{self._rank}")  # Atomic: readers see a whole file or none.
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for _, name, block_ids in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
@@ -87,7 +87,7 @@ class WorkerHalf(NullWorkerHalf):
             for layer, kv in load_file(self._folder / f"{name}.{self._rank}").items():
                 self._caches[layer][block_ids] = kv[-len(block_ids) :].to(self._caches[layer].device)
         except (OSError, SafetensorError):
-            return set(block_ids)  # The engine computes them.
+            return set(block_ids)  # The engine computes these blocks.
         return set()
 
     def get_block_ids_with_load_errors(self) -> set[int]:

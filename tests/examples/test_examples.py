@@ -1,4 +1,4 @@
-"""The examples do what they say, in engines as users start them."""
+"""The examples work as documented, in engines started as users start them."""
 
 import json
 import os
@@ -36,13 +36,13 @@ def importable(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
 
 
-def test_it_is_short_enough_to_copy() -> None:
+def test_the_example_is_short_enough_to_copy() -> None:
     source = (EXAMPLE / "prefix_store.py").read_text()
     assert len(source.splitlines()) <= 100
     assert max(len(line) for line in source.splitlines()) <= 110
 
 
-def test_the_guide_shows_the_example_of_a_load_in_the_background() -> None:
+def test_the_guide_quotes_the_example_with_background_loads() -> None:
     guide = (EXAMPLE.parents[1] / "docs" / "connectors.md").read_text()
     source = (EXAMPLE / "background_store.py").read_text()
     assert source.partition("\nclass ")[2] in guide
@@ -51,18 +51,18 @@ def test_the_guide_shows_the_example_of_a_load_in_the_background() -> None:
 @pytest.mark.parametrize(
     "path", ["prefix_store:PrefixStoreConnector", "background_store:BackgroundStoreConnector"]
 )
-def test_the_kit_finds_nothing_wrong_with_it(path: str, tmp_path: Path) -> None:
+def test_the_examples_pass_the_conformance_kit(path: str, tmp_path: Path) -> None:
     broken = partial(cut_files, tmp_path)
     case = ConnectorCase(path=path, extra_config={"path": str(tmp_path)}, break_store=broken)
     check_connector(case, examples=4, seed=0).raise_if_broken()
 
 
-def test_it_is_a_connector() -> None:
+def test_the_example_is_found_by_its_module_path() -> None:
     assert connector_class(KVTransferConfig(**TRANSFER)).__name__ == "PrefixStoreConnector"  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
-def test_tokens_are_one_engines_also_when_a_file_is_gone(tmp_path: Path) -> None:
+def test_tokens_equal_a_single_engines_also_with_damaged_files(tmp_path: Path) -> None:
     write_checkpoint(tmp_path / "model", hidden=64, layers=2, heads=4, kv_heads=2, vocab=512)
     model = load_model_config(tmp_path / "model", max_model_len=256)
 
@@ -121,7 +121,7 @@ def test_both_examples_with_served_engines(engines: Engines, tmp_path: Path) -> 
     assert tokens_of(second) == first
     assert second.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == 96
 
-    subscriber = Subscriber(events, replay)  # Too late for all that was said so far, which it asks for.
+    subscriber = Subscriber(events, replay)  # It missed all events so far and asks for a replay.
     while not subscriber.receive(50):
         b.complete(prompt, max_tokens=20)
         prompt = [*prompt, 7]
