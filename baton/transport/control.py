@@ -21,19 +21,14 @@ an unfinished handshake are bounded far below the limit of file descriptors: at 
 connection requests until some of them end. `send` and `poll` raise no socket errors.
 """
 
-import ctypes
 import errno
 import logging
 import math
 import os
 import re
-import resource
-import socket as sockets
-import struct
-import sys
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import NewType, TypeAlias
@@ -44,6 +39,7 @@ from zmq.utils import z85
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.hosts import bracketed, check_bind_host, is_host, is_loopback, is_wildcard
+from baton.transport.control_port import ACCEPT_AGAIN_S, WATCHED, ControlCounters, ControlPort
 
 logger = logging.getLogger(__name__)
 
@@ -69,32 +65,13 @@ SILENT_S = 2.5
 RECONNECT_FIRST_MS = 100
 RECONNECT_MAX_MS = 2_000
 
-# Accepted connections with an unfinished handshake, and their share of the process's descriptors.
-WAITING_MAX = 128
-WAITING_SHARE_MAX = 1 / 8
 NUM_SPARE_DESCRIPTORS = 8  # Released when none are left, so that peers can still be dialled.
-_BACKLOG = 128
-# Pause after an accept without a free descriptor; ZeroMQ would retry at once and occupy a whole core.
-ACCEPT_AGAIN_S = 1.0
 _FAILED_POLL_PAUSE_S = 0.05
-_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
-_BPF_DROP_ALL = bytes((0x06, 0, 0, 0, 0, 0, 0, 0))  # One instruction: return 0.
 
 _CURVE_OVERHEAD_BYTES = 64  # Nonce, authenticator and flags around an encrypted frame.
 _ZAP_ADDRESS = "inproc://zeromq.zap.01"  # RFC 27: where a context asks which clients to accept.
 _ZAP_DOMAIN = b"baton"
 _URL = re.compile(r"tcp://(?P<host>[^\[\]:/]+|\[[0-9A-Fa-f:.]+\]):(?P<port>[0-9]{1,5})")
-# Without EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 also reports it for a frame that does not decrypt. The
-# report overwrites the error number, so that libzmq takes the bad frame for a full queue and never reads from
-# that connection again.
-_FAILED_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-_WATCHED = (
-    zmq.EVENT_ACCEPTED
-    | zmq.EVENT_ACCEPT_FAILED
-    | zmq.EVENT_HANDSHAKE_SUCCEEDED
-    | zmq.EVENT_DISCONNECTED
-    | _FAILED_HANDSHAKE
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,18 +80,6 @@ class Received:
 
     route: Destination
     frame: bytes
-
-
-@dataclass(slots=True)
-class ControlCounters:
-    """Counts of dropped frames and connections, by reason. Metrics read them from any thread."""
-
-    strangers: int = 0  # Handshakes that failed.
-    malformed: int = 0  # Frames with a wrong number of parts, or too long.
-    unroutable: int = 0  # Frames to a connection that is gone.
-    overflowed: int = 0  # Frames to a peer whose queue is full.
-    failed: int = 0  # Socket errors, such as too few file descriptors.
-    pauses: int = 0  # Times that the port stopped accepting because of too many strangers.
 
 
 @dataclass(eq=False)
@@ -171,13 +136,6 @@ class ControlChannel:
             )
         self._keys = _Keys.of(self.secret)
         self._dialled: OrderedDict[str, _Dialled] = OrderedDict()
-        # Accept times of the connections with an unfinished handshake.
-        self._introducing: deque[float] = deque()
-        self._accepted: set[int] = set()  # Descriptors of open incoming connections.
-        self._is_paused = False
-        self._paused_until = 0.0
-        self._waiting_max = _waiting_max()
-        self._listener: sockets.socket | None = None
         self._spare_fds: list[int] = []
         self._closed = False
         self._wake_lock = threading.Lock()
@@ -207,12 +165,14 @@ class ControlChannel:
             self._router.curve_server = True
             self._router.curve_secretkey = self._keys[0].server_secret
             self._router.setsockopt(zmq.ZAP_DOMAIN, _ZAP_DOMAIN)
-        self._monitor = self._router.get_monitor_socket(_WATCHED)
+        self._monitor = self._router.get_monitor_socket(WATCHED)
         self._poller.register(self._monitor, zmq.POLLIN)
         try:
-            self._listener = _listen(self.host, self.port)
-            self._router.setsockopt(zmq.USE_FD, os.dup(self._listener.fileno()))  # ZeroMQ closes the copy.
-            self.port = self._listener.getsockname()[1]
+            self._listener = ControlPort(
+                self.host, self.port, self.counters, handshake_max_s=2 * HANDSHAKE_TIMEOUT_MS / 1000
+            )
+            self._router.setsockopt(zmq.USE_FD, self._listener.duplicate())  # ZeroMQ closes the copy.
+            self.port = self._listener.number
             self._router.bind(f"tcp://{bracketed(self.host)}:{self.port}")
         except (OSError, zmq.ZMQError) as error:
             raise ConfigError(
@@ -263,7 +223,7 @@ class ControlChannel:
         deadline = time.monotonic() + timeout_s
         while True:
             rest_s = deadline - time.monotonic()
-            if self._is_paused:
+            if self._listener.is_paused:
                 rest_s = min(rest_s, ACCEPT_AGAIN_S / 2)
             try:
                 ready = {key for key, _ in self._poller.poll(max(0, math.ceil(rest_s * 1000)))}
@@ -310,7 +270,7 @@ class ControlChannel:
             self._router.disable_monitor()
         # Linger 0 everywhere: term() would otherwise wait for peers that are gone.
         self._context.destroy(linger=0)
-        if self._listener is not None:
+        if hasattr(self, "_listener"):
             self._listener.close()
         self._release_descriptors()
         os.close(self._wake_fd)
@@ -476,102 +436,11 @@ class ControlChannel:
                 return
 
     def _count_strangers(self) -> None:
-        """Counts clients that connected and did not finish the handshake. libzmq reports only some of them as
-        failed: on one that speaks HTTP, for example, it hangs up or keeps waiting without a report. Those
-        are counted when their time is up.
-        """
-        now = time.monotonic()
-        while True:
-            try:
-                message = self._monitor.recv_multipart(zmq.NOBLOCK)[0]
-            except zmq.Again:
-                break
-            except zmq.ZMQError as error:
-                self._note_failure("watching connections", error)
-                break
-            event = int.from_bytes(message[:2], sys.byteorder)
-            descriptor = int.from_bytes(message[2:6], sys.byteorder)
-            if event == zmq.EVENT_ACCEPTED:
-                self._introducing.append(now)
-                self._accepted.add(descriptor)
-                continue
-            if event == zmq.EVENT_ACCEPT_FAILED:
-                self._paused_until = now + ACCEPT_AGAIN_S
-                continue
-            if event == zmq.EVENT_DISCONNECTED:
-                self._accepted.discard(descriptor)
-                continue
-            # Only the number is tracked, because a success does not tell which connection it belongs to.
-            if self._introducing:
-                self._introducing.popleft()
-            if event & _FAILED_HANDSHAKE:
-                self.counters.strangers += 1
-        while self._introducing and now - self._introducing[0] > 2 * HANDSHAKE_TIMEOUT_MS / 1000:
-            self._introducing.popleft()
-            self.counters.strangers += 1
-        self._bound_strangers(now)
-
-    def _bound_strangers(self, now: float) -> None:
-        """Stops accepting at the bound and resumes at half of it; pauses when no descriptor is left.
-
-        Open connections are not affected.
-        """
-        # Those that left at once are still in `_introducing`; those with a finished handshake in `_accepted`.
-        num_waiting = min(len(self._introducing), len(self._accepted))
-        assert self._listener is not None
-        is_short = now < self._paused_until
-        if not self._is_paused and (is_short or num_waiting >= self._waiting_max):
-            self._is_paused = _drop_connection_requests(self._listener)
-            self.counters.pauses += self._is_paused
-            if self._is_paused and self.counters.pauses & (self.counters.pauses - 1) == 0:
-                logger.warning(
-                    "%s; connection requests to the control port %d are ignored for a while",
-                    "no file descriptor is left"
-                    if is_short
-                    else f"{num_waiting} connections wait for their handshake",
-                    self.port,
-                )
-        elif self._is_paused and not is_short and num_waiting <= self._waiting_max // 2:
-            self._listener.setsockopt(sockets.SOL_SOCKET, _SO_DETACH_FILTER, 0)
-            self._is_paused = False
-
-
-def _waiting_max() -> int:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return WAITING_MAX if limit < 0 else max(2, min(WAITING_MAX, int(limit * WAITING_SHARE_MAX)))
-
-
-def _listen(host: str, port: int) -> sockets.socket:
-    """A listening socket that we keep, so that it can be told to ignore connection requests."""
-    family, kind, protocol, _, address = sockets.getaddrinfo(
-        host.strip("[]"), port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE
-    )[0]
-    listener = sockets.socket(family, kind, protocol)
-    try:
-        listener.setblocking(False)  # ZeroMQ shares this flag.
-        listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)  # As ZeroMQ itself does.
-        if family == sockets.AF_INET6:
-            listener.setsockopt(sockets.IPPROTO_IPV6, sockets.IPV6_V6ONLY, 0)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
-
-
-def _drop_connection_requests(listener: sockets.socket) -> bool:
-    """Lets the kernel drop what reaches this socket, which are connection requests. False: not supported.
-
-    Connections accepted earlier have their own sockets.
-    """
-    code = ctypes.create_string_buffer(_BPF_DROP_ALL, len(_BPF_DROP_ALL))
-    program = struct.pack("@HP", 1, ctypes.addressof(code))  # struct sock_fprog
-    try:
-        listener.setsockopt(sockets.SOL_SOCKET, _SO_ATTACH_FILTER, program)
-    except OSError:
-        return False
-    return True
+        try:
+            self._listener.take_events(self._monitor)
+        except zmq.ZMQError as error:
+            self._note_failure("watching connections", error)
+        self._listener.bound_strangers()
 
 
 def check_url(url: str) -> str:

@@ -17,7 +17,7 @@ from zmq.utils import z85
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.testing.transport_rig import nothing_left_behind
-from baton.transport import control
+from baton.transport import control, control_port
 from baton.transport.control import ControlChannel, Received, Route
 
 SECRET = ClusterSecret(b"the secret of this cluster")
@@ -353,7 +353,7 @@ def test_a_connection_without_a_free_descriptor_is_accepted_later(open_channel: 
         with no_descriptors_left():
             client.connect_ex(("127.0.0.1", there.port))
             wait_until(lambda: there.poll(0.05) == [] and there.counters.pauses)
-        wait_until(lambda: there.poll(0.05) == [] and not there._is_paused)
+        wait_until(lambda: there.poll(0.05) == [] and not there._listener.is_paused)
     assert here.send(there.url, b"later")
     assert receive(there, here).frame == b"later"
 
@@ -361,7 +361,7 @@ def test_a_connection_without_a_free_descriptor_is_accepted_later(open_channel: 
 def test_strangers_do_not_take_the_descriptors_of_peers(
     open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(control, "WAITING_MAX", 10)
+    monkeypatch.setattr(control_port, "WAITING_MAX", 10)
     here, there = open_channel(), open_channel()
     here.send(there.url, b"connected before the flood")
     receive(there, here)
@@ -375,13 +375,13 @@ def test_strangers_do_not_take_the_descriptors_of_peers(
             return bool(there.counters.pauses)
 
         wait_until(is_paused, here)
-        num_accepted = len(there._accepted)
+        num_accepted = len(there._listener.accepted)
         for _ in range(20):
             stranger = flood.enter_context(socket.socket())
             stranger.setblocking(False)
             stranger.connect_ex(("127.0.0.1", there.port))
             assert there.poll(0.01) == []
-        assert len(there._accepted) <= num_accepted + 1
+        assert len(there._listener.accepted) <= num_accepted + 1
         here.send(there.url, b"during the flood")
         assert receive(there, here).frame == b"during the flood"
     newcomer = open_channel()
