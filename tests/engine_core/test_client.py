@@ -25,7 +25,7 @@ from baton.engine.runner.malloc_tuning import primitive_limits
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-BOUND_S = 60.0  # Of everything below that has to happen by itself. Generous: the machine may be busy.
+BOUND_S = 60.0  # Bound for events without a trigger; long, because the machine may be busy.
 PROMPT = list(range(20, 40))
 TP2 = ParallelConfig(tensor_parallel_size=2, executor="multiprocess")
 
@@ -54,7 +54,7 @@ async def engine(config: EngineConfig, factory: str | None = None) -> AsyncItera
 
 @pytest.fixture(autouse=True)
 def every_process_has_ended() -> Iterator[None]:
-    others = set(psutil.Process().children(recursive=True))  # Of earlier tests: Python's resource tracker.
+    others = set(psutil.Process().children(recursive=True))  # Python's resource tracker of earlier tests.
     yield
     left = set(psutil.Process().children(recursive=True)) - others
     assert not left, "every process that was started has ended"
@@ -85,7 +85,7 @@ async def test_a_session_with_one_engine(make_config, reference: list[int]) -> N
         told.set()
 
     async def has_told(is_so: Callable[[], bool]) -> None:
-        """A step's counts may be told after its last token."""
+        """Wait, because a step's counts may arrive after its last token."""
         while not is_so():
             told.clear()
             await told.wait()
@@ -95,7 +95,7 @@ async def test_a_session_with_one_engine(make_config, reference: list[int]) -> N
 
         several = await asyncio.gather(*(collect(client, request(str(number))) for number in range(5)))
         assert [tokens_of(outputs) for outputs in several] == [reference] * 5
-        assert all(len(outputs) == 6 for outputs in several), "each token is told as it comes"
+        assert all(len(outputs) == 6 for outputs in several), "each token arrives in its own output"
         assert [outputs[-1].finish_reason for outputs in several] == ["length"] * 5
         await has_told(lambda: sum(step.num_generation_tokens for step in stats) >= 30)
         assert sum(step.num_generation_tokens for step in stats) == 30
@@ -109,7 +109,7 @@ async def test_a_session_with_one_engine(make_config, reference: list[int]) -> N
             with pytest.raises(UserError, match="cannot be sent"):
                 await collect(client, unsendable)
 
-        # Closing early aborts; until the engine has let go of it, the id is in use.
+        # Closing early aborts. The id stays in use until the engine has ended the request.
         stream = client.generate(request("early", max_tokens=200))
         await anext(stream)
         with pytest.raises(UserError, match="in use"):
@@ -163,7 +163,7 @@ async def test_a_core_that_cannot_start_reports_the_reason(
             make_config(kv_transfer_config=transfer(refuse="no such wire"), parallel_config=TP2),
             connector_factory=FACTORY,
         )
-    assert "Traceback" not in capfd.readouterr().err, "of three processes, for a word in the configuration"
+    assert "Traceback" not in capfd.readouterr().err, "no process prints a traceback for a wrong setting"
     with pytest.raises(EngineDeadError, match="not ready within"):
         await EngineClient.start(make_config(), start_timeout_s=0.0)
 
@@ -173,7 +173,7 @@ async def test_two_ranks_give_the_tokens_of_one(make_config, reference: list[int
     async with engine(config, FACTORY) as client:
         assert tokens_of(await collect(client, request())) == reference
         maps = [mapped.path for mapped in psutil.Process(client.pid).memory_maps()]
-        assert not [path for path in maps if "torch" in path], "ranks compute, and the core does not"
+        assert not [path for path in maps if "torch" in path], "only ranks import torch"
 
         # One rank dies while the engine is idle.
         ranks = psutil.Process(client.pid).children()
@@ -283,7 +283,7 @@ asyncio.run(main())
 def test_no_process_outlives_a_front_end_that_was_killed(
     make_config, tmp_path: Path, are_stopped: bool
 ) -> None:
-    """Stopped processes (SIGSTOP) included, and the next engine can have the ports."""
+    """Also if processes are stopped (SIGSTOP). The next engine can use the ports."""
     (port,) = free_ports(1)
     pull = KVTransferConfig(
         kv_connector="BatonPullConnector", kv_role="kv_both", kv_connector_extra_config={"port": port}

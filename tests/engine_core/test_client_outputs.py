@@ -71,7 +71,7 @@ class PlayedCore:
                 return
 
     def send(self, *messages: FromCore) -> None:
-        """In one write: the client receives all of them at once."""
+        """Send all messages in one write, so that the client receives them at once."""
         self._writer.write(b"".join(frame(msgspec.msgpack.encode(message)) for message in messages))
 
     async def hears(self, message: ToCore) -> None:
@@ -128,7 +128,7 @@ def run(make_config: Callable[..., EngineConfig], monkeypatch: pytest.MonkeyPatc
 
 
 async def began(client: EngineClient, core: PlayedCore, name: str) -> AsyncGenerator[EngineOutput, None]:
-    """A stream whose first token has come."""
+    """A stream whose first token has arrived."""
     stream = client.generate(request(name))
     first = asyncio.ensure_future(anext(stream))
     await core.hears(AddRequest(request(name)))
@@ -169,7 +169,7 @@ def test_the_reader_of_an_output_owns_its_loan(run: Any) -> None:
         core.send(output("a", "length"))
         assert (await anext(stream)).kv_transfer_params == ticket("a")
         await stream.aclose()
-        closing = await began(client, core, "b")  # What "a" caused has been sent before this.
+        closing = await began(client, core, "b")  # All messages about "a" have been sent before.
         assert core.taken_back() == []
         await closing.aclose()
 

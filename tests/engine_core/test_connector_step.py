@@ -27,7 +27,7 @@ LAYERS = ("model.layers.0.self_attn.attn", "model.layers.1.self_attn.attn")
 
 
 class HookedModel:
-    """No arithmetic; calls the hooks as attention layers do."""
+    """A model without arithmetic that calls the hooks as attention layers do."""
 
     def __init__(self) -> None:
         self.error: Exception | None = None
@@ -284,7 +284,7 @@ class GraphsOfAnything:
 def test_a_step_with_loads_to_wait_for_is_not_replayed_although_it_computes_no_prompt(
     make_config, sync: bool
 ) -> None:
-    """A request that was preempted comes back, and all but its last output token is loaded."""
+    """A preempted request is resumed, and all but its last output token is loaded."""
     world, graphs = World(make_config()), GraphsOfAnything()
     world.runner = ModelRunner(
         make_config(), world.model, {}, world.half, device=torch.device("cpu"), graphs=graphs
@@ -394,7 +394,7 @@ def test_on_a_gpu_a_reader_on_another_stream_sees_the_whole_step(make_config) ->
     readers = torch.cuda.Stream(device)
 
     def forward(*arguments: Any) -> torch.Tensor:
-        torch.cuda._sleep(int(5e8))  # About a quarter of a second, in which the step seems to be over.
+        torch.cuda._sleep(int(5e8))  # About a quarter of a second, in which the step seems to have ended.
         cache.fill_(1.0)
         return launch_forward(*arguments).to(device)
 

@@ -130,7 +130,7 @@ def test_a_half_that_keeps_failing_keeps_no_request_waiting(
     assert end.finish_reason == "error"
     world.add(request("next", LONG, matched=16, is_async=True))
     world.step(10)
-    assert world.tokens_of("next") == reference["long"], "computed here: the connector is retired"
+    assert world.tokens_of("next") == reference["long"], "computed locally, because the connector is retired"
 
 
 @pytest.mark.parametrize("method", ["start_load_kv", "wait_for_layer_load", "get_block_ids_with_load_errors"])
@@ -251,12 +251,12 @@ def test_a_loan_that_has_ended_is_progress(world: World) -> None:
     assert world.free_blocks() == 128
 
 
-# --- What ranks report ----------------------------------------------------------------------------------
+# --- Reports of ranks ----------------------------------------------------------------------------------
 
 
 @pytest.fixture
 def world_of_two_reports(make_config):
-    """An id is to be reported twice before it counts."""
+    """A world in which an id counts after two reports."""
     world = World(make_config(kv_transfer_config=transfer(finished_count=2)))
     yield world
     world.core.shutdown()
@@ -289,12 +289,12 @@ def test_reports_of_an_ended_request_do_not_count_for_a_new_one_with_its_id(
     world = world_of_two_reports
     lend(world)
     report_sent(world)
-    world.scheduler.ends = {"lender"}  # By itself, as a half does whose loans end by time.
+    world.scheduler.ends = {"lender"}  # Added by the scheduler half, whose loans end by time.
     world.step()
     assert world.free_blocks() == 128
     lend(world)
     report_sent(world)
-    assert world.free_blocks() < 128, "the other report is still to come"
+    assert world.free_blocks() < 128, "the second report is missing"
     report_sent(world)
     assert world.free_blocks() == 128
 

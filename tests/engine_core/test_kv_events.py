@@ -145,7 +145,7 @@ def test_a_malformed_request_affects_no_subscriber(publisher: Publish, context: 
 
 def test_a_full_queue_never_holds_the_engine_up_and_the_gap_shows(publisher: Publish) -> None:
     made = publisher(max_queue_size=3)
-    made._taken.unbind("inproc://batches")  # The thread takes nothing any more.
+    made._taken.unbind("inproc://batches")  # The thread takes no batch any more.
     for _ in range(50):
         made.publish([stored(1)])
     assert made.num_dropped > 0
@@ -239,7 +239,7 @@ def test_the_examples_subscriber_follows_an_engine_and_replays_what_it_missed(
         subscriber.close()
 
 
-# --- What connectors say ------------------------------------------------------------------------------
+# --- Events of connectors ------------------------------------------------------------------------------
 
 
 def test_events_of_a_connector_are_published_with_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,7 +265,8 @@ def test_objects_of_other_types_are_not_published_as_events(
     world.check_answer("a")
 
 
-# --- Truth -------------------------------------------------------------------------------------------
+# --- Consistency with the cache
+# -------------------------------------------------------------------------------------------
 
 
 class Truth(RuleBasedStateMachine):

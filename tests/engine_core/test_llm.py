@@ -14,7 +14,7 @@ SETTLE_S = 30.0  # Only reached when something is wrong.
 
 
 def prompts_of(num_prompts: int, seed: int = 0) -> list[list[int]]:
-    """Of all lengths around block borders; every other one continues the one before."""
+    """Prompts of all lengths around block borders. Every second one continues the previous one."""
     draw = random.Random(seed)
     prompts: list[list[int]] = []
     for index in range(num_prompts):
@@ -69,7 +69,7 @@ def test_tokens_survive_preemption_in_a_tiny_pool(make_config, alone) -> None:
     with LLM(make_config(num_blocks=30)) as llm:
         preempted = count_preemptions(llm)
         assert tokens_of(llm.generate(PROMPTS, GREEDY)) == alone
-        assert preempted, "the pool is too large for this test to test anything"
+        assert preempted, "the pool is too large: nothing was preempted"
 
 
 def count_preemptions(llm: LLM) -> list[int]:

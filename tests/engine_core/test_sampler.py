@@ -72,7 +72,7 @@ def test_truncation_keeps_what_the_definitions_keep(
     V = min(len(logits) for logits, *_ in rows)
     logits = torch.tensor([values[:V] for values, *_ in rows])
     top_k = [min(k, V) for _, _, k, _ in rows]
-    original, module.TOP_P_WIDTH = module.TOP_P_WIDTH, width  # Small, so that the second look happens.
+    original, module.TOP_P_WIDTH = module.TOP_P_WIDTH, width  # Small, to test the search in all of V.
     try:
         kept = truncate(
             logits, min_p=[min_p for _, min_p, _, _ in rows], top_k=top_k, top_p=[p for *_, p in rows]
@@ -147,7 +147,7 @@ def test_penalties_are_those_of_the_definitions(
     plan = module._Plan([row(SamplingParams()), state], 12, torch.device("cpu"))
     given_logits = torch.tensor([logits, logits])
     adjusted = module._adjust(given_logits, plan, np.array([2, len(prompt) + len(output)]))
-    assert adjusted[0].tolist() == given_logits[0].tolist(), "a batch mate without penalties is untouched"
+    assert adjusted[0].tolist() == given_logits[0].tolist(), "a row without penalties does not change"
     assert adjusted[1].tolist() == pytest.approx(
         penalised_by_definition(logits, params, prompt, output), abs=1e-5
     )
@@ -248,7 +248,7 @@ def test_only_allowed_tokens_are_chosen_and_no_bad_word_is_completed(
         free, token = sampler.sample(batch, states, np.array([position, position])).token_ids
         choosable = choosable_by_definition(params, output, SMALL_V)
         assert token in choosable
-        assert free == values.index(max(values)), "a batch mate is untouched"
+        assert free == values.index(max(values)), "another row does not change"
         if temperature == 0:
             assert values[token] == max(values[other] for other in choosable)
         output.append(token)

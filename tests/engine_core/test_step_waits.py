@@ -128,7 +128,10 @@ def test_a_waker_that_is_closed_can_be_called() -> None:
 
 
 def make_llm(make_config: Any, monkeypatch: pytest.MonkeyPatch, *, is_woken: bool) -> tuple[LLM, list[int]]:
-    """The engine, and of each step the number of tokens. Its connector keeps loads until it is told."""
+    """An engine, and the number of tokens of each step.
+
+    Its connector holds loads until the test ends them.
+    """
     for half in (FakeSchedulerHalf, FakeWorkerHalf):
         monkeypatch.setattr(half, "bind_wake", lambda self, wake: is_woken)
     transfer = KVTransferConfig(kv_connector="Fake", kv_role="kv_both")
@@ -167,7 +170,7 @@ def test_no_step_is_taken_while_all_wait_for_a_load(
         [completion] = llm.generate([PROMPT], GREEDY, kv_transfer_params=[ASYNC])
     assert len(completion.token_ids) == 6
     assert waited_s == [expected_s]
-    assert counts[:2] == [0, 0], "one begins the load, one finds that it has ended"
+    assert counts[:2] == [0, 0], "one step begins the load, one finds its end"
     assert all(counts[2:])
 
 

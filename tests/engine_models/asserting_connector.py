@@ -22,7 +22,7 @@ from baton.contract import (
 
 @dataclass
 class StepMetadata(KVConnectorMetadata):
-    num_requests: int  # 0: of an empty scheduler output.
+    num_requests: int  # 0: an empty scheduler output.
 
 
 @dataclass
@@ -37,7 +37,7 @@ class AssertingConnector(KVConnectorBase_V1):
     """`kv_transfer_params {"matched": n}`: claims to load n tokens synchronously, and loads nothing."""
 
     needs_hooks: ClassVar[bool] = False
-    scheduler: ClassVar[AssertingConnector | None] = None  # The last one made in this process.
+    scheduler: ClassVar[AssertingConnector | None] = None  # The last instance in this process.
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -50,7 +50,7 @@ class AssertingConnector(KVConnectorBase_V1):
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
         return cls.needs_hooks
 
-    # --- Scheduler's -----------------------------------------------------------------------------
+    # --- Scheduler role -----------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         matched = (request.kv_transfer_params or {}).get("matched", 0)
@@ -68,10 +68,10 @@ class AssertingConnector(KVConnectorBase_V1):
         if isinstance(meta, Seen):
             self.seen += meta.counts
 
-    # --- A rank's --------------------------------------------------------------------------------
+    # --- Worker role --------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        assert isinstance(connector_metadata, StepMetadata), "made by my own scheduler half"
+        assert isinstance(connector_metadata, StepMetadata), "made by this connector's scheduler role"
         assert not self.has_connector_metadata(), "bound twice"
         super().bind_connector_metadata(connector_metadata)
         self._note("bind")
@@ -116,7 +116,7 @@ class Capturable(NeedsHooks):
 
 
 class CountsOnDevice(Capturable):
-    """Its hook is an operation on a tensor: what a graph keeps of it."""
+    """A connector whose hook is a tensor operation, which a graph records."""
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any = None) -> None:
         super().__init__(vllm_config, role, kv_cache_config)

@@ -96,7 +96,7 @@ def block_size() -> int:
 
 @pytest.fixture(scope="session")
 def shuffled_blocks() -> list[int]:
-    """Every block of the pool, in no order."""
+    """All block ids of the pool, in random order."""
     generator = torch.Generator().manual_seed(0)
     return torch.randperm(NUM_BLOCKS, generator=generator).tolist()
 

@@ -41,20 +41,20 @@ class Tape(TorchDispatchMode):
         for func, args, kwargs, result in self._launched:
             again = func(*args, **kwargs)
             for place, value in zip(tree_flatten(result)[0], tree_flatten(again)[0], strict=True):
-                # Views, and what was changed in place, lie there already.
+                # Views and in-place results are there already.
                 if isinstance(place, torch.Tensor) and place.data_ptr() != value.data_ptr():
                     place.copy_(value)
 
 
 class TapeRecorder(Recorder):
-    """The pieces of CudaRecorder, on tapes."""
+    """CudaRecorder's recording in pieces, on tapes."""
 
     def record(self, forward: Forward, *, in_pieces: bool) -> Replay:
         return Pieces(Tape).record(forward, in_pieces=in_pieces)
 
 
 class TorchKernelBackend(CudaBackend):
-    """Plans and buffers of the GPU's backend, with its kernel written in torch: it reads nothing but them."""
+    """The GPU backend with its kernel in torch, which reads only the backend's plans and buffers."""
 
     def attend(
         self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any, sinks_Q: torch.Tensor | None = None

@@ -116,7 +116,7 @@ def test_windows_follow_the_family() -> None:
 
     qwen = {"architectures": ["Qwen2ForCausalLM"]}
     kinds = ["sliding_attention", "full_attention"] * 2
-    assert windows() == (None,) * 4  # Llama has none, whatever the file says.
+    assert windows() == (None,) * 4  # Llama has no windows, even if the file names some.
     assert windows(architectures=["MistralForCausalLM"]) == (16,) * 4
     assert windows(**qwen) == (None,) * 4
     assert windows(**qwen, use_sliding_window=True, max_window_layers=3) == (None, None, None, 16)

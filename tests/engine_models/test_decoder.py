@@ -106,7 +106,7 @@ def test_a_wrong_block_of_keys_changes_the_answer(
     shuffled_blocks: list[int],
     block_size: int,
 ) -> None:
-    """Or no test of a transfer could see that one went wrong.
+    """Otherwise tests of transfers could not detect a wrong transfer.
 
     Exchanging two blocks of a prompt is no such fault: keys carry their position, and attention is a sum.
     """

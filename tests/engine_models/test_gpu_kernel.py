@@ -29,7 +29,7 @@ NUM_GREEDY = 4 if INTERPRETED else 64  # Seconds, not minutes.
 
 @pytest.fixture
 def device() -> str:
-    """Where the kernel can run; skips with the reason."""
+    """The device of the kernel; skips with a reason if it cannot run."""
     if INTERPRETED:
         pytest.importorskip("triton")
         return "cpu"
@@ -106,7 +106,7 @@ def test_whole_models_give_the_tokens_of_transformers(
     prompt_of: Callable[[int, int], list[int]],
     shuffled_blocks: list[int],
 ) -> None:
-    # Interpreted, the kernel runs where the default would be the CPU's own backend.
+    # The interpreted kernel replaces the CPU backend.
     monkeypatch.setattr(decoder, "build_backend", CudaBackend)
     model = paged_model_type(load_model_config(checkpoint_of(family)), device=device)
     reference, prompt = reference_of(family, device), prompt_of(1, 60)
@@ -124,7 +124,7 @@ def test_whole_models_give_the_tokens_of_transformers(
 
 
 class NoKernel(CudaBackend):
-    """All of it but the kernel, on torch's device without memory: it refuses to mix devices as a GPU does."""
+    """The backend without its kernel, on torch's meta device, which refuses to mix devices as a GPU does."""
 
     def attend(
         self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any, sinks_Q: torch.Tensor | None = None
@@ -134,7 +134,7 @@ class NoKernel(CudaBackend):
         return torch.empty_like(q_TQD).view(len(q_TQD), -1)
 
 
-# Not gpt_oss: which experts a token goes to has to be looked at.
+# Not gpt_oss: routing to experts reads values.
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
 def test_nothing_of_a_step_is_left_on_another_device(
     family: str,
@@ -154,7 +154,7 @@ def test_nothing_of_a_step_is_left_on_another_device(
 
 
 @pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # Of the compiler's own defaults.
+@pytest.mark.filterwarnings("ignore:TRITON_DEFAULT_FP_FUSION")  # About the compiler's own defaults.
 @pytest.mark.parametrize("capability", [80, 90])
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize(

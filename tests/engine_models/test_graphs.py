@@ -74,7 +74,7 @@ def config_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., EngineConfi
 
 @pytest.fixture
 def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many requests each replayed step of this process had."""
+    """Number of requests of each replayed step of this process."""
     made: list[int] = []
     run = DecodeGraphs.run
 
@@ -87,7 +87,7 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def prompts_of(prompt_of: Callable[[int, int], list[int]]) -> list[list[int]]:
-    """More than run at once, so that buckets of all sizes are used."""
+    """More prompts than run at once, so that buckets of all sizes are used."""
     return [prompt_of(seed, length) for seed, length in enumerate((3, 40, 17, 8, 25, 33, 1))]
 
 
@@ -127,7 +127,7 @@ def test_a_replay_runs_no_python(
     mode: str,
     family: str,
 ) -> None:
-    """As on a GPU, down to the operations: graphs are tapes, and the GPU's kernel is written in torch."""
+    """The operations of a GPU: graphs are tapes, and the GPU's kernel is written in torch."""
     monkeypatch.setattr(decoder, "build_backend", TorchKernelBackend)
     monkeypatch.setattr(decode_graphs, "recorder_for", lambda device: TapeRecorder())
     check_tokens_equal(config_of, prompts_of(prompt_of), mode=mode, family=family)
@@ -275,7 +275,7 @@ def test_the_connector_decides_what_can_be_recorded(
 
 
 def expected_counts(connector: str, mode: str, *, ranks: int, num_buckets: int) -> dict[str, int]:
-    """Of one prompt that is computed in one step, and GREEDY: a step for each token."""
+    """Calls for one prompt that is computed in one step, with one step for each GREEDY token."""
     num_steps = GREEDY.max_tokens
     hooked = 1 if connector == "AssertingConnector" and mode == "full" else num_steps
     counts = {
@@ -328,7 +328,7 @@ def test_a_connector_that_insists_on_its_metadata_passes_start_and_has_its_hooks
         ("NeedsHooks", "full", "multiprocess"),
         ("Capturable", "full", "multiprocess"),
         ("Capturable", "piecewise", "multiprocess"),
-        ("AssertingConnector", "full", "ray"),  # It adds how ranks are reached, slowly.
+        ("AssertingConnector", "full", "ray"),  # Only the way to the ranks differs, and it is slow.
     ],
 )
 def test_tokens_are_the_same_with_a_process_per_rank(
@@ -339,7 +339,7 @@ def test_tokens_are_the_same_with_a_process_per_rank(
     connector: str,
     mode: str,
 ) -> None:
-    # Not imported here: the executor has to be the first.
+    # Not imported here: the executor has to import Ray first.
     if executor == "ray" and importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     config = config_of(mode, connector=connector, executor=executor)
@@ -368,7 +368,7 @@ def test_a_replay_runs_the_operations_of_captured_hooks_and_no_python(
 def test_the_last_token_of_a_prompt_is_not_replayed(
     config_of: Callable[..., EngineConfig], prompt_of: Callable[[int, int], list[int]], replays: list[int]
 ) -> None:
-    """The rest is in the prefix cache. A connector may save prompts layer by layer: this token, too."""
+    """The rest is in the prefix cache. A connector that saves prompts layer by layer saves this token too."""
     config = config_of("full", connector="AssertingConnector")
     cached = msgspec.structs.replace(config.cache_config, enable_prefix_caching=True)
     with LLM(msgspec.structs.replace(config, cache_config=cached), FACTORY) as llm:
@@ -385,7 +385,7 @@ def test_a_step_that_waits_for_synchronous_loads_is_not_replayed(
     prompt_of: Callable[[int, int], list[int]],
     replays: list[int],
 ) -> None:
-    """One token is left to compute, as in a decode step; but its layers have loads to wait for."""
+    """One token is left to compute, as in a decode step, but its layers wait for loads."""
     with LLM(config_of("full", connector="AssertingConnector"), FACTORY) as llm:
         llm.generate([prompt_of(1, 17)], GREEDY, kv_transfer_params=[{"matched": 16}])
         scheduler = AssertingConnector.scheduler

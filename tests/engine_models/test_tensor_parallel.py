@@ -20,7 +20,7 @@ WAIT_S = 60.0
 
 
 class Meeting:
-    """Where the ranks of one group exchange tensors."""
+    """Shared state by which the ranks of one group exchange tensors."""
 
     def __init__(self, size: int) -> None:
         self.tensors: list[torch.Tensor] = [torch.empty(0)] * size

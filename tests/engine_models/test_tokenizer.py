@@ -82,7 +82,7 @@ def test_a_chat_that_the_template_refuses_is_the_users_fault(tokenizer: Tokenize
 
 
 class PanicException(BaseException):
-    """As the tokenizers library raises it from Rust."""
+    """An exception like those that the tokenizers library raises from Rust."""
 
 
 def test_a_panic_of_the_library_is_an_error_of_one_request() -> None:

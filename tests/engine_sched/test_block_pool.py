@@ -106,7 +106,7 @@ def test_evicted_blocks_cannot_be_found_whether_held_or_free() -> None:
     pool.free_blocks(blocks[1:])
     pool.evict_blocks([*ids(blocks), 3])
     assert [pool.get_cached_block(h) for h in hashes if h] == [None, None]
-    assert ids(pool.get_new_blocks(1)) == [blocks[1].block_id], "worth nothing, so taken first"
+    assert ids(pool.get_new_blocks(1)) == [blocks[1].block_id], "not cached, so taken first"
     pool.assert_consistent()
 
 
@@ -136,7 +136,7 @@ PROMPTS = st.lists(st.integers(1, 2), min_size=1, max_size=12)
 def test_hits_equal_those_of_a_dictionary_of_prefixes(
     prompts: list[tuple[list[int], str | None]], data: st.DataObject
 ) -> None:
-    """In a pool so large that nothing is evicted."""
+    """A pool that is so large that nothing is evicted."""
     cache = KVCache(CacheConfig(block_size=SIZE, num_gpu_blocks=200))
     seen: set[tuple[str | None, tuple[int, ...]]] = set()
     live: list[Request] = []

@@ -15,7 +15,7 @@ from baton.engine.request import Request
 from tests.engine_sched.world import BLOCK, World, engine_request
 
 LONG = list(range(1, 41))  # Ten blocks.
-ALTERNATING = (8, None, 8, None)  # Two tokens' worth of blocks before the one that is written.
+ALTERNATING = (8, None, 8, None)  # Two blocks before the one that is written.
 
 
 def test_layers_are_grouped_by_window_in_groups_of_one_size() -> None:
@@ -155,7 +155,7 @@ def test_a_request_that_shares_a_bad_block_starts_again(bad_group: int) -> None:
     )
     world.add("b", [*LONG, 7])
     world.step()
-    assert world.steps[0].num_scheduled_tokens["b"] < 20, "it shares what is being loaded"
+    assert world.steps[0].num_scheduled_tokens["b"] < 20, "it shares the blocks that are being loaded"
     world.bad_sync_blocks = lambda load: set()
     world.run()
     assert world.steps[1].preempted_req_ids == {"a", "b"}

@@ -82,7 +82,7 @@ def test_tokens_of_a_step_in_flight_that_shared_a_block_which_was_never_loaded_d
     world.schedule()
     world.add("b", [*shared, 41])
     step = world.schedule()
-    assert step.num_scheduled_tokens == {"b": 1}, "it found what `a` was to load"
+    assert step.num_scheduled_tokens == {"b": 1}, "it hit the blocks of `a`'s load"
     world.finish_oldest()
     world.finish_oldest()
     assert world.answers["a"].token_ids == world.answers["b"].token_ids == []
@@ -112,7 +112,7 @@ def test_a_request_that_is_aborted_while_its_load_fails_ends_once(
     world.check_answer("a", "abort")
     world.add("b", [*prompt(0, 2 * BLOCK), 41])
     assert scheduled(world)["b"] == 1
-    assert found == [0, 0], "what was never filled is in no cache"
+    assert found == [0, 0], "blocks that were never filled are not cached"
     world.run()
     world.check_at_rest()
 

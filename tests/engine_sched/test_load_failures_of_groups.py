@@ -6,7 +6,7 @@ from baton.core.kv_groups import is_hybrid
 from baton.engine.request import Request
 from tests.engine_sched.world import BLOCK, FakeLoad, World, engine_request
 
-WINDOWS = (6, None, 3)  # Groups in this order: everything, 6, 3; neither window is whole blocks.
+WINDOWS = (6, None, 3)  # Groups in this order: full attention, 6, 3. No window is a multiple of a block.
 PROMPT = list(range(1, 31))  # Seven full blocks, and two tokens.
 SHARER = [*PROMPT[:28], 40, 41, 42]
 NUM_LOADED = 28

@@ -161,7 +161,7 @@ def test_a_request_that_loses_its_blocks_keeps_its_token() -> None:
 
 
 def test_a_preempted_prefill_that_is_loaded_later_gets_the_token_too() -> None:
-    """The ranks know the request already, without the token."""
+    """The ranks already have the request, without the token."""
     world = World(budget=4)
     world.half.verdict = lambda request, local: (0, False)
     world.add("r", PROMPT)
@@ -213,7 +213,7 @@ def accept_for(request: Request, tokens: PrefilledTokens) -> AcceptedTokens | No
 
 
 SAME = [
-    ({}, {"max_tokens": 1}),  # The prefill leg's.
+    ({}, {"max_tokens": 1}),  # As in the prefill leg.
     ({"min_tokens": 3}, {"min_tokens": 1, "max_tokens": 1}),
     ({"stop_token_ids": (5,)}, {}),
     ({"temperature": 0.0, "seed": 1}, {"temperature": 0.0, "top_p": 0.5}),

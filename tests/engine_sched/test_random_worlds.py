@@ -104,7 +104,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.lends[request.request_id] or not block_ids or request.status.name == "FINISHED_ERROR":
             return False, None
         if request.request_id in self.world.half.loads:
-            block_ids = []  # Aborted while it was filled: the content may still change, the blocks not.
+            block_ids = []  # Aborted while it was filled: its contents may still change, its blocks may not.
         self.lent[request.request_id] = (block_ids, self._content(block_ids))
         return True, {"ticket": request.request_id}
 
@@ -131,7 +131,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         bad = {b for i, b in enumerate(external) if (i + self.count) % 3 < self.sync_failure_rate}
         return bad - self.world.ranks.null_blocks
 
-    # --- What happens --------------------------------------------------------------------------
+    # --- Actions --------------------------------------------------------------------------
 
     @rule(
         stem=st.sampled_from(STEMS),
@@ -235,7 +235,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def frees_are_pending(self, pending: bool) -> None:
         self.world.half.frees_are_pending = pending
 
-    # --- What always holds ---------------------------------------------------------------------
+    # --- Invariants ---------------------------------------------------------------------
 
     @invariant()
     def what_is_lent_is_not_touched(self) -> None:

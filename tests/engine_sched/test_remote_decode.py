@@ -73,7 +73,9 @@ def test_a_half_that_ends_its_loan_itself_adds_to_the_report() -> None:
     world.half.adds_sent = {"a"}
     world.run()
     world.check_at_rest()
-    assert len(world.half.reports) == len(world.steps), "asked every step, also without a report of the ranks"
+    assert len(world.half.reports) == len(world.steps), (
+        "called in every step, also without a report of the ranks"
+    )
 
 
 def test_lent_blocks_can_be_hit_but_are_never_taken() -> None:

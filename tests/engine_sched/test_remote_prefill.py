@@ -20,7 +20,7 @@ def test_a_load_in_the_background_parks_the_request_and_schedules_nothing() -> N
     assert world.status("a") == "WAITING_FOR_REMOTE_KVS"
     blocks = world.scheduler.kv_cache.get_blocks("a")
     assert len(blocks) == 4
-    assert blocks.get_unhashed_block_ids() == blocks.get_block_ids()[0], "not findable before the load ends"
+    assert blocks.get_unhashed_block_ids() == blocks.get_block_ids()[0], "not cached before the load ends"
     assert world.scheduler.has_unfinished_requests()
     stats = world.outputs[-1].stats
     assert stats is not None
@@ -142,7 +142,7 @@ def test_a_load_is_admitted_only_if_all_that_hold_blocks_can_still_end_beside_it
     world.add("b", [30, *PROMPT[1:]], max_tokens=2)
     world.add("c", [31, *PROMPT[1:]], max_tokens=2)
     world.step()
-    assert set(world.half.loads) == {"a", "b"}, "c's 4 blocks are there, but a and b need 2 of them"
+    assert set(world.half.loads) == {"a", "b"}, "4 blocks for c are free, but a and b need 2 of them"
     world.end_load("a")
     world.end_load("b")
     for _ in range(3):

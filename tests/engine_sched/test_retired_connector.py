@@ -197,10 +197,10 @@ def test_at_the_end_of_a_connector_loading_requests_end_and_all_its_blocks_stay_
     while not world.outputs[-1].stats.kv_connector_retired:  # type: ignore[union-attr]
         world.step()
     assert world.answers["a"].reason == "error"
-    world.run()  # Comes to rest: an engine that only holds such blocks need not step.
+    world.run()  # The engine comes to rest although it holds such blocks.
     assert world.scheduler.remote.num_held == 2
 
-    for index in range(6):  # Others use the rest of the pool, and never these.
+    for index in range(6):  # Other requests use the rest of the pool only.
         world.add(f"b{index}", [30 + index, *PROMPT], max_tokens=6)
     while world.scheduler.has_requests():
         assert not held & {b for new in world.step().scheduled_new_reqs for b in new.block_ids[0]}

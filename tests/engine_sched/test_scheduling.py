@@ -189,7 +189,7 @@ def test_events_tell_what_can_be_found() -> None:
     world.run()
     gone = world.scheduler.take_events()
     assert [type(event).__name__ for event in gone] == ["BlockRemoved", "BlockRemoved", "BlockStored"]
-    assert gone[0].block_hashes == more.block_hashes, "the tail goes before the head"
+    assert gone[0].block_hashes == more.block_hashes, "the tail is evicted before the head"
     assert world.scheduler.take_events() == []
 
 
@@ -197,7 +197,7 @@ def test_events_tell_what_can_be_found() -> None:
 
 
 def stopping_prompt() -> tuple[list[int], list[int]]:
-    """A prompt and the tokens that follow it, the first of them unlike the second."""
+    """A prompt and the tokens after it; the first two differ."""
     for first in range(40):
         tokens = prompt(first, 7)
         output = expected_output(engine_request("x", tokens, max_tokens=12))

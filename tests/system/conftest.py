@@ -16,7 +16,7 @@ from baton.engine.llm import LLM
 
 @pytest.fixture(scope="session")
 def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as small as they come, made by the command that users have."""
+    """A very small checkpoint, made by `baton model new`."""
     folder = tmp_path_factory.mktemp("model") / "small"
     size = ["--hidden", "64", "--layers", "2"]
     command = [sys.executable, "-m", "baton.cli", "model", "new", str(folder), *size]
@@ -26,7 +26,7 @@ def small_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What the engines of a module serve, unless it makes its own; two ranks can share its heads."""
+    """The default checkpoint of a module's engines; its heads can be split over two ranks."""
     folder = tmp_path_factory.mktemp("model") / "small"
     write_checkpoint(folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, seed=0)
     return folder
@@ -34,7 +34,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def expected(model: Path) -> Iterator[Callable[[list[int]], list[int]]]:
-    """The first 12 tokens that a single engine answers."""
+    """The first 12 tokens of a single engine's answer."""
     with LLM(EngineConfig(model_config=load_model_config(model))) as llm:
 
         def answer(prompt: list[int]) -> list[int]:

@@ -24,7 +24,7 @@ def test_the_demo_hands_over_and_the_tokens_are_equal(
 ) -> None:
     command = [sys.executable, "-m", "baton.cli", "demo", "--model", str(small_model), "--prompts", "6"]
     command += ["--log-dir", str(tmp_path / "logs"), "--num-blocks", "256", *options]
-    # What is meant for `baton serve` must not change what is shown.
+    # Settings of `baton serve` must not change the demo.
     environment = {**os.environ, "BATON_BLOCK_SIZE": "4", "COLUMNS": "100"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment)
     assert ended.returncode == 0, ended.stdout + ended.stderr
@@ -39,7 +39,7 @@ def test_the_demo_hands_over_and_the_tokens_are_equal(
 def test_the_demo_of_a_store_asks_twice_and_the_tokens_are_equal(
     small_model: Path, tmp_path: Path, connector: str
 ) -> None:
-    """Multi holds offload, of which the same could be shown alone."""
+    """The Multi connector contains offload, which needs no test of its own here."""
     command = [sys.executable, "-m", "baton.cli", "demo", "--model", str(small_model), "--prompts", "4"]
     command += ["--log-dir", str(tmp_path / "logs"), "--num-blocks", "256", "--connector", connector]
     environment = {**os.environ, "COLUMNS": "100"}

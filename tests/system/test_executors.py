@@ -38,7 +38,7 @@ AHEAD = ["--tensor-parallel-size", "2", "--max-concurrent-batches", "2", "--max-
 
 def both() -> dict[str, Any]:
     return {
-        "kv_connector": "BatonPushConnector",  # Which pulls, too, where it is given a ticket.
+        "kv_connector": "BatonPushConnector",  # It also pulls, if it gets a ticket.
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"timers": TIMERS, "stream": "chunk"},

@@ -39,7 +39,7 @@ def consumer(transport: str, policy: str) -> Transfer:
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """Two of the same shape, with other weights."""
+    """Two checkpoints of the same shape with different weights."""
     folders = tmp_path_factory.mktemp("models")
     for seed in (0, 1):
         write_checkpoint(
@@ -144,7 +144,7 @@ def test_an_altered_ticket_is_recomputed_or_a_400_by_policy(
     refused = strict.complete(prompt, altered)
     assert refused.status_code == 400
     assert refused.json()["error"]["param"] == "kv_transfer_params.baton_ticket"
-    # The forgery has cost the ticket's owner nothing.
+    # The forgery did not affect the owner of the ticket.
     assert tokens_of(strict.complete(prompt, params)) == expected(prompt)
 
 

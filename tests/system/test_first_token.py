@@ -57,7 +57,7 @@ class Client:
 
 @dataclass
 class Answer:
-    """An answer is compared with another one chunk by chunk."""
+    """An answer, split into chunks for comparison with another."""
 
     chunks: list[dict[str, Any]]
     usage: dict[str, Any]
@@ -89,7 +89,7 @@ def system(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         num_single=1,
         handoff=HandoffArguments("push", "chunk"),
     )
-    # The push connector does what pull does too.
+    # The push connector also pulls.
     pull = replace(plan, handoff=HandoffArguments("pull"), router_port=free_ports(1)[0])
     with (
         Fleet(tmp_path_factory.mktemp("logs")) as fleet,
@@ -149,7 +149,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def body_of(name: str, salt: str) -> dict[str, Any]:
-    """The salt keeps every request from finding the prefix of another one."""
+    """A request body. The salt prevents prefix hits between requests."""
     body = {"max_tokens": 8, "ignore_eos": True, "cache_salt": salt, **VARIANTS[name]}
     return body if "messages" in body else {"prompt": prompt_of(sorted(VARIANTS).index(name)), **body}
 
@@ -161,7 +161,7 @@ def check_equal(got: Answer, expected: Answer) -> None:
 
 
 def plain(value: Any, path: str = "") -> dict[str, float]:
-    """Numbers of one level, to be compared approximately; whatever is no float is part of its key."""
+    """Numbers of one level for approximate comparison. Values other than floats are part of the key."""
     if isinstance(value, float):
         return {path: value}
     if not isinstance(value, dict | list):
@@ -185,7 +185,7 @@ def test_the_answer_is_one_engines(system: System, mode: str, name: str, streams
     got = router.ask(body, streams=streams)
     check_equal(got, expected)
     assert got.headers["x-baton-prefill"] == "remote"
-    if mode == "pull":  # In push, D may be the first to say it.
+    if mode == "pull":  # In push, D may send it first.
         num_compared = router.metric("baton:router_first_tokens_total", agreed="yes") - before
         assert num_compared == (1 if streams and name != "one token" else 0)
 
@@ -233,7 +233,8 @@ def test_cached_tokens_are_those_of_the_prefill_engine_too(system: System, mode:
     salt = f"cached {mode} {streams}"
     body = {"prompt": prompt_of(80), "max_tokens": 1, "cache_salt": salt, "ignore_eos": True}
     system.prefill.ask(body, streams=False)
-    # 64 tokens as before: four blocks. So long an answer that the router has read P's before its end.
+    # 64 tokens as before: four blocks. The answer is so long that the router has read P's answer before its
+    # end.
     asked = {**body, "prompt": prompt_of(80)[:64] + prompt_of(81)[64:], "max_tokens": 50}
     details = router.ask(asked, streams=streams).usage["prompt_tokens_details"]
     assert details["transferred_tokens"] > 64

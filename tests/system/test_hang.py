@@ -32,7 +32,7 @@ def test_a_core_that_is_stopped_ends_its_server_with_a_clear_error(
         assert answer.status_code == 503
         assert (
             "stopped" in answer.json()["error"]["message"]
-        )  # The engine; or a process of it, on a busy host.
+        )  # The engine, or on a busy host one of its processes.
         assert "the engine core hangs" in engine.child.log_tail()
         assert engine.child.exit_status() == EXIT_ENGINE_DIED != 0
         assert not core.is_running()

@@ -69,19 +69,19 @@ def test_clients_that_leave_during_the_prefill_leave_no_loan(p: Engine) -> None:
             call.sendall(head.encode() + body)
             call.settimeout(WAIT_S)
             calls.append(call)
-        bodies = [_body(calls[0])]  # One has its answer. Others are in a step, and others wait.
+        bodies = [_body(calls[0])]  # One has its answer; the others run or wait.
         for call in calls:
             call.shutdown(socket.SHUT_WR)
         bodies += [_body(call) for call in calls[1:]]
     tickets = [json.loads(body)["kv_transfer_params"] for body in bodies if body]
-    assert len(tickets) < len(calls), "none has left before its answer"
-    for params in tickets:  # These answers were sent, so their loans are the client's to give back.
+    assert len(tickets) < len(calls), "some clients left before their answer"
+    for params in tickets:  # These answers were sent, so the client returns their loans.
         assert p.client.post(f"{p.url}/baton/take_back", json=params).status_code == 202
     p.wait_at_rest()
 
 
 def _body(call: socket.socket) -> bytes:
-    """Of the answer; empty if the connection was closed before."""
+    """The params of the answer; empty if the connection was closed before."""
     answer = HTTPResponse(call)
     with suppress(HTTPException, ConnectionError):
         answer.begin()

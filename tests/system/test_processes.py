@@ -37,7 +37,7 @@ call = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
 call.sendall(sys.argv[2].encode())
 """
 WAITS = CALLS_IN + "call.recv(1)"
-# Deaf to SIGTERM, and with a child of its own.
+# Ignores SIGTERM, and has a child of its own.
 STUBBORN = (
     "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
     "import subprocess, sys\n"
@@ -46,7 +46,7 @@ STUBBORN = (
 
 
 class Roll:
-    """Hears from processes by name."""
+    """Accepts connections of processes, by name."""
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -64,7 +64,7 @@ class Roll:
             self._calls[call.recv(64).decode()] = call
 
     def wait_end(self, name: str) -> None:
-        """Until the process that called in by this name is gone."""
+        """Wait until the process with this name has ended."""
         with suppress(ConnectionResetError):
             assert self._calls[name].recv(1) == b""
 

@@ -21,7 +21,7 @@ def test_the_delay_doubles_and_the_limit_holds_for_a_time() -> None:
     restarts = Restarts()
     assert [restarts.delay(now) for now in range(RESTARTS_MAX)] == [1, 2, 4, 8, 16]
     assert restarts.delay(RESTARTS_MAX) is None
-    assert restarts.delay(RESTARTS_WITHIN_S) == 16, "the first one does not count any more"
+    assert restarts.delay(RESTARTS_WITHIN_S) == 16, "the first restart no longer counts"
     assert restarts.delay(RESTARTS_WITHIN_S) is None
     assert restarts.delay(10 * RESTARTS_WITHIN_S) == 1
 
@@ -50,7 +50,7 @@ def test_a_process_that_ends_too_often_ends_the_system_and_its_log_covers_all_re
 @pytest.mark.usefixtures("at_once")
 def test_the_system_continues_without_a_process_while_another_of_its_kind_runs(tmp_path: Path) -> None:
     class Enough(Exception):
-        """The test has seen what it waits for."""
+        """Raised when the test has seen the expected event."""
 
     reports: list[str] = []
 

@@ -21,11 +21,11 @@ from tests.system.engines import Engine, Engines, make_prompt, tokens_of
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 NUM_TOKENS = (5, 32, 150, 300)
-CHUNKS = ["--max-num-batched-tokens", "100"]  # Of prefill; no multiple of any block.
+CHUNKS = ["--max-num-batched-tokens", "100"]  # Chunks of prefill that are no multiple of a block.
 
 
 def prompt_of(producer: str, consumer: str, num_tokens: int) -> list[int]:
-    """One that no other test has sent, so that nothing of it is at hand."""
+    """A prompt that no other test has sent, so no block of it is cached."""
     return make_prompt(zlib.crc32(f"{producer} {consumer} {num_tokens}".encode()), num_tokens)
 
 
@@ -33,7 +33,7 @@ def both(transport: str) -> dict[str, Any]:
     """An engine that reads over this transport, and can be read over any."""
     others = [name for name in ("local", "tcp") if name != transport]
     return {
-        "kv_connector": "BatonPushConnector",  # Which pulls, too, where it is given a ticket.
+        "kv_connector": "BatonPushConnector",  # It also pulls, if it gets a ticket.
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"transports": [transport, *others], "stream": "layer"},

@@ -16,7 +16,7 @@ from baton.cli.processes import free_ports
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-START_S = 240.0  # On a machine that does a lot else.
+START_S = 240.0  # On a busy machine.
 END_S = 60.0
 
 
@@ -30,7 +30,7 @@ class Up:
         return psutil.Process(self.process.pid).children(recursive=True)
 
     def serving(self, name: str) -> psutil.Process:
-        """The child that was started under this name: its log is its standard output."""
+        """The child with this name, found by its log, which is its standard output."""
         log = str(self.log_folder / f"{name}.log")
         for child in psutil.Process(self.process.pid).children():
             if Path(f"/proc/{child.pid}/fd/1").readlink() == Path(log):
@@ -80,7 +80,7 @@ def test_it_serves_handed_over_prompts_and_restarts_processes_that_die(
         assert answer.headers["x-baton-prefill"] == "remote"
         assert answer.json()["usage"]["prompt_tokens"] == len(prompt)
 
-        # A stream of an engine that lives goes on while another one dies.
+        # A stream of a live engine continues while another engine dies.
         body = {"prompt": prompt, "max_tokens": 400, "ignore_eos": True, "stream": True}
         with httpx.stream("POST", f"{system.url}/v1/completions", json=body, timeout=END_S) as stream:
             lines = stream.iter_lines()
