@@ -137,7 +137,7 @@ class PullConsumer:
     def peer_lost(self, address: Address, reason: FailureReason, now: float) -> list[ConsumerEffect]:
         """Fails all fetches from this peer. It gets no message: see Stranger in docs/protocol.md."""
         lost = [fetch for fetch in self._fetches.values() if fetch.producer == address]
-        return [effect for fetch in lost for effect in self._fail(fetch, reason, tell=False)]
+        return [effect for fetch in lost for effect in self._fail(fetch, reason, notify=False)]
 
     # --- Messages and time ------------------------------------------------------------------------
 
@@ -273,12 +273,12 @@ class PullConsumer:
         text = f"deadline of {self._timers.deadline_s:g} s passed, waiting for {waited_for}"
         return FailureReason(FailureCode.DEADLINE, text)
 
-    def _fail(self, fetch: _Fetch, reason: FailureReason, *, tell: bool = True) -> list[ConsumerEffect]:
+    def _fail(self, fetch: _Fetch, reason: FailureReason, *, notify: bool = True) -> list[ConsumerEffect]:
         if fetch.draining:
             return []
         fetch.draining = True
         effects: list[ConsumerEffect] = [Fail(fetch.claim, reason)]
-        if tell:
+        if notify:
             effects.insert(0, Send(fetch.producer, Released(fetch.loan_id, fetch.claim)))
         return [*effects, *(self._drained(fetch) or [CancelReads(fetch.claim)])]
 

@@ -170,7 +170,7 @@ class PushConsumer:
     def peer_lost(self, address: Address, reason: FailureReason, now: float) -> list[StreamEffect]:
         """Fails all streams from this peer. It gets no message: see Stranger in docs/protocol.md."""
         lost = [stream for stream in self._streams.values() if stream.producer == address]
-        return [effect for stream in lost for effect in self._fail(stream, reason, tell=False)]
+        return [effect for stream in lost for effect in self._fail(stream, reason, notify=False)]
 
     # --- Messages and time ------------------------------------------------------------------------
 
@@ -255,7 +255,7 @@ class PushConsumer:
         match message:
             case Failed():
                 text = f"the producer gave up: {message.reason or 'no reason given'}"
-                return self._fail(stream, FailureReason(FailureCode.PREFILL_FAILED, text), tell=False)
+                return self._fail(stream, FailureReason(FailureCode.PREFILL_FAILED, text), notify=False)
             case Announced():
                 if not stream.is_news(message):
                     return []
@@ -338,12 +338,12 @@ class PushConsumer:
         text = f"the producer has said nothing for {self._timers.silence_s:g} s"
         return FailureReason(FailureCode.STREAM_SILENT, text)
 
-    def _fail(self, stream: PushStream, reason: FailureReason, *, tell: bool = True) -> list[StreamEffect]:
+    def _fail(self, stream: PushStream, reason: FailureReason, *, notify: bool = True) -> list[StreamEffect]:
         if stream.draining:
             return []
         stream.draining = True
         effects: list[StreamEffect] = [Fail(stream.claim, reason)]
-        if tell and not stream.producer.is_named_only:
+        if notify and not stream.producer.is_named_only:
             effects.insert(0, self._withdraw(stream))
         return [*effects, *(self._drained(stream) or [CancelReads(stream.claim)])]
 

@@ -89,7 +89,7 @@ class PushProducer:
         if self._computing(transfer_id) is not None:
             return None
         self._prefills[transfer_id] = _Prefill(prompt_hash, num_tokens, self._new_run())
-        return self._tell(transfer_id, now)
+        return self._notify(transfer_id, now)
 
     def progress(
         self,
@@ -107,7 +107,7 @@ class PushProducer:
         if prefill is None:
             return []
         prefill.ready = Ready(num_tokens, block_ids, partial_tokens, partial_layers, first_blocks)
-        return self._tell(transfer_id, now)
+        return self._notify(transfer_id, now)
 
     def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
         """Blocks were freed or will be overwritten. Call it before another request can get them."""
@@ -116,7 +116,7 @@ class PushProducer:
             return []
         # Announces at once that the old run is void. The new run has nothing to read yet.
         prefill.run, prefill.ready = self._new_run(), Ready(0, ())
-        return self._tell(transfer_id, now)
+        return self._notify(transfer_id, now)
 
     def finished(self, transfer_id: TransferId, ticket: str, now: float) -> list[Send]:
         """The blocks of this run are lent, under this ticket."""
@@ -125,7 +125,7 @@ class PushProducer:
             return []
         prefill.ticket, prefill.ready, prefill.ended_at = ticket, None, now
         self._wake_at = min(self._wake_at, self._prefill_ends(transfer_id))
-        return self._tell(transfer_id, now)
+        return self._notify(transfer_id, now)
 
     def failed(self, transfer_id: TransferId, reason: str, now: float) -> list[Send]:
         prefill = self._computing(transfer_id)
@@ -133,9 +133,9 @@ class PushProducer:
             return []
         prefill.failure, prefill.ready, prefill.ended_at = reason[:MAX_REASON_CHARS], None, now
         self._wake_at = min(self._wake_at, self._prefill_ends(transfer_id))
-        return self._tell(transfer_id, now)
+        return self._notify(transfer_id, now)
 
-    def is_forsaken(self, transfer_id: TransferId) -> bool:
+    def is_unwanted(self, transfer_id: TransferId) -> bool:
         """Whether the consumer that waited for this prefill has withdrawn, and no other has come since."""
         want = self._wants.get(transfer_id)
         return want is not None and want.is_withdrawn
@@ -230,7 +230,7 @@ class PushProducer:
         if prefill is not None and prefill.ended_at < NEVER:
             del self._prefills[transfer_id]  # No other consumer may have it; the loan is unaffected.
 
-    def _tell(self, transfer_id: TransferId, now: float) -> list[Send]:
+    def _notify(self, transfer_id: TransferId, now: float) -> list[Send]:
         """Sends the new state to the consumer that waits, if there is one."""
         want = self._wants.get(transfer_id)
         return [] if want is None or want.over is not None else [self._answer(transfer_id, want, now)]

@@ -21,10 +21,10 @@ PART_BYTES = 256 << 20  # Allocation step; free memory is checked before each.
 
 def available_bytes(root: Path = Path("/")) -> int:
     """Free bytes of the machine, or of this process's control groups if they have less."""
-    return max(0, min([int(psutil.virtual_memory().available), *_rooms(root)]))
+    return max(0, min([int(psutil.virtual_memory().available), *_memory_left(root)]))
 
 
-def _rooms(root: Path) -> Iterator[int]:
+def _memory_left(root: Path) -> Iterator[int]:
     """Free bytes under each limit. cgroups(7): lines are "number:controllers:path"; v2 has no controllers."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
@@ -33,13 +33,13 @@ def _rooms(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if not controllers:
-            yield from _rooms_up(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "")
+            yield from _left_under(root / "sys/fs/cgroup", path, "memory.max", "memory.current", "")
         elif "memory" in controllers.split(","):
             folder = root / "sys/fs/cgroup/memory"
-            yield from _rooms_up(folder, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+            yield from _left_under(folder, path, "memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
 
 
-def _rooms_up(top: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
+def _left_under(top: Path, path: str, limit: str, usage: str, prefix: str) -> Iterator[int]:
     """Free bytes of the group and of all its ancestors, up to `top`.
 
     In a container the path may not exist; `top` is then the container's own group.
@@ -58,7 +58,7 @@ def _rooms_up(top: Path, path: str, limit: str, usage: str, prefix: str) -> Iter
             return
 
 
-def take(num_bytes: int, field: str, available: Callable[[], int] = available_bytes) -> NDArray[np.uint8]:
+def allocate(num_bytes: int, field: str, available: Callable[[], int] = available_bytes) -> NDArray[np.uint8]:
     """Allocates memory and touches all its pages. Raises ConfigError as `touch`."""
     memory = np.empty(num_bytes, np.uint8)
     touch(memory, field, available)

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.errors import ConfigError
-from baton.tiers.host_memory import take
+from baton.tiers.host_memory import allocate
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,7 @@ class HostRows:
         self._caches: list[Bytes] = [block_rows(name, cache).numpy() for name, cache in kv_caches.items()]
         widths = [cache.shape[1] for cache in self._caches]
         self.row_bytes = sum(widths)
-        memory = take(num_rows * self.row_bytes, memory_field)
+        memory = allocate(num_rows * self.row_bytes, memory_field)
         ends = np.cumsum(widths) * num_rows
         self._rows: list[Bytes] = [
             memory[end - width * num_rows : end].reshape(num_rows, width)

@@ -120,7 +120,7 @@ class Game:
         errors = set(silent)
         for rank in range(NUM_RANKS):
             for child in CHILDREN:
-                error = self._tell_rank(draw, rank, child, expected, is_heard=child not in silent)
+                error = self._tell_rank(draw, rank, child, expected, takes_part=child not in silent)
                 if error in IN_TIME and (error != "wait_for_layer_load" or self.sync[child]):
                     loads_failed.add(child)
                 if error is not None:
@@ -138,11 +138,11 @@ class Game:
         self.begun = {}
 
     def _tell_rank(
-        self, draw: Random, rank: int, child: str, expected: Step, *, is_heard: bool
+        self, draw: Random, rank: int, child: str, expected: Step, *, takes_part: bool
     ) -> str | None:
         """Actions of this rank of this child in the step; returns the name of the method that raises."""
         worker = self.world.workers[rank][child]
-        if not is_heard:
+        if not takes_part:
             return None
         twin = self.twin
         received, sent = self._some_ids(twin.loader), self._some_ids(twin.lent_by)

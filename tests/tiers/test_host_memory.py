@@ -6,7 +6,7 @@ import pytest
 
 from baton.core.errors import ConfigError
 from baton.tiers import host_memory
-from baton.tiers.host_memory import GIB, available_bytes, take
+from baton.tiers.host_memory import GIB, allocate, available_bytes
 
 
 def write_group(folder: Path, **files: object) -> None:
@@ -62,12 +62,12 @@ def test_memory_taken_by_another_rank_is_noticed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(host_memory, "PART_BYTES", 100)
     left = iter([1000, 600, 200, 99])
     with pytest.raises(ConfigError, match=r"cpu_gib: this rank's share .* only 0.00 GiB of memory are free"):
-        take(400, "cpu_gib", available=lambda: next(left))
+        allocate(400, "cpu_gib", available=lambda: next(left))
     assert next(left, None) is None, "free memory must be checked before each part"
 
 
 def test_allocated_memory_is_zero(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_memory, "PART_BYTES", 64)
-    memory = take(150, "cpu_gib", available=lambda: GIB)
+    memory = allocate(150, "cpu_gib", available=lambda: GIB)
     assert memory.shape == (150,)
     assert not memory.any()

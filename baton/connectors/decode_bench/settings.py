@@ -18,9 +18,8 @@ from baton.core.errors import ConfigError
 class DecodeBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
     fill_mean: float = 0.015
     fill_std: float = 0.0  # 0: every number is the mean.
-    startup_fill: bool = (
-        False  # Fill the whole cache once, instead of each prompt's blocks in its first step.
-    )
+    # Fill the whole cache once, instead of each prompt's blocks in its first step.
+    startup_fill: bool = False
     seed: int = 0  # Equal settings fill equal numbers, in every run.
 
     def __post_init__(self) -> None:

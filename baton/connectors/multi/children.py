@@ -84,8 +84,8 @@ def required_layout(children: Sequence[ChildConfig]) -> str | None:
         if layout is not None:
             wanted.setdefault(layout, child.name)
     if len(wanted) > 1:
-        told = " and ".join(f"{name} needs {layout!r}" for layout, name in wanted.items())
-        raise ConfigError(f"an engine's KV cache has one layout, but {told}", field=FIELD)
+        needs = " and ".join(f"{name} needs {layout!r}" for layout, name in wanted.items())
+        raise ConfigError(f"an engine's KV cache has one layout, but {needs}", field=FIELD)
     return next(iter(wanted), None)
 
 

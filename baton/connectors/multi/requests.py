@@ -34,7 +34,7 @@ class RequestCalls:
         self._sync_blocks: list[set[int]] = [set() for _ in children]
 
     def announce(self, request: host.Request) -> None:
-        self.tell_all("on_new_request", lambda child: child.half.on_new_request(request), request.request_id)
+        self.call_all("on_new_request", lambda child: child.half.on_new_request(request), request.request_id)
 
     def find_match(self, request: host.Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Queries every child, so that none depends on its position. A child's UserError ends the request."""
@@ -69,7 +69,7 @@ class RequestCalls:
             self._note_load(request, blocks, num_external_tokens, choice)
         failure: Exception | None = None
 
-        def tell(child: Child) -> None:
+        def call(child: Child) -> None:
             nonlocal failure
             if choice is None or child.position != choice.position:
                 child.half.update_state_after_alloc(request, blocks, 0)
@@ -81,7 +81,7 @@ class RequestCalls:
                 self._forget_load(request.request_id, child.position)
                 raise
 
-        self.tell_all("update_state_after_alloc", tell, request.request_id)
+        self.call_all("update_state_after_alloc", call, request.request_id)
         if failure is not None:
             raise failure
 
@@ -152,16 +152,16 @@ class RequestCalls:
         sync_blocks, self._sync_blocks[child.position] = self._sync_blocks[child.position], set()
         return begun, sync_blocks
 
-    def tell_all(self, method: str, tell: Callable[[Child], None], request_id: str = "") -> None:
+    def call_all(self, method: str, call: Callable[[Child], None], request_id: str = "") -> None:
         """Calls every child; then raises the first UserError if there was one."""
         wrong: UserError | None = None
         for child in self._children:
-            is_told = False
+            is_done = False
             try:
-                is_told = child.succeeds(method, partial(tell, child), request_id=request_id)
+                is_done = child.succeeds(method, partial(call, child), request_id=request_id)
             except UserError as error:
                 wrong = wrong or error
-            if request_id and not is_told:
+            if request_id and not is_done:
                 self._excluded.setdefault(request_id, set()).add(child.position)
         if wrong is not None:
             raise wrong

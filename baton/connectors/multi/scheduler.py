@@ -146,7 +146,7 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     # --- Whole life of a child --------------------------------------------------------------------------
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        self._requests.tell_all("take_back", lambda child: child.half.take_back(kv_transfer_params))
+        self._requests.call_all("take_back", lambda child: child.half.take_back(kv_transfer_params))
 
     def reset_cache(self) -> bool | None:
         answers = [child.contain("reset_cache", child.half.reset_cache) for child in self._children]

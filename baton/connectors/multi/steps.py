@@ -59,7 +59,7 @@ class StepCalls:
         failed: set[str] = set()
         sent: set[str] = set()
         for child, report in zip(self._children, reports, strict=True):
-            own = self._tell(child, report, connector_output)
+            own = self._update_child(child, report, connector_output)
             ended = {r for r in child.checked_ids(own.finished_recving) or () if self._end_load(r, child)}
             received |= ended
             failed |= ended & (child.checked_ids(own.failed_recving) or set())
@@ -83,7 +83,7 @@ class StepCalls:
         assert isinstance(meta, MultiWorkerMetadata)
         return meta.children
 
-    def _tell(self, child: Child, report: ChildReport, whole: KVConnectorOutput) -> KVConnectorOutput:
+    def _update_child(self, child: Child, report: ChildReport, whole: KVConnectorOutput) -> KVConnectorOutput:
         """Passes a child its part of the report. Returns the part with what the child added."""
         if report.error is not None:
             child.note(f"a worker half raised: {report.error}")

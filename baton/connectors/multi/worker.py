@@ -81,7 +81,7 @@ class _Child(Guard):
         return report
 
     @property
-    def is_heard(self) -> bool:
+    def takes_part(self) -> bool:
         return self.part.metadata is not None
 
 
@@ -149,7 +149,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
 
     def clear_connector_metadata(self) -> None:
         for child in self._children:
-            if child.is_heard:
+            if child.takes_part:
                 child.contain("clear_connector_metadata", child.half.clear_connector_metadata)
             child.begin_step(ChildPart(None))
         self._begun = None
@@ -177,7 +177,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
                 child.contain("save_kv_layer", save)
 
     def finish_forward(self) -> None:
-        for child in self._heard():
+        for child in self._participants():
             child.contain("finish_forward", child.half.finish_forward)
 
     def wait_for_save(self) -> None:
@@ -197,7 +197,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Returns no ids: they travel in the children's reports, and the scheduler half counts them."""
         for child in self._children:
-            if child.is_heard:
+            if child.takes_part:
                 self._collect(child, finished_req_ids)
             else:
                 self._invalid_blocks |= child.part.sync_blocks  # No rank got the load.
@@ -237,27 +237,27 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
 
     def get_expected_finished_count(self) -> int:
         """Counts travel in each child's own report, with the ids that they concern."""
-        for child in self._heard():
+        for child in self._participants():
             expected = partial(_expected_by, child.half)
             child.ends.expected_finished_count = child.contain("get_expected_finished_count", expected)
         return 0
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats = MultiStats()
-        for child in self._heard():
+        for child in self._participants():
             of_child = child.contain("get_kv_connector_stats", child.half.get_kv_connector_stats)
             stats.add(child.name, of_child)
         return None if stats.is_empty() else stats
 
     def get_kv_connector_kv_cache_events(self) -> KVConnectorKVEvents | None:
         """Events travel in each child's own report, because a host would mix them."""
-        for child in self._heard():
+        for child in self._participants():
             events = child.half.get_kv_connector_kv_cache_events
             child.report.events = child.contain("get_kv_connector_kv_cache_events", events)
         return None
 
     def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
-        for child in self._heard():
+        for child in self._participants():
             build = child.half.build_connector_worker_meta
             child.report.metadata = child.contain("build_connector_worker_meta", build)
         reports = [child.take_report(self._rank) for child in self._children]
@@ -278,10 +278,10 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
             for child, part in zip(self._children, metadata.parts, strict=True):
                 child.begin_step(part)
                 self._loader.update(dict.fromkeys(part.begun, child.position))
-        return self._heard()
+        return self._participants()
 
-    def _heard(self) -> list[_Child]:
-        return [child for child in self._children if child.is_heard]
+    def _participants(self) -> list[_Child]:
+        return [child for child in self._children if child.takes_part]
 
     def _bound(self) -> list[_Child]:
         return [child for child in self._children if child.is_bound]

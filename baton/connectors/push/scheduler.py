@@ -167,7 +167,7 @@ class PushSchedulerHalf(PullSchedulerHalf):
     ) -> None:
         now = self._clock()
         if params is not None:
-            if self._agent.is_forsaken(transfer_id):  # Its consumer has gone; nobody will come for the loan.
+            if self._agent.is_unwanted(transfer_id):  # Its consumer has withdrawn.
                 self._lender.take_back(params, now)
             self._agent.prefill_finished(transfer_id, params["baton_ticket"], now)
         else:

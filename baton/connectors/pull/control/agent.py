@@ -232,8 +232,8 @@ class PullAgent:
     def prefill_failed(self, transfer_id: TransferId, reason: str, now: float) -> None:
         self._carry_out(self._prefills.failed(transfer_id, reason, now), now)
 
-    def is_forsaken(self, transfer_id: TransferId) -> bool:
-        return self._prefills.is_forsaken(transfer_id)
+    def is_unwanted(self, transfer_id: TransferId) -> bool:
+        return self._prefills.is_unwanted(transfer_id)
 
     @property
     def num_open_loans(self) -> int:
