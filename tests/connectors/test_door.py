@@ -26,11 +26,11 @@ def params() -> Iterator[dict[str, Any]]:
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
 def test_a_valid_request_passes(params: dict[str, Any], policy: str) -> None:
-    door = make_door(engine_config("d", policy=policy))
-    door(None)
-    door({})
-    door({"do_remote_decode": True, "transfer_id": "t"})
-    door(params)
+    validate = make_door(engine_config("d", policy=policy))
+    validate(None)
+    validate({})
+    validate({"do_remote_decode": True, "transfer_id": "t"})
+    validate(params)
 
 
 @pytest.mark.parametrize("policy", ["recompute", "fail"])
@@ -48,9 +48,9 @@ def test_a_valid_request_passes(params: dict[str, Any], policy: str) -> None:
 def test_what_the_engine_cannot_handle_is_refused(
     params: dict[str, Any], policy: str, change: dict[str, Any], field: str
 ) -> None:
-    door = make_door(engine_config("d", policy=policy))
+    validate = make_door(engine_config("d", policy=policy))
     with pytest.raises(BadTransferParams, match=field):
-        door({**params, **change})
+        validate({**params, **change})
 
 
 def test_a_foreign_signature_is_refused_only_under_policy_fail(params: dict[str, Any]) -> None:

@@ -238,13 +238,13 @@ def test_without_hidden_states_from_the_host_only_the_file_is_missing(tmp_path: 
     ],
 )
 def test_a_forbidden_path_is_refused(model: ModelConfig, tmp_path: Path, path: object) -> None:
-    door = BatonHiddenStatesConnector.make_door(config_of(model, tmp_path, allow_custom_save_path=True))
+    validate = BatonHiddenStatesConnector.make_door(config_of(model, tmp_path, allow_custom_save_path=True))
     with pytest.raises(BadTransferParams, match="hidden_states_path"):
-        door({"hidden_states_path": path})
-    door({"hidden_states_path": "fine/a.safetensors"})
-    door({"include_output_tokens": True})
+        validate({"hidden_states_path": path})
+    validate({"hidden_states_path": "fine/a.safetensors"})
+    validate({"include_output_tokens": True})
     with pytest.raises(BadTransferParams, match="include_output_tokens"):
-        door({"include_output_tokens": "yes"})
+        validate({"include_output_tokens": "yes"})
     closed = BatonHiddenStatesConnector.make_door(config_of(model, tmp_path))
     with pytest.raises(BadTransferParams, match="allow_custom_save_path"):
         closed({"hidden_states_path": "fine/a.safetensors"})

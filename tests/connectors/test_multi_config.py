@@ -272,11 +272,11 @@ def test_if_a_child_cannot_be_made_earlier_ones_are_shut_down(module: ModuleType
 
 
 def test_every_child_validates_a_request() -> None:
-    door = make_door(multi(MINE, PULL))
-    door(None)
-    door({"do_remote_decode": True})
+    validate = make_door(multi(MINE, PULL))
+    validate(None)
+    validate({"do_remote_decode": True})
     with pytest.raises(BadTransferParams, match="baton_ticket"):
-        door({"do_remote_prefill": True})
+        validate({"do_remote_prefill": True})
     with pytest.raises(BadTransferParams, match="true or false"):
         make_door(multi(MINE))({"do_remote_decode": "yes"})
 

@@ -126,11 +126,11 @@ def test_an_engine_without_a_connector_gets_null_halves() -> None:
     config = msgspec.structs.replace(engine_config("e"), kv_transfer_config=None)
     assert isinstance(connector_factory.scheduler_half(config), NullSchedulerHalf)
     assert isinstance(connector_factory.worker_half(config, 0), NullWorkerHalf)
-    door = make_door(config)
-    door(None)
-    door({})
+    validate = make_door(config)
+    validate(None)
+    validate({})
     with pytest.raises(BadTransferParams, match="no KV connector"):
-        door({"do_remote_decode": True})
+        validate({"do_remote_decode": True})
 
 
 def test_the_factory_is_found_by_its_path() -> None:
