@@ -1,7 +1,5 @@
 """A difference is a tie only if the engines' own rounding errors explain it."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`baton check`: the table, the story, and the exit status."""
 
-from __future__ import annotations
-
 import re
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Model and engines for the tests with embedded engines. A file that needs others defines its own."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest

@@ -1,7 +1,5 @@
 """Embedded engines with any connector, in the test's own process or with rank processes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path

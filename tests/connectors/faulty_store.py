@@ -11,8 +11,6 @@ sets the faults of its load in `kv_transfer_params["store"]`:
     ranks   the ranks with the fault; without it, all
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

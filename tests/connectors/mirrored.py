@@ -3,8 +3,6 @@
 Found by module path. What the host copies is counted, and can be made to fail.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from typing import Any, ClassVar
 

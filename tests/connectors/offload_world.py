@@ -1,7 +1,5 @@
 """Common parts of the tests of offload: engines stepped by hand, and copies that are late or fail."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

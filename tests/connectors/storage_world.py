@@ -1,7 +1,5 @@
 """Engines on one shared folder, and helpers of the tests of the shared storage."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

@@ -1,7 +1,5 @@
 """The real scheduler with halves of a connector that stores KV, and ranks whose KV can be checked."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from types import SimpleNamespace
 

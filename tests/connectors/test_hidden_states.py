@@ -1,7 +1,5 @@
 """Hidden states in files equal those of transformers, however the engine computed them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from functools import partial

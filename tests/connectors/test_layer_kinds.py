@@ -1,7 +1,5 @@
 """Files that a prefix needs, compared with a reference that checks single tokens."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Answers of a Multi connector from its children's answers, and the arguments that each child gets."""
 
-from __future__ import annotations
-
 import inspect
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Embedded engines with offload give the answers of an engine that computes everything."""
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

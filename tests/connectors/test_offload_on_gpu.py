@@ -1,7 +1,5 @@
 """Copies on separate streams: on a GPU, or on fake streams that do nothing until they are queried."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Settings, validation, statistics and copy threads of offload, each separately."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

@@ -3,8 +3,6 @@
 Ranks have KV that can be checked; copies are late or fail.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace

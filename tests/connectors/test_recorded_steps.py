@@ -3,8 +3,6 @@
 `tests/engine_models/test_graphs.py` counts the replays in rank processes; this file checks the tokens.
 """
 
-from __future__ import annotations
-
 import importlib.util
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """Loads of one request by several threads: each ends once, as if there were one thread."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

@@ -1,7 +1,5 @@
 """Models with several block tables share files; blocks before a window are not needed."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ Two engines use one folder, one after the other. Each request must end once, wit
 engine or with an error, and in the end no block and no copy may be left.
 """
 
-from __future__ import annotations
-
 import random
 import tempfile
 from collections.abc import Callable

@@ -3,8 +3,6 @@
 The tokens are those of an engine that has heads first, whatever is loaded and from where.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Connectors that require an order of tokens and heads in a block. Found by module path."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, NullSchedulerHalf, NullWorkerHalf

@@ -4,8 +4,6 @@ The number of a layer, head, token of the prompt and element is the same on ever
 moved can be checked without knowing how.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass

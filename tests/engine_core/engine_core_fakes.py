@@ -4,8 +4,6 @@ The engine's processes find it by name ("engine_core_fakes:..."). `kv_connector_
 behaviour there.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -3,8 +3,6 @@
 `kv_connector_extra_config`: {"raises_in_forward": step}, {"silent_ranks": [...]}, {"expects": {rank: count}}.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Combination of the ranks' answers by an executor."""
 
-from __future__ import annotations
-
 from typing import Self
 
 from baton.contract import KVConnectorOutput, KVConnectorWorkerMetadata

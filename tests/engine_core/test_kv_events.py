@@ -1,7 +1,5 @@
 """KV events on the wire: vLLM's format, numbers without gaps, replay, and correct contents."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -4,8 +4,6 @@ As with a CUDA graph, a replay runs no Python, every result has the address of t
 that reads a number from the device cannot be recorded.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

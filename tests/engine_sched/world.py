@@ -7,8 +7,6 @@ With windows and groups, each window has its own block table, and tokens depend 
 0 is the null block then.
 """
 
-from __future__ import annotations
-
 import sys
 from collections import Counter, deque
 from collections.abc import Callable, Sequence

@@ -115,57 +115,54 @@ def raw(*fields: object) -> bytes:
     return msgspec.msgpack.encode(fields)
 
 
+def of_p(messages: list[object]) -> bytes:
+    return raw(WIRE_VERSION, ["p", 1], ["d", 2], messages)
+
+
 HOSTILE = {
     "another version": raw(3, ["p", 1], ["d", 2], []),
     "another version with another shape": raw(3, "whatever", 1, 2, 3),
     "negative epoch": raw(WIRE_VERSION, ["p", -1], ["d", 2], []),
     "no engine id": raw(WIRE_VERSION, ["", 1], ["d", 2], []),
     "long engine id": raw(WIRE_VERSION, ["p" * 257, 1], ["d", 2], []),
-    "text for a number": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["gone", [1, "7"], 1]]),
-    "true for a number": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["gone", [1, True], 1]]),
-    "unknown message": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["shutdown"]]),
-    "message without its fields": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["renew", [1, 7]]]),
-    "message with one more": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["gone", [1, 7], 1, 2]]),
-    "negative claim": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["gone", [1, 7], -1]]),
-    "no number": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, math.nan]]),
-    "endless": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, math.inf]]),
-    "negative duration": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["renewed", [1, 7], 1, 1, -1.0]]),
-    "too many reasons": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["refused", ["no"] * 33]]),
-    "a novel for a reason": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["refused", ["no" * 300]]]),
-    "no transfer": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["working", "", 1]]),
-    "a novel for a transfer": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["working", "x" * 257, 1]]),
-    "a short hash": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["want", "x", 1, b"short", 4]]),
-    "text for a hash": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["want", "x", 1, "h" * 32, 4]]),
-    "a negative block": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[-1]], 0, 0]]),
-    "a huge block": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[2**32]], 0, 0]]),
-    "no cache group": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [7], 0, 0]]),
-    "layers without end": raw(
-        WIRE_VERSION, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[7]], 8, 4097]]
-    ),
-    "blocks without end": raw(
-        1, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[7] * (MAX_LISTED_BLOCKS + 1)], 0, 0]]
-    ),
-    "groups without end": raw(
-        WIRE_VERSION, ["p", 1], ["d", 2], [["announced", "x", 1, 1, 4, [[]] * 257, 0, 0]]
-    ),
-    "no ticket": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["finished", "x", 1, 1, ""]]),
-    "a ticket without end": raw(
-        WIRE_VERSION, ["p", 1], ["d", 2], [["finished", "x", 1, 1, "t" * ((1 << 20) + 1)]]
-    ),
-    "a novel for a failure": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["failed", "x", 1, "no" * 300]]),
+    "text for a number": of_p([["gone", [1, "7"], 1]]),
+    "true for a number": of_p([["gone", [1, True], 1]]),
+    "unknown message": of_p([["shutdown"]]),
+    "message without its fields": of_p([["renew", [1, 7]]]),
+    "message with one more": of_p([["gone", [1, 7], 1, 2]]),
+    "negative claim": of_p([["gone", [1, 7], -1]]),
+    "no number": of_p([["renewed", [1, 7], 1, 1, math.nan]]),
+    "endless": of_p([["renewed", [1, 7], 1, 1, math.inf]]),
+    "negative duration": of_p([["renewed", [1, 7], 1, 1, -1.0]]),
+    "too many reasons": of_p([["refused", ["no"] * 33]]),
+    "a novel for a reason": of_p([["refused", ["no" * 300]]]),
+    "no transfer": of_p([["working", "", 1]]),
+    "a novel for a transfer": of_p([["working", "x" * 257, 1]]),
+    "a short hash": of_p([["want", "x", 1, b"short", 4]]),
+    "text for a hash": of_p([["want", "x", 1, "h" * 32, 4]]),
+    "a negative block": of_p([["announced", "x", 1, 1, 4, [[-1]], 0, 0]]),
+    "a huge block": of_p([["announced", "x", 1, 1, 4, [[2**32]], 0, 0]]),
+    "no cache group": of_p([["announced", "x", 1, 1, 4, [7], 0, 0]]),
+    "layers without end": of_p([["announced", "x", 1, 1, 4, [[7]], 8, 4097]]),
+    "blocks without end": of_p([["announced", "x", 1, 1, 4, [[7] * (MAX_LISTED_BLOCKS + 1)], 0, 0]]),
+    "groups without end": of_p([["announced", "x", 1, 1, 4, [[]] * 257, 0, 0]]),
+    "no ticket": of_p([["finished", "x", 1, 1, ""]]),
+    "a ticket without end": of_p([["finished", "x", 1, 1, "t" * ((1 << 20) + 1)]]),
+    "a novel for a failure": of_p([["failed", "x", 1, "no" * 300]]),
     "too many messages": raw(WIRE_VERSION, ["p", 1], ["d", 2], [["gone", [1, 7], 1]] * (MAX_MESSAGES + 1)),
     "oversize": b"\x00" * (MAX_FRAME_BYTES + 1),
-    "a list that claims to be huge": b"\x94\x01\x92\xa1p\x01\x92\xa1d\x02\xdd\xff\xff\xff\xff",
+    "a list that claims to be huge": b"\x94\x02\x92\xa1p\x01\x92\xa1d\x02\xdd\xff\xff\xff\xff",
     "deeply nested": b"\x91" * 100_000,
-    "invalid text": b"\x94\x01\x92\xa1\xff\x01\x92\xa1d\x02\x90",
+    "invalid text": b"\x94\x02\x92\xa1\xff\x01\x92\xa1d\x02\x90",
     "nothing": b"",
 }
 
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_hostile_frame_is_a_peer_error(what: str) -> None:
-    with pytest.raises(PeerError):
+    with pytest.raises(PeerError) as refused:
         decode_envelope(HOSTILE[what])
+    assert ("wire version" in str(refused.value)) == what.startswith("another version")
 
 
 def test_a_frame_of_another_version_is_not_reported_as_malformed() -> None:

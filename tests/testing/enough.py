@@ -1,7 +1,5 @@
 """Runs the kit on a correct connector until its examples contain enough events."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

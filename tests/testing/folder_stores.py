@@ -1,7 +1,5 @@
 """The example's connector with faults that outlive an example, because they are in its folder."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """Which threads the kit reports as leaked."""
 
-from __future__ import annotations
-
 import _thread
 import threading
 

@@ -1,7 +1,5 @@
 """Baton's own connectors keep the contract, on the kit's ranks and on the engine's executors."""
 
-from __future__ import annotations
-
 import importlib.util
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The kit's waiting time for background work counts only time in which this process ran."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 from typing import Any

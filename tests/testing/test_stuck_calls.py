@@ -1,7 +1,5 @@
 """A call that does not return is interrupted, and the timer's earlier owner gets the timer back."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Which writes an armed write fault makes fail, and what the connector gets."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import pytest

@@ -1,7 +1,5 @@
 """The policies as in their papers: with lists, without pins or optimisations."""
 
-from __future__ import annotations
-
 
 class LruTwin:
     def __init__(self, capacity: int) -> None:

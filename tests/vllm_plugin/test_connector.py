@@ -1,7 +1,5 @@
 """The connector class that vLLM instantiates: forwards each method, and lets no exception reach vLLM."""
 
-from __future__ import annotations
-
 import inspect
 import sys
 from collections.abc import Iterator

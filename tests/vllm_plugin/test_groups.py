@@ -1,7 +1,5 @@
 """vLLM's KV-cache groups in our types, with fakes of vLLM's classes. tests/vllm uses the real ones."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Hidden states in vLLM: a layer of its cache, found in any group."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace

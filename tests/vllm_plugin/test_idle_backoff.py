@@ -1,7 +1,5 @@
 """An empty step waits only while a producer computes."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """The kit on the connector classes for vLLM, with the stub of vLLM."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

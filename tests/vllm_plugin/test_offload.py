@@ -1,7 +1,5 @@
 """Offload in vLLM: what it reads from vLLM's configuration, and that no request waits for ever."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Scheduler half in vLLM: behaviour beyond that in every host."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Start-up in vLLM: the identity made from vLLM's configuration, and the configurations that are refused."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace
