@@ -1,4 +1,4 @@
-"""Host names and addresses, and the restriction to the loopback of what has no cluster secret."""
+"""Host names and addresses, and the restriction to the loopback if there is no cluster secret."""
 
 import ipaddress
 import re

@@ -69,7 +69,7 @@ class RankLayout(msgspec.Struct, frozen=True):
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True):
-    """What must be equal on both sides for KV blocks to be compatible; `dtype` may differ if it converts.
+    """Identity of a model's KV. Blocks are compatible if these are equal; `dtype` may differ if it converts.
 
     Compared field by field, so that a refusal can name each field that differs.
     """

@@ -89,7 +89,7 @@ KVTransferParams: TypeAlias = Compute | Fetch | Stream | Named
 
 
 class OffloadChoice(NamedTuple):
-    """What an offloading engine may do for one request."""
+    """Permissions of an offloading engine for one request."""
 
     may_load: bool = True
     may_store: bool = True

@@ -1,8 +1,8 @@
 """Handshake between two engines: compares versions and models, then exchanges the layouts of their memory.
 
 It has two phases, so that engines of different versions can at least report why they cannot transfer. First
-versions and fingerprints are compared, field by field. Only then is the opaque payload decoded, whose format
-may differ between versions. The result of `decode_ranks` is verified.
+versions and fingerprints are compared, field by field. Then the opaque payload is decoded, whose format may
+differ between versions. The result of `decode_ranks` is verified.
 """
 
 from collections.abc import Mapping, Sequence

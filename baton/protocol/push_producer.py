@@ -9,9 +9,9 @@ want. Nothing here is a promise: an announcement may be stale when it arrives, a
 ticket names (pull_producer) holds the blocks. So every message may be repeated, lost and late. A record may
 be forgotten at any time, which costs the consumer a recompute and nothing else.
 
-`run` is what makes early reads count: it is new for every prefill, and whenever blocks were given back, and
-never used again by this incarnation. So all blocks announced in the run of `Finished` have been held,
-unmodified, since they were announced.
+`run` decides whether early reads count. It is new for every prefill and whenever blocks are freed, and this
+incarnation never reuses it. So all blocks announced in the run of `Finished` have been held, unmodified,
+since they were announced.
 """
 
 from collections import Counter

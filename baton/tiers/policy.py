@@ -40,7 +40,7 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def refresh(self, keys: Iterable[K]) -> None:
-        """Those of the keys that are held shall stay longest, the last one longest. Not counted as a use."""
+        """Makes the keys that are held stay longest, the last one longest. Not counted as a use."""
 
     @abstractmethod
     def discard(self, key: K) -> None:

@@ -1,4 +1,4 @@
-"""Values of papers and of a configuration, with every field set, for the tests that compare bytes."""
+"""Values of signed tokens and of a configuration, with every field set, for the tests that compare bytes."""
 
 from typing import Any
 

@@ -44,7 +44,7 @@ INTRODUCTION = Introduction(
     tp_size=1,
     block_tokens=4,
 )
-PAPERS: list[tuple[Any, Any, Any]] = [
+TOKENS: list[tuple[Any, Any, Any]] = [
     (sign_ticket, open_ticket, TICKET),
     (sign_introduction, open_introduction, INTRODUCTION),
 ]
@@ -62,42 +62,42 @@ trees = st.recursive(
 )
 
 
-def refused_or(paper: Any, read: Any, text: str, key: bytes | None) -> None:
+def refused_or(token: Any, read: Any, text: str, key: bytes | None) -> None:
     """A text that opens has the content that was signed."""
     opened, field = None, None
     try:
         opened = read(text, key)
     except BadTransferParams as error:
         field = error.field or ""
-    assert opened == paper or (field or "").startswith("kv_transfer_params.baton_")
+    assert opened == token or (field or "").startswith("kv_transfer_params.baton_")
 
 
-@pytest.mark.parametrize(("sign", "read", "paper"), PAPERS)
+@pytest.mark.parametrize(("sign", "read", "token"), TOKENS)
 @given(text=st.text(max_size=200))
 @example(text="\ud800")
-def test_any_text_is_refused(sign: Any, read: Any, paper: Any, text: str) -> None:
+def test_any_text_is_refused(sign: Any, read: Any, token: Any, text: str) -> None:
     with pytest.raises(BadTransferParams):
         read(text, KEY)
 
 
-@pytest.mark.parametrize(("sign", "read", "paper"), PAPERS)
+@pytest.mark.parametrize(("sign", "read", "token"), TOKENS)
 @given(tree=trees, mac=st.binary(max_size=40))
 def test_any_structure_under_any_signature_is_refused(
-    sign: Any, read: Any, paper: Any, tree: Any, mac: bytes
+    sign: Any, read: Any, token: Any, tree: Any, mac: bytes
 ) -> None:
-    sealed = msgspec.msgpack.encode((msgspec.msgpack.encode(tree), mac))
+    encoded = msgspec.msgpack.encode((msgspec.msgpack.encode(tree), mac))
     with pytest.raises(BadTransferParams):
-        read(base64.urlsafe_b64encode(sealed).decode(), KEY)
+        read(base64.urlsafe_b64encode(encoded).decode(), KEY)
 
 
-@pytest.mark.parametrize(("sign", "read", "paper"), PAPERS)
+@pytest.mark.parametrize(("sign", "read", "token"), TOKENS)
 @given(at=st.integers(0), bit=st.integers(0, 7), signer=SECRETS, reader=SECRETS)
 def test_one_turned_bit_or_another_secret_is_noticed(
-    sign: Any, read: Any, paper: Any, at: int, bit: int, signer: bytes | None, reader: bytes | None
+    sign: Any, read: Any, token: Any, at: int, bit: int, signer: bytes | None, reader: bytes | None
 ) -> None:
-    sealed = bytearray(base64.urlsafe_b64decode(sign(paper, signer)))
-    sealed[at % len(sealed)] ^= 1 << bit
-    damaged = base64.urlsafe_b64encode(bytes(sealed)).decode()
+    encoded = bytearray(base64.urlsafe_b64decode(sign(token, signer)))
+    encoded[at % len(encoded)] ^= 1 << bit
+    damaged = base64.urlsafe_b64encode(bytes(encoded)).decode()
     if signer is None and reader is None:
         with suppress(BadTransferParams):  # Engines without a secret sign nothing.
             read(damaged, reader)
@@ -106,15 +106,15 @@ def test_one_turned_bit_or_another_secret_is_noticed(
             read(damaged, reader)
 
 
-@pytest.mark.parametrize(("sign", "read", "paper"), PAPERS)
+@pytest.mark.parametrize(("sign", "read", "token"), TOKENS)
 @given(cut=st.integers(0), extra=st.text("AB-_=", max_size=8))
 def test_a_text_cut_or_lengthened_is_refused_or_the_same(
-    sign: Any, read: Any, paper: Any, cut: int, extra: str
+    sign: Any, read: Any, token: Any, cut: int, extra: str
 ) -> None:
-    text = sign(paper, KEY)
-    refused_or(paper, read, text[: cut % (len(text) + 1)], KEY)
-    refused_or(paper, read, text + extra, KEY)
-    refused_or(paper, read, extra + text, KEY)
+    text = sign(token, KEY)
+    refused_or(token, read, text[: cut % (len(text) + 1)], KEY)
+    refused_or(token, read, text + extra, KEY)
+    refused_or(token, read, extra + text, KEY)
 
 
 @given(signer=SECRETS, reader=SECRETS)
