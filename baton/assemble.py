@@ -1,6 +1,6 @@
-"""The only place where concrete classes meet: from a configuration to connectors, doors and transports.
+"""Combines concrete classes: builds connectors, request validation and metrics from a configuration.
 
-The engine is told `"baton.assemble:connector_factory"` and knows nothing behind it.
+The engine gets the name `"baton.assemble:connector_factory"` and imports no connector itself.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ BuildConnectorMetrics: TypeAlias = Callable[
 ]
 BuildConnectorStats: TypeAlias = Callable[[dict[str, Any]], KVConnectorStats | None]
 Door: TypeAlias = Callable[[Mapping[str, Any] | None], None]
-"""Judges one request's `kv_transfer_params` before the engine sees it. Raises BadTransferParams."""
+"""Validates one request's `kv_transfer_params` before the engine gets it. Raises BadTransferParams."""
 
 
 class RegistryFactory:
-    """Makes the halves of the connector that the configuration names; null halves if it names none."""
+    """Makes the halves of the configured connector, or null halves without one."""
 
     def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
         connector = _class_of(config)
@@ -77,23 +77,23 @@ connector_factory = RegistryFactory()
 
 
 def make_door(config: EngineConfig) -> Door:
-    """Raises ConfigError where the connector's configuration is wrong, before an engine starts with it."""
+    """The validation of `kv_transfer_params`. Raises ConfigError for a wrong connector configuration."""
     connector = _class_of(config)
     if connector is None:
         return _refuse_transfers
-    # Ours, and any connector that wants to, judge more than types.
+    # A connector with `make_door` validates more than types.
     make: Callable[[EngineConfig], Door] | None = getattr(connector, "make_door", None)
     return make(config) if make is not None else _check_types
 
 
 def make_connector_metrics(config: EngineConfig) -> BuildConnectorMetrics | None:
-    """What the connector publishes of itself to Prometheus; None without a connector."""
+    """The connector's Prometheus metrics; None without a connector."""
     connector = _class_of(config)
     return partial(connector.build_prom_metrics, config) if connector is not None else None
 
 
 def make_connector_stats(config: EngineConfig) -> BuildConnectorStats | None:
-    """How what the connector counts is read again, for the log; None without a connector."""
+    """The function that reads the connector's counters for the log; None without a connector."""
     connector = _class_of(config)
     return stats_builder_of(connector, config) if connector is not None else None
 
@@ -106,7 +106,7 @@ def _class_of(config: EngineConfig) -> type[KVConnectorBase_V1] | None:
 
 
 def _adopt(found: type[Any]) -> type[KVConnectorBase_V1] | None:
-    """A class of vLLM's base class, made fit for this engine. vLLM is imported only if the class did so."""
+    """Adapts a class of vLLM's base class to this engine. vLLM is imported only if the class imported it."""
     if "vllm" not in sys.modules:
         return None
     from baton.vllm_plugin.hosting import has_vllms_base, hosted

@@ -1,6 +1,6 @@
-"""A stock proxy in front of a pair of engines, as a process, and what is asked of the two together.
+"""A stock proxy for a pair of engines, as a process, and checks of the three together.
 
-Whoever serves the pair (`baton serve`, or vLLM with our connectors) says where it is; the checks are one.
+The checks are the same for `baton serve` and for vLLM with Baton's connectors; the caller starts the engines.
 """
 
 import os
@@ -23,7 +23,7 @@ Answer = Callable[[Sequence[int]], list[int]]  # A single engine's tokens for a 
 
 @dataclass(frozen=True)
 class Pair:
-    """Two engines, and P's control channel as D's `allowed_peers` has it."""
+    """Two engines, and P's control address as in D's `allowed_peers`."""
 
     model: str
     p_port: int
@@ -42,7 +42,7 @@ class Proxy:
         answer = self.client.post(f"{self.url}/v1/completions", json=completion_of(prompt, **fields))
         assert answer.status_code == 200, answer.text
         choice = answer.json().get("choices", [None])[0]
-        assert choice is not None, answer.text  # These proxies answer 200 whatever the engine says.
+        assert choice is not None, answer.text  # These proxies answer 200 for every answer of the engine.
         tokens: list[int] = choice["token_ids"]
         return tokens
 
@@ -59,7 +59,7 @@ def completion_of(prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
 
 
 class ProxyStarter:
-    """Starts proxies in a fleet, which ends them."""
+    """Starts proxies in a fleet, which stops them."""
 
     def __init__(self, fleet: Fleet, stock: StockProxies, client: httpx.Client) -> None:
         self._fleet = fleet
@@ -67,14 +67,14 @@ class ProxyStarter:
         self._client = client
 
     def toy(self, pair: Pair) -> Proxy:
-        """Pull: the prefill leg's answer goes to the decode leg as it is."""
+        """Pull: the proxy forwards the prefill leg's answer to the decode leg unchanged."""
         command = [str(self._stock.toy_proxy)]
         command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(pair.p_port)]
         command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(pair.d_port)]
         return self._start(command, "healthcheck")
 
     def push_demo(self, pair: Pair, **changes: Any) -> Proxy:
-        """Push: both legs at once; the decode leg names P and where its control channel listens."""
+        """Push: both legs at once. The decode leg names P and its control address."""
         named = {"engine_id": pair.p_engine_id, "kv_host": pair.p_control_host, **changes}
         command = [str(self._stock.push_demo), "--model", pair.model]
         command += ["--prefill", f"127.0.0.1:{pair.p_port}", "--decode", f"127.0.0.1:{pair.d_port}"]
@@ -97,7 +97,7 @@ class ProxyStarter:
 
 
 def check_tokens(proxy: Proxy, prompts: Sequence[Sequence[int]], answer: Answer, **fields: Any) -> None:
-    """One after the other: the tokens are a single engine's."""
+    """Send the prompts one after the other: the tokens are a single engine's."""
     for prompt in prompts:
         assert proxy.complete(prompt, **fields) == answer(prompt), f"a prompt of {len(prompt)} tokens"
 
@@ -105,7 +105,7 @@ def check_tokens(proxy: Proxy, prompts: Sequence[Sequence[int]], answer: Answer,
 def check_tokens_of_many(
     proxy: Proxy, prompts: Sequence[Sequence[int]], answer: Answer, **fields: Any
 ) -> None:
-    """... and all at once."""
+    """Send all prompts at once: the tokens are a single engine's."""
     expected = [answer(prompt) for prompt in prompts]
     with ThreadPoolExecutor(len(prompts)) as threads:
         assert list(threads.map(lambda prompt: proxy.complete(prompt, **fields), prompts)) == expected

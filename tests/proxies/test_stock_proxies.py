@@ -1,4 +1,4 @@
-"""vLLM's stock proxies, unmodified, in front of `baton serve`: the tokens are those of a single engine."""
+"""vLLM's stock proxies, unmodified, with `baton serve`: the tokens are those of a single engine."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -65,7 +65,7 @@ def fleet(stock: StockProxies, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 @pytest.fixture(scope="module")
 def engines(fleet: Fleet, model: Path) -> Iterator[list[Engine]]:
-    """P, and D that may be sent to P's control channel."""
+    """P, and D with P's control address in `allowed_peers`."""
     (control_port,) = free_ports(1)
     peer = f"127.0.0.1:{control_port}"
     with closing(Engines(fleet)) as engines:
@@ -85,11 +85,11 @@ def engines(fleet: Fleet, model: Path) -> Iterator[list[Engine]]:
                 {
                     "kv_connector": "BatonPushConnector",
                     "kv_role": "kv_consumer",
-                    "kv_load_failure_policy": "fail",  # A push that does not work is to be seen.
+                    "kv_load_failure_policy": "fail",  # A push that fails must be visible.
                     "kv_connector_extra_config": {"allowed_peers": [peer]},
                 },
             ),
-            # The loan of a refused push has nobody to end it, and no test waits for its time to run out.
+            # No consumer ends the loan of a refused push, and no test waits for its expiry.
             options={"p": ["--max-num-batched-tokens", "128", "--drain-timeout-s", "0.1"]},
         )
 
@@ -149,8 +149,8 @@ def test_a_chat_is_answered_and_streamed(proxy: Proxy) -> None:
     whole = proxy.client.post(f"{proxy.url}/v1/chat/completions", json=body).json()
     with proxy.client.stream(
         "POST", f"{proxy.url}/v1/chat/completions", json={**body, "stream": True}
-    ) as said:
-        events = [line.removeprefix("data: ") for line in said.iter_lines() if line]
+    ) as response:
+        events = [line.removeprefix("data: ") for line in response.iter_lines() if line]
     assert events.pop() == "[DONE]"
     pieces = [json.loads(event)["choices"][0]["delta"].get("content") or "" for event in events]
     assert "".join(pieces) == whole["choices"][0]["message"]["content"]
@@ -159,7 +159,7 @@ def test_a_chat_is_answered_and_streamed(proxy: Proxy) -> None:
 def test_a_producer_that_is_not_allowed_is_refused_by_its_field(
     proxies: ProxyStarter, pair: Pair, engines: list[Engine]
 ) -> None:
-    """The proxy says localhost, the engine's configuration an address; the error tells what to mend."""
+    """The proxy sends localhost and the engine's configuration has an address; the error names the remedy."""
     error = proxies.push_demo(pair, kv_host="localhost").refusal(make_prompt(7))
     assert error["param"] == "kv_transfer_params.remote_host"
     assert "allowed_peers" in error["message"]

@@ -1,8 +1,7 @@
-"""The stock proxies, as published: two files of vLLM's source distribution, fetched when a test needs them.
+"""Published stock proxies: two files of vLLM's source distribution, fetched when a test needs them.
 
-pip downloads the archive from whatever index it is configured with and checks its hash; the two files, and
-what they import that this project does not, go to a cache outside the tree. Nothing of vLLM is installed,
-built or imported, and nothing of it is ours to commit.
+pip downloads the archive from its configured index and checks its hash. The two files, and their additional
+dependencies, go to a cache outside the tree. Nothing of vLLM is installed, built, imported or committed.
 """
 
 import fcntl
@@ -22,8 +21,8 @@ PUSH_DEMO = "examples/disaggregated/disaggregated_serving/disagg_proxy_pushconne
 IMPORTED_BY_THEM = ("aiohttp>=3.9", "uvloop>=0.19")
 FETCH_S = 240.0
 
-# pip wants an archive's metadata before it lets go of it, and asks the build backend that the archive names.
-# This stands in for that one: it answers from the archive's own PKG-INFO, and runs nothing of it.
+# pip needs an archive's metadata, and asks the build backend that the archive names. This backend replaces
+# it: it answers from the archive's own PKG-INFO, and runs nothing of the archive.
 _BACKEND = """
 import pathlib, shutil
 from email.parser import HeaderParser
@@ -41,24 +40,24 @@ def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
 
 
 class NotFetched(Exception):
-    """The index cannot be reached, or does not have it. Says what pip said."""
+    """The index cannot be reached, or lacks the archive. The message contains pip's."""
 
 
 @dataclass(frozen=True)
 class StockProxies:
     toy_proxy: Path
     push_demo: Path
-    site: Path  # What they import beside this project's own dependencies.
+    site: Path  # Their dependencies that this project lacks.
 
 
 def stock_proxies() -> StockProxies:
-    """From the cache, or from the index. Raises NotFetched."""
+    """The proxies, from the cache or from the index. Raises NotFetched."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-tests"
     folder = root / f"vllm-{VERSION}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / ".lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # Released with the file, also by a test that is killed.
+            fcntl.flock(lock, fcntl.LOCK_EX)  # Released with the file, also if the test is killed.
             if not folder.exists():
                 _fetch(folder)
     except (OSError, subprocess.SubprocessError) as error:
@@ -78,7 +77,7 @@ def _fetch(folder: Path) -> None:
                 with made.joinpath(name).open("wb") as target:
                     shutil.copyfileobj(member, target)
         _pip(["install", "--target", str(made / "site"), "--no-warn-script-location", *IMPORTED_BY_THEM])
-        made.rename(folder)  # Whole or not at all.
+        made.rename(folder)  # Atomic.
 
 
 def _download(scratch: Path) -> Path:
@@ -100,5 +99,5 @@ def _pip(arguments: list[str], **env: str) -> None:
         command, env={**os.environ, **env}, timeout=FETCH_S, capture_output=True, text=True, check=False
     )
     if ended.returncode != 0:
-        said = [line for line in ended.stderr.splitlines() if line.strip()]
-        raise OSError(f"pip {arguments[0]} says: {said[-1] if said else f'status {ended.returncode}'}")
+        errors = [line for line in ended.stderr.splitlines() if line.strip()]
+        raise OSError(f"pip {arguments[0]} says: {errors[-1] if errors else f'status {ended.returncode}'}")
