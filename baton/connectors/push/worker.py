@@ -30,12 +30,13 @@ class PushWorkerHalf(PullWorkerHalf):
         transports: Callable[[Address], Mapping[str, Transport]] | None = None,
         run_in_background: RunInBackground | None = None,
         clock: Callable[[], float] = time.monotonic,
+        reporter: Callable[[int], LayerReporter] = LayerReporter,
     ) -> None:
         super().__init__(
             identity, epoch=epoch, transports=transports, run_in_background=run_in_background, clock=clock
         )
         self._layer_index: dict[str, int] = {}
-        self._reporter = LayerReporter(identity.tp_rank)
+        self._reporter = reporter(identity.tp_rank)
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         settings = self._identity.settings

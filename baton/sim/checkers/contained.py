@@ -42,7 +42,7 @@ def check_failure(host: "Host", landing: "Landing", reason: str) -> None:
     """A member that slanders another does not end the handoffs of the other."""
     if (
         reason == FailureCode.GONE
-        and landing.producer.alive
+        and landing.producer.is_alive
         and not host.cluster.is_excused(landing, host.name)
     ):
         raise Violation("I6", "a handoff ended because a third engine said that its producer is gone")

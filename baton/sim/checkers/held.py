@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 def check_free(producer: "Host", loan_id: LoanId) -> None:
     """No consumer would accept a copy that ends now."""
     for host in producer.cluster.hosts.values():
-        if not host.alive:
+        if not host.is_alive:
             continue
         for landing in host.fetches.landings.values():
             if (

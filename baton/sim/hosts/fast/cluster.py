@@ -63,7 +63,7 @@ class Cluster:
         if world.faults.member_lies:
             self.liar = world.rng_of_lies.choice(list(self.hosts))
 
-    def is_excused(self, landing: Landing, consumer: EngineId) -> bool:
+    def is_excused(self, landing: Landing, consumer: str) -> bool:
         """A faulty member can harm what it takes part in, and nothing else."""
         took_part = self.liar in (consumer, landing.producer.name)
         return took_part and landing.started_at <= self.lied_at
@@ -79,19 +79,19 @@ class Cluster:
         return name
 
     def _boot(self, host: Host) -> None:
-        self.hosts[host.name] = self.incarnations[host.address] = host
+        self.hosts[host.engine_id] = self.incarnations[host.address] = host
         self.world.note(host.name, f"boots, epoch ..{host.address.epoch % 1000:03d}")
 
     def stop(self, host: Host, down_s: float) -> None:
         """End the process. Its frames and reads are still under way."""
-        if host.alive:
-            host.alive = False
+        if host.is_alive:
+            host.is_alive = False
             host.count_stats()
             self.world.note(host.name, "is gone")
             self.world.after(down_s, lambda: self._reboot(host))
 
     def _reboot(self, old: Host) -> None:
-        name = old.name
+        name = old.engine_id
         self._boot(Host(self, name, old.num_ranks, old.rate, old.skew_s, old.timers))
         ready = [action for engine_id, action in self.on_boot if engine_id == name]
         self.on_boot = [entry for entry in self.on_boot if entry[0] != name]
@@ -103,6 +103,4 @@ class Cluster:
         self.stop(self.hosts[name], down_s)
 
     def pause(self, name: EngineId, for_s: float) -> None:
-        self.world.paused_s += for_s
-        self.world.note(name, f"stands still for {for_s} s")
         self.hosts[name].pause(for_s)

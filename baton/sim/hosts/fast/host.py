@@ -15,44 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 from baton.connectors.pull.metadata import PullMetadata
 from baton.connectors.pull.scheduler import PullSchedulerHalf
-from baton.connectors.push.layer_reports import LayerReportOrder, LayerReportReceiver
 from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.contract import KVConnectorOutput
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.timers import Timers
 from baton.protocol.pull_consumer import PullConsumer
 from baton.sim.checkers import bounded, contained, whole
+from baton.sim.hosts.fast.faults import FastFaults
 from baton.sim.hosts.fast.fetches import Fetches
 from baton.sim.hosts.fast.memory import Pool
 from baton.sim.hosts.fast.model import handshakes, identity_of, settings_of
-from baton.sim.hosts.fast.port import SOON_S, Port
+from baton.sim.hosts.fast.port import Port
 from baton.sim.hosts.fast.prefills import Prefills
 from baton.sim.hosts.fast.ranks import Ranks
 from baton.sim.hosts.fast.steps import EMPTY, StepOutput
+from baton.sim.kernel.layers import LayerReports
+from baton.sim.kernel.process import NEVER, Process
 
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.cluster import Cluster
 
-NEVER = float("inf")
 
-
-class LayerReports(LayerReportReceiver):
-    """Without a socket and a thread: the ranks' stand-in calls `on_report`."""
-
-    def __init__(self, on_report: Callable[[int, int, int], None]) -> None:
-        self.on_report = on_report
-
-    def order(self, step: int) -> LayerReportOrder:
-        return LayerReportOrder("", b"", step)
-
-    def raise_if_dead(self) -> None:
-        return
-
-    def close(self, timeout_s: float) -> None:
-        return
-
-
-class Host:
+class Host(Process[FastFaults]):
     def __init__(
         self,
         cluster: Cluster,
@@ -62,14 +46,12 @@ class Host:
         skew_s: float,
         timers: Timers,
     ) -> None:
-        self.cluster, self.world, self.name = cluster, cluster.world, name
+        super().__init__(cluster.world, name, rate, skew_s)
+        self.cluster, self.engine_id = cluster, name
         self.address = Address(name, Epoch(self.world.rng.getrandbits(64)))
-        self.num_ranks, self.rate, self.skew_s, self.timers = num_ranks, rate, skew_s, timers
+        self.num_ranks, self.timers = num_ranks, timers
         self.pool = Pool(cluster.num_blocks, num_ranks, cluster.groups)
-        self.alive = True
         self.exits_at = NEVER  # Once it drains.
-        self._paused_until = 0.0
-        self._never_before = -NEVER  # Its clock has been here.
         self._is_woken = False
         self.machines: dict[str, Any] = {}  # Of its agent, by name, for the checkers.
         self.layer_reports: LayerReports | None = None
@@ -82,7 +64,7 @@ class Host:
     def _half(self) -> PullSchedulerHalf:
         cluster = self.cluster
         settings = settings_of(cluster.is_push, cluster.keeps_turns, self.timers)
-        identity = identity_of(self.name, self.num_ranks, settings, cluster.groups_as_told)
+        identity = identity_of(self.engine_id, self.num_ranks, settings, cluster.groups_as_told)
         how: dict[str, Any] = {
             "epoch": self.address.epoch,
             "clock": self.clock,
@@ -123,29 +105,14 @@ class Host:
 
     # --- The process ------------------------------------------------------------------------------
 
-    def clock(self) -> float:
-        return max(self._never_before, self.world.now * self.rate + self.skew_s)
-
     def step_clock(self, by_s: float) -> None:
-        """A negative step stops the clock for this time, because a monotonic clock does not go back."""
-        self._never_before = self.clock()
-        self.skew_s += by_s
-        self.world.note(self.name, f"its clock steps by {by_s} s")
+        super().step_clock(by_s)
         self.port.clock_stepped()
 
-    def when_awake(self, action: Callable[[], None]) -> None:
-        if not self.alive:
-            return
-        if self._paused_until > self.world.now:
-            wait_s = self._paused_until - self.world.now + SOON_S
-            self.world.after(wait_s, lambda: self.when_awake(action))
-        else:
-            action()
-            if self.port.is_stale:
-                self.port.arm()
-
-    def pause(self, for_s: float) -> None:
-        self._paused_until = self.world.now + for_s
+    def run_event(self, action: Callable[[], None]) -> None:
+        action()
+        if self.port.is_stale:
+            self.port.arm()
 
     def drain(self, for_s: float) -> None:
         """Take no new request; exit when nothing is left, or at the deadline."""

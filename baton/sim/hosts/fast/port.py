@@ -27,13 +27,12 @@ from baton.protocol.messages import (
 from baton.sim.checkers import contained
 from baton.sim.hosts.fast.model import CONTROL_URL, PUBLIC_KEY
 from baton.sim.hosts.fast.wire import Sealed
+from baton.sim.kernel.process import NEVER, SOON_S
 
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host
 
-SOON_S = 1e-6
 AMBUSH_S = 8.0
-NEVER = float("inf")
 
 
 class Port:
@@ -67,7 +66,7 @@ class Port:
             for envelope in self._agent.take_envelopes():
                 self._note_claims(envelope)
                 self._world.count("batched envelopes", len(envelope.messages) > 1)
-                self._host.cluster.wire.send(self._host.name, envelope)
+                self._host.cluster.wire.send(self._host.engine_id, envelope)
         self.is_stale = True
 
     @property
@@ -86,7 +85,7 @@ class Port:
             return world.count("malformed frames")
         if world.lies(world.faults.suspends):
             world.count("suspended as it hears something")
-            host.cluster.pause(host.name, world.rng_of_lies.choice([0.5, 3.0, 7.0]))
+            host.pause(world.rng_of_lies.choice([0.5, 3.0, 7.0]))
             if world.lies(0.5):
                 return host.when_awake(lambda: self.receive(sealed))  # Before it reads the frame, else after.
         if parts.binds_senders:
@@ -122,7 +121,7 @@ class Port:
             ):
                 world.count("lent to a stream whose void reads still run")
         elif isinstance(message, Renewed) and world.chance(world.faults.ambush):
-            host.cluster.wire.cut_off(host.name, sender.engine_id, AMBUSH_S, both=False)
+            host.cluster.wire.cut_off(host.engine_id, sender.engine_id, AMBUSH_S, both=False)
 
     def _note_claims(self, envelope: Envelope) -> None:
         fetches, producer = self._host.fetches, envelope.target

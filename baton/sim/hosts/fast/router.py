@@ -84,10 +84,10 @@ class Router(ABC):
 
     def _next_turn(self, host: Host, landing: Landing, params: dict[str, Any]) -> None:
         """The next turn of a conversation reads what its decode engine keeps."""
-        others = [name for name in self._cluster.hosts if name != host.name]
+        others = [name for name in self._cluster.hosts if name != host.engine_id]
         turn = {**params, "do_remote_decode": False, "do_remote_prefill": True}
         request = Request(landing.prompt, RequestId("turn"), landing.num_tokens)
-        attempt = Attempt(request, host.name, self._world.rng.choice(others))
+        attempt = Attempt(request, host.engine_id, self._world.rng.choice(others))
         if self._world.chance(0.7):
             self._leg(attempt.consumer, self._fetcher(turn, attempt, landing.prompt))
 

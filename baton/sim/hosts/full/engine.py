@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import msgspec
 
@@ -49,22 +49,22 @@ from baton.sim.checkers import bounded, contained, fenced, fresh, whole
 from baton.sim.hosts.full.counts import count_stats
 from baton.sim.hosts.full.faults import FullFaults
 from baton.sim.hosts.full.host_spec import HostSpec, engine_config
-from baton.sim.hosts.full.layers import reports_layers, stream_layers
+from baton.sim.hosts.full.layers import Reporter
 from baton.sim.hosts.full.memory import RankMemory
 from baton.sim.hosts.full.offload import HostCopies, offload_identity
 from baton.sim.hosts.full.pool import WatchedPool
 from baton.sim.hosts.full.ranks import Ranks
 from baton.sim.hosts.full.reads import Port
-from baton.sim.hosts.full.wire import SOON_S, Station, Wire
+from baton.sim.hosts.full.wire import Station, Wire
+from baton.sim.kernel.layers import LayerReports
+from baton.sim.kernel.process import SOON_S, Process
 from baton.sim.kernel.windows import shortened
-from baton.sim.kernel.world import World
 
 if TYPE_CHECKING:
     from baton.sim.hosts.full.cluster import Cluster
 
 EMPTY_STEP_S = 0.0002
 NAP_S = 1.0  # Without anything happening; in production shorter, which would show nothing more.
-NEVER = float("inf")
 T = TypeVar("T")
 
 
@@ -83,19 +83,13 @@ class _Forward:
     no_compile_layers: None = None
 
 
-class Engine:
+class Engine(Process[FullFaults]):
     def __init__(self, cluster: Cluster, spec: HostSpec, engine_id: EngineId) -> None:
-        self.cluster, self.spec = cluster, spec
-        self.world: World[FullFaults] = cluster.world
+        super().__init__(cluster.world, spec.name, spec.rate, spec.skew_s)
+        self.cluster, self.spec, self.engine_id = cluster, spec, engine_id
         self.wire: Wire = cluster.wire
-        self.name, self.rate, self.is_slow = spec.name, spec.rate, spec.is_slow
-        self.timers = cluster.timers
-        self.engine_id = engine_id
-        self.is_alive = True
+        self.is_slow, self.timers = spec.is_slow, cluster.timers
         self.is_draining = False
-        self._stepped_s = 0.0  # By which its clock has stepped.
-        self._never_before = -NEVER  # Its clock has been here.
-        self._paused_until = -NEVER
         self._commands: list[Callable[[], None]] = []
         self._listeners: dict[str, Listener] = {}
         self._left: set[str] = set()  # Requests whose client has left.
@@ -118,15 +112,17 @@ class Engine:
         key = self.cluster.parts.process_key(hashlib.sha256(b"%d" % rng.getrandbits(64)).digest())
         epoch = key.epoch
         self.address = Address(self.engine_id, epoch)
-        is_push = self.cluster.mode == "push"
-        half = _with_methods(PushSchedulerHalf if is_push else PullSchedulerHalf, self.cluster.parts.half)
-        self.half = half(
-            self._identity(config),
-            epoch=epoch,
-            clock=self.clock,
-            control=lambda agent, lock: self._station(agent, lock, key),
-            machines=self.cluster.parts.machines,
-        )
+        self.layer_reports: LayerReports | None = None
+        how: dict[str, Any] = {
+            "epoch": epoch,
+            "clock": self.clock,
+            "control": lambda agent, lock: self._station(agent, lock, key),
+            "machines": self.cluster.parts.machines,
+        }
+        half: type[PullSchedulerHalf] = PullSchedulerHalf
+        if self.cluster.mode == "push":
+            half, how["layer_reports"] = PushSchedulerHalf, self._hear_layers
+        self.half = _with_methods(half, self.cluster.parts.half)(self._identity(config), **how)
         self.offload: OffloadSchedulerHalf | None = None
         self.connector: KVConnectorSchedulerHalf = self.half
         if spec.offload is not None:
@@ -156,10 +152,8 @@ class Engine:
         self.scheduler.remote.settle = settle_checked  # type: ignore[method-assign]
         self.ports: list[Port] = []
         self.rank_halves: list[KVConnectorWorkerHalf] = []  # As the executor has them.
+        self.reporters: list[Reporter] = []
         self.workers = [self._worker(config, rank) for rank in range(spec.num_ranks)]
-        if is_push and spec.stream == "layer":
-            assert isinstance(self.half, PushSchedulerHalf)
-            stream_layers(self, self.half, [w for w in self.workers if isinstance(w, PushWorkerHalf)])
         self.ranks = Ranks(
             self.cluster.model, [port.memory for port in self.ports], self.groups, spec.block_tokens
         )
@@ -189,13 +183,17 @@ class Engine:
             return {port.name: port}
 
         of_rank = msgspec.structs.replace(config.parallel_config, rank=rank)
-        worker = (PushWorkerHalf if self.cluster.mode == "push" else PullWorkerHalf)(
-            self._identity(msgspec.structs.replace(config, parallel_config=of_rank)),
-            epoch=Epoch(self.world.rng.getrandbits(64)),
-            transports=transports,
-            run_in_background=self._in_background,
-            clock=self.clock,
-        )
+        how: dict[str, Any] = {
+            "epoch": Epoch(self.world.rng.getrandbits(64)),
+            "transports": transports,
+            "run_in_background": self._in_background,
+            "clock": self.clock,
+        }
+        identity = self._identity(msgspec.structs.replace(config, parallel_config=of_rank))
+        if self.cluster.mode == "push":
+            worker: PullWorkerHalf = PushWorkerHalf(identity, reporter=self._reporter, **how)
+        else:
+            worker = PullWorkerHalf(identity, **how)
         half: KVConnectorWorkerHalf = worker
         if self.offload is not None:
 
@@ -212,6 +210,14 @@ class Engine:
         children = [("handoff", handoff), ("offload", offload)]
         return children[::-1] if self.spec.is_offload_first else children
 
+    def _hear_layers(self, on_report: Callable[[int, int, int], None]) -> LayerReports:
+        self.layer_reports = LayerReports(on_report)
+        return self.layer_reports
+
+    def _reporter(self, rank: int) -> Reporter:
+        self.reporters.append(Reporter(self, rank))
+        return self.reporters[-1]
+
     def _identity(self, config: EngineConfig) -> EngineIdentity:
         if self.cluster.mode == "push":
             identity = EngineIdentity.of_engine(config, PushSettings, does_push=True)
@@ -221,36 +227,6 @@ class Engine:
         return msgspec.structs.replace(identity, groups=groups)
 
     # --- The process ------------------------------------------------------------------------------
-
-    def clock(self) -> float:
-        return max(self._never_before, self.world.now * self.rate + self.spec.skew_s + self._stepped_s)
-
-    def step_clock(self, by_s: float) -> None:
-        """A negative step: it stands still for so long. A monotonic clock does not go back."""
-        self.world.note(self.name, f"its clock steps by {by_s} s")
-        self._never_before = self.clock()
-        self._stepped_s += by_s
-
-    @property
-    def is_paused(self) -> bool:
-        return self._paused_until > self.world.now
-
-    @property
-    def wakes_in_s(self) -> float:
-        return self._paused_until - self.world.now + SOON_S
-
-    def when_awake(self, action: Callable[[], None]) -> None:
-        if not self.is_alive:
-            return
-        if self.is_paused:
-            self.world.after(self.wakes_in_s, lambda: self.when_awake(action))
-        else:
-            action()
-
-    def pause(self, for_s: float) -> None:
-        self.world.paused_s += for_s
-        self.world.note(self.name, f"stands still for {for_s} s")
-        self._paused_until = self.world.now + for_s
 
     def die(self) -> None:
         """kill -9. Clients see their connections break, if the network tells them."""
@@ -368,7 +344,7 @@ class Engine:
         took_s = EMPTY_STEP_S
         if output.num_scheduled_tokens:
             took_s = self.world.spread(self.spec.step_mean_s) + self._hangs_s()
-            if any(reports_layers(worker) for worker in self.workers):
+            if any(reporter.is_asked for reporter in self.reporters):
                 self.world.after(took_s / 2, lambda: self.when_awake(lambda: self._compute_layers(output)))
         self.world.after(took_s, lambda: self.when_awake(lambda: self._end_step(output)))
 

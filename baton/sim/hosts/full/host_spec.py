@@ -67,8 +67,7 @@ def engine_config(spec: HostSpec, cluster: Cluster, engine_id: EngineId) -> Engi
         role = "kv_producer" if spec.is_producer else "kv_consumer"
     extra: dict[str, Any] = {"transports": ["memory"], "timers": cluster.timers_as_told}
     if cluster.mode == "push":
-        # Layers are streamed without the production code's thread: see `layers`.
-        extra["stream"] = "chunk" if spec.stream == "layer" else spec.stream
+        extra["stream"] = spec.stream
     if spec.keeps_turns:
         extra["turns"] = TURNS
     kind = _DealtOut if spec.deals_layers_out else EngineConfig

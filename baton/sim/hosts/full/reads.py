@@ -30,6 +30,7 @@ from baton.sim.hosts.full.faults import FullFaults
 from baton.sim.hosts.full.model import WORD_BYTES
 from baton.sim.kernel import lies
 from baton.sim.kernel.connection import ALL_CHECKS, Checks, Connection
+from baton.sim.kernel.links import Links
 from baton.sim.kernel.world import World
 from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
 from baton.transport.spans import SpanTable
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
     from baton.sim.hosts.full.offload import HostCopy
 
 SLOW = 100.0
-TRIES = 2  # An answer that does not verify is asked for once more.
-STALL_S = 4.0  # An owner that says nothing for so long has lost the connection.
 CANCEL_MEAN_S = 0.05
 CANCEL_MAX_S = 2.0
 Copy = tuple[int, int, int]  # Local address, remote address, bytes.
@@ -81,7 +80,7 @@ class Read:
         return self.reader.engine
 
 
-class ReadNetwork:
+class ReadNetwork(Links[FullFaults]):
     def __init__(
         self,
         world: World[FullFaults],
@@ -91,17 +90,14 @@ class ReadNetwork:
         replaces_links: bool = True,
         checks: Checks = ALL_CHECKS,
     ) -> None:
-        self.world = world
+        super().__init__(world, checks)
         self.reads: dict[int, Read | HostCopy] = {}  # All that were ever posted, by number: provenance.
         self.running: list[Read] = []
         self.loads: list[HostCopy] = []  # From host memory.
         self.ports: dict[bytes, Port] = {}  # By endpoint.
-        self.links: list[Connection] = []
-        self.lost_ways: dict[tuple[str, str], None] = {}  # (source, reader) that lost a connection, in order.
         self.bound_reads = bound_reads
         self.verified_reads = verified_reads
         self.replaces_links = replaces_links
-        self.checks = checks
 
     @property
     def live(self) -> list[Read | HostCopy]:
@@ -147,7 +143,7 @@ class ReadNetwork:
         took_s = world.spread(world.faults.read_mean_s) * (SLOW if reader.engine.is_slow else 1.0)
         half = world.rng.randrange(len(copies)) if copies else 0
         if world.lies(world.faults.link_loss):
-            self._break_link(peer.link, took_s)
+            self.break_link(peer.link, took_s)
         if half and not world.faults.read_lies:
             world.after(took_s / 2, lambda: self._progress(read, half, ends=False))
         world.after(took_s, lambda: self._progress(read, len(read.copies), ends=True))
@@ -178,7 +174,7 @@ class ReadNetwork:
                 self.finish(read, error=f"{read.source.engine.name} is gone")
             return
         if ends and self.world.faults.read_lies and read.fate is _Fate.GOOD and read.copies:
-            return self.finish(read, self._exchange(read, source))
+            return self.finish(read, self._exchange_lies(read, source))
         if read.fate is not _Fate.ERROR and not (read.fate is _Fate.PARTIAL and ends):
             self._copy(read, source, up_to)
         if not ends:
@@ -214,33 +210,30 @@ class ReadNetwork:
             read.reader.memory.land(local, words, read.number)
         del read.copies[:up_to]
 
-    def _exchange(self, read: Read, source: Port) -> str | None:
-        """Request and answer on a wire that lies. Returns the error, if one of them did not verify."""
-        world, link, rng = self.world, read.link, self.world.rng_of_lies
-        request = link.ask(tuple([(remote, nbytes) for _, remote, nbytes in read.copies]))
-        for _ in range(TRIES):
-            bent = request
-            if world.lies(world.faults.read_lies):
-                what, bent = link.bend_request(
-                    rng, request, lambda run: (lies.flip_address(rng, run[0]), run[1])
-                )
-                world.count(what)
-            shift = source.base - read.source.base
-            runs = [(remote + shift, nbytes) for remote, nbytes in bent.wanted]
-            if not link.serves(bent) or not all(source.memory.has(*run) for run in runs):
-                self._lose(link)
-                return "the owner refused the request"
-            self._check_source(read, source)
-            answer = link.answer(bent, tuple([source.memory.fetch(*run).tobytes() for run in runs]))
-            can_replay = link.can_replay(request, answer)
-            if world.lies(0.5 if can_replay else world.faults.read_lies):
-                what, answer = link.bend_answer(rng, request, answer, lambda payload: _flipped(rng, payload))
-                world.count(what)
-            self._land(read, answer.payload)
-            if link.accepts(request, answer) and _lengths(answer.payload) == _lengths(read.copies):
+    def _exchange_lies(self, read: Read, source: Port) -> str | None:
+        """Request and answer on a wire that lies. Returns the error."""
+        rng, shift = self.world.rng_of_lies, source.base - read.source.base
+
+        def serve(wanted: tuple[tuple[int, int], ...]) -> tuple[bytes, ...] | None:
+            runs = [(remote + shift, nbytes) for remote, nbytes in wanted]
+            if not all(source.memory.has(*run) for run in runs):
                 return None
-            request = link.ask(request.wanted)
-        return "an answer did not verify"
+            self._check_source(read, source)
+            return tuple([source.memory.fetch(*run).tobytes() for run in runs])
+
+        def fits(payload: tuple[bytes, ...]) -> bool:
+            self._land(read, payload)
+            return _lengths(payload) == _lengths(read.copies)
+
+        payload = self.exchange(
+            read.link,
+            read.link.ask(tuple([(remote, nbytes) for _, remote, nbytes in read.copies])),
+            serve,
+            lambda run: (lies.flip_address(rng, run[0]), run[1]),
+            lambda payload: _flipped(rng, payload),
+            fits,
+        )
+        return None if payload is not None else "a request or an answer did not verify"
 
     def _land(self, read: Read, payload: tuple[bytes, ...]) -> None:
         """Bytes are received into their blocks, and verified there."""
@@ -252,33 +245,13 @@ class ReadNetwork:
     # --- Links ------------------------------------------------------------------------------------
 
     def dial(self, address: Address, port: Port) -> _Peer:
-        link = Connection(self.checks)
-        self.links.append(link)
-        return _Peer(address, port, link)
+        return _Peer(address, port, self.new_link())
 
-    def _break_link(self, link: Connection, took_s: float) -> None:
-        """Reset during this read or after it, or stalled until a timeout notices."""
-        world, rng = self.world, self.world.rng_of_lies
-        if rng.random() < 0.5:
-            world.count("links stalled")
-            link.is_stalled = True
-            world.after(STALL_S, lambda: self._lose(link))
-        else:
-            world.count("links reset")
-            world.after(rng.uniform(0, 2 * took_s), lambda: self._lose(link))
-
-    def _lose(self, link: Connection) -> None:
-        if link.is_lost:
-            return
-        link.is_lost, link.is_stalled = True, False
+    def fail_reads(self, link: Connection) -> None:
         broken = [read for read in self.running if read.link is link]
         for read in broken:
             self.lost_ways[read.source.engine.name, read.reader.engine.name] = None
         self.end_soon(broken, "the connection is lost")
-
-    @property
-    def num_false_serves(self) -> int:
-        return sum(link.num_false_serves for link in self.links)
 
     def _check_source(self, read: Read, source: Port) -> None:
         pool = source.engine.pool

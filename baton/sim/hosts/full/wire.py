@@ -26,6 +26,7 @@ from baton.protocol.messages import (
 from baton.protocol.signed_frame import ProcessKey
 from baton.sim.hosts.full.faults import FullFaults
 from baton.sim.kernel import lies
+from baton.sim.kernel.process import NEVER, SOON_S
 from baton.sim.kernel.world import World
 from baton.transport.control import ControlChannel
 
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 ABOUT_CONTENTS = (Announced, Finished, Renewed, Welcome)
 MEDDLER_URL = "tcp://10.0.9.9:14600"
-NEVER = float("inf")
-SOON_S = 1e-5
 
 
 @dataclass

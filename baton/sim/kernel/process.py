@@ -1,0 +1,56 @@
+"""A process of a world: it lives, stands still, and has a clock that drifts and steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, TypeVar
+
+from baton.sim.kernel.faults import Faults
+from baton.sim.kernel.world import World
+
+F = TypeVar("F", bound=Faults)
+NEVER = float("inf")
+SOON_S = 1e-5
+
+
+class Process(Generic[F]):
+    def __init__(self, world: World[F], name: str, rate: float, skew_s: float) -> None:
+        """Its clock shows `rate` times the true time, plus `skew_s`."""
+        self.world, self.name, self.rate, self.skew_s = world, name, rate, skew_s
+        self.is_alive = True
+        self._paused_until = -NEVER
+        self._never_before = -NEVER  # Its clock has been here.
+
+    def clock(self) -> float:
+        return max(self._never_before, self.world.now * self.rate + self.skew_s)
+
+    def step_clock(self, by_s: float) -> None:
+        """A negative step stops the clock for this time, because a monotonic clock does not go back."""
+        self.world.note(self.name, f"its clock steps by {by_s} s")
+        self._never_before = self.clock()
+        self.skew_s += by_s
+
+    @property
+    def is_paused(self) -> bool:
+        return self._paused_until > self.world.now
+
+    @property
+    def wakes_in_s(self) -> float:
+        return self._paused_until - self.world.now + SOON_S
+
+    def pause(self, for_s: float) -> None:
+        self.world.paused_s += for_s
+        self.world.note(self.name, f"stands still for {for_s} s")
+        self._paused_until = self.world.now + for_s
+
+    def when_awake(self, action: Callable[[], None]) -> None:
+        """Run it now, or when the process goes on; never if it is dead by then."""
+        if not self.is_alive:
+            return
+        if self._paused_until > self.world.now:
+            self.world.after(self.wakes_in_s, lambda: self.when_awake(action))
+        else:
+            self.run_event(action)
+
+    def run_event(self, action: Callable[[], None]) -> None:
+        action()
