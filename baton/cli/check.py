@@ -146,7 +146,7 @@ def case_of(
 
 
 def is_vllms(path: str) -> bool:
-    """Whether the connector has vLLM's own base class."""
+    """Return whether the connector has vLLM's own base class."""
     from baton.testing.contract.case import find_class
 
     return any(base.__module__.startswith("vllm.") for base in find_class(path).__mro__)

@@ -80,7 +80,7 @@ class Gate:
 
 
 def is_loopback(name: str) -> bool:
-    """Whether a host name or address can only mean this machine."""
+    """Return whether a host name or address can only mean this machine."""
     return name.endswith(".localhost") or hosts.is_loopback(name)
 
 

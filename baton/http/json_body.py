@@ -27,7 +27,7 @@ for _byte in b"]}":
 
 
 def is_cheap(raw: bytes) -> bool:
-    """Whether the counts alone show that `check_cost` would accept it. Takes milliseconds for 4 MiB."""
+    """Return whether counts alone show that `check_cost` would accept it. 4 MiB take milliseconds."""
     return (
         raw.count(b"{") + raw.count(b"[") <= MAX_DEPTH
         and raw.count(b'"') <= MAX_ITEMS

@@ -83,9 +83,7 @@ class CompletionWork:
 
     @property
     def shows_prompt_only(self) -> bool:
-        """Whether only the prompt is shown. The engine still generates one token, because it cannot
-        generate none.
-        """
+        """Return whether only the prompt is shown; the engine must generate one token all the same."""
         return bool(self.request.echo) and self.request.max_tokens == 0
 
     def text(self, sample: Sample, generated: str, *, is_first: bool) -> str:

@@ -31,12 +31,12 @@ GOES_ON = "baton_goes_on"
 
 
 def is_asked(raw: Mapping[str, Any] | None) -> bool:
-    """Whether the request has the flag `baton_first_token`. Raises UserError."""
+    """Return whether the request has the flag `baton_first_token`. Raises UserError."""
     return _flag(raw, KEY)
 
 
 def goes_on(raw: Mapping[str, Any] | None) -> bool:
-    """Whether the prompt's last token is the answer's first. Raises UserError."""
+    """Return whether the prompt's last token is the answer's first. Raises UserError."""
     if _flag(raw, GOES_ON) and is_asked(raw):
         raise UserError(f"cannot be combined with {KEY}; send one of the two", field=f"{FIELD}.{GOES_ON}")
     return _flag(raw, GOES_ON)

@@ -1,4 +1,4 @@
-"""The conformance kit: suites that connectors and transports, ours and others, have to pass. Needs pytest."""
+"""The conformance kit: test suites for connectors and transports, Baton's own and others. Needs pytest."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -51,7 +51,7 @@ def packing_on_cpu(
 
 
 def _has_planes(like: torch.Tensor, isa: str) -> bool:
-    """Whether every number is where PLANES puts it."""
+    """Return whether every number is where PLANES puts it."""
     import torch
     from vllm import _custom_ops as ops
 

@@ -125,7 +125,7 @@ def _why(goal: str, system: str, setting: str, is_met: bool | None, *, is_close:
 
 
 def is_worse(spread: Spread) -> bool:
-    """Whether a ratio, in which less is better, is worse in every round."""
+    """Return whether a ratio, in which less is better, is worse in every round."""
     return spread.low > 1 and spread.median > WORSE_SHARE
 
 

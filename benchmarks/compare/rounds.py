@@ -201,7 +201,7 @@ class AlternatingLoads:
 
 
 def is_same_answer(one: str, other: str, prompt_tokens: int) -> bool:
-    """Whether texts are equal, or one of them has the prompt's text before the other.
+    """Return whether texts are equal, or one of them has the prompt's text before the other.
 
     vLLM 0.32 primes its detokenizer with the prompt. If the prompt ends within a character, as some of the
     client's random prompts do, the first piece of the answer's text includes the prompt's text.

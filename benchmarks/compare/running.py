@@ -198,7 +198,7 @@ class RunningSystem:
 
 
 def fits(systems: Iterable[System]) -> bool:
-    """Whether there is memory for all of them at the same time."""
+    """Return whether there is memory for all of them at the same time."""
     return _needed_gib(systems) <= _free_gib()
 
 

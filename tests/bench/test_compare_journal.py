@@ -15,7 +15,7 @@ def write_some(path: Path) -> None:
         journal.skipped("raw", "Mooncake", "not installed")
 
 
-def test_it_is_read_back(tmp_path: Path) -> None:
+def test_a_journal_is_read_back(tmp_path: Path) -> None:
     write_some(tmp_path / "a.jsonl")
     findings = read_journal(tmp_path / "a.jsonl")
     assert findings.sessions == [{"date": "2026-11-20"}]

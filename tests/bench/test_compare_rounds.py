@@ -21,7 +21,7 @@ def test_a_part_without_time_has_two_rounds() -> None:
     assert begun(0.0) == 2
 
 
-def test_a_part_with_time_has_all_its_rounds() -> None:
+def test_a_part_with_enough_time_runs_all_its_rounds() -> None:
     assert begun(1e6) == 5
 
 

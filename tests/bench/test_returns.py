@@ -16,7 +16,7 @@ def model(tmp_path: Path) -> Path:
     return write_checkpoint(tmp_path, hidden=64, layers=2, heads=4, kv_heads=2, vocab=8192)
 
 
-def said_of(bench: Any, measured: dict[str, Any]) -> str:
+def report_of(bench: Any, measured: dict[str, Any]) -> str:
     console = Console(width=120, record=True)
     bench.print_tables(measured, console)
     return console.export_text()
@@ -30,10 +30,10 @@ def test_a_prompt_returns_from_host_memory_and_the_tables_show_it(model: Path) -
     assert len(copies["gb_per_s"]) == 5
     assert returns["tokens_are_equal"]
     assert 100 < returns["loaded_tokens"] < 200
-    said = said_of(offload, measured)
-    assert "tokens are equal" in said
-    assert "store, shuffled" in said
-    assert "(goal 5: " in said
+    report = report_of(offload, measured)
+    assert "tokens are equal" in report
+    assert "store, shuffled" in report
+    assert "(goal 5: " in report
 
 
 @pytest.mark.slow
@@ -45,9 +45,9 @@ def test_a_prompt_returns_from_files_and_the_tables_show_it(model: Path) -> None
     assert kept["of_plain"]["store"] == kept["gb_per_s"]["store"] / kept["gb_per_s"]["plain write"]
     assert returns["tokens_are_equal"]
     assert 100 < returns["loaded_tokens"] <= 160, "two chunks, less the blocks that the engine still has"
-    said = said_of(shared_storage, measured)
-    assert "tokens are equal" in said
-    assert "loaded from files" in said
+    report = report_of(shared_storage, measured)
+    assert "tokens are equal" in report
+    assert "loaded from files" in report
 
 
 def test_the_figures_are_kept_and_other_tokens_are_a_failure(tmp_path: Path) -> None:

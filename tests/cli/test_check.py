@@ -37,7 +37,7 @@ def test_a_broken_connector_gets_its_story_and_status_1() -> None:
     "arguments",
     [
         (),
-        ("nowhere:Nobody",),
+        ("nowhere:Nothing",),
         ("BatonPullConnector", "--pair", "triple"),
         ("BatonPullConnector", "--config", "[]"),
         ("BatonPullConnector", "--executor", "abacus"),
@@ -52,7 +52,7 @@ def test_a_class_that_cannot_be_checked_is_reported(arguments: tuple[str, ...]) 
 
 
 @pytest.mark.parametrize(
-    ("source", "said"),
+    ("source", "expected_text"),
     [
         (
             "import nothing_that_is_installed",
@@ -70,14 +70,14 @@ def test_a_class_that_cannot_be_checked_is_reported(arguments: tuple[str, ...]) 
     ],
 )
 def test_a_module_without_a_connector_is_reported_and_breaks_no_rule(
-    source: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    source: str, expected_text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "mine.py").write_text(source)
     monkeypatch.syspath_prepend(str(tmp_path))
     status, output = check("mine:Mine")
     sys.modules.pop("mine", None)
     assert status == 2
-    assert said in " ".join(output.replace("│", " ").split())
+    assert expected_text in " ".join(output.replace("│", " ").split())
 
 
 @pytest.mark.parametrize("path", [":", "mine:", ":Mine", "Mine"])

@@ -82,7 +82,7 @@ def test_both_engines_of_a_pair_store_and_hand_over(mode: str, handoff: str) -> 
         (["--connector", "pull", "--stream", "layer"], "is only for --mode push"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(options: list[str], complaint: str) -> None:
+def test_conflicting_options_are_refused(options: list[str], complaint: str) -> None:
     ended = CliRunner().invoke(app, options, env={"COLUMNS": "200", "TERM": "dumb"})
     assert ended.exit_code == 2
     assert complaint in " ".join(ended.output.split())

@@ -35,7 +35,7 @@ def test_the_cache_is_as_large_as_the_memory_that_it_may_take(model: Path) -> No
     assert half.cache_config.num_gpu_blocks == (1 << 20) // (32 * TOKEN_BYTES // 2)
 
 
-def test_ranks_share_the_heads_and_run_in_processes_of_their_own(model: Path) -> None:
+def test_ranks_share_the_heads_and_run_in_their_own_processes(model: Path) -> None:
     config = configured(model, kv_cache_memory="1MiB", tensor_parallel_size=2)
     assert config.cache_config.num_gpu_blocks == 2 * (1 << 20) // (16 * TOKEN_BYTES)
     assert config.parallel_config.executor == "multiprocess"
@@ -81,7 +81,9 @@ def test_every_setting_arrives(model: Path) -> None:
         ),
     ],
 )
-def test_what_does_not_fit_the_model_is_refused(model: Path, given: dict[str, Any], field: str) -> None:
+def test_settings_that_do_not_fit_the_model_are_refused(
+    model: Path, given: dict[str, Any], field: str
+) -> None:
     with pytest.raises(UserError) as refused:
         configured(model, **given)
     assert refused.value.field == field

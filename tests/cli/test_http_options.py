@@ -14,7 +14,7 @@ def read(file: Path | None, environment: dict[str, str]) -> tuple[str, ...]:
     return read_api_keys(path, environment, variable=API_KEY_ENV, field="api_key_file")
 
 
-def test_a_file_goes_over_the_environment(tmp_path: Path) -> None:
+def test_a_file_takes_precedence_over_the_environment(tmp_path: Path) -> None:
     (tmp_path / "keys").write_text("# mine\n key-number-1\n\nkey-number-2 \n")
     environment = {API_KEY_ENV: "key-number-3,key-number-4"}
     assert read(tmp_path / "keys", environment) == ("key-number-1", "key-number-2")
@@ -60,6 +60,6 @@ def test_serve_takes_keys_hosts_and_limits() -> None:
     assert (http.api_keys, http.allowed_hosts, http.body_s) == (("key-number-1",), ("a", "b"), 5)
 
 
-def test_a_limit_that_cannot_be_is_refused_by_name() -> None:
+def test_an_impossible_limit_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match=r"limits\.body_s: must be positive"):
         resolve({}, environment={"BATON_LIMITS": '{"body_s": 0}'})

@@ -43,7 +43,7 @@ def test_push_is_told_to_engines_and_router() -> None:
     assert option(planned.router_command(), "--mode") == "push"
 
 
-def test_prefill_engines_may_have_a_shape_of_their_own() -> None:
+def test_prefill_engines_may_have_other_ranks_and_block_sizes() -> None:
     p, d, single = (engine.command() for engine in plan(HandoffArguments()).engines)
     assert [option(c, "--tensor-parallel-size") for c in (p, d, single)] == ["2", "1", "1"]
     assert [option(c, "--block-size") for c in (p, d, single)] == ["16", "32", "32"]
@@ -62,7 +62,7 @@ def test_engines_are_told_their_device_and_the_users_own_options() -> None:
     ("mode", "stream", "field"),
     [("shove", None, "mode"), ("push", "all", "stream"), ("pull", "layer", "stream")],
 )
-def test_what_does_not_go_together_is_refused(mode: str, stream: str | None, field: str) -> None:
+def test_conflicting_settings_are_refused(mode: str, stream: str | None, field: str) -> None:
     with pytest.raises(ConfigError, match=field):
         HandoffArguments(mode, stream)
 

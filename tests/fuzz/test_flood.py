@@ -46,18 +46,18 @@ def believe_anything(frame: bytes) -> Envelope:
 
 
 @pytest.mark.parametrize(
-    ("where", "name", "mutant", "noticed_as"),
+    ("where", "name", "mutant", "detected_as"),
     [
         (PullProducer, "_claims", anybody_claims, "FreeLoan"),
         (PullConsumer, "_of", anybodys_word, "Fail"),
         (signed_frame, "decode_envelope", believe_anything, "died"),
     ],
 )
-def test_a_guard_that_is_missing_is_noticed(
-    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Callable[..., Any], noticed_as: str
+def test_the_fuzzer_detects_a_removed_check(
+    monkeypatch: pytest.MonkeyPatch, where: Any, name: str, mutant: Callable[..., Any], detected_as: str
 ) -> None:
     monkeypatch.setattr(where, name, mutant)
-    assert any(noticed_as in violation for violation in flood(3_000, seed=0).violations)
+    assert any(detected_as in violation for violation in flood(3_000, seed=0).violations)
 
 
 # --- One peer that asks for too much -------------------------------------------------------------------

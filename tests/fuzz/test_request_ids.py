@@ -20,7 +20,7 @@ names = st.text(st.characters(), min_size=1, max_size=40)
 @example(p_name="\ud800", d_name="\udfff", other_name="a")
 @example(p_name="a\x00b", d_name="\n\r", other_name="\u202e")
 @example(p_name="x" * 10_000, d_name="request:a-0-12345678", other_name="../..")
-def test_a_handoff_between_requests_of_any_name(p_name: str, d_name: str, other_name: str) -> None:
+def test_a_handoff_with_any_request_id(p_name: str, d_name: str, other_name: str) -> None:
     world = World()
     try:
         p, d = world.engine("p"), world.engine("d")
@@ -40,7 +40,7 @@ def test_a_handoff_between_requests_of_any_name(p_name: str, d_name: str, other_
 
 @given(name=st.text(st.characters(), max_size=400), ending=st.from_regex(r"-[0-9a-f]{8}", fullmatch=True))
 @pytest.mark.parametrize("prefix", ["", "cmpl-"])
-def test_the_name_of_a_transfer_can_be_sent_and_is_both_legs_own(prefix: str, name: str, ending: str) -> None:
+def test_a_transfer_id_can_be_encoded_and_is_equal_for_both_legs(prefix: str, name: str, ending: str) -> None:
     transfer_id = transfer_of_request(prefix + name + ending)
     assert 0 < len(transfer_id) <= MAX_TRANSFER_ID_CHARS
     assert transfer_id.encode()

@@ -1,6 +1,4 @@
-"""Tickets and introductions that were damaged, forged or made up are refused with an error that names the
-field.
-"""
+"""Damaged, forged or invented tickets and introductions are refused with an error that names the field."""
 
 import base64
 from contextlib import suppress
@@ -92,7 +90,7 @@ def test_any_structure_under_any_signature_is_refused(
 
 @pytest.mark.parametrize(("sign", "read", "token"), TOKENS)
 @given(at=st.integers(0), bit=st.integers(0, 7), signer=SECRETS, reader=SECRETS)
-def test_one_turned_bit_or_another_secret_is_noticed(
+def test_a_flipped_bit_or_another_secret_is_detected(
     sign: Any, read: Any, token: Any, at: int, bit: int, signer: bytes | None, reader: bytes | None
 ) -> None:
     encoded = bytearray(base64.urlsafe_b64decode(sign(token, signer)))
@@ -118,7 +116,7 @@ def test_a_text_cut_or_lengthened_is_refused_or_the_same(
 
 
 @given(signer=SECRETS, reader=SECRETS)
-def test_one_kind_of_paper_never_passes_for_another(signer: bytes | None, reader: bytes | None) -> None:
+def test_no_kind_of_signed_token_is_accepted_as_another(signer: bytes | None, reader: bytes | None) -> None:
     with pytest.raises(BadTransferParams):
         open_ticket(sign_introduction(INTRODUCTION, signer), reader)
     with pytest.raises(BadTransferParams):

@@ -117,7 +117,7 @@ def client(server: LiveServer, request: pytest.FixtureRequest) -> Iterator[httpx
 @example(
     raw={"do_remote_prefill": True, "remote_engine_id": "p", "remote_block_ids": [[1], 2]}, is_stream=False
 )
-def test_it_is_a_200_or_a_400_that_names_the_field(
+def test_any_params_get_a_200_or_a_400_that_names_the_field(
     server: LiveServer, client: httpx.Client, raw: Any, is_stream: bool
 ) -> None:
     engine = server.service.engine
@@ -138,7 +138,7 @@ def test_it_is_a_200_or_a_400_that_names_the_field(
 @example(raw=b'{"do_remote_decode": true, "transfer_id": "\\udfff"}')
 @example(raw=b"[" * 2000)
 @example(raw=b"1e999999")
-def test_any_bytes_in_their_place_are_refused_or_harmless(client: httpx.Client, raw: bytes) -> None:
+def test_any_bytes_as_params_are_refused_or_harmless(client: httpx.Client, raw: bytes) -> None:
     body = b'{"prompt": "a", "max_tokens": 1, "kv_transfer_params": ' + raw + b"}"
     assert client.post("/v1/completions", content=body, headers=JSON).status_code in (200, 400)
     assert client.get("/health").status_code == 200

@@ -107,7 +107,7 @@ async def test_a_connection_without_a_whole_request_is_closed(sent: bytes) -> No
         assert await ended(reader) == b""
 
 
-async def test_a_second_request_must_come_whole_too() -> None:
+async def test_a_second_request_has_a_deadline_too() -> None:
     async with serving(header_s=SOON_S) as server:
         reader, writer = await server.connect()
         writer.write(HEAD + b"Content-Length: 2\r\n\r\n{}" + b"GET /")
@@ -129,14 +129,14 @@ async def test_a_body_that_does_not_end_is_408() -> None:
         assert server.bodies.held_bytes == 0
 
 
-async def test_a_body_that_declares_too_much_is_413_before_it_comes() -> None:
+async def test_a_body_that_declares_too_much_is_413_before_it_arrives() -> None:
     async with serving(max_body_bytes=10) as server:
         reader, writer = await server.connect()
         writer.write(HEAD + b"Content-Length: 11\r\n\r\n")
         assert (await ended(reader)).startswith(b"HTTP/1.1 413")
 
 
-async def test_all_bodies_together_have_a_budget_which_comes_back() -> None:
+async def test_all_bodies_share_a_budget_that_is_returned() -> None:
     async with serving(total_body_bytes=10) as server:
         _, first = await server.connect()
         first.write(HEAD + b"Content-Length: 8\r\n\r\n" + b"1234567")

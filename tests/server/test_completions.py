@@ -51,7 +51,7 @@ def test_an_answer_has_text_finish_reason_and_usage(http: httpx.Client, engine: 
     }
 
 
-def test_sixteen_tokens_unless_told_otherwise(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_the_default_is_sixteen_tokens(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.answer = "a" * 100
     assert post(http)["choices"][0]["text"] == "a" * 16
     assert post(http, max_tokens=3)["choices"][0]["finish_reason"] == "length"
@@ -72,7 +72,7 @@ def test_usage_comes_last_in_a_stream_that_asks_for_it(http: httpx.Client) -> No
     assert (last["usage"]["prompt_tokens"], last["usage"]["completion_tokens"]) == (3, 4)
 
 
-def test_n_samples_are_as_many_engine_requests_with_seeds_of_their_own(
+def test_n_samples_are_n_engine_requests_with_their_own_seeds(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
     engine.answer = lambda request: f"seed {request.sampling_params.seed}"
@@ -320,7 +320,7 @@ def test_usage_comes_with_every_chunk_on_demand(http: httpx.Client) -> None:
     assert all("usage" not in chunk for chunk in without), "as in vLLM, include_usage has to be set too"
 
 
-def test_a_bad_word_counts_with_a_space_before_if_that_is_another_token_and_no_longer() -> None:
+def test_a_bad_word_is_also_banned_with_a_space_before_it_if_that_takes_no_more_tokens() -> None:
     ids = {
         "the": [1],
         " the": [2],

@@ -130,7 +130,7 @@ async def test_a_client_that_leaves_around_the_last_output_leaves_no_loan(
     assert engine.taken_back == ([LENT] if has_begun and not was_sent else [])
 
 
-async def test_an_error_that_carries_a_ticket_gives_its_loan_back() -> None:
+async def test_a_loan_is_returned_if_its_ticket_was_in_an_error() -> None:
     engine = ScriptedEngine(
         failure=EngineOutput(request_id="", new_token_ids=[], finish_reason="abort", kv_transfer_params=LENT)
     )

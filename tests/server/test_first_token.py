@@ -57,7 +57,7 @@ def test_the_chat_chunk_of_the_first_token_looks_as_in_the_middle_of_an_answer(
     assert chunk["choices"] == whole_first["choices"]
 
 
-def test_whole_answers_go_the_same_way(http: httpx.Client, engine: ScriptedEngine) -> None:
+def test_whole_answers_are_handed_over_like_streams(http: httpx.Client, engine: ScriptedEngine) -> None:
     engine.transfer_params = LENT
     answer = http.post("/v1/completions", json={"prompt": "a", "max_tokens": 9, "kv_transfer_params": P_LEG})
     assert answer.json()["choices"][0]["finish_reason"] is None

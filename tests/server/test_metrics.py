@@ -93,7 +93,7 @@ def test_steps_add_up_and_gauges_show_the_latest() -> None:
     assert found["baton:kv_loans_expired_total"] == 4
 
 
-def test_peers_are_only_so_many_series_however_often_engines_were_started_anew() -> None:
+def test_the_number_of_peer_series_is_bounded_when_engines_restart() -> None:
     metrics = with_connector()
     num_peers = FewLabels.MOST + 50
     for number in range(num_peers):

@@ -234,7 +234,7 @@ def test_it_can_be_stopped_while_the_engine_still_starts() -> None:
             begun.set()
             try:
                 await asyncio.Event().wait()
-                raise AssertionError("nobody sets it")
+                raise AssertionError("it is never set")
             finally:
                 ended.set()
 

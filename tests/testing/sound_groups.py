@@ -1,7 +1,7 @@
 """The small connector for models whose layers have windows: a block table for each KV-cache group.
 
-What stands behind a window is given back without a word, at the next step's allocation. So a step's blocks
-are saved in that step, and a load brings what each group sees at its end.
+Blocks that leave a window are freed by the next step's allocation, without a call to the connector. So a
+step's blocks are saved in that step, and a load brings what each group attends to at its end.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which threads the kit reports as leaked."""
+"""Tests of the threads that the kit reports as leaked."""
 
 import _thread
 import threading

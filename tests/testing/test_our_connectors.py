@@ -71,7 +71,7 @@ def test_leaks_of_a_connector_are_told_apart_from_those_of_ray(
 
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("path", "broken_rule", "said"),
+    ("path", "broken_rule", "expected_text"),
     [
         ("examples.prefix_store.prefix_store:PrefixStoreConnector", None, ""),
         (
@@ -89,12 +89,12 @@ def test_leaks_of_a_connector_are_told_apart_from_those_of_ray(
     ],
 )
 def test_leaks_in_the_process_of_a_rank_are_found(
-    path: str, broken_rule: str | None, said: str, tmp_path: Path
+    path: str, broken_rule: str | None, expected_text: str, tmp_path: Path
 ) -> None:
     case = in_engines(ConnectorCase(path=path, extra_config={"path": str(tmp_path)}), tp=1)
     verdict = check_connector(
         case, examples=0, tries=0, make_site=lambda case: EngineSite(case, "multiprocess")
     )
     assert verdict.broken_rule == broken_rule, verdict.broken
-    assert said in str(verdict.broken or "")
+    assert expected_text in str(verdict.broken or "")
     assert broken_rule or verdict.checked["files-left"] == 1

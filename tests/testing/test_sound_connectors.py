@@ -61,10 +61,8 @@ def test_files_of_an_earlier_run_do_not_fail_this_one(tmp_path: Path) -> None:
     faulty = ConnectorCase(path="tests.testing.folder_stores:SavesZeros", extra_config=config)
     assert check_connector(faulty, examples=EXAMPLES, tries=5).broken_rule == "wrong-bytes"
     assert any(tmp_path.iterdir())
-    mended = ConnectorCase(
-        path="examples.prefix_store.prefix_store:PrefixStoreConnector", extra_config=config
-    )
-    check_enough(mended, {"loads in a step": 3}, examples=15)
+    fixed = ConnectorCase(path="examples.prefix_store.prefix_store:PrefixStoreConnector", extra_config=config)
+    check_enough(fixed, {"loads in a step": 3}, examples=15)
 
 
 def test_a_connector_gets_the_layout_that_it_requires(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Which writes an armed write fault makes fail, and what the connector gets."""
+"""Tests of armed write faults: the writes that fail, and the tensors that the connector gets."""
 
 from collections.abc import Callable
 

@@ -94,7 +94,7 @@ class Host:
         told: Any = KVConnectorOutput(kv_connector_worker_meta=report)  # type: ignore[arg-type]
         self.half.update_connector_output(told)
 
-    def said(self) -> list[Any]:
+    def published(self) -> list[Any]:
         """Return events as a subscriber decodes them."""
         batch = KVEventBatch(ts=0.0, events=list(self.half.take_events()))
         events: list[Any] = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events
@@ -117,14 +117,14 @@ def test_a_stored_block_has_the_name_of_vllms_cache(
     of = request(cache_salt=salt)
     host = Host(FULL, blocks_per_chunk=blocks_per_chunk)
     host.compute(of)
-    (stored,) = host.said()
+    (stored,) = host.published()
     num_blocks = 5 // blocks_per_chunk * blocks_per_chunk
     expected = as_read(said_by_vllm(of, num_blocks))
     assert isinstance(expected.block_hashes[0], int if hashes == "integers" else bytes)
     expected.medium, expected.kv_cache_spec_kind = "CPU", "full_attention"
     assert stored == expected
     host.half.reset_cache()
-    removed = host.said()
+    removed = host.published()
     assert all(isinstance(event, BlockRemoved) for event in removed)
     assert {(event.medium, event.group_idx) for event in removed} == {("CPU", 0)}
     assert [h for event in removed for h in event.block_hashes] == expected.block_hashes
@@ -133,7 +133,7 @@ def test_a_stored_block_has_the_name_of_vllms_cache(
 def test_blocks_after_known_ones_name_their_parent() -> None:
     host, first = Host(FULL), request()
     host.compute(first)
-    host.said()
+    host.published()
     longer = Request(
         request_id="longer",
         prompt_token_ids=[*TOKENS[: 5 * BLOCK], *range(BLOCK)],
@@ -142,7 +142,7 @@ def test_blocks_after_known_ones_name_their_parent() -> None:
         block_hasher=get_request_block_hasher(BLOCK, sha256),
     )
     host.compute(longer)
-    (stored,) = host.said()
+    (stored,) = host.published()
     assert (stored.parent_block_hash, stored.block_hashes) == (
         said_by_vllm(first, 5).block_hashes[-1],
         said_by_vllm(longer, 6).block_hashes[-1:],
@@ -154,7 +154,7 @@ def test_blocks_of_several_groups_are_told_apart() -> None:
     of = request()
     host = Host(FULL, SLIDING)
     host.compute(of)
-    stored = host.said()
+    stored = host.published()
     kinds = [
         (event.group_idx, event.kv_cache_spec_kind, event.kv_cache_spec_sliding_window) for event in stored
     ]
@@ -162,4 +162,4 @@ def test_blocks_of_several_groups_are_told_apart() -> None:
     for event in stored:
         assert event.block_hashes == said_by_vllm(of, 5, event.group_idx).block_hashes
     host.half.reset_cache()
-    assert {event.group_idx for event in host.said()} == {0, 1}
+    assert {event.group_idx for event in host.published()} == {0, 1}

@@ -41,7 +41,7 @@ def router(site: Site, engines: dict[str, Server], names: tuple[str, str], mode:
         yield router
 
 
-def test_tokens_are_a_single_vllms(
+def test_tokens_equal_a_single_vllms(
     router: Server, engines: dict[str, Server], names: tuple[str, str], single: Single
 ) -> None:
     d = engines[names[1]]
@@ -54,7 +54,7 @@ def test_tokens_are_a_single_vllms(
     d.wait_metric(TRANSFERS, lambda num: num >= num_before + len(ASKED) - 1)
 
 
-def test_streams_at_once_are_a_single_vllms(router: Server, single: Single) -> None:
+def test_concurrent_streams_equal_a_single_vllms(router: Server, single: Single) -> None:
     def ask(prompt: Prompt) -> list[int]:
         got = router.stream(completion(prompt, cache_salt=f"{router.name} at once"))
         assert got.is_done, got
@@ -69,11 +69,11 @@ def test_batons_engine_continues_after_a_vllms_first_token(
     router: Server, names: tuple[str, str], mode: str, single: Single
 ) -> None:
     if (names, mode) != (("p", "baton-d"), "pull"):
-        pytest.skip("D says all tokens, or goes on in another way")
+        pytest.skip("D returns all tokens, or continues the answer in another way")
     before = router.metric("baton:router_first_tokens_total", agreed="unasked")
     asked = [prompt for prompt in ASKED if prompt in single.texts]
     for prompt in asked:
-        salt = f"{router.name} behind"
+        salt = f"{router.name} continued"
         got = router.stream(completion(prompt, max_tokens=NUM_TOKENS, cache_salt=salt))
         assert (got.is_done, got.text) == (True, single.texts[prompt])
         assert got.token_ids == single.tokens(prompt, NUM_TOKENS)
@@ -81,7 +81,7 @@ def test_batons_engine_continues_after_a_vllms_first_token(
     assert router.metric("baton:router_first_tokens_total", agreed="unasked") >= before + len(asked) // 2
 
 
-def test_a_chat_is_a_single_vllms(router: Server, single: Single) -> None:
+def test_a_chat_equals_a_single_vllms(router: Server, single: Single) -> None:
     got = router.stream(chat_body(), "/v1/chat/completions")
     assert got.is_done
     assert got.text == single.chat

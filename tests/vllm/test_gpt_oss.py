@@ -64,7 +64,7 @@ def test_hidden_states_in_a_group_of_their_own_are_saved(
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
-def test_tokens_are_a_single_vllms(
+def test_tokens_equal_a_single_vllms(
     sinks: Site, pair: tuple[Server, Server], alone: dict[Prompt, tuple[Any, list[int]]], mode: str
 ) -> None:
     _, d = pair

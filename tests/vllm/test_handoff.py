@@ -34,7 +34,9 @@ def test_every_prompt_is_answered_as_by_one_engine(
     d.wait_metric("baton:kv_transfer_seconds_count", lambda num: num >= num_transfers + 0.8 * len(asked))
 
 
-def test_streams_begin_with_the_first_token_of_p_and_are_one_engines(router: Server, single: Single) -> None:
+def test_streams_begin_with_the_first_token_of_p_and_equal_one_engines(
+    router: Server, single: Single
+) -> None:
     asked = [prompt for prompt in prompts() if len(prompt) in (8, 129, 513, 1000, 3900)]
     for prompt in asked:
         body = completion(
@@ -49,16 +51,16 @@ def test_streams_begin_with_the_first_token_of_p_and_are_one_engines(router: Ser
         assert got.text == single.texts[prompt]
         assert got.usage == single.usage[prompt]
     # In push, D can be faster than P's answer; the answers agree.
-    said = {label: router.metric("baton:router_first_tokens_total", agreed=label) for label in AGREED}
-    assert said["no"] == 0
+    agreements = {label: router.metric("baton:router_first_tokens_total", agreed=label) for label in AGREED}
+    assert agreements["no"] == 0
     if router.client.get(f"{router.url}/fleet").json()["mode"] == "pull":
-        assert said["unasked"] == len(asked)
+        assert agreements["unasked"] == len(asked)
 
 
 AGREED = ("yes", "no", "unasked")
 
 
-def test_a_push_whose_decode_leg_is_held_back_is_one_engines(
+def test_a_push_with_a_delayed_decode_leg_equals_one_engines(
     site: Site, plain_pair: tuple[Server, Server], single: Single
 ) -> None:
     """Short prompts become pulls; for the second long one the router knows when to ask D."""
@@ -95,7 +97,7 @@ def test_many_at_once_are_answered_as_by_one_engine(router: Server, single: Sing
     assert answers == [single.tokens(prompt) for prompt in asked]
 
 
-def test_a_chat_is_one_engines(router: Server, single: Single) -> None:
+def test_a_chat_equals_one_engines(router: Server, single: Single) -> None:
     for fields in ({}, {"cache_salt": router.name}):
         got = router.stream(chat_body(**fields), "/v1/chat/completions")
         assert got.is_done

@@ -60,7 +60,7 @@ def engines(windows: Site, expected: dict[Prompt, list[int]]) -> dict[str, Serve
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 @pytest.mark.parametrize("names", PAIRS, ids=" to ".join)
-def test_tokens_are_a_single_vllms(
+def test_tokens_equal_a_single_vllms(
     windows: Site,
     engines: dict[str, Server],
     expected: dict[Prompt, list[int]],
@@ -124,7 +124,7 @@ def test_a_producer_that_keeps_everything_serves_one_that_does_not(
     windows.dismiss("one-table")
 
 
-def test_a_load_that_fails_is_computed_and_the_engine_lives(
+def test_a_failed_load_is_computed_and_the_engine_continues(
     windows: Site, engines: dict[str, Server], expected: dict[Prompt, list[int]]
 ) -> None:
     """With several groups vLLM does not accept bad blocks; the request is reported instead."""

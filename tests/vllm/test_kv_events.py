@@ -70,7 +70,7 @@ def test_vllm_decodes_what_we_publish_and_replay() -> None:
     assert (batch.ts, batch.data_parallel_rank) == (1.5, 0)
 
 
-def test_the_bytes_are_the_same() -> None:
+def test_our_bytes_equal_vllms() -> None:
     batch = KVEventBatch(ts=2.5, events=OURS, data_parallel_rank=0)
     theirs = msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=VllmKVEventBatch)
     assert msgspec.msgpack.encode(theirs) == msgspec.msgpack.encode(batch)

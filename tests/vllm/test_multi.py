@@ -46,7 +46,7 @@ def router(site: Site, pair: tuple[Server, Server]) -> Iterator[Server]:
         yield router
 
 
-def test_tokens_are_one_engines(router: Server, single: Single) -> None:
+def test_tokens_equal_one_engines(router: Server, single: Single) -> None:
     for prompt in ASKED:
         assert router.tokens(prompt, cache_salt=router.name) == single.tokens(prompt), len(prompt)
     assert router.metric("baton:router_prefills_total", where="local") == 0
@@ -58,7 +58,7 @@ def test_both_connectors_have_worked(pair: tuple[Server, Server], folder: Path, 
     assert list((folder / "p-multi").iterdir()), "the store beside ours has been written to"
 
 
-def test_a_bad_dict_ends_neither(pair: tuple[Server, Server], single: Single) -> None:
+def test_bad_params_end_neither_connector(pair: tuple[Server, Server], single: Single) -> None:
     for engine in pair:
         for params in ({"do_remote_prefill": True}, {"do_remote_prefill": True, "baton_ticket": "x"}):
             assert engine.tokens(ASKED[1], params) == single.tokens(ASKED[1])

@@ -36,7 +36,7 @@ DECODE_BENCH = {"kv_connector": "BatonDecodeBenchConnector", "kv_role": "kv_both
 
 @pytest.mark.parametrize("name", ["decode bench in company", "hidden states of no layer"])
 def test_vllm_does_not_start(site: Site, tmp_path: Path, name: str) -> None:
-    transfer, said = {
+    transfer, expected_text = {
         "decode bench in company": (
             beside_a_store(DECODE_BENCH, tmp_path),
             "BatonDecodeBenchConnector stands alone",
@@ -51,4 +51,4 @@ def test_vllm_does_not_start(site: Site, tmp_path: Path, name: str) -> None:
     log = child.log_path.read_text(errors="replace")
     site.end(child)
     assert "ConfigError: " in log, log[-8000:]
-    assert said in log, log[-8000:]
+    assert expected_text in log, log[-8000:]

@@ -1,4 +1,4 @@
-"""kill -9 of either engine during handoffs: no request waits for ever, no token is wrong, the other lives."""
+"""kill -9 of either engine during handoffs: requests end, tokens are right, the other engine continues."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ def ask_all(router: Server, salt: str, on_first: Callable[[], None]) -> dict[Pro
     def ask(prompt: Prompt) -> Streamed:
         is_first = True
 
-        def tell(said: object) -> None:
+        def tell(message: object) -> None:
             nonlocal is_first
             if is_first:
                 is_first = False
@@ -77,7 +77,7 @@ def test_a_restarted_prefill_engine_is_read_from_again(site: Site, single: Singl
     d.wait_metric("baton:kv_transfer_seconds_count", lambda count: count >= before + 6)
 
 
-def test_a_killed_decode_engine_ends_its_answers_clearly_and_p_lives(site: Site, single: Single) -> None:
+def test_a_killed_decode_engine_ends_its_answers_clearly_and_p_continues(site: Site, single: Single) -> None:
     servers = site.cast(PLAIN, P, D)
     p, d = servers[P.name], servers[D.name]
     with site.router(p, d, "push") as router:

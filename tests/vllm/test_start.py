@@ -40,9 +40,9 @@ def start(version: str, **fields: object) -> str:
 
 
 def test_an_untested_version_is_refused_unless_allowed() -> None:
-    said = start("0.99.0")
-    assert "this is vLLM 0.99.0" in said
-    assert "allow_untested_vllm" in said
+    output = start("0.99.0")
+    assert "this is vLLM 0.99.0" in output
+    assert "allow_untested_vllm" in output
     allowed = start("0.99.0", kv_connector_extra_config={"allow_untested_vllm": True})
     assert "are tested with" not in allowed
     assert "vLLM 0.99.0 is untested" in allowed

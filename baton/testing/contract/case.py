@@ -96,7 +96,7 @@ def transfer_config(case: ConnectorCase, engine_id: str, role: str, policy: str)
 
 
 def knows_groups(case: ConnectorCase) -> bool:
-    """Whether the connector supports several KV-cache groups."""
+    """Return whether the connector supports several KV-cache groups."""
     return knows_several_groups(find_class(case.path), transfer_config(case, "e", "kv_both", "recompute"))
 
 

@@ -287,7 +287,7 @@ class KitEngine:
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether a request, or a connector that references blocks itself (vLLM's may), holds blocks."""
+        """Return whether a request holds blocks, or a connector that references blocks itself."""
         return self.scheduler.kv_cache.usage > 0.0
 
     def shutdown(self) -> None:

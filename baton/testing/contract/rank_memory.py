@@ -48,7 +48,7 @@ class RankMemory:
             filled -= block_ids
 
     def is_unfilled(self, layer: str, block_id: int) -> bool:
-        """Whether a load should fill the block and nothing has written to it since."""
+        """Return whether a load should fill the block and nothing has written to it since."""
         return block_id in self._expected - self._filled[self.caches[layer].data_ptr()]
 
     def take_over(self, check: Callable[[str, set[int]], None]) -> None:

@@ -1,6 +1,6 @@
 """Rules that every connector must keep. The kit reports a broken rule by its name.
 
-They are vLLM's contract as written in `baton.contract.base`, plus what hosts need in practice.
+They are vLLM's contract as written in `baton.contract.base`, plus rules that hosts rely on in practice.
 """
 
 from __future__ import annotations

@@ -138,7 +138,7 @@ def _start(site: Site, shape: Shape, story: Story) -> World:
 
 
 def _needs_cuda(error: Exception) -> bool:
-    """Whether torch or a driver library failed for lack of a device. There is no exception class for it."""
+    """Return whether torch or a driver library failed for lack of a device; no exception class tells this."""
     text = f"{error} {error.__cause__}".lower()
     return not torch.cuda.is_available() and any(word in text for word in ("cuda", "nvidia", "nvml"))
 

@@ -289,7 +289,7 @@ def is_plain(value: Any) -> bool:
 
 
 def is_news(answer: Any) -> bool:
-    """Whether the answer is worth a line in the story even in an empty step."""
+    """Return whether the answer is worth a line in the story even in an empty step."""
     if isinstance(answer, tuple):
         return any(map(is_news, answer))
     if isinstance(answer, KVConnectorTransferResults):

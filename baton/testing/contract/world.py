@@ -290,7 +290,7 @@ class World:
             )
 
     def _ends_with_tokens(self, engine: KitEngine, request_id: str) -> bool:
-        """Whether a transfer that hung in empty steps ends in steps with tokens. Ends the example."""
+        """Return whether a transfer that hung in empty steps ends in steps with tokens. Ends the example."""
         self.story.is_silent = True
         try:
             for waiting in engine.open_ids:  # Nothing may be queued before the probe.

@@ -179,7 +179,7 @@ class _World:
         )
 
     def is_allowed(self, envelope: Envelope) -> bool:
-        """Whether the sender may send one of these messages about a loan or fetch under test."""
+        """Return whether the sender may send one of these messages about a loan or fetch under test."""
         return any(self._is_allowed(envelope.sender, message) for message in envelope.messages)
 
     def _is_allowed(self, sender: Address, message: Message) -> bool:
