@@ -25,9 +25,7 @@ def run_beside_b(world: World) -> None:
 
 def run_with_b(world: World) -> None:
     world.add("b", PROMPT[:7])
-    world.run()
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("b")
 
 
 @pytest.mark.parametrize("where", ["on_new", "verdict", "on_alloc"])
@@ -121,9 +119,7 @@ def test_unserialisable_params_are_left_out_and_the_loan_stays(params: object) -
     assert last is not None
     assert last.kv_transfer_params is None
     world.end_send("a")
-    world.run()
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("b")
 
 
 @pytest.mark.parametrize("answer", [("all", True), (1.5, False), (object(), True)])

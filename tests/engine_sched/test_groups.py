@@ -83,9 +83,7 @@ def test_a_prompt_that_fits_only_because_of_its_windows_runs() -> None:
     # 41 tokens need 11 blocks in the group with full attention, and at most 5 in the group with a window.
     world = World(windows=ALTERNATING, budget=8, num_blocks=17)
     world.add("a", LONG, max_tokens=1)
-    world.run()
-    world.check_answer("a")
-    world.check_at_rest()
+    world.end("a")
     with pytest.raises(UserError, match="need 16 KV blocks"):
         World(windows=ALTERNATING, budget=8, num_blocks=16).add("a", LONG)
 
@@ -126,8 +124,7 @@ def test_a_loan_holds_no_block_outside_a_window() -> None:
     assert [block_id > 0 for block_id in window] == [False] * 8 + [True] * 2
     assert all(everything)
     world.report.finished_sending = {"a"}
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 @pytest.mark.parametrize(("bad_group", "bad_index"), [(0, 0), (0, 5), (0, 9), (1, 8), (1, 9)])
@@ -138,9 +135,7 @@ def test_a_load_that_fails_in_one_group_is_computed_again(bad_group: int, bad_in
     world.step()
     assert world.half.loads["a"].tables[1][:8] == [0] * 8, "nothing is loaded outside of the window"
     world.end_load("a", bad_indices={bad_index}, bad_group=bad_group)
-    world.run()
-    world.check_answer("a")
-    world.check_at_rest()
+    world.end("a")
     assert world.half.asked["a"] == 1, "a load that has failed is not repeated"
 
 

@@ -27,10 +27,7 @@ def test_concurrent_steps_have_different_requests() -> None:
     assert scheduled(world) == {}
     world.finish_oldest()
     assert scheduled(world) == {"a": 1}
-    world.run()
-    world.check_answer("a")
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("a", "b")
 
 
 def test_an_abort_waits_for_the_step_and_keeps_the_blocks_and_the_id_until_then() -> None:
@@ -46,9 +43,7 @@ def test_an_abort_waits_for_the_step_and_keeps_the_blocks_and_the_id_until_then(
     world.check_answer("a", "abort")
     assert world.answers["a"].token_ids == []
     assert scheduled(world) == {"b": 6}
-    world.run()
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("b")
 
 
 def test_a_request_without_blocks_waits_for_the_last_request_in_flight_instead_of_preempting_it() -> None:
@@ -65,10 +60,7 @@ def test_a_request_without_blocks_waits_for_the_last_request_in_flight_instead_o
     step = world.schedule()
     assert step.num_scheduled_tokens == {"first": 1}
     assert step.preempted_req_ids == {"last"}
-    world.run()
-    world.check_answer("first")
-    world.check_answer("last")
-    world.check_at_rest()
+    world.end("first", "last")
 
 
 def test_tokens_of_a_step_in_flight_that_shared_a_block_which_was_never_loaded_do_not_count() -> None:
@@ -86,10 +78,7 @@ def test_tokens_of_a_step_in_flight_that_shared_a_block_which_was_never_loaded_d
     world.finish_oldest()
     world.finish_oldest()
     assert world.answers["a"].token_ids == world.answers["b"].token_ids == []
-    world.run()
-    world.check_answer("a")
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("a", "b")
 
 
 @pytest.mark.parametrize("policy", ["fail", "recompute"])
@@ -113,8 +102,7 @@ def test_a_request_that_is_aborted_while_its_load_fails_ends_once(
     world.add("b", [*prompt(0, 2 * BLOCK), 41])
     assert scheduled(world)["b"] == 1
     assert found == [0, 0], "blocks that were never filled are not cached"
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_an_arrival_reported_before_the_step_that_ordered_it_counts_after_it() -> None:
@@ -129,9 +117,7 @@ def test_an_arrival_reported_before_the_step_that_ordered_it_counts_after_it() -
     assert world.status("b") == "WAITING_FOR_REMOTE_KVS"
     world.finish_oldest()
     assert world.status("b") == "WAITING"
-    world.run()
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("b")
 
 
 def test_events_tell_of_no_block_that_a_step_in_flight_has_still_to_compute() -> None:

@@ -101,9 +101,7 @@ def test_a_load_reported_as_failed_keeps_only_the_local_hit() -> None:
     world.end_load("a", bad_indices={2, 3})
     world.step()
     assert world.step().num_scheduled_tokens == {"a": 10}
-    world.run()
-    world.check_answer("a")
-    world.check_at_rest()
+    world.end("a")
 
 
 @pytest.mark.parametrize("first_bad", [0, 2, 3])
@@ -172,9 +170,7 @@ def test_kv_computed_after_a_bad_block_is_bad_for_requests_that_share_only_that(
     assert of_c[:4] == [*of_x[:2], *of_a[2:4]]
     assert world.scheduler.requests["c"].num_computed_tokens == 8
     assert world.scheduler.requests["a"].num_computed_tokens == 0
-    world.run()
-    world.check_answer("c")
-    world.check_at_rest()
+    world.end("c")
 
 
 def test_a_background_load_after_a_shared_bad_block_recomputes_that_block() -> None:
@@ -188,10 +184,7 @@ def test_a_background_load_after_a_shared_bad_block_recomputes_that_block() -> N
     world.step()
     assert world.half.loads["b"].first_token == 16
     world.end_load("b")
-    world.run()
-    world.check_answer("a")
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("a", "b")
 
 
 def test_no_request_hits_a_bad_block_while_a_load_waits_after_it() -> None:
@@ -214,9 +207,7 @@ def test_no_request_hits_a_bad_block_while_a_load_waits_after_it() -> None:
     world.end_load("b")
     world.step()
     assert cached_prefix(world) == 8
-    world.run()
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("b")
 
 
 def test_requests_that_share_nothing_with_a_failure_are_not_affected() -> None:
@@ -226,10 +217,7 @@ def test_requests_that_share_nothing_with_a_failure_are_not_affected() -> None:
     world.add("b", range(20, 30))
     world.step()
     assert len(world.answers["b"].token_ids) == 1
-    world.run()
-    world.check_answer("a")
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("a", "b")
 
 
 # --- Fail ------------------------------------------------------------------------------------------
@@ -280,8 +268,7 @@ def test_the_connectors_reason_is_logged_and_sent_to_the_client(
         assert last.error is not None
         assert last.error.load_failure == logged
         assert f"({logged})" in last.error.message
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_policy_fail_keeps_the_blocks_until_the_load_ends() -> None:
@@ -293,8 +280,7 @@ def test_policy_fail_keeps_the_blocks_until_the_load_ends() -> None:
     assert world.answers["a"].reason == "error", "the client gets the error at once"
     assert world.scheduler.remote.num_held == 1
     world.end_load("a")
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_policy_fail_of_a_synchronous_load_leaves_no_bad_block_cached() -> None:
@@ -304,8 +290,7 @@ def test_policy_fail_of_a_synchronous_load_leaves_no_bad_block_cached() -> None:
     world.step()
     assert world.answers["a"].reason == "error"
     assert cached_prefix(world) == 4
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_policy_fail_of_a_synchronous_load_evicts_the_bad_blocks_and_spares_the_sharer() -> None:
@@ -317,9 +302,7 @@ def test_policy_fail_of_a_synchronous_load_evicts_the_bad_blocks_and_spares_the_
     assert world.answers["a"].reason == "error"
     assert world.answers["b"].reason is None
     assert cached_prefix(world) == 4
-    world.run()
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("b")
 
 
 # --- Abandoned -------------------------------------------------------------------------------------
@@ -340,9 +323,7 @@ def test_an_abandoned_load_ends_its_request_and_holds_its_blocks(policy: str) ->
     assert world.scheduler.remote.num_held == 1
     assert cached_prefix(world) == 4, "of b; no block of a counted"
     world.end_load("a")  # Reported nevertheless.
-    world.run()
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("b")
 
 
 def test_a_load_that_is_abandoned_as_it_arrives_is_not_used() -> None:

@@ -33,9 +33,7 @@ def test_a_prefill_leg_ends_after_one_token_with_its_ticket_and_lends_its_blocks
     assert stats is not None
     assert stats.num_delayed_free == 1
     world.end_send("a")
-    world.run()
-    world.check_answer("a")
-    world.check_at_rest()
+    world.end("a")
 
 
 def test_blocks_that_were_prefix_hits_are_lent_too() -> None:
@@ -49,8 +47,7 @@ def test_blocks_that_were_prefix_hits_are_lent_too() -> None:
     world.end_send("a")
     world.step()
     world.end_send("b")
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_an_abort_during_a_transfer_does_not_free_the_blocks() -> None:
@@ -62,8 +59,7 @@ def test_an_abort_during_a_transfer_does_not_free_the_blocks() -> None:
     assert world.scheduler.remote.num_held == 1
     assert world.half.num_finished["a"] == 1
     world.end_send("a")
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_a_half_that_ends_its_loan_itself_adds_to_the_report() -> None:
@@ -71,8 +67,7 @@ def test_a_half_that_ends_its_loan_itself_adds_to_the_report() -> None:
     world.add("a", PROMPT, max_tokens=1)
     world.step()
     world.half.adds_sent = {"a"}
-    world.run()
-    world.check_at_rest()
+    world.end()
     assert len(world.half.reports) == len(world.steps), (
         "called in every step, also without a report of the ranks"
     )
@@ -93,8 +88,7 @@ def test_lent_blocks_can_be_hit_but_are_never_taken() -> None:
     world.check_answer("b")
     world.check_answer("c")
     world.end_send("a")
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_an_id_stays_taken_while_its_blocks_are_lent() -> None:
@@ -105,8 +99,7 @@ def test_an_id_stays_taken_while_its_blocks_are_lent() -> None:
     with pytest.raises(UserError, match="request_id"):
         world.scheduler.add_request(engine_request("a", PROMPT))
     world.end_send("a")
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_pending_push_work_keeps_the_engine_stepping() -> None:
@@ -125,8 +118,7 @@ def test_the_connector_gets_blocks_of_computed_tokens_only() -> None:
     world.step()
     world.scheduler.abort(["b"])
     assert len(world.half.finished_blocks["b"]) == 2
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_blocks_about_to_be_freed_are_waited_for_rather_than_preempting() -> None:
@@ -142,6 +134,4 @@ def test_blocks_about_to_be_freed_are_waited_for_rather_than_preempting() -> Non
     assert not world.step().num_scheduled_tokens
     assert not any(step.preempted_req_ids for step in world.steps)
     world.end_send("a")
-    world.run()
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("b")

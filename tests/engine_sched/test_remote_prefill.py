@@ -69,9 +69,7 @@ def test_a_synchronous_load_of_the_whole_prompt_computes_its_last_token_again(nu
     assert output.has_sync_kv_loads
     assert output.num_scheduled_tokens == {"a": 1}
     assert world.half.log == ["new a", f"alloc a {num_tokens}"]
-    world.run()
-    world.check_answer("a")
-    world.check_at_rest()
+    world.end("a")
 
 
 def test_only_what_the_local_cache_lacks_is_loaded() -> None:
@@ -100,10 +98,7 @@ def test_no_request_hits_blocks_that_are_being_filled() -> None:
     world.add("b", PROMPT)
     assert world.step().num_scheduled_tokens == {"b": 18}
     world.end_load("a")
-    world.run()
-    world.check_answer("a")
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("a", "b")
 
 
 def test_a_deferred_lookup_lets_other_requests_pass_and_keeps_its_place() -> None:
@@ -117,8 +112,7 @@ def test_a_deferred_lookup_lets_other_requests_pass_and_keeps_its_place() -> Non
     world.add("c", PROMPT[:6])
     assert "a" not in world.step().num_scheduled_tokens
     assert "a" in world.step().num_scheduled_tokens
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_a_deferred_lookup_does_not_strand_a_load_that_has_arrived() -> None:
@@ -131,8 +125,7 @@ def test_a_deferred_lookup_does_not_strand_a_load_that_has_arrived() -> None:
     world.step()
     assert list(world.step().num_scheduled_tokens) == ["b"]
     world.half.verdict = lambda request, local: (0, False)
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_a_load_is_admitted_only_if_all_that_hold_blocks_can_still_end_beside_it() -> None:
@@ -189,8 +182,7 @@ def test_an_abort_during_a_load_keeps_the_blocks_until_the_load_ends() -> None:
     world.scheduler.abort(["a"])
     world.end_load("a")
     world.step()
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_an_abort_between_arrival_and_first_step_frees_at_once() -> None:
@@ -201,8 +193,7 @@ def test_an_abort_between_arrival_and_first_step_frees_at_once() -> None:
     world.end_load("a")
     world.step()
     world.scheduler.abort(["a"])
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_an_abort_may_need_both_the_load_and_the_loan_to_end() -> None:
@@ -216,8 +207,7 @@ def test_an_abort_may_need_both_the_load_and_the_loan_to_end() -> None:
     world.step()
     assert world.scheduler.remote.num_held == 1
     world.end_load("a")
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_a_loaded_request_gives_way_when_nothing_runs_and_the_first_in_line_has_no_room() -> None:

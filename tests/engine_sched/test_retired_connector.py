@@ -59,9 +59,7 @@ def test_one_bad_step_changes_no_token(method: str) -> None:
     world = World()
     world.half.on_step = raising(method, times=1)
     world.add("a", PROMPT)
-    world.run()
-    world.check_answer("a")
-    world.check_at_rest()
+    world.end("a")
     assert not is_retired(world)
     assert sum(o.stats.num_kv_connector_errors for o in world.outputs if o.stats) == 1
 
@@ -133,9 +131,7 @@ def test_synchronous_loads_that_no_rank_got_are_recomputed() -> None:
     load_all(world, 12, is_async=False)
     world.half.on_step = raising("build_connector_meta", times=1)
     world.add("a", PROMPT)
-    world.run()
-    world.check_answer("a")
-    world.check_at_rest()
+    world.end("a")
     assert sum(o.stats.num_kv_load_failures for o in world.outputs if o.stats) == 1
 
 
@@ -162,8 +158,7 @@ def test_a_load_that_no_rank_got_ends_its_request_and_holds_its_blocks_until_rep
     assert not last.error.is_users
     assert world.scheduler.remote.num_held == 1
     world.end_load("a")
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_loads_that_were_under_way_before_a_bad_step_are_waited_for() -> None:
@@ -174,9 +169,7 @@ def test_loads_that_were_under_way_before_a_bad_step_are_waited_for() -> None:
     world.half.on_step = raising("build_connector_meta", "update_connector_output", times=1)
     world.step()
     world.end_load("a")
-    world.run()
-    world.check_answer("a")
-    world.check_at_rest()
+    world.end("a")
 
 
 def test_at_the_end_of_a_connector_loading_requests_end_and_all_its_blocks_stay_held() -> None:

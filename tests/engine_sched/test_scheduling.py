@@ -21,10 +21,7 @@ def test_prompts_are_cut_to_what_is_left_of_the_budget() -> None:
     assert world.answers["a"].token_ids == []
     assert world.step().num_scheduled_tokens == {"a": 6, "b": 4}
     assert world.step().num_scheduled_tokens == {"a": 1, "b": 2}
-    world.run()
-    world.check_answer("a")
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("a", "b")
 
 
 def test_without_chunking_a_prompt_waits_for_a_step_that_takes_it_whole() -> None:
@@ -33,8 +30,7 @@ def test_without_chunking_a_prompt_waits_for_a_step_that_takes_it_whole() -> Non
     world.add("b", prompt(5, 8))
     assert world.step().num_scheduled_tokens == {"a": 10}
     assert world.step().num_scheduled_tokens == {"a": 1, "b": 8}
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_one_long_prompt_does_not_take_the_whole_step() -> None:
@@ -42,9 +38,7 @@ def test_one_long_prompt_does_not_take_the_whole_step() -> None:
     world.add("long", prompt(0, 30))
     world.add("b", prompt(40, 6))
     assert world.step().num_scheduled_tokens == {"long": 8, "b": 6}
-    world.run()
-    world.check_answer("long")
-    world.check_at_rest()
+    world.end("long")
 
 
 def test_no_more_than_max_num_seqs_run() -> None:
@@ -155,8 +149,7 @@ def test_prefix_caching_off_finds_nothing() -> None:
     world.run()
     world.add("b", prompt(0, 16))
     assert world.step().num_scheduled_tokens == {"b": 16}
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_the_prefix_cache_is_reset_only_at_rest() -> None:
@@ -274,8 +267,7 @@ def test_an_abort_while_the_step_runs_drops_its_token() -> None:
     world.scheduler.abort(["a"])
     world._take(world.scheduler.update_from_output(output, result))
     assert world.answers["a"].token_ids == []
-    world.run()
-    world.check_at_rest()
+    world.end()
 
 
 def test_shutdown_reaches_the_connector() -> None:
@@ -321,5 +313,4 @@ def test_an_id_in_use_is_refused() -> None:
     world.add("a", prompt(0, 5))
     with pytest.raises(UserError, match="choose a new one"):
         world.scheduler.add_request(engine_request("a", prompt(0, 5)))
-    world.run()
-    world.check_at_rest()
+    world.end()

@@ -578,6 +578,13 @@ class World:
             expected = expected[: len(answer.token_ids)]
         assert answer.token_ids == expected
 
+    def end(self, *answered: str) -> None:
+        """Run until nothing is left to do, then check that and the answers of these requests."""
+        self.run()
+        for request_id in answered:
+            self.check_answer(request_id)
+        self.check_at_rest()
+
     def check_at_rest(self) -> None:
         scheduler = self.scheduler
         assert not scheduler.has_requests()
