@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
 
-from tests.router.fakes import TICKET, Call, FakeEngine, System, opened
+from tests.router.fakes import TICKET, Call, FakeEngine, System, opened, system
 
 TOKENS = (72, 105, 33)  # "Hi!", whoever is asked.
 
@@ -104,6 +105,14 @@ def baton(name: str, **fields: Any) -> FakeEngine:
 def speaker(engine: FakeEngine) -> Speaker:
     assert isinstance(engine.respond, Speaker)
     return engine.respond
+
+
+@asynccontextmanager
+async def introduced_system(*engines: Any, **options: Any) -> AsyncIterator[System]:
+    """`system` whose router knows all its engines."""
+    async with system(*engines, **options) as s:
+        await introduced(s)
+        yield s
 
 
 async def introduced(s: System) -> None:

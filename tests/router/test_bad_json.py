@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.router.baton_fakes import baton, introduced, stream
+from tests.router.baton_fakes import baton, introduced_system, stream
 from tests.router.fakes import JSON, Call, FakeEngine, answers, lends, system
 from tests.router.vllm_fakes import vllm
 
@@ -36,8 +36,7 @@ async def nests(call: Call) -> None:
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_prefill_engines_answer_costs_a_local_prefill(is_stream: bool) -> None:
     p, d = FakeEngine(nests, introduces_as="p"), baton("d")
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         if is_stream:
             got = await stream(s)
             assert (got.error, got.text) == (None, "Hi!")
@@ -55,8 +54,7 @@ async def test_a_decode_engines_answer_is_passed_on_or_fails_by_itself(kind: str
         d.introduces_as = "d"
     if kind == "vllm":
         d.is_vllm_of = 100
-    async with system([vllm() if kind == "vllm" else baton("p")], [d], decode_attempts=1) as s:
-        await introduced(s)
+    async with introduced_system([vllm() if kind == "vllm" else baton("p")], [d], decode_attempts=1) as s:
         answer = await asyncio.wait_for(
             s.complete(stream=is_stream, max_tokens=3, temperature=0), timeout=None
         )
@@ -77,8 +75,7 @@ async def test_an_engine_that_introduces_itself_so_is_an_engine_of_others(page: 
 
     d = FakeEngine(answers)
     d.page = serves
-    async with system([FakeEngine(lends)], [d]) as s:
-        await introduced(s)
+    async with introduced_system([FakeEngine(lends)], [d]) as s:
         state = (await s.client.get("/fleet")).json()
         assert state["engines"]["decode"][0]["kind"] is None
         assert (await s.complete()).status_code == 200

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.router.baton_fakes import Streamed, baton, introduced, speaker, stream
-from tests.router.fakes import FakeEngine, after, dies, responds, system
+from tests.router.baton_fakes import Streamed, baton, introduced_system, speaker, stream
+from tests.router.fakes import FakeEngine, after, dies, responds
 from tests.router.vllm_fakes import PROMPT, TOKENS, VllmSpeaker, refuses_tickets, vllm, vllm_speaker
 
 MODES = ["pull", "push"]
@@ -37,8 +37,7 @@ def check_is_one_engines(got: Streamed, text: str = "Hi!", finish: str = "length
 @pytest.mark.parametrize("mode", MODES)
 async def test_the_stream_is_that_of_one_engine(mode: str, path: str) -> None:
     p, d = vllm(introduces=True), vllm()
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s, **request(path, stream_options={"include_usage": True}))
         metrics = (await s.client.get("/metrics")).text
     check_is_one_engines(got)
@@ -64,8 +63,7 @@ async def test_the_stream_is_that_of_one_engine(mode: str, path: str) -> None:
 async def test_the_first_token_is_shown_before_d_says_a_word(mode: str, path: str) -> None:
     gate = asyncio.Event()
     p, d = vllm(introduces=True), vllm(gate=gate)
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         asked = request(path, stream=True, max_tokens=3)
         del asked["path"]
         asked = {"prompt": PROMPT, **asked} if path == PATHS[0] else asked
@@ -88,8 +86,7 @@ async def test_a_client_that_wants_token_ids_gets_them_once(mode: str, path: str
     gate = asyncio.Event()
     if mode == "push":  # So that P's token is the first to be shown.
         vllm_speaker(d).gate = gate
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s, shown=gate, **request(path, return_token_ids=True))
     check_is_one_engines(got)
     ids = [t for e in got.events[:-1] for c in e["choices"] for t in c.get("token_ids") or ()]
@@ -107,8 +104,7 @@ async def test_a_client_that_wants_token_ids_gets_them_once(mode: str, path: str
 @pytest.mark.parametrize("tokens", [(), (72,)])
 async def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, tokens: tuple[int, ...]) -> None:
     p, d = vllm(introduces=True, tokens=tokens, stops=True), vllm(gate=asyncio.Event())
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         fields = {"max_tokens": 1} if tokens else {}
         got = await stream(s, stream_options={"include_usage": True}, **fields)
     check_is_one_engines(got, "H" if tokens else "", "length" if tokens else "stop")
@@ -143,8 +139,7 @@ NOT_BEHIND: list[dict[str, Any]] = [
 async def test_what_would_not_be_exact_comes_from_d_whole(mode: str, body: dict[str, Any]) -> None:
     async def main() -> None:
         p, d = vllm(introduces=True), vllm()
-        async with system([p], [d], mode=mode) as s:
-            await introduced(s)
+        async with introduced_system([p], [d], mode=mode) as s:
             got = await stream(s, **body)
         assert got.error is None
         assert got.headers["x-said-by"] == d.url
@@ -162,8 +157,7 @@ async def test_what_would_not_be_exact_comes_from_d_whole(mode: str, body: dict[
 async def whole_without_limit(mode: str) -> None:
     p, d = vllm(introduces=True), vllm()
     d.respond = responds(400, {"error": {"message": "says D", "param": "max_tokens"}})
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s, max_tokens=None)
     assert got.status == 400
 
@@ -182,8 +176,7 @@ async def whole_without_limit(mode: str) -> None:
 )
 async def test_what_is_exact_is_said_by_p_and_then_by_d(mode: str, body: dict[str, Any]) -> None:
     p, d = vllm(introduces=True), vllm()
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         check_is_one_engines(await stream(s, **body))
     (p_leg,), (d_leg,) = vllm_speaker(p).legs, vllm_speaker(d).legs
     assert p_leg["return_token_ids"] is True
@@ -207,8 +200,7 @@ async def test_a_token_that_cannot_be_shown_rightly_is_left_to_d(
     mode: str, fields: dict[str, Any], d_fields: dict[str, Any]
 ) -> None:
     p, d = vllm(introduces=True, **fields), vllm(**d_fields)
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s)
     assert got.headers["x-said-by"] == d.url
     assert vllm_speaker(d).legs[0]["prompt"] == PROMPT
@@ -226,8 +218,7 @@ async def test_a_token_that_cannot_be_shown_rightly_is_left_to_d(
 )
 async def test_a_chat_whose_first_token_is_no_content_is_left_to_d(mode: str, fields: dict[str, Any]) -> None:
     p, d = vllm(introduces=True, **fields), vllm()
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s, **request(PATHS[1]))
     check_is_one_engines(got)
     assert got.headers["x-said-by"] == d.url
@@ -237,8 +228,7 @@ async def test_a_chat_whose_first_token_is_no_content_is_left_to_d(mode: str, fi
 async def test_a_chat_with_media_is_left_to_d(content: Any) -> None:
     p, d = vllm(), vllm()
     p.respond = d.respond = responds(400, {"error": {"message": "no", "param": None}})
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         messages = [{"role": "user", "content": content}]
         got = await stream(s, path=PATHS[1], prompt=None, messages=messages)
     assert got.status == 400
@@ -248,8 +238,7 @@ async def test_a_chat_with_media_is_left_to_d(content: Any) -> None:
 async def test_a_baton_that_prefills_and_a_vllm_that_decodes_go_the_same_way() -> None:
     p, d = baton("p"), vllm()
     p.respond = VllmSpeaker()  # Baton's answers, when whole, have the same fields.
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         check_is_one_engines(await stream(s))
     assert vllm_speaker(d).legs[0]["prompt"] == [*IDS, TOKENS[0]]
 
@@ -257,8 +246,7 @@ async def test_a_baton_that_prefills_and_a_vllm_that_decodes_go_the_same_way() -
 @pytest.mark.parametrize("mode", MODES)
 async def test_one_vllm_does_not_switch_the_first_token_off_for_others(mode: str) -> None:
     p, d, other = baton("p"), baton("d"), vllm()
-    async with system([p], [d, other], mode=mode, policy="round_robin") as s:
-        await introduced(s)
+    async with introduced_system([p], [d, other], mode=mode, policy="round_robin") as s:
         s.router.fleet._policy = first_eligible
         got = await stream(s)
     check_is_one_engines(got)
@@ -278,8 +266,7 @@ async def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unn
     token_seen = asyncio.Event()
     p, bad, good, baton_d = vllm(introduces=True), vllm(), vllm(), baton("d")
     bad.respond = after(token_seen, dies)
-    async with system([p], [bad, baton_d, good], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [bad, baton_d, good], mode=mode) as s:
         s.router.fleet._policy = first_eligible
         check_is_one_engines(await stream(s, shown=token_seen))
     assert not baton_d.calls, "it cannot go on behind a token"
@@ -292,8 +279,7 @@ async def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unn
 async def test_a_ticket_that_d_refuses_costs_a_computation_and_no_token(mode: str) -> None:
     p, d = vllm(introduces=True), vllm()
     d.respond = refuses_tickets(d.respond)
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         check_is_one_engines(await stream(s))
 
 
@@ -310,8 +296,7 @@ async def test_in_push_engines_that_disagree_cost_a_second_leg_and_no_error() ->
             await good(call)
 
     d.respond = disagrees_at_first
-    async with system([p], [d], mode="push") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push") as s:
         got = await stream(s, shown=gate)  # D speaks once P's token has been shown.
         metrics = (await s.client.get("/metrics")).text
     check_is_one_engines(got)
@@ -322,8 +307,7 @@ async def test_in_push_engines_that_disagree_cost_a_second_leg_and_no_error() ->
 async def test_without_another_vllm_the_stream_ends_with_an_error() -> None:
     p, d = vllm(), vllm()
     d.respond = dies
-    async with system([p], [d, baton("d")]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d, baton("d")]) as s:
         s.router.fleet._policy = first_eligible
         got = await stream(s)
     assert got.text == "H"
@@ -335,8 +319,7 @@ async def test_without_another_vllm_the_stream_ends_with_an_error() -> None:
 
 async def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None:
     p, d = vllm(introduces=True), vllm(introduces=True)
-    async with system([p], [d], mode="push") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push") as s:
         for engine in s.router.fleet.engines:
             await s.router._prober.probe(engine)
         state = (await s.client.get("/fleet")).json()["engines"]
@@ -360,8 +343,7 @@ async def test_a_vllm_without_our_connector_is_pulled_from(status: int) -> None:
         await (responds(status, {}) if asked and status != 200 else speaking)(call)
 
     p.respond = answer
-    async with system([p], [d], mode="push") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push") as s:
         check_is_one_engines(await stream(s))
     assert vllm_speaker(d).legs[0]["kv_transfer_params"]["baton_ticket"] == "signed"
 
@@ -369,8 +351,7 @@ async def test_a_vllm_without_our_connector_is_pulled_from(status: int) -> None:
 @pytest.mark.parametrize("models", [{}, {"data": 5}, {"data": [{"owned_by": "someone"}]}, {"data": []}])
 async def test_what_is_no_vllm_is_none(models: Any) -> None:
     d = FakeEngine(VllmSpeaker(), is_vllm_of=9, models=models)
-    async with system([vllm()], [d]) as s:
-        await introduced(s)
+    async with introduced_system([vllm()], [d]) as s:
         assert s.router.fleet.engines[1].kind is None
         got = await stream(s)
     assert got.headers["x-said-by"] == d.url

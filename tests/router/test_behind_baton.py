@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.router.baton_fakes import introduced, stream
-from tests.router.fakes import FakeEngine, dies, responds, system
+from tests.router.baton_fakes import introduced_system, stream
+from tests.router.fakes import FakeEngine, dies, responds
 from tests.router.test_behind import IDS, check_is_one_engines, request
 from tests.router.vllm_fakes import TOKENS, VllmSpeaker, vllm, vllm_speaker
 
@@ -17,8 +17,7 @@ def baton_d(*, says_max_model_len: int | None = 4096, **fields: Any) -> FakeEngi
 
 async def test_the_stream_is_that_of_one_engine() -> None:
     p, d = vllm(), baton_d()
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         got = await stream(s, stream_options={"include_usage": True})
         metrics = (await s.client.get("/metrics")).text
     check_is_one_engines(got)
@@ -34,8 +33,7 @@ async def test_the_stream_is_that_of_one_engine() -> None:
 
 async def test_what_was_lent_nowhere_goes_on_too() -> None:
     p, d = vllm(lends=False), baton_d()
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         check_is_one_engines(await stream(s))
     assert vllm_speaker(d).legs[0]["kv_transfer_params"] == {"baton_goes_on": True}
 
@@ -53,8 +51,7 @@ async def test_what_was_lent_nowhere_goes_on_too() -> None:
 )
 async def test_otherwise_d_says_all_of_it(mode: str, asked: dict[str, Any], length: int | None) -> None:
     p, d = vllm(introduces=True), baton_d(says_max_model_len=length)
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         check_is_one_engines(await stream(s, **asked))
     (leg,) = vllm_speaker(d).legs
     assert leg["max_tokens"] == 3
@@ -65,8 +62,7 @@ async def test_a_vllm_goes_on_when_batons_engine_has_failed_and_the_other_way_ro
     for first, second in ((baton_d(), vllm()), (vllm(), baton_d())):
         p, dying = vllm(), first
         dying.respond = dies
-        async with system([p], [dying, second], policy="round_robin") as s:
-            await introduced(s)
+        async with introduced_system([p], [dying, second], policy="round_robin") as s:
             while not dying.calls:
                 check_is_one_engines(await stream(s))
         leg = vllm_speaker(second).legs[-1]
@@ -85,8 +81,7 @@ async def test_a_refused_ticket_costs_a_local_prefill_behind_the_token() -> None
         await (responds(400, refusal) if has_paper else good)(call)
 
     d.respond = refuses
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         check_is_one_engines(await stream(s))
     assert d.calls[-1].body["kv_transfer_params"] == {"baton_goes_on": True}
 
@@ -94,8 +89,7 @@ async def test_a_refused_ticket_costs_a_local_prefill_behind_the_token() -> None
 async def test_a_turns_ticket_at_the_end_of_the_stream_stays_with_the_router() -> None:
     kept = {"do_remote_decode": True, "baton_ticket": "of D"}
     p, d = vllm(), baton_d(keeps=kept)
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         s.client.headers["X-Session-Id"] = "s"
         got = await stream(s)
         check_is_one_engines(got)

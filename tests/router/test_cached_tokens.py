@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from baton.core.transfer_params import cached_tokens
 from baton.router.cached_tokens import count_prefill_hits
-from tests.router.baton_fakes import baton, introduced, speaker, stream
-from tests.router.fakes import TICKET, System, system
+from tests.router.baton_fakes import baton, introduced_system, speaker, stream
+from tests.router.fakes import TICKET, System
 
 COUNTS = st.integers(0, 100)
 LENT = {**TICKET, "baton_cached_tokens": 64}
@@ -67,8 +67,7 @@ def test_what_says_no_such_number_stays_as_it_is(usage: Any, lent: dict[str, Any
 async def test_a_push_shows_the_prefill_engines_hits(path: str, is_stream: bool, first_token: bool) -> None:
     gate = asyncio.Event()
     p, d = baton("p", num_cached=64), baton("d", gate=gate, usage=usage_of(16, 134))
-    async with system([p], [d], mode="push", first_token=first_token) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push", first_token=first_token) as s:
         asking = asyncio.create_task(usages(s, path, is_stream=is_stream))
         while 'prefills_total{reason="",where="remote"} 1.0' not in (await s.client.get("/metrics")).text:
             pass  # Until P's answer has been read.
@@ -84,16 +83,14 @@ async def test_the_decode_engines_number_stands_if_the_prefill_engine_has_not_an
     is_stream: bool,
 ) -> None:
     p, d = baton("p", num_cached=64, gate=asyncio.Event()), baton("d", usage=usage_of(16, 0))
-    async with system([p], [d], mode="push") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push") as s:
         *_, last = await usages(s, "/v1/completions", is_stream=is_stream)
     assert last == usage_of(16, 0)
 
 
 async def test_in_pull_the_decode_engine_counts() -> None:
     p, d = baton("p", num_cached=64), baton("d", usage=usage_of(16, 134))
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         *_, last = await usages(s, "/v1/completions", is_stream=True)
     assert speaker(d).legs[0]["baton_cached_tokens"] == 64
     assert last == usage_of(16, 134)

@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from tests.event_loop import pass_time
-from tests.router.baton_fakes import introduced
+from tests.router.baton_fakes import introduced_system
 from tests.router.fakes import (
     Call,
     FakeEngine,
@@ -41,8 +41,7 @@ async def test_a_stream_goes_on_for_the_drains_time_and_then_ends_with_an_error_
     ends_in_time: bool,
 ) -> None:
     gate = asyncio.Event()
-    async with system([FakeEngine(lends)], [streams(gate)]) as s:
-        await introduced(s)
+    async with introduced_system([FakeEngine(lends)], [streams(gate)]) as s:
         async with s.client.stream("POST", "/v1/completions", json=ASKED) as answer:
             pieces = answer.aiter_bytes()
             text = await anext(pieces)

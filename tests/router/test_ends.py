@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.router.baton_fakes import baton, introduced, stream
-from tests.router.fakes import FakeEngine, answers, lends, system
+from tests.router.baton_fakes import baton, introduced_system, stream
+from tests.router.fakes import FakeEngine, answers, lends
 from tests.router.vllm_fakes import vllm
 
 FLEETS: dict[str, Any] = {
@@ -20,8 +20,7 @@ FLEETS: dict[str, Any] = {
 @pytest.mark.parametrize("fleet", FLEETS)
 async def test_a_client_that_has_had_its_answer_is_not_one_that_went_away(fleet: str, mode: str) -> None:
     p, d = FLEETS[fleet]()
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         await asyncio.gather(*(stream(s) for _ in range(10)))
         for _ in range(5):
             await stream(s)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.router.settings import LegTimeouts
-from tests.router.baton_fakes import Streamed, baton, introduced, speaker, stream
+from tests.router.baton_fakes import Streamed, baton, introduced, introduced_system, speaker, stream
 from tests.router.fakes import (
     LATER_S,
     FakeEngine,
@@ -38,8 +38,7 @@ def check_is_one_engines(got: Streamed) -> None:
 @pytest.mark.parametrize("mode", MODES)
 async def test_the_stream_is_that_of_one_engine(mode: str) -> None:
     p, d = baton("p"), baton("d")
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s)
     check_is_one_engines(got)
     assert got.headers["x-baton-prefill"] == "remote"
@@ -55,8 +54,7 @@ async def test_the_stream_is_that_of_one_engine(mode: str) -> None:
 async def test_the_first_token_is_shown_before_d_says_a_word(mode: str, path: str) -> None:
     gate = asyncio.Event()
     p, d = baton("p"), baton("d", gate=gate)
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         body = {"messages": [], "prompt": "a", "stream": True}
         body.pop("messages" if path == "/v1/completions" else "prompt")
         async with s.client.stream("POST", path, json=body) as answer:
@@ -74,8 +72,7 @@ async def test_the_first_token_is_shown_before_d_says_a_word(mode: str, path: st
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_client_that_wants_token_ids_and_usage_gets_them(mode: str) -> None:
-    async with system([baton("p")], [baton("d")], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([baton("p")], [baton("d")], mode=mode) as s:
         got = await stream(s, return_token_ids=True, stream_options={"include_usage": True})
     ids = [t for e in got.events[:-1] for c in e["choices"] for t in c["token_ids"]]
     assert ids == [72, 105, 33]
@@ -89,8 +86,7 @@ async def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, is_st
     p, d = baton("p", ends_with_first=True, finish="stop"), baton("d", gate=asyncio.Event())
     if mode == "push":  # So that there is a leg to be left.
         speaker(p).gate = d.was_called
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         if is_stream:
             got = await stream(s, stream_options={"include_usage": True})
             assert got.text == "H"
@@ -106,8 +102,7 @@ async def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, is_st
 @pytest.mark.parametrize("mode", MODES)
 async def test_for_one_token_nobody_decodes(mode: str) -> None:
     p, d = baton("p", ends_with_first=True), baton("d")
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         assert (await stream(s, max_tokens=1)).text == "H"
     assert not d.calls
 
@@ -119,8 +114,7 @@ async def test_for_one_token_nobody_decodes(mode: str) -> None:
 )
 async def test_both_legs_draw_from_one_seed(mode: str, body: dict[str, Any], is_seeded: bool) -> None:
     p, d = baton("p"), baton("d")
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         await stream(s, **body)
         await stream(s, **body)
     seeds = [[call.body.get("seed") for call in engine.calls] for engine in (p, d)]
@@ -135,8 +129,7 @@ async def test_both_legs_draw_from_one_seed(mode: str, body: dict[str, Any], is_
 @pytest.mark.parametrize("mode", MODES)
 async def test_what_is_not_streamed_comes_from_d_whole(mode: str) -> None:
     p, d = baton("p"), baton("d")
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         answer = await s.complete(max_tokens=3)
     assert answer.json() == {"choices": [{"text": "Hi!", "finish_reason": "length"}]}
     assert p.calls[0].body["kv_transfer_params"]["baton_first_token"] is True
@@ -184,8 +177,7 @@ async def test_a_prefill_that_fails_before_its_token_is_tried_elsewhere(mode: st
     if mode == "push":
         speaker(d).gate = gate
         d.respond = counting(d, second_call)
-    async with system([bad, good], [d], mode=mode, policy="round_robin", timeouts=timeouts) as s:
-        await introduced(s)
+    async with introduced_system([bad, good], [d], mode=mode, policy="round_robin", timeouts=timeouts) as s:
         s.router.fleet._policy = first_eligible
         asking = asyncio.create_task(stream(s))
         if mode == "push":
@@ -232,8 +224,7 @@ async def test_without_a_working_prefill_engine_d_prefills_and_says_all(mode: st
 
         speaking = d.respond
         d.respond = only_by_itself
-    async with system([p], [d], mode=mode, timeouts=timeouts) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode, timeouts=timeouts) as s:
         got = await stream(s)
     check_is_one_engines(got)
     assert got.headers["x-baton-prefill"] == "local"
@@ -248,8 +239,7 @@ async def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unn
     p, bad, good = baton("p"), baton("d0"), baton("d1")
     bad.respond = after(token_seen, failure)
     timeouts = LegTimeouts(first_byte_s=LATER_S / 2, prefill_s=LATER_S / 2)  # In push D has both.
-    async with system([p], [bad, good], mode=mode, timeouts=timeouts) as s:
-        await introduced(s)
+    async with introduced_system([p], [bad, good], mode=mode, timeouts=timeouts) as s:
         s.router.fleet._policy = first_eligible
         check_is_one_engines(await stream(s, shown=token_seen))
     ids = [leg["transfer_id"] for leg in transfer_params(p)]
@@ -262,8 +252,7 @@ async def test_without_another_decode_engine_the_stream_ends_with_an_error(mode:
     p, d = baton("p"), baton("d")
     token_seen = asyncio.Event()
     d.respond = after(token_seen, responds(400, {"error": {"message": "max_tokens", "param": "max_tokens"}}))
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s, shown=token_seen)
     assert got.text == "H"
     assert "upstream_error" in str(got.events)
@@ -274,8 +263,7 @@ async def test_without_another_decode_engine_the_stream_ends_with_an_error(mode:
 async def test_engines_that_disagree_end_the_stream_with_an_error_and_no_further_token(mode: str) -> None:
     gate = asyncio.Event()
     p, d = baton("p"), baton("d", tokens=(73, 105), gate=gate)
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s, shown=gate)
         metrics = (await s.client.get("/metrics")).text
     assert got.text == "H"
@@ -287,16 +275,14 @@ async def test_engines_that_disagree_end_the_stream_with_an_error_and_no_further
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_prefill_engine_that_dies_behind_its_token_is_not_missed(mode: str) -> None:
-    async with system([baton("p", dies_after=1)], [baton("d")], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([baton("p", dies_after=1)], [baton("d")], mode=mode) as s:
         check_is_one_engines(await stream(s))
 
 
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_prefill_engine_that_dies_before_the_end_of_its_answer_cannot_end_it(mode: str) -> None:
     p = baton("p", dies_after=1, ends_with_first=True, finish="stop")
-    async with system([p], [baton("d", gate=asyncio.Event())], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [baton("d", gate=asyncio.Event())], mode=mode) as s:
         got = await stream(s)
     assert got.text == "H"
     assert got.error is not None
@@ -305,8 +291,7 @@ async def test_a_prefill_engine_that_dies_before_the_end_of_its_answer_cannot_en
 @pytest.mark.parametrize("mode", MODES)
 async def test_a_client_that_leaves_ends_both_legs(mode: str) -> None:
     p, d = baton("p", rest_gate=asyncio.Event()), baton("d", gate=asyncio.Event())
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         body = {"prompt": "a", "stream": True}
         async with s.client.stream("POST", "/v1/completions", json=body) as answer:
             await anext(answer.aiter_text())
@@ -320,8 +305,7 @@ async def test_the_clients_error_found_by_prefill_is_passed_on_and_d_is_left(mod
     error = {"error": {"message": "prompt is too long", "param": "prompt", "code": 400}}
     p, d = baton("p"), baton("d", gate=asyncio.Event())
     p.respond = responds(400, error)
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s)
     assert got.status == 400
     assert got.events[0] == error

@@ -8,8 +8,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from baton.router.fleet import Engine
 from baton.router.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, LateLegs
-from tests.router.baton_fakes import baton, introduced, stream
-from tests.router.fakes import FakeEngine, System, dies, responds, system
+from tests.router.baton_fakes import baton, introduced_system, stream
+from tests.router.fakes import FakeEngine, System, dies, responds
 from tests.router.test_behind import IDS, check_is_one_engines
 from tests.router.vllm_fakes import TOKENS, refuses_tickets, vllm, vllm_speaker
 
@@ -85,8 +85,7 @@ def test_a_prompt_of_no_known_length_is_no_trouble() -> None:
 
 
 async def held_until_p_answers(p: FakeEngine, d: FakeEngine, **body: Any) -> Any:
-    async with system([p], [d], mode="push", decode_leg="auto") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push", decode_leg="auto") as s:
         p.was_called.clear()
         gate = vllm_speaker(p).gate = asyncio.Event()
         asking = asyncio.create_task(stream(s, **body))
@@ -128,8 +127,7 @@ async def test_a_request_that_d_says_whole_gets_ps_ticket_too() -> None:
 
 async def test_a_leg_that_leaves_before_p_has_answered_is_a_pushs() -> None:
     p, d = vllm(introduces=True), vllm()
-    async with system([p], [d], mode="push", decode_leg="auto") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push", decode_leg="auto") as s:
         late = s.router._proxy._dispatch.late_legs
         late.note(s.router.fleet.engines[0], 1, LEAD_MIN_S / LEAD_SHARE)  # The shortest with a lead.
         vllm_speaker(p).gate = gate = asyncio.Event()
@@ -145,8 +143,7 @@ async def test_a_leg_that_leaves_before_p_has_answered_is_a_pushs() -> None:
 
 async def test_how_long_prefills_take_is_learnt_from_those_that_succeed() -> None:
     p, d = vllm(introduces=True), vllm()
-    async with system([p], [d], mode="push", decode_leg="auto") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push", decode_leg="auto") as s:
         late, engine = s.router._proxy._dispatch.late_legs, s.router.fleet.engines[0]
         good, p.respond = p.respond, responds(500, {})
         check_is_one_engines(await stream(s))
@@ -159,8 +156,7 @@ async def test_how_long_prefills_take_is_learnt_from_those_that_succeed() -> Non
 @pytest.mark.parametrize("is_streamed", [True, False])
 async def test_with_batons_own_engines_it_is_one_answer_too(is_streamed: bool) -> None:
     p, d = baton("p"), baton("d")
-    async with system([p], [d], mode="push", decode_leg="late") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push", decode_leg="late") as s:
         if is_streamed:
             assert (await stream(s)).text == "Hi!"
         else:
@@ -178,8 +174,7 @@ async def test_a_prefill_leg_that_fails_while_d_is_held_back_is_tried_again(lend
         await (introducing if "baton_introduce" in str(call.received.body) else dies)(call)
 
     bad.respond = dies_later
-    async with system([bad, good], [d], mode="push", decode_leg="auto") as s:
-        await introduced(s)
+    async with introduced_system([bad, good], [d], mode="push", decode_leg="auto") as s:
         check_is_one_engines(await stream(s))
     (leg,) = vllm_speaker(d).legs
     assert ("kv_transfer_params" in leg) is lends
@@ -187,8 +182,7 @@ async def test_a_prefill_leg_that_fails_while_d_is_held_back_is_tried_again(lend
 
 async def test_a_client_that_leaves_while_d_is_held_back_leaves_no_leg_behind() -> None:
     p, d = vllm(introduces=True), vllm()
-    async with system([p], [d], mode="push", decode_leg="auto") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push", decode_leg="auto") as s:
         p.was_called.clear()
         vllm_speaker(p).gate = asyncio.Event()
         asking = asyncio.create_task(stream(s))
@@ -201,8 +195,7 @@ async def test_a_client_that_leaves_while_d_is_held_back_leaves_no_leg_behind() 
 async def test_what_p_has_lent_to_a_d_that_refuses_goes_back() -> None:
     p, d = vllm(introduces=True), vllm()
     d.respond = refuses_tickets(d.respond)
-    async with system([p], [d], mode="push", decode_leg="auto") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push", decode_leg="auto") as s:
         check_is_one_engines(await stream(s))
         while not p.taken_back:
             await s.client.get("/fleet")

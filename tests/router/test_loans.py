@@ -11,7 +11,7 @@ from baton.router.loans import LoanReturns
 from baton.router.metrics import RouterMetrics
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
-from tests.router.baton_fakes import baton, introduced, stream
+from tests.router.baton_fakes import baton, introduced_system, stream
 from tests.router.fakes import (
     FakeEngine,
     answers,
@@ -21,7 +21,6 @@ from tests.router.fakes import (
     lends,
     opened,
     responds,
-    system,
 )
 from tests.router.vllm_fakes import vllm
 
@@ -36,8 +35,7 @@ def lender() -> FakeEngine:
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_client_that_leaves_before_d_has_answered(is_stream: bool) -> None:
     p, d = baton("p"), FakeEngine(hangs, introduces_as="d")
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         asking = asyncio.create_task(s.complete(stream=is_stream, max_tokens=3))
         await d.was_called.wait()
         asking.cancel()
@@ -48,8 +46,7 @@ async def test_a_client_that_leaves_before_d_has_answered(is_stream: bool) -> No
 
 async def test_a_decode_engine_that_is_killed() -> None:
     p = lender()
-    async with system([p], [FakeEngine(dies)]) as s:
-        await introduced(s)
+    async with introduced_system([p], [FakeEngine(dies)]) as s:
         assert (await s.complete()).status_code == 502
         await p.heard_of_loan.wait()
     assert p.taken_back == TICKET
@@ -60,8 +57,7 @@ async def test_a_ticket_that_d_refuses() -> None:
         await (responds(400, REFUSAL) if "kv_transfer_params" in call.received.body else answers)(call)
 
     p, d = lender(), FakeEngine(refuses_tickets, introduces_as="d")
-    async with system([p], [d], first_token=True) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], first_token=True) as s:
         assert (await s.complete()).status_code == 200
         await p.heard_of_loan.wait()
     assert p.taken_back == TICKET
@@ -81,8 +77,7 @@ async def test_a_push_that_d_will_not_have(answer: str) -> None:
         await (responds(400, REFUSAL) if answer == "refuses" else dies)(call)
 
     d.respond = unwilling
-    async with system([p], [d], mode="push", decode_attempts=1) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push", decode_attempts=1) as s:
         asking = asyncio.create_task(stream(s))
         while s.router._metrics.prefill_seconds._sum.get() == 0:
             await s.client.get("/fleet")
@@ -96,8 +91,7 @@ async def test_a_push_that_d_will_not_have(answer: str) -> None:
 @pytest.mark.parametrize("mode", ["pull", "push"])
 async def test_a_client_that_leaves_when_its_prompt_is_lent(mode: str) -> None:
     p, d = baton("p"), FakeEngine(hangs, introduces_as="d")
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         asking = asyncio.create_task(s.complete(stream=True, max_tokens=3))
         while s.router._metrics.prefill_seconds._sum.get() == 0:
             await s.client.get("/fleet")
@@ -109,8 +103,7 @@ async def test_a_client_that_leaves_when_its_prompt_is_lent(mode: str) -> None:
 @pytest.mark.parametrize("mode", ["pull", "push"])
 async def test_what_d_has_come_for_stays_lent(mode: str) -> None:
     p, d = baton("p"), baton("d")
-    async with system([p], [d], mode=mode) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode=mode) as s:
         for is_stream in (True, False):
             if is_stream:
                 assert (await stream(s)).error is None
@@ -121,8 +114,7 @@ async def test_what_d_has_come_for_stays_lent(mode: str) -> None:
 
 async def test_an_engine_of_others_is_not_asked_for_what_it_does_not_know() -> None:
     p = FakeEngine(lends)
-    async with system([p], [FakeEngine(dies)]) as s:
-        await introduced(s)
+    async with introduced_system([p], [FakeEngine(dies)]) as s:
         assert (await s.complete()).status_code == 502
     assert p.taken_back == []
 
@@ -134,8 +126,7 @@ async def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
     d = vllm()
     if not stops:
         d.respond = dies
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         got = await stream(s)
         assert (got.error is None) is stops
         while not p.taken_back:
@@ -177,8 +168,7 @@ async def test_an_answer_that_is_no_yes_is_a_failed_return(status: int, num_aske
         await send({"type": "http.response.body", "body": b""})
 
     p.page = refuses
-    async with system([p], [FakeEngine(dies)]) as s:
-        await introduced(s)
+    async with introduced_system([p], [FakeEngine(dies)]) as s:
         assert (await s.complete()).status_code == 502
         line = f'baton:router_loan_returns_total{{outcome="{outcome}"}} 1.0'
         while line not in (await s.client.get("/metrics")).text:
@@ -189,8 +179,7 @@ async def test_an_answer_that_is_no_yes_is_a_failed_return(status: int, num_aske
 async def test_a_client_that_leaves_in_whatever_turn_of_the_loop_leaves_no_loan() -> None:
     """A loan was lost when the request was cancelled in the turn in which P's answer had been read."""
     p, d = lender(), FakeEngine(hangs, introduces_as="d")
-    async with system([p], [d]) as s:
-        await introduced(s)
+    async with introduced_system([p], [d]) as s:
         for num_turns in range(40):
             leaves, p_answers = asyncio.Event(), asyncio.Event()
 
@@ -250,8 +239,7 @@ async def test_a_push_that_d_answers_before_p_has_lent(num_loaded: int) -> None:
             await call.piece(b"data: [DONE]\n\n", more=False)
 
     p.respond, d.respond = lends_late, streams
-    async with system([p], [d], mode="push", first_token=False) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push", first_token=False) as s:
         asking = asyncio.create_task(s.complete(stream=True))
         await d_answers.wait()
         while s.router._metrics.first_byte_seconds._sum.get() == 0:
@@ -277,8 +265,7 @@ async def test_a_turn_that_no_prefill_leg_could_bring(was_sent: bool) -> None:
 
     p = FakeEngine(lends, introduces_as="p")
     d = FakeEngine(keeps, introduces_as="d")
-    async with system([p], [d], first_token=False) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], first_token=False) as s:
         headers, body = {"x-session-id": "a"}, {"prompt": [1, 2, 3]}
 
         async def ask() -> None:

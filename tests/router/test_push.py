@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from tests.router.baton_fakes import baton, introduced, speaker, stream
+from tests.router.baton_fakes import baton, introduced_system, speaker, stream
 from tests.router.fakes import FakeEngine, after, answers, dead_url, hangs, lends, responds, system
 
 
 async def test_both_legs_leave_at_once_under_one_transfer_id() -> None:
     gate = asyncio.Event()
     p, d = baton("p", gate=gate), baton("d", gate=gate)
-    async with system([p], [d], mode="push", first_token=False) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push", first_token=False) as s:
         asking = asyncio.create_task(s.complete(max_tokens=9))
         await p.was_called.wait()
         await d.was_called.wait()
@@ -65,8 +64,7 @@ async def test_a_refused_introduction_is_asked_for_again_and_then_done_without(n
             await speaker_of_p(call)
 
         p.respond = opens
-    async with system([p], [d], mode="push") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push") as s:
         got = await stream(s)
     assert (got.text, got.error) == ("Hi!", None)
     offered = [(call.body.get("kv_transfer_params") or {}).get("baton_introduction") for call in d.calls]
@@ -76,8 +74,7 @@ async def test_a_refused_introduction_is_asked_for_again_and_then_done_without(n
 
 async def test_a_decode_engine_that_computes_the_prompt_itself_is_not_kept_waiting_for_p() -> None:
     p, d = baton("p", gate=asyncio.Event()), baton("d")
-    async with system([p], [d], mode="push") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push") as s:
         got = await stream(s)
         await p.saw_disconnect.wait()
     assert got.text == "Hi!"
@@ -94,8 +91,7 @@ async def test_an_unreachable_prefill_engine_costs_a_local_prefill() -> None:
 
 async def test_a_prefill_engine_that_is_back_is_asked_who_it_is_now() -> None:
     p, d = baton("p"), baton("d")
-    async with system([p], [d], mode="push") as s:
-        await introduced(s)
+    async with introduced_system([p], [d], mode="push") as s:
         engine = s.router.fleet.engines[0]
         s.router.fleet.note_probe(engine, "it did not answer")
         assert not engine.is_introduced
@@ -114,8 +110,7 @@ async def test_the_request_fails_with_its_prefill_if_the_operator_wants_so() -> 
 
 
 async def test_the_fleets_state_says_how_requests_go() -> None:
-    async with system([baton("p")], [FakeEngine(answers)], mode="push") as s:
-        await introduced(s)
+    async with introduced_system([baton("p")], [FakeEngine(answers)], mode="push") as s:
         state = (await s.client.get("/fleet")).json()
     assert (state["mode"], state["first_token"]) == ("push", True)
     assert [state["engines"][role][0]["introduced"] for role in ("prefill", "decode")] == [True, False]

@@ -8,7 +8,7 @@ import pytest
 from baton.router.fleet import Prober
 from baton.router.settings import LegTimeouts, ProbeSettings
 from tests.event_loop import pass_time
-from tests.router.baton_fakes import introduced
+from tests.router.baton_fakes import introduced_system
 from tests.router.fakes import (
     Call,
     FakeEngine,
@@ -51,8 +51,7 @@ async def test_a_request_before_its_first_byte_is_answered_by_another_engine(
     decode = [FakeEngine(hangs if role == "decode" else answers), FakeEngine(answers)]
     stopped = (prefill if role == "prefill" else decode)[0]
     settings: dict[str, Any] = {"policy": "round_robin", "timeouts": NEVER}
-    async with system([*prefill], [*decode], **settings) as s:
-        await introduced(s)
+    async with introduced_system([*prefill], [*decode], **settings) as s:
         asking = [asyncio.create_task(s.complete(stream=is_stream)) for _ in range(2)]
         await stopped.was_called.wait()
         stopped.is_stopped = True
@@ -73,8 +72,7 @@ async def test_a_stream_that_has_begun_ends_with_an_error_event() -> None:
         await call.wait_disconnect()
 
     p, d = FakeEngine(lends), FakeEngine(begins)
-    async with system([p], [d], timeouts=NEVER) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], timeouts=NEVER) as s:
         body = {"prompt": "a", "stream": True}
         async with s.client.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.aiter_text()
@@ -99,8 +97,7 @@ async def test_an_engine_that_streams_is_not_silent_however_slow_its_health() ->
         await call.piece(b"data: [DONE]\n\n", more=False)
 
     p, d = FakeEngine(lends), FakeEngine(streams)
-    async with system([p], [d], timeouts=NEVER) as s:
-        await introduced(s)
+    async with introduced_system([p], [d], timeouts=NEVER) as s:
         body = {"prompt": "a", "stream": True}
         async with s.client.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.aiter_text()
