@@ -39,7 +39,7 @@ class _Loan:
 
 class PullProducer:
     def __init__(self, epoch: Epoch, timers: Timers) -> None:
-        self._epoch = epoch
+        self.epoch = epoch
         self._timers = timers
         self._loans: dict[LoanId, _Loan] = {}
         self._num_lent = 0
@@ -50,7 +50,7 @@ class PullProducer:
         if self.is_draining:
             return None
         self._num_lent += 1
-        loan_id = LoanId(self._epoch, self._num_lent)
+        loan_id = LoanId(self.epoch, self._num_lent)
         self._loans[loan_id] = _Loan(now + self._timers.ttl_s, now + self._timers.loan_max_s)
         return loan_id
 

@@ -10,16 +10,18 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata
+from baton.connectors.pull.scheduler import MakeAnnouncer, PullSchedulerHalf
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.pull.stats import PullPromMetrics, PullStats
+from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import groups_of
+from baton.vllm_plugin.host_policy import vllm_policy
 from baton.vllm_plugin.identity import identity_of
 from baton.vllm_plugin.packing import find_packing
-from baton.vllm_plugin.scheduler_half import VllmPullSchedulerHalf, VllmPushSchedulerHalf
 from baton.vllm_plugin.worker_half import VllmPullWorkerHalf, VllmPushWorkerHalf
 
 
@@ -29,7 +31,7 @@ class BatonPullConnector(ForwardingConnector):
     _stats_kind = PullStats
     _prom_kind = PullPromMetrics
     _settings_kind: ClassVar[type[PullSettings]] = PullSettings
-    _scheduler_kind: ClassVar[type[VllmPullSchedulerHalf]] = VllmPullSchedulerHalf
+    _announcer: ClassVar[MakeAnnouncer | None] = None
     _worker_kind: ClassVar[type[VllmPullWorkerHalf]] = VllmPullWorkerHalf
     _does_push: ClassVar[bool] = False
 
@@ -37,7 +39,8 @@ class BatonPullConnector(ForwardingConnector):
     def make_scheduler_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorSchedulerHalf:
-        return cls._scheduler_kind(cls._identity_of(vllm_config, kv_cache_config, is_worker=False))
+        identity = cls._identity_of(vllm_config, kv_cache_config, is_worker=False)
+        return PullSchedulerHalf(identity, policy=vllm_policy(), announcer=cls._announcer)
 
     @classmethod
     def make_worker_half(
@@ -92,7 +95,7 @@ class BatonPushConnector(BatonPullConnector):
     """Does all that pull does, and lets consumers read while a prompt is computed."""
 
     _settings_kind: ClassVar[type[PullSettings]] = PushSettings
-    _scheduler_kind: ClassVar[type[VllmPullSchedulerHalf]] = VllmPushSchedulerHalf
+    _announcer: ClassVar[MakeAnnouncer | None] = PrefillAnnouncer
     _worker_kind: ClassVar[type[VllmPullWorkerHalf]] = VllmPushWorkerHalf
     _does_push: ClassVar[bool] = True
 

@@ -1,11 +1,10 @@
-"""References of ours to blocks of vLLM's pool: what is lent is held, without anybody having to wait for it.
+"""References of our own to blocks of vLLM's pool: they hold what is lent.
 
-vLLM's own way to keep a finished request's blocks (`delay_free`) keeps the request too, and with it the
-engine awake: it steps every millisecond for as long as one block is lent. A reference of our own costs
-nothing while it lasts. It is given back in whichever step comes next, which is early enough: nobody can miss
-the blocks of an engine that does nothing.
+vLLM's own way to keep the blocks of a finished request (`delay_free`) keeps the request too, and so the
+engine awake: it steps every millisecond while one block is lent. A reference costs nothing while it lasts. It
+is released in the next step, which is early enough: an engine that does not step needs no blocks.
 
-On the engine's thread only, as everything about the pool.
+On the engine's thread only, like everything about the pool.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from baton.core.ids import LoanId
 
 
 class BlockPool(Protocol):
-    """`vllm.v1.core.block_pool.BlockPool`, as far as we need it."""
+    """What we need of `vllm.v1.core.block_pool.BlockPool`."""
 
     @property
     def blocks(self) -> Sequence[Any]: ...
@@ -36,10 +35,9 @@ class LentBlocks:
     def __init__(self) -> None:
         self._pool: BlockPool | None = None
         self._held: dict[LoanId, tuple[Any, ...]] = {}  # vLLM's blocks, from token 0 on.
-        self.num_released = 0  # Blocks, since start.
 
     def bind(self, pool: BlockPool) -> None:
-        """Raises ConfigError for a pool that does not count references as we know it."""
+        """Raises ConfigError for a pool without the methods that count references."""
         missing = [name for name in _NEEDED if not hasattr(pool, name)]
         if missing:
             raise ConfigError(f"this vLLM's block pool has no {', '.join(missing)}", field="vllm")
@@ -57,12 +55,11 @@ class LentBlocks:
         if blocks is None:
             return
         assert self._pool is not None
-        self._pool.free_blocks(reversed(blocks))  # The end of a prompt is evicted before its beginning.
-        self.num_released += len(blocks)
+        self._pool.free_blocks(reversed(blocks))  # The end of a prompt is evicted before its start.
 
     @property
     def num_free(self) -> int:
-        """Blocks of the pool that nobody refers to."""
+        """Blocks of the pool without a reference."""
         assert self._pool is not None
         return self._pool.get_num_free_blocks()
 

@@ -10,7 +10,7 @@ from baton.engine.step import NewRequestData, SchedulerOutput
 
 @dataclass(frozen=True)
 class Progress:
-    """As `PullAgent.prefill_progress` is told of it."""
+    """What `PushProducer.progress` is told."""
 
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
@@ -21,12 +21,19 @@ class Progress:
 
 @dataclass
 class FakeAgent:
-    """Writes down what it is told; of progress, what `noted` makes of it."""
+    """A PullAgent and its PushProducer. Records what it is told; of progress, what `noted` makes of it."""
 
     noted: Callable[[Progress], Any]
     told: list[Any] = field(default_factory=list)
 
-    def prefill_progress(
+    @property
+    def prefills(self) -> "FakeAgent":
+        return self
+
+    def carry_out(self, effects: Sequence[Any], now: float) -> None:
+        assert not effects
+
+    def progress(
         self,
         transfer_id: TransferId,
         num_tokens: int,
@@ -36,15 +43,18 @@ class FakeAgent:
         partial_tokens: int = 0,
         partial_layers: int = 0,
         first_blocks: tuple[int, ...] = (),
-    ) -> None:
+    ) -> Sequence[Any]:
         progress = Progress(num_tokens, block_ids, partial_tokens, partial_layers, first_blocks)
         self.told.append(self.noted(progress))
+        return ()
 
-    def prefill_preempted(self, transfer_id: TransferId, now: float) -> None:
+    def preempted(self, transfer_id: TransferId, now: float) -> Sequence[Any]:
         self.told.append("preempted")
+        return ()
 
-    def prefill_failed(self, transfer_id: TransferId, reason: str, now: float) -> None:
+    def failed(self, transfer_id: TransferId, reason: str, now: float) -> Sequence[Any]:
         self.told.append(reason)
+        return ()
 
 
 def first_step(request_id: str, num_cached: int, chunk: int, *tables: Sequence[int]) -> SchedulerOutput:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from baton.connectors.pull import EngineIdentity, PullWorkerHalf
+from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.pull.metadata import PullMetadata
-from baton.connectors.push import PushSchedulerHalf, PushSettings, PushWorkerHalf
+from baton.connectors.push import PrefillAnnouncer, PushSettings, PushWorkerHalf
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.engine.step import NewRequestData, SchedulerOutput
@@ -41,8 +41,6 @@ class Prefill:
 
 
 class PushEngine(Engine):
-    half: PushSchedulerHalf
-
     def __init__(self, world: World, config: EngineConfig, url: str, epoch: Epoch) -> None:
         self.prefills: dict[str, Prefill] = {}
         self.chunks: dict[str, int] = {}  # To be computed in the next step.
@@ -51,12 +49,13 @@ class PushEngine(Engine):
         self.on_layer: Callable[[int], None] | None = None  # Called when a layer of a step is computed.
         super().__init__(world, config, url, epoch)
 
-    def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PushSchedulerHalf:
-        return PushSchedulerHalf(
+    def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
+        return PullSchedulerHalf(
             EngineIdentity.of_engine(config, PushSettings, does_push=True),
             epoch=epoch,
             clock=lambda: self.world.now,
             control=lambda agent, lock: Station(self.world, url, agent),
+            announcer=PrefillAnnouncer,
         )
 
     def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> PullWorkerHalf:
@@ -219,8 +218,10 @@ class _ReportsAtOnce:
         self._step = order.step if order is not None else None
 
     def layer_computed(self, layer_index: int, kv_layer: torch.Tensor) -> None:
+        announcer = self._engine.half.announcer
+        assert isinstance(announcer, PrefillAnnouncer)
         if self._step is not None:
-            self._engine.half._layers_done(self._tp_rank, self._step, layer_index + 1)
+            announcer.layers_done(self._tp_rank, self._step, layer_index + 1)
 
     def close(self, timeout_s: float) -> None:
         self._step = None

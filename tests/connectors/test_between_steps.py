@@ -67,7 +67,7 @@ def test_the_lease_is_renewed_in_the_middle_of_a_step(start: Callable[[EngineCon
     ask(d, params)
     prefill.num_computed_tokens, prefill.status = 30, Status.FINISHED_LENGTH_CAPPED
     p.scheduler.request_finished(prefill, [9, 3, 4, 5, 0, 11, 12, 7])
-    consumer = d.scheduler.scheduler_half._agent._consumer  # type: ignore[attr-defined]
+    consumer = d.scheduler.scheduler_half._agent.consumer  # type: ignore[attr-defined]
     pause, patience = threading.Event(), time.monotonic() + PATIENCE_S
     while not consumer.is_held(1, boot_clock()):
         assert time.monotonic() < patience, "the lease was not renewed"
@@ -116,16 +116,16 @@ def test_effects_that_fail_are_counted_and_contained(
 ) -> None:
     p, d = (start(engine_config(name, extra={"transports": ["local"]})) for name in ("p", "d"))
     half = d.scheduler.scheduler_half  # type: ignore[attr-defined]
-    borrower, absorb = half._borrower, half._borrower.absorb
+    agent, absorb = half._agent, half._agent.on_effect
 
     def break_once(effect: object, now: float) -> None:
-        monkeypatch.setattr(borrower, "absorb", absorb)
+        monkeypatch.setattr(agent, "on_effect", absorb)
         raise RuntimeError("a bug of ours")
 
-    monkeypatch.setattr(borrower, "absorb", break_once)
+    monkeypatch.setattr(agent, "on_effect", break_once)
     params, _ = lend(p, "r")
     request = ask(d, params)
-    d.wait_for(lambda: borrower.absorb == absorb)
+    d.wait_for(lambda: agent.on_effect == absorb)
     stats = d.scheduler.get_kv_connector_stats()
     assert stats is not None
     assert stats.to_dict()["failures"] == {"internal error": 1}

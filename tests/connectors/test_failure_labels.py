@@ -46,7 +46,7 @@ class Scene:
         """Returns the claim's number."""
         self.d.admit(self.d.follow("r", TOKENS, self.p))
         self.world.settle()
-        return self.d.half._borrower._incoming["r"].claim
+        return self.d.half._fetches._fetches["r"].claim
 
     def prefill(self, tokens: list[int] = TOKENS, transfer_id: str = T) -> str:
         """Returns the ticket."""
@@ -119,7 +119,7 @@ def allocation_breaks(scene: Scene) -> None:
     request = scene.d.submit("r", TOKENS, scene.p.prefill("r", TOKENS))
     scene.world.settle()
     with scene.monkeypatch.context() as broken:
-        broken.setattr(scene.d.half._borrower._reads, "start_if_ready", breaks)
+        broken.setattr(scene.d.half._fetches._reads, "start_if_ready", breaks)
         scene.d.admit(request)
 
 
@@ -163,13 +163,13 @@ def packings_differ(scene: Scene) -> None:
     def plan(*_: Any) -> Any:
         raise PlanError(f"packing of {EVIL!r} in no group")
 
-    scene.monkeypatch.setattr(scene.d.half._borrower._reads._planner, "pairs", plan)
+    scene.monkeypatch.setattr(scene.d.half._fetches._reads.planner, "pairs", plan)
     scene.fetch()
 
 
 def peers_are_too_many(scene: Scene) -> None:
     scene.fetch(is_held=True)
-    scene.d.half._agent._peers._peers_max = 1
+    scene.d.half._agent.peers._peers_max = 1
     scene.d.half._agent.greet(Address(EngineId("another"), Epoch(7)), scene.world.now)
 
 

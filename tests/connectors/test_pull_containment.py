@@ -52,7 +52,7 @@ def breaks(*args: Any, **kwargs: Any) -> Any:
 def test_a_fault_at_arrival_is_computed_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     p, d = world.engine("p"), world.engine("d")
     params = p.prefill("r", TOKENS)
-    monkeypatch.setattr(d.half._agent, "reserve", breaks)
+    monkeypatch.setattr(d.half._agent.consumer, "reserve", breaks)
     assert not d.admit(d.submit("r", TOKENS, params))
     world.settle()
     assert d.counted("failures") == {"internal error": 1}
@@ -63,7 +63,7 @@ def test_a_fault_at_allocation_is_a_failed_load(world: World, monkeypatch: pytes
     request = d.submit("r", TOKENS, p.prefill("r", TOKENS))
     world.settle()
     with monkeypatch.context() as broken:
-        broken.setattr(d.half._borrower._reads, "start_if_ready", breaks)
+        broken.setattr(d.half._fetches._reads, "start_if_ready", breaks)
         assert d.admit(request)
     world.settle()
     assert d.read_out(request).valid_tokens == 0
@@ -74,7 +74,7 @@ def test_a_fault_at_allocation_is_a_failed_load(world: World, monkeypatch: pytes
 def test_a_fault_at_the_end_of_a_prefill_lends_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     p = world.engine("p")
     with monkeypatch.context() as broken:
-        broken.setattr(p.half._lender, "_params", breaks)
+        broken.setattr(p.half._loans, "_params", breaks)
         assert p.finish_prefill("r", TOKENS) is None
     world.pass_time(31)  # Nobody has its ticket; nobody is told that blocks are free which never were lent.
     world.assert_whole()
@@ -151,7 +151,7 @@ def test_a_malformed_frame_is_dropped_and_counted(half: PullSchedulerHalf, membe
 
 def lend(half: PullSchedulerHalf) -> LoanId:
     with half._lock:
-        loan_id = half._agent.lend(half._clock())
+        loan_id = half._agent.producer.lend(half._clock())
     assert loan_id is not None
     return loan_id
 
@@ -212,7 +212,9 @@ def test_a_member_cannot_say_that_another_is_gone(half: PullSchedulerHalf, membe
     producer, liar = members
     with half._lock:
         half._control.route(producer.address, producer.channel.url, producer.key.public)
-        assert half._agent.reserve(LoanId(producer.address.epoch, 1), producer.address, half._clock())
+        assert half._agent.consumer.reserve(
+            LoanId(producer.address.epoch, 1), producer.address, half._clock()
+        )
         half._control.flush()
     wait_until(lambda: bool(producer.hear()))
     liar.say(half, Stranger(producer.address), Renew(LoanId(half._agent.address.epoch, 9), 1, 1))

@@ -267,7 +267,7 @@ def test_a_refused_ticket_under_policy_fail_is_the_callers_error(world: World) -
     params = p.prefill("r", TOKENS)
     with pytest.raises(BadTransferParams, match=r"kv_transfer_params\.baton_ticket.*another prompt"):
         d.submit("r", [1, 2, 3], params)
-    assert not d.half._borrower._incoming, "what the host forgets is kept by nobody"
+    assert not d.half._fetches._fetches, "what the host forgets is kept by nobody"
 
 
 def test_a_host_that_cannot_bear_exceptions_gets_none(world: World) -> None:
@@ -360,7 +360,7 @@ def test_an_abort_after_the_delivery_was_decided(world: World) -> None:
     world.settle()
     world.wire.drop = []
     world.now += 8
-    while d.half._agent.num_open_fetches:
+    while d.half.num_open_fetches:
         world.wire.deliver()  # Delivered behind the host's back: the next step will say so.
     d.abort(request)
     world.settle()
@@ -413,7 +413,7 @@ def test_a_refused_handshake_says_what_differs(world: World) -> None:
     p, d = world.engine("p"), world.engine("d")
     params = p.prefill("r", TOKENS)
     station = next(s for s in world.wire.stations.values() if s._agent is p.half._agent)
-    station._agent._peers._fingerprint = model_config(weights_digest="other").fingerprint("baton-1")
+    station._agent.peers._fingerprint = model_config(weights_digest="other").fingerprint("baton-1")
     request = d.fetch("r", TOKENS, params)
     world.settle()
     assert_failed(world, d, request, FailureCode.REFUSED, p_is_not_told=True)

@@ -5,7 +5,9 @@ from typing import Any
 
 import pytest
 
-from baton.assemble import make_door
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.intent import parse_intent
+from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push import PushSettings
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.core.reasons import FailureCode
@@ -145,19 +147,23 @@ def test_an_aborted_request_lets_go_before_anybody_was_found(world: PushWorld) -
     assert not any(isinstance(m, Want | Stranger) for e in world.wire.carried for m in e.messages)
 
 
-# --- The door --------------------------------------------------------------------------------------
+# --- Which names are allowed -----------------------------------------------------------------------
 
 
-def door_of(**config: Any) -> Any:
-    config = {"connector": "BatonPushConnector", "extra": {"allowed_peers": [P_PEER, "[::1]:9"]}, **config}
-    return make_door(engine_config("d", **config))
+def parse(
+    params: dict[str, Any], *, allowed: tuple[str, ...] = (P_PEER, "[::1]:9"), push: bool = True
+) -> None:
+    settings = PushSettings if push else PullSettings
+    extra = {"allowed_peers": allowed} if push else {}
+    identity = EngineIdentity.of_engine(engine_config("d", extra=extra), settings, does_push=push)
+    parse_intent(params, identity)
 
 
 @pytest.mark.parametrize("peer", [P_PEER, "[::1]:9"])
-def test_the_door_lets_what_is_allowed_pass(peer: str) -> None:
-    door_of()(decode_leg(peer))
-    door_of()(decode_leg(peer, transfer_id="t"))
-    door_of()(PREFILL_LEG)
+def test_what_is_allowed_passes(peer: str) -> None:
+    parse(decode_leg(peer))
+    parse(decode_leg(peer, transfer_id="t"))
+    parse(PREFILL_LEG)
 
 
 @pytest.mark.parametrize(
@@ -183,22 +189,22 @@ def test_the_door_lets_what_is_allowed_pass(peer: str) -> None:
         ({"remote_block_ids": [[1]]}, "baton_ticket"),
     ],
 )
-def test_the_door_names_the_field_of_what_is_not(changes: dict[str, Any], field: str) -> None:
+def test_a_refusal_names_the_field(changes: dict[str, Any], field: str) -> None:
     with pytest.raises(BadTransferParams, match=rf"kv_transfer_params\.{field}"):
-        door_of()(decode_leg(**changes))
+        parse(decode_leg(**changes))
 
 
 def test_by_default_nobody_may_be_named() -> None:
     with pytest.raises(BadTransferParams, match="allowed_peers"):
-        door_of(extra={})(decode_leg())
+        parse(decode_leg(), allowed=())
     with pytest.raises(BadTransferParams, match=r"baton_ticket.*does not do"):
-        door_of(extra={}, connector="BatonPullConnector")(decode_leg())
+        parse(decode_leg(), push=False)
 
 
-def test_behind_the_door_it_is_refused_again(world: PushWorld) -> None:
+def test_a_name_that_is_not_allowed_is_not_contacted(world: PushWorld) -> None:
     _, d = pair(world)
-    request = d.submit("r", TOKENS, decode_leg("127.0.0.1:1002"))
-    assert d.half.get_num_new_matched_tokens(request, 0) == (0, False)
+    with pytest.raises(BadTransferParams, match="allowed_peers"):
+        d.submit("r", TOKENS, decode_leg("127.0.0.1:1002"))
     world.settle()
     assert d.counted("refused") == {"params": 1}
     assert not world.wire.carried

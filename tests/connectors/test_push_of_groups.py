@@ -140,12 +140,12 @@ def _half_of(core: EngineCore) -> Any:
 
 def _num_told(p: EngineCore) -> int:
     """Tokens that P has announced of what it computes."""
-    return sum(prefill.num_ready for prefill in _half_of(p)._prefills._prefills.values())
+    return sum(prefill.num_ready for prefill in _half_of(p).announcer._prefills._prefills.values())
 
 
 def _num_ordered(d: EngineCore) -> int:
     """Tokens that D has heard of and ordered to be read, as far as they move."""
-    streams = _half_of(d)._agent._streams._streams.values()
+    streams = _half_of(d)._agent.streams._streams.values()
     heard = [stream.latest for stream in streams if stream.pairs is not None]
     return sum(latest.num_tokens for latest in heard if latest is not None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -15,18 +16,24 @@ BLOCK = 4
 
 
 class ToldAgent:
-    """Remembers how many tokens of which transfer were announced."""
+    """A PullAgent and its PushProducer. Records how many tokens of which transfer were announced."""
 
     def __init__(self) -> None:
+        self.prefills = self
         self.told: list[tuple[str, int]] = []
 
-    def prefill_progress(
-        self, transfer_id: TransferId, num_tokens: int, blocks: Any, now: float, **more: Any
-    ) -> None:
-        self.told.append((transfer_id, num_tokens))
+    def carry_out(self, effects: Sequence[Any], now: float) -> None:
+        assert not effects
 
-    def prefill_preempted(self, transfer_id: TransferId, now: float) -> None:
+    def progress(
+        self, transfer_id: TransferId, num_tokens: int, blocks: Any, now: float, **more: Any
+    ) -> Sequence[Any]:
+        self.told.append((transfer_id, num_tokens))
+        return ()
+
+    def preempted(self, transfer_id: TransferId, now: float) -> Sequence[Any]:
         self.told.append((transfer_id, 0))
+        return ()
 
 
 @pytest.fixture

@@ -475,7 +475,7 @@ def test_a_producer_with_pipeline_stages_introduces_all_of_its_ranks_stage_by_st
         metadata[pp_rank, tp_rank] = handshake
     half = PullSchedulerHalf(whole)
     half.set_xfer_handshake_metadata_pp_aware(metadata)
-    payload = half._agent._peers._payload
+    payload = half._agent.peers._payload
     assert payload is not None
     cards = decode_ranks(payload)
     assert [(card.layout.pp_rank, card.layout.tp_rank) for card in cards] == list(metadata)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.pull.producer.pairing import transfer_of_request
+from baton.connectors.pull.intent import transfer_of_request
 from baton.core.transfer_params import MAX_TRANSFER_ID_CHARS
 from tests.connectors.pull_world import World
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from baton.connectors.hidden_states.settings import HiddenStatesSettings
-from baton.connectors.pull.producer.pairing import transfer_of_request
+from baton.connectors.pull.intent import transfer_of_request
 from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.identity import FORMAT, StorageIdentity, layout_digest
 from baton.connectors.shared_storage.settings import StorageSettings

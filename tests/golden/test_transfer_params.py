@@ -9,7 +9,8 @@ from typing import Any
 
 from baton.connectors.decode_bench.halves import ANSWERED
 from baton.connectors.hidden_states.settings import OUTPUT_KEY, PATH_KEY
-from baton.connectors.pull.intent import Borrow, Lend
+from baton.connectors.pull.intent import FetchLoan as Borrow
+from baton.connectors.pull.intent import LendBlocks as Lend
 from baton.connectors.pull.producer.loans import Loans
 from baton.connectors.pull.settings import PullSettings, TurnSettings
 from baton.connectors.pull.stats import PullStats

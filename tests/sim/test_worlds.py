@@ -18,13 +18,16 @@ SEEDS = {
     ("pull", "bound_ops"): 664,
     ("pull", "claim_epoch"): 761,
     ("pull", "counters"): 57,
-    ("pull", "incarnation"): 335,
+    ("pull", "claim_number"): 399,
+    ("pull", "incarnation"): 1669,
     ("pull", "loan_cap"): 978,
     ("push", "bound_ops"): 569,
-    ("push", "counters"): 515,
-    ("push", "drain_handed"): 1070,
+    ("push", "counters"): 1544,
+    ("push", "drain_handed"): 1740,
     ("push", "early_first"): 518,
     ("push", "frame_mac"): 188,
+    ("push", "run_count"): 400,
+    ("push", "void_first"): 397,
 }
 TRIES = 300
 

@@ -1,17 +1,18 @@
 """An empty step waits only while a producer computes."""
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 
 import pytest
 
-from baton.connectors.pull import EngineIdentity
-from baton.connectors.push import PushSettings
+from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
+from baton.connectors.push import PrefillAnnouncer, PushSettings
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.engine.step import SchedulerOutput
+from baton.vllm_plugin.host_policy import vllm_policy
 from baton.vllm_plugin.idle_backoff import IdleBackoff
-from baton.vllm_plugin.scheduler_half import VllmPushSchedulerHalf
 from tests.connectors.pull_world import Station, World
 from tests.connectors.push_world import PushEngine, PushWorld
 from tests.vllm_plugin.world import Block, Pool
@@ -30,17 +31,19 @@ class Rested(IdleBackoff):
 
 class VllmPushEngine(PushEngine):
     def __init__(self, world: World, config: EngineConfig, url: str, epoch: Epoch) -> None:
-        super().__init__(world, config, url, epoch)
         self.rest = Rested()
+        super().__init__(world, config, url, epoch)
         self.pool = Pool(self, config.cache_config.num_gpu_blocks)  # type: ignore[arg-type]
         self.half.bind_gpu_block_pool(self.pool)
 
-    def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> VllmPushSchedulerHalf:
-        return VllmPushSchedulerHalf(
+    def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
+        return PullSchedulerHalf(
             EngineIdentity.of_engine(config, PushSettings, does_push=True),
             epoch=epoch,
             clock=lambda: self.world.now,
             control=lambda agent, lock: Station(self.world, url, agent),
+            policy=dataclasses.replace(vllm_policy(), idle_wait=self.rest),
+            announcer=PrefillAnnouncer,
         )
 
     def allocate(self, num_tokens: int) -> list[int]:
@@ -70,9 +73,7 @@ def world() -> Iterator[VllmPushWorld]:
 def d(world: VllmPushWorld) -> VllmPushEngine:
     engine = world.engine("d")
     assert isinstance(engine, VllmPushEngine)
-    assert isinstance(engine.half, VllmPushSchedulerHalf)
-    engine.half._rest = engine.rest
-    engine.half._hears_of_peers = True  # As with a control thread.
+    engine.half._control_wakes = True  # As with a control thread of its own.
     return engine
 
 
@@ -108,7 +109,7 @@ def test_an_engine_with_running_reads_does_not_wait(world: VllmPushWorld, d: Vll
     world.wire.deliver()
     d.rest.count = 0
     while not d.outcomes:
-        assert d.half._agent.num_open_streams == 1
+        assert d.half._fetches.num_streams == 1
         world.wire.deliver()
         d.step()
     assert d.rest.count == 0

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from baton.connectors.pull.scheduler import INTRODUCE
 from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.errors import ConfigError
 from baton.core.ids import Epoch, LoanId
 from baton.vllm_plugin.lent_blocks import LentBlocks
-from baton.vllm_plugin.scheduler_half import INTRODUCE
 from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status
 from tests.vllm_plugin.world import VllmEngine, VllmWorld
 
@@ -79,16 +79,13 @@ def test_an_unknown_block_pool_is_refused_at_start() -> None:
 
 def keep(d: VllmEngine, name: str, tokens: list[int]) -> None:
     """Keep the KV of an answer decoded here, for a next turn that may never come."""
-    request = FakeRequest(name, tokens, {"do_remote_prefill": True})
-    d.half.on_new_request(request)  # Refused, so computed here; the answer's KV is still kept.
-    request.kv_transfer_params = None
     with d.half._lock:
-        loan_id = d.half._agent.keep(d.world.now, 480.0)
+        loan_id = d.half._agent.producer.keep(d.world.now, 480.0)
     assert loan_id is not None
     block_ids = d.allocate(len(tokens))
-    d.half._lent_blocks.hold(loan_id, block_ids)
-    d.half._lender._lent[loan_id] = name
-    d.half._lender._kept[loan_id] = len(block_ids)
+    d.lent_blocks.hold(loan_id, block_ids)
+    d.half._loans._lent[loan_id] = name
+    d.half._loans._kept[loan_id] = len(block_ids)
     d.give_back(block_ids)
 
 
@@ -115,7 +112,7 @@ def test_only_loads_that_vllm_waits_for_are_reported(
     world: VllmWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     d = engine(world, "d")
-    d.half._borrower._received.add("nobody")
+    d.half._fetches.received.add("nobody")
     output = KVConnectorOutput(finished_recving={"of another connector"})
     d.half.update_connector_output(output)
     assert output.finished_recving == {"of another connector"}

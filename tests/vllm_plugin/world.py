@@ -6,11 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.connectors.pull import EngineIdentity
+from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.core.layout import SLOT
-from baton.vllm_plugin.scheduler_half import VllmPullSchedulerHalf
+from baton.vllm_plugin.host_policy import vllm_policy
+from baton.vllm_plugin.lent_blocks import LentBlocks
 from baton.vllm_plugin.worker_half import VllmPullWorkerHalf
 from tests.connectors import pull_world
 
@@ -46,29 +47,34 @@ class Pool:
 
 
 class VllmEngine(pull_world.Engine):
-    half: VllmPullSchedulerHalf
-
     def __init__(self, world: pull_world.World, config: EngineConfig, url: str, epoch: Epoch) -> None:
         super().__init__(world, config, url, epoch)
         self.pool = Pool(self, config.cache_config.num_gpu_blocks)
         self.half.bind_gpu_block_pool(self.pool)
 
     @property
+    def lent_blocks(self) -> LentBlocks:
+        holder = self.half._policy.holder
+        assert isinstance(holder, LentBlocks)
+        return holder
+
+    @property
     def lent(self) -> dict[str, list[int]]:
         """Return the blocks that the half holds, by request id. The host keeps none."""
-        names, held = self.half._lender._lent, self.half._lent_blocks._held
+        names, held = self.half._loans._lent, self.lent_blocks._held
         return {names[loan_id]: [block.block_id for block in blocks] for loan_id, blocks in held.items()}
 
     @lent.setter
     def lent(self, empty: dict[str, list[int]]) -> None:
         assert not empty
 
-    def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> VllmPullSchedulerHalf:
-        return VllmPullSchedulerHalf(
+    def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
+        return PullSchedulerHalf(
             EngineIdentity.of_engine(config),
             epoch=epoch,
             clock=lambda: self.world.now,
             control=lambda agent, lock: pull_world.Station(self.world, url, agent),
+            policy=vllm_policy(),
         )
 
     def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> VllmPullWorkerHalf:

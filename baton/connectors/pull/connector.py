@@ -1,28 +1,27 @@
 """BatonPullConnector: the consumer reads the producer's blocks, under a lease.
 
-A pull handoff: the router prefills on P (`do_remote_decode`), P lends the blocks and signs a ticket, D reads
-them at once and believes them if the lease held for the whole copy. docs/protocol.md specifies it.
+In a pull handoff the router prefills on P (`do_remote_decode`), P lends the blocks and signs a ticket, and D
+reads them at once. D uses them if the lease held for the whole copy. docs/protocol.md specifies it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any
 
 from baton.connectors.observed import ObservedConnector
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.intent import check_at_door
 from baton.connectors.pull.scheduler import PullSchedulerHalf
 from baton.connectors.pull.stats import PullPromMetrics, PullStats
 from baton.connectors.pull.worker import PullWorkerHalf
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
 from baton.core.config import EngineConfig
+from baton.core.transfer_params import parse_transfer_params
 
 
 class BatonPullConnector(ObservedConnector, TwoHalvesOfGroups):
     stats_kind, prom_kind = PullStats, PullPromMetrics
-    # The paper, and vLLM's keys, which lead to the same blocks.
+    # The signed ticket, and vLLM's keys, which lead to the same blocks.
     answered_params = frozenset({"baton_ticket", "remote_block_ids", "remote_engine_id"})
 
     @classmethod
@@ -42,9 +41,13 @@ class BatonPullConnector(ObservedConnector, TwoHalvesOfGroups):
         return PullWorkerHalf(cls.identity_of(vllm_config))
 
     @classmethod
-    def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:
-        """What the HTTP door asks of `kv_transfer_params`; raises BadTransferParams."""
-        return partial(check_at_door, identity=cls.identity_of(config))
+    def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], object]:
+        """What the HTTP server asks of `kv_transfer_params`: types only, the scheduler half opens tickets.
+
+        Raises ConfigError for a wrong configuration, before an engine starts with it.
+        """
+        cls.identity_of(config)
+        return parse_transfer_params
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:

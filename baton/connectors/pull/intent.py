@@ -1,11 +1,15 @@
-"""`kv_transfer_params` of one request, judged by what this engine is: lend, borrow, nothing, or a refusal.
+"""Transfer intents: what the `kv_transfer_params` of one request ask this engine to do, parsed and verified.
 
-The same judgement is passed twice: at the HTTP door, where a refusal is a 400, and in the scheduler half,
-which trusts no door. Only the latter can compare a ticket with the model and the prompt (`check_offer`).
+    kv_transfer_params --parse_transfer_params--> types --parse_intent--> TransferIntent --check_fetch--> ok
+
+The scheduler half does this once for each request and keeps the result (`TransferIntents`). No other process
+opens a ticket or an introduction: the HTTP server checks types only, and turns the half's refusal into a 400.
 """
 
 from __future__ import annotations
 
+import hashlib
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -18,85 +22,62 @@ from baton.core.hashing import extra_key, prompt_hash
 from baton.core.ids import NO_EPOCH, Address, EngineId, PromptHash, TransferId
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.reasons import Fault
-from baton.core.transfer_params import FIELD, Compute, Fetch, Named, Stream, parse_transfer_params
+from baton.core.transfer_params import (
+    FIELD,
+    MAX_TRANSFER_ID_CHARS,
+    Compute,
+    Fetch,
+    Named,
+    Stream,
+    parse_transfer_params,
+)
 from baton.protocol.introduction import BadIntroduction, Introduction, check_introduction, open_introduction
-from baton.protocol.signed_token import BadSignedToken
 from baton.protocol.ticket import BadTicket, Ticket, check_ticket, open_ticket
 
-_MAYBE_OTHER_ENGINE = (Fault.VERSION, Fault.SIGNATURE)
-"""Faults of a well-formed ticket that no client can mend: an engine of another configuration made it."""
+_OF_OTHER_CONFIGURATION = (Fault.VERSION, Fault.SIGNATURE)
+"""Faults of a well-formed ticket that the client cannot mend: an engine of another configuration made it."""
 
 
-class Borrow(msgspec.Struct, frozen=True):
-    """Fetch what this ticket, which is of our cluster, names."""
+class FetchLoan(msgspec.Struct, frozen=True):
+    """Fetch the blocks that this ticket names."""
 
     ticket: Ticket
 
-    @property
-    def producer(self) -> Address:
-        return self.ticket.producer
 
-    @property
-    def control_url(self) -> str:
-        return self.ticket.control_url
+class FetchPreviousTurn(msgspec.Struct, frozen=True):
+    """Fetch the start of the prompt from the engine that decoded the previous turn; compute the rest."""
 
-    @property
-    def public_key(self) -> bytes:
-        return self.ticket.public_key
+    ticket: Ticket
 
 
-class Resume(Borrow, frozen=True):
-    """Fetch the beginning of the prompt, an earlier turn, from who decoded it; compute the rest."""
-
-
-class Lend(msgspec.Struct, frozen=True):
-    """Hold the blocks for whoever brings the ticket."""
-
-    transfer_id: TransferId | None
-    resume: Resume | None = None
-
-
-class Follow(msgspec.Struct, frozen=True):
-    """Fetch what this producer, an engine of our cluster, computes under this name, while it does."""
+class FetchStream(msgspec.Struct, frozen=True):
+    """Fetch what the introduced producer computes under this transfer id, while it computes."""
 
     introduction: Introduction
-    transfer_id: TransferId | None
-
-    @property
-    def producer(self) -> Address:
-        return self.introduction.address
-
-    @property
-    def control_url(self) -> str:
-        return self.introduction.control_url
-
-    @property
-    def public_key(self) -> bytes:
-        return self.introduction.public_key
+    transfer_id: TransferId | None  # None: derived from the request's id.
 
 
-class Seek(msgspec.Struct, frozen=True):
-    """As `Follow`, but who the producer is has to be asked where the configuration allows to."""
+class FetchByName(msgspec.Struct, frozen=True):
+    """Like `FetchStream`; only the name and the control URL of the producer are known, from the client."""
 
     engine_id: EngineId
-    control_url: str
+    control_url: str  # Allowed by the configuration.
     transfer_id: TransferId | None
 
-    @property
-    def producer(self) -> Address:
-        return Address(self.engine_id, NO_EPOCH)
 
-    @property
-    def public_key(self) -> None:
-        """The producer tells it with its first answer."""
-        return None
+class LendBlocks(msgspec.Struct, frozen=True):
+    """Compute the prompt, and keep its blocks for the consumer that brings the ticket."""
+
+    transfer_id: TransferId | None
+    previous_turn: FetchPreviousTurn | None = None
 
 
-Wish: TypeAlias = Lend | Borrow | Follow | Seek
+FetchIntent: TypeAlias = FetchLoan | FetchPreviousTurn | FetchStream | FetchByName
+TransferIntent: TypeAlias = LendBlocks | FetchLoan | FetchStream | FetchByName
 
 
-def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish | None:
-    """Raises BadTransferParams naming the field; a BadTicket says which fault."""
+def parse_intent(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> TransferIntent | None:
+    """Raises BadTransferParams naming the field; a BadSignedToken names the fault too."""
     match parse_transfer_params(raw):
         case None:
             return None
@@ -107,22 +88,23 @@ def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish
                     field=f"{FIELD}.do_remote_decode",
                 )
             if before is None:
-                return Lend(transfer_id)
+                return LendBlocks(transfer_id)
             if not identity.is_consumer:
                 raise BadTransferParams(
                     "is of an earlier turn, which only an engine with kv_role kv_both can fetch",
                     field=f"{FIELD}.baton_ticket",
                 )
-            return Lend(
-                transfer_id, Resume(open_ticket(before, identity.ticket_key, identity.previous_ticket_key))
+            return LendBlocks(transfer_id, FetchPreviousTurn(_open(before, identity)))
+        case _ if not identity.is_consumer:
+            raise BadTransferParams(
+                "this engine has kv_role kv_producer; send the decode leg to a consumer",
+                field=f"{FIELD}.do_remote_prefill",
             )
         case Fetch(text, remote_engine_id):
-            _need_consumer(identity)
-            ticket = open_ticket(text, identity.ticket_key, identity.previous_ticket_key)
+            ticket = _open(text, identity)
             _compare_engines(remote_engine_id, ticket.producer, "ticket")
-            return Borrow(ticket)
+            return FetchLoan(ticket)
         case Stream(transfer_id, text, remote_engine_id):
-            _need_consumer(identity)
             if not identity.does_push:
                 raise BadTransferParams(
                     "asks for a push, which this connector does not do; send the producer's ticket",
@@ -130,18 +112,13 @@ def read_params(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Wish
                 )
             introduction = open_introduction(text, identity.ticket_key, identity.previous_ticket_key)
             _compare_engines(remote_engine_id, introduction.address, "introduction")
-            return Follow(introduction, transfer_id)
+            return FetchStream(introduction, transfer_id)
         case Named(transfer_id, engine_id, host, port):
-            _need_consumer(identity)
-            return Seek(engine_id, _allowed_url(host, port, identity), transfer_id)
+            return FetchByName(engine_id, _allowed_url(host, port, identity), transfer_id)
 
 
-def _need_consumer(identity: EngineIdentity) -> None:
-    if not identity.is_consumer:
-        raise BadTransferParams(
-            "this engine has kv_role kv_producer; send the decode leg to a consumer",
-            field=f"{FIELD}.do_remote_prefill",
-        )
+def _open(text: str, identity: EngineIdentity) -> Ticket:
+    return open_ticket(text, identity.ticket_key, identity.previous_ticket_key)
 
 
 def _allowed_url(host: str, port: int, identity: EngineIdentity) -> str:
@@ -160,37 +137,27 @@ def _allowed_url(host: str, port: int, identity: EngineIdentity) -> str:
     return url
 
 
-def _compare_engines(named: EngineId, signer: Address, paper: str) -> None:
+def _compare_engines(named: EngineId, signer: Address, token: str) -> None:
     if signer.engine_id != named:
         raise BadTransferParams(
-            f"is {named!r}, but the {paper} is signed by {signer.engine_id!r}; "
+            f"is {named!r}, but the {token} is signed by {signer.engine_id!r}; "
             "send what the producer gave as it is",
             field=f"{FIELD}.remote_engine_id",
         )
 
 
-def check_at_door(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> None:
-    """Raises BadTransferParams for what deserves a 400 before the engine sees the request."""
-    try:
-        read_params(raw, identity)
-    except BadSignedToken as error:
-        if error.reason in _MAYBE_OTHER_ENGINE and identity.recomputes_failed_loads:
-            return  # The scheduler half refuses it, counts it, and computes the prompt here.
-        raise
-
-
-class OpenRequests:
-    """`kv_transfer_params` of each open request: parsed, and its signature checked, once."""
+class TransferIntents:
+    """The intent of each open request, parsed and verified when it is asked for first."""
 
     def __init__(self, identity: EngineIdentity) -> None:
         self._identity = identity
-        self._parsed: dict[str, Wish | BadTransferParams | None] = {}  # By request id.
+        self._parsed: dict[str, TransferIntent | BadTransferParams | None] = {}  # By request id.
 
-    def params_of(self, request: host.Request) -> Wish | None:
+    def params_of(self, request: host.Request) -> TransferIntent | None:
         """Raises BadTransferParams, each time, for params that are refused."""
         if request.request_id not in self._parsed:
             try:
-                self._parsed[request.request_id] = read_params(request.kv_transfer_params, self._identity)
+                self._parsed[request.request_id] = parse_intent(request.kv_transfer_params, self._identity)
             except BadTransferParams as error:
                 self._parsed[request.request_id] = error
         parsed = self._parsed[request.request_id]
@@ -198,34 +165,46 @@ class OpenRequests:
             raise parsed
         return parsed
 
+    def is_malformed(self, request_id: str) -> bool:
+        """Whether its params were refused for a fault that the client can mend, and no other engine can."""
+        parsed = self._parsed.get(request_id)
+        return isinstance(parsed, BadTransferParams) and parsed.reason not in _OF_OTHER_CONFIGURATION
+
     def forget(self, request_id: str) -> None:
         self._parsed.pop(request_id, None)
 
 
-def judge(
-    request: host.Request, wish: Wish | None, identity: EngineIdentity
-) -> Borrow | Follow | Seek | None:
-    """What this request is to fetch, and from whom. An earlier turn (`Resume`) is not judged yet.
+def route_of(fetch: FetchIntent) -> tuple[Address, str, bytes | None]:
+    """(the producer, its control URL, its public key). Without a key the producer is known by name only."""
+    match fetch:
+        case FetchLoan(ticket) | FetchPreviousTurn(ticket):
+            return ticket.producer, ticket.control_url, ticket.public_key
+        case FetchStream(introduction):
+            return introduction.address, introduction.control_url, introduction.public_key
+        case FetchByName(engine_id, control_url):
+            return Address(engine_id, NO_EPOCH), control_url, None
 
-    Raises BadTransferParams for what this engine, or this prompt, cannot use.
-    """
-    match wish:
-        case Lend(_, Resume() as resume):
-            return resume  # Whatever is wrong with it, the prompt can be computed.
-        case Borrow(ticket):
+
+def check_fetch(fetch: FetchIntent, request: host.Request, identity: EngineIdentity) -> None:
+    """Raises BadTransferParams for what this engine, or this prompt, cannot use."""
+    match fetch:
+        case FetchLoan(ticket) | FetchPreviousTurn(ticket):
             check_offer(ticket, request, identity)
-        case Follow(introduction):
-            check_producer(introduction, request, identity)
-        case Seek():
+        case FetchStream(introduction):
+            if request.prompt_token_ids is None:
+                raise BadIntroduction(Fault.PROMPT, "is of no use for a prompt without tokens")
+            check_introduction(
+                introduction,
+                fingerprint=identity.fingerprint,
+                converts_dtype=identity.settings.convert_dtype,
+            )
+        case FetchByName():
             if request.prompt_token_ids is None:
                 raise BadTransferParams("is for a prompt of tokens, this one has none", field=FIELD)
-        case _:
-            return None
-    return wish
 
 
 def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity) -> None:
-    """Is the ticket for our model and exactly this request's prompt? Raises BadTicket."""
+    """Raises BadTicket unless the ticket is for our model and exactly this request's prompt."""
     if request.prompt_token_ids is None:
         raise BadTicket(Fault.PROMPT, "is for a prompt of tokens, this one has none")
     check_ticket(
@@ -235,14 +214,15 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
         num_prompt_tokens=len(request.prompt_token_ids),
         converts_dtype=identity.settings.convert_dtype,
     )
-    # Which layers a group has may differ; what they see may not, unless the producer keeps everything.
+    # The groups may have other layers. Their windows must be the same, unless the producer keeps every block.
     if set(ticket.windows) not in ({None}, set(identity.windows)):
         raise BadTicket(
             Fault.LAYOUT,
             f"has cache groups with windows {_shown(ticket.windows)}, this engine has "
             f"{_shown(identity.windows)}; set hybrid_kv_cache alike on both",
         )
-    if moves_by_groups(ticket, identity) and ticket.block_tokens != identity.block_tokens:
+    has_tables = identity.has_block_tables or len(ticket.block_ids) > 1  # On either side.
+    if has_tables and ticket.block_tokens != identity.block_tokens:
         raise BadTicket(
             Fault.LAYOUT,
             f"has blocks of {ticket.block_tokens} tokens, this engine of {identity.block_tokens}; "
@@ -259,24 +239,8 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
         )
 
 
-def moves_by_groups(ticket: Ticket, identity: EngineIdentity) -> bool:
-    """Whether either side has several block tables, or one with holes."""
-    return identity.has_block_tables or len(ticket.block_ids) > 1
-
-
 def _shown(windows: tuple[int | None, ...]) -> list[int | str]:
     return [window if window is not None else "none" for window in windows]
-
-
-def check_producer(introduction: Introduction, request: host.Request, identity: EngineIdentity) -> None:
-    """Is the introduced engine of our model, and the request one to compute? Raises BadIntroduction."""
-    if request.prompt_token_ids is None:
-        raise BadIntroduction(Fault.PROMPT, "is of no use for a prompt without tokens")
-    check_introduction(
-        introduction,
-        fingerprint=identity.fingerprint,
-        converts_dtype=identity.settings.convert_dtype,
-    )
 
 
 def hash_of_prompt(request: host.Request, num_tokens: int, identity: EngineIdentity) -> PromptHash:
@@ -287,7 +251,7 @@ def hash_of_prompt(request: host.Request, num_tokens: int, identity: EngineIdent
 def hash_of_tokens(
     request: host.Request, token_ids: Sequence[int], num_tokens: int, identity: EngineIdentity
 ) -> PromptHash:
-    """Over everything of the request that their KV depends on."""
+    """Hash of everything that the KV of the first `num_tokens` depends on: tokens, salt, adapter, media."""
     adapter = getattr(request, "lora_request", None)
     media = getattr(request, "mm_features", None) or ()  # vLLM's name; the embedded engine has neither.
     extra = extra_key(
@@ -300,3 +264,24 @@ def hash_of_tokens(
 
 def num_blocks(num_tokens: int, block_tokens: int) -> int:
     return -(-num_tokens // block_tokens)
+
+
+# --- Transfer ids -------------------------------------------------------------------------------------
+
+_ENDING = re.compile(r"-[0-9a-f]{8}\Z")
+_PREFIX = "request:"  # No router's name looks like it.
+
+
+def transfer_of_request(request_id: str) -> TransferId:
+    """The transfer id of a request for which the router has given none: the same on both engines.
+
+        cmpl-1f00d-0-9c41e7ab        a client's id, the index of the completion, and a random ending
+        cmpl-1f00d-0                 what both engines know of it
+
+    Each engine adds its own ending, and so does a retry. The index stays: each completion of a request has a
+    prompt of its own to fetch.
+    """
+    name = _PREFIX + _ENDING.sub("", request_id)
+    if len(name) > MAX_TRANSFER_ID_CHARS or not name.isascii():  # A client's id can be any text.
+        name = _PREFIX + hashlib.sha256(name.encode("utf-8", "surrogatepass")).hexdigest()
+    return TransferId(name)

@@ -1,14 +1,16 @@
-"""The scheduler half of pull: keeps the promises (loans, leases, claims) and never touches a tensor.
+"""Scheduler half of pull and push: keeps loans, leases and claims; never touches a tensor.
 
-    host's hooks --> Loans, Fetches --> PullAgent <-- control channel
-                          |                          |
-                          +------- absorb <----------+      on the engine's thread, once or twice a step; and
-                                                            on the control thread, if the only rank is here:
-                                                            then reads begin in the middle of a step
+    host's hooks --> Loans, Fetches, Announcer --> PullAgent <-- control channel
+                        ^                             |
+                        +---------- effects ----------+      at once, on the thread that has caused them
 
-What goes wrong in a hook concerns one request only. A refused ticket is raised as a UserError if the policy
-is "fail" and the host makes that the request's error (`raises_user_errors`); else the engine computes the
-prompt, and the reason is counted. A fault of ours is logged, and ends as a computed prompt or a failed load.
+Orders for the ranks leave with the next step's metadata. If the only rank lives in this process, reads begin
+between steps, on the control thread.
+
+A fault concerns one request only. If the host turns what a hook raises into the request's error
+(`raises_user_errors`), malformed params are raised, and under the policy "fail" refused tickets too. Else the
+engine computes the prompt. The reason is counted. A bug of ours is logged, and ends as a computed prompt or a
+failed load.
 """
 
 from __future__ import annotations
@@ -16,20 +18,22 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Final, Protocol, runtime_checkable
 
 from baton.connectors.pull.consumer.fetches import Fetches
 from baton.connectors.pull.control.agent import PRODUCTION, Machines, PullAgent
 from baton.connectors.pull.control.thread import ControlThread
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.pull.intent import Borrow, Follow, OpenRequests, Resume, Seek
+from baton.connectors.pull.intent import LendBlocks, TransferIntents
 from baton.connectors.pull.metadata import Order, PullHandshake, PullMetadata, PullWorkerReport
 from baton.connectors.pull.producer.loans import BlockHolder, Loans
-from baton.connectors.pull.producer.pairing import transfer_of_request
 from baton.connectors.pull.stats import PullStats
 from baton.contract import (
+    ConnectorDead,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorOutput,
@@ -43,15 +47,19 @@ from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, Epoch
 from baton.core.prefilled import PrefilledTokens
 from baton.core.reasons import FailureCode
-from baton.protocol.effects import FreeLoan, Send
+from baton.protocol.introduction import Introduction, sign_introduction
 from baton.protocol.signed_frame import ProcessKey
 from baton.transport.control import ControlChannel
 
 logger = logging.getLogger(__name__)
 
+INTRODUCE: Final = "baton_introduce"
+INTRODUCTION: Final = "baton_introduction"
+TAKE_BACK: Final = "baton_take_back"
+
 
 def boot_clock() -> float:
-    """Seconds, counted through suspension: a laptop that slept has let its leases run out."""
+    """Seconds, counted through suspension: the leases of a laptop that slept have run out."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
@@ -72,12 +80,75 @@ class ControlPort(Protocol):
 
 @runtime_checkable
 class TakesOrders(Protocol):
-    """A worker half that need not be given its orders by a step."""
+    """A worker half that can be given orders between steps."""
 
     def take_order(self, order: Order) -> None: ...
 
 
+class Announcer(Protocol):
+    """Tells consumers what is ready while a prompt is computed (push). Called with the half's lock held."""
+
+    def expect(self, request: host.Request, intent: LendBlocks, now: float) -> None:
+        """The prompt of this request will be computed here."""
+
+    def finished(self, request: host.Request, params: Mapping[str, Any] | None, now: float) -> bool:
+        """The request has ended with these params. False: the consumer has gone, take the loan back."""
+
+    def scheduled(
+        self, output: host.SchedulerOutput, metadata: PullMetadata, now: float
+    ) -> KVConnectorMetadata:
+        """The host has put a step together. Returns its metadata with what the announcer needs."""
+
+    def reported(self, reports: Sequence[PullWorkerReport], now: float) -> None:
+        """The ranks' reports of a step."""
+
+    def close(self, timeout_s: float) -> None: ...
+
+
+Changing = Callable[[], AbstractContextManager[float]]
+"""The half's lock, and the time; after it the control thread sends what there is to send."""
+MakeAnnouncer = Callable[[EngineIdentity, PullAgent, PullStats, Changing], Announcer]
+
+
+class IdleWait(Protocol):
+    """How a host's empty steps wait for a message of a peer."""
+
+    def take(self) -> None: ...
+    def end(self) -> None:
+        """From any thread: something has arrived."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostPolicy:
+    """How a host differs from what the contract says. The defaults are those of Baton's engine."""
+
+    holder: BlockHolder | None = None  # Keeps lent blocks; None: the host does, because of `delay_free`.
+    idle_wait: IdleWait | None = None  # For a host that steps without pause while a request waits for a load.
+    # The host ends with what `build_connector_meta` raises: without the control thread, prompts are computed.
+    survives_dead_control: bool = False
+    # Routers have no other way to the half than a request:
+    # {"baton_introduce": true} --> {"baton_introduction": "..."}     kv_transfer_params of request and answer
+    # {"baton_take_back": "the ticket of a loan that no consumer will claim"}
+    answers_by_request: bool = False
+
+
+BATON_POLICY: Final = HostPolicy()
+
+
 class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
+    """Scheduler half of BatonPullConnector, and with an announcer of BatonPushConnector.
+
+    Args:
+        epoch: of this process, for a `control` that does not check who signed a frame; None: from a new key.
+        clock: seconds, monotonic.
+        control: makes what drives the agent; None: a thread with a control channel of its own.
+        policy: how the host differs from Baton's engine.
+        machines: constructors of the protocol machines; a simulator replaces some.
+        announcer: makes what tells consumers about running prefills; None: pull only.
+
+    Source: `vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1`, the scheduler's methods.
+    """
+
     def __init__(
         self,
         identity: EngineIdentity,
@@ -85,39 +156,35 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         epoch: Epoch | None = None,
         clock: Callable[[], float] = boot_clock,
         control: Callable[[PullAgent, threading.Lock], ControlPort] | None = None,
-        holder: BlockHolder | None = None,
+        policy: HostPolicy = BATON_POLICY,
         machines: Machines = PRODUCTION,
+        announcer: MakeAnnouncer | None = None,
     ) -> None:
-        """`control` makes what drives the agent; without it, a thread with a channel of its own.
-
-        `epoch` is for a `control` that does not check who wrote a frame.
-
-        `holder` keeps lent blocks; without one, the host does (`delay_free`).
-        """
         self._identity = identity
         self._clock = clock
+        self._policy = policy
         self._lock = threading.Lock()
-        self._wake: Callable[[], None] | None = None  # The host, if it can be woken.
-        self._rank: TakesOrders | None = None  # The only one, if it can be spoken to between steps.
+        self._wake = policy.idle_wait.end if policy.idle_wait is not None else None  # Wakes the host.
+        self._rank: TakesOrders | None = None  # The only one, if it takes orders between steps.
         self._stats = PullStats()
-        self._requests = OpenRequests(identity)
+        self._intents = TransferIntents(identity)
         self._reports = RankCombiner(PullWorkerReport, identity.num_ranks)
         address = Address(identity.engine_id, epoch if epoch is not None else self._key.epoch)
         self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers, machines)
+        self._agent.on_fault = self._count_fault
         self._control = (control or self._control_thread)(self._agent, self._lock)
         self._control_wakes = control is None  # Another's owner steps when it sees fit.
-        self._lender = Loans(
-            self._agent,
-            identity,
-            self._control.url,
-            self._control.public_key,
-            self._requests,
-            self._stats,
-            holder,
+        url, public_key = self._control.url, self._control.public_key
+        self._loans = Loans(
+            self._agent.producer, identity, url, public_key, self._intents, self._stats, policy.holder
         )
-        self._borrower = Fetches(self._agent, identity, self._requests, self._stats)
+        self._agent.on_free = self._loans.ended
+        self._fetches = Fetches(self._agent, identity, self._intents, self._stats, self._control.route)
+        self.announcer = announcer(identity, self._agent, self._stats, self._changing) if announcer else None
+        self._awaited: set[str] = set()  # Requests that the host has parked until their load is reported.
         self._mirrors_blocks = identity.has_host_mirror and identity.is_producer
         self._bad_frames_counted = 0
+        self._is_retired = False  # Without a control thread: nothing is fetched or lent.
         self._is_shut_down = False
         self._control.start()
 
@@ -154,35 +221,58 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             cards.append(handshake.card)
         with self._lock:
             self._agent.announce(cards)
-            self._borrower.registered([card.layout for card in cards])
+            self._fetches.registered([card.layout for card in cards])
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        if self._policy.holder is not None:
+            self._policy.holder.bind(gpu_block_pool)
         # vLLM's name of it, or the embedded engine's.
         num_blocks = getattr(gpu_block_pool, "num_gpu_blocks", None)
-        self._lender.num_pool_blocks = num_blocks or getattr(gpu_block_pool, "num_blocks", None)
+        self._loans.num_pool_blocks = num_blocks or getattr(gpu_block_pool, "num_blocks", None)
+
+    def introduction(self) -> str | None:
+        identity = self._identity
+        if self.announcer is None or not identity.is_producer:
+            return None
+        own = Introduction(
+            address=self._agent.address,
+            control_url=self._control.url,
+            public_key=self._control.public_key,
+            fingerprint=identity.fingerprint,
+            tp_size=identity.tp_size,
+            block_tokens=identity.block_tokens,
+        )
+        return sign_introduction(own, identity.ticket_key)
 
     # --- Requests ------------------------------------------------------------------------------
 
     def on_new_request(self, request: host.Request) -> None:
-        if not request.kv_transfer_params:
+        """Raises BadTransferParams where the host makes it the request's error."""
+        if not request.kv_transfer_params or self._is_retired:
             return
         try:
-            self._offer(request)
+            with self._changing() as now:
+                self._fetches.begin(request, now)
+                intent = self._intents.params_of(request)
+                if self.announcer is not None and isinstance(intent, LendBlocks):
+                    self.announcer.expect(request, intent, now)
         except BadTransferParams:
-            if self._identity.raises_user_errors and not self._identity.recomputes_failed_loads:
-                with self._lock:  # The host forgets the request, and may never say that it has finished.
-                    self._borrower.finished(request.request_id, self._clock())
-                    self._requests.forget(request.request_id)
+            policy_is_fail = not self._identity.recomputes_failed_loads
+            is_error = policy_is_fail or self._intents.is_malformed(request.request_id)
+            if is_error and self._identity.raises_user_errors:
+                with self._changing() as now:  # The host forgets the request, and may never finish it.
+                    self._fetches.finished(request.request_id, now)
+                    self._intents.forget(request.request_id)
                 raise
-        except Exception:  # A fault of ours costs this request its load: it is computed.
+        except Exception:  # A bug of ours costs this request its load: it is computed.
             self._contain("on_new_request", request)
 
     def get_num_new_matched_tokens(
         self, request: host.Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         with self._lock:
-            self._absorb()
-            num_tokens = self._borrower.num_matched(request.request_id, num_computed_tokens)
+            self._loans.make_room(request.num_tokens, num_computed_tokens)
+            num_tokens = self._fetches.num_matched(request.request_id, num_computed_tokens)
         return num_tokens, num_tokens > 0
 
     def update_state_after_alloc(
@@ -191,23 +281,23 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         if not request.kv_transfer_params:
             return
         block_ids = blocks.get_block_ids()
-        with self._lock:
-            now = self._clock()
+        if num_external_tokens:
+            self._awaited.add(request.request_id)
+        with self._changing() as now:
             try:
-                self._borrower.allocated(request.request_id, block_ids, num_external_tokens, now)
-            except Exception:  # A fault of ours; the host has parked the request, so its load has to end.
+                self._fetches.allocated(request.request_id, block_ids, num_external_tokens, now)
+            except Exception:  # A bug of ours. The host has parked the request, so its load has to end.
                 self._contain("update_state_after_alloc", request)
                 if num_external_tokens:
-                    self._borrower.give_up(request.request_id, block_ids, now)
-            self._control.flush()
+                    self._fetches.give_up(request.request_id, block_ids, now)
 
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         with self._lock:
-            return self._borrower.take_prefilled(request_id)
+            return self._fetches.take_prefilled(request_id)
 
     def get_load_failure(self, request_id: str) -> str | None:
         with self._lock:
-            code = self._borrower.failure_of(request_id)
+            code = self._fetches.failure_of(request_id)
         return None if code is None else code.value
 
     def get_external_cache_hit_sources(
@@ -225,68 +315,89 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if not request.kv_transfer_params:
             return False, None
-        with self._lock:
-            now = self._clock()
-            self._borrower.finished(request.request_id, now)
+        with self._changing() as now:
+            self._fetches.finished(request.request_id, now)
             try:
-                lent = self._lender.finished(request, block_ids, now)
-            except Exception:  # A fault of ours: nothing was lent, and the blocks are free.
+                keeps, params = self._loans.finished(request, block_ids, now)
+            except Exception:  # A bug of ours: nothing was lent, and the blocks are free.
                 self._contain("request_finished", request)
-                lent = False, None
-            self._requests.forget(request.request_id)
-            self._control.flush()
-        return lent
+                keeps, params = False, None
+            if self.announcer is not None and not self.announcer.finished(request, params, now):
+                self._loans.take_back_of(request.request_id)
+            self._intents.forget(request.request_id)
+        if self._policy.answers_by_request and isinstance(request.kv_transfer_params, dict):
+            params = self._answer(request.kv_transfer_params, params)
+        return keeps, params
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        """Raises BadTransferParams for a ticket that is none of ours."""
-        with self._lock:
-            self._lender.take_back(kv_transfer_params, self._clock())
-            self._absorb()
+        """Raises BadTransferParams for a ticket that this process has not signed."""
+        with self._changing():
+            self._loans.take_back(kv_transfer_params)
+            self._loans.release_ended()
+
+    def _answer(self, asked: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What a router asks by a request; see `HostPolicy.answers_by_request`."""
+        if (ticket := asked.get(TAKE_BACK)) is not None:
+            try:
+                self.take_back({"baton_ticket": ticket})
+            except BadTransferParams as error:
+                logger.warning("a loan was not taken back: %s", error)
+        if params is None and asked.get(INTRODUCE) is True and (text := self.introduction()) is not None:
+            return {"remote_engine_id": self._identity.engine_id, INTRODUCTION: text}
+        return params
 
     # --- Step ----------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
-        self._control.raise_if_dead()
-        with self._lock:
-            self._absorb()
-            return PullMetadata(
-                self._borrower.take_orders(),
+        self._wait_if_idle(scheduler_output)
+        try:
+            self._control.raise_if_dead()
+        except ConnectorDead as error:
+            if not self._policy.survives_dead_control:
+                raise
+            self._retire(error)
+        with self._changing() as now:
+            if self._is_retired:
+                self._agent.wake(now)  # The control thread no longer does.
+            self._pass_on()
+            metadata = PullMetadata(
+                self._fetches.orders.take(),
                 wants_report=self._has_news,
                 held_blocks=_held_blocks(scheduler_output) if self._mirrors_blocks else (),
             )
+            if self.announcer is None or self._is_retired:
+                return metadata
+            return self.announcer.scheduled(scheduler_output, metadata, now)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
-        with self._lock:
+        with self._changing() as now:
             if isinstance(report, PullWorkerReport):
-                now = self._clock()
-                combined = self._reports.combine(report.each_rank())
-                for link in combined.lost_links or ():
-                    self._stats.add_for("lost_links", link.producer)
-                for end in sorted(
-                    combined.ended or (), key=lambda end: (end.claim, end.pair)
-                ):  # A set has no order.
-                    self._borrower.read_ended(end, now)
-                self._control.flush()
-            self._absorb()
-            freed, received = self._lender.take_freed(), self._borrower.take_received()
-            has_orders = self._borrower.has_orders
+                self._take_report(report, now)
+            self._pass_on()
+            freed, received = self._loans.take_freed(), self._fetches.take_received()
+            has_orders = bool(self._fetches.orders.pending)
         if has_orders:
             self._wake_host()  # They go with the next step.
         if freed:
             connector_output.finished_sending = (connector_output.finished_sending or set()) | freed
+        # An unknown id is a bug of ours: vLLM ends with it.
+        if unknown := received - self._awaited:
+            logger.error("did not report the loads of %s, which the host does not wait for", sorted(unknown))
+            received -= unknown
         if received:
             connector_output.finished_recving = (connector_output.finished_recving or set()) | received
+        self._awaited -= connector_output.finished_recving or set()
 
     def has_pending_block_frees(self) -> bool:
+        """Asked when an allocation has failed: what is released here is free for the next one."""
         with self._lock:
-            self._absorb()
-            return self._has_news
+            return self._loans.release_ended() or self._has_news or self._loans.give_up_oldest()
 
     def has_pending_push_work(self) -> bool:
         with self._lock:
-            self._absorb()
-            return self._has_news or self._borrower.has_orders or self._agent.num_open_fetches > 0
+            self._pass_on()
+            return self._has_news or bool(self._fetches.orders.pending) or self._fetches.num_open > 0
 
     def get_kv_connector_stats(self) -> PullStats | None:
         with self._lock:
@@ -299,30 +410,40 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def drain(self, timeout_s: float) -> None:
         """Lend nothing more; loans end within `timeout_s`."""
-        with self._lock:
-            self._agent.drain(self._clock() + timeout_s)
-            self._control.flush()
+        with self._changing() as now:
+            self._loans.drain(now + timeout_s)
 
     @property
     def num_open_loans(self) -> int:
         with self._lock:
-            return self._agent.num_open_loans
+            return self._loans.num_open
 
     @property
     def num_open_fetches(self) -> int:
         with self._lock:
-            return self._agent.num_open_fetches
+            return self._fetches.num_open
 
     def shutdown(self) -> None:
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        with self._lock:
-            self._borrower.abandon(self._clock())
-            self._control.flush()
-        self._control.close(self._identity.settings.shutdown_timeout_s)
+        timeout_s = self._identity.settings.shutdown_timeout_s
+        if self.announcer is not None:
+            self.announcer.close(timeout_s)
+        with self._changing() as now:
+            self._fetches.abandon(now)
+        self._control.close(timeout_s)
 
-    # --- Steps ---------------------------------------------------------------------------------
+    # --- Parts ---------------------------------------------------------------------------------
+
+    @contextmanager
+    def _changing(self) -> Iterator[float]:
+        """See `Changing`."""
+        with self._lock:
+            try:
+                yield self._clock()
+            finally:
+                self._control.flush()
 
     @cached_property
     def _key(self) -> ProcessKey:
@@ -338,19 +459,12 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             advertise_host=settings.advertise_host,
             advertise_port=settings.advertise_port,
         )
-        return ControlThread(agent, lock, channel, self._key, self._clock, on_effects=self._heard)
+        return ControlThread(agent, lock, channel, self._key, self._clock, on_effects=self._effects_happened)
 
-    def _heard(self) -> None:
+    def _effects_happened(self) -> None:
         """On the control thread: a peer, or the time, has changed something."""
         with self._lock:
-            if self._rank is not None:
-                try:
-                    self._absorb()
-                except Exception:
-                    # A fault of ours. The thread has to live, or every lease would lapse; one effect is lost,
-                    # and what waits for it ends by its deadline.
-                    logger.exception("could not act on what was heard; the engine goes on")
-                    self._stats.count_failure(FailureCode.INTERNAL)
+            self._order_rank()
         self._wake_host()
 
     def _wake_host(self) -> None:
@@ -358,59 +472,64 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         if self._wake is not None:
             self._wake()
 
-    def _offer(self, request: host.Request) -> None:
-        """Raises BadTransferParams."""
-        with self._lock:
-            self._absorb()
-            try:
-                offer = self._borrower.verify(request)
-                if offer is not None:
-                    try:
-                        self._control.route(offer.producer, offer.control_url, offer.public_key)
-                    except BadTransferParams as error:
-                        self._borrower.refuse(request.request_id, error)
-                        raise
-                match offer:
-                    case Resume(ticket):
-                        self._borrower.resume(request, ticket, self._clock())
-                    case Borrow(ticket):
-                        self._borrower.reserve(request, ticket, self._clock())
-                    case Follow(introduction, transfer_id):
-                        name = transfer_id or transfer_of_request(request.request_id)
-                        self._borrower.follow(
-                            request, introduction.address, introduction.block_tokens, name, self._clock()
-                        )
-                    case Seek(_, _, transfer_id):
-                        name = transfer_id or transfer_of_request(request.request_id)
-                        self._borrower.follow(request, offer.producer, None, name, self._clock())
-            finally:
-                self._control.flush()
+    def _pass_on(self) -> None:
+        """On the engine's thread, with the lock held: what has been decided since the last call."""
+        self._loans.release_ended()
+        self._order_rank()
 
-    def _contain(self, hook: str, request: host.Request) -> None:
-        logger.exception("%s failed for request %s; the engine goes on", hook, request.request_id)
-        self._stats.count_failure(FailureCode.INTERNAL)
+    def _order_rank(self) -> None:
+        if self._rank is not None:
+            for order in self._fetches.orders.take_urgent():
+                self._rank.take_order(order)
+
+    def _take_report(self, report: PullWorkerReport, now: float) -> None:
+        ranks = list(report.each_rank())
+        if self.announcer is not None:
+            self.announcer.reported([of_rank for _, of_rank in ranks], now)
+        combined = self._reports.combine(ranks)
+        for link in combined.lost_links or ():
+            self._stats.add_for("lost_links", link.producer)
+        for end in sorted(combined.ended or (), key=lambda end: (end.claim, end.pair)):  # A set has no order.
+            self._fetches.read_ended(end, now)
 
     @property
     def _has_news(self) -> bool:
-        return self._lender.has_freed or self._borrower.has_received
+        return bool(self._loans.freed or self._fetches.received)
 
-    def _absorb(self) -> None:
-        """Carry out what the machines have decided since. With the lock held."""
-        for effect in self._agent.take_effects():
-            match effect:
-                case FreeLoan():
-                    self._lender.absorb(effect)
-                case Send():
-                    raise AssertionError("the agent keeps what is to be sent")
-                case _:
-                    self._borrower.absorb(effect, self._clock())
-        if self._rank is not None:
-            for order in self._borrower.take_urgent_orders():
-                self._rank.take_order(order)
+    def _wait_if_idle(self, output: host.SchedulerOutput) -> None:
+        """Wait in an empty step if nothing can come of it but what a producer sends.
+
+        Only for producers that compute: a copy, or the proof of one, takes less time than the wait.
+        """
+        if self._policy.idle_wait is None or not self._control_wakes or output.total_num_scheduled_tokens:
+            return
+        with self._lock:
+            fetches = self._fetches
+            is_moving = fetches.num_open > fetches.num_streams
+            waits = fetches.num_streams > 0 and not (is_moving or self._has_news or fetches.orders.pending)
+        if waits:
+            self._policy.idle_wait.take()
+
+    def _retire(self, error: ConnectorDead) -> None:
+        """Without a control thread no lease is renewed: end what depends on it."""
+        if self._is_retired:
+            return
+        self._is_retired = True
+        logger.critical("no KV is moved any more until this engine is restarted", exc_info=error)
+        with self._changing() as now:
+            self._loans.drain(now)
+            self._fetches.abandon(now)
+
+    def _contain(self, hook: str, request: host.Request) -> None:
+        logger.exception("%s failed for request %s; the engine goes on", hook, request.request_id)
+        self._count_fault()
+
+    def _count_fault(self) -> None:
+        self._stats.count_failure(FailureCode.INTERNAL)
 
 
 def _held_blocks(output: host.SchedulerOutput) -> tuple[int, ...]:
-    """Of requests that begin, or begin again, in this step: every block that they have."""
+    """Every block of the requests that begin, or begin again, in this step."""
     tables = [new.block_ids for new in output.scheduled_new_reqs]
     cached = output.scheduled_cached_reqs
     tables += [

@@ -1,4 +1,4 @@
-"""What pull connectors count, and the names under which it is published.
+"""Statistics of pull connectors, and the metrics that publish them.
 
 transfers               baton:kv_transfer_seconds, baton:kv_transfer_wire_seconds (histograms),
                         baton:kv_transfer_bytes_total, baton:kv_transfer_descriptors_total,
@@ -13,7 +13,7 @@ peer_failures {peer: n} baton:kv_peer_failures_total          of them, those fro
 lost_links {peer: n}    baton:kv_links_lost_total             connections to it that broke
 refused {reason: n}     baton:kv_tickets_refused_total        tickets refused, by Fault; nothing is allocated
 num_loans               baton:kv_loans_total                  prompts lent to a consumer
-num_expired_loans       baton:kv_loans_expired_total          loans that nobody released
+num_expired_loans       baton:kv_loans_expired_total          loans that no consumer released
 num_bad_frames          baton:kv_bad_frames_total             control messages dropped as malformed
 
 The names on the left are keys of `PullStats.data`.
@@ -58,6 +58,7 @@ class PullStats(CountedStats):
         self.add_for("refused", fault.value)
 
     def record_transfer(self, record: dict[str, Any]) -> None:
+        """See `record_of`."""
         self.data["transfers"].append(record)
 
     def aggregate(self, other: Self) -> Self:

@@ -1,8 +1,8 @@
 """Push: the consumer reads while the producer computes. All that makes it safe is pull's."""
 
+from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.connector import BatonPushConnector
-from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.connectors.push.settings import PushSettings
 from baton.connectors.push.worker import PushWorkerHalf
 
-__all__ = ["BatonPushConnector", "PushSchedulerHalf", "PushSettings", "PushWorkerHalf"]
+__all__ = ["BatonPushConnector", "PrefillAnnouncer", "PushSettings", "PushWorkerHalf"]

@@ -11,7 +11,8 @@ from typing import Any
 
 from baton.connectors.pull.connector import BatonPullConnector
 from baton.connectors.pull.identity import EngineIdentity
-from baton.connectors.push.scheduler import PushSchedulerHalf
+from baton.connectors.pull.scheduler import PullSchedulerHalf
+from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.settings import PushSettings
 from baton.connectors.push.worker import PushWorkerHalf
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
@@ -28,7 +29,7 @@ class BatonPushConnector(BatonPullConnector):
     def make_scheduler_half(
         cls, vllm_config: host.HostConfig, kv_cache_config: Any
     ) -> KVConnectorSchedulerHalf:
-        return PushSchedulerHalf(cls.identity_of(vllm_config))
+        return PullSchedulerHalf(cls.identity_of(vllm_config), announcer=PrefillAnnouncer)
 
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:

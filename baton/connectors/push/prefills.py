@@ -1,23 +1,23 @@
-"""P's requests while they compute: how much of each prompt is ready in memory, and in which blocks.
+"""Prefills of P while they compute: how much of each prompt is ready in memory, and in which blocks.
 
-    on_new_request --> EXPECTED
+    expect --> EXPECTED
     EXPECTED, PAUSED --scheduled--> COMPUTING    what the cache had is ready at once; the rest after its step
-    COMPUTING --preempted, rolled back--> PAUSED     what was said of it is void: a new run
+    COMPUTING --preempted, rolled back--> PAUSED     what was announced is void: a new run
     any --finished--> (lent with a ticket, or failed)
 
-Whoever waits for the prompt may read what is ready while the rest computes. Only whole blocks are told of, so
-that no reader touches a block that is still being written; the tail goes with the ticket.
+Consumers may read what is ready while the rest computes. Only whole blocks are announced, so that no reader
+touches a block that is still being written; the tail goes with the ticket.
 
-Of layers with a window only those blocks are told of that are seen behind the whole prompt: while it computes
-they stay, and all before them are given back. If the request decodes on here, the window leaves them too, and
-what was said is void.
+In layers with a window only those blocks are announced that tokens after the prompt see: they stay while the
+prompt computes, and all blocks before them are freed. If the request decodes on here, the window leaves them
+too, and what was announced is void.
 
-A step's work is done when every rank has reported *that* step, by number: a host that schedules ahead is
-some steps further when it hears. Between the two, layers are told of as ranks report them.
+The work of a step is done when every rank has reported *that* step, by number: a host that schedules ahead is
+some steps further by then. In between, layers are announced as ranks report them.
 
 "What the cache had" is less than what the host calls computed: hosts let a prompt share the blocks that
-another one computes in the very same step. Those are ready when that step is done. With a host that schedules
-ahead it may be an earlier step that is still in flight, so there every step is remembered, of whomever.
+another one computes in the same step. Those are ready when that step is done. With a host that schedules
+ahead it may be an earlier step that is still in flight, so there the steps of all requests are remembered.
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from baton.protocol.messages import BlockTables
 class _Prefill:
     transfer_id: TransferId
     num_prompt_tokens: int
-    first_blocks: tuple[int, ...]  # Of each KV-cache group: the first that stays till the prompt is computed.
+    first_blocks: tuple[
+        int, ...
+    ]  # Of each KV-cache group: the first that stays until the prompt is computed.
     tables: list[list[int]] = field(default_factory=list)  # Of each KV-cache group, from token 0 on.
-    num_ready: int = 0  # Tokens of this run, as told.
+    num_ready: int = 0  # Tokens of this run, as announced.
     is_computing: bool = False
 
 
@@ -47,15 +49,23 @@ class _Step:
     """A step in flight: how far it takes each prompt."""
 
     reaches: list[tuple[str, _Prefill, int]] = field(default_factory=list)  # Tokens, once it is done.
-    begun: list[tuple[_Prefill, int]] = field(default_factory=list)  # In it; what the host calls computed.
-    written: set[int] = field(default_factory=set)  # Blocks whose content it computes, or a part of it,
-    writes_others: bool = False  # and blocks of requests whose tables we do not know.
+    begun: list[tuple[_Prefill, int]] = field(default_factory=list)  # And what the host calls computed.
+    written: set[int] = field(default_factory=set)  # Blocks whose content it computes, or a part of it.
+    writes_others: bool = False  # It writes blocks of requests whose tables are not known here too.
     layers_by_rank: dict[int, int] = field(default_factory=dict)
-    num_layers: int = 0  # Computed by every rank, as told.
+    num_layers: int = 0  # Computed by every rank, as announced.
 
 
 class Prefills:
-    """With the agent's lock held."""
+    """Prefills that consumers may read along, and the steps in flight. Calls need the agent's lock.
+
+    Args:
+        agent: its machine `prefills` is told what is ready.
+        block_tokens: tokens of a block.
+        num_ranks: that report each step and each layer.
+        groups: KV-cache groups of the layers; by default all layers share one table.
+        host_schedules_ahead: it puts a step together while an earlier one computes.
+    """
 
     def __init__(
         self,
@@ -66,8 +76,8 @@ class Prefills:
         groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),),
         host_schedules_ahead: bool = False,
     ) -> None:
-        """`groups`: of the cache's layers; by default they share one table."""
         self._agent = agent
+        self._machine = agent.prefills
         self._block_tokens = block_tokens
         self._num_ranks = num_ranks
         self._groups = groups
@@ -80,14 +90,14 @@ class Prefills:
         self._prefills[request_id] = _Prefill(transfer_id, num_prompt_tokens, firsts)
 
     def fail_all(self, reason: str, now: float) -> None:
-        """What we know cannot be relied on any more: whoever waits hears of it, and computes by itself."""
+        """What is known here cannot be relied on any more: consumers that wait compute by themselves."""
         for prefill in self._prefills.values():
-            self._agent.prefill_failed(prefill.transfer_id, reason, now)
+            self._agent.carry_out(self._machine.failed(prefill.transfer_id, reason, now), now)
         self._prefills.clear()
         self._steps.clear()
 
     def ended(self, request_id: str) -> TransferId | None:
-        """The host has finished the request; how, the caller knows."""
+        """The host has finished the request."""
         prefill = self._prefills.pop(request_id, None)
         return prefill.transfer_id if prefill is not None else None
 
@@ -96,7 +106,7 @@ class Prefills:
     def scheduled(self, step: int, output: host.SchedulerOutput, now: float) -> bool:
         """The host has put a step together. True: `step_done` is to be called for it."""
         if not self._prefills and not self._host_schedules_ahead:
-            return False  # It is done before the next prompt comes.
+            return False  # The step is done before the next prompt comes.
         for request_id in output.preempted_req_ids or ():
             self._pause(request_id, now)
         work, num_new = _Step(), output.num_scheduled_tokens
@@ -116,7 +126,7 @@ class Prefills:
             return False
         self._steps[step] = work
         for prefill, num_computed in work.begun:
-            self._tell(prefill, self._num_filled(prefill, num_computed), now)
+            self._announce(prefill, self._num_filled(prefill, num_computed), now)
         return True
 
     def step_done(self, step: int, now: float) -> None:
@@ -126,7 +136,7 @@ class Prefills:
         for done in [number for number in self._steps if number <= step]:
             for request_id, prefill, num_tokens in self._steps.pop(done).reaches:
                 if self._prefills.get(request_id) is prefill and prefill.is_computing:
-                    self._tell(prefill, num_tokens, now)
+                    self._announce(prefill, num_tokens, now)
 
     def layers_done(self, rank: int, step: int, num_layers: int, now: float) -> None:
         """One rank has computed so many layers of a step that is in flight."""
@@ -142,7 +152,7 @@ class Prefills:
         work.num_layers = num_layers
         for request_id, prefill, num_tokens in work.reaches:
             if self._prefills.get(request_id) is prefill and prefill.is_computing:
-                self._tell_layers(prefill, num_tokens, num_layers, now)
+                self._announce(prefill, num_tokens, now, num_layers=num_layers)
 
     # --- Parts ---------------------------------------------------------------------------------
 
@@ -155,7 +165,7 @@ class Prefills:
         end: int,
         now: float,
     ) -> None:
-        """The request begins, or begins again, in this step, which computes its tokens up to `end`."""
+        """The request begins, or begins again, in this step; the step computes its tokens up to `end`."""
         self._write(work, tables, num_computed, end)
         if (prefill := self._prefills.get(request_id)) is None:
             return
@@ -175,7 +185,7 @@ class Prefills:
         end: int,
         now: float,
     ) -> None:
-        """The same, of one that was in a step before. `fresh`: what is new in its tables."""
+        """The same, for a request that was in a step before. `fresh`: new blocks of its tables."""
         if (prefill := self._prefills.get(request_id)) is None:
             work.writes_others = True
             return
@@ -192,9 +202,9 @@ class Prefills:
             work.written.update(table[num_computed // size : -(-end // size)])
 
     def _num_filled(self, prefill: _Prefill, num_computed: int) -> int:
-        """Of what the host calls computed, how much no step in flight has still to compute."""
+        """How many of the tokens that the host calls computed no step in flight has still to compute."""
         if any(work.writes_others for work in self._steps.values()):
-            return 0  # Of whom it may share blocks, we cannot say; it will be told when this step is done.
+            return 0  # It may share unknown blocks; they are announced when this step is done.
         last = -(-num_computed // self._block_tokens)
         for table, first in zip(prefill.tables, prefill.first_blocks, strict=True):
             for index in range(first, min(last, len(table))):
@@ -211,17 +221,17 @@ class Prefills:
         self._make_void(prefill, now)
 
     def _leaves(self, prefill: _Prefill, num_computed: int) -> bool:
-        """Does a window move on from what it sees behind the prompt?"""
+        """Whether a window moves on from what tokens after the prompt see."""
         if not prefill.is_computing or num_computed < prefill.num_prompt_tokens:
             return False
         return any(
-            group.first_kept(num_computed + 1, self._block_tokens) > first  # A host may keep one token less.
+            group.first_kept(num_computed + 1, self._block_tokens) > first  # A host may keep one token fewer.
             for group, first in zip(self._groups, prefill.first_blocks, strict=True)
         )
 
     def _make_void(self, prefill: _Prefill, now: float) -> None:
         prefill.is_computing = False
-        self._agent.prefill_preempted(prefill.transfer_id, now)
+        self._agent.carry_out(self._machine.preempted(prefill.transfer_id, now), now)
         for work in self._steps.values():
             work.reaches = [reach for reach in work.reaches if reach[1] is not prefill]
 
@@ -229,33 +239,31 @@ class Prefills:
         num_tokens = min(num_tokens, prefill.num_prompt_tokens)
         return num_tokens - num_tokens % self._block_tokens
 
-    def _tell(self, prefill: _Prefill, num_tokens: int, now: float) -> None:
-        ready = self._whole(prefill, num_tokens)
-        blocks = self._blocks(prefill, ready)
-        if ready <= prefill.num_ready or blocks is None:
+    def _announce(
+        self, prefill: _Prefill, num_tokens: int, now: float, *, num_layers: int | None = None
+    ) -> None:
+        """`num_layers`: of the tokens up to `num_tokens` only so many layers are ready; None: all."""
+        reached = self._whole(prefill, num_tokens)
+        blocks = self._blocks(prefill, reached)
+        if reached <= prefill.num_ready or blocks is None:
             return
-        prefill.num_ready = ready
-        self._agent.prefill_progress(
-            prefill.transfer_id, ready, blocks, now, first_blocks=_unless_0(prefill.first_blocks)
-        )
-
-    def _tell_layers(self, prefill: _Prefill, num_tokens: int, num_layers: int, now: float) -> None:
-        partial = self._whole(prefill, num_tokens)
-        blocks = self._blocks(prefill, partial)
-        if partial <= prefill.num_ready or blocks is None:
-            return
-        self._agent.prefill_progress(
+        is_whole = num_layers is None
+        if is_whole:
+            prefill.num_ready = reached
+        sends = self._machine.progress(
             prefill.transfer_id,
             prefill.num_ready,
             blocks,
             now,
-            partial_tokens=partial,
-            partial_layers=num_layers,
-            first_blocks=_unless_0(prefill.first_blocks),
+            partial_tokens=0 if is_whole else reached,
+            partial_layers=num_layers or 0,
+            # () means that all tables begin with token 0.
+            first_blocks=prefill.first_blocks if any(prefill.first_blocks) else (),
         )
+        self._agent.carry_out(sends, now)
 
     def _blocks(self, prefill: _Prefill, num_tokens: int) -> BlockTables | None:
-        """None: a window has left some, as when the request was resumed while it decoded."""
+        """None: a window has left some of them, for example when the request was resumed while it decoded."""
         end = num_tokens // self._block_tokens
         tables = tuple(
             tuple(BlockId(block_id) for block_id in table[first:end])
@@ -264,8 +272,3 @@ class Prefills:
         if is_hybrid(self._groups) and any(NULL_BLOCK_ID in table for table in tables):
             return None
         return tables
-
-
-def _unless_0(first_blocks: tuple[int, ...]) -> tuple[int, ...]:
-    """All tables from token 0 on: that need not be said."""
-    return first_blocks if any(first_blocks) else ()

@@ -61,8 +61,8 @@ def check_dropped(engine: Engine, ticket: str, paused_s: float) -> None:
     """TAKEN_BACK_S after an answer was dropped: its loan has ended, or a consumer has claimed it."""
     if not engine.is_alive or engine.world.paused_s > paused_s:
         return
-    loan_id = open_ticket(ticket, engine.half._borrower._identity.ticket_key).loan_id
-    loan = engine.half._agent._producer._loans.get(loan_id)
+    loan_id = open_ticket(ticket, engine.half._identity.ticket_key).loan_id
+    loan = engine.half._agent.producer._loans.get(loan_id)
     if loan is not None and loan.claimer is None:
         raise Violation("I5", "a loan outlives its dropped answer", engine.name)
 

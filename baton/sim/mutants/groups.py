@@ -6,7 +6,7 @@ from typing import Any
 
 from baton.connectors.pull.consumer.fetch import Fetch
 from baton.connectors.pull.control.agent import Machines
-from baton.connectors.pull.intent import Borrow, read_params
+from baton.connectors.pull.intent import FetchIntent
 from baton.core.reasons import Fault
 from baton.protocol.grouped_prompt import GroupRoutes
 from baton.protocol.ticket import BadTicket, Ticket, open_ticket
@@ -19,26 +19,23 @@ from baton.sim.mutants.machines import OneTable
 
 def _believe_windows(engine: Engine) -> None:
     """D takes a ticket whatever it says of groups and blocks."""
-    borrower = engine.half._borrower
-    verify = borrower.verify
+    fetches, agent = engine.half._fetches, engine.half._agent
+    verify = fetches.verify
 
-    def verify_all_but_layout(request: Any) -> Any:
+    def verify_all_but_layout(request: Any, fetch: FetchIntent) -> None:
         try:
-            return verify(request)
+            verify(request, fetch)
         except BadTicket as error:
             if error.reason is not Fault.LAYOUT:
                 raise
-        borrower._incoming.pop(request.request_id)
-        wish = read_params(request.kv_transfer_params, borrower._identity)
-        assert isinstance(wish, Borrow)
-        return wish
 
-    def accept_of_stream(incoming: Fetch, text: str, now: float) -> None:
-        borrower._agent.accept(incoming.claim, open_ticket(text, borrower._identity.ticket_key), now)
+    def accept_of_stream(fetch: Fetch, text: str, now: float) -> None:
+        ticket = open_ticket(text, fetches._identity.ticket_key)
+        agent.carry_out(agent.streams.accept(fetch.claim, ticket, now), now)
 
-    borrower.verify = verify_all_but_layout  # type: ignore[method-assign]
-    borrower._reads.open_ticket = accept_of_stream  # type: ignore[method-assign]
-    borrower._reads._planner.check_windows = _check_nothing  # type: ignore[method-assign]
+    fetches.verify = verify_all_but_layout  # type: ignore[method-assign]
+    fetches._reads.open_ticket = accept_of_stream  # type: ignore[method-assign]
+    fetches._reads.planner.check_windows = _check_nothing  # type: ignore[method-assign]
 
 
 def _check_nothing(group_routes: GroupRoutes, ticket: Ticket) -> None:

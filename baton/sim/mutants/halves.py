@@ -10,12 +10,12 @@ from baton.connectors.multi import MultiSchedulerHalf
 from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.pull.metadata import FailedLoad, Order, PullMetadata, PullWorkerReport, ReadBlocks
-from baton.connectors.push.scheduler import PushSchedulerHalf
+from baton.connectors.pull.scheduler import PullSchedulerHalf
 from baton.contract import KVConnectorOutput
 from baton.core.kv_groups import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
-    Half: TypeAlias = PushSchedulerHalf
+    Half: TypeAlias = PullSchedulerHalf
     OffloadHalf: TypeAlias = OffloadSchedulerHalf
     MultiHalf: TypeAlias = MultiSchedulerHalf
 else:

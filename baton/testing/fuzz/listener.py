@@ -146,7 +146,7 @@ class _World:
         self.agent = PullAgent(_ME, _FINGERPRINT, self.timers)
         self.agent.announce([_CARD])
         self.hash = prompt_hash([1, 2, 3], 3)
-        lent = [self.agent.lend(self.now) for _ in range(NUM_LOANS)]
+        lent = [self.agent.producer.lend(self.now) for _ in range(NUM_LOANS)]
         self.loans = [loan_id for loan_id in lent if loan_id is not None]
         self.claimed = dict(zip(self.loans[:NUM_CLAIMED], range(11, 11 + NUM_CLAIMED), strict=True))
         for loan_id, claim in self.claimed.items():
@@ -154,18 +154,20 @@ class _World:
         self.fetched: dict[LoanId, int] = {}
         for counter in range(1, NUM_FETCHES + 1):
             loan_id = LoanId(_PRODUCER.epoch, counter)
-            held = self.agent.reserve(loan_id, _PRODUCER, self.now)
+            held = self.agent.consumer.reserve(loan_id, _PRODUCER, self.now)
             assert held is not None
-            self.agent.start(held, (Pair(0, 0),), self.now)
-            self.fetched[loan_id] = held
-        wanted = self.agent.want(_TRANSFER, _PRODUCER, self.hash, 3, 4, self.now)
+            self.agent.consumer.start(held[0], (Pair(0, 0),), self.now)
+            self.fetched[loan_id] = held[0]
+        wanted = self.agent.streams.want(_TRANSFER, _PRODUCER, self.hash, 3, 4, self.now)
         assert wanted is not None
-        self.wanted = wanted
-        self.agent.read_early(self.wanted, (Pair(0, 0),), 0, self.now)
-        assert self.agent.expect(_TRANSFER, self.hash, 3, self.now)
+        self.wanted = wanted[0]
+        self.agent.streams.ready(self.wanted, (Pair(0, 0),), 0, self.now)
+        assert self.agent.prefills.expect(_TRANSFER, self.hash, 3, self.now) is not None
         self.agent.greet(_PRODUCER, self.now)
         self.agent.take_envelopes()
-        self.unseen = list(self.agent.take_effects())
+        self.effects: list[object] = []
+        self.agent.on_free = self.effects.append
+        self.agent.on_effect = lambda effect, now: self.effects.append(effect)
 
     def cast(self) -> Cast:
         return Cast(
@@ -204,27 +206,33 @@ class _World:
         # A loan that had no claimer may be claimed and released by any peer that knows its id.
         found += [
             f"{effect} caused by a peer that may not cause it"
-            for effect in agent.take_effects()
+            for effect in self.effects
             if not (isinstance(effect, FreeLoan) and effect.loan_id not in self.claimed)
         ]
-        if agent.num_open_fetches != NUM_FETCHES + 1:
-            found.append(f"{agent.num_open_fetches} fetches are open, {NUM_FETCHES + 1} were begun")
+        if self._num_fetches != NUM_FETCHES + 1:
+            found.append(f"{self._num_fetches} fetches are open, {NUM_FETCHES + 1} were begun")
+        self.effects.clear()
         self.now = 1000.0 + timers.ttl_s - 0.001
         agent.wake(self.now)
-        if agent.num_open_loans < NUM_CLAIMED:
+        if agent.producer.num_open < NUM_CLAIMED:
             found.append("a loan ended before its time")
         self.now = 1000.0 + timers.ttl_s
         agent.wake(self.now)
-        ended = {getattr(effect, "loan_id", None) for effect in agent.take_effects()}
+        ended = {getattr(effect, "loan_id", None) for effect in self.effects}
         if still := self.claimed.keys() - ended:
             found.append(f"loans were extended by others than their claimer: {still}")
         self.now = 1000.0 + 2 * max(timers.loan_max_s, timers.deadline_s)
         for fetch in (*self.fetched.values(), self.wanted):
-            agent.read_ended(fetch, Pair(0, 0), False, self.now, "over")
+            for machine in (agent.streams, agent.consumer):
+                agent.carry_out(machine.read_ended(fetch, Pair(0, 0), False, self.now, "over"), self.now)
         agent.wake(self.now)
-        if agent.num_open_loans or agent.num_open_fetches:
-            found.append(f"still open: {agent.num_open_loans} loans, {agent.num_open_fetches} fetches")
+        if agent.producer.num_open or self._num_fetches:
+            found.append(f"still open: {agent.producer.num_open} loans, {self._num_fetches} fetches")
         return found
+
+    @property
+    def _num_fetches(self) -> int:
+        return self.agent.consumer.num_open + self.agent.streams.num_open
 
     def _hear(self, sender: Address, message: Message) -> None:
         self.agent.receive(Envelope(WIRE_VERSION, sender, _ME, (message,)), self.now)

@@ -1,6 +1,6 @@
-"""What D knows of one incoming handoff: what was offered, where it goes, and how far it has come.
+"""State of one fetch of D: what is offered, where it goes, and how far it has come.
 
-How it gets from state to state is in `borrower`.
+`fetches` moves it from state to state.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from baton.protocol.ticket import Ticket
 
 
 class State(enum.Enum):
+    """REFUSED and ENDED are final; see `fetches` for the transitions."""
+
     REFUSED = "refused"
     RESERVED = "reserved"
     FETCHING = "fetching"
@@ -32,12 +34,12 @@ class State(enum.Enum):
 
 @dataclass(slots=True)
 class Offer:
-    """What a request brought, verified."""
+    """What a producer has or will have for the request. Verified."""
 
     producer: Address
-    num_tokens: int  # Of the prompt, from its start, that the producer has or will have.
+    num_tokens: int  # Of the prompt, from its start.
     transfer_id: TransferId
-    ticket: Ticket | None = None  # A stream's comes from the producer, later.
+    ticket: Ticket | None = None  # None: of a stream, until the producer has sent it.
     min_tokens: int = 1  # Fewer are not worth a fetch.
 
 
@@ -45,21 +47,22 @@ class Offer:
 class Fetch:
     request_id: str
     state: State
-    offer: Offer | None = None
-    claim: int = 0
-    request: host.Request | None = None  # Of a stream, until its ticket has been judged.
-    covers_prompt: bool = False  # The ticket's tokens are the whole prompt, and nobody has gone on behind it.
-    first_token: int = 0  # Those before it were here already.
+    offer: Offer | None = None  # None: refused.
+    claim: int = 0  # Number of the claim in the machines.
+    request: host.Request | None = None  # Of a stream, until its ticket has been checked.
+    covers_prompt: bool = False  # The ticket is of the whole prompt, and its prefilled tokens are not taken.
+    first_token: int = 0  # Tokens before it were here already.
     num_moved_tokens: int = 0
-    tables: tuple[tuple[int, ...], ...] = ()  # Of each KV-cache group, from token 0 on.
+    tables: tuple[tuple[int, ...], ...] = ()  # Our blocks of each KV-cache group, from token 0 on.
+    moved_blocks: tuple[int, ...] = ()  # Of them, those that are read into, of all groups.
     group_routes: GroupRoutes = ONE_TABLE
     early: list[Part] = field(default_factory=list)  # Ordered while the prefill ran, in the run that counts.
-    unread: tuple[Part, ...] | None = None  # What is lent and not read yet; None: all that is missing here.
-    fetched_at: float = 0.0
-    reads_early: bool = False  # Its pairs are known, and what is announced is read.
-    is_started: bool = False  # Its pairs are known, and what is lent is read.
-    is_unused: bool = False  # Released by us before anything was fetched: no failure.
-    failed_early: bool = False  # Before anything was allocated for it.
+    unread: tuple[Part, ...] | None = None  # Parts of the loan not read yet; None: everything missing here.
+    fetched_at: float = 0.0  # Seconds.
+    reads_early: bool = False  # Its announced parts are being read.
+    is_started: bool = False  # Its loan is being read.
+    is_unused: bool = False  # Released before anything was fetched. This is no failure.
+    failed_early: bool = False  # Before any block was allocated for it.
     failure: FailureCode | None = None  # The first.
     is_finished: bool = False  # The host has ended the request.
     read_ends: list[ReadEnd] = field(default_factory=list)
@@ -67,10 +70,10 @@ class Fetch:
     def aim(
         self, block_ids: Sequence[Sequence[int]], num_external_tokens: int, identity: EngineIdentity
     ) -> None:
-        """Where the last `num_external_tokens` of the offer go: into these blocks, of each group.
+        """Read the last `num_external_tokens` of the offer into these blocks of each group.
 
         |<------- num_tokens of the offer ------>|
-        | computed here  |   num_external_tokens |      the latter have to move
+        | computed here  |   num_external_tokens |
         """
         assert self.offer is not None
         num_tokens, block_tokens = self.offer.num_tokens, identity.block_tokens
@@ -86,37 +89,34 @@ class Fetch:
         self.first_token = num_computed
         self.num_moved_tokens = num_external_tokens
         self.tables = tuple(tuple(table[:last]) for table in block_ids)
-
-    def moved_blocks(self, identity: EngineIdentity) -> tuple[int, ...]:
-        """Our blocks that are read into, of all groups."""
-        return blocks_from(self.first_token, self.tables, identity)
+        self.moved_blocks = blocks_from(num_computed, self.tables, identity)
 
 
 def blocks_from(
     first_token: int, tables: Sequence[Sequence[int]], identity: EngineIdentity
 ) -> tuple[int, ...]:
-    """Of all groups. Null blocks are none."""
+    """Blocks of all groups that hold tokens from `first_token` on, without null blocks."""
     first = first_token // identity.block_tokens
     null = {NULL_BLOCK_ID} if is_hybrid(identity.groups) else set()
     return tuple(block_id for table in tables for block_id in table[first:] if block_id not in null)
 
 
-def record_of(incoming: Fetch, num_moved_blocks: int, now: float) -> dict[str, Any]:
-    """One delivered transfer, for logs, metrics and the demo's table."""
-    assert incoming.offer is not None
-    ends = incoming.read_ends
+def record_of(fetch: Fetch, num_moved_blocks: int, now: float) -> dict[str, Any]:
+    """A delivered transfer, for logs, metrics and the demo's table."""
+    assert fetch.offer is not None
+    ends = fetch.read_ends
     nbytes = sum(end.nbytes for end in ends)
     wire_s = max((end.duration_s for end in ends), default=0.0)
-    late = incoming.unread or ()
+    late = fetch.unread or ()
     return {
-        "request_id": incoming.request_id,
-        "transfer_id": incoming.offer.transfer_id,
-        "producer": incoming.offer.producer.engine_id,
-        "tokens": incoming.num_moved_tokens,
-        "early_tokens": num_tokens_in([*incoming.early, *late]) - num_tokens_in(late),
+        "request_id": fetch.request_id,
+        "transfer_id": fetch.offer.transfer_id,
+        "producer": fetch.offer.producer.engine_id,
+        "tokens": fetch.num_moved_tokens,
+        "early_tokens": num_tokens_in([*fetch.early, *late]) - num_tokens_in(late),
         "blocks": num_moved_blocks,
         "bytes": nbytes,
-        "ms": round((now - incoming.fetched_at) * 1e3, 3),
+        "ms": round((now - fetch.fetched_at) * 1e3, 3),
         "wire_ms": round(wire_s * 1e3, 3),
         "gb_per_s": round(nbytes / wire_s / 1e9, 3) if wire_s > 0 else 0.0,
         "descriptors": sum(end.num_descriptors for end in ends),

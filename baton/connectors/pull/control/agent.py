@@ -1,30 +1,37 @@
-"""One engine's protocol machines behind one mailbox: envelopes and time in, envelopes and effects out.
+"""The protocol machines of one engine behind one mailbox: routes envelopes, time and effects.
 
-    envelope --admit--> producers, consumers, peers --effects--> Send: outbox    others: scheduler half
+    envelope, time --> machines --> Send: outbox        FreeLoan: Loans        other effects: Fetches
+                          ^                                                         |
+                          +------------- calls of Loans, Fetches, PrefillAnnouncer -+
 
-No lock, thread, socket or clock: whoever drives it (the control thread, a test, a simulator) brings them.
+`Loans`, `Fetches` and the announcer call their machines directly, and hand what these return to `carry_out`.
+No lock, thread, socket or clock: the caller (control thread, scheduler half, test) provides them.
 """
 
 from __future__ import annotations
 
+import logging
 from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Final, TypeAlias
 
-from baton.core.ids import Address, Epoch, LoanId, Pair, PromptHash, TransferId
+from baton.core.ids import Address, Epoch
 from baton.core.layout import ModelFingerprint
 from baton.core.reasons import FailureReason
 from baton.core.timers import Timers
-from baton.protocol.effects import Effect, PeerLost, Send, StreamEffect, pack_sends
-from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoutes
+from baton.protocol.effects import Effect, FreeLoan, PeerLost, Send, StreamEffect, pack_sends
 from baton.protocol.handshake import RankCard, encode_ranks
-from baton.protocol.messages import BlockTables, Envelope, Message
+from baton.protocol.messages import Envelope, Message
 from baton.protocol.peers import PeerTable, admit
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.pull_producer import PullProducer
 from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer
-from baton.protocol.ticket import Ticket
+
+logger = logging.getLogger(__name__)
+
+AnyEffect: TypeAlias = Effect | StreamEffect
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,10 +49,18 @@ class Machines:
     admit: Callable[[Address, Envelope], tuple[tuple[Message, ...], list[Send]]] = admit
 
 
-PRODUCTION = Machines()
+PRODUCTION: Final = Machines()
 
 
 class PullAgent:
+    """The machines of one engine. Every call needs the lock of the caller.
+
+    Args:
+        address: engine id and epoch of this process.
+        fingerprint: of the model; peers with another one are refused.
+        timers: of all machines, seconds.
+    """
+
     def __init__(
         self,
         address: Address,
@@ -55,28 +70,36 @@ class PullAgent:
     ) -> None:
         self.address = address
         self._admit = machines.admit
-        self._producer = machines.producer(address.epoch, timers)
-        self._consumer = machines.consumer(timers)
-        self._prefills = machines.prefills(timers)
-        self._streams = machines.streams(timers, self._consumer, fingerprint.num_layers)
-        self._peers = machines.peers(address, fingerprint, timers)
-        self._machines = (self._producer, self._consumer, self._prefills, self._streams, self._peers)
+        self.producer = machines.producer(address.epoch, timers)
+        self.consumer = machines.consumer(timers)
+        self.prefills = machines.prefills(timers)
+        self.streams = machines.streams(timers, self.consumer, fingerprint.num_layers)
+        self.peers = machines.peers(address, fingerprint, timers)
+        self._machines = (self.producer, self.consumer, self.prefills, self.streams, self.peers)
         self._sends: list[Send] = []
-        self._effects: deque[Effect | StreamEffect] = deque()
+        self._effects: deque[AnyEffect] = deque()
+        self._is_handing_over = False
+        self.num_effects = 0  # Given to their owners so far.
+        # Bound by the owners of loans and of fetches, and by the half that counts faults.
+        self.on_free: Callable[[FreeLoan], None] = lambda effect: None
+        self.on_effect: Callable[[AnyEffect, float], None] = lambda effect, now: None
+        self.on_fault: Callable[[], None] = lambda: None
 
-    # --- Driver --------------------------------------------------------------------------------
+    # --- Messages and time -----------------------------------------------------------------------
 
     def receive(self, envelope: Envelope, now: float) -> None:
         messages, answers = self._admit(self.address, envelope)
-        self._carry_out(answers, now)
+        self._queue(answers, now)
         for message in messages:
             for machine in self._machines:
-                self._carry_out(machine.receive(envelope.sender, message, now), now)
+                self._queue(machine.receive(envelope.sender, message, now), now)
+        self._hand_over(now)
 
     def wake(self, now: float) -> None:
-        """Do what is due by now."""
+        """Do what is due."""
         for machine in self._machines:
-            self._carry_out(machine.wake(now), now)
+            self._queue(machine.wake(now), now)
+        self._hand_over(now)
 
     @property
     def next_deadline(self) -> float:
@@ -91,171 +114,60 @@ class PullAgent:
     def has_envelopes(self) -> bool:
         return bool(self._sends)
 
-    @property
-    def has_effects(self) -> bool:
-        """Something waits for `take_effects`."""
-        return bool(self._effects)
-
-    # --- Scheduler half ------------------------------------------------------------------------
-
-    def take_effects(self) -> Iterable[Effect | StreamEffect]:
-        """In order, each once. Carrying one out may lead to more, which come after."""
-        while self._effects:
-            yield self._effects.popleft()
+    # --- Owners of machines ----------------------------------------------------------------------
 
     def announce(self, cards: list[RankCard]) -> None:
-        """From now on peers may read our memory."""
-        self._peers.announce(encode_ranks(cards))
+        """From now on peers can read the memory of these ranks."""
+        self.peers.announce(encode_ranks(cards))
 
-    def lend(self, now: float) -> LoanId | None:
-        return self._producer.lend(now)
+    def carry_out(self, effects: Iterable[AnyEffect], now: float) -> None:
+        """Put messages into the outbox, and give other effects to their owners, in order.
 
-    def keep(self, now: float, hold_s: float) -> LoanId | None:
-        return self._producer.keep(now, hold_s)
-
-    def give_up(self, loan_id: LoanId, now: float) -> bool:
-        """End a loan that nobody has claimed; False if somebody has."""
-        effects = self._producer.give_up(loan_id)
-        self._carry_out(effects, now)
-        return bool(effects)
-
-    def drain(self, deadline: float) -> None:
-        self._producer.drain(deadline)
+        Effects that an owner causes while it handles one come after those that wait already.
+        """
+        self._queue(effects, now)
+        self._hand_over(now)
 
     def greet(self, peer: Address, now: float) -> None:
-        """Leads to PeerReady or PeerLost, unless it is known already."""
-        self._carry_out(self._peers.want(peer, now), now)
-
-    def reserve(self, loan_id: LoanId, producer: Address, now: float) -> int | None:
-        """Claim a loan; None if another request here has claimed it."""
-        reserved = self._consumer.reserve(loan_id, producer, now)
-        if reserved is None:
-            return None
-        claim, effects = reserved
-        self._carry_out(effects, now)
-        return claim
-
-    def want(
-        self,
-        transfer_id: TransferId,
-        producer: Address,
-        prompt_hash: PromptHash,
-        num_tokens: int,
-        block_tokens: int | None,
-        now: float,
-    ) -> int | None:
-        """Claim what a producer computes under this name; None if another request here waits for it."""
-        wanted = self._streams.want(transfer_id, producer, prompt_hash, num_tokens, block_tokens, now)
-        if wanted is None:
-            return None
-        claim, effects = wanted
-        self._carry_out(effects, now)
-        return claim
-
-    def read_early(
-        self,
-        claim: int,
-        pairs: tuple[Pair, ...],
-        first_token: int,
-        now: float,
-        *,
-        block_tokens: int | None = None,
-        group_routes: GroupRoutes = ONE_TABLE,
-    ) -> None:
-        """From now on read what is announced, behind the first `first_token` tokens.
-
-        `block_tokens` are the producer's, if it has not introduced itself.
-        """
-        ready = self._streams.ready(
-            claim, pairs, first_token, now, block_tokens=block_tokens, group_routes=group_routes
-        )
-        self._carry_out(ready, now)
-
-    def accept(self, claim: int, ticket: Ticket, now: float) -> None:
-        self._carry_out(self._streams.accept(claim, ticket, now), now)
-
-    def refuse(self, claim: int, reason: FailureReason, now: float) -> None:
-        self._carry_out(self._streams.refuse(claim, reason, now), now)
-
-    def start(self, claim: int, pairs: tuple[Pair, ...], now: float) -> None:
-        self._carry_out(self._consumer.start(claim, pairs, now), now)
-
-    def read_ended(self, claim: int, pair: Pair, ok: bool, now: float, error: str) -> None:
-        for machine in (self._streams, self._consumer):
-            self._carry_out(machine.read_ended(claim, pair, ok, now, error), now)
-
-    def abort(self, claim: int, now: float) -> None:
-        for machine in (self._streams, self._consumer):
-            self._carry_out(machine.abort(claim, now), now)
+        """Leads to PeerReady or PeerLost, unless the peer is known already."""
+        self.carry_out(self.peers.want(peer, now), now)
 
     def lose(self, peer: Address, reason: FailureReason, now: float) -> None:
-        """Fail whatever is fetched from it: it cannot be used, for a reason that only we know."""
-        for machine in (self._streams, self._consumer):
-            self._carry_out(machine.peer_lost(peer, reason, now), now)
+        """Fail everything that is fetched from this peer."""
+        self._lose(peer, reason, now)
+        self._hand_over(now)
 
-    # --- Prefills that somebody may read along -------------------------------------------------
+    # --- Parts -----------------------------------------------------------------------------------
 
-    def expect(self, transfer_id: TransferId, prompt_hash: PromptHash, num_tokens: int, now: float) -> bool:
-        """False: the name is in use; this prefill is lent as any other, when it has ended."""
-        sends = self._prefills.expect(transfer_id, prompt_hash, num_tokens, now)
-        self._carry_out(sends or (), now)
-        return sends is not None
-
-    def prefill_progress(
-        self,
-        transfer_id: TransferId,
-        num_tokens: int,
-        block_ids: BlockTables,
-        now: float,
-        *,
-        partial_tokens: int = 0,
-        partial_layers: int = 0,
-        first_blocks: tuple[int, ...] = (),
-    ) -> None:
-        sends = self._prefills.progress(
-            transfer_id,
-            num_tokens,
-            block_ids,
-            now,
-            partial_tokens=partial_tokens,
-            partial_layers=partial_layers,
-            first_blocks=first_blocks,
-        )
-        self._carry_out(sends, now)
-
-    def prefill_preempted(self, transfer_id: TransferId, now: float) -> None:
-        self._carry_out(self._prefills.preempted(transfer_id, now), now)
-
-    def prefill_finished(self, transfer_id: TransferId, ticket: str, now: float) -> None:
-        self._carry_out(self._prefills.finished(transfer_id, ticket, now), now)
-
-    def prefill_failed(self, transfer_id: TransferId, reason: str, now: float) -> None:
-        self._carry_out(self._prefills.failed(transfer_id, reason, now), now)
-
-    def is_unwanted(self, transfer_id: TransferId) -> bool:
-        return self._prefills.is_unwanted(transfer_id)
-
-    @property
-    def num_open_loans(self) -> int:
-        return self._producer.num_open
-
-    @property
-    def num_open_fetches(self) -> int:
-        return self._consumer.num_open + self._streams.num_open
-
-    @property
-    def num_open_streams(self) -> int:
-        """Those of the fetches whose prefill has not ended, as far as we know."""
-        return self._streams.num_open
-
-    def _carry_out(self, effects: Iterable[Effect | StreamEffect], now: float) -> None:
+    def _queue(self, effects: Iterable[AnyEffect], now: float) -> None:
         for effect in effects:
-            match effect:
-                case Send():
-                    self._sends.append(effect)
-                case PeerLost(address, reason):
-                    # First the peer, then what fails with it: the order in which ranks have to hear of it.
-                    self._effects.append(effect)
-                    self.lose(address, reason, now)
-                case _:
-                    self._effects.append(effect)
+            if isinstance(effect, Send):
+                self._sends.append(effect)
+                continue
+            self._effects.append(effect)
+            if isinstance(effect, PeerLost):
+                # The ranks have to learn of the lost peer before they learn which reads failed with it.
+                self._lose(effect.address, effect.reason, now)
+
+    def _lose(self, peer: Address, reason: FailureReason, now: float) -> None:
+        for machine in (self.streams, self.consumer):
+            self._queue(machine.peer_lost(peer, reason, now), now)
+
+    def _hand_over(self, now: float) -> None:
+        if self._is_handing_over or not self._effects:
+            return
+        self._is_handing_over = True
+        try:
+            while self._effects:
+                effect = self._effects.popleft()
+                self.num_effects += 1
+                try:
+                    if isinstance(effect, FreeLoan):
+                        self.on_free(effect)
+                    else:
+                        self.on_effect(effect, now)
+                except Exception:  # A bug of ours costs this effect; what waits for it ends by its deadline.
+                    logger.exception("could not carry out %s; the engine goes on", type(effect).__name__)
+                    self.on_fault()
+        finally:
+            self._is_handing_over = False

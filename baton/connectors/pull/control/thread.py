@@ -1,15 +1,13 @@
-"""The thin shell around an agent: one thread that owns the control channel and wakes when something is due.
+"""Control thread: owns the control channel of an engine, and wakes when a frame arrives or a timer is due.
 
     frame --open--> agent.receive      agent.take_envelopes --sign--> frame      deadline --> agent.wake
-                          |
-                          +-- effects for the engine's thread --> on_effects
 
 The engine's thread and this one share the agent under one lock, held as long as a machine takes to answer.
 A long engine step delays nothing here: leases are renewed while the model computes.
 
-A frame reaches the agent only if its sender wrote it, and a Stranger only if it came by the way that leads to
-the engine that it is about. So another member of the cluster can neither speak in a peer's name nor have its
-answers sent elsewhere.
+A frame reaches the agent only if the sender that it names has signed it. A Stranger reaches it only over the
+route that leads to the engine that it is about. So another member of the cluster can neither send in a peer's
+name nor redirect the answers to a peer.
 
 A turn that raises is logged, and the thread goes on with the agent's state. After RESTARTS_MAX of them in
 RESTARTS_S seconds it dies, and its owner raises ConnectorDead.
@@ -41,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 SLEEP_MAX_S = 60.0
 GOODBYE_S = 0.05  # For the last frames to leave; a peer that misses them waits for its deadline.
-ROUTES_MAX = 4096  # Peers whose way we remember; the one unused for longest goes first.
+ROUTES_MAX = 4096  # Peers whose route is remembered; the one unused for longest is forgotten first.
 RESTARTS_MAX = 5
 RESTARTS_S = 60.0
 
@@ -67,8 +65,8 @@ class ControlThread:
         *,
         on_effects: Callable[[], None] = lambda: None,
     ) -> None:
-        """`on_effects` is called on this thread, without the lock, when the agent has effects to take, or
-        when the thread has died."""
+        """`on_effects` is called on this thread, without the lock, when a frame or the time has had effects,
+        or when the thread has died."""
         self._agent = agent
         self._lock = lock
         self._channel = channel
@@ -77,6 +75,7 @@ class ControlThread:
         self._on_effects = on_effects
         self._ways: OrderedDict[Address, _Way] = OrderedDict()
         self._restarts: deque[float] = deque(maxlen=RESTARTS_MAX)
+        self._has_news = False  # Effects since the last call of `on_effects`.
         self._closing = False
         self._death: BaseException | None = None
         self._thread: threading.Thread | None = None
@@ -137,10 +136,12 @@ class ControlThread:
 
     def _turn(self) -> None:
         with self._lock:
+            num_effects = self._agent.num_effects
             self._agent.wake(self._clock())
-            has_effects = self._agent.has_effects
-        if has_effects:
-            self._on_effects()  # Which may have something to send, and soon.
+            self._has_news |= self._agent.num_effects > num_effects
+        if self._has_news:
+            self._has_news = False
+            self._on_effects()
         with self._lock:
             now = self._clock()
             outgoing = self._take_outgoing()
@@ -152,7 +153,7 @@ class ControlThread:
             self._receive(received.route, received.frame)
 
     def _say_goodbye(self) -> None:
-        """What a shutdown still has to say (loans released) goes out if it goes out at once."""
+        """Send what a shutdown has left (loans released), if it can be sent at once."""
         with self._lock:
             outgoing = self._take_outgoing()
         for envelope, way in outgoing:
@@ -169,13 +170,13 @@ class ControlThread:
         except PeerError as error:
             self.num_bad_frames += 1
             self.num_forged_frames += isinstance(error, ForgedFrame)
-            # The first, second, fourth, ...: a peer that sends nothing else must not fill the log.
+            # Warn of the first, second, fourth, ... frame, so that one peer cannot fill the log.
             is_news = self.num_bad_frames & (self.num_bad_frames - 1) == 0
             level = logging.WARNING if is_news else logging.DEBUG
             logger.log(level, "dropped a control frame, number %d: %s", self.num_bad_frames, error)
             return
         envelope, way = opened.envelope, _Way(route, opened.public_key)
-        if not opened.is_proved:  # For another incarnation; only the answer to that goes back, the same way.
+        if not opened.is_proved:  # For another incarnation of this engine: only that is answered.
             _, answers = admit(self._agent.address, envelope)
             for answer in pack_sends(self._agent.address, answers):
                 self._send(answer, way)
@@ -187,11 +188,13 @@ class ControlThread:
                 self._remember(envelope.sender, way)
             messages = tuple(self._believed(envelope.messages, route))
             if messages:
+                num_effects = self._agent.num_effects
                 self._agent.receive(msgspec.structs.replace(envelope, messages=messages), self._clock())
+                self._has_news |= self._agent.num_effects > num_effects
 
     def _believed(self, messages: Iterable[Message], route: Destination) -> Iterable[Message]:
-        """Without each Stranger about an engine that is reached by another way: only who answers there knows
-        that it is gone."""
+        """Without each Stranger about an engine that is reached by another route: only the process that
+        listens there knows that the engine is gone."""
         for message in messages:
             if isinstance(message, Stranger):
                 way = self._ways.get(message.about)
@@ -201,8 +204,8 @@ class ControlThread:
 
     def _send(self, envelope: Envelope, way: _Way | None) -> None:
         if way is None:
-            logger.debug("no way to %s; dropped what it would have been told", envelope.target)
-            return  # As a network might: whoever waits for it asks again.
+            logger.debug("no route to %s; dropped a message to it", envelope.target)
+            return  # A network loses messages too: the peer that waits asks again.
         try:
             self._channel.send(way.route, self._key.sign(envelope, way.public_key))
         except (PeerError, TransferError) as error:

@@ -11,11 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from baton.connectors.pull.metadata import PullMetadata
 from baton.connectors.pull.scheduler import PullSchedulerHalf
-from baton.connectors.push.scheduler import PushSchedulerHalf
+from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.contract import KVConnectorOutput
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.timers import Timers
@@ -72,7 +73,7 @@ class Host(Process[FastFaults]):
             "machines": self._noted_machines(),
         }
         if cluster.is_push:
-            return PushSchedulerHalf(identity, layer_reports=self._layer_reports, **how)
+            how["announcer"] = partial(PrefillAnnouncer, layer_reports=self._layer_reports)
         return PullSchedulerHalf(identity, **how)
 
     def _noted_machines(self) -> Any:
@@ -145,7 +146,7 @@ class Host(Process[FastFaults]):
 
     def settle(self) -> None:
         """Run a step if the last hook or frame has given the half something to do."""
-        if self.port.has_effects:
+        if self.port.had_effects() or self.half.has_pending_block_frees():
             self.step()
 
     def step(self, computed: int = 0) -> None:

@@ -62,7 +62,7 @@ def identity_of(
         is_producer=True,
         is_consumer=True,
         recomputes_failed_loads=True,
-        raises_user_errors=True,
+        raises_user_errors=False,
         secret=SECRET,
         settings=settings,
         does_push=isinstance(settings, PushSettings),

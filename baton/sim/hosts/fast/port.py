@@ -44,6 +44,7 @@ class Port:
 
     def __init__(self, host: Host, agent: PullAgent) -> None:
         self._host, self._agent, self._world = host, agent, host.world
+        self._num_effects = 0
         self._armed_at = NEVER  # True time.
         self.is_stale = False  # The timer has to be looked at when the event ends.
 
@@ -69,9 +70,10 @@ class Port:
                 self._host.cluster.wire.send(self._host.engine_id, envelope)
         self.is_stale = True
 
-    @property
-    def has_effects(self) -> bool:
-        return self._agent.has_effects
+    def had_effects(self) -> bool:
+        """Since the last look."""
+        num_effects, self._num_effects = self._num_effects, self._agent.num_effects
+        return self._num_effects > num_effects
 
     # --- Frames -----------------------------------------------------------------------------------
 

@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from baton.connectors.push.scheduler import PushSchedulerHalf
 from baton.core.ids import EngineId, RequestId, TransferId
 from baton.sim.hosts.fast.cluster import Cluster
 from baton.sim.hosts.fast.facts import Landing
@@ -219,7 +218,6 @@ class PushRouter(Router):
 
 
 def _introduction(host: Host) -> tuple[Host, str]:
-    assert isinstance(host.half, PushSchedulerHalf)
     text = host.half.introduction()
     assert text is not None
     return host, text

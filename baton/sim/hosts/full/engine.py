@@ -25,7 +25,7 @@ from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.pull.control.agent import PullAgent
-from baton.connectors.push.scheduler import PushSchedulerHalf
+from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.settings import PushSettings
 from baton.connectors.push.worker import PushWorkerHalf
 from baton.contract import (
@@ -119,10 +119,10 @@ class Engine(Process[FullFaults]):
             "control": lambda agent, lock: self._station(agent, lock, key),
             "machines": self.cluster.parts.machines,
         }
-        half: type[PullSchedulerHalf] = PullSchedulerHalf
         if self.cluster.mode == "push":
-            half, how["layer_reports"] = PushSchedulerHalf, self._hear_layers
-        self.half = _with_methods(half, self.cluster.parts.half)(self._identity(config), **how)
+            how["announcer"] = partial(PrefillAnnouncer, layer_reports=self._hear_layers)
+        half = _with_methods(PullSchedulerHalf, self.cluster.parts.half)
+        self.half = half(self._identity(config), **how)
         self.offload: OffloadSchedulerHalf | None = None
         self.connector: KVConnectorSchedulerHalf = self.half
         if spec.offload is not None:

@@ -1,0 +1,240 @@
+"""When the reads of a fetch begin, and what D's scheduler half orders the ranks to do.
+
+    a ticket, or an announcement of a stream    the ticket of a stream is opened and checked here
+    blocks to fill                              allocated: FETCHING
+    pairs of ranks, and tables                  the peer is ready: `ReadPlanner`
+
+Once all three are there, the machine is told to start. A plan that cannot be made fails every fetch from the
+peer; a ticket that is refused fails its claim. Orders leave with the next step's metadata, in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from baton.connectors.pull.consumer.fetch import Fetch, State
+from baton.connectors.pull.control.agent import PullAgent
+from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.intent import check_offer
+from baton.connectors.pull.metadata import EndReads, FailedLoad, LosePeer, MeetPeer, Order, ReadBlocks
+from baton.core.errors import BadTransferParams
+from baton.core.ids import Address, Pair
+from baton.core.layout import RankLayout
+from baton.core.reasons import FailureCode, FailureReason
+from baton.protocol.effects import Part
+from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, GroupRoutes, plan_group_routes
+from baton.protocol.handshake import RankCard
+from baton.protocol.plan import PlanError, plan_pairs_of_layouts
+from baton.protocol.ticket import Ticket, open_ticket
+
+_NOTHING_MORE = Part(0, 0)
+
+
+class RankOrders:
+    """Orders that have not left yet, and the peers that the ranks know."""
+
+    def __init__(self) -> None:
+        self.pending: list[Order] = []
+        self._cards: dict[Address, tuple[RankCard, ...]] = {}  # Of peers that are ready.
+        self._known_to_ranks: set[Address] = set()
+
+    # --- Peers -----------------------------------------------------------------------------------
+
+    def peer_ready(self, address: Address, cards: tuple[RankCard, ...]) -> None:
+        self._cards[address] = cards
+
+    def peer_lost(self, address: Address) -> None:
+        self._cards.pop(address, None)
+        if address in self._known_to_ranks:
+            self._known_to_ranks.discard(address)
+            self.pending.append(LosePeer(address))
+
+    def cards_of(self, address: Address) -> tuple[RankCard, ...] | None:
+        """None: the peer is not ready."""
+        return self._cards.get(address)
+
+    # --- Reads -----------------------------------------------------------------------------------
+
+    def read_lent(self, fetch: Fetch, pairs: Sequence[Pair]) -> None:
+        """Read everything that the ticket lends and that is not here yet."""
+        assert fetch.offer is not None
+        ticket = fetch.offer.ticket
+        assert ticket is not None
+        if fetch.unread is None:
+            prompt = GroupedPrompt(fetch.group_routes, ticket.num_tokens, ticket.block_tokens)
+            fetch.unread = prompt.cut([Part(fetch.first_token, fetch.num_moved_tokens)])
+        parts = fetch.unread or (_NOTHING_MORE,)
+        for part in parts:
+            table = ticket.table_of(part.groups.remote if part.groups is not None else 0)
+            self._read(fetch, pairs, part, table, is_last=part is parts[-1])
+
+    def read_early(
+        self, fetch: Fetch, pairs: Sequence[Pair], part: Part, remote_blocks: tuple[int, ...]
+    ) -> None:
+        """Read what a stream has announced; more parts will follow."""
+        fetch.early.append(part)
+        self._read(fetch, pairs, part, remote_blocks, is_last=False)
+
+    def cancel_reads(self, fetch: Fetch) -> None:
+        """What was read early does not count."""
+        fetch.early.clear()
+        self.pending.append(EndReads(fetch.claim))
+
+    def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
+        """`block_ids`: ours, of all groups, that are not filled."""
+        self.pending.append(FailedLoad(request_id, block_ids))
+
+    # --- What leaves -----------------------------------------------------------------------------
+
+    def take(self) -> tuple[Order, ...]:
+        orders, self.pending = tuple(self.pending), []
+        return orders
+
+    def take_urgent(self) -> tuple[Order, ...]:
+        """Those that need not wait for a step; the others stay."""
+        urgent = tuple(order for order in self.pending if not isinstance(order, FailedLoad))
+        self.pending = [order for order in self.pending if isinstance(order, FailedLoad)]
+        return urgent
+
+    def _read(
+        self,
+        fetch: Fetch,
+        pairs: Sequence[Pair],
+        part: Part,
+        remote_blocks: tuple[int, ...],
+        *,
+        is_last: bool,
+    ) -> None:
+        """A rank meets a peer before its first read from it."""
+        assert fetch.offer is not None
+        producer = fetch.offer.producer
+        if producer not in self._known_to_ranks:
+            self._known_to_ranks.add(producer)
+            self.pending.append(MeetPeer(producer, self._cards[producer]))
+        self.pending.append(
+            ReadBlocks(
+                fetch.claim,
+                producer,
+                tuple(pairs),
+                part.first_token,
+                part.num_tokens,
+                fetch.tables[part.groups.local if part.groups is not None else 0],
+                remote_blocks,
+                part.layers,
+                is_last,
+                part.groups,
+                is_tail=part.first_token + part.num_tokens == fetch.offer.num_tokens,
+            )
+        )
+
+
+class ReadPlanner:
+    """Through which pairs of ranks, and which block tables, the KV of a producer gets here.
+
+    Args:
+        rotation: engines with different numbers read the same data from different replicated ranks.
+    """
+
+    def __init__(self, identity: EngineIdentity, rotation: int) -> None:
+        self._identity = identity
+        self._rotation = rotation
+        self._own_layouts: list[RankLayout] = []
+
+    def registered(self, layouts: Sequence[RankLayout]) -> None:
+        """The memory of our own ranks is known."""
+        self._own_layouts = list(layouts)
+
+    def pairs(self, ranks: Sequence[RankCard]) -> tuple[Pair, ...]:
+        """Of a producer's ranks and ours. Raises PlanError."""
+        theirs = [card.layout for card in ranks]
+        return plan_pairs_of_layouts(theirs, self._own_layouts, rotation=self._rotation)
+
+    def group_routes(self, ranks: Sequence[RankCard]) -> GroupRoutes:
+        """Through which tables the layers move. Raises PlanError."""
+        theirs = [card.layout for card in ranks]
+        if not self._identity.has_block_tables and not any(
+            layer.group for layout in theirs for layer in layout.layers
+        ):
+            return ONE_TABLE
+        return plan_group_routes(theirs, self._own_layouts, self._identity.windows)
+
+    def check_windows(self, group_routes: GroupRoutes, ticket: Ticket) -> None:
+        """Raises PlanError for groups that are not those of the ticket."""
+        for groups, _, window in group_routes:
+            if groups is None:
+                if len(ticket.windows) > 1:
+                    raise PlanError(f"layouts of one cache group, and a ticket of {len(ticket.windows)}")
+                continue
+            if groups.remote >= len(ticket.windows):
+                raise PlanError(
+                    f"layers of cache group {groups.remote}, and a ticket of {len(ticket.windows)}"
+                )
+            if ticket.windows[groups.remote] not in (None, window):
+                raise PlanError(f"layers see {window} tokens here and {ticket.windows[groups.remote]} there")
+
+
+class ReadStart:
+    """Starts the reads of fetches. `orders` knows which peers are ready."""
+
+    def __init__(self, agent: PullAgent, identity: EngineIdentity, orders: RankOrders) -> None:
+        self._agent = agent
+        self._identity = identity
+        self._orders = orders
+        self.planner = ReadPlanner(identity, rotation=agent.address.epoch)
+
+    def open_ticket(self, fetch: Fetch, text: str, now: float) -> None:
+        """Of a stream. The machine checks that it is for the blocks that were announced."""
+        assert fetch.request is not None, "a stream ends once"
+        request, fetch.request = fetch.request, None
+        streams, identity = self._agent.streams, self._identity
+        try:
+            ticket = open_ticket(text, identity.ticket_key, identity.previous_ticket_key)
+            check_offer(ticket, request, identity)
+        except BadTransferParams as error:
+            reason = FailureReason(FailureCode.TICKET_REFUSED, str(error))
+            self._agent.carry_out(streams.refuse(fetch.claim, reason, now), now)
+        else:
+            self._agent.carry_out(streams.accept(fetch.claim, ticket, now), now)
+
+    def start_if_ready(self, fetch: Fetch, now: float) -> None:
+        """Call it when any of the three has come. Reads start once."""
+        assert fetch.offer is not None
+        producer = fetch.offer.producer
+        ranks = self._orders.cards_of(producer)
+        if fetch.state is not State.FETCHING or ranks is None or fetch.is_started:
+            return
+        ticket = fetch.offer.ticket
+        if ticket is None and fetch.reads_early:
+            return
+        try:
+            pairs = self.planner.pairs(ranks)
+            fetch.group_routes = self.planner.group_routes(ranks)
+            if ticket is not None:
+                self.planner.check_windows(fetch.group_routes, ticket)
+        except PlanError as error:
+            self._agent.lose(producer, FailureReason(FailureCode.LAYOUT_MISMATCH, str(error)), now)
+            return
+        if ticket is not None:
+            fetch.is_started = True
+            self._agent.carry_out(self._agent.consumer.start(fetch.claim, pairs, now), now)
+        else:
+            self._read_early(fetch, pairs, ranks[0].layout.block_tokens, now)
+
+    def _read_early(self, fetch: Fetch, pairs: tuple[Pair, ...], block_tokens: int, now: float) -> None:
+        """`block_tokens`: the producer's."""
+        fetch.reads_early = True
+        streams, ours = self._agent.streams, self._identity.block_tokens
+        if fetch.group_routes != ONE_TABLE and block_tokens != ours:
+            text = f"blocks of another size, {block_tokens} tokens and not {ours}: groups need the same"
+            reason = FailureReason(FailureCode.BLOCK_SIZE_MISMATCH, text)
+            self._agent.carry_out(streams.refuse(fetch.claim, reason, now), now)  # As its ticket would be.
+            return
+        effects = streams.ready(
+            fetch.claim,
+            pairs,
+            fetch.first_token,
+            now,
+            block_tokens=block_tokens,
+            group_routes=fetch.group_routes,
+        )
+        self._agent.carry_out(effects, now)
