@@ -216,7 +216,9 @@ def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tupl
     if kinds is None:
         return tuple(window if slides else None for slides in _sliding(config, family, num_layers))
     if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise config_error(f"must name one kind for each of the {num_layers} layers", "layer_types")
+        raise config_error(
+            f"must be a list of {num_layers} kinds, one per layer, is {kinds!r:.100}", "layer_types"
+        )
     known = {"sliding_attention": window, "full_attention": None}
     for kind in kinds:
         if not isinstance(kind, str) or kind not in known:

@@ -94,7 +94,10 @@ def weight_files(folder: str | Path) -> list[Path]:
     elif (root / SINGLE_FILE).exists():
         files = [root / SINGLE_FILE]
     else:
-        raise UserError(f"neither {SINGLE_FILE} nor {INDEX_FILE} is in {root}", field="model")
+        raise UserError(
+            f"neither {SINGLE_FILE} nor {INDEX_FILE} is in {root}; convert the weights to safetensors",
+            field="model",
+        )
     for file in files:
         if file.parent != root or not file.is_file():
             raise UserError(f"names {file.name}, which is not in {root}", field=f"{INDEX_FILE}: weight_map")
