@@ -334,7 +334,7 @@ class EngineClient:
         self._buried.set()
 
     def _die(self, how: str) -> None:
-        """From now on nothing will come; whoever waits hears why. The first reason stays."""
+        """No output will arrive from now on. Waiting callers get the reason; the first reason stays."""
         if self._death is not None:
             return
         self._hang_watch.stop()

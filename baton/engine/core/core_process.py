@@ -223,7 +223,7 @@ def _start(channel: Channel) -> tuple[EngineCore, Start] | None:
     except Exception as error:  # This process ends; the front end gets the reason.
         if not isinstance(error, UserError):  # The front end shows a UserError's text, which is enough.
             logger.exception("the engine core could not start")
-        _say_last(channel, StartFailed(_text(error), isinstance(error, UserError)))
+        _send_last(channel, StartFailed(_text(error), isinstance(error, UserError)))
         sys.exit(1)
     # Objects that exist now live as long as the process; the collector need not visit them again.
     gc.collect()
@@ -249,7 +249,7 @@ def _restart(start: Start, channel: Channel) -> EngineCore:
         return EngineCore(start.config, start.connector_factory)
     except Exception as error:  # As above.
         logger.exception("the engine core could not start its ranks anew")
-        _say_last(channel, Stopped(f"it could not start its ranks anew: {_text(error)}"))
+        _send_last(channel, Stopped(f"it could not start its ranks anew: {_text(error)}"))
         sys.exit(1)
 
 
@@ -282,17 +282,17 @@ def _run_until_a_rank_dies(
     except ExecutorDied as death:
         logger.error("%s", death)
         if loop.is_draining or not restarts.may_restart():
-            _say_last(channel, Stopped(_text(death)))
+            _send_last(channel, Stopped(_text(death)))
             sys.exit(1)
         loop.hand_over_death(death)
         return death
     except Stopping as stopping:
-        _say_last(channel, Stopped(str(stopping)))
+        _send_last(channel, Stopped(str(stopping)))
     except ChannelClosed:
         logger.warning("the front end is gone; ending")
     except Exception as error:  # As above.
-        logger.exception("the engine core cannot go on")
-        _say_last(channel, Stopped(_text(error)))
+        logger.exception("the engine core cannot continue")
+        _send_last(channel, Stopped(_text(error)))
         sys.exit(1)
     finally:
         core.shutdown()
@@ -304,9 +304,9 @@ def _text(error: Exception) -> str:
     return str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
 
 
-def _say_last(channel: Channel, message: FromCore) -> None:
+def _send_last(channel: Channel, message: FromCore) -> None:
     try:
         channel.send_nowait(msgspec.msgpack.encode(message))
         channel.flush(LAST_WORDS_S)
     except ChannelClosed:
-        logger.warning("nobody heard: %s", message)
+        logger.warning("the front end is gone; not sent: %s", message)
