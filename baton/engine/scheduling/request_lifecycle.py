@@ -21,6 +21,8 @@ from baton.engine.scheduling.state import SchedulerState
 class RequestLifecycle:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
+        self._counts = state.counts
+        self._num_tokens_max = state.num_tokens_max
         self._outputs: list[EngineOutput] = []  # Not handed out yet.
         self._finished_ids: set[str] = set()  # Not sent to the ranks yet.
 
@@ -56,7 +58,7 @@ class RequestLifecycle:
         if logprobs is not None and request.kv_transfer_params is not None:
             request.output_logprobs += logprobs
         prompt_logprobs = request.take_prompt_logprobs()
-        self._state.counts.num_generation_tokens += len(token_ids)
+        self._counts.num_generation_tokens += len(token_ids)
         if final is None:
             self._outputs.append(
                 EngineOutput(
@@ -85,7 +87,7 @@ class RequestLifecycle:
         num_output = num_tokens - request.num_prompt_tokens
         if token_id in request.stop_token_ids and num_output >= request.min_tokens:
             return RequestStatus.FINISHED_STOPPED
-        if num_output >= request.max_tokens or num_tokens >= self._state.num_tokens_max:
+        if num_output >= request.max_tokens or num_tokens >= self._num_tokens_max:
             return RequestStatus.FINISHED_LENGTH_CAPPED
         return None
 

@@ -268,5 +268,6 @@ class Scheduler:
             num_kv_connector_errors=self._connector.take_num_errors(),
             kv_connector_retired=self._connector.is_retired,
             kv_connector_stats=connector_stats,
-            **self._state.take_counts(),
+            num_preempted=self.queues.take_num_preempted(),
+            **self._state.counts.take(),
         )

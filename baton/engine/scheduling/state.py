@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
+from dataclasses import dataclass
 
 from baton.contract import KVConnectorSchedulerHalf
 from baton.core.config import EngineConfig
@@ -14,7 +14,8 @@ from baton.engine.scheduling.queues import RequestQueues
 from baton.engine.scheduling.remote_kv import RemoteKV
 
 
-class StepCounts(msgspec.Struct):
+@dataclass(slots=True)  # A msgspec.Struct sets its fields more slowly, once for each token.
+class StepCounts:
     """Counts since the last step's stats, by their names in `SchedulerStats`."""
 
     num_kv_load_failures: int = 0
@@ -31,6 +32,13 @@ class StepCounts(msgspec.Struct):
         self.prefix_cache_hits += num_local_tokens
         self.external_prefix_cache_queries += request.num_tokens - num_local_tokens
         self.external_prefix_cache_hits += num_external_tokens
+
+    def take(self) -> dict[str, int]:
+        """Counts since the last call, by name."""
+        taken = {name: getattr(self, name) for name in self.__slots__}
+        for name in taken:
+            setattr(self, name, 0)
+        return taken
 
 
 class SchedulerState:
@@ -53,8 +61,3 @@ class SchedulerState:
         context = config.model_config.max_model_len
         # A request with this many tokens of prompt and output ends.
         self.num_tokens_max = min(context, self.kv_cache.num_tokens_max(context) + 1)
-
-    def take_counts(self) -> dict[str, int]:
-        """Counts since the last call."""
-        taken, self.counts = self.counts, StepCounts()
-        return {"num_preempted": self.queues.take_num_preempted(), **msgspec.structs.asdict(taken)}
