@@ -1,22 +1,25 @@
-"""Links between the documents."""
+"""Links between the documents: files and headings exist."""
 
 import re
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-DOCUMENTS = [
-    file
-    for pattern in ("*.md", "docs/**/*.md", "deploy/*.md", "examples/**/*.md")
-    for file in ROOT.glob(pattern)
-]
+PATTERNS = ("*.md", "docs/**/*.md", "deploy/*.md", "examples/**/*.md")
+DOCUMENTS = [file for pattern in PATTERNS for file in ROOT.glob(pattern)]
 
 
-def test_every_linked_file_exists() -> None:
+def anchors(file: Path) -> set[str]:
+    """Anchors of the headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_every_linked_file_and_heading_exists() -> None:
     assert len(DOCUMENTS) > 10
-    links = {
-        (file, link) for file in DOCUMENTS for link in re.findall(r"\]\(([^)\s#]+)[^)]*\)", file.read_text())
-    }
-    lost = [
-        (str(file), link) for file, link in links if "://" not in link and not (file.parent / link).exists()
-    ]
+    lost = []
+    for file in DOCUMENTS:
+        for name, anchor in re.findall(r"\]\((?!\w+:)([^)\s#]*)#?([^)\s]*)\)", file.read_text()):
+            target = file.parent / name if name else file
+            if not target.exists() or (anchor and anchor not in anchors(target)):
+                lost.append((str(file), name, anchor))
     assert lost == []
