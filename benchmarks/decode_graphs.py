@@ -39,7 +39,7 @@ class Row:
     ratio: float  # To eager in the same round; median.
 
 
-class Engine:
+class DecodingEngine:
     """An engine core with `num_running` requests that decode without end."""
 
     def __init__(self, model: ModelConfig, mode: str, device: str, num_running: int) -> None:
@@ -83,7 +83,9 @@ def run(
     for num_running in batches:
         with contextlib.ExitStack() as stack:
             engines = {
-                mode: stack.enter_context(contextlib.closing(Engine(model, mode, device, num_running)))
+                mode: stack.enter_context(
+                    contextlib.closing(DecodingEngine(model, mode, device, num_running))
+                )
                 for mode in MODES
             }
             seconds: dict[str, list[float]] = {mode: [] for mode in MODES}

@@ -18,7 +18,7 @@ from chaos.faults import FAULTS
 from chaos.matrix import (
     Shard,
     append_record,
-    make_site,
+    make_environment,
     plan_cells,
     read_journal,
     run_cells,
@@ -99,8 +99,8 @@ def run(
     folder = WORK / f"run-{os.getpid()}"
     began_s = time.monotonic()
     if cells:
-        with raising_on_stop_signals(), make_site(folder, say, proxies=proxies) as site:
-            run_cells(site, cells, commit=commit, hang_s=hang_s, on_record=on_record)
+        with raising_on_stop_signals(), make_environment(folder, say, proxies=proxies) as environment:
+            run_cells(environment, cells, commit=commit, hang_s=hang_s, on_record=on_record)
     say(f"{summary(records)} {time.monotonic() - began_s:.0f} s.")
     if not quick:
         _write(journal)
@@ -137,9 +137,9 @@ def soak(
     """
     _check_names([mode], [m.name for m in MODES], "mode")
     folder = WORK / f"soak-{os.getpid()}"
-    with raising_on_stop_signals(), make_site(folder, say) as site:
+    with raising_on_stop_signals(), make_environment(folder, say) as environment:
         outcome, samples = run_soak(
-            site,
+            environment,
             mode=mode,
             hours=hours,
             num_clients=clients,

@@ -105,7 +105,7 @@ def append_record(path: Path, record: Record) -> None:
 
 
 @dataclass(frozen=True)
-class Site:
+class RunEnvironment:
     """Resources that all cells of a run share."""
 
     network: Network
@@ -133,7 +133,9 @@ class Site:
 
 
 @contextmanager
-def make_site(folder: Path, say: Callable[[str], None], *, proxies: bool = False) -> Iterator[Site]:
+def make_environment(
+    folder: Path, say: Callable[[str], None], *, proxies: bool = False
+) -> Iterator[RunEnvironment]:
     """Set up the model and the network: namespaces with the switch, or proxies.
 
     Moves this process into the clients' namespace and, where mounts are allowed, gives it a private /dev/shm.
@@ -153,7 +155,7 @@ def make_site(folder: Path, say: Callable[[str], None], *, proxies: bool = False
         make_network = Switched if refused is None else Proxied
         network = stack.enter_context(make_network(fleet, folder, HOSTS))
         network.enter(FRONT)
-        yield Site(network, model, folder, run, make_questions(), refused, may_mount, say)
+        yield RunEnvironment(network, model, folder, run, make_questions(), refused, may_mount, say)
 
 
 def _isolate_mounts(say: Callable[[str], None]) -> bool:
@@ -182,7 +184,7 @@ def end_orphans(run: str) -> None:
 
 
 def run_cells(
-    site: Site,
+    environment: RunEnvironment,
     cells: Sequence[tuple[Mode, Fault]],
     *,
     commit: str,
@@ -196,35 +198,35 @@ def run_cells(
     try:
         for mode, fault in cells:
             record = Record(mode=mode.name, fault=fault.name, commit=commit)
-            if reason := skip_reason(site, mode, fault):
+            if reason := skip_reason(environment, mode, fault):
                 record.skipped = reason
                 on_record(record)
                 continue
             began_s = time.monotonic()
             try:
-                expected = site.expected(mode.kind)
+                expected = environment.expected(mode.kind)
                 if system is None or key != (mode.name, fault.variant):
-                    _close(system, site.run)
+                    _close(system, environment.run)
                     system = None
                     num_systems += 1
-                    folder = site.folder / f"{num_systems:03}-{mode.name}"
-                    site.say(f"{mode.name}: starting ({folder.name})")
+                    folder = environment.folder / f"{num_systems:03}-{mode.name}"
+                    environment.say(f"{mode.name}: starting ({folder.name})")
                     key = mode.name, fault.variant
                     system = System(
                         mode,
                         fault.variant,
-                        model=site.model,
-                        network=site.network,
+                        model=environment.model,
+                        network=environment.network,
                         folder=folder,
-                        may_mount=site.may_mount,
+                        may_mount=environment.may_mount,
                     )
                 run_cell(
                     system,
                     fault,
                     record,
-                    questions=site.questions,
+                    questions=environment.questions,
                     expected=expected,
-                    run=site.run,
+                    run=environment.run,
                     hang_s=hang_s,
                 )
             except Stopped:
@@ -234,19 +236,19 @@ def run_cells(
             record.took_s = time.monotonic() - began_s
             on_record(record)
             if record.defects:
-                _close(system, site.run)
+                _close(system, environment.run)
                 system = None
     finally:
-        _close(system, site.run)
+        _close(system, environment.run)
 
 
-def skip_reason(site: Site, mode: Mode, fault: Fault) -> str | None:
+def skip_reason(environment: RunEnvironment, mode: Mode, fault: Fault) -> str | None:
     """Return the reason why this machine cannot run the cell; None if it can."""
     if mode.kind == "vllm" and not VLLM_PYTHON.exists():
         return "vLLM is not installed; install it with scripts/setup-vllm"
-    if "packets" in fault.needs and site.refused is not None:
-        return site.refused
-    if "mount" in fault.needs and not site.may_mount:
+    if "packets" in fault.needs and environment.refused is not None:
+        return environment.refused
+    if "mount" in fault.needs and not environment.may_mount:
         return "mounts are not allowed on this machine"
     if fault.variant.has_layer and shutil.which("cc") is None:
         return "there is no C compiler (cc) to build the fault layer"

@@ -20,7 +20,7 @@ from chaos.answers import Answer
 from chaos.cell import AT_REST_MAX_S
 from chaos.faults import FaultContext, fault_named
 from chaos.load import Load
-from chaos.matrix import Site, skip_reason
+from chaos.matrix import RunEnvironment, skip_reason
 from chaos.modes import mode_named
 from chaos.system import END_S, PLAIN, System, orphans, wait_until, wait_until_empty
 from chaos.verdicts import verdict_on
@@ -114,7 +114,7 @@ def growth_defects(samples: Sequence[Sample]) -> list[str]:
 
 
 def run_soak(
-    site: Site,
+    environment: RunEnvironment,
     *,
     mode: str,
     hours: float,
@@ -128,25 +128,27 @@ def run_soak(
 
     Samples are also written to `folder`/samples.jsonl during the run, one per line.
     """
-    expected = site.expected(mode_named(mode).kind)
+    expected = environment.expected(mode_named(mode).kind)
     outcome = Outcome(hours=hours, commit=commit, num_clients=num_clients, pause_s=pause_s)
     samples: list[Sample] = []
     system = System(
         mode_named(mode),
         PLAIN,
-        model=site.model,
-        network=site.network,
+        model=environment.model,
+        network=environment.network,
         folder=folder,
-        may_mount=site.may_mount,
+        may_mount=environment.may_mount,
     )
-    load = Load(system.router_url, site.questions, num_clients=num_clients, hang_s=hang_s, pause_s=pause_s)
+    load = Load(
+        system.router_url, environment.questions, num_clients=num_clients, hang_s=hang_s, pause_s=pause_s
+    )
     began_s = time.monotonic()
     ends_s = began_s + hours * 3600
     try:
         load.start()
         context = FaultContext(system, load, random.Random(0))
         cycled = cycle(
-            name for name in FAULT_CYCLE if skip_reason(site, system.mode, fault_named(name)) is None
+            name for name in FAULT_CYCLE if skip_reason(environment, system.mode, fault_named(name)) is None
         )
         with (folder / "samples.jsonl").open("ab", buffering=0) as journal:
             while time.monotonic() < ends_s:
@@ -161,11 +163,13 @@ def run_soak(
                 outcome.faults[name] = outcome.faults.get(name, 0) + 1
                 _apply_fault(context, name)
                 if outcome.faults[name] == 1 or name == FAULT_CYCLE[-1]:
-                    site.say(f"{(time.monotonic() - began_s) / 3600:.2f} h, {name}: {outcome.verdicts}")
+                    environment.say(
+                        f"{(time.monotonic() - began_s) / 3600:.2f} h, {name}: {outcome.verdicts}"
+                    )
         load.stop()
         _count_verdicts(load, expected, outcome)
         outcome.held = wait_until_empty(system.not_at_rest, AT_REST_MAX_S)
-        left = wait_until_empty(lambda: orphans(site.run), END_S)
+        left = wait_until_empty(lambda: orphans(environment.run), END_S)
         outcome.processes_left = [f"{process.name()} {process.pid}" for process in left]
     except Stopped:
         load.abandon()

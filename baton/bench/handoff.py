@@ -39,7 +39,7 @@ RESULTS = "handoff.json"
 WHOLE_PATIENCE_S = 180.0
 
 
-class Book:
+class ResultRecorder:
     """Prints and stores results."""
 
     def __init__(self, console: Console, folder: Path | None, machine: str) -> None:
@@ -51,7 +51,7 @@ class Book:
             stored = json.loads((folder / RESULTS).read_text())
             self.results = Results.of_json(stored)
 
-    def enter(self, result: Lengthwise | Overheads) -> None:
+    def record(self, result: Lengthwise | Overheads) -> None:
         self.results.add(result)
         busy = f" (others used {result.others_cores:.1f} cores)" if result.others_cores > QUIET_CORES else ""
         self._console.print(f"{_verdicts(result.goals)}{busy}", soft_wrap=True)
@@ -98,7 +98,7 @@ def run(
     modes: Iterable[str],
     tokens: Sequence[int],
     repeats: int,
-    book: Book,
+    recorder: ResultRecorder,
     console: Console,
     *,
     patience_s: float = 0.0,
@@ -108,7 +108,7 @@ def run(
     for mode in modes:
         console.print(f"{mode}: starting")
         try:
-            measure(mode, tokens, repeats, book.enter, patience_s=patience_s)
+            measure(mode, tokens, repeats, recorder.record, patience_s=patience_s)
         except BatonError as error:
             console.print(f"{mode}: FAILED: {error}", markup=False)
             failed.append(mode)
@@ -138,12 +138,12 @@ def main(arguments: Sequence[str] = ()) -> int:
         tokens = sorted(int(text) for text in given.tokens.split(","))
     repeats = given.repeats or (WHOLE_REPEATS if given.whole else QUICK_REPEATS)
     console = Console(width=None if sys.stdout.isatty() else 120)
-    book = Book(console, given.out or (FOLDER if given.whole else None), machine_line())
+    recorder = ResultRecorder(console, given.out or (FOLDER if given.whole else None), machine_line())
     patience_s = given.patience_s
     if patience_s is None:
         patience_s = WHOLE_PATIENCE_S if given.whole else 0.0
-    failed = run(modes, tokens, repeats, book, console, patience_s=patience_s)
-    book.close()
+    failed = run(modes, tokens, repeats, recorder, console, patience_s=patience_s)
+    recorder.close()
     if failed:
         console.print(f"could not be measured: {', '.join(failed)}")
     return 1 if failed else 0

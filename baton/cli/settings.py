@@ -297,7 +297,7 @@ _SIZE = re.compile(r"(?P<count>\d+(?:\.\d+)?)\s*(?P<unit>[kmgt]i?b?|b)?", re.IGN
 
 
 def parse_bytes(text: str, *, field: str) -> int:
-    """ "512MiB", "1.5 GiB", "2GB", "1000000". KiB is 1024 bytes, kB 1000."""
+    """Parse a size such as "512MiB", "1.5 GiB", "2GB" or "1000000". KiB is 1024 bytes, kB 1000."""
     found = _SIZE.fullmatch(text.strip())
     if found is None:
         raise ConfigError(f"must be a size such as 512MiB or 2GB, is {text!r}", field=field)

@@ -47,7 +47,7 @@ def _unset(name: str, settings: ServeSettings) -> str:
 
 
 def to_toml(value: Any) -> str:
-    """A value as TOML; keys without a value are left out."""
+    """Return a value as TOML, without keys that have no value."""
     if isinstance(value, msgspec.Struct):
         value = msgspec.to_builtins(value)
     if isinstance(value, dict):

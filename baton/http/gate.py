@@ -85,7 +85,7 @@ def is_loopback(name: str) -> bool:
 
 
 def hosts_to_check(bound_host: str, allowed_hosts: Sequence[str]) -> Sequence[str] | None:
-    """For `Gate`: only a server on loopback checks the Host header."""
+    """Return `allowed_hosts` for `Gate`: only a server on loopback checks the Host header."""
     return allowed_hosts if is_loopback(bound_host) else None
 
 
@@ -99,7 +99,7 @@ async def send_error(send: Send, error: ApiError, extra: Mapping[str, str] | Non
 
 
 def _name_of(host: str) -> str:
-    """Without the port; brackets of IPv6 removed; lower case."""
+    """Return the host name in lower case, without the port and the brackets of IPv6."""
     try:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:

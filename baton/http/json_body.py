@@ -36,7 +36,7 @@ def is_cheap(raw: bytes) -> bool:
 
 
 def check_cost(raw: bytes) -> None:
-    """Raises UserError for JSON that is nested too deeply or has too many values."""
+    """Raise UserError for JSON that is nested too deeply or has too many values."""
     if is_cheap(raw):
         return
     structure = _STRING.sub(b'"', raw)
@@ -54,7 +54,7 @@ def check_cost(raw: bytes) -> None:
 
 
 def compact(raw: bytes) -> bytes:
-    """The same JSON without white space and escapes. Raises UserError.
+    """Return the same JSON without white space and escapes. Raises UserError.
 
     Runs in a worker process: its cost has no useful bound.
     """

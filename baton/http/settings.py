@@ -29,7 +29,7 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     @classmethod
     def from_json(cls, text: str) -> "HttpLimits":
-        """Raises ConfigError, or msgspec.ValidationError that names the key."""
+        """Decode limits. Raises ConfigError, or msgspec.ValidationError that names the key."""
         try:
             return msgspec.json.decode(text, type=cls)
         except msgspec.ValidationError:
@@ -46,13 +46,16 @@ class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=
 
     @classmethod
     def of(cls, limits: HttpLimits, *, api_keys: tuple[str, ...], allowed_hosts: str) -> "HttpSettings":
-        """`allowed_hosts` is separated by commas."""
+        """Make the settings; `allowed_hosts` is a list separated by commas."""
         hosts = tuple(name.strip() for name in allowed_hosts.split(",") if name.strip())
         return cls(**msgspec.structs.asdict(limits), api_keys=api_keys, allowed_hosts=hosts)
 
 
 def parse_api_keys(text: str, *, field: str) -> tuple[str, ...]:
-    """Keys separated by white space or commas; lines that begin with # are comments. Raises ConfigError."""
+    """Split a text of keys at white space and commas; lines that begin with # are comments.
+
+    Raises ConfigError for a key that is too short or not printable ASCII.
+    """
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     keys = tuple(key for line in lines for key in line.replace(",", " ").split())
     for key in keys:

@@ -55,7 +55,7 @@ class Answer(msgspec.Struct, array_like=True):
 
 
 def receive_exactly(stream: socket.socket, num_bytes: int) -> bytes:
-    """Raises EOFError when the stream ends before."""
+    """Receive exactly this many bytes. Raises EOFError if the stream ends earlier."""
     received = bytearray(num_bytes)
     view = memoryview(received)
     while view:
@@ -85,7 +85,7 @@ class _Worker:
         self.has_ended = False
 
     def run(self, job: Job, arguments: Sequence[Any], *, extra_s: float = GRACE_S) -> Any:
-        """Raises UserError as the job does, WorkerTimeout, WorkerOutOfMemory or WorkerFailed."""
+        """Run one job. Raises UserError as the job does, WorkerTimeout, WorkerOutOfMemory or WorkerFailed."""
         payload = msgspec.msgpack.encode((job.target, job.processor_s, list(arguments)))
         try:
             self._stream.settimeout(job.processor_s + extra_s)
@@ -111,7 +111,7 @@ class _Worker:
                 raise WorkerFailed(answer.value)
 
     def end(self, *, wait_s: float = 0.0) -> int:
-        """The exit status; kills the process if it has not ended within `wait_s`. Idempotent."""
+        """Return the exit status; kill the process if it has not ended within `wait_s`. Idempotent."""
         try:
             status = self.process.wait(wait_s)
         except subprocess.TimeoutExpired:
@@ -141,7 +141,7 @@ class WorkerPool:
         self._is_closed = False
 
     async def run(self, job: Job, *arguments: Any) -> Any:
-        """The job's result.
+        """Run a job in a worker and return its result.
 
         Raises UserError as the job does, WorkerTimeout, WorkerOutOfMemory or WorkerFailed.
         """
@@ -187,7 +187,7 @@ class WorkerPool:
         return worker
 
     def close(self) -> None:
-        """Kills the processes; jobs that still run fail. Idempotent."""
+        """Kill the processes; running jobs fail. Idempotent."""
         with self._lock:
             self._is_closed = True
             idle, self._idle = self._idle, []
@@ -199,7 +199,7 @@ class WorkerPool:
 
 
 def ready() -> None:
-    """The first job of each worker: its start does not count against the deadline of a request."""
+    """Do nothing: each worker's first job, so that its start does not count against a request's deadline."""
 
 
 _READY = Job("baton.http.workers:ready", START_S)

@@ -53,7 +53,7 @@ Request_ = TypeVar("Request_", CompletionRequest, ChatRequest)
 
 
 def build_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -> FastAPI:
-    """The application of the main port. The service outlives it; its owner closes it.
+    """Return the application of the main port. The service is closed by its owner, not by the application.
 
     `checked_hosts`: see `Gate`. With an admin port, `build_admin_app` serves metrics and /baton/*.
     """
@@ -68,7 +68,7 @@ def build_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -
 
 
 def build_admin_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -> FastAPI:
-    """The application of the admin port."""
+    """Return the application of the admin port."""
     app = _new_app(service, checked_hosts)
     _add_admin(app, service)
     return app

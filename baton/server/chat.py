@@ -86,7 +86,7 @@ class ChatWork:
             yield self._body([], usage=count.usage())
 
     def _opening(self, sample: Sample, *, is_first: bool) -> ChatChunk:
-        """OpenAI's first chunk of a choice: the role."""
+        """Return a choice's first chunk, which has only the role, as in OpenAI's API."""
         opening = ChatChunkChoice(index=sample.index, delta=Delta(role="assistant", content=""))
         fields: dict[str, Any] = {}
         if self.request.includes_continuous_usage:

@@ -73,7 +73,7 @@ PROMPT_HEADER = "X-Baton-Prompt"
 
 
 def prompt_header(piece: Piece) -> dict[str, str]:
-    """Header that tells a router about the prompt: its tokens, those cached here, those transferred.
+    """Return the header with numbers for routers: tokens of the prompt, those cached here, those transferred.
 
     In a header, because a stream's usage comes last, and only if the client asks for it.
     """

@@ -22,7 +22,10 @@ Later: TypeAlias = Callable[[float, Callable[[], None]], object]
 
 
 class ConnectorLog:
-    """Used from one event loop. If the connector raises here, only its line is lost."""
+    """Collects statistics and logs them. Used from one event loop.
+
+    If the connector raises here, only its log line is lost.
+    """
 
     def __init__(
         self, build: BuildStats, *, interval_s: float = INTERVAL_S, later: Later | None = None
@@ -33,7 +36,7 @@ class ConnectorLog:
         self._gathered: KVConnectorStats | None = None  # Since the last line.
 
     def observe(self, raw: dict[str, Any]) -> None:
-        """`SchedulerStats.kv_connector_stats` of one step."""
+        """Add the `SchedulerStats.kv_connector_stats` of one step."""
         try:
             stats = self._build(raw)
             if stats is None or stats.is_empty():
@@ -45,9 +48,9 @@ class ConnectorLog:
             logger.warning("the connector's statistics are not logged: %r", error)
             return
         self._gathered = stats
-        self._later(self._interval_s, self.say)
+        self._later(self._interval_s, self.flush)
 
-    def say(self) -> None:
+    def flush(self) -> None:
         """Log what was gathered, if anything: at the end of an interval and when the server ends."""
         gathered, self._gathered = self._gathered, None
         if gathered is None:

@@ -83,7 +83,10 @@ class LogprobFormat:
         }
 
     def _top_by_token(self, entry: TokenLogprobs, num_top: int) -> dict[str, float]:
-        """As in OpenAI's API, the chosen token is included even if it is not among the most likely."""
+        """Map the most likely tokens to their log-probabilities.
+
+        As in OpenAI's API, the chosen token is included even if it is not among the most likely.
+        """
         shown: dict[str, float] = {}
         for candidate in (*entry.top[:num_top], entry.chosen):
             # Two tokens can have the same text; the likelier one is kept.

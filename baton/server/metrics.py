@@ -235,7 +235,7 @@ class ServerMetrics:
         self.is_connector_retired = False  # It failed for good; prompts are computed here until a restart.
 
     def observe_stats(self, stats: SchedulerStats) -> None:
-        """For `EngineClient.on_stats`."""
+        """Update all metrics from one step's statistics: the callback of `EngineClient.on_stats`."""
         self._engine.observe(stats)
         self.is_connector_retired = stats.kv_connector_retired
         if not stats.kv_connector_stats:
@@ -249,11 +249,11 @@ class ServerMetrics:
         return RequestObserver(self._requests, request, self._clock)
 
     def exposition(self) -> bytes:
-        """Prometheus' text format."""
+        """Return all metrics in Prometheus' text format."""
         return generate_latest(self._registry)
 
     def lost_links(self) -> dict[str, int]:
-        """Data connections that broke, by the engine id of the peer, if the connector counts them."""
+        """Return the number of broken data connections by the peer's engine id; empty if not counted."""
         families = self._registry.restricted_registry([LOST_LINKS]).collect()
         return {
             sample.labels["peer"]: int(sample.value)

@@ -37,7 +37,7 @@ from baton.server.app import build_admin_app, build_app
 from baton.server.connector_log import ConnectorLog
 from baton.server.introduction import introduce
 from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
-from baton.server.samples import Engine
+from baton.server.samples import EngineApi
 from baton.server.service import CheckParams, Service
 from baton.server.tokens import PromptEncoder, Tokenizer
 
@@ -61,7 +61,7 @@ class ServeOptions(NamedTuple):
 class Parts(NamedTuple):
     """Parts of `run` that tests replace."""
 
-    start_engine: Callable[[], Awaitable[Engine]]
+    start_engine: Callable[[], Awaitable[EngineApi]]
     load_tokenizer: Callable[[], Tokenizer]
     check_params: CheckParams
     build_connector_metrics: BuildConnectorMetrics | None = None
@@ -117,7 +117,7 @@ async def run(
                     await _serve(server, service, listener, stop, hurry, options)
             finally:
                 if parts.connector_log is not None:
-                    parts.connector_log.say()
+                    parts.connector_log.flush()
             return EXIT_ENGINE_DIED if server.engine_died else EXIT_STOPPED
 
 
@@ -192,7 +192,7 @@ async def _drain(server: "_Server", service: Service, hurry: asyncio.Event, time
         await asyncio.gather(draining, *interrupts, return_exceptions=True)
 
 
-async def _finish_all(server: "_Server", engine: Engine, timeout_s: float) -> bool:
+async def _finish_all(server: "_Server", engine: EngineApi, timeout_s: float) -> bool:
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     # New requests are refused. Requests first: a prefill may still lend blocks, which are then fetched.
@@ -234,7 +234,7 @@ class _Server(uvicorn.Server):
 
 async def _make_service(
     config: EngineConfig,
-    engine: Engine,
+    engine: EngineApi,
     tokenizer: Tokenizer,
     encoder: PromptEncoder,
     workers: WorkerPool,
@@ -261,8 +261,8 @@ async def _make_service(
 
 @asynccontextmanager
 async def _running_engine(
-    start_engine: Callable[[], Awaitable[Engine]], stop: asyncio.Event
-) -> AsyncIterator[Engine | None]:
+    start_engine: Callable[[], Awaitable[EngineApi]], stop: asyncio.Event
+) -> AsyncIterator[EngineApi | None]:
     """Yield the engine, and close it afterwards. Yields None if stopped before the engine was ready."""
     starting = asyncio.ensure_future(start_engine())
     stopping = asyncio.create_task(stop.wait())

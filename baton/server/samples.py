@@ -23,7 +23,7 @@ from baton.server.metrics import ServerMetrics
 from baton.server.text import SampleText
 
 
-class Engine(Protocol):
+class EngineApi(Protocol):
     """The methods of `baton.engine.core.client.EngineClient` that the server uses."""
 
     on_stats: Callable[[SchedulerStats], None] | None
@@ -99,7 +99,7 @@ _END = None  # In the queue: one sample has ended.
 class RunningSamples:
     """`async with RunningSamples(...) as running: async for piece in running.pieces()`."""
 
-    def __init__(self, engine: Engine, samples: Sequence[Sample], metrics: ServerMetrics) -> None:
+    def __init__(self, engine: EngineApi, samples: Sequence[Sample], metrics: ServerMetrics) -> None:
         self._engine = engine
         self._samples = samples
         self._metrics = metrics
@@ -157,7 +157,9 @@ class RunningSamples:
             self._queue.put_nowait(_END)
 
 
-async def _pieces_of(sample: Sample, engine: Engine, metrics: ServerMetrics) -> AsyncGenerator[Piece, None]:
+async def _pieces_of(
+    sample: Sample, engine: EngineApi, metrics: ServerMetrics
+) -> AsyncGenerator[Piece, None]:
     observer = metrics.observe(sample.request)
     try:
         async with aclosing(engine.generate(sample.request)) as outputs:
@@ -231,7 +233,7 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
     return piece
 
 
-def _end_here(finish: Finish, engine: Engine) -> Finish:
+def _end_here(finish: Finish, engine: EngineApi) -> Finish:
     """End an answer that its first token has ended: no engine continues it or fetches its KV."""
     if finish.kv_transfer_params is not None:
         engine.take_back(finish.kv_transfer_params)

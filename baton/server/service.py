@@ -1,4 +1,4 @@
-"""Engine service behind the endpoints: availability, and conversion of request bodies to engine requests.
+"""Service that the endpoints call: checks availability, and converts request bodies to engine requests.
 
 All client errors are found here, before the engine gets the request.
 """
@@ -23,7 +23,7 @@ from baton.server import first_token
 from baton.server.introduction import Introduction
 from baton.server.metrics import ServerMetrics
 from baton.server.protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingFields
-from baton.server.samples import Engine, Sample
+from baton.server.samples import EngineApi, Sample
 from baton.server.stop_strings import StopStringFinder
 from baton.server.text import SampleText
 from baton.server.tokens import PromptEncoder, Tokenizer, check_length
@@ -44,7 +44,7 @@ def check_common_params(raw: Mapping[str, Any] | None) -> None:
 
 @dataclass(kw_only=True)
 class Service:
-    engine: Engine
+    engine: EngineApi
     model_config: ModelConfig
     tokenizer: Tokenizer
     encoder: PromptEncoder

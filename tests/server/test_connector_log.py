@@ -59,7 +59,7 @@ def test_remaining_counts_are_logged_once_at_the_end(caplog: pytest.LogCaptureFi
     timers = Timers()
     log = ConnectorLog(PullStats, later=timers)
     log.observe(loans(3))
-    log.say()
+    log.flush()
     timers.run()
     assert len(caplog.messages) == 1
 

@@ -128,7 +128,7 @@ def test_the_connectors_counts_are_logged_too(caplog: pytest.LogCaptureFixture) 
     stats = PullStats()
     stats.add(num_loans=3)
     metrics.observe_stats(SchedulerStats(kv_connector_stats=stats.data))
-    log.say()
+    log.flush()
     assert "3 loans" in caplog.text
 
 

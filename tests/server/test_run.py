@@ -14,7 +14,7 @@ from baton.core.errors import ConfigError
 from baton.engine.core.client import EngineDeadError
 from baton.http.settings import HttpSettings
 from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, ServeOptions, run
-from baton.server.samples import Engine
+from baton.server.samples import EngineApi
 from baton.server.service import check_common_params
 from tests.server.fakes import WAIT_S, CharacterTokenizer, ScriptedEngine, model_config
 
@@ -30,12 +30,12 @@ class Process:
         *,
         shutdown_timeout_s: float = WAIT_S,
         drain_timeout_s: float = 0.0,
-        start: Callable[[], Awaitable[Engine]] | None = None,
+        start: Callable[[], Awaitable[EngineApi]] | None = None,
         port: int = 0,
         admin_port: int | None = None,
         http: HttpSettings = HttpSettings(),  # noqa: B008  It is frozen.
     ) -> None:
-        async def start_engine() -> Engine:
+        async def start_engine() -> EngineApi:
             return engine
 
         self.url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -230,7 +230,7 @@ def test_it_can_be_stopped_while_the_engine_still_starts() -> None:
     async def main() -> None:
         begun, ended = asyncio.Event(), asyncio.Event()
 
-        async def start() -> Engine:
+        async def start() -> EngineApi:
             begun.set()
             try:
                 await asyncio.Event().wait()
@@ -250,7 +250,7 @@ def test_it_can_be_stopped_while_the_engine_still_starts() -> None:
 
 def test_an_engine_that_does_not_start_is_reported() -> None:
     async def main() -> None:
-        async def start() -> Engine:
+        async def start() -> EngineApi:
             raise EngineDeadError("no memory")
 
         with pytest.raises(EngineDeadError, match="no memory"):

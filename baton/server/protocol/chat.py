@@ -189,7 +189,7 @@ class ChatRequest(SamplingFields, frozen=True, kw_only=True):
 
     @property
     def template_variables(self) -> dict[str, Any]:
-        """Variables that the template gets besides messages and tools, as in vLLM."""
+        """Return the variables that the template gets besides messages and tools, as in vLLM."""
         variables = dict(self.chat_template_kwargs or {})
         if self.documents is not None:
             variables["documents"] = self.documents

@@ -80,7 +80,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def includes_continuous_usage(self) -> bool:
-        """As in vLLM, only together with `include_usage`."""
+        """Return whether each chunk has usage: as in vLLM, only together with `include_usage`."""
         return (
             self.includes_usage
             and self.stream_options is not None
@@ -105,7 +105,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def checked_bad_words(self) -> tuple[str, ...]:
-        """The bad words without duplicates, in order."""
+        """Return the bad words without duplicates, in order."""
         words = tuple(dict.fromkeys(self.bad_words or ()))
         if len(words) > MAX_BAD_WORDS:
             raise UserError(f"at most {MAX_BAD_WORDS} words, are {len(words)}", field="bad_words")

@@ -269,7 +269,7 @@ class KitRanks(Executor):
         return metadata.positions.float()[:, None].expand(-1, self._hidden_size).contiguous()
 
     def _slots(self, row: _Row, layer: int, first: int, last: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(blocks, offsets) of the tokens in [first, last)."""
+        """Return (blocks, offsets) of the tokens in [first, last)."""
         positions = torch.arange(first, last)
         table = torch.tensor(row.tables[self._group_of[layer]])
         return table[positions // self._block], positions % self._block
