@@ -35,7 +35,6 @@ from baton.protocol.messages import (
     raise_malformed,
 )
 
-MAC_BYTES = 32
 PAIR_KEYS_MAX = 4096  # 32 bytes each; computing one takes 0.1 ms.
 _EPOCH_PURPOSE = b"baton.epoch.1"
 _PAIR_PURPOSE = b"baton.frame.2"

@@ -121,7 +121,6 @@ class NixlCounters:
     requests: int = 0
     pieces: int = 0  # NIXL's number of descriptors, after merging adjacent ones.
     transfer_s: float = 0.0  # From NIXL's own telemetry.
-    severed: int = 0  # Peers whose agent was destroyed because of an error.
 
 
 @dataclass(frozen=True)
@@ -278,7 +277,6 @@ class NixlPeer(ActivePeer):
                 self._poll()
                 self._finish(self._arrived())
         except TransferError as error:
-            self._counters.severed += 1
             self.lose(f"{self.address.engine_id} was cut off: {error}")
         self._end()
 

@@ -157,7 +157,7 @@ class TcpTransport(PeersTransport[TcpPeer]):
                     sockets[-1], keys, self._options.level, caller=self._address, target=address
                 )
                 lanes.append((sockets[-1], session))
-            peer = TcpPeer(address, named, lanes, self.completions, self._thread_cpus, self.counters)
+            peer = TcpPeer(address, named, lanes, self.completions, self._thread_cpus)
             return self.add(peer)
         except BaseException as error:
             for sock in sockets:

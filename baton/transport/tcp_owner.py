@@ -65,7 +65,6 @@ class TcpCounters:
     strangers: int = 0  # Connections that failed the handshake.
     refused: int = 0  # Requests that are malformed or ask for memory that is not registered.
     bad_requests: int = 0  # Requests whose tag is wrong.
-    bad_answers: int = 0  # As a reader: answers whose tag is wrong.
     turned_away: int = 0  # Connections that lost or got no slot.
 
 

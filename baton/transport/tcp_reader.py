@@ -35,7 +35,6 @@ from baton.transport.iovec import ScatteredMemory, Scratch, iovec_array
 from baton.transport.peers import ActivePeer
 from baton.transport.sealing import TAG_BYTES, Opening
 from baton.transport.spans import Copies
-from baton.transport.tcp_owner import TcpCounters
 from baton.transport.tcp_wire import (
     ANSWER,
     COPIES_MAX,
@@ -118,11 +117,9 @@ class TcpPeer(ActivePeer):
         lanes: Sequence[tuple[socket.socket, Session]],
         completions: CompletionQueue,
         thread_cpus: Collection[int] | None,
-        counters: TcpCounters,
     ) -> None:
         self.address = address
         self.endpoint = endpoint
-        self.counters = counters
         self.lost: str | None = None
         self.lock = threading.Lock()
         self._completions = completions
@@ -361,7 +358,6 @@ class _Lane:
         if chunk.opening.is_genuine(chunk.tag.read()):
             self._peer.return_chunk(chunk.reading, chunk.nbytes)
             return
-        self._peer.counters.bad_answers += 1
         if chunk.is_second_try:
             self._peer.return_chunk(
                 chunk.reading, 0, "the tag of an answer was wrong, also at the second try"

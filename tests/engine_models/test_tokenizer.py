@@ -61,6 +61,11 @@ def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any) -> 
     assert tokenizer.vocab_size == len(reference)
 
 
+def render(tokenizer: Tokenizer, messages: Any, **options: Any) -> str:
+    assert tokenizer.chat_template is not None
+    return tokenizer.chat_template.render(messages, **{"add_generation_prompt": True, **options})
+
+
 @pytest.mark.parametrize("add_generation_prompt", [True, False])
 @pytest.mark.parametrize("tools", [None, TOOLS])
 def test_chats_are_rendered_as_transformers_renders_them(
@@ -68,7 +73,7 @@ def test_chats_are_rendered_as_transformers_renders_them(
 ) -> None:
     options = {"add_generation_prompt": add_generation_prompt, "tools": tools}
     expected = reference.apply_chat_template(CHAT, tokenize=False, **options)
-    assert tokenizer.render_chat(CHAT, **options) == expected
+    assert render(tokenizer, CHAT, **options) == expected
     ids = tokenizer.encode(expected, add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
     assert ids.count(tokenizer.bos_token_id) == 1
@@ -77,7 +82,7 @@ def test_chats_are_rendered_as_transformers_renders_them(
 @pytest.mark.parametrize("messages", [[{"role": "alien", "content": "x"}], [{"content": "x"}], [{}]])
 def test_a_chat_that_the_template_refuses_is_the_users_fault(tokenizer: Tokenizer, messages: Any) -> None:
     with pytest.raises(UserError) as caught:
-        tokenizer.render_chat(messages)
+        render(tokenizer, messages)
     assert caught.value.field == "messages"
 
 
@@ -118,23 +123,21 @@ def test_templates_are_found_wherever_folders_keep_them(
     eos = {"content": "<|im_end|>", "lstrip": False}
     folder = written(tmp_path / "named", source, chat_template=named, eos_token=eos)
     tokenizer = Tokenizer.from_folder(folder)
-    assert tokenizer.render_chat(CHAT) == "<|im_end|>yes"
+    assert render(tokenizer, CHAT) == "<|im_end|>yes"
     assert tokenizer.eos_token_ids == (2,)
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{{ m.content | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%%') }}"
     )
-    assert Tokenizer.from_folder(folder).render_chat(CHAT) == '"Be brief."%'
-    bare = Tokenizer.from_folder(written(tmp_path / "bare", source))
-    with pytest.raises(UserError, match="no chat template"):
-        bare.render_chat(CHAT)
+    assert render(Tokenizer.from_folder(folder), CHAT) == '"Be brief."%'
+    assert Tokenizer.from_folder(written(tmp_path / "bare", source)).chat_template is None
 
 
 def test_a_template_cannot_leave_its_sandbox(tmp_path: Path, checkpoint_of: Callable[[str], Path]) -> None:
     escape = "{{ ''.__class__.__mro__[1].__subclasses__() }}"
     folder = written(tmp_path / "evil", checkpoint_of("llama"), chat_template=escape)
     with pytest.raises(UserError, match="unsafe"):
-        Tokenizer.from_folder(folder).render_chat(CHAT)
+        render(Tokenizer.from_folder(folder), CHAT)
 
 
 def test_broken_folders_are_named(tmp_path: Path, checkpoint_of: Callable[[str], Path]) -> None:
@@ -142,7 +145,7 @@ def test_broken_folders_are_named(tmp_path: Path, checkpoint_of: Callable[[str],
         Tokenizer.from_folder(tmp_path)
     folder = written(tmp_path / "broken", checkpoint_of("llama"), chat_template="{% for %}")
     with pytest.raises(UserError, match="chat_template: is not a valid template"):
-        Tokenizer.from_folder(folder).render_chat(CHAT)
+        render(Tokenizer.from_folder(folder), CHAT)
     (folder / "tokenizer.json").write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json: cannot be read"):
         Tokenizer.from_folder(folder)

@@ -112,24 +112,6 @@ class Tokenizer:
         """Text of one token for logprobs, including special tokens."""
         return self.decode([token_id], skip_special_tokens=False)
 
-    def render_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        add_generation_prompt: bool = True,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        **variables: Any,
-    ) -> str:
-        """The conversation as one text, for trusted input.
-
-        Raises UserError if there is no template, or if it refuses the conversation.
-        """
-        if self.chat_template is None:
-            raise UserError("the model has no chat template; use /v1/completions", field="messages")
-        return self.chat_template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, variables=variables
-        )
-
     def _special_token_id(self, role: str) -> int | None:
         token = self._special_tokens.get(role)
         return None if token is None else self._fast.token_to_id(token)
