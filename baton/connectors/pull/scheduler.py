@@ -375,7 +375,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             if isinstance(report, PullWorkerReport):
                 self._take_report(report, now)
             self._pass_on()
-            freed, received = self._loans.take_freed(), self._fetches.take_received()
+            freed = self._loans.take_freed() if self._loans.freed else set()
+            received = self._fetches.take_received() if self._fetches.received else set()
             has_orders = bool(self._fetches.orders.pending)
         if has_orders:
             self._wake_host()  # They go with the next step.
@@ -474,7 +475,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def _pass_on(self) -> None:
         """On the engine's thread, with the lock held: what has been decided since the last call."""
-        self._loans.release_ended()
+        if self._policy.holder is not None:
+            self._loans.release_ended()
         self._order_rank()
 
     def _order_rank(self) -> None:

@@ -71,6 +71,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
     ) -> None:
         """`transports` makes this rank's, given its address; without it, those that the settings name."""
         self._identity = identity
+        self._rank = identity.rank
         self.prefer_cross_layer_blocks = identity.settings.cross_layer_blocks
         self._epoch = epoch if epoch is not None else new_epoch()
         self._given_transports = transports
@@ -208,13 +209,13 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
 
     def build_connector_worker_meta(self) -> PullWorkerReport | None:
         ended = self._take_ended()
-        lost_links = set(self._links.take_lost()) if self._links is not None else set()
+        lost_links = set(self._links.take_lost()) if self._links is not None and self._links.lost else set()
         bound = self._connector_metadata
         is_wanted = isinstance(bound, PullMetadata) and bound.wants_report
         if not ended and not lost_links and not is_wanted:
             return None
         return PullWorkerReport(
-            rank=self._identity.rank,
+            rank=self._rank,
             step=bound.step if isinstance(bound, PullMetadata) else 0,
             ended=set(ended),
             lost_links=lost_links or None,

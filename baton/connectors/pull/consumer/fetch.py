@@ -113,7 +113,7 @@ def record_of(fetch: Fetch, num_moved_blocks: int, now: float) -> dict[str, Any]
         "transfer_id": fetch.offer.transfer_id,
         "producer": fetch.offer.producer.engine_id,
         "tokens": fetch.num_moved_tokens,
-        "early_tokens": num_tokens_in([*fetch.early, *late]) - num_tokens_in(late),
+        "early_tokens": num_tokens_in([*fetch.early, *late]) - num_tokens_in(late) if fetch.early else 0,
         "blocks": num_moved_blocks,
         "bytes": nbytes,
         "ms": round((now - fetch.fetched_at) * 1e3, 3),

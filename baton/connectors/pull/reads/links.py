@@ -26,9 +26,7 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.connectors.pull.metadata import LostLink, ReadBlocks, ReadEnd
-from baton.connectors.pull.reads.link_wire import LinkWire, Ready, StagedOrder
-from baton.connectors.pull.reads.operations import Operations, Spans
-from baton.connectors.pull.reads.parts import Parts, Read
+from baton.connectors.pull.reads.operations import Operations, Parts, Read, Ready, Spans
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, Pair
 from baton.core.layout import RankLayout
@@ -132,15 +130,13 @@ class PeerLinks:
         self._run_in_background = run_in_background
         self._staged = staged
         self._converts_dtype = converts_dtype
-        self._operations = Operations(transports, self._end)
+        self._operations = Operations(transports)
         self._changed = self._operations.changed  # The lock of everything here.
         self._cards: dict[Address, tuple[RankCard, ...]] = {}
         self._links: dict[_LinkKey, _Link] = {}
         self._attempts: dict[_LinkKey, Attempts] = {}  # Of links that have failed.
         self._num_lost = 0
-        self._lost: list[LostLink] = []  # Since the last `take_lost`.
-        self._parts: dict[tuple[int, Pair], Parts] = {}  # Whose end has not come.
-        self._ended: list[ReadEnd] = []
+        self.lost: list[LostLink] = []  # Since the last `take_lost`.
 
     def meet(self, producer: Address, cards: tuple[RankCard, ...]) -> None:
         with self._changed:
@@ -182,21 +178,20 @@ class PeerLinks:
         with self._changed:
             for pair in order.pairs:
                 if pair.consumer_rank == self._rank:
-                    self._parts.setdefault((order.claim, pair), Parts(order.claim, pair))
+                    self._operations.parts_of(order.claim, pair)
             self._stop(lambda parts: parts.claim == order.claim, reason)
 
     def take_ended(self) -> list[ReadEnd]:
-        """Reads that have ended since, each once. Never blocks."""
+        """Reads that have ended since the last call. Never blocks."""
         with self._changed:
-            self._operations.collect()
+            ended = self._operations.take_ended()
             self._drop_lost_links()
-            ended, self._ended = self._ended, []
             return ended
 
     def take_lost(self) -> list[LostLink]:
         """Links that were lost since the last call. Never blocks."""
         with self._changed:
-            lost, self._lost = self._lost, []
+            lost, self.lost = self.lost, []
             return lost
 
     @property
@@ -209,15 +204,15 @@ class PeerLinks:
     def is_open(self, claim: int) -> bool:
         """Whether ends of this claim are still to be taken."""
         with self._changed:
-            return any(of_claim == claim for of_claim, _ in self._parts) or any(
-                end.claim == claim for end in self._ended
+            return any(of_claim == claim for of_claim, _ in self._operations.parts) or any(
+                end.claim == claim for end in self._operations.ended
             )
 
     @property
     def num_open(self) -> int:
         """Reads whose end has not been taken."""
         with self._changed:
-            return len(self._parts) + len(self._ended)
+            return len(self._operations.parts) + len(self._operations.ended)
 
     def close(self) -> None:
         """End everything soon, so that no background thread has anything to wait for."""
@@ -228,10 +223,10 @@ class PeerLinks:
 
     def _read_pair(self, order: ReadBlocks, pair: Pair, key: _LinkKey) -> _Job | None:
         """Returns what is left to do in the background."""
-        parts = self._parts.setdefault((order.claim, pair), Parts(order.claim, pair))
+        parts = self._operations.parts_of(order.claim, pair)
         parts.is_complete |= order.is_last
         if parts.error is not None or order.num_tokens == 0:
-            self._settle(parts)
+            self._operations.settle(parts)
             return None
         parts.num_open += 1
         read = Read(parts, order)
@@ -245,7 +240,7 @@ class PeerLinks:
         cards = self._cards.get(key.producer)
         if cards is None or not max(key.sources) < len(cards):
             read.fail("the peer is not known")
-            self._end(read)
+            self._operations.end(read)
             return None
         attempts = self._attempts.get(key)
         if attempts is not None and (delay_s := attempts.next_at - self._clock()) > 0:
@@ -253,7 +248,7 @@ class PeerLinks:
                 f"{attempts.num_failed} connections to {key.producer.engine_id} failed in a row; "
                 f"the next attempt is in {delay_s:.2f} s"
             )
-            self._end(read)
+            self._operations.end(read)
             return None
         link = self._links[key] = _Link(key, cards, waiting=[read])
         return _Job(partial(self._connect, link), link)
@@ -270,7 +265,7 @@ class PeerLinks:
             attempts = self._attempts.setdefault(key, Attempts())
             attempts.lost(link.connected_at, now)
             self._num_lost += 1
-            self._lost.append(LostLink(key.producer.engine_id, self._rank, self._num_lost))
+            self.lost.append(LostLink(key.producer.engine_id, self._rank, self._num_lost))
             logger.log(
                 logging.WARNING if attempts.is_news else logging.DEBUG,
                 "lost the link to %s, rank %d, by %s (%d in a row): %s",
@@ -290,7 +285,7 @@ class PeerLinks:
         logger.warning("cannot read from %s: %s", job.link.key.producer.engine_id, reason)
         if job.read is not None:
             job.read.fail(reason)
-            self._end(job.read)
+            self._operations.end(job.read)
         else:
             self._end_waiting(job.link, reason)
             if not job.link.is_lost:
@@ -300,7 +295,7 @@ class PeerLinks:
         """Returns what is left to do in the background."""
         order, layers = read.order, self._layers_of(link, ready.share, read.order)
         if read.parts.error is not None or not layers:  # Cancelled before, or nothing of this part is there.
-            self._end(read)
+            self._operations.end(read)
             return None
         if ready.way.is_staged:
             return self._begin_staged(link, ready, read, layers)
@@ -316,7 +311,7 @@ class PeerLinks:
             )
         except TransferError as error:
             read.fail(_words(error))
-            self._end(read)
+            self._operations.end(read)
             return None
         if ready.way.moves_whole_blocks and any(
             piece.shape != Shape(0, 0, self._layout.block_tokens) for piece in pieces
@@ -332,7 +327,7 @@ class PeerLinks:
     def _begin_staged(self, link: _Link, ready: Ready, read: Read, layers: tuple[str, ...]) -> _Job | None:
         if self._staged is None or not ready.way.can_be_staged:
             read.fail("a part of a block cannot be read from caches that are packed like this")
-            self._end(read)
+            self._operations.end(read)
             return None
         read.is_staged = True
         return _Job(partial(self._read_staged, link, ready, read, layers), link, read)
@@ -366,38 +361,24 @@ class PeerLinks:
                 read.fail(_words(error))
                 self._operations.cancel(lambda other: other is read)
         if read.num_running == 0:
-            self._end(read)
-
-    def _end(self, read: Read) -> None:
-        """A part is over; without an error it is here."""
-        parts = read.parts
-        parts.num_open -= 1
-        parts.duration_s += read.duration_s
-        if read.error is not None:
-            parts.fail(read.error)
-        self._settle(parts)
-
-    def _settle(self, parts: Parts) -> None:
-        if parts.has_ended:
-            del self._parts[parts.claim, parts.pair]
-            self._ended.append(parts.to_end())
+            self._operations.end(read)
 
     def _stop(self, is_meant: Callable[[Parts], bool], reason: str) -> None:
         for link in self._links.values():
             for read in [read for read in link.waiting if is_meant(read.parts)]:
                 link.waiting.remove(read)
                 read.fail(reason)
-                self._end(read)
+                self._operations.end(read)
         self._operations.cancel(lambda read: is_meant(read.parts))
-        for parts in [parts for parts in self._parts.values() if is_meant(parts)]:
+        for parts in [parts for parts in self._operations.parts.values() if is_meant(parts)]:
             parts.is_complete = True
             parts.fail(reason)
-            self._settle(parts)
+            self._operations.settle(parts)
 
     def _end_waiting(self, link: _Link, error: str) -> None:
         for read in link.waiting:
             read.fail(error)
-            self._end(read)
+            self._operations.end(read)
         link.waiting.clear()
 
     # --- In the background ---------------------------------------------------------------------
@@ -434,7 +415,7 @@ class PeerLinks:
             return self._begin(link, ready, read)
         except Exception as error:
             read.fail(_explain(error, link))
-            self._end(read)
+            self._operations.end(read)
             return None
 
     def _open(self, link: _Link) -> Ready:
@@ -475,6 +456,9 @@ class PeerLinks:
             self._post(link, ready, read, pieces, spans)
 
     def _read_staged(self, link: _Link, ready: Ready, read: Read, layers: tuple[str, ...]) -> None:
+        # Here, since it imports torch, which only a rank with a staged reader has loaded.
+        from baton.connectors.pull.reads.staged import LinkWire, StagedOrder
+
         assert self._staged is not None
         started_at = time.monotonic()
         order = read.order
@@ -495,7 +479,7 @@ class PeerLinks:
             read.fail(_explain(error, link))
         with self._changed:
             read.duration_s = time.monotonic() - started_at
-            self._end(read)
+            self._operations.end(read)
 
 
 def _names_of_group(layout: RankLayout, group: int) -> frozenset[str]:

@@ -1,23 +1,34 @@
-"""Operations under way on all of a rank's transports, and who looks for their ends.
+"""Reads under way on all of a rank's transports: their parts, their operations, and their ends.
 
-    the engine's step        collect: polls, never blocks
+    claim, pair of ranks --> Parts --> Read (one order of the scheduler) --> operations of a transport
+
+All reads of a pair's claim end together, once. Two callers look for the ends of operations:
+
+    the engine's step        take_ended: polls, never blocks
     a background thread      wait: sleeps until one operation has ended
 
-A completion is handed out once, whoever polls. So while a background thread sleeps on a transport, that one
-alone polls it, as soon as it is woken, and deals out what it finds; the step leaves that transport to it.
-Everything here is called with the lock, `changed`, held, but for `wait`.
+A transport hands a completion out once, to any caller. So while a background thread sleeps on a transport,
+only this thread polls it and deals out what it finds; the step leaves that transport alone. All calls except
+`wait` need the lock, `changed`.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from baton.connectors.pull.reads.parts import Read
-from baton.transport.base import Completion, OpId, Prepared, Transport
+from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
+from baton.core.ids import Pair
+from baton.core.layout import CopySpan, RankLayout
+from baton.protocol.conversion import Conversion
+from baton.protocol.plan import Share, share_spans
+from baton.protocol.token_spans import Shape
+from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
 
 LOOK_AGAIN_S = 0.2  # A waiting thread is woken earlier by what it waits for.
+PREPARED_MAX = 2048
 
 
 class Spans(NamedTuple):
@@ -27,12 +38,130 @@ class Spans(NamedTuple):
     num_spans: int
 
 
+class Ready:
+    """A peer's rank, connected and planned, with the spans that are prepared for it.
+
+    Spans are prepared once for each shape of a run and each set of layers: a handful for whole blocks, more
+    for edges of parts and single layers. The latter are forgotten when there are more than PREPARED_MAX.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        peer: PeerHandle,
+        local: RankLayout,
+        remote: RankLayout,
+        share: Share,
+        way: Conversion,
+    ) -> None:
+        self.transport = transport
+        self.peer = peer
+        self.share = share
+        self.way = way
+        self._local = local
+        self._remote = remote
+        self._lock = threading.Lock()
+        self._whole: dict[Shape, Spans] = {}  # Of all layers, and of the shapes that every long prompt has.
+        self._others: dict[Hashable, Spans] = {}
+
+    def find(self, shape: Shape, layers: tuple[str, ...]) -> Spans | None:
+        """None: they have to be prepared. Takes no time."""
+        if layers == self.share.layers and (spans := self._whole.get(shape)) is not None:
+            return spans
+        return self._others.get((shape, layers))
+
+    def prepare_whole(self, shape: Shape) -> None:
+        self._whole[shape] = self._prepare(self._spans_of(shape, self.share.layers))
+
+    def prepare(self, shape: Shape, layers: tuple[str, ...]) -> Spans:
+        """Takes time: never on a step."""
+        found = self.find(shape, layers)
+        return found or self.prepare_other((shape, layers), lambda: self._spans_of(shape, layers))
+
+    def prepare_other(self, key: Hashable, make: Callable[[], Sequence[CopySpan]]) -> Spans:
+        """Takes time: never on a step. Two threads may prepare the same; either result will do."""
+        found = self._others.get(key)
+        if found is None:
+            found = self._prepare(make())
+            with self._lock:
+                if len(self._others) == PREPARED_MAX:
+                    self._others.clear()
+                self._others[key] = found
+        return found
+
+    def _prepare(self, spans: Sequence[CopySpan]) -> Spans:
+        return Spans(self.transport.prepare(self.peer, spans), len(spans))
+
+    def _spans_of(self, shape: Shape, layers: tuple[str, ...]) -> Sequence[CopySpan]:
+        return share_spans(self._local, self._remote, self.share, shape, layers)
+
+
+@dataclass(slots=True, eq=False)
+class Parts:
+    """One pair's read of one claim."""
+
+    claim: int
+    pair: Pair
+    is_complete: bool = False  # No part will follow.
+    num_open: int = 0
+    error: str | None = None  # Of the first part that failed. None: none has.
+    nbytes: int = 0
+    duration_s: float = 0.0
+    num_descriptors: int = 0
+    transport: str = ""
+
+    @property
+    def has_ended(self) -> bool:
+        return self.is_complete and self.num_open == 0
+
+    def fail(self, error: str) -> None:
+        """The first error stays."""
+        if self.error is None:
+            self.error = error
+
+    def to_end(self) -> ReadEnd:
+        return ReadEnd(
+            self.claim,
+            self.pair,
+            self.error is None,
+            self.nbytes,
+            self.duration_s,
+            self.num_descriptors,
+            self.transport,
+            self.error or "",
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Read:
+    """One part, from its order until it ends."""
+
+    parts: Parts
+    order: ReadBlocks
+    is_staged: bool = False
+    num_running: int = 0  # Operations.
+    duration_s: float = 0.0
+    error: str | None = None
+
+    @property
+    def stopped_by(self) -> str | None:
+        """Its own error, or that of its claim. None: it goes on."""
+        return self.error if self.error is not None else self.parts.error
+
+    def fail(self, error: str) -> None:
+        """The first error stays."""
+        if self.error is None:
+            self.error = error
+
+
 class Operations:
-    def __init__(self, transports: Mapping[str, Transport], on_end: Callable[[Read], None]) -> None:
-        """`on_end` hears of each read that is not staged when its last operation has ended."""
+    """All reads of a rank that have begun and not ended. `changed` is their lock."""
+
+    def __init__(self, transports: Mapping[str, Transport]) -> None:
         self.changed = threading.Condition()
+        self.parts: dict[tuple[int, Pair], Parts] = {}  # By claim and pair, until they have ended.
+        self.ended: list[ReadEnd] = []  # Not taken yet.
         self._transports = transports
-        self._on_end = on_end
         self._running: dict[tuple[str, OpId], tuple[Read, int]] = {}  # With its descriptors.
         self._watched: set[str] = set()  # Transports that a background thread sleeps on.
 
@@ -50,9 +179,34 @@ class Operations:
         read.num_running += 1
         return op
 
+    def parts_of(self, claim: int, pair: Pair) -> Parts:
+        """Made when it is asked for first."""
+        return self.parts.setdefault((claim, pair), Parts(claim, pair))
+
+    def end(self, read: Read) -> None:
+        """A part is over; without an error its tokens are here."""
+        parts = read.parts
+        parts.num_open -= 1
+        parts.duration_s += read.duration_s
+        if read.error is not None:
+            parts.fail(read.error)
+        self.settle(parts)
+
+    def settle(self, parts: Parts) -> None:
+        """Report the end of these parts if all of them are over."""
+        if parts.has_ended:
+            del self.parts[parts.claim, parts.pair]
+            self.ended.append(parts.to_end())
+
+    def take_ended(self) -> list[ReadEnd]:
+        """Reads that have ended since the last call. Never blocks."""
+        self.collect()
+        ended, self.ended = self.ended, []
+        return ended
+
     @property
     def num_running(self) -> int:
-        """That have been posted, and whose end has not been seen."""
+        """Operations that have been posted, and whose end has not been seen."""
         return len(self._running)
 
     def collect(self) -> None:
@@ -101,4 +255,4 @@ class Operations:
             if read.is_staged:
                 self.changed.notify_all()
             elif read.num_running == 0:
-                self._on_end(read)
+                self.end(read)

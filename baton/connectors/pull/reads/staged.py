@@ -17,14 +17,15 @@ from typing import Protocol
 
 import torch
 
-from baton.connectors.pull.reads.link_wire import StagedOrder
-from baton.connectors.pull.reads.operations import Spans
+from baton.connectors.pull.reads.operations import Operations, Read, Ready, Spans
 from baton.connectors.pull.reads.slot_memory import SlotMemory, move_tokens
 from baton.connectors.pull.reads.staging_buffer import Staging
+from baton.core.errors import TransferError
 from baton.core.layout import PLANES, CopySpan, RankLayout, Region
 from baton.protocol.block_runs import check_tables
 from baton.protocol.conversion import StagedChunk, chunk_spans, plan_chunk, plan_groups
 from baton.protocol.layout_checks import heads_of
+from baton.protocol.plan import Share
 from baton.transport.base import OpId
 
 IN_FLIGHT_MAX = 2
@@ -47,6 +48,59 @@ class Wire(Protocol):
 
     def is_stopped(self) -> bool:
         """Whether nobody wants the rest any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class StagedOrder:
+    """One part of a claim, as far as one pair of ranks is concerned."""
+
+    peer: Hashable  # Whose reads take turns at the staging buffer.
+    remote: RankLayout
+    share: Share  # Of the layers that this part moves.
+    first_token: int
+    num_tokens: int
+    local_table: Sequence[int]
+    remote_table: Sequence[int]
+
+    @property
+    def last_token(self) -> int:
+        return self.first_token + self.num_tokens
+
+
+class LinkWire:
+    """A `Wire` over an open link, for one read. Used by one background thread."""
+
+    def __init__(self, ready: Ready, read: Read, operations: Operations) -> None:
+        self._ready = ready
+        self._read = read
+        self._operations = operations
+
+    def prepare(self, key: Hashable, make_spans: Callable[[], Sequence[CopySpan]]) -> Spans:
+        return self._ready.prepare_other(key, make_spans)
+
+    def post(self, spans: Spans, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> OpId:
+        with self._operations.changed:
+            self._raise_if_failed()
+            return self._operations.post(
+                self._read, self._ready.transport, spans, local_blocks, remote_blocks
+            )
+
+    def wait(self, op: OpId) -> None:
+        self._operations.wait(self._ready.transport, op)
+        with self._operations.changed:
+            self._raise_if_failed()
+
+    def abandon(self, op: OpId) -> None:
+        with self._operations.changed:
+            self._operations.cancel_one(self._ready.transport, op)
+        self._operations.wait(self._ready.transport, op)
+
+    def is_stopped(self) -> bool:
+        return self._read.stopped_by is not None
+
+    def _raise_if_failed(self) -> None:
+        if (reason := self._read.stopped_by) is not None:
+            raise TransferError(reason)
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from baton.connectors.pull.metadata import (
     ReadBlocks,
     ReadEnd,
 )
-from baton.connectors.pull.reads.parts import Parts
+from baton.connectors.pull.reads.operations import Parts
 from baton.core.ids import Pair
 from baton.sim.hosts.fast.facts import Read
 
