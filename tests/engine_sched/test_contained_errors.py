@@ -33,8 +33,7 @@ def test_a_users_error_ends_the_request_as_a_users_error(where: str) -> None:
     world = World()
     setattr(world.half, where, raising_for_a(BadTransferParams("expired", field="kv_transfer_params")))
     run_beside_b(world)
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.finish_reason == "error"
     assert last.error == RequestError(
         "kv_transfer_params: expired", is_users=True, field="kv_transfer_params"
@@ -55,8 +54,7 @@ def test_a_connector_that_breaks_while_starting_a_load_ends_the_request(is_async
     world.half.verdict = lambda request, local: (8, is_async) if request.request_id == "a" else (0, False)
     world.half.on_alloc = raising_for_a(RuntimeError("half-way"))
     run_beside_b(world)
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.finish_reason == "error"
     assert last.error is not None
     assert not last.error.is_users
@@ -67,8 +65,7 @@ def test_a_connector_that_breaks_at_the_end_has_lent_nothing() -> None:
     world.half.lends = lambda request, blocks: (False, None) if request.request_id == "b" else 1 / 0
     run_beside_b(world)
     world.check_answer("a")
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.kv_transfer_params is None
 
 
@@ -115,8 +112,7 @@ def test_unserialisable_params_are_left_out_and_the_loan_stays(params: object) -
         world.step()
     world.check_answer("a")
     assert world.scheduler.remote.num_held == 1
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.kv_transfer_params is None
     world.end_send("a")
     world.end("b")

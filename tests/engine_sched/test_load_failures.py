@@ -62,8 +62,7 @@ def test_tokens_after_a_bad_block_of_a_background_load_are_recomputed(first_bad:
     assert output.scheduled_new_reqs[0].num_computed_tokens == first_bad * 4
     world.run()
     world.check_answer("a")
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert (last.num_cached_tokens, last.num_transferred_tokens) == (first_bad * 4, first_bad * 4)
     assert world.half.asked["a"] == 1, "a failed load is not repeated"
     assert world.outputs[1].stats is not None
@@ -121,8 +120,7 @@ def test_a_bad_block_of_a_synchronous_load_drops_the_token_and_recomputes(
     assert cached_prefix(world) == 16, "refilled, and cached again"
     world.run()
     world.check_answer("a")
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.num_transferred_tokens == first_bad * 4
     world.check_at_rest()
 
@@ -233,8 +231,7 @@ def test_policy_fail_ends_a_background_load_with_an_error(how: str) -> None:
     else:
         world.end_load("a", failed=True)
     world.run()
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.finish_reason == "error"
     assert last.error is not None
     assert not last.error.is_users
@@ -263,8 +260,7 @@ def test_the_connectors_reason_is_logged_and_sent_to_the_client(
     lines = [line for line in caplog.messages if "could not be loaded" in line]
     assert lines == [f"the KV of request a could not be loaded: {logged}"]
     if on_failure == "fail":
-        last = world.answers["a"].last
-        assert last is not None
+        last = world.last_of("a")
         assert last.error is not None
         assert last.error.load_failure == logged
         assert f"({logged})" in last.error.message
@@ -316,8 +312,7 @@ def test_an_abandoned_load_ends_its_request_and_holds_its_blocks(policy: str) ->
     world.step()
     world.half.abandons = {"a", "b", "unknown"}
     world.step()
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.error is not None
     assert not last.error.is_users
     assert world.scheduler.remote.num_held == 1

@@ -45,8 +45,7 @@ def check_loader(world: World, policy: str) -> None:
         world.check_answer("a")
         assert world.half.asked["a"] == 1, "a failed load is not repeated"
         return
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.error is not None
     assert "kv_load_failure_policy" in last.error.message
     assert not world.answers["a"].token_ids

@@ -19,8 +19,7 @@ def test_a_prefill_leg_ends_after_one_token_with_its_ticket_and_lends_its_blocks
     world = lending_world()
     world.add("a", PROMPT, max_tokens=1, params={"do_remote_decode": True})
     world.step()
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.finish_reason == "length"
     assert last.kv_transfer_params == TICKET
     assert len(world.half.finished_blocks["a"]) == 5, "the partly filled block counts"

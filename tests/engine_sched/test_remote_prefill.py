@@ -37,8 +37,7 @@ def test_a_load_in_the_background_parks_the_request_and_schedules_nothing() -> N
     assert world.half.log == ["new a", "alloc a 16", "alloc a 0"]
     world.run()
     world.check_answer("a")
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert (last.num_cached_tokens, last.num_transferred_tokens) == (16, 16)
     world.check_at_rest()
 
@@ -54,8 +53,7 @@ def test_a_prompt_that_arrives_whole_computes_its_last_token_again(num_tokens: i
     assert world.step().num_scheduled_tokens == {"a": 1}
     world.run()
     world.check_answer("a")
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.num_transferred_tokens == num_tokens - 1
     world.check_at_rest()
 
@@ -84,8 +82,7 @@ def test_only_what_the_local_cache_lacks_is_loaded() -> None:
     world.end_load("a")
     world.run()
     world.check_answer("a")
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert (last.num_cached_tokens, last.num_transferred_tokens) == (17, 9)
     world.check_at_rest()
 

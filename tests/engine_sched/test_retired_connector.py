@@ -151,8 +151,7 @@ def test_a_load_that_no_rank_got_ends_its_request_and_holds_its_blocks_until_rep
     world.half.on_step = raising("build_connector_meta", times=1)
     world.add("a", PROMPT)
     world.step()
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.error is not None
     assert "connector" in last.error.message
     assert not last.error.is_users

@@ -117,8 +117,7 @@ def test_equal_prompts_of_one_step_share_their_blocks() -> None:
     assert world.step().num_scheduled_tokens == {"a": 16, "b": 4}
     world.run()
     world.check_answer("b")
-    last = world.answers["b"].last
-    assert last is not None
+    last = world.last_of("b")
     assert (last.num_cached_tokens, last.num_transferred_tokens) == (12, 0)
     world.check_at_rest()
 
@@ -205,8 +204,7 @@ def test_a_stop_token_ends_the_request_and_is_named() -> None:
     world.add("a", tokens, max_tokens=12, stop_token_ids=(output[1],))
     world.run()
     world.check_answer("a", "stop")
-    last = world.answers["a"].last
-    assert last is not None
+    last = world.last_of("a")
     assert last.stop_token_id == output[1]
     assert len(world.answers["a"].token_ids) == 2
 

@@ -570,6 +570,11 @@ class World:
     def status(self, request_id: str) -> str:
         return self.scheduler.requests[request_id].status.name
 
+    def last_of(self, request_id: str) -> EngineOutput:
+        last = self.answers[request_id].last
+        assert last is not None, f"{request_id} has not ended"
+        return last
+
     def check_answer(self, request_id: str, reason: str = "length") -> None:
         answer, asked = self.answers[request_id], self.asked[request_id]
         assert answer.reason == reason, answer
