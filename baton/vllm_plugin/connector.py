@@ -13,16 +13,17 @@ from baton.connectors.pull.metadata import PullHandshake, PullMetadata
 from baton.connectors.pull.scheduler import MakeAnnouncer, PullSchedulerHalf
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.pull.stats import PullPromMetrics, PullStats
+from baton.connectors.pull.worker import PullWorkerHalf
 from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.settings import PushSettings
+from baton.connectors.push.worker import PushWorkerHalf
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import groups_of
-from baton.vllm_plugin.host_policy import vllm_policy
+from baton.vllm_plugin.host_policy import EMPTY_STEP_S, vllm_policy
 from baton.vllm_plugin.identity import identity_of
 from baton.vllm_plugin.packing import find_packing
-from baton.vllm_plugin.worker_half import VllmPullWorkerHalf, VllmPushWorkerHalf
 
 
 class BatonPullConnector(ForwardingConnector):
@@ -32,7 +33,7 @@ class BatonPullConnector(ForwardingConnector):
     _prom_kind = PullPromMetrics
     _settings_kind: ClassVar[type[PullSettings]] = PullSettings
     _announcer: ClassVar[MakeAnnouncer | None] = None
-    _worker_kind: ClassVar[type[VllmPullWorkerHalf]] = VllmPullWorkerHalf
+    _worker_kind: ClassVar[type[PullWorkerHalf]] = PullWorkerHalf
     _does_push: ClassVar[bool] = False
 
     @classmethod
@@ -49,6 +50,7 @@ class BatonPullConnector(ForwardingConnector):
         return cls._worker_kind(
             cls._identity_of(vllm_config, kv_cache_config, is_worker=True),
             find_packing=partial(find_packing, vllm_config),
+            empty_step_wait_s=EMPTY_STEP_S,
         )
 
     @classmethod
@@ -96,7 +98,7 @@ class BatonPushConnector(BatonPullConnector):
 
     _settings_kind: ClassVar[type[PullSettings]] = PushSettings
     _announcer: ClassVar[MakeAnnouncer | None] = PrefillAnnouncer
-    _worker_kind: ClassVar[type[VllmPullWorkerHalf]] = VllmPushWorkerHalf
+    _worker_kind: ClassVar[type[PullWorkerHalf]] = PushWorkerHalf
     _does_push: ClassVar[bool] = True
 
     @classmethod

@@ -6,13 +6,12 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.connectors.pull import EngineIdentity, PullSchedulerHalf
+from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.core.layout import SLOT
 from baton.vllm_plugin.host_policy import vllm_policy
 from baton.vllm_plugin.lent_blocks import LentBlocks
-from baton.vllm_plugin.worker_half import VllmPullWorkerHalf
 from tests.connectors import pull_world
 
 
@@ -77,8 +76,8 @@ class VllmEngine(pull_world.Engine):
             policy=vllm_policy(),
         )
 
-    def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> VllmPullWorkerHalf:
-        return VllmPullWorkerHalf(
+    def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> PullWorkerHalf:
+        return PullWorkerHalf(
             EngineIdentity.of_engine(config), find_packing=lambda caches: SLOT, epoch=epoch, **parts
         )
 

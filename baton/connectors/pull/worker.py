@@ -1,9 +1,8 @@
 """The worker half of pull: moves bytes into this rank's blocks, and reports how each read ended.
 
 It knows blocks, claims and peers' ranks; of requests only the ids that it is told to report. Reads are posted
-as soon as a step's metadata is bound, before the model runs, or, by a scheduler half in the same process, at
-any time. Connecting happens in the background, and what
-has completed is collected at the end of each step.
+as soon as a step's metadata is bound, before the model runs. A scheduler half in the same process can order
+them at any time. Connections are made in the background. Ends of reads are collected at the end of each step.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -54,12 +54,27 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FindPacking = Callable[[dict[str, "torch.Tensor"]], str]
+
 
 def new_epoch() -> Epoch:
     return Epoch(1 + secrets.randbelow(2**64 - 1))  # 0 is nobody's: see Address.is_named_only.
 
 
 class PullWorkerHalf(KVConnectorWorkerHalf):
+    """Worker half of BatonPullConnector: reads the peers' blocks into this rank's cache.
+
+    Args:
+        epoch: of this rank's memory; None: random.
+        transports: makes those of this rank, given its address; None: those that the settings name.
+        run_in_background: runs a job that may wait for a peer; None: in a thread of its own.
+        clock: seconds, monotonic.
+        find_packing: how the host's attention packs a block of these caches; None: slot by slot.
+        empty_step_wait_s: how long a step that computes nothing waits for running reads, seconds.
+
+    Source: `vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1`, the worker's methods.
+    """
+
     def __init__(
         self,
         identity: EngineIdentity,
@@ -68,8 +83,9 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         transports: Callable[[Address], Mapping[str, Transport]] | None = None,
         run_in_background: RunInBackground | None = None,
         clock: Callable[[], float] = time.monotonic,
+        find_packing: FindPacking | None = None,
+        empty_step_wait_s: float = 0.0,
     ) -> None:
-        """`transports` makes this rank's, given its address; without it, those that the settings name."""
         self._identity = identity
         self._rank = identity.rank
         self.prefer_cross_layer_blocks = identity.settings.cross_layer_blocks
@@ -78,7 +94,11 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         self._clock = clock
         self._background = Background(f"baton-connect-{identity.rank}")
         self._run_in_background = run_in_background or self._background.run
-        self._wake: Callable[[], None] | None = None  # The host, if it can be woken.
+        self._find_packing = find_packing
+        self._empty_step_wait_s = empty_step_wait_s
+        self._has_news = threading.Event()  # A read has ended; for steps that wait.
+        # Wakes the host, or a step that waits.
+        self._wake: Callable[[], None] | None = self._has_news.set if empty_step_wait_s else None
         self._transports: Mapping[str, Transport] = {}
         self._links: PeerLinks | None = None  # Once the cache is registered.
         self._card: RankCard | None = None
@@ -90,7 +110,9 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._links is None, "registered once"
-        packing = self._packing_of(kv_caches)
+        packing = SLOT if self._find_packing is None else self._find_packing(kv_caches)
+        if packing != SLOT:
+            logger.info("the cache's blocks are packed as %r", packing)
         if self._identity.has_host_mirror:
             from baton.connectors.pull.reads.host_mirror import HostMirror
 
@@ -143,10 +165,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         Never blocks, and whatever goes wrong costs this claim only: whoever ordered hears of its end.
         """
         assert not isinstance(order, FailedLoad), "it is for a step to report"
-        try:
-            self._carry_out(order)
-        except Exception as error:  # The border of one order.
-            self._fail(order, error)
+        self._carry_out_contained(order)
 
     # --- Step ----------------------------------------------------------------------------------
 
@@ -155,14 +174,23 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PullMetadata)
         for order in connector_metadata.orders:
-            if isinstance(order, ReadBlocks):
-                self.take_order(order)
-            else:
-                self._carry_out(order)
+            self._carry_out_contained(order)
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
-        """Loads are under way since the metadata was bound."""
+        """Loads are under way since the metadata was bound.
+
+        A step that computes nothing waits for a short read, which is then reported in this step.
+        """
         self._forward_context = forward_context
+        waits = self._empty_step_wait_s and self._given_transports is None and self._links is not None
+        if not waits or forward_context.attn_metadata is not None:
+            return
+        assert self._links is not None
+        give_up_at = time.monotonic() + self._empty_step_wait_s
+        self._has_news.clear()
+        while self._links.num_moving and (remaining_s := give_up_at - time.monotonic()) > 0:
+            self._has_news.wait(remaining_s)
+            self._has_news.clear()
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         return  # Loads are asynchronous: no request computes before its blocks are here.
@@ -245,10 +273,6 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         for transport in self._transports.values():
             transport.close()
 
-    def _packing_of(self, kv_caches: dict[str, torch.Tensor]) -> str:
-        """How the host's attention packs a block (`baton.core.layout`)."""
-        return SLOT
-
     def _carry_out(self, order: Order) -> None:
         links = self._links
         assert links is not None, "ordered to read before the cache was registered"
@@ -274,11 +298,14 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             case _:
                 assert_never(order)
 
-    def _fail(self, order: Order, error: Exception) -> None:
-        """It could not be carried out; the scheduler half hears how each read that it ordered has ended."""
-        logger.error("could not carry out %s", type(order).__name__, exc_info=error)
-        if isinstance(order, ReadBlocks) and self._links is not None:
-            self._links.fail(order, f"{type(error).__name__}: {error}")
+    def _carry_out_contained(self, order: Order) -> None:
+        """Whatever goes wrong, each read that the scheduler half has ordered gets an end."""
+        try:
+            self._carry_out(order)
+        except Exception as error:  # A bug of ours costs this order.
+            logger.exception("could not carry out %s", type(order).__name__)
+            if isinstance(order, ReadBlocks) and self._links is not None:
+                self._links.fail(order, f"{type(error).__name__}: {error}")
 
     def _make_transports(self, names: Sequence[str], address: Address) -> Mapping[str, Transport]:
         return make_transports(

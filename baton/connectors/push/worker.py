@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from baton.connectors.extra_config import FIELD
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.reads.links import RunInBackground
-from baton.connectors.pull.worker import PullWorkerHalf
+from baton.connectors.pull.worker import FindPacking, PullWorkerHalf
 from baton.connectors.push.layer_reports import LayerReporter
 from baton.connectors.push.metadata import PushMetadata
 from baton.contract import KVConnectorMetadata
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 
 class PushWorkerHalf(PullWorkerHalf):
+    """Worker half of BatonPushConnector. `reporter` makes what reports layers; the rest is as in pull."""
+
     def __init__(
         self,
         identity: EngineIdentity,
@@ -30,10 +32,18 @@ class PushWorkerHalf(PullWorkerHalf):
         transports: Callable[[Address], Mapping[str, Transport]] | None = None,
         run_in_background: RunInBackground | None = None,
         clock: Callable[[], float] = time.monotonic,
+        find_packing: FindPacking | None = None,
+        empty_step_wait_s: float = 0.0,
         reporter: Callable[[int], LayerReporter] = LayerReporter,
     ) -> None:
         super().__init__(
-            identity, epoch=epoch, transports=transports, run_in_background=run_in_background, clock=clock
+            identity,
+            epoch=epoch,
+            transports=transports,
+            run_in_background=run_in_background,
+            clock=clock,
+            find_packing=find_packing,
+            empty_step_wait_s=empty_step_wait_s,
         )
         self._layer_index: dict[str, int] = {}
         self._reporter = reporter(identity.tp_rank)
