@@ -43,7 +43,7 @@ class Producer(Protocol):
         """Replace it by another incarnation: same engine id and, if it has one, same port."""
 
     def withdraw(self) -> None:
-        """Close its transport in order; the process goes on."""
+        """Close its transport in order; the process continues."""
 
     def close(self) -> None: ...
 

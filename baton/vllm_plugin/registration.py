@@ -28,8 +28,8 @@ def register() -> None:
         SupportsHMA,
     )
 
-    # vLLM asserts that a connector, and what passes between its processes, is of its own base classes.
-    # Baton's have the same methods, so a class of Baton's `KVConnectorBase_V1` runs in vLLM as it is.
+    # vLLM asserts that connectors, and objects sent between its processes, derive from its base classes.
+    # Baton's base classes have the same methods, so they are registered as virtual subclasses.
     KVConnectorBase_V1.register(contract.KVConnectorBase_V1)
     KVConnectorMetadata.register(contract.KVConnectorMetadata)
     KVConnectorHandshakeMetadata.register(contract.KVConnectorHandshakeMetadata)

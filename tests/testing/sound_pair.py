@@ -64,9 +64,9 @@ class PairScheduler(MemoryScheduler):
     def on_new_request(self, request: host.Request) -> None:
         super().on_new_request(request)
         params = request.kv_transfer_params or {}
-        told = params.get("first_token")
-        if told is not None and params["prompt"] == prompt_key(request):
-            self.first_tokens[request.request_id] = msgspec.json.decode(told, type=PrefilledTokens)
+        first_token = params.get("first_token")
+        if first_token is not None and params["prompt"] == prompt_key(request):
+            self.first_tokens[request.request_id] = msgspec.json.decode(first_token, type=PrefilledTokens)
 
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         return self.first_tokens.pop(request_id, None)

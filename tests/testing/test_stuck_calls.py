@@ -30,8 +30,8 @@ def alarms() -> Iterator[list[int]]:
 
 
 def test_a_stuck_call_is_named_with_its_line() -> None:
-    told = r"call has not returned for 0.2 s \(test_stuck_calls.py:\d+, in call\)"
-    with pytest.raises(Stuck, match=told), stuck_calls_interrupted(is_call, 0.2):
+    message = r"call has not returned for 0.2 s \(test_stuck_calls.py:\d+, in call\)"
+    with pytest.raises(Stuck, match=message), stuck_calls_interrupted(is_call, 0.2):
         call(None)
 
 

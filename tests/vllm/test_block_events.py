@@ -91,8 +91,8 @@ class Host:
         assert isinstance(metadata, OffloadMetadata)
         report = OffloadReport(rank=0, stored={store.job for store in metadata.stores})
         # vLLM's own class, which has the fields that the half reads.
-        told: Any = KVConnectorOutput(kv_connector_worker_meta=report)  # type: ignore[arg-type]
-        self.half.update_connector_output(told)
+        output: Any = KVConnectorOutput(kv_connector_worker_meta=report)  # type: ignore[arg-type]
+        self.half.update_connector_output(output)
 
     def published(self) -> list[Any]:
         """Return events as a subscriber decodes them."""

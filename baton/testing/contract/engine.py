@@ -129,10 +129,10 @@ class KitEngine:
             cache_salt=salt,
             kv_transfer_params=params,
         )
-        told = f", salt {salt!r}" if salt is not None else ""
-        told += f", params {sorted(params)}" if params else ""
-        self.story.tell(
-            f"{self.name}: request {request_id}, prompt {list(prompt)}, {max_tokens} tokens{told}"
+        options = f", salt {salt!r}" if salt is not None else ""
+        options += f", params {sorted(params)}" if params else ""
+        self.story.record_line(
+            f"{self.name}: request {request_id}, prompt {list(prompt)}, {max_tokens} tokens{options}"
         )
         self._salts[request_id] = salt
         self.answers[request_id] = Answer(asked, made_for=list(made_for))
@@ -140,7 +140,7 @@ class KitEngine:
         self.scheduler.add_request(asked)
 
     def abort(self, request_id: str) -> None:
-        self.story.tell(f"{self.name}: request {request_id} is aborted")
+        self.story.record_line(f"{self.name}: request {request_id} is aborted")
         self.scheduler.abort([request_id])
 
     @property
@@ -150,7 +150,7 @@ class KitEngine:
     def reset_cache(self) -> None:
         """Reset the engine's and the connector's cache; refused while blocks are held."""
         done = self.scheduler.reset_prefix_cache(reset_connector=True)
-        self.story.tell(f"{self.name}: reset of all caches, {'done' if done else 'refused'}")
+        self.story.record_line(f"{self.name}: reset of all caches, {'done' if done else 'refused'}")
 
     def forget_local_cache(self) -> None:
         self.scheduler.reset_prefix_cache(reset_connector=False)
@@ -200,16 +200,18 @@ class KitEngine:
         self.num_preempted += len(output.preempted_req_ids)
         self.story.seen["preemptions"] += len(output.preempted_req_ids)
         self.story.seen["steps" if output.num_scheduled_tokens else "steps without tokens"] += 1
-        told = [f"{request_id} {count}" for request_id, count in output.num_scheduled_tokens.items()]
-        parts = [f"computes {', '.join(told)}"] if told else []
+        num_tokens_by_request = [
+            f"{request_id} {count}" for request_id, count in output.num_scheduled_tokens.items()
+        ]
+        parts = [f"computes {', '.join(num_tokens_by_request)}"] if num_tokens_by_request else []
         if output.preempted_req_ids:
             parts.append(f"preempts {', '.join(sorted(output.preempted_req_ids))}")
         if output.finished_req_ids:
             parts.append(f"finished {', '.join(sorted(output.finished_req_ids))}")
         if parts:
-            self.story.tell(f"{self.name}: step {'; '.join(parts)}")
+            self.story.record_line(f"{self.name}: step {'; '.join(parts)}")
         elif self.num_idle_steps == 0:
-            self.story.tell(f"{self.name}: step without tokens")
+            self.story.record_line(f"{self.name}: step without tokens")
 
     def _take(self, output: EngineOutput) -> None:
         answer = self.answers[output.request_id]
@@ -220,7 +222,7 @@ class KitEngine:
         answer.last = output
         self._open.discard(output.request_id)
         error = f" ({output.error.message})" if output.error is not None else ""
-        self.story.tell(f"{self.name}: {output.request_id} ends, {output.finish_reason}{error}")
+        self.story.record_line(f"{self.name}: {output.request_id} ends, {output.finish_reason}{error}")
 
     def _check_tokens(self, answer: Answer) -> None:
         asked, given = answer.asked, answer.token_ids

@@ -34,14 +34,14 @@ class Ledger:
     num_store_faults: int = 0
     # Blocks of loads with a failed write that no rank has reported.
     faulted_blocks: set[int] = field(default_factory=set)
-    known: set[str] = field(default_factory=set)  # Requests that the scheduler half has been told of.
+    known: set[str] = field(default_factory=set)  # Requests that were passed to the scheduler half.
     ended: set[str] = field(default_factory=set)  # request_finished was called.
     aborted: set[str] = field(default_factory=set)
     loading: dict[str, OpenLoad] = field(default_factory=dict)
     # Loads of the step that is being scheduled.
     sync_loads: dict[str, OpenLoad] = field(default_factory=dict)
     landed: set[str] = field(default_factory=set)  # Subset of `loading` whose end all ranks have reported.
-    opened: set[str] = field(default_factory=set)  # Loads that the ranks have not been told of.
+    opened: set[str] = field(default_factory=set)  # Loads whose metadata has not been sent to the ranks.
     lent: set[str] = field(default_factory=set)
     received: set[str] = field(default_factory=set)
     sent: set[str] = field(default_factory=set)
@@ -146,8 +146,8 @@ class Ledger:
             is_late = set(strangers) <= self.loaded_blocks
             rule = "load-error-too-late" if is_late else "foreign-block-reported"
             ranks = set().union(*(self._invalid_by.get(block_id, ()) for block_id in strangers))
-            told = f"blocks {strangers} are reported as invalid ({_which_ranks(ranks, self.num_ranks)})"
-            self.story.check(rule, False, f"{told}; open loads: {loads}")
+            detail = f"blocks {strangers} are reported as invalid ({_which_ranks(ranks, self.num_ranks)})"
+            self.story.check(rule, False, f"{detail}; open loads: {loads}")
         self.story.check("foreign-block-reported", True)
         self.story.check("load-error-too-late", True)
 

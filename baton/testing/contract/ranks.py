@@ -127,7 +127,7 @@ class KitRanks(Executor):
         wrongs: dict[str, Wrong] = {}
         reports: list[KVConnectorOutput | None] = []
         for memory, worker in zip(self._memories, self.workers, strict=True):
-            told = replace(
+            received = replace(
                 scheduler_output,
                 kv_connector_metadata=pickle.loads(pickle.dumps(scheduler_output.kv_connector_metadata)),
             )
@@ -137,10 +137,10 @@ class KitRanks(Executor):
                 metadata = self._attention_metadata(scheduler_output)
                 context.attn_metadata = metadata[0]
                 context.group_metadata = tuple(metadata) if len(metadata) > 1 else ()
-            with ConnectorStep(worker, told, context, self._block) as step:
+            with ConnectorStep(worker, received, context, self._block) as step:
                 if scheduler_output.num_scheduled_tokens:
                     wrongs |= self._forward(memory, scheduler_output, context)
-            self._tell_notes(step.report)
+            self._send_notes(step.report)
             reports.append(None if step.report.is_empty() else step.report)
             result.connector_error = result.connector_error or step.error
             result.loads_failed = result.loads_failed or step.loads_failed
@@ -162,7 +162,7 @@ class KitRanks(Executor):
             for memory in self._memories:
                 memory.expect_load(block_ids)
 
-    def _tell_notes(self, report: KVConnectorOutput) -> None:
+    def _send_notes(self, report: KVConnectorOutput) -> None:
         """Pass the notes on at once: with steps in flight, the scheduler gets this report later."""
         watched = report.kv_connector_worker_meta
         if isinstance(watched, WatchedReport):
@@ -337,7 +337,7 @@ class KitRanks(Executor):
         worker.has_write_fault = True
         self._ledger.note_write_fault()
         self._ledger.story.seen["failed writes"] += 1
-        self._ledger.story.tell(f"{self._name}: a write into the KV cache of rank {worker.rank} fails")
+        self._ledger.story.record_line(f"{self._name}: a write into the KV cache of rank {worker.rank} fails")
 
     # --- Memory ------------------------------------------------------------------------------------
 

@@ -67,7 +67,7 @@ class SearchIsOver(BaseException):
 
 
 class Search:
-    """State of a run: counts, the best story so far, and whether shrinking goes on (bounded by tries)."""
+    """State of a run: counts, the best story so far, and whether shrinking continues (bounded by tries)."""
 
     def __init__(self, tries_max: int, on_example: Callable[[int], None] | None = None) -> None:
         """`tries_max`: examples after the first breach. `on_example` gets the number of examples."""

@@ -73,19 +73,19 @@ class Story:
         self.is_silent = False  # Calls belong to a diagnosis and are not recorded.
         self._end: int | None = None  # Number of lines up to the breach.
 
-    def tell(self, line: str) -> None:
+    def record_line(self, line: str) -> None:
         if self.is_silent or (self.lines and self.lines[-1] == line):
             return  # Repeated calls are recorded once.
         self.lines.append(line)
 
-    def tell_call(self, owner: str, method: str, arguments: tuple[Any, ...], answer: Any = None) -> None:
+    def record_call(self, owner: str, method: str, arguments: tuple[Any, ...], answer: Any = None) -> None:
         call = f"{owner}.{method}({', '.join(map(short, arguments))})"
-        self.tell(call if answer is None else f"{call} -> {short(answer)}")
+        self.record_line(call if answer is None else f"{call} -> {short(answer)}")
 
     def take_notes(self, engine: str, notes: RankNotes) -> None:
         """Record what one rank of `engine` has noted."""
         for line in notes.calls:
-            self.tell(f"{engine} {line}")
+            self.record_line(f"{engine} {line}")
         self.checked.update(notes.checked)
         for rule, detail in notes.breaches:
             self.check(rule, False, detail)
@@ -98,13 +98,13 @@ class Story:
         self.checked[rule] += 1
         if not holds and self.breach is None:
             self.breach = Breach(rule, detail)
-            self.tell(f"!! {detail}")
+            self.record_line(f"!! {detail}")
             self._end = len(self.lines)
         return holds
 
     def end_inconclusive(self, why: str) -> None:
         """End the example without a verdict: the connector raised an error that the kit had injected."""
-        self.tell(why)
+        self.record_line(why)
         self.is_inconclusive = True
 
     def raise_if_broken(self) -> None:

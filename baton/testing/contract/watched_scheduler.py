@@ -75,7 +75,9 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         return count if is_count else None
 
     def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
-        self._ask_if_there("bind_only_rank", rank.inner if isinstance(rank, WatchedWorker) else rank, told=())
+        self._ask_if_there(
+            "bind_only_rank", rank.inner if isinstance(rank, WatchedWorker) else rank, shown_arguments=()
+        )
 
     def reset_cache(self) -> bool | None:
         answer: bool | None = self._ask("reset_cache")
@@ -107,19 +109,19 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             and (answer[0] is None or (isinstance(answer[0], int) and not isinstance(answer[0], bool)))
             and isinstance(answer[1], bool)
         )
-        told = f"get_num_new_matched_tokens({request.request_id}, {num_computed_tokens})"
-        if not self._story.check("wrong-type", is_match, f"{told} answers {short(answer)}"):
+        call = f"get_num_new_matched_tokens({request.request_id}, {num_computed_tokens})"
+        if not self._story.check("wrong-type", is_match, f"{call} answers {short(answer)}"):
             return 0, False
         again = self.inner.get_num_new_matched_tokens(request, num_computed_tokens)
         self._story.check(
             "lookup-has-side-effects",
             again == answer or None in (again[0], answer[0]),
-            f"{told} answers {answer}, and asked again {again}",
+            f"{call} answers {answer}, and asked again {again}",
         )
         self._story.check(
             "lookup-has-side-effects",
             request.kv_transfer_params == before,
-            f"{told} changed kv_transfer_params from {short(before)} to {short(request.kv_transfer_params)}",
+            f"{call} changed kv_transfer_params from {short(before)} to {short(request.kv_transfer_params)}",
         )
         count, is_async = answer
         self.num_deferred = self.num_deferred + 1 if count is None else 0
@@ -129,12 +131,12 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         self._story.check(
             "match-out-of-range",
             0 <= count <= room,
-            f"{told} answers {count}; {room} tokens are to be computed",
+            f"{call} answers {count}; {room} tokens are to be computed",
         )
-        self._story.check("async-without-tokens", not (is_async and count == 0), f"{told} answers (0, True)")
+        self._story.check("async-without-tokens", not (is_async and count == 0), f"{call} answers (0, True)")
         if self.was_reset and not request.kv_transfer_params:
             self._story.check(
-                "reset-ignored", count == 0, f"{told} answers {count} right after reset_cache()"
+                "reset-ignored", count == 0, f"{call} answers {count} right after reset_cache()"
             )
         self._matches[request.request_id] = (num_computed_tokens, is_async)
         return count, is_async
@@ -155,7 +157,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             request,
             blocks,
             num_external_tokens,
-            told=(request_id, tables if self._num_groups > 1 else tables[0], num_external_tokens),
+            shown_arguments=(request_id, tables if self._num_groups > 1 else tables[0], num_external_tokens),
             is_quiet=False,
         )
         same = blocks.get_block_ids() == tables
@@ -178,12 +180,16 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         return self._finished("request_finished", request, block_ids, block_ids)
 
     def _finished(
-        self, method: str, request: host.Request, block_ids: Any, told: Any
+        self, method: str, request: host.Request, block_ids: Any, shown_arguments: Any
     ) -> tuple[bool, dict[str, Any] | None]:
         before = copy.deepcopy(block_ids)
         status = request.status.name
         answer = self._ask(
-            method, request, block_ids, told=(request.request_id, status, told), is_quiet=False
+            method,
+            request,
+            block_ids,
+            shown_arguments=(request.request_id, status, shown_arguments),
+            is_quiet=False,
         )
         self._story.check("argument-modified", block_ids == before, f"{method} changed the list of blocks")
         is_answer = (
@@ -211,7 +217,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
 
     def _metadata_of(self, scheduler_output: host.SchedulerOutput) -> WatchedMetadata:
         before = pickle.dumps(scheduler_output)
-        metadata = self._ask("build_connector_meta", scheduler_output, told=(), is_quiet=True)
+        metadata = self._ask("build_connector_meta", scheduler_output, shown_arguments=(), is_quiet=True)
         self._story.check(
             "argument-modified",
             pickle.dumps(scheduler_output) == before,
@@ -252,9 +258,9 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
                 self._ledger.take_notes(self.name, notes)
         # From here on the half reports whether these loads are over.
         self._ledger.landed -= connector_output.finished_recving or set()
-        self._ask("update_connector_output", connector_output, told=(), is_quiet=True)
+        self._ask("update_connector_output", connector_output, shown_arguments=(), is_quiet=True)
         if connector_output.finished_sending or connector_output.finished_recving:
-            self._story.tell(
+            self._story.record_line(
                 f"{self.name}: sent {short(connector_output.finished_sending or set())}, "
                 f"received {short(connector_output.finished_recving or set())}, "
                 f"failed {short(connector_output.failed_recving or set())}, "
@@ -279,20 +285,24 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         self,
         method: str,
         *arguments: Any,
-        told: tuple[Any, ...] | None = None,
+        shown_arguments: tuple[Any, ...] | None = None,
         is_quiet: bool | None = None,
     ) -> Any:
         """Call the connector. `is_quiet` None: recorded in the story only if the answer is news."""
         try:
             answer = getattr(self.inner, method)(*arguments)
         except UserError as error:
-            self._story.tell_call(self.name, method, arguments if told is None else told)
-            self._story.tell(f"    {method} refused the request: {error}")
+            self._story.record_call(
+                self.name, method, arguments if shown_arguments is None else shown_arguments
+            )
+            self._story.record_line(f"    {method} refused the request: {error}")
             allowed = SURFACE[method].scope is Scope.REQUEST
             self._story.check("raised", allowed, f"{method} raised a UserError: {error}")
             raise
         except Exception as error:  # The exception is the breach.
-            self._story.tell_call(self.name, method, arguments if told is None else told)
+            self._story.record_call(
+                self.name, method, arguments if shown_arguments is None else shown_arguments
+            )
             about = arguments[0].request_id if method.startswith("request_finished") else None
             is_unknown = about is not None and about not in self._allocated
             rule = "unknown-id-raised" if is_unknown else "raised"
@@ -300,7 +310,9 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             raise
         self._story.checked["raised"] += 1
         if is_quiet is False or (is_quiet is None and is_news(answer)):
-            self._story.tell_call(self.name, method, arguments if told is None else told, answer)
+            self._story.record_call(
+                self.name, method, arguments if shown_arguments is None else shown_arguments, answer
+            )
         return answer
 
     def _ask_if_there(self, method: str, *arguments: Any, **how: Any) -> Any:

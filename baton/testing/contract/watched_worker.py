@@ -45,7 +45,7 @@ def pass_on(row: Row) -> Callable[..., Any]:
         if row.scope is Scope.START:
             asked = getattr(self.inner, row.name)
             return asked if row.kind == "property" else asked(*arguments)
-        return self._ask(row.name, *arguments, told=tuple(filter(is_plain, arguments)))
+        return self._ask(row.name, *arguments, shown_arguments=tuple(filter(is_plain, arguments)))
 
     return ask
 
@@ -116,7 +116,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
         return bool(self.inner.has_connector_metadata())
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
-        self._ask("start_load_kv", forward_context, told=())
+        self._ask("start_load_kv", forward_context, shown_arguments=())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         self._ask("wait_for_layer_load", layer_name)
@@ -124,7 +124,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        self._ask("save_kv_layer", layer_name, kv_layer, attn_metadata, told=(layer_name,))
+        self._ask("save_kv_layer", layer_name, kv_layer, attn_metadata, shown_arguments=(layer_name,))
 
     def wait_for_save(self) -> None:
         self._ask("wait_for_save")
@@ -212,12 +212,13 @@ class WatchedWorker(KVConnectorWorkerHalf):
         self,
         method: str,
         *arguments: Any,
-        told: tuple[Any, ...] | None = None,
+        shown_arguments: tuple[Any, ...] | None = None,
         is_quiet: bool = False,
         rule: str | None = None,
     ) -> Any:
-        """`told`: the arguments to show in the story, by default all. `rule`: the rule that an exception
-        breaks.
+        """Call the connector; an exception breaks `rule`.
+
+        `shown_arguments`: the arguments that the story shows; None: all.
         """
         step = self._step
         try:
@@ -238,7 +239,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
             if step.unseen_finished_ids and method == "get_transfer_results":
                 self._notes.checked["unknown-id-raised"] += 1
         if not is_quiet and is_news(answer):
-            shown = ", ".join(map(short, arguments if told is None else told))
+            shown = ", ".join(map(short, arguments if shown_arguments is None else shown_arguments))
             self._notes.calls.append(
                 f"rank {self.rank}.{method}({shown})" + (f" -> {short(answer)}" if answer is not None else "")
             )

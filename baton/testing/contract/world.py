@@ -44,7 +44,7 @@ class World:
         self._prompts: list[tuple[list[int], str | None]] = []  # Prompts asked so far, with their salts.
         self._legs: list[Leg] = []
         self._threads = running_threads()
-        story.tell(
+        story.record_line(
             f"engine with {shape.tp} rank(s), {shape.num_blocks} blocks, {shape.budget} tokens a step, "
             f"prefix cache {'on' if shape.caching else 'off'}, on failed loads: {shape.policy}"
             + (f", layers that see {shape.windows} tokens" if shape.windows else "")
@@ -156,7 +156,7 @@ class World:
         legs = [leg for leg in self._legs if not leg.is_over]
         if legs:
             leg = legs[index % len(legs)]
-            self.story.tell(f"D is never asked for p{leg.number}")
+            self.story.record_line(f"D is never asked for p{leg.number}")
             leg.is_over = True
 
     def abort(self, index: int) -> None:
@@ -178,7 +178,7 @@ class World:
 
     def break_store(self) -> None:
         if self.site.case.break_store is not None:
-            self.story.tell("what the connector has stored is broken")
+            self.story.record_line("what the connector has stored is broken")
             for engine in self.engines:
                 engine.ledger.note_store_fault()
             self.site.case.break_store()

@@ -56,7 +56,7 @@ NUM_CLAIMED = 4
 NUM_FETCHES = 4
 BATCH_FRAMES = 500  # Of one poll.
 OBJECTS_MAX = 60_000  # Objects that a flood of any length may leave: routes, and entries that expire.
-LOOK_EVERY_S = 0.1  # Whether the thread still lives.
+LOOK_EVERY_S = 0.1  # How often to check that the thread is alive.
 PATIENCE_S = 120.0  # For one flood's thread; only reached when something is wrong.
 
 _FINGERPRINT = ModelFingerprint("model", "revision", "float32", 2, 2, 8, "seed")

@@ -39,9 +39,9 @@ class _Twice(MemoryWorker):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         _, received = super().get_finished(finished_req_ids)
-        told = self.last | (received or set())
+        reported = self.last | (received or set())
         self.last = received or set()
-        return None, told or None
+        return None, reported or None
 
 
 class TellsTwice(MemoryConnector):

@@ -16,7 +16,7 @@ from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker, 
 
 
 class _Latest(MemoryScheduler):
-    """Takes every report as that of the step it was told of last."""
+    """Takes every report as that of the latest step whose metadata it received."""
 
     def distrust(self, step: int) -> None:
         self.void.add(self.step)

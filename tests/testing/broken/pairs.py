@@ -25,8 +25,8 @@ class _Misreads(PairScheduler):
     """Gives D another first token than P has sampled."""
 
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
-        told = super().take_prefilled_tokens(request_id)
-        return told and msgspec.structs.replace(told, token_ids=(told.token_ids[0] ^ 1,))
+        taken = super().take_prefilled_tokens(request_id)
+        return taken and msgspec.structs.replace(taken, token_ids=(taken.token_ids[0] ^ 1,))
 
 
 class MisreadsTheFirstToken(PairConnector):
