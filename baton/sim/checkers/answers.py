@@ -1,4 +1,4 @@
-"""What a client is told: the tokens that a single engine would have said, or an error that has a cause."""
+"""Answers of clients: the tokens that a single engine would return, or an error that has a cause."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ if TYPE_CHECKING:
     from baton.sim.hosts.full.clients import Ask
 
 
-def check_tokens(ask: Ask, said: Sequence[int], expected: Sequence[int]) -> None:
+def check_tokens(ask: Ask, answer: Sequence[int], expected: Sequence[int]) -> None:
     """After each piece of the answer."""
-    if list(said) != list(expected[: len(said)]):
-        raise Violation("I1", "a client was told a wrong token", f"{ask.name}: {said} instead of {expected}")
+    if list(answer) != list(expected[: len(answer)]):
+        raise Violation(
+            "I1", "a client was told a wrong token", f"{ask.name}: {answer} instead of {expected}"
+        )
 
 
-def check_end(ask: Ask, said: Sequence[int], expected: Sequence[int]) -> None:
-    if list(said) != list(expected):
+def check_end(ask: Ask, answer: Sequence[int], expected: Sequence[int]) -> None:
+    if list(answer) != list(expected):
         raise Violation("I1", "an answer ended early", ask.name)
 
 

@@ -68,7 +68,7 @@ def check_dropped(engine: Engine, ticket: str, paused_s: float) -> None:
 
 
 def check_loans(engine: Engine) -> None:
-    """When a request has ended, it holds no blocks behind its windows."""
+    """When a request has ended, it holds no blocks outside its windows."""
     kv_cache, size = engine.scheduler.kv_cache, engine.spec.block_tokens
     for request_id, hold in engine.scheduler.remote._held.items():
         if not hold.is_lent:

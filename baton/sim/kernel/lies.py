@@ -1,4 +1,4 @@
-"""False control frames: what a wire makes of a frame, and what a faulty member of the cluster sends.
+"""False control frames of a wire and of a faulty member of the cluster.
 
     altered       a wire: bits flipped, bytes cut off or added, a field or a message replaced
     false_names   a member that speaks in the name of the sender whose frame it has seen
@@ -50,9 +50,9 @@ def altered(rng: random.Random, frame: bytes) -> bytes:
             return frame[:at] + bytes([flip(rng, frame[at], 8)]) + frame[at + 1 :]
         case 3 | 4:
             envelope = decode_envelope(frame)
-            said = _said_falsely(rng, rng.choice(envelope.messages))[0] if envelope.messages else None
-            if said is not None:
-                return encode_envelope(msgspec.structs.replace(envelope, messages=(said,)))
+            sent = _falsified(rng, rng.choice(envelope.messages))[0] if envelope.messages else None
+            if sent is not None:
+                return encode_envelope(msgspec.structs.replace(envelope, messages=(sent,)))
             return bend_frame(rng, frame)
         case _:
             return bend_frame(rng, frame)
@@ -70,7 +70,7 @@ def bend_frame(rng: random.Random, frame: bytes) -> bytes:
 
 
 def untrue(rng: random.Random, envelope: Envelope, key: bytes, others: list[Address]) -> Envelope | None:
-    """What a member says instead, in its own name: well-formed. None: what it said would not decode.
+    """A false, well-formed envelope of a member in its own name. None: it would not decode.
 
     A member holds the cluster's key, so it can sign a false ticket. `others` are members that it may slander.
     """
@@ -86,13 +86,13 @@ def untrue(rng: random.Random, envelope: Envelope, key: bytes, others: list[Addr
 
 
 def false_names(rng: random.Random, envelope: Envelope) -> Envelope:
-    """What a member says in another's name, which it has learnt from a frame between two others.
+    """A message of a member in another's name, made from a frame between two others.
 
     To the target in the sender's name, or back to the sender in the target's.
     """
     sender, target = envelope.sender, envelope.target
     message = rng.choice(envelope.messages) if envelope.messages else Stranger(sender)
-    forth, back = _said_falsely(rng, message)
+    forth, back = _falsified(rng, message)
     if back is not None and (forth is None or rng.random() < 0.5):
         return Envelope(WIRE_VERSION, target, sender, (back,))
     if forth is not None:
@@ -110,7 +110,7 @@ def flip_address(rng: random.Random, address: int) -> int:
     return address ^ 1 << rng.randrange(2, 12)
 
 
-def _said_falsely(rng: random.Random, message: Message) -> tuple[Message | None, Message | None]:
+def _falsified(rng: random.Random, message: Message) -> tuple[Message | None, Message | None]:
     """(In the sender's name, in the name of the one that answers)."""
     match message:
         case Renew(loan_id, claim, sequence):

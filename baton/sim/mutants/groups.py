@@ -18,7 +18,7 @@ from baton.sim.mutants.machines import OneTable
 
 
 def _believe_windows(engine: Engine) -> None:
-    """D takes a ticket whatever it says of groups and blocks."""
+    """D takes a ticket with any groups and blocks."""
     fetches, agent = engine.half._fetches, engine.half._agent
     verify = fetches.verify
 
@@ -67,7 +67,7 @@ def _drop_early(engine: Engine) -> None:
 
 
 def _keep_behind(engine: Engine) -> None:
-    """A request keeps blocks behind its windows when it ends."""
+    """A request keeps blocks outside its windows when it ends."""
     engine.scheduler.kv_cache.drop_outside_windows = lambda request: None  # type: ignore[method-assign]
 
 

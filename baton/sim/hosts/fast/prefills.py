@@ -5,7 +5,7 @@
                +-preempted--+
 
 One step runs at a time and computes a chunk of each prompt that finds room. A preempted prompt gives its
-blocks back and starts again. Blocks that a window has left behind are freed before the next chunk and at the
+blocks back and starts again. Blocks that a window has left are freed before the next chunk and at the
 end.
 """
 

@@ -1,4 +1,4 @@
-"""Those who ask: conversations whose prompts grow by their own answers, and share their beginnings."""
+"""Clients: conversations whose prompts grow by their answers and share their beginnings."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ANSWER_MAX = 5
 
 @dataclass(slots=True, eq=False)
 class Ask:
-    """One request of one client, and what it has been told."""
+    """One request of one client, and its answer so far."""
 
     name: str
     prompt: list[int]
@@ -25,7 +25,7 @@ class Ask:
     expected: list[int]
     on_end: Callable[[Ask], None]
     priority: int = 0
-    said: list[int] = field(default_factory=list)
+    answer: list[int] = field(default_factory=list)
     outcome: str | None = None  # "answered", "error", "gone".
     causes: set[str] = field(default_factory=set)  # What may excuse an error.
     num_transferred: int = 0
@@ -33,13 +33,13 @@ class Ask:
     way: tuple[str, str] | None = None  # P and D; None: the router's choice.
 
     def hear(self, token_ids: list[int]) -> None:
-        self.said += token_ids
-        answers.check_tokens(self, self.said, self.expected)
+        self.answer += token_ids
+        answers.check_tokens(self, self.answer, self.expected)
 
     def end(self, outcome: str, message: str = "") -> None:
         assert self.outcome is None, "one outcome"
         if outcome == "answered":
-            answers.check_end(self, self.said, self.expected)
+            answers.check_end(self, self.answer, self.expected)
         elif outcome == "error":
             answers.check_error(self, message)
         self.outcome = outcome
@@ -47,7 +47,7 @@ class Ask:
 
 
 class Clients:
-    """Makes prompts. `ask` is the router's door."""
+    """Makes prompts and hands them to `ask`, the router."""
 
     def __init__(self, world: World[FullFaults], model: Model, ask: Callable[[Ask], None]) -> None:
         self._world = world
@@ -66,7 +66,7 @@ class Clients:
         self._turn(prompt, rng.choice([None, None, None, "salt"]), session, num_turns)
 
     def probe(self, way: tuple[str, str] | None = None) -> Ask:
-        """A prompt that nobody has seen: all of its KV has to be computed, or handed over."""
+        """A new prompt: all of its KV has to be computed or handed over."""
         prompt = [3, *self._words(self._world.rng.randint(8, 20))]
         return self._send(prompt, None, lambda ask: None, way=way)
 
@@ -86,7 +86,7 @@ class Clients:
         return ask
 
     def other_prompt(self, prompt: list[int]) -> list[int]:
-        """One that is not, but looks like it."""
+        """Another prompt that looks like this one."""
         rng = self._world.rng
         match rng.randrange(3):
             case 0:
@@ -105,7 +105,7 @@ class Clients:
             if ask.outcome == "error":
                 following = ask.prompt  # Once more.
             else:
-                following = [*ask.prompt, *ask.said, *self._words(rng.choice([1, 4]))]
+                following = [*ask.prompt, *ask.answer, *self._words(rng.choice([1, 4]))]
             if len(following) + ANSWER_MAX <= TOKENS_MAX:
                 pause_s = rng.uniform(0.0, rng.choice([0.5, 0.5, 8.0]))
                 self._world.after(pause_s, lambda: self._turn(following, salt, session, num_turns - 1))

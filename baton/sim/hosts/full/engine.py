@@ -237,7 +237,7 @@ class Engine(Process[FullFaults]):
             listener.break_off()
 
     def drain(self, for_s: float, on_drained: Callable[[], None]) -> None:
-        """As told by SIGTERM: take nothing new, and end when nobody uses our blocks, or when time is up."""
+        """As after SIGTERM: take no new request; end when no peer uses our blocks, or at the deadline."""
 
         def begin() -> None:
             self.world.note(self.name, f"drains for {for_s} s at most")
@@ -262,7 +262,7 @@ class Engine(Process[FullFaults]):
         self.world.after(SOON_S, lambda: self.when_awake(on_drained))
 
     def successor_port(self, port: Port) -> Port:
-        """Who has taken the place of a dead engine's rank."""
+        """The same rank of the engine that replaced a dead one."""
         return self.cluster.engines[self.name].ports[port.memory.heads.start % self.spec.num_ranks]
 
     def _in_background(self, job: Callable[[], None]) -> None:
@@ -446,7 +446,7 @@ class Engine(Process[FullFaults]):
                 listener.say(output)
 
     def _drop(self, output: EngineOutput) -> None:
-        """What the front end does with an output that nobody waits for: a loan in it ends now."""
+        """Drop an output whose client has left, as the front end does: a loan in it ends now."""
         params = output.kv_transfer_params
         if params is None or "baton_ticket" not in params:
             return

@@ -9,7 +9,7 @@ from baton.sim.hosts.full.cluster import Cluster
 from baton.sim.hosts.full.engine import Engine
 
 IDLE_S = 20.0
-SAYS_SO = 0.8  # How often a network tells of the death of the other end; else a timeout has to.
+REPORTS_DEATH = 0.8  # How often the network reports the death of the other end; otherwise a timeout does.
 
 
 class Leg:
@@ -28,7 +28,7 @@ class Leg:
         self._cluster, self._world = cluster, cluster.world
         self._in_flight, self._name, self._request = in_flight, name, request
         self._on_output, self._on_failure = on_output, on_failure
-        self._engine: Engine | None = None  # Who works for us.
+        self._engine: Engine | None = None  # The one that has the request.
         self._is_open = True
         self._arrives_at = 0.0
         self._num_said = 0
@@ -67,7 +67,7 @@ class Leg:
     def break_off(self) -> None:
         self._engine = None
         world = self._world
-        if world.chance(SAYS_SO):
+        if world.chance(REPORTS_DEATH):
             self._arrives_at = max(self._arrives_at, world.now + world.spread(0.01))
             world.at(self._arrives_at, lambda: self._fail("broken", was_sent=True))
 

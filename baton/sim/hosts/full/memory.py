@@ -49,7 +49,7 @@ class RankMemory:
         self._keeps_alive = tensor
         self._block_bytes = tensor[0 if is_block_major else (0, 0)].nbytes  # Of one place, or of all of them.
         self._period_bytes = tensor.nbytes if is_block_major else tensor[0].nbytes
-        # `[block, place, head, token, K|V]`, whatever lies behind it.
+        # `[block, place, head, token, K|V]`, in either layout.
         axes = (0, 1, 2, 3, 4) if is_block_major else (1, 0, 2, 3, 4)
         self.words: Words = self._flat.reshape(shape).transpose(axes)
         self.writers: NDArray[np.int32] = self._flat_writers.reshape(shape).transpose(axes)

@@ -5,7 +5,7 @@
     next token = from the hash of the KV of all tokens
 
 A slot that is stale, foreign, unfilled or torn changes the hash, with it the token, and everything that is
-computed behind it. What a sound engine says depends on prompt and salt alone.
+computed behind it. The answer of a sound engine depends on prompt and salt alone.
 
 Layers with a window (`WindowModel`) are read as far as the window reaches, itself included, and no further:
 
@@ -68,7 +68,7 @@ class Model:
         value ^= value >> 15
         return (value * self._repeat ^ self._disguise).to_bytes(self._bytes_of_token, "little")
 
-    # --- What a sound engine says and holds -------------------------------------------------------
+    # --- Answer and KV of a sound engine ----------------------------------------------------------
 
     def answer(self, prompt: Sequence[int], salt: str | None, max_tokens: int) -> list[int]:
         seen = self.start(salt)

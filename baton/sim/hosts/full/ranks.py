@@ -1,6 +1,6 @@
 """The ranks of one engine without an executor: what they are told, what they hold, what they compute.
 
-They know of requests what SchedulerOutput says, as real ranks do; and the salt, which real ranks have in the
+They know requests from SchedulerOutput, as real ranks do, and the salt, which real ranks have in the
 block hashes that the scheduler gave them. Of a cache group with a window they keep the ids of blocks that the
 request has given back: attention does not look there.
 """
@@ -159,7 +159,7 @@ class Ranks:
         return slots
 
     def holds(self, index: int, block_ids: Sequence[int], kv: Words, first: int) -> bool:
-        """Every word of tokens `first` and up, in the layers of group `index`, is what `kv` says."""
+        """Every word of tokens `first` and up, in the layers of group `index`, equals `kv`."""
         last, layers = len(kv), list(self.groups[index].layers)
         needed, wanted = block_ids[: -(-last // self._block_tokens)], kv[first:, layers]
         return all(
@@ -171,7 +171,7 @@ class Ranks:
         )
 
     def writers(self, index: int, block_ids: Sequence[int], first: int, last: int) -> set[int]:
-        """Who wrote the words of tokens [first, last) in the layers of group `index`, on all ranks."""
+        """Writers of the words of tokens [first, last) in the layers of group `index`, on all ranks."""
         needed = block_ids[: -(-last // self._block_tokens)]
         num_layers = len(self.groups[index].layers)
         found: set[int] = set()

@@ -1,6 +1,6 @@
 """The wires between memories: one-sided reads that take time, come apart, fail, hang, and end late.
 
-    posted --> a part is copied --> the rest is copied --> completion       each step when chance says
+    posted --> a part is copied --> the rest is copied --> completion       each step at a random time
        |            |                    |
        +------------+--------------------+--> error | lost completion (only cancelling ends it)
 
@@ -333,7 +333,7 @@ class Port(Transport):
     def connect(self, address: Address, endpoint: bytes) -> PeerHandle:
         port = self.network.ports.get(endpoint)
         if port is None or port.address != address:
-            raise PeerError(f"the endpoint of {address.engine_id} speaks of somebody else")
+            raise PeerError(f"the endpoint of {address.engine_id} is of another engine")
         world = self.network.world
         if not port.engine.is_alive or world.chance(world.faults.connect_error):
             raise TransferError(f"{address.engine_id} cannot be reached")

@@ -7,7 +7,7 @@
     D never saw the request:           the same ticket on another D
     D refuses ticket or introduction:  once more without
     D failed before its first token:   both legs again, with a new transfer id
-    D failed behind it:                an error
+    D failed after it:                 an error
 
 In push a leg that fails takes the other one with it. Introductions are as old as the router's last look.
 """
@@ -142,7 +142,7 @@ class Router:
             self._note_failure(journey, name, kind)
             self._take_prefill(journey, None)
 
-        def said(output: EngineOutput) -> None:
+        def take_output(output: EngineOutput) -> None:
             if output.finish_reason is None or output.finish_reason == "abort":
                 return
             if output.error is not None:
@@ -156,7 +156,7 @@ class Router:
         if last_turn:
             self.on_params("prefill", params, journey.ask)
         introduction = self._introduction(name) if journey.is_push else None
-        leg = self.leg(name, journey.ask, params, PREFILL_S, said, failed, max_tokens=1)
+        leg = self.leg(name, journey.ask, params, PREFILL_S, take_output, failed, max_tokens=1)
         journey.legs.append(leg)
         if introduction is None:
             return
@@ -204,7 +204,7 @@ class Router:
             else:
                 self._advance(journey)
 
-        def said(output: EngineOutput) -> None:
+        def take_output(output: EngineOutput) -> None:
             ask = journey.ask
             if output.error is not None and not journey.has_begun:
                 if params is not None and output.error.is_users and _blames_params(output):
@@ -226,7 +226,7 @@ class Router:
                     self._turns[ask.session] = output.kv_transfer_params
                 self._end(journey, "answered")
 
-        journey.legs.append(self.leg(name, journey.ask, params, FIRST_TOKEN_S, said, failed))
+        journey.legs.append(self.leg(name, journey.ask, params, FIRST_TOKEN_S, take_output, failed))
 
     def leg(
         self,

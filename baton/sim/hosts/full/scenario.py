@@ -113,7 +113,7 @@ class Scenario:
         self.world.count("replays")
         self.world.note("client", f"{ask.name} brings the params of {of.name} to {name}")
 
-        def said(output: EngineOutput) -> None:
+        def take_output(output: EngineOutput) -> None:
             ask.hear(output.new_token_ids)
             if output.finish_reason is not None:
                 ask.end("answered" if output.error is None else "error")
@@ -121,7 +121,7 @@ class Scenario:
         def failed(kind: str, was_sent: bool) -> None:
             ask.end("error", kind)
 
-        self.router.leg(name, ask, params, FIRST_TOKEN_S, said, failed)
+        self.router.leg(name, ask, params, FIRST_TOKEN_S, take_output, failed)
 
     # --- Faults -----------------------------------------------------------------------------------
 

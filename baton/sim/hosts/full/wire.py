@@ -1,7 +1,7 @@
-"""The control network, as unkind as networks are, and each engine's door to it.
+"""The control network with its faults, and the control port of each engine.
 
-Frames cross it signed and encoded, as in production. A way that was learnt from a ticket is a url: whoever
-listens there now is reached. A way that was learnt from a connection that came in dies with its peer.
+Frames cross it signed and encoded, as in production. A way that was learnt from a ticket is a url and reaches
+the process that listens there now. A way that was learnt from a connection that came in dies with its peer.
 """
 
 from __future__ import annotations
@@ -168,11 +168,11 @@ class Station(ControlThread):
         if world.trace is not None:
             names = ", ".join(_told(message) for message in envelope.messages)
             world.note(self.engine.name, f"-> {envelope.target.engine_id}: {names}"[:220])
-        super()._send(self._as_said(envelope), way)
+        super()._send(self._as_sent(envelope), way)
         if world.lies(world.faults.false_names):
-            self._say_falsely(envelope)
+            self._send_falsely(envelope)
 
-    def _as_said(self, envelope: Envelope) -> Envelope:
+    def _as_sent(self, envelope: Envelope) -> Envelope:
         """A faulty member sends other values than its machines gave it. Messages that decide the contents of
         blocks stay true here. Fast worlds make them false, because they can tell whom that harms."""
         world, cluster = self._world, self.engine.cluster
@@ -181,13 +181,13 @@ class Station(ControlThread):
         if any(isinstance(message, ABOUT_CONTENTS) for message in envelope.messages):
             return envelope
         others = [e.address for e in cluster.engines.values() if e is not self.engine]
-        said = lies.untrue(world.rng_of_lies, envelope, b"", others)
+        sent = lies.untrue(world.rng_of_lies, envelope, b"", others)
         world.count("lies of a member")
-        world.note(self.engine.name, f"lies: {said.messages if said is not None else 'not well'}")
-        return said or envelope
+        world.note(self.engine.name, f"lies: {sent.messages if sent is not None else 'not well'}")
+        return sent or envelope
 
-    def _say_falsely(self, envelope: Envelope) -> None:
-        """Another member has seen the frame, and says something in the name of one of the two."""
+    def _send_falsely(self, envelope: Envelope) -> None:
+        """Another member has seen the frame and sends a message in the name of one of the two."""
         world, cluster = self._world, self.engine.cluster
         false = lies.false_names(world.rng_of_lies, envelope)
         station = self.engine.wire.stations.get(cluster.url_of(false.target))
