@@ -1,4 +1,4 @@
-"""Pull: the consumer reads. `scheduler` keeps promises, `worker` moves bytes, `connector` joins the two."""
+"""Pull: the consumer reads. `scheduler` keeps loans and leases, `worker` moves bytes."""
 
 from baton.connectors.pull.connector import BatonPullConnector
 from baton.connectors.pull.identity import EngineIdentity

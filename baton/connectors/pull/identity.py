@@ -1,4 +1,4 @@
-"""Who this engine is, as far as a handoff depends on it: the only reader of the host's configuration."""
+"""Identity of this engine in handoffs; nothing else of the connectors reads the host's configuration."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class ReadBlocks:
     layers: tuple[int, int] | None = None  # Half-open, in P's order; None: all of them.
     is_last: bool = True
     groups: GroupPair | None = None  # Only layers of both, whose tables are given.
-    is_tail: bool = True  # Ends with the claim's last token: what lies behind it in its block is of no use.
+    is_tail: bool = True  # Ends with the claim's last token: the rest of its block is unused.
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +72,10 @@ class EndReads:
 
 @dataclass(frozen=True, slots=True)
 class FailedLoad:
-    """Every rank reports the request as received, and as failed: so the host hears of a failure.
+    """Every rank reports the request as received, and as failed.
 
-    With one block table its blocks are reported as invalid; with several, of which tokens a block is, its id
-    does not say, and the whole request has failed.
+    With one block table its blocks are reported as invalid. With several tables a block id does not tell
+    which tokens are missing, so the whole request is reported as failed.
     """
 
     request_id: str
@@ -88,8 +88,8 @@ Order: TypeAlias = MeetPeer | LosePeer | ReadBlocks | EndReads | FailedLoad
 @dataclass(frozen=True, slots=True)
 class PullMetadata(KVConnectorMetadata):
     orders: tuple[Order, ...] = ()  # To be carried out in this order; ranks pick what is theirs.
-    wants_report: bool = False  # Answer even if there is nothing to say: a host may drop empty outputs.
-    step: int = 0  # To be repeated in the report; 0 where nobody counts.
+    wants_report: bool = False  # Report even if it is empty: a host may drop empty outputs.
+    step: int = 0  # To be repeated in the report; 0: not counted.
     held_blocks: tuple[int, ...] = ()  # That requests new in this step found computed; for a host mirror.
 
 

@@ -170,7 +170,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
     # --- Step ----------------------------------------------------------------------------------
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
-        """Carries out the orders now rather than in `start_load_kv`, which hosts call behind the forward."""
+        """Carries out the orders now rather than in `start_load_kv`, which hosts call after the forward."""
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, PullMetadata)
         for order in connector_metadata.orders:

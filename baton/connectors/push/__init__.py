@@ -1,4 +1,4 @@
-"""Push: the consumer reads while the producer computes. All that makes it safe is pull's."""
+"""Push: the consumer reads while the producer computes. Safety comes from pull: the ticket and the lease."""
 
 from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.connector import BatonPushConnector

@@ -1,8 +1,8 @@
 """BatonPushConnector: the consumer reads the prompt's KV while the producer still computes it.
 
-The router sends both legs at once. D finds P by P's signed introduction, says what it waits for, and reads
-what P announces; when the prefill ends P lends the blocks as in pull, and D reads the tail. It does all that
-BatonPullConnector does as well, so one pair of engines serves both kinds of routers.
+The router sends both legs at once. D finds P by P's signed introduction, asks for the transfer, and reads
+what P announces. When the prefill ends, P lends the blocks as in pull, and D reads the tail. It also does all
+that BatonPullConnector does, so one pair of engines serves both kinds of routers.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""From rank to scheduler half within a step: so many layers of this step are computed. A datagram each.
+"""Reports of computed layers, from a rank to the scheduler half within a step: a datagram for each layer.
 
     rank, after a layer --datagram--> LayerReportReceiver (a thread) --> on_report(rank, step, layers)
 
-The ordinary way of a rank's news waits for the end of the step, and a streamed prefill would gain nothing by
-it. This one may lose: a report says all that those before it said, and what none says, the end of the step
-does. It does not lie: the socket's name and a key that goes with each order are random, and known to the
-engine's own processes only. Linux, within one host; elsewhere ranks cannot send, and streaming is by chunk.
+A rank's other reports wait for the end of the step, when a streamed prefill gains nothing by them. A datagram
+may be lost: each report includes those before it, and the end of the step includes all. It cannot be forged:
+the name of the socket and the key of each order are random, and known to the engine's own processes only.
+Linux, within one host; elsewhere ranks cannot send, and streaming is by chunk.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPORT = struct.Struct("<16sIQI")  # Key, rank, step, number of layers.
-_ABSTRACT = "\0"  # Linux' namespace of sockets without a file: nothing is left behind, however we end.
+_ABSTRACT = "\0"  # Linux' namespace of sockets without a file: no file is left, however we end.
 
 
 @dataclass(frozen=True, slots=True)
 class LayerReportOrder:
-    """What a rank has to know to report the layers of one step."""
+    """Where and how a rank reports the layers of one step."""
 
     socket_name: str
     key: bytes
@@ -64,7 +64,7 @@ class LayerReportReceiver:
 
     def raise_if_dead(self) -> None:
         if self._death is not None:
-            raise RuntimeError("the thread that hears of computed layers died") from self._death
+            raise RuntimeError("the thread that receives reports of layers died") from self._death
 
     def close(self, timeout_s: float) -> None:
         if self._is_closing:
@@ -82,7 +82,7 @@ class LayerReportReceiver:
             if self._is_closing:
                 return
             if len(frame) != _REPORT.size:
-                continue  # Nobody of ours.
+                continue  # Not from our processes.
             key, rank, step, num_layers = _REPORT.unpack(frame)
             if hmac.compare_digest(key, self._key):
                 self._on_report(rank, step, num_layers)
@@ -92,9 +92,9 @@ class LayerReportReceiver:
 
 
 class LayerReporter:
-    """A rank's side. On a CPU a computed layer is reported on the spot, in some ten microseconds.
+    """A rank's side. On a CPU a computed layer is reported at once, in some ten microseconds.
 
-    A GPU has not computed what has been launched on it: there, a thread waits for the device.
+    On a GPU a launched layer is not computed yet: there, a thread waits for the device.
     """
 
     def __init__(self, tp_rank: int) -> None:
@@ -109,13 +109,13 @@ class LayerReporter:
         self._is_dead = False
 
     def begin(self, order: LayerReportOrder | None) -> None:
-        """A step begins; None: nobody wants to hear of its layers."""
+        """A step begins. None: its layers are not reported."""
         self._order = order
         self._num_layers = 0
 
     def layer_computed(self, layer_index: int, kv_layer: torch.Tensor) -> None:
         if self._order is None or self._is_dead or layer_index != self._num_layers:
-            return  # A count says which layers only as long as they come in order.
+            return  # A count names the layers only while they come in order.
         self._num_layers += 1
         if kv_layer.is_cuda:
             self._wait_for_device(self._order, kv_layer)
@@ -144,7 +144,7 @@ class LayerReporter:
     def _wait_for_device(self, order: LayerReportOrder, kv_layer: torch.Tensor) -> None:
         import torch
 
-        # Blocking: the thread that waits sleeps, rather than to spin on a core that launches kernels.
+        # Blocking: the thread sleeps, and does not spin on a core that launches kernels.
         event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(kv_layer.device))
         if self._thread is None:
@@ -160,6 +160,6 @@ class LayerReporter:
             self._send(order, num_layers)
 
     def _fall_silent(self, error: BaseException) -> None:
-        """Consumers hear at the end of each step from now on."""
+        """From now on progress is announced at the end of each step."""
         self._is_dead = True
         logger.error("layers are no longer reported within a step", exc_info=error)

@@ -1,4 +1,4 @@
-"""What the scheduler half of push adds to a step's metadata."""
+"""Metadata of a step with push."""
 
 from __future__ import annotations
 
@@ -10,4 +10,4 @@ from baton.connectors.push.layer_reports import LayerReportOrder
 
 @dataclass(frozen=True, slots=True)
 class PushMetadata(PullMetadata):
-    layer_reports: LayerReportOrder | None = None  # Somebody reads along: say when a layer is computed.
+    layer_reports: LayerReportOrder | None = None  # None: computed layers are not reported.

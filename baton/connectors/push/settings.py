@@ -1,4 +1,4 @@
-"""Settings of the push connector: pull's, and how early a consumer hears of what is ready.
+"""Settings of the push connector: those of pull, and how early a producer announces what is ready.
 
 {"stream": "layer", "host": "10.0.0.7", "transports": ["local", "tcp"]}
 {"allowed_peers": ["10.0.0.7:14600"]}
@@ -18,15 +18,15 @@ Stream = Literal["off", "chunk", "layer"]
 
 
 class PushSettings(PullSettings, frozen=True, kw_only=True):
-    """`stream` is a producer's; a consumer takes whatever it is told.
+    """`stream` is for producers; a consumer reads whatever is announced.
 
     off: when the prefill has ended. chunk: after each step of it. layer: after each layer of each step, which
     costs the rank some ten microseconds a layer and is worth it where one step computes most of a prompt.
     """
 
     stream: Stream = "chunk"
-    # Producers that a client may name (remote_host, remote_port) without anybody's signature: "host:port" of
-    # their control channels, an IPv6 address in brackets. What a proxy of vLLM's push example needs.
+    # Producers that a client may name (remote_host, remote_port) without a signature: "host:port" of their
+    # control channels, an IPv6 address in brackets. A proxy of vLLM's push example needs it.
     allowed_peers: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
@@ -38,6 +38,6 @@ class PushSettings(PullSettings, frozen=True, kw_only=True):
                 raise ConfigError(f"{peer!r} is no host:port", field=f"{FIELD}.allowed_peers") from error
 
     def url_of_peer(self, host: str, port: int) -> str | None:
-        """The control url of a peer that a client has named; None if it is not allowed to."""
+        """The control URL of a peer that a client has named; None if the client may not name it."""
         peer = f"{bracketed(host)}:{port}"
         return f"tcp://{peer}" if peer in self.allowed_peers else None

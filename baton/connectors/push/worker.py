@@ -1,4 +1,4 @@
-"""The worker half of push: pull's, which also says when a layer is computed, if anybody reads along."""
+"""Worker half of push: that of pull, which also reports computed layers if it is asked to."""
 
 from __future__ import annotations
 

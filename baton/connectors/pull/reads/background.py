@@ -1,10 +1,10 @@
-"""Threads for jobs that take round trips, and an owner that stops them all.
+"""Threads for jobs that wait for a peer, and their owner, which stops them all.
 
     run --a thread is free--> started at once
     run --JOBS_MAX at work--> queued; the next thread that is done takes it
 
-Each job has a thread of its own, so that one peer that does not answer keeps no other peer waiting. A job
-that raises costs what it was to do; its thread takes the next job.
+Each job has a thread of its own, so a peer that does not answer delays no other peer. A job that raises ends;
+its thread takes the next job.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""One rank's ways to the memory of its peers' ranks, and the reads that go over them.
+"""Links of one rank to the memory of its peers' ranks, and the reads over them.
 
     read --no link--> CONNECTING (background thread)
     CONNECTING --connected, planned--> READY               waiting reads are begun
-    CONNECTING --no way, or the layouts do not fit--> gone    waiting reads end with the reason
+    CONNECTING --no transport, or the layouts differ--> gone    waiting reads end with the reason
     READY --the transport has lost the peer--> gone           counted; the next read connects anew
 
 The first loss or failure is answered with a new attempt at once. After several in a row, reads fail without

@@ -4,8 +4,7 @@
     post chunk 1, wait for chunk 0, convert it
     post chunk 2, wait for chunk 1, convert it ...      the wire and the conversion work side by side
 
-In a background thread, never on a step. The read has ended only when its last number is in place, so whoever
-waits for the end of the read waits for the conversion too.
+In a background thread, never on a step. A read ends when its last number is in place, after the conversion.
 """
 
 from __future__ import annotations
@@ -115,7 +114,7 @@ class StagedReader:
     def __init__(self, cache: SlotMemory, staging: Staging) -> None:
         self._cache = cache
         self._staging = staging
-        self._region = len(cache.layout.regions)  # It is registered behind them.
+        self._region = len(cache.layout.regions)  # It is registered after them.
 
     @classmethod
     def of_caches(cls, layout: RankLayout, kv_caches: dict[str, torch.Tensor]) -> StagedReader:
@@ -124,7 +123,7 @@ class StagedReader:
 
     @property
     def region(self) -> Region:
-        """To be registered behind the cache's."""
+        """To be registered after the regions of the cache."""
         return self._staging.region
 
     def read(self, order: StagedOrder, wire: Wire) -> None:
@@ -148,7 +147,7 @@ class StagedReader:
                         self._land(flights, order, table, wire)
                     part = self._staging.borrow_nowait(order.peer)
                     if part is None:
-                        # Whoever waits holds nothing, so that two reads never wait for each other.
+                        # A read that waits holds nothing, so two reads never wait for each other.
                         while flights:
                             self._land(flights, order, table, wire)
                         part = self._staging.wait_part(order.peer, wire.is_stopped)

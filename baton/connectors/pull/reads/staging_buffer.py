@@ -1,13 +1,13 @@
-"""Memory that a peer's blocks pass through on their way into the cache: bounded, shared by all reads.
+"""Staging buffer: bounded memory that a peer's blocks pass through on their way into the cache.
 
     |<----------- one registered region ----------->|
     | part 0 | part 1 | part 2 |        ...       |     a read borrows parts, or waits for one
 
-One peer's reads have a few parts at most between them, so that a peer which hangs holds up nobody else's.
+The reads of one peer share PARTS_PER_PEER parts, so a peer that hangs does not stop the reads of others.
 
-Registered with the transports beside the cache, once, behind its regions. The operating system gives it pages
-when something is first written into it, so an engine whose peers look like itself pays with addresses only;
-on a GPU it pays with memory.
+It is registered with the transports once, after the regions of the cache. The operating system gives it pages
+when it is first written, so an engine whose peers have the same layout pays with addresses only; on a GPU it
+pays with memory.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Staging:
         self.part_bytes = nbytes // num_parts
         self.region = Region(self.memory.data_ptr(), nbytes, str(self.memory.device))
         self._free = list(range(num_parts))
-        self._borrowed: dict[int, Hashable] = {}  # By whom.
+        self._borrowed: dict[int, Hashable] = {}  # To the peer that has it.
         self._changed = threading.Condition()
 
     def offset_of(self, part: int) -> int:
@@ -61,7 +61,7 @@ class Staging:
         with self._changed:
             del self._borrowed[part]
             self._free.append(part)
-            self._changed.notify_all()  # Whoever is woken may have its share already.
+            self._changed.notify_all()  # A woken read may have its share already.
 
     @property
     def num_free(self) -> int:
