@@ -12,12 +12,12 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 OPENING = "module docstring that opens with What, Who, Which or How"
 LIMITS = {
-    "behind": 34,
-    "nobody": 47,
-    "whoever": 7,
-    "said": 41,
-    "who": 30,
-    OPENING: 23,
+    "behind": 0,
+    "nobody": 1,
+    "whoever": 0,
+    "said": 6,
+    "who": 13,
+    OPENING: 0,
 }
 PATTERNS = {word: re.compile(rf"\b{word}\b", re.IGNORECASE) for word in LIMITS if word != OPENING}
 PATTERNS[OPENING] = re.compile(r'\A"""(?:What|Who|Which|How)\b')

@@ -1,4 +1,4 @@
-"""How vLLM differs from what the connector contract says, for the halves of pull and push."""
+"""Host policy of vLLM: its differences from the connector contract, for the halves of pull and push."""
 
 from __future__ import annotations
 

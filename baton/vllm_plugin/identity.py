@@ -1,4 +1,4 @@
-"""Who a vLLM engine is, as far as a handoff depends on it: the only reader of vLLM's configuration."""
+"""Identity of a vLLM engine in a handoff. The only module that reads vLLM's configuration."""
 
 from __future__ import annotations
 

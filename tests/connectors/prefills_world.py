@@ -1,4 +1,4 @@
-"""What tests of `Prefills` have around it: steps as a scheduler puts them together, and who is told."""
+"""Surroundings of `Prefills` for tests: steps as a scheduler builds them, and the agent that is notified."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

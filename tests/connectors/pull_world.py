@@ -132,7 +132,7 @@ class Wire:
     """The control network: frames in flight, delivered when the test says so."""
 
     def __init__(self) -> None:
-        self.stations: dict[str, Station] = {}  # By url: who answers there now.
+        self.stations: dict[str, Station] = {}  # By url: the engine that answers there.
         self.is_cut = False  # Nothing arrives.
         self.drop: list[type] = []  # Messages of these types get lost.
         self.carried: list[Envelope] = []
@@ -224,7 +224,7 @@ class World:
             self.settle()
 
     def assert_whole(self) -> None:
-        """I5: at rest every pool is full again and nobody owes anybody anything."""
+        """I5: at rest every pool is full again and no loan is open."""
         for engine in self.engines:
             if engine.is_alive:
                 engine.assert_whole()
@@ -479,7 +479,7 @@ class Engine:
         return sum(values)
 
     def kill(self) -> None:
-        """kill -9: nobody answers, its memory cannot be reached."""
+        """kill -9: it does not answer, and its memory cannot be reached."""
         self.is_alive = False
         for url, station in list(self.world.wire.stations.items()):
             if station._agent is self.half._agent:

@@ -78,7 +78,7 @@ class PushEngine(Engine):
         return prefill
 
     def schedule(self, request_id: str, num_tokens: int, *, num_cached: int = 0) -> None:
-        """The next step computes so many tokens of it; at first behind what the cache has."""
+        """The next step computes so many tokens of it; at first after what the cache has."""
         prefill = self.prefills[request_id]
         if not prefill.block_ids:
             assert self.half.get_num_new_matched_tokens(prefill.request, num_cached) == (0, False)
@@ -93,7 +93,7 @@ class PushEngine(Engine):
         prefill = self.prefills[request_id]
         for worker in self.workers:
             worker.cache[:, prefill.block_ids] = -2.0  # type: ignore[attr-defined]
-        self.free_blocks = prefill.block_ids + self.free_blocks  # Unkind: whoever comes next gets them.
+        self.free_blocks = prefill.block_ids + self.free_blocks  # Adversarial: the next request gets them.
         prefill.block_ids, prefill.num_computed, prefill.is_preempted = [], 0, True
         self.preempted.add(request_id)
 

@@ -17,7 +17,7 @@ from baton.protocol.messages import WIRE_VERSION, Announced, Envelope, Failed, F
 from baton.protocol.token_spans import PlanError
 from tests.connectors.pull_world import BLOCK, model_config
 from tests.connectors.push_world import PushEngine, PushWorld
-from tests.connectors.test_push_by_name import NOBODY, P_PEER, decode_leg
+from tests.connectors.test_push_by_name import NO_PEER, P_PEER, decode_leg
 
 TOKENS = [i % 97 for i in range(3 * BLOCK + 1)]
 T = TransferId("t")
@@ -34,7 +34,7 @@ class Scene:
         self.d = self.consumer()
 
     def consumer(self, **extra: Any) -> PushEngine:
-        return self.world.engine("d", num_blocks=64, extra={"allowed_peers": [P_PEER, NOBODY], **extra})
+        return self.world.engine("d", num_blocks=64, extra={"allowed_peers": [P_PEER, NO_PEER], **extra})
 
     def fetch(self, *, is_held: bool = False, d: PushEngine | None = None) -> None:
         if is_held:
@@ -179,7 +179,7 @@ def prefill_is_aborted(scene: Scene) -> None:
 
 
 def prefill_is_silent(scene: Scene) -> None:
-    scene.d.admit(scene.d.submit("r", TOKENS, decode_leg(NOBODY)))
+    scene.d.admit(scene.d.submit("r", TOKENS, decode_leg(NO_PEER)))
     scene.world.pass_time(11)
 
 

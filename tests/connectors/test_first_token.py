@@ -1,4 +1,4 @@
-"""What P has sampled reaches the host of D: once, for the whole prompt only."""
+"""P's sampled token reaches the host of D once, and only for the whole prompt."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""P's first token, whatever it was asked with, and D's answer behind it: those of one engine alone."""
+"""P's first token and D's continuation equal a single engine's, for each kind of request."""
 
 from collections.abc import Iterator
 from typing import Any

@@ -66,7 +66,7 @@ def test_what_a_claim_has_read_goes_to_the_device_and_nothing_else(layout: KVCac
     for cache in mirror.caches.values():
         cache.fill_(1)
     p = Address(EngineId("p"), Epoch(1))
-    # |  block 3, a local hit  |  7  |  1  |  a block behind the prompt  |
+    # |  block 3, a local hit  |  7  |  1  |  a block after the prompt   |
     mirror.expect(ReadBlocks(4, p, (), BLOCK, BLOCK + 1, (3, 7, 1, 8), (0, 1, 2, 3)))
     mirror.expect(ReadBlocks(5, p, (), 0, BLOCK, (6,), (0,)))
     mirror.load(4)

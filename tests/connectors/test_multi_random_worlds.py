@@ -166,7 +166,7 @@ class Game:
 
     def _some_ids(self, known: Iterable[str]) -> set[str]:
         """Ids of any child; some are another child's, some unknown."""
-        ids = [*sorted(known), "nobody"]
+        ids = [*sorted(known), "unknown"]
         return set(self.draw.sample(ids, self.draw.randrange(min(3, len(ids)) + 1)))
 
     def _draw_additions(self, draw: Random, expected: Step) -> None:

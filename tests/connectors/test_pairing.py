@@ -1,4 +1,4 @@
-"""What two engines call a transfer that no router has named."""
+"""Names of transfers without a transfer_id from the router."""
 
 from collections.abc import Iterator
 

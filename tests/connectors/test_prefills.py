@@ -1,4 +1,4 @@
-"""How much of a prompt is told to be ready, and when: never before every rank has computed it."""
+"""Announcements of a prompt: how much is ready, and never before every rank has computed it."""
 
 import msgspec
 import pytest
@@ -140,7 +140,7 @@ def ahead(agent: FakeAgent) -> Prefills:
 def test_a_prefix_that_an_earlier_step_in_flight_computes_is_not_told_of(
     ahead: Prefills, agent: FakeAgent
 ) -> None:
-    assert ahead.scheduled(1, first_step("nobody waits for it", 0, 8, [0, 1]), 0.0)
+    assert ahead.scheduled(1, first_step("not waited for", 0, 8, [0, 1]), 0.0)
     ahead.expect("r", T, 18)
     ahead.scheduled(2, first(8, 4, 3), 0.0)  # Shares blocks 0 and 1, which step 1 still writes.
     assert agent.told == []
@@ -153,7 +153,7 @@ def test_a_prefix_that_an_earlier_step_in_flight_computes_is_not_told_of(
 def test_a_prefix_that_earlier_steps_have_computed_is_told_of_at_once(
     ahead: Prefills, agent: FakeAgent
 ) -> None:
-    ahead.scheduled(1, first_step("nobody waits for it", 0, 8, [0, 1]), 0.0)
+    ahead.scheduled(1, first_step("not waited for", 0, 8, [0, 1]), 0.0)
     ahead.step_done(1, 0.0)
     ahead.expect("r", T, 18)
     ahead.scheduled(2, first(8, 4, 3), 0.0)

@@ -11,7 +11,7 @@ from tests.connectors.prefills_world import FakeAgent, Progress, first_step, lat
 
 BLOCK, WINDOW, PROMPT = 4, 6, 18
 GROUPS = (KVCacheGroup((1,)), KVCacheGroup((0,), WINDOW))
-FIRST_SEEN = (PROMPT - WINDOW) // BLOCK  # In the window behind the prompt: the fourth block.
+FIRST_SEEN = (PROMPT - WINDOW) // BLOCK  # In the window after the prompt: the fourth block.
 
 
 def noted(progress: Progress) -> tuple[Any, ...]:
@@ -47,7 +47,7 @@ def test_what_was_cached_is_told_of_without_what_lies_behind_the_window(
 
 
 @pytest.mark.parametrize(
-    ("written", "num_filled"), [([2], 4), ([14], 12), ([13], 16)], ids=["full", "seen", "behind the window"]
+    ("written", "num_filled"), [([2], 4), ([14], 12), ([13], 16)], ids=["full", "seen", "after the window"]
 )
 def test_a_block_that_another_prompt_still_writes_holds_back_what_needs_it(
     prefills: Prefills, agent: FakeAgent, written: list[int], num_filled: int

@@ -1,4 +1,4 @@
-"""One bad request, frame or cache, or a fault of our own, fails alone; what cannot be borne is said aloud."""
+"""A bad request, frame or cache, or a fault of ours, fails alone. Other errors are raised."""
 
 import threading
 import time
@@ -76,7 +76,9 @@ def test_a_fault_at_the_end_of_a_prefill_lends_nothing(world: World, monkeypatch
     with monkeypatch.context() as broken:
         broken.setattr(p.half._loans, "_params", breaks)
         assert p.finish_prefill("r", TOKENS) is None
-    world.pass_time(31)  # Nobody has its ticket; nobody is told that blocks are free which never were lent.
+    world.pass_time(
+        31
+    )  # No consumer has its ticket; no peer hears that blocks are free which never were lent.
     world.assert_whole()
 
 

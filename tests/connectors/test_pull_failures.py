@@ -160,7 +160,7 @@ def test_a_read_that_outlived_a_partition_is_not_believed(world: World) -> None:
     world.settle()
     world.wire.is_cut = True
     world.pass_time(60)
-    assert not p.lent, "the producer keeps nobody's blocks for ever"
+    assert not p.lent, "the producer keeps no blocks for ever"
     reused = p.finish_prefill("s", [7] * 9)
     assert reused is not None
     world.network.release()
@@ -224,7 +224,7 @@ def altered(params: dict[str, Any], **changes: Any) -> dict[str, Any]:
 def refused(
     world: World, d: Engine, request_id: str, tokens: list[int], params: Any, **request: Any
 ) -> dict[str, int]:
-    """Computed here, and nobody was told anything. Returns the reasons."""
+    """Computed here, and no message was sent. Returns the reasons."""
     before = len(world.wire.carried)
     asked = d.submit(request_id, tokens, params, **request)
     assert not d.admit(asked)
@@ -267,7 +267,7 @@ def test_a_refused_ticket_under_policy_fail_is_the_callers_error(world: World) -
     params = p.prefill("r", TOKENS)
     with pytest.raises(BadTransferParams, match=r"kv_transfer_params\.baton_ticket.*another prompt"):
         d.submit("r", [1, 2, 3], params)
-    assert not d.half._fetches._fetches, "what the host forgets is kept by nobody"
+    assert not d.half._fetches._fetches, "the half forgets what the host forgets"
 
 
 def test_a_host_that_cannot_bear_exceptions_gets_none(world: World) -> None:
@@ -361,7 +361,7 @@ def test_an_abort_after_the_delivery_was_decided(world: World) -> None:
     world.wire.drop = []
     world.now += 8
     while d.half.num_open_fetches:
-        world.wire.deliver()  # Delivered behind the host's back: the next step will say so.
+        world.wire.deliver()  # Delivered between two steps: the next step will say so.
     d.abort(request)
     world.settle()
     world.assert_whole()
@@ -409,7 +409,7 @@ def test_after_a_partial_hit_only_the_fetched_part_is_invalid(world: World) -> N
 
 
 def test_a_refused_handshake_says_what_differs(world: World) -> None:
-    """The ticket is honest, but the engine behind it turned out to be another."""
+    """The ticket is valid, but another engine answers at its address."""
     p, d = world.engine("p"), world.engine("d")
     params = p.prefill("r", TOKENS)
     station = next(s for s in world.wire.stations.values() if s._agent is p.half._agent)

@@ -109,7 +109,7 @@ def test_the_tokens_are_those_of_a_single_engine(start: Start, family: str) -> N
         assert decoded.token_ids == expected.token_ids
         assert decoded.num_transferred_tokens > 0
     come_to_rest(p, d)
-    # 70 tokens are 18 blocks; what comes behind them sees the last ten, which lie in three or, one token
+    # 70 tokens are 18 blocks; later tokens see the last ten, which lie in three or, one token
     # earlier, four.
     assert moved[0] == bytes_moved(p.core.scheduler.config, 70)
 

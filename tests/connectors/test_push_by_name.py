@@ -15,7 +15,7 @@ from baton.protocol.messages import Stranger, Want
 from tests.connectors.pull_world import BLOCK, engine_config
 from tests.connectors.push_world import PushEngine, PushWorld
 
-P_PEER, NOBODY = "127.0.0.1:1001", "127.0.0.1:1999"  # The world's first engine, and no engine.
+P_PEER, NO_PEER = "127.0.0.1:1001", "127.0.0.1:1999"  # The world's first engine, and no engine.
 TOKENS = [i % 97 for i in range(3 * BLOCK + 1)]
 PREFILL_LEG = {
     "do_remote_decode": True,
@@ -51,7 +51,7 @@ def world() -> Iterator[PushWorld]:
 
 def pair(world: PushWorld, *, tp: int = 1) -> tuple[PushEngine, PushEngine]:
     p = world.engine("p", num_blocks=32, tp=tp)
-    return p, world.engine("d", num_blocks=32, extra={"allowed_peers": [P_PEER, NOBODY]})
+    return p, world.engine("d", num_blocks=32, extra={"allowed_peers": [P_PEER, NO_PEER]})
 
 
 def assert_delivered(world: PushWorld, d: PushEngine, request_id: str) -> None:
@@ -105,10 +105,10 @@ def test_an_announcement_that_comes_before_the_producers_layout_is_read_when_it_
     world.assert_whole()
 
 
-@pytest.mark.parametrize("peer", [NOBODY, P_PEER], ids=["nobody listens", "another listens"])
+@pytest.mark.parametrize("peer", [NO_PEER, P_PEER], ids=["no listener", "another listens"])
 def test_who_cannot_be_found_costs_a_recompute(world: PushWorld, peer: str) -> None:
     _, d = pair(world)
-    engine_id = "p" if peer == NOBODY else "somebody else"
+    engine_id = "p" if peer == NO_PEER else "another engine"
     request = d.submit("r", TOKENS, decode_leg(peer, remote_engine_id=engine_id))
     d.admit(request)
     world.pass_time(11)

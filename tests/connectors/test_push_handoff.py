@@ -399,7 +399,7 @@ def test_one_name_serves_one_request(world: PushWorld) -> None:
         d.follow("s", tokens, p)
     d.admit(request)
     p.begin("r", tokens)
-    p.begin("again", tokens)  # The router's mistake; it is lent, and nobody hears of it.
+    p.begin("again", tokens)  # The router's mistake; it is lent, and no consumer hears of it.
     p.prefill_in_chunks("again", 9)
     p.prefill_in_chunks("r", 9)
     assert_delivered(world, d, "r", tokens)
@@ -482,7 +482,7 @@ def test_the_engine_keeps_stepping_while_something_is_under_way_and_no_longer(wo
     p.schedule("r", 5)
     p.step()
     assert p.lent
-    assert not p.half.has_pending_push_work(), "who lends and waits has nothing to do"
+    assert not p.half.has_pending_push_work(), "an engine that lends and waits has nothing to do"
     world.settle()
     d.read_out(request)
     world.settle()

@@ -195,9 +195,9 @@ def test_what_either_side_has_cached_is_not_moved_again(start: Start, stream: st
     p, d = start("p", stream=stream), start("d")
     handoffs = Handoffs(p, d, start())
     first = handoffs.hand_over(prompt_of(70))
-    # P has 48 of them, D has what the windows see behind the first prompt, which is of no use here.
+    # P has 48 of them, D has what the windows see after the first prompt, which is of no use here.
     handoffs.hand_over([*prompt_of(48), *prompt_of(30, step=3)])
-    # The next turn: D has the prompt and what it said.
+    # The next turn: D has the prompt and its own answer.
     turn = [*prompt_of(70), *first.token_ids, *prompt_of(30, step=17)]
     decoded = handoffs.hand_over(turn)
     handoffs.come_to_rest()
@@ -307,7 +307,7 @@ def test_engines_that_differ_compute_for_themselves(
     start: Start, of_p: dict[str, Any], of_d: dict[str, Any]
 ) -> None:
     """Blocks that are announced of other tables, or of another size, are never read."""
-    timers = {**QUICK, "ttl_s": 1.0, "hold_s": 12.0}  # Nobody comes for the loan, so it ends by its lease.
+    timers = {**QUICK, "ttl_s": 1.0, "hold_s": 12.0}  # No consumer claims the loan, so it ends by its lease.
     p, d = start("p", timers=timers, **of_p), start("d", timers=timers, **of_d)
     handoffs = Handoffs(p, d, start())
     decoded, name = handoffs.begin(prompt_of(70))

@@ -83,7 +83,7 @@ def test_whatever_both_look_like_every_number_ends_in_its_place(data: st.DataObj
     local, remote = d.table(num_tokens, draw), p.table(num_tokens, draw)
     for rank in p.ranks:
         rank.compute(range(num_tokens), remote)
-    # Junk may come to lie behind the last token, in the blocks at hand; nothing else may change.
+    # Junk may come to lie after the last token, in the blocks at hand; nothing else may change.
     writable = range(first, min(len(local) * ours.block_tokens, len(remote) * theirs.block_tokens))
     before = [rank.elsewhere(writable, local) for rank in d.ranks]
     d.meet(p)

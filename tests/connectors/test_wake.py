@@ -1,4 +1,4 @@
-"""An engine that steps only when its connector wakes it misses nothing: a handoff needs nobody who polls."""
+"""An engine that steps only when its connector wakes it misses nothing. A handoff needs no polling."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ class Sleeper(Engine):
 
     def sleep_until(self, done: Callable[[KVConnectorOutput], bool]) -> KVConnectorOutput:
         while not done(output := self.step()):
-            assert self._woken.wait(PATIENCE_S), "nobody said that there was something to find"
+            assert self._woken.wait(PATIENCE_S), "the connector did not wake the engine"
             self._woken.clear()
         return output
 
@@ -49,7 +49,7 @@ def test_a_handoff_wakes_whoever_has_to_step_for_it(
 
 
 def test_a_deadline_wakes_it(start: Callable[[EngineConfig], Sleeper]) -> None:
-    """Nobody answers: the end is the control thread's timer, then an order for the ranks."""
+    """The peer does not answer: the control thread's timer ends the handoff, then the ranks get an order."""
     timers = {"round_trip_max_s": 0.05, "ttl_s": 2.0, "deadline_s": 1.0, "loan_max_s": 10.0}
     extra = {"transports": ["local"], "timers": timers}
     p, d = (start(engine_config(name, extra=extra)) for name in ("p", "d"))

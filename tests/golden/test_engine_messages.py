@@ -1,4 +1,4 @@
-"""What the processes of one engine send each other as msgpack: tags, fields, and the bytes of one sample.
+"""Messages between the processes of one engine, as msgpack: tags, fields, and the bytes of one sample.
 
 Both ends are of one installation, so a change on purpose needs no version.
 """

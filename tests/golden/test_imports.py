@@ -1,4 +1,4 @@
-"""What programs of users import and subclass: modules, names, and how they are called."""
+"""Names that programs of users import and subclass: modules, names, and how they are called."""
 
 import importlib
 import inspect
@@ -28,7 +28,7 @@ FORMER = (
     ("baton.engine.checkpoint", "load_model_config"),
     ("baton.engine.llm", "LLM"),
 )
-"""What the README has named, for programs that import it from there."""
+"""Names that the README has shown, for programs that import them from there."""
 
 CALLED = {
     "baton": ["LLM", "load_model_config"],

@@ -1,4 +1,4 @@
-"""What Prometheus and vLLM's statistics see: names, kinds, labels, buckets, and values of labels.
+"""Metrics of Prometheus and vLLM's statistics: names, kinds, labels, buckets, and values of labels.
 
 vLLM's MultiConnector finds the statistics of a connector by the name of its class, which `connectors` has.
 """

@@ -1,4 +1,4 @@
-"""What a supervisor, `ps` and a shell see: names of processes, exit statuses, temporary folders.
+"""The view of a supervisor, `ps` and a shell: names of processes, exit statuses, temporary folders.
 
 The names themselves are in `names`, with those of threads.
 """

@@ -1,4 +1,4 @@
-"""What configuration files and `kv_connector_extra_config` may say: keys, types, defaults and sections.
+"""Contents of configuration files and `kv_connector_extra_config`: keys, types, defaults and sections.
 
 The fields of EngineConfig and SamplingParams are in `engine_fields`, since they also cross processes.
 """

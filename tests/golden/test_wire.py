@@ -1,4 +1,4 @@
-"""What two engines send each other: tags, places, names and types of all fields, and the bytes of one sample.
+"""Messages between two engines: tags, places, names and types of all fields, and the bytes of one sample.
 
 Engines of one cluster may run different releases of Baton. A change needs another version of the wire, of the
 protocol, of the paper or of the transport.

@@ -56,7 +56,7 @@ HAPPENS = {
         "delivered",
         "delivered to cache groups",
         "drain",
-        "kept, and given up if nobody comes",
+        "kept, and given up unless claimed",
         "ticket refused: in use",
         "loans expired",
         "loans freed",

@@ -24,7 +24,7 @@ class Frame:
 
 
 Tamper = Callable[[Frame], list[bytes]]
-"""What is sent in place of a frame. `END` ends the connection."""
+"""The bytes sent in place of a frame. `END` ends the connection."""
 
 END = b""
 

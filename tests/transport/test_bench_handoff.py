@@ -13,7 +13,7 @@ from rich.console import Console
 
 from baton.bench import handoff
 from baton.bench.asking import Answer, AskingError, ask, lend
-from baton.bench.handoff import Book, main, print_goals
+from baton.bench.handoff import ResultRecorder, main, print_goals
 from baton.bench.handoff_goals import Lengthwise, Overheads, Results, Trial
 from baton.bench.handoff_measures import OnResult, _Bench, _metric
 from baton.bench.handoff_plots import plot
@@ -71,12 +71,12 @@ def test_the_table_shows_met_goals_and_the_load_of_others() -> None:
 
 def test_a_result_is_stored_at_once_and_replaces_an_older_one(tmp_path: Path) -> None:
     console = Console(file=io.StringIO())
-    book = Book(console, tmp_path, "a machine")
-    book.enter(row())
-    book.enter(OVERHEADS)
-    later = Book(console, tmp_path, "another")
-    later.enter(row(handoff_s=1.01))
-    later.enter(row("pull"))
+    recorder = ResultRecorder(console, tmp_path, "a machine")
+    recorder.record(row())
+    recorder.record(OVERHEADS)
+    later = ResultRecorder(console, tmp_path, "another")
+    later.record(row(handoff_s=1.01))
+    later.record(row("pull"))
     stored = json.loads((tmp_path / "handoff.json").read_text())
     assert stored["machine"] == "another"
     assert Results.of_json(stored).to_json() == later.results.to_json()
@@ -96,10 +96,13 @@ def test_a_failed_mode_does_not_stop_the_others(
 
     monkeypatch.setattr(handoff, "measure", measure)
     assert main(["--modes", "pull,push-off", "--out", str(tmp_path)]) == 1
-    said = capsys.readouterr().out
-    assert "no [room]" in said
-    assert "could not be measured: pull" in said
-    assert [row.mode for row in Book(Console(), tmp_path, "").results.lengths] == ["pull", "push-off"]
+    printed = capsys.readouterr().out
+    assert "no [room]" in printed
+    assert "could not be measured: pull" in printed
+    assert [row.mode for row in ResultRecorder(Console(), tmp_path, "").results.lengths] == [
+        "pull",
+        "push-off",
+    ]
 
 
 def test_plots_are_drawn_in_the_given_folder(tmp_path: Path) -> None:

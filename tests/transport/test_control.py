@@ -166,7 +166,7 @@ def test_a_message_of_several_parts_is_dropped_and_counted(open_channel: OpenCha
 
 def test_an_answer_to_a_connection_that_is_gone_is_dropped_and_counted(open_channel: OpenChannel) -> None:
     there = open_channel()
-    assert there.send(Route(b"nobody"), b"answer") is False
+    assert there.send(Route(b"unknown"), b"answer") is False
     assert there.counters.unroutable == 1
 
 
@@ -446,7 +446,7 @@ def test_closing_with_queued_frames_leaves_nothing_open() -> None:
     with nothing_left_behind():
         channel = ControlChannel(secret=SECRET)
         for port in range(1, 20):
-            channel.send(f"tcp://127.0.0.1:{port}", b"nobody is there")
+            channel.send(f"tcp://127.0.0.1:{port}", b"no listener")
         channel.poll(0)
         channel.close()
         channel.close()

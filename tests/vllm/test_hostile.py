@@ -62,7 +62,7 @@ DICTS: dict[str, Any] = {
     "nested": {"do_remote_prefill": True, "remote_block_ids": [[[[[[]]]]]], "baton_ticket": {"a": [None]}},
     "NIXL's keys": {
         "do_remote_prefill": True,
-        "remote_engine_id": "nobody",
+        "remote_engine_id": "unknown",
         "remote_block_ids": [[1, 2, 3]],
         "remote_request_id": "r",
         "remote_host": "127.0.0.1",

@@ -39,7 +39,7 @@ def test_vllm_does_not_start(site: Site, tmp_path: Path, name: str) -> None:
     transfer, expected_text = {
         "decode bench in company": (
             beside_a_store(DECODE_BENCH, tmp_path),
-            "BatonDecodeBenchConnector stands alone",
+            "BatonDecodeBenchConnector cannot be combined with other connectors",
         ),
         "hidden states of no layer": (hidden_states(tmp_path), "extract_hidden_states"),
     }[name]

@@ -112,11 +112,11 @@ def test_only_loads_that_vllm_waits_for_are_reported(
     world: VllmWorld, caplog: pytest.LogCaptureFixture
 ) -> None:
     d = engine(world, "d")
-    d.half._fetches.received.add("nobody")
+    d.half._fetches.received.add("unknown")
     output = KVConnectorOutput(finished_recving={"of another connector"})
     d.half.update_connector_output(output)
     assert output.finished_recving == {"of another connector"}
-    assert "did not report the loads of ['nobody']" in caplog.text
+    assert "did not report the loads of ['unknown']" in caplog.text
 
 
 # --- A dead control thread ---------------------------------------------------------------------------

@@ -1,7 +1,7 @@
-"""What the two halves of the pull connector tell each other.
+"""Metadata between the two halves of the pull connector.
 
     PullHandshake     rank -> scheduler, once     where this rank's memory lies
-    PullMetadata      scheduler -> ranks, a step  read these, end those, say that these have failed
+    PullMetadata      scheduler -> ranks, a step  blocks to read, reads to end, loads that failed
     PullWorkerReport  rank -> scheduler, a step   how reads ended
 
 All of it is pickled between processes of one engine.

@@ -41,7 +41,9 @@ class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = LOOPBACK  # Where the control channel and the data servers listen.
     port: int = 0  # Of the control channel; 0: any free one. Peers learn it from tickets.
-    advertise_host: str | None = None  # What peers connect to, if not `host`: behind NAT, or host 0.0.0.0.
+    advertise_host: str | None = (
+        None  # The address for peers, if `host` is not reachable: NAT, or host 0.0.0.0.
+    )
     advertise_port: int = 0  # What peers dial for the control channel; 0: the port that it listens on.
     # Of the tcp transport: rank r listens on data_port + r. 0: each rank takes any free port.
     data_port: int = 0

@@ -58,7 +58,7 @@ FindPacking = Callable[[dict[str, "torch.Tensor"]], str]
 
 
 def new_epoch() -> Epoch:
-    return Epoch(1 + secrets.randbelow(2**64 - 1))  # 0 is nobody's: see Address.is_named_only.
+    return Epoch(1 + secrets.randbelow(2**64 - 1))  # 0 means unknown: see Address.is_named_only.
 
 
 class PullWorkerHalf(KVConnectorWorkerHalf):
@@ -162,7 +162,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
     def take_order(self, order: Order) -> None:
         """An order that need not wait for a step: any but a FailedLoad. From any thread, one at a time.
 
-        Never blocks, and whatever goes wrong costs this claim only: whoever ordered hears of its end.
+        Never blocks. A failure ends this claim only, and its end is reported.
         """
         assert not isinstance(order, FailedLoad), "it is for a step to report"
         self._carry_out_contained(order)

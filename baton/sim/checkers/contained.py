@@ -45,7 +45,7 @@ def check_failure(host: "Host", landing: "Landing", reason: str) -> None:
         and landing.producer.is_alive
         and not host.cluster.is_excused(landing, host.name)
     ):
-        raise Violation("I6", "a handoff ended because a third engine said that its producer is gone")
+        raise Violation("I6", "a handoff ended because a third engine reported its producer as gone")
 
 
 def check_forged(num_tokens: int | None) -> None:

@@ -1,5 +1,5 @@
-"""I5 whole: at rest every pool is full again; no request, block, loan, claim, read or waiting peer is left
-behind. Before that, a loan keeps what it lends and nothing else."""
+"""I5 whole: at rest every pool is full again; no request, block, loan, claim, read or waiting peer is
+left over. Before that, a loan keeps what it lends and nothing else."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def check_engine(engine: Engine) -> None:
     try:
         scheduler.kv_cache.assert_empty()
     except AssertionError as error:
-        raise Violation("I5", "a block is left behind", f"{engine.name}: {error}") from error
+        raise Violation("I5", "a block is left over", f"{engine.name}: {error}") from error
 
 
 def check_dropped(engine: Engine, ticket: str, paused_s: float) -> None:
@@ -76,12 +76,12 @@ def check_loans(engine: Engine) -> None:
         tables = kv_cache._tables[request_id]
         for group, table in zip(kv_cache.groups, tables, strict=True):
             if table.first_kept != group.first_kept(hold.request.num_computed_tokens, size):
-                raise Violation("I5", "a loan keeps blocks behind a window", request_id)
+                raise Violation("I5", "a loan keeps blocks outside a window", request_id)
 
 
 def _check_left(host: Host, left: Mapping[str, int]) -> None:
     for what, count in left.items():
         if count:
-            raise Violation("I5", f"{what} is left behind", host.name)
+            raise Violation("I5", f"{what} is left over", host.name)
     if any(read.consumer is host for read in host.cluster.reads.live):
-        raise Violation("I5", "a running read is left behind", host.name)
+        raise Violation("I5", "a running read is left over", host.name)

@@ -1,4 +1,4 @@
-"""What `baton sim` prints of a campaign."""
+"""Output of `baton sim` for a campaign."""
 
 import argparse
 import sys

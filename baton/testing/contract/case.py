@@ -35,7 +35,7 @@ Windows = tuple[int | None, ...]
 WINDOWS: Final[tuple[Windows, ...]] = ((), (), (None, 6), (9, None, 5))
 
 Pairing = Literal["none", "pull", "push"]
-"""How two engines hand over. none: one engine. pull: P's params go to D. push: P and D are asked at once."""
+"""Mode of the handoff. none: one engine. pull: P's params go to D. push: P and D are asked at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""The protocol machines of one engine behind one mailbox: routes envelopes, time and effects.
+"""The protocol machines of one engine: routes envelopes and time to them, and their effects to owners.
 
     envelope, time --> machines --> Send: outbox        FreeLoan: Loans        other effects: Fetches
                           ^                                                         |

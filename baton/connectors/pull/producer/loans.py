@@ -91,7 +91,7 @@ class Loans:
         self._kept: dict[LoanId, int] = {}  # For a next turn; to the number of blocks, oldest first.
         self._ended: list[LoanId] = []  # Not released by the holder yet.
         self.freed: set[str] = set()  # Requests whose blocks are no longer lent, not reported yet.
-        self.num_pool_blocks: int | None = None  # None: the host has not said.
+        self.num_pool_blocks: int | None = None  # None: the host has not reported it.
 
     # --- Requests --------------------------------------------------------------------------------
 

@@ -37,7 +37,7 @@ class Wire(Protocol):
         """As the transport does, once for each key."""
 
     def post(self, spans: Spans, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> OpId:
-        """Raises TransferError, also if nobody wants the rest any more."""
+        """Raises TransferError, also if the rest is no longer wanted."""
 
     def wait(self, op: OpId) -> None:
         """Until it has ended. Raises TransferError if it has failed."""
@@ -46,7 +46,7 @@ class Wire(Protocol):
         """Cancel it, and wait until it has ended."""
 
     def is_stopped(self) -> bool:
-        """Whether nobody wants the rest any more."""
+        """Whether the rest is no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What a fast world is made of. A mutant (baton.sim.mutants) replaces one part."""
+"""Parts of a fast world. A mutant (baton.sim.mutants) replaces one part."""
 
 from __future__ import annotations
 

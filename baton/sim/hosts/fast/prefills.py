@@ -243,7 +243,7 @@ class Prefills:
         host.settle()
         assert run.loan_id is not None
         if world.faults.keeps and run.loan_id.counter % 4 == 2:
-            world.count("given up if nobody has come")  # The router's client has gone, say.
+            world.count("given up unless claimed")  # For example, the router's client has gone.
             self._later(0.3 * (run.loan_id.counter % 7), partial(self._take_back, params))
         prefill.on_ticket(params)
 
@@ -254,7 +254,7 @@ class Prefills:
         host.pool.hand_over(landing.blocks, run)
         self._lend(landing.request.request_id, run, params)
         if world.chance(0.5):
-            world.count("kept, and given up if nobody comes")
+            world.count("kept, and given up unless claimed")
             self._later(world.rng.uniform(0, TURN_KEPT_S), partial(self._take_back, params))
         host.cluster.on_turn(host, landing, params)
 

@@ -123,7 +123,7 @@ class ReadNetwork(Links[FastFaults]):
         if ok or self.world.chance(0.5):
             fenced.check_landing(read)
             memory = read.consumer.pool.ranks[read.pair.consumer_rank]
-            # Without a payload: what a failed read leaves behind.
+            # Without a payload, as after a failed read.
             for cell, (_, local) in zip(payload or [None] * len(read.cells), read.cells, strict=True):
                 memory[local] = cell
         consumer.when_awake(lambda: read.on_end(ok))

@@ -1,4 +1,4 @@
-"""What a half sees of a scheduled step (`baton.contract.host.SchedulerOutput`)."""
+"""The view that a half has of a scheduled step (`baton.contract.host.SchedulerOutput`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What has happened in a world, of the kinds that a campaign of worlds has to have seen."""
+"""Counts of the kinds of events that a campaign of worlds must contain."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What restarts of an engine keep, and the configuration of an engine."""
+"""Configuration of an engine, and the state that its restarts keep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One rank's KV cache: real bytes at real addresses, and beside every word who wrote it last.
+"""One rank's KV cache: real bytes at real addresses, and for every word its last writer.
 
 Two layouts, as engines have them; plans and connectors see tensors, the world sees `words`:
 
@@ -20,7 +20,7 @@ from baton.core.kv_groups import KVCacheGroup, num_places, places_of
 from baton.core.topology import kv_heads_of
 from baton.sim.hosts.full.model import CONTENT, WORD_BYTES, Words
 
-NOBODY = -1  # Not written since the block was handed out.
+UNWRITTEN = -1  # Not written since the block was handed out.
 OWN = 0  # Computed here. Above: the number of a read.
 JUNK = 0x6B6E756A
 
@@ -44,7 +44,7 @@ class RankMemory:
         tensor = torch.empty(shape, dtype=torch.float32)
         self._flat: Words = tensor.view(-1).numpy().view(np.uint32)
         self._flat[:] = JUNK
-        self._flat_writers: NDArray[np.int32] = np.full(self._flat.size, NOBODY, np.int32)
+        self._flat_writers: NDArray[np.int32] = np.full(self._flat.size, UNWRITTEN, np.int32)
         self.address = tensor.data_ptr()
         self._keeps_alive = tensor
         self._block_bytes = tensor[0 if is_block_major else (0, 0)].nbytes  # Of one place, or of all of them.
@@ -78,7 +78,7 @@ class RankMemory:
         self.writers[blocks, :num_layers, :, offsets] = OWN
 
     def forget_writers(self, block_ids: Sequence[int]) -> None:
-        self.writers[list(block_ids)] = NOBODY
+        self.writers[list(block_ids)] = UNWRITTEN
 
     # --- Seen from a wire -------------------------------------------------------------------------
 

@@ -4,8 +4,8 @@
     KV of i    = v(i) in another disguise for each layer, head, K and V
     next token = from the hash of the KV of all tokens
 
-A slot that is stale, foreign, unfilled or torn changes the hash, with it the token, and everything that is
-computed behind it. The answer of a sound engine depends on prompt and salt alone.
+A slot that is stale, foreign, unfilled or torn changes the hash, and with it the token and all later results.
+The answer of a correct engine depends on prompt and salt only.
 
 Layers with a window (`WindowModel`) are read as far as the window reaches, itself included, and no further:
 

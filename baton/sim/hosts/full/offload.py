@@ -18,7 +18,7 @@ from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.settings import GIB
 from baton.sim.checkers import fenced
-from baton.sim.hosts.full.memory import JUNK, NOBODY, RankMemory
+from baton.sim.hosts.full.memory import JUNK, UNWRITTEN, RankMemory
 from baton.sim.hosts.full.model import Words
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class HostCopies(Copies):
             network.reads[copy.number] = copy
             network.loads.append(copy)
             self._memory.words[list(targets)] = JUNK  # Half written from the beginning.
-            self._memory.writers[list(targets)] = NOBODY
+            self._memory.writers[list(targets)] = UNWRITTEN
         took_s = world.spread(world.faults.copy_mean_s)
         world.after(took_s, lambda: engine.when_awake(partial(self._end, job)))
 

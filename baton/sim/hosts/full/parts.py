@@ -1,4 +1,4 @@
-"""What a full world is made of. A mutant (baton.sim.mutants) replaces one part or changes a booted engine."""
+"""Parts of a full world. A mutant (baton.sim.mutants) replaces one part or changes a booted engine."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The engine's real block pool, watched: who is handed out, who is free again, and how often each was.
+"""The engine's real block pool with records: which blocks are allocated or free, and how often each was.
 
-A block's generation counts its lives. Two looks at one block speak of one content only if they saw the same
-generation, held both times.
+A block's generation counts its allocations. Two observations of a block concern the same content only if both
+saw the same generation, allocated.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ class Ranks:
             assert len(row.tokens) == row.num_prompt + cached.num_output_tokens[index]
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """In the order of scheduling: who shares a block of this step comes after who computes it."""
+        """In the order of scheduling: a request that shares a new block runs after the one that fills it."""
         result = ModelRunnerOutput()
         self._written.clear()
         for request_id, num_new in output.num_scheduled_tokens.items():

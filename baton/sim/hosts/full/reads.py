@@ -324,7 +324,7 @@ class Port(Transport):
     _ended: list[Completion] = field(default_factory=list)
 
     def register(self, regions: Sequence[Region]) -> bytes:
-        """Behind the cache comes the staging buffer, which nothing passes through here."""
+        """The staging buffer follows the cache in memory. Nothing uses it here."""
         assert regions[0].address == self.memory.address
         self.base = regions[0].address
         self._regions = tuple(regions)

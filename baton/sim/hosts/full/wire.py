@@ -40,7 +40,7 @@ MEDDLER_URL = "tcp://10.0.9.9:14600"
 @dataclass
 class Wire:
     world: World[FullFaults]
-    stations: dict[str, Station] = field(default_factory=dict)  # By url: who listens there now.
+    stations: dict[str, Station] = field(default_factory=dict)  # By url: the listener there.
     cut: dict[tuple[str, str], float] = field(default_factory=dict)  # From url to url: lost until then.
     clogged: dict[tuple[str, str], float] = field(default_factory=dict)  # Held up until then.
 
