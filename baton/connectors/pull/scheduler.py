@@ -18,8 +18,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Protocol, runtime_checkable
@@ -105,8 +104,23 @@ class Announcer(Protocol):
     def close(self, timeout_s: float) -> None: ...
 
 
-Changing = Callable[[], AbstractContextManager[float]]
-"""The half's lock, and the time; after it the control thread sends what there is to send."""
+class Changing:
+    """The half's lock, and the time; after it the control thread sends what there is to send."""
+
+    def __init__(self, lock: threading.Lock, clock: Callable[[], float], control: ControlPort) -> None:
+        self._lock, self._clock, self._control = lock, clock, control
+
+    def __enter__(self) -> float:
+        self._lock.acquire()
+        return self._clock()
+
+    def __exit__(self, *_: object) -> None:
+        try:
+            self._control.flush()
+        finally:
+            self._lock.release()
+
+
 MakeAnnouncer = Callable[[EngineIdentity, PullAgent, PullStats, Changing], Announcer]
 
 
@@ -173,6 +187,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers, machines)
         self._agent.on_fault = self._count_fault
         self._control = (control or self._control_thread)(self._agent, self._lock)
+        self._changing = Changing(self._lock, clock, self._control)
         self._control_wakes = control is None  # Another's owner steps when it sees fit.
         url, public_key = self._control.url, self._control.public_key
         self._loans = Loans(
@@ -251,7 +266,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         if not request.kv_transfer_params or self._is_retired:
             return
         try:
-            with self._changing() as now:
+            with self._changing as now:
                 self._fetches.begin(request, now)
                 intent = self._intents.params_of(request)
                 if self.announcer is not None and isinstance(intent, LendBlocks):
@@ -260,7 +275,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             policy_is_fail = not self._identity.recomputes_failed_loads
             is_error = policy_is_fail or self._intents.is_malformed(request.request_id)
             if is_error and self._identity.raises_user_errors:
-                with self._changing() as now:  # The host forgets the request, and may never finish it.
+                with self._changing as now:  # The host forgets the request, and may never finish it.
                     self._fetches.finished(request.request_id, now)
                     self._intents.forget(request.request_id)
                 raise
@@ -283,7 +298,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         block_ids = blocks.get_block_ids()
         if num_external_tokens:
             self._awaited.add(request.request_id)
-        with self._changing() as now:
+        with self._changing as now:
             try:
                 self._fetches.allocated(request.request_id, block_ids, num_external_tokens, now)
             except Exception:  # A bug of ours. The host has parked the request, so its load has to end.
@@ -315,7 +330,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     ) -> tuple[bool, dict[str, Any] | None]:
         if not request.kv_transfer_params:
             return False, None
-        with self._changing() as now:
+        with self._changing as now:
             self._fetches.finished(request.request_id, now)
             try:
                 keeps, params = self._loans.finished(request, block_ids, now)
@@ -331,7 +346,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
         """Raises BadTransferParams for a ticket that this process has not signed."""
-        with self._changing():
+        with self._changing:
             self._loans.take_back(kv_transfer_params)
             self._loans.release_ended()
 
@@ -356,7 +371,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             if not self._policy.survives_dead_control:
                 raise
             self._retire(error)
-        with self._changing() as now:
+        with self._changing as now:
             if self._is_retired:
                 self._agent.wake(now)  # The control thread no longer does.
             self._pass_on()
@@ -371,7 +386,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
-        with self._changing() as now:
+        with self._changing as now:
             if isinstance(report, PullWorkerReport):
                 self._take_report(report, now)
             self._pass_on()
@@ -411,7 +426,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def drain(self, timeout_s: float) -> None:
         """Lend nothing more; loans end within `timeout_s`."""
-        with self._changing() as now:
+        with self._changing as now:
             self._loans.drain(now + timeout_s)
 
     @property
@@ -431,20 +446,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         timeout_s = self._identity.settings.shutdown_timeout_s
         if self.announcer is not None:
             self.announcer.close(timeout_s)
-        with self._changing() as now:
+        with self._changing as now:
             self._fetches.abandon(now)
         self._control.close(timeout_s)
 
     # --- Parts ---------------------------------------------------------------------------------
-
-    @contextmanager
-    def _changing(self) -> Iterator[float]:
-        """See `Changing`."""
-        with self._lock:
-            try:
-                yield self._clock()
-            finally:
-                self._control.flush()
 
     @cached_property
     def _key(self) -> ProcessKey:
@@ -518,7 +524,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             return
         self._is_retired = True
         logger.critical("no KV is moved any more until this engine is restarted", exc_info=error)
-        with self._changing() as now:
+        with self._changing as now:
             self._loans.drain(now)
             self._fetches.abandon(now)
 

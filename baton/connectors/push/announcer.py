@@ -10,8 +10,7 @@ here costs time only; it ends the streams, and nothing else of the step.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from baton.connectors.pull.control.agent import PullAgent
@@ -101,8 +100,10 @@ class PrefillAnnouncer:
             return metadata
         self._num_steps += 1
         wants_report = False
-        with self._contained(now):
+        try:
             wants_report = self._prefills.scheduled(self._num_steps, output, now)
+        except Exception:
+            self._end_streams(now)
         if not wants_report:
             return metadata
         order = None
@@ -121,23 +122,25 @@ class PrefillAnnouncer:
 
     def reported(self, reports: Sequence[PullWorkerReport], now: float) -> None:
         if len(reports) == self._identity.num_ranks:
-            with self._contained(now):
+            try:
                 self._prefills.step_done(min(report.step for report in reports), now)
+            except Exception:
+                self._end_streams(now)
 
     def layers_done(self, rank: int, step: int, num_layers: int) -> None:
         """On the thread that receives reports of computed layers, while the step goes on."""
-        with self._changing() as now, self._contained(now):
-            self._prefills.layers_done(rank, step, num_layers, now)
+        with self._changing as now:
+            try:
+                self._prefills.layers_done(rank, step, num_layers, now)
+            except Exception:
+                self._end_streams(now)
 
     def close(self, timeout_s: float) -> None:
         if self._layer_reports is not None:
             self._layer_reports.close(timeout_s)
 
-    @contextmanager
-    def _contained(self, now: float) -> Iterator[None]:
-        try:
-            yield
-        except Exception:  # A bug of ours ends the streams: loans and leases do not depend on them.
-            logger.exception("streaming failed; running prefills are no longer announced")
-            self._stats.count_failure(FailureCode.INTERNAL)
-            self._prefills.fail_all("the producer lost count of what is ready", now)
+    def _end_streams(self, now: float) -> None:
+        """After an exception, a bug of ours. Loans and leases do not depend on streams, and go on."""
+        logger.exception("streaming failed; running prefills are no longer announced")
+        self._stats.count_failure(FailureCode.INTERNAL)
+        self._prefills.fail_all("the producer lost count of what is ready", now)
