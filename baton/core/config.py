@@ -259,6 +259,7 @@ class ClusterSecret(msgspec.Struct, frozen=True):
         return (self.key,) if self.previous is None else (self.key, self.previous)
 
 
+@functools.lru_cache(maxsize=64)
 def _derive(key: bytes, purpose: str) -> bytes:
     return hmac.digest(_stretch(key), purpose.encode(), "sha256")
 

@@ -92,13 +92,15 @@ class PullAgent:
         self._queue(answers, now)
         for message in messages:
             for machine in self._machines:
-                self._queue(machine.receive(envelope.sender, message, now), now)
+                if effects := machine.receive(envelope.sender, message, now):
+                    self._queue(effects, now)
         self._hand_over(now)
 
     def wake(self, now: float) -> None:
         """Do what is due."""
         for machine in self._machines:
-            self._queue(machine.wake(now), now)
+            if effects := machine.wake(now):
+                self._queue(effects, now)
         self._hand_over(now)
 
     @property
