@@ -20,7 +20,7 @@ def check_free(producer: "Host", loan_id: LoanId) -> None:
             if (
                 landing.producer is producer
                 and landing.loan_id == loan_id
-                and host.consumer.is_held(landing.claim, host.clock())
+                and host.agent.consumer.is_held(landing.claim, host.clock())
                 and not host.cluster.is_excused(landing, host.name)
             ):
                 raise Violation("I2", "freed while a consumer believes in the lease")

@@ -18,18 +18,18 @@ TAKEN_BACK_S = 3.0  # A few steps, and less than ttl_s.
 
 
 def check_host(host: FastHost) -> None:
-    half, machines = host.half, host.machines
+    half, agent = host.half, host.agent
     _check_left(
         host,
         {
             "a loan": half.num_open_loans + len(host.prefills.lent),
             "a claim": half.num_open_fetches + len(host.fetches.landings),
-            "a prefill or a want": machines["prefills"].num_open + len(host.prefills.open),
+            "a prefill or a want": agent.prefills.num_open + len(host.prefills.open),
             "a read in a rank": host.ranks.num_open,
             "a block": host.pool.num_usable - host.pool.num_free,
         },
     )
-    if machines["peers"].num_open > len(host.cluster.incarnations):
+    if agent.peers.num_open > len(host.cluster.incarnations):
         raise Violation("I5", "strangers grow the peer table")
 
 

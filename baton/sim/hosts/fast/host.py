@@ -10,17 +10,16 @@ whenever the half may have something to tell. Every host can lend and fetch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.metadata import PullMetadata
 from baton.connectors.pull.scheduler import PullSchedulerHalf
 from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.contract import KVConnectorOutput
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.timers import Timers
-from baton.protocol.pull_consumer import PullConsumer
 from baton.sim.checkers import bounded, contained, whole
 from baton.sim.hosts.fast.faults import FastFaults
 from baton.sim.hosts.fast.fetches import Fetches
@@ -54,7 +53,6 @@ class Host(Process[FastFaults]):
         self.pool = Pool(cluster.num_blocks, num_ranks, cluster.groups)
         self.exits_at = NEVER  # Once it drains.
         self._is_woken = False
-        self.machines: dict[str, Any] = {}  # Of its agent, by name, for the checkers.
         self.layer_reports: LayerReports | None = None
         self.prefills, self.fetches, self.ranks = Prefills(self), Fetches(self), Ranks(self)
         self.half = self._half()
@@ -70,39 +68,20 @@ class Host(Process[FastFaults]):
             "epoch": self.address.epoch,
             "clock": self.clock,
             "control": self._port,
-            "machines": self._noted_machines(),
+            "machines": cluster.parts.machines,
         }
         if cluster.is_push:
             how["announcer"] = partial(PrefillAnnouncer, layer_reports=self._layer_reports)
         return PullSchedulerHalf(identity, **how)
 
-    def _noted_machines(self) -> Any:
-        """The machines of the world's parts. The host remembers those that it gets."""
-
-        def noted(name: str, make: Callable[..., Any]) -> Callable[..., Any]:
-            def make_and_note(*arguments: Any) -> Any:
-                machine = self.machines[name] = make(*arguments)
-                return machine
-
-            return make_and_note
-
-        machines = self.cluster.parts.machines
-        names = ("consumer", "prefills", "peers")
-        return replace(machines, **{name: noted(name, getattr(machines, name)) for name in names})
-
-    def _port(self, agent: Any, lock: object) -> Port:
+    def _port(self, agent: PullAgent, lock: object) -> Port:
+        self.agent = agent
         self.port = Port(self, agent)
         return self.port
 
     def _layer_reports(self, on_report: Callable[[int, int, int], None]) -> LayerReports:
         self.layer_reports = LayerReports(on_report)
         return self.layer_reports
-
-    @property
-    def consumer(self) -> PullConsumer:
-        machine = self.machines["consumer"]
-        assert isinstance(machine, PullConsumer)
-        return machine
 
     # --- The process ------------------------------------------------------------------------------
 
