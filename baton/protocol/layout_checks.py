@@ -1,5 +1,7 @@
 """Validation of KV cache layouts. No layout from a peer is used before it has passed `check_layout`."""
 
+from functools import lru_cache
+
 from baton.core.errors import PeerError
 from baton.core.kv_groups import MAX_GROUPS
 from baton.core.layout import SLOT, LayerLayout, RankLayout
@@ -14,6 +16,7 @@ MAX_BLOCK_TOKENS = 1 << 16
 ADDRESS_SPACE = 2**64
 
 
+@lru_cache(maxsize=256)
 def check_layout(layout: RankLayout) -> None:
     """Raises PeerError unless every block of every layer lies inside its region and no two slots overlap."""
     _check_range("pp_size", layout.pp_size, 1, MAX_RANKS)

@@ -298,7 +298,9 @@ def decode_envelope(frame: bytes) -> Envelope:
 
 def pack(sender: Address, target: Address, messages: Iterable[Message]) -> Iterator[Envelope]:
     """One envelope, or several if the messages are too large for one frame."""
-    for batch in _batches(messages):
+    several = tuple(messages)
+    # One message needs no measuring.
+    for batch in _batches(several) if len(several) > 1 else (several,) * len(several):
         yield Envelope(WIRE_VERSION, sender, target, batch)
 
 
