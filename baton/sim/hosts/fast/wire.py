@@ -7,8 +7,7 @@ another process.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from baton.core.ids import Address, EngineId, Epoch
 from baton.protocol.messages import (
@@ -31,8 +30,7 @@ MEDDLER = Address(EngineId("D-meddler"), Epoch(13))
 LAST_WORDS = (Renew, Released, Want, Finished)
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(NamedTuple):
     """A frame on the wire."""
 
     source: Address  # The process at the other end of the connection.
