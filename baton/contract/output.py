@@ -34,7 +34,8 @@ class RankReport(KVConnectorWorkerMetadata):
         return replace(self, others=(*self.others, replace(other, others=()), *other.others))
 
     def each_rank(self) -> list[tuple[int, Self]]:
-        return [(report.rank, report) for report in (replace(self, others=()), *self.others)]
+        own = replace(self, others=()) if self.others else self
+        return [(report.rank, report) for report in (own, *self.others)]
 
 
 @dataclass(slots=True)

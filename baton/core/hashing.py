@@ -11,6 +11,7 @@ SHA-256 and not a faster hash, because a collision would give one user another u
 import hashlib
 from array import array
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NewType
 
 from baton.core.ids import PromptHash
@@ -21,6 +22,7 @@ HASH_SEED = "baton-1"
 """Default seed. Two engines share caches only if their seeds are equal; the handshake compares them."""
 
 
+@lru_cache(maxsize=16)
 def root_hash(seed: str = HASH_SEED) -> BlockHash:
     return BlockHash(hashlib.sha256(seed.encode()).digest())
 

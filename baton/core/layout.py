@@ -153,6 +153,8 @@ def differences(
 
     A dtype that can be converted on receive is not a difference, unless `converts_dtype` is false.
     """
+    if ours == theirs:
+        return []
     return [
         f"{name}: ours {getattr(ours, name)!r}, theirs {getattr(theirs, name)!r}"
         for name in ModelFingerprint.__struct_fields__

@@ -79,8 +79,9 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         for group in self.block_ids:
             # A full-attention group needs every block; a windowed group may hold fewer, never more.
             check_range("number of blocks", len(group), 0, -(-self.num_tokens // self.block_tokens))
-            for block_id in group:
-                check_range("block id", block_id, 0, MAX_BLOCK_ID)
+            if group and (min(group) < 0 or max(group) > MAX_BLOCK_ID):
+                wrong = next(block_id for block_id in group if not 0 <= block_id <= MAX_BLOCK_ID)
+                check_range("block id", wrong, 0, MAX_BLOCK_ID)
 
     @property
     def first_blocks(self) -> tuple[int, ...]:
