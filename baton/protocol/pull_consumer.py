@@ -186,8 +186,8 @@ class PullConsumer:
     def next_deadline(self) -> float:
         if not self._fetches:
             return NEVER
-        waiting = (f for f in self._fetches.values() if not f.draining)
-        return min((min(f.next_renew, self._gives_up_at(f)) for f in waiting), default=NEVER)
+        ends = [min(f.next_renew, self._gives_up_at(f)) for f in self._fetches.values() if not f.draining]
+        return min(ends, default=NEVER)
 
     @property
     def num_open(self) -> int:

@@ -207,8 +207,8 @@ class PushConsumer:
     def next_deadline(self) -> float:
         if not self._streams:
             return NEVER
-        waiting = (s for s in self._streams.values() if not s.draining)
-        return min((min(s.next_want, self._fails_at(s)) for s in waiting), default=NEVER)
+        ends = [min(s.next_want, self._fails_at(s)) for s in self._streams.values() if not s.draining]
+        return min(ends, default=NEVER)
 
     @property
     def num_open(self) -> int:

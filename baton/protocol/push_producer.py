@@ -169,12 +169,9 @@ class PushProducer:
 
     @property
     def next_deadline(self) -> float:
-        if not self._wants and not self._prefills:
-            return NEVER
-        return min(
-            min((self._want_ends(*entry) for entry in self._wants.items()), default=NEVER),
-            min((self._prefill_ends(name) for name in self._prefills), default=NEVER),
-        )
+        ends = [self._want_ends(transfer_id, want) for transfer_id, want in self._wants.items()]
+        ends += [self._prefill_ends(transfer_id) for transfer_id in self._prefills]
+        return min(ends, default=NEVER)
 
     @property
     def num_open(self) -> int:
