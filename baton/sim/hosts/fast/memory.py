@@ -84,12 +84,16 @@ class Pool:
     def __init__(self, num_blocks: int, num_ranks: int, groups: Groups) -> None:
         self.num_blocks = num_blocks
         self.groups = groups
-        self._num_places = num_places(groups)
         self._null = {NULL_BLOCK_ID} if is_hybrid(groups) else set()
         self.owner: list[object | None] = [None] * num_blocks
         self.generation = [0] * num_blocks  # Counts reuses, so that a torn copy is seen.
         layouts = [toy_layout(rank, num_ranks, num_blocks, groups) for rank in range(num_ranks)]
         self.ranks: list[list[Content]] = [[None] * layout.regions[0].nbytes for layout in layouts]
+        # Each with the bytes of a layer, and of a block in it.
+        layers = [len(memory) // num_places(groups) for memory in self.ranks]
+        self._shapes = [
+            (memory, nbytes, nbytes // num_blocks) for memory, nbytes in zip(self.ranks, layers, strict=True)
+        ]
         self._free = [BlockId(block) for block in range(num_blocks) if block not in self._null]
         self.num_usable = len(self._free)
 
@@ -135,9 +139,7 @@ class Pool:
 
     def write(self, block: BlockId, content: Content, num_layers: int | None = None) -> None:
         """The first `num_layers` places of it."""
-        for memory in self.ranks:
-            layer_bytes = len(memory) // self._num_places
-            width = layer_bytes // self.num_blocks
+        for memory, layer_bytes, width in self._shapes:
             end = len(memory) if num_layers is None else num_layers * layer_bytes
             for start in range(block * width, end, layer_bytes):
                 memory[start : start + width] = [content] * width
@@ -145,9 +147,7 @@ class Pool:
     def contents(self, block: BlockId) -> set[Content]:
         """Contents of its cells, on all ranks and places."""
         found: set[Content] = set()
-        for memory in self.ranks:
-            layer_bytes = len(memory) // self._num_places
-            width = layer_bytes // self.num_blocks
+        for memory, layer_bytes, width in self._shapes:
             for start in range(block * width, len(memory), layer_bytes):
                 found.update(memory[start : start + width])
         return found

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host
 
 AMBUSH_S = 8.0
+OF_STREAMS = (Working, Announced, Finished, Failed)  # What a producer answers.
 
 
 class Port:
@@ -93,7 +94,13 @@ class Port:
         if parts.binds_senders:
             if envelope.sender != sealed.source:
                 return world.count("frames in another's name dropped")
-            believed = tuple([m for m in envelope.messages if self._is_believed(m, sealed.source)])
+            believed = tuple(
+                [
+                    message
+                    for message in envelope.messages
+                    if not isinstance(message, Stranger) or self._is_believed(message, sealed.source)
+                ]
+            )
             if len(believed) < len(envelope.messages):
                 envelope = msgspec.structs.replace(envelope, messages=believed)
         if envelope.target == host.address:
@@ -103,16 +110,14 @@ class Port:
         host.settle()
         self.flush()
 
-    def _is_believed(self, message: Message, source: Address) -> bool:
+    def _is_believed(self, message: Stranger, source: Address) -> bool:
         """Only the process that answers where an engine is reached knows that the engine is gone."""
-        if not isinstance(message, Stranger):
-            return True
         reached = self._host.cluster.hosts.get(message.about.engine_id)
         return reached is not None and reached.address == source
 
     def _note_heard(self, sender: Address, message: Message) -> None:
         host, world = self._host, self._world
-        if isinstance(message, Working | Announced | Finished | Failed):
+        if isinstance(message, OF_STREAMS):
             landing = host.fetches.by_claim.get(message.number)
             if landing is None:
                 return
