@@ -126,9 +126,14 @@ class RankCombiner(Generic[R]):
         self._report_type = report_type
         if report_type not in _RULES:
             _RULES[report_type] = rules_of(report_type)
-        self._rules: Final = _RULES[report_type]
-        self._tallies = {name: _Tally() for name, rule in self._rules.items() if rule is Rule.ALL_RANKS}
-        self._failures = {rule.of: name for name, rule in self._rules.items() if isinstance(rule, FailedOf)}
+        rules = _RULES[report_type]
+        self._tallies = {name: _Tally() for name, rule in rules.items() if rule is Rule.ALL_RANKS}
+        self._failures = {rule.of: name for name, rule in rules.items() if isinstance(rule, FailedOf)}
+        self._combine_by_name: Final = {
+            name: _COMBINE[rule]
+            for name, rule in rules.items()
+            if isinstance(rule, Rule) and rule in _COMBINE
+        }
 
     def combine(
         self, reports: Collection[tuple[int, R]], on_error: Callable[[str, Exception], None] | None = None
@@ -143,18 +148,17 @@ class RankCombiner(Generic[R]):
             for _, report in reports:
                 self._tallies[of].fail(getattr(report, name) or ())
         values: dict[str, Any] = {}
-        for name, rule in self._rules.items():
-            if rule is Rule.ALL_RANKS:
-                values.update(self._combine_ids(name, reports))
-            elif isinstance(rule, Rule) and rule in _COMBINE:
-                given = [value for _, report in reports if (value := getattr(report, name)) is not None]
-                if given:
-                    try:
-                        values[name] = _COMBINE[rule](given)
-                    except Exception as error:  # `aggregate` may be third-party code.
-                        if on_error is None:
-                            raise
-                        on_error(name, error)
+        for name in self._tallies:
+            values.update(self._combine_ids(name, reports))
+        for name, combine in self._combine_by_name.items():
+            given = [value for _, report in reports if (value := getattr(report, name)) is not None]
+            if given:
+                try:
+                    values[name] = combine(given)
+                except Exception as error:  # `aggregate` may be third-party code.
+                    if on_error is None:
+                        raise
+                    on_error(name, error)
         return self._report_type(**{name: value for name, value in values.items() if value is not None})
 
     def forget_all_but(self, live_ids: Container[Any]) -> None:
