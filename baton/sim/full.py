@@ -5,9 +5,12 @@ from baton.sim.hosts.full.scenario import Scenario
 from baton.sim.kernel.runs import Campaign
 from baton.sim.mutants.full import MUTANTS
 
-FULL = Campaign[Parts](
-    Scenario, PRODUCTION, MUTANTS, lambda mode: "full" if mode == "pull" else f"full --mode {mode}"
-)
+
+def _name_of(mode: str) -> str:
+    return "full" if mode == "pull" else f"full --mode {mode}"
+
+
+FULL = Campaign[Parts](Scenario, PRODUCTION, MUTANTS, _name_of)
 FAILED: dict[str, dict[int, str]] = {
     "pull": {0: "a loan kept the blocks that the last chunk of its prompt saw in a window, for no reader"},
     "push": {1153: "P announced a cached block that another prompt of the same step had still to compute"},

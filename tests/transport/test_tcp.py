@@ -330,6 +330,7 @@ def test_strangers_do_not_exclude_peers(monkeypatch: pytest.MonkeyPatch) -> None
     with ExitStack() as stack:
         stack.callback(owner.transport.close)
         peer = stack.enter_context(owner.dial_as_peer())
+        owner.wait_for_peers(1)  # Until then it holds a slot of a stranger.
         strangers = []
         for _ in range(12):
             strangers.append(stack.enter_context(owner.dial()))

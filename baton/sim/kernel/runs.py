@@ -65,7 +65,7 @@ class Campaign(Generic[P]):
     scenario: Callable[..., Scenario]  # (mode, seed, parts, traced=...)
     production: P
     mutants: Mapping[str, Mapping[str, P]]
-    name_of: Callable[[str], str] = lambda mode: mode  # How a mode is named on the command line.
+    name_of: Callable[[str], str] = str  # How a mode is named on the command line. Pickled, for processes.
 
     def run_worlds(
         self,
