@@ -53,6 +53,7 @@ class Cluster:
         self.reads = ReadNetwork(self)
         self.liar: EngineId | None = None  # The faulty member of the cluster.
         self.lied_at = -1.0  # When it lied last.
+        self.has_false_ranks = False  # It sent a false Welcome. Peers may refuse its ranks until it restarts.
         for role, names in (("P", self.producers), ("D", self.consumers)):
             for index in range(rng.choice([1, 2])):
                 names.append(self._first_boot(EngineId(f"{role}{index}")))

@@ -43,6 +43,8 @@ class Scenario:
         world.run(BREAK_S)
         world.note("all", "healed")
         world.faults = FastFaults()
+        if self.cluster.liar is not None and self.cluster.has_false_ranks:
+            self.cluster.crash(self.cluster.liar, down_s=0.01)
         world.run(BREAK_S + REST_S)
         self._check_rest()
         probes = [self._request(is_probe=True) for _ in range(NUM_PROBES)]

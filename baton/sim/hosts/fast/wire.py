@@ -17,6 +17,7 @@ from baton.protocol.messages import (
     Released,
     Renew,
     Want,
+    Welcome,
     encode_envelope,
 )
 from baton.sim.checkers import contained
@@ -101,6 +102,8 @@ class Wire:
         sent = lies.untrue(world.rng_of_lies, envelope, KEY, others)
         world.count("lies of a member")
         cluster.lied_at = world.now
+        if sent is not None and any(isinstance(message, Welcome) for message in sent.messages):
+            cluster.has_false_ranks = True
         if world.trace is not None and sent is not None:
             world.note(envelope.sender.engine_id, f"lies: {sent.messages}"[:160])
         return sent or envelope
