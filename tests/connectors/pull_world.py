@@ -229,6 +229,10 @@ class World:
             if engine.is_alive:
                 engine.assert_whole()
 
+    def assert_settles_whole(self) -> None:
+        self.settle()
+        self.assert_whole()
+
     def close(self) -> None:
         for engine in self.engines:
             engine.shutdown()

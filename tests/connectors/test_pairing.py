@@ -49,8 +49,7 @@ def test_legs_without_a_name_find_each_other(world: PushWorld) -> None:
     world.settle()
     assert d.holds(tokens, d.outcomes[request.request_id].block_ids)
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_retry_without_a_name_does_not_wait_for_the_first_attempt(world: PushWorld) -> None:

@@ -67,8 +67,7 @@ def test_a_fault_at_allocation_is_a_failed_load(world: World, monkeypatch: pytes
         assert d.admit(request)
     world.settle()
     assert d.read_out(request).valid_tokens == 0
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_fault_at_the_end_of_a_prefill_lends_nothing(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,8 +95,7 @@ def test_reports_about_unknown_claims_change_nothing(world: World) -> None:
         ),
         world.now,
     )
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 @pytest.fixture

@@ -205,8 +205,7 @@ def test_a_lost_first_renewal_is_repeated(world: World) -> None:
     world.wire.drop = []
     world.pass_time(8)
     assert d.holds(TOKENS, d.read_out(request).block_ids)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 # --- The ticket --------------------------------------------------------------------------------------
@@ -294,8 +293,7 @@ def test_a_ticket_is_good_for_one_request_at_a_time(world: World) -> None:
     world.settle()
     assert d.holds(TOKENS, d.read_out(first).block_ids)
     assert d.counted("refused") == {"in use": 1}
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_ticket_replayed_after_its_use_is_gone(world: World) -> None:
@@ -308,8 +306,7 @@ def test_a_ticket_replayed_after_its_use_is_gone(world: World) -> None:
     second = d.fetch("r2", TOKENS, params)
     world.settle()
     assert d.read_out(second).valid_tokens == 0
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_ticket_replayed_at_another_consumer_harms_nobody(world: World) -> None:
@@ -325,8 +322,7 @@ def test_a_ticket_replayed_at_another_consumer_harms_nobody(world: World) -> Non
     world.settle()
     assert d.holds(TOKENS, d.read_out(first).block_ids)
     assert thief.read_out(second).valid_tokens == 0
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 # --- Ends and ranks ----------------------------------------------------------------------------------
@@ -340,8 +336,7 @@ def test_an_abort_keeps_the_blocks_until_no_read_can_touch_them(world: World) ->
     d.step()
     d.abort(request)
     assert d.held
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
     assert d.counted("failures") == {}
 
 
@@ -349,8 +344,7 @@ def test_an_abort_before_the_peer_answered(world: World) -> None:
     p, d = world.engine("p"), world.engine("d")
     request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
     d.abort(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_an_abort_after_the_delivery_was_decided(world: World) -> None:
@@ -363,16 +357,14 @@ def test_an_abort_after_the_delivery_was_decided(world: World) -> None:
     while d.half.num_open_fetches:
         world.wire.deliver()  # Delivered between two steps: the next step will say so.
     d.abort(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_request_rejected_before_admission_releases_its_loan_at_once(world: World) -> None:
     p, d = world.engine("p"), world.engine("d")
     request = d.submit("r", TOKENS, p.prefill("r", TOKENS))
     assert d.half.request_finished(request, []) == (False, None)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
     assert d.counted("failures") == {}
 
 
@@ -429,8 +421,7 @@ def test_a_peer_that_failed_is_left_alone_for_a_while_and_then_tried_again(world
     second = d.fetch("r2", TOKENS, p.prefill("r2", TOKENS))
     world.settle()
     assert d.holds(TOKENS, d.read_out(second).block_ids)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_shutdown_releases_what_is_claimed(world: World) -> None:
@@ -440,5 +431,4 @@ def test_shutdown_releases_what_is_claimed(world: World) -> None:
     world.settle()
     d.is_alive = False
     d.shutdown()
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()

@@ -29,8 +29,7 @@ def test_every_byte_arrives_and_every_block_comes_back(world: World, num_tokens:
     outcome = d.read_out(request)
     assert outcome.valid_tokens == num_tokens
     assert d.holds(tokens, outcome.block_ids)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 @pytest.mark.parametrize(("producer_tp", "consumer_tp"), [(2, 2), (1, 2), (2, 1), (4, 2)])
@@ -41,8 +40,7 @@ def test_every_rank_gets_its_heads(world: World, producer_tp: int, consumer_tp: 
     world.settle()
     outcome = d.read_out(request)
     assert d.holds(tokens, outcome.block_ids)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_only_what_is_missing_moves(world: World) -> None:
@@ -56,8 +54,7 @@ def test_only_what_is_missing_moves(world: World) -> None:
     assert d.holds(tokens, d.read_out(request).block_ids)
     (record,) = d.counted("transfers")
     assert (record["tokens"], record["blocks"]) == (6, 2)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_full_local_hit_moves_nothing_and_releases_the_loan_at_once(world: World) -> None:
@@ -66,8 +63,7 @@ def test_a_full_local_hit_moves_nothing_and_releases_the_loan_at_once(world: Wor
     request = d.submit("r", tokens, p.prefill("r", tokens))
     assert d.half.get_num_new_matched_tokens(request, 2 * BLOCK) == (0, False)
     assert not d.admit(request, num_local=2 * BLOCK)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
     assert world.network.reads == 0
     assert d.counted("failures") == {}
 
@@ -100,8 +96,7 @@ def test_many_transfers_share_one_handshake(world: World) -> None:
     world.settle()
     for request in requests:
         assert d.holds(request.prompt_token_ids, d.read_out(request).block_ids)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
     hellos = [m for e in world.wire.carried for m in e.messages if type(m).__name__ == "Hello"]
     assert len(hellos) == 1
 
@@ -113,8 +108,7 @@ def test_engines_fetch_from_each_other(world: World) -> None:
     world.settle()
     assert b.holds(there, b.read_out(to_b).block_ids)
     assert a.holds(back, a.read_out(to_a).block_ids)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_the_lease_outlasts_a_slow_read(world: World) -> None:
@@ -127,8 +121,7 @@ def test_the_lease_outlasts_a_slow_read(world: World) -> None:
     world.network.release()
     world.settle()
     assert d.holds(tokens, d.read_out(request).block_ids)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_request_that_waits_for_room_keeps_its_loan(world: World) -> None:
@@ -139,8 +132,7 @@ def test_a_request_that_waits_for_room_keeps_its_loan(world: World) -> None:
     d.admit(request)
     world.settle()
     assert d.holds(tokens, d.read_out(request).block_ids)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 @pytest.mark.parametrize("status", [Status.FINISHED_LENGTH_CAPPED, Status.FINISHED_STOPPED])
@@ -194,8 +186,7 @@ def test_what_nobody_will_fetch_is_taken_back_at_once(world: World) -> None:
     p = world.engine("p")
     params = p.prefill("r", tokens_of(5))
     p.half.take_back(params)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
     p.half.take_back(params)  # Once more: there is nothing left to take.
     world.settle()
     assert p.counted("num_expired_loans") == 0
@@ -211,8 +202,7 @@ def test_what_somebody_fetches_is_not_taken_back(world: World) -> None:
     d.admit(request)
     world.settle()
     assert d.read_out(request).valid_tokens == len(tokens)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_who_comes_after_it_was_taken_back_computes(world: World) -> None:
@@ -223,8 +213,7 @@ def test_who_comes_after_it_was_taken_back_computes(world: World) -> None:
     request = d.fetch("r", tokens, params)
     world.settle()
     assert d.read_out(request).valid_tokens == 0
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 @pytest.mark.parametrize(

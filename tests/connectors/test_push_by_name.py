@@ -79,8 +79,7 @@ def test_it_is_found_and_read_while_it_computes(world: PushWorld, d_first: bool,
             assert d.admit(request)
         assert_delivered(world, d, on_d)
         d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
     assert d.counted("failures") == {}
     early = [record["early_tokens"] for record in d.counted("transfers")]
     assert early == ([2 * BLOCK, 2 * BLOCK] if d_first else [0, 0])
@@ -101,8 +100,7 @@ def test_an_announcement_that_comes_before_the_producers_layout_is_read_when_it_
     p.prefill_in_chunks("r", BLOCK + 1)
     assert_delivered(world, d, "r")
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 @pytest.mark.parametrize("peer", [NO_PEER, P_PEER], ids=["no listener", "another listens"])
@@ -115,8 +113,7 @@ def test_who_cannot_be_found_costs_a_recompute(world: PushWorld, peer: str) -> N
     assert d.read_out(request).valid_tokens == 0
     (reason,) = d.counted("failures")
     assert reason == (FailureCode.OTHER_ENGINE if peer == P_PEER else FailureCode.STREAM_SILENT)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_producer_that_restarts_is_found_again(world: PushWorld) -> None:
@@ -142,8 +139,7 @@ def test_an_aborted_request_lets_go_before_anybody_was_found(world: PushWorld) -
     d.admit(request)
     world.settle()
     d.abort(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
     assert not any(isinstance(m, Want | Stranger) for e in world.wire.carried for m in e.messages)
 
 

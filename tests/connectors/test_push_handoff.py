@@ -52,8 +52,7 @@ def test_d_comes_first(world: PushWorld, stream: str, num_tokens: int) -> None:
     p.prefill_in_chunks("r", *([first] if first else []), num_tokens - first)
     assert_delivered(world, d, "r", tokens)
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 @pytest.mark.parametrize("stream", ["off", "chunk", "layer"])
@@ -69,8 +68,7 @@ def test_p_finishes_first(world: PushWorld, stream: str) -> None:
     assert_delivered(world, d, "r", tokens)
     assert early_tokens(d) == [0]
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_each_chunk_is_read_while_the_next_one_is_to_come(world: PushWorld) -> None:
@@ -88,8 +86,7 @@ def test_each_chunk_is_read_while_the_next_one_is_to_come(world: PushWorld) -> N
     assert_delivered(world, d, "r", tokens)
     assert early_tokens(d) == [4 * BLOCK]
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_each_layer_is_read_while_the_next_one_computes(world: PushWorld) -> None:
@@ -114,8 +111,7 @@ def test_each_layer_is_read_while_the_next_one_computes(world: PushWorld) -> Non
     assert_delivered(world, d, "r", tokens)
     assert early_tokens(d) == [2 * BLOCK]
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_consumer_that_asks_when_the_only_step_has_begun_reads_along_too(world: PushWorld) -> None:
@@ -160,8 +156,7 @@ def test_what_p_had_cached_is_read_before_it_computes_anything(world: PushWorld)
     assert told[0].num_tokens == 3 * BLOCK
     assert_delivered(world, d, "r", tokens)
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_only_what_d_has_not_is_read(world: PushWorld) -> None:
@@ -178,8 +173,7 @@ def test_only_what_d_has_not_is_read(world: PushWorld) -> None:
         record["bytes"] <= 4 * 2 * 4 * BLOCK * 4 * 4
     )  # Four blocks: layers, heads, tokens, K and V, float32.
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 @pytest.mark.parametrize("stream", ["chunk", "layer"])
@@ -194,8 +188,7 @@ def test_every_rank_gets_its_heads(world: PushWorld, stream: str, producer_tp: i
     p.prefill_in_chunks("r", BLOCK, BLOCK, BLOCK + 3)
     assert_delivered(world, d, "r", tokens)
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 @pytest.mark.parametrize("stream", ["chunk", "layer"])
@@ -211,8 +204,7 @@ def test_a_preempted_prefill_is_read_again(world: PushWorld, stream: str) -> Non
     p.prefill_in_chunks("r", BLOCK, 3 * BLOCK + 1)
     assert_delivered(world, d, "r", tokens)
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_preemption_under_a_running_read_costs_nothing_but_time(world: PushWorld) -> None:
@@ -230,8 +222,7 @@ def test_a_preemption_under_a_running_read_costs_nothing_but_time(world: PushWor
     p.prefill_in_chunks("r", 2 * BLOCK)
     assert_delivered(world, d, "r", tokens)
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_what_was_read_of_blocks_that_p_had_lost_is_not_believed(world: PushWorld) -> None:
@@ -251,8 +242,7 @@ def test_what_was_read_of_blocks_that_p_had_lost_is_not_believed(world: PushWorl
     p.prefill_in_chunks("r", BLOCK)
     assert_delivered(world, d, "r", tokens)
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_an_aborted_prefill_is_computed_by_d(world: PushWorld) -> None:
@@ -267,8 +257,7 @@ def test_an_aborted_prefill_is_computed_by_d(world: PushWorld) -> None:
     assert d.outcomes["r"].valid_tokens == 0
     assert d.counted("failures") == {FailureCode.PREFILL_FAILED: 1}
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_an_aborted_decode_leaves_nothing_behind(world: PushWorld) -> None:
@@ -321,8 +310,7 @@ def test_a_producer_that_dies_while_it_computes_costs_a_recompute(world: PushWor
     world.pass_time(12)
     assert d.outcomes["r"].valid_tokens == 0
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_successor_is_not_taken_for_the_producer(world: PushWorld) -> None:
@@ -368,8 +356,7 @@ def test_lost_words_are_said_again(world: PushWorld) -> None:
     world.pass_time(3)
     assert_delivered(world, d, "r", tokens)
     d.read_out(request)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_retry_has_a_name_of_its_own(world: PushWorld) -> None:
@@ -420,8 +407,7 @@ def test_an_engine_does_push_and_pull_at_once(world: PushWorld) -> None:
     assert_delivered(world, d, "s", pulled)
     d.read_out(follower)
     d.read_out(fetcher)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_engines_push_to_each_other(world: PushWorld) -> None:
@@ -439,8 +425,7 @@ def test_engines_push_to_each_other(world: PushWorld) -> None:
     assert_delivered(world, a, "s", back)
     b.read_out(to_b)
     a.read_out(to_a)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_full_local_hit_reads_nothing(world: PushWorld) -> None:
@@ -507,8 +492,7 @@ def test_a_peer_that_does_not_answer_keeps_nobody_else_waiting(world: PushWorld)
     world.pass_time(12)
     assert d.outcomes["stuck"].valid_tokens == 0
     d.read_out(stuck)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_a_stream_is_refused_by_an_engine_that_only_pulls(world: PushWorld) -> None:
@@ -559,5 +543,4 @@ def test_one_that_waits_in_its_place_is_served(world: PushWorld) -> None:
     p.prefill_in_chunks("r", BLOCK + 1)
     assert_delivered(world, d, "s", tokens)
     d.read_out(second)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()

@@ -192,8 +192,7 @@ def test_once_claimed_it_is_leased_as_any_other_loan(world: World, p: Engine, d:
 def test_a_drain_does_not_wait_for_next_turns(world: World, p: Engine, d: Engine) -> None:
     kept(world, p, d)
     d.half.drain(30.0)
-    world.settle()
-    world.assert_whole()
+    world.assert_settles_whole()
 
 
 def test_the_oldest_makes_room_when_too_much_is_kept(world: World) -> None:
