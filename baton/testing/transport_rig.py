@@ -168,7 +168,7 @@ def assert_reads_fail(connection: Connection, prepared: Prepared) -> None:
 
 
 @contextmanager
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_over() -> Iterator[None]:
     """Fails if a thread or a file descriptor of this process outlives the block."""
     threads = set(threading.enumerate())
     fds = set(os.listdir("/proc/self/fd"))

@@ -31,7 +31,7 @@ from baton.testing.transport_rig import (
     TransportRig,
     assert_reads_fail,
     drain,
-    nothing_left_behind,
+    nothing_left_over,
     plans,
 )
 from baton.transport.base import Completion, OpId, Transport
@@ -323,10 +323,10 @@ class TransportSuite:
         connection.peer = connection.transport.connect(producer.address, producer.endpoint)
         assert connection.read(connection.prepare(), [0], [0]).ok
 
-    def test_closing_ends_all_reads_and_leaves_nothing_behind(
+    def test_closing_ends_all_reads_and_leaves_nothing_open(
         self, rig: TransportRig, producer: Producer
     ) -> None:
-        with nothing_left_behind():
+        with nothing_left_over():
             transport = rig.reader()
             connection = Connection(transport, producer, rig.place)
             prepared = connection.prepare()

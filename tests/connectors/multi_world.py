@@ -66,7 +66,7 @@ class ScriptedScheduler(KVConnectorSchedulerHalf):
         self.num_steps = 0
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        return _said(self.answers.get(request.request_id, (0, False)))
+        return _raised_or_returned(self.answers.get(request.request_id, (0, False)))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         self.allocated.append((request.request_id, num_external_tokens))
@@ -95,7 +95,7 @@ class ScriptedScheduler(KVConnectorSchedulerHalf):
         connector_output.finished_recving = (connector_output.finished_recving or set()) | received
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return _said(self.at_end.get(request.request_id, (False, None)))
+        return _raised_or_returned(self.at_end.get(request.request_id, (False, None)))
 
     def take_back(self, kv_transfer_params: Any) -> None:
         self.taken_back.append(dict(kv_transfer_params))
@@ -239,7 +239,7 @@ class MultiWorld:
         return output
 
 
-def _said(answer: Any) -> Any:
+def _raised_or_returned(answer: Any) -> Any:
     if isinstance(answer, Exception):
         raise answer
     return answer

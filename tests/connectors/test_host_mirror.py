@@ -220,7 +220,7 @@ def test_what_could_not_be_copied_to_the_device_is_computed_there(start: Start) 
 
 
 @pytest.mark.slow
-def test_from_a_mirror_that_could_not_be_written_nobody_reads(start: Start) -> None:
+def test_a_mirror_that_could_not_be_written_is_not_read(start: Start) -> None:
     """Its ticket is out before anybody could take it back: the prompt is computed in one step."""
     (expected,) = start().generate([PROMPT[:20]], GREEDY)
     p, d = start("p"), start("d")

@@ -33,7 +33,7 @@ from baton.core.kv_groups import KVCacheGroup
 from tests.connectors.pull_world import engine_config
 
 PULL = {"kv_connector": "BatonPullConnector"}
-MINE = {"kv_connector": "Mine", "kv_connector_module_path": "somebodys_connectors"}
+MINE = {"kv_connector": "Mine", "kv_connector_module_path": "user_connectors"}
 
 
 class MyStats(CountedStats):
@@ -68,7 +68,7 @@ class Mine(TwoHalves):
 
 @pytest.fixture(autouse=True)
 def module(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = ModuleType("somebodys_connectors")
+    module = ModuleType("user_connectors")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     module.Mine = Mine  # type: ignore[attr-defined]
     Mine.made = []

@@ -43,7 +43,7 @@ def later(num_computed: int, chunk: int, *fresh: int, resumed: bool = False) -> 
     return later_step("r", num_computed, chunk, *([fresh] if fresh else []), resumed=resumed)
 
 
-def test_a_chunk_is_told_of_when_its_step_is_done(prefills: Prefills, agent: FakeAgent) -> None:
+def test_a_chunk_is_reported_when_its_step_is_done(prefills: Prefills, agent: FakeAgent) -> None:
     assert prefills.scheduled(1, first(0, 8, 2), 0.0)
     assert agent.told == []
     prefills.step_done(1, 0.0)
@@ -55,7 +55,7 @@ def test_what_was_cached_is_told_of_at_once(prefills: Prefills, agent: FakeAgent
     assert agent.told == [8]
 
 
-def test_only_whole_blocks_of_the_prompt_are_told_of(prefills: Prefills, agent: FakeAgent) -> None:
+def test_only_whole_blocks_of_the_prompt_are_announced(prefills: Prefills, agent: FakeAgent) -> None:
     prefills.scheduled(1, first(0, 7, 2), 0.0)
     prefills.step_done(1, 0.0)
     prefills.scheduled(2, later(7, 11, 2, 3, 4), 0.0)
@@ -81,12 +81,12 @@ def test_a_report_that_is_lost_is_made_up_for_by_the_next(prefills: Prefills, ag
     assert agent.told == [4, 8]
 
 
-@pytest.mark.parametrize("is_said", [True, False])
-def test_lost_blocks_begin_a_new_run(prefills: Prefills, agent: FakeAgent, is_said: bool) -> None:
+@pytest.mark.parametrize("is_reported", [True, False])
+def test_lost_blocks_begin_a_new_run(prefills: Prefills, agent: FakeAgent, is_reported: bool) -> None:
     prefills.scheduled(1, first(0, 8, 2), 0.0)
     prefills.step_done(1, 0.0)
     prefills.scheduled(2, later(8, 4, 2), 0.0)
-    if is_said:
+    if is_reported:
         output = SchedulerOutput()
         output.preempted_req_ids = {"r"}
         prefills.scheduled(3, output, 0.0)
@@ -97,7 +97,7 @@ def test_lost_blocks_begin_a_new_run(prefills: Prefills, agent: FakeAgent, is_sa
     assert agent.told == [8, "preempted", 4, 8]
 
 
-def test_a_layer_is_told_of_when_the_slowest_rank_has_it(prefills: Prefills, agent: FakeAgent) -> None:
+def test_a_layer_is_reported_when_the_slowest_rank_has_it(prefills: Prefills, agent: FakeAgent) -> None:
     prefills.scheduled(1, first(4, 8, 3), 0.0)
     prefills.layers_done(0, 1, 1, 0.0)
     prefills.layers_done(0, 1, 2, 0.0)
@@ -112,7 +112,7 @@ def test_a_layer_is_told_of_when_the_slowest_rank_has_it(prefills: Prefills, age
     assert agent.told == [4, (4, 12, 1), (4, 12, 2), 12]
 
 
-def test_a_request_that_has_ended_is_told_of_no_more(prefills: Prefills, agent: FakeAgent) -> None:
+def test_a_request_that_has_ended_is_not_announced(prefills: Prefills, agent: FakeAgent) -> None:
     prefills.scheduled(1, first(0, 8, 2), 0.0)
     assert prefills.ended("r") == T
     prefills.layers_done(0, 1, 1, 0.0)
@@ -137,9 +137,7 @@ def ahead(agent: FakeAgent) -> Prefills:
     return Prefills(agent, BLOCK, 2, host_schedules_ahead=True)  # type: ignore[arg-type]
 
 
-def test_a_prefix_that_an_earlier_step_in_flight_computes_is_not_told_of(
-    ahead: Prefills, agent: FakeAgent
-) -> None:
+def test_a_prefix_that_a_step_in_flight_computes_is_not_announced(ahead: Prefills, agent: FakeAgent) -> None:
     assert ahead.scheduled(1, first_step("not waited for", 0, 8, [0, 1]), 0.0)
     ahead.expect("r", T, 18)
     ahead.scheduled(2, first(8, 4, 3), 0.0)  # Shares blocks 0 and 1, which step 1 still writes.
@@ -150,9 +148,7 @@ def test_a_prefix_that_an_earlier_step_in_flight_computes_is_not_told_of(
     assert agent.told == [12]
 
 
-def test_a_prefix_that_earlier_steps_have_computed_is_told_of_at_once(
-    ahead: Prefills, agent: FakeAgent
-) -> None:
+def test_a_prefix_that_earlier_steps_computed_is_reported_at_once(ahead: Prefills, agent: FakeAgent) -> None:
     ahead.scheduled(1, first_step("not waited for", 0, 8, [0, 1]), 0.0)
     ahead.step_done(1, 0.0)
     ahead.expect("r", T, 18)
@@ -175,9 +171,7 @@ def test_an_empty_step_is_not_waited_for(ahead: Prefills) -> None:
     assert not ahead.scheduled(1, SchedulerOutput(), 0.0)
 
 
-def test_after_a_fault_whoever_waits_hears_of_it_and_nothing_more(
-    prefills: Prefills, agent: FakeAgent
-) -> None:
+def test_after_a_fault_the_waiting_consumer_gets_one_failure(prefills: Prefills, agent: FakeAgent) -> None:
     prefills.scheduled(1, first(0, 8, 2), 0.0)
     prefills.fail_all("lost count", 0.0)
     prefills.step_done(1, 0.0)

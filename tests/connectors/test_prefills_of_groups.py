@@ -31,7 +31,7 @@ def prefills(agent: FakeAgent) -> Prefills:
     return prefills
 
 
-def test_blocks_that_a_window_will_leave_are_not_told_of(prefills: Prefills, agent: FakeAgent) -> None:
+def test_blocks_that_a_window_will_leave_are_not_announced(prefills: Prefills, agent: FakeAgent) -> None:
     prefills.scheduled(1, first_step("r", 0, 8, [1, 2], [11, 12]), 0.0)
     prefills.step_done(1, 0.0)
     prefills.scheduled(2, later_step("r", 8, 8, [3, 4], [13, 14]), 0.0)
@@ -39,7 +39,7 @@ def test_blocks_that_a_window_will_leave_are_not_told_of(prefills: Prefills, age
     assert agent.told == [(8, (1, 2), ()), (16, (1, 2, 3, 4), (14,))]
 
 
-def test_what_was_cached_is_told_of_without_what_lies_behind_the_window(
+def test_a_cached_prefix_is_announced_without_blocks_outside_the_window(
     prefills: Prefills, agent: FakeAgent
 ) -> None:
     prefills.scheduled(1, first_step("r", 16, 2, [1, 2, 3, 4, 5], [0, 0, 13, 14, 15]), 0.0)
@@ -84,7 +84,7 @@ def test_a_step_in_flight_tells_nothing_of_what_the_window_has_left(
     assert agent.told == ["preempted"]
 
 
-def test_a_request_that_is_resumed_while_it_decodes_is_not_told_of(
+def test_a_request_that_is_resumed_while_it_decodes_is_not_announced(
     prefills: Prefills, agent: FakeAgent
 ) -> None:
     prefills.scheduled(1, first_step("r", 0, PROMPT, [1, 2, 3, 4, 5], [11, 12, 13, 14, 15]), 0.0)

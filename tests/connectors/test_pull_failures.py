@@ -309,7 +309,7 @@ def test_a_ticket_replayed_after_its_use_is_gone(world: World) -> None:
     world.assert_settles_whole()
 
 
-def test_a_ticket_replayed_at_another_consumer_harms_nobody(world: World) -> None:
+def test_a_ticket_replayed_at_another_consumer_does_no_harm(world: World) -> None:
     p, d, thief = world.engine("p"), world.engine("d"), world.engine("e")
     params = p.prefill("r", TOKENS)
     world.network.hold()

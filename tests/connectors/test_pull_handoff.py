@@ -182,7 +182,7 @@ def test_an_untouched_loan_ends_by_time_and_is_counted(world: World) -> None:
     assert p.counted("num_loans") == p.counted("num_expired_loans") == 1
 
 
-def test_what_nobody_will_fetch_is_taken_back_at_once(world: World) -> None:
+def test_a_loan_without_a_consumer_is_taken_back_at_once(world: World) -> None:
     p = world.engine("p")
     params = p.prefill("r", tokens_of(5))
     p.half.take_back(params)
@@ -192,7 +192,7 @@ def test_what_nobody_will_fetch_is_taken_back_at_once(world: World) -> None:
     assert p.counted("num_expired_loans") == 0
 
 
-def test_what_somebody_fetches_is_not_taken_back(world: World) -> None:
+def test_a_loan_that_is_fetched_is_not_taken_back(world: World) -> None:
     p, d = world.engine("p"), world.engine("d")
     tokens = tokens_of(9)
     params = p.prefill("r", tokens)
@@ -205,7 +205,7 @@ def test_what_somebody_fetches_is_not_taken_back(world: World) -> None:
     world.assert_settles_whole()
 
 
-def test_who_comes_after_it_was_taken_back_computes(world: World) -> None:
+def test_a_consumer_that_comes_after_the_take_back_computes(world: World) -> None:
     p, d = world.engine("p"), world.engine("d")
     tokens = tokens_of(9)
     params = p.prefill("r", tokens)

@@ -58,7 +58,7 @@ def test_a_ticket_for_another_prompt_gives_this_prompts_answer(start: Start) -> 
 
 
 @pytest.mark.slow
-def test_under_policy_fail_it_is_that_requests_error_and_nobody_elses(start: Start) -> None:
+def test_under_policy_fail_only_that_request_gets_the_error(start: Start) -> None:
     p, d = start("p"), start("d", policy="fail")
     (prefilled,) = p.generate([prompt_of(20)], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
     wrong, right = d.generate(

@@ -104,7 +104,7 @@ def test_an_announcement_that_comes_before_the_producers_layout_is_read_when_it_
 
 
 @pytest.mark.parametrize("peer", [NO_PEER, P_PEER], ids=["no listener", "another listens"])
-def test_who_cannot_be_found_costs_a_recompute(world: PushWorld, peer: str) -> None:
+def test_a_producer_that_cannot_be_found_costs_a_recompute(world: PushWorld, peer: str) -> None:
     _, d = pair(world)
     engine_id = "p" if peer == NO_PEER else "another engine"
     request = d.submit("r", TOKENS, decode_leg(peer, remote_engine_id=engine_id))
@@ -190,7 +190,7 @@ def test_a_refusal_names_the_field(changes: dict[str, Any], field: str) -> None:
         parse(decode_leg(**changes))
 
 
-def test_by_default_nobody_may_be_named() -> None:
+def test_by_default_no_peer_may_be_named() -> None:
     with pytest.raises(BadTransferParams, match="allowed_peers"):
         parse(decode_leg(), allowed=())
     with pytest.raises(BadTransferParams, match=r"baton_ticket.*does not do"):

@@ -260,7 +260,7 @@ def test_an_aborted_prefill_is_computed_by_d(world: PushWorld) -> None:
     world.assert_settles_whole()
 
 
-def test_an_aborted_decode_leaves_nothing_behind(world: PushWorld) -> None:
+def test_an_aborted_decode_leaves_nothing_open(world: PushWorld) -> None:
     p, d = pair(world)
     tokens = tokens_of(3 * BLOCK)
     request = d.follow("r", tokens, p)
@@ -343,7 +343,7 @@ def test_a_consumer_that_dies_costs_p_a_loan_at_most(world: PushWorld) -> None:
     world.assert_whole()
 
 
-def test_lost_words_are_said_again(world: PushWorld) -> None:
+def test_lost_messages_are_sent_again(world: PushWorld) -> None:
     p, d = pair(world)
     tokens = tokens_of(3 * BLOCK)
     world.wire.drop = [Want, Announced, Finished, Working]
@@ -475,7 +475,7 @@ def test_the_engine_keeps_stepping_while_something_is_under_way_and_no_longer(wo
     assert not p.half.has_pending_push_work()
 
 
-def test_a_peer_that_does_not_answer_keeps_nobody_else_waiting(world: PushWorld) -> None:
+def test_a_peer_that_does_not_answer_delays_no_other_peer(world: PushWorld) -> None:
     p, d = pair(world)
     silent = world.engine("silent")
     stuck = d.follow("stuck", tokens_of(9), silent, "t0")

@@ -173,7 +173,7 @@ def test_the_tokens_are_those_of_a_single_engine(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", ["chunk", "layer"])
-def test_a_producer_short_of_blocks_preempts_and_nobody_notices(start: Start, stream: str) -> None:
+def test_a_producer_short_of_blocks_preempts_and_the_answers_are_equal(start: Start, stream: str) -> None:
     """Long prompts compete for P's pool with decodes of its own, so prefills lose their blocks on the way."""
     p = start("p", stream=stream, max_num_batched_tokens=4, num_blocks=22)
     d, alone = start("d"), start()

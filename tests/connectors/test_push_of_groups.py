@@ -215,7 +215,7 @@ def test_what_either_side_has_cached_is_not_moved_again(start: Start, stream: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stream", ["chunk", "layer"])
-def test_a_producer_short_of_blocks_preempts_and_nobody_notices(start: Start, stream: str) -> None:
+def test_a_producer_short_of_blocks_preempts_and_the_answers_are_equal(start: Start, stream: str) -> None:
     """Blocks of the groups compete for one pool, and prefills lose theirs on the way."""
     p = start("p", stream=stream, chunk=4, num_blocks=34)
     d, alone = start("d"), start()

@@ -72,7 +72,7 @@ def test_what_a_neighbour_computes_in_this_step_is_told_when_it_is_done(
     assert agent.told[2:] == [("first", 2 * BLOCK), ("second", 3 * BLOCK)]
 
 
-def test_a_neighbour_that_nobody_expects_computes_too(agent: ToldAgent, prefills: Prefills) -> None:
+def test_a_neighbour_without_a_consumer_computes_too(agent: ToldAgent, prefills: Prefills) -> None:
     other, second = ("other", [1, 2], 0, 2 * BLOCK), ("second", [1, 2, 3], 2 * BLOCK, BLOCK)
     prefills.scheduled(1, step_of(other, second), 0.0)
     assert agent.told == []
@@ -80,7 +80,7 @@ def test_a_neighbour_that_nobody_expects_computes_too(agent: ToldAgent, prefills
     assert agent.told == [("second", 3 * BLOCK)]
 
 
-def test_beside_a_decode_whose_blocks_are_unknown_nothing_is_told_early(
+def test_beside_a_decode_with_unknown_blocks_nothing_is_announced_early(
     agent: ToldAgent, prefills: Prefills
 ) -> None:
     output = step_of(("second", [1, 2, 3], 2 * BLOCK, BLOCK))

@@ -21,7 +21,7 @@ def transfer(**fields: object) -> KVTransferConfig:
 
 @pytest.fixture
 def foreign(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    module = ModuleType("somebodys_connectors")
+    module = ModuleType("user_connectors")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
 
@@ -41,14 +41,14 @@ def test_a_module_path_wins_over_a_registered_name(foreign: ModuleType) -> None:
         pass
 
     foreign.BatonPullConnector = Mine  # type: ignore[attr-defined]
-    assert connector_class(transfer(kv_connector_module_path="somebodys_connectors")) is Mine
+    assert connector_class(transfer(kv_connector_module_path="user_connectors")) is Mine
 
 
 def test_a_module_without_the_name_is_named(foreign: ModuleType) -> None:
-    with pytest.raises(ConfigError, match=r"kv_connector_module_path: 'somebodys_connectors' has no"):
-        connector_class(transfer(kv_connector_module_path="somebodys_connectors"))
+    with pytest.raises(ConfigError, match=r"kv_connector_module_path: 'user_connectors' has no"):
+        connector_class(transfer(kv_connector_module_path="user_connectors"))
     with pytest.raises(ConfigError, match="cannot import"):
-        connector_class(transfer(kv_connector_module_path="nobodys_connectors"))
+        connector_class(transfer(kv_connector_module_path="missing_connectors"))
 
 
 def test_a_two_argument_constructor_is_refused(foreign: ModuleType) -> None:
@@ -58,13 +58,13 @@ def test_a_two_argument_constructor_is_refused(foreign: ModuleType) -> None:
 
     foreign.Old = Old  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match=r"kv_cache_config.*two-argument"):
-        connector_class(transfer(kv_connector="Old", kv_connector_module_path="somebodys_connectors"))
+        connector_class(transfer(kv_connector="Old", kv_connector_module_path="user_connectors"))
 
 
 def test_a_class_that_is_not_a_connector_is_refused(foreign: ModuleType) -> None:
     foreign.Thing = dict  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="not a subclass of KVConnectorBase_V1"):
-        connector_class(transfer(kv_connector="Thing", kv_connector_module_path="somebodys_connectors"))
+        connector_class(transfer(kv_connector="Thing", kv_connector_module_path="user_connectors"))
 
 
 def test_missing_methods_of_a_connector_are_named(foreign: ModuleType) -> None:
@@ -75,7 +75,7 @@ def test_missing_methods_of_a_connector_are_named(foreign: ModuleType) -> None:
 
     foreign.Half = Half  # type: ignore[attr-defined]
     with pytest.raises(ConfigError, match="does not define build_connector_meta"):
-        connector_class(transfer(kv_connector="Half", kv_connector_module_path="somebodys_connectors"))
+        connector_class(transfer(kv_connector="Half", kv_connector_module_path="user_connectors"))
 
 
 # --- Settings ----------------------------------------------------------------------------------------

@@ -37,10 +37,10 @@ def start(model: ModelConfig) -> Iterator[Start]:
 def test_one_engine_reads_what_another_has_computed(start: Start, tmp_path: Path) -> None:
     a, b, alone = start(storage(tmp_path)), start(storage(tmp_path)), start()
     prompt = prompt_of(43)
-    said_by_a = fill(a, tmp_path, prompt, num_files=6)  # 48 of its 49 tokens: answers are stored too.
+    answer_of_a = fill(a, tmp_path, prompt, num_files=6)  # 48 of its 49 tokens: answers are stored too.
     (by_b,) = b.generate([prompt], GREEDY)
     (expected,) = alone.generate([prompt], GREEDY)
-    assert said_by_a == by_b.token_ids == expected.token_ids
+    assert answer_of_a == by_b.token_ids == expected.token_ids
     assert by_b.num_transferred_tokens == 40
 
 
@@ -134,12 +134,12 @@ def test_swapped_files_are_not_used(start: Start, tmp_path: Path) -> None:
 def test_during_a_rotation_files_of_the_old_secret_are_read(start: Start, tmp_path: Path) -> None:
     old, new = b"the old secret of the cluster", b"the new secret of the cluster"
     prompt = prompt_of(43)
-    said_by_a = fill(start(storage(tmp_path), secret=ClusterSecret(old)), tmp_path, prompt, num_files=6)
+    answer_of_a = fill(start(storage(tmp_path), secret=ClusterSecret(old)), tmp_path, prompt, num_files=6)
     (by_both,) = start(storage(tmp_path), secret=ClusterSecret(new, old)).generate([prompt], GREEDY)
-    assert by_both.token_ids == said_by_a
+    assert by_both.token_ids == answer_of_a
     assert by_both.num_transferred_tokens == 40
     (by_new,) = start(storage(tmp_path), secret=ClusterSecret(new)).generate([prompt], GREEDY)
-    assert by_new.token_ids == said_by_a
+    assert by_new.token_ids == answer_of_a
     assert by_new.num_transferred_tokens == 0
 
 

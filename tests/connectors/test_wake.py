@@ -37,7 +37,7 @@ def has_received(output: KVConnectorOutput) -> bool:
 
 
 @pytest.mark.parametrize("transport", ["local", "tcp"])
-def test_a_handoff_wakes_whoever_has_to_step_for_it(
+def test_a_handoff_wakes_the_engine_that_has_to_step(
     start: Callable[[EngineConfig], Sleeper], transport: str
 ) -> None:
     p, d = (start(engine_config(name, extra={"transports": [transport]})) for name in ("p", "d"))

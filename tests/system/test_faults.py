@@ -212,7 +212,7 @@ class Asking(threading.Thread):
         return self.answer
 
 
-def test_a_client_that_leaves_while_its_kv_is_awaited_leaves_nothing_behind(
+def test_a_client_that_leaves_while_its_kv_is_awaited_leaves_nothing_open(
     p: Engine, healing: Engine, expected: Expected
 ) -> None:
     prompt, other = make_prompt(11), make_prompt(12)

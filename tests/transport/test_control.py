@@ -16,7 +16,7 @@ from zmq.utils import z85
 
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
-from baton.testing.transport_rig import nothing_left_behind
+from baton.testing.transport_rig import nothing_left_over
 from baton.transport import control, control_port
 from baton.transport.control import ControlChannel, Received, Route
 
@@ -438,12 +438,12 @@ def test_peers_are_told_the_advertised_port(open_channel: OpenChannel) -> None:
 
 def test_a_taken_port_is_named_and_leaves_nothing_open(open_channel: OpenChannel) -> None:
     taken = open_channel()
-    with nothing_left_behind(), pytest.raises(ConfigError, match=str(taken.port)):
+    with nothing_left_over(), pytest.raises(ConfigError, match=str(taken.port)):
         ControlChannel(port=taken.port)
 
 
 def test_closing_with_queued_frames_leaves_nothing_open() -> None:
-    with nothing_left_behind():
+    with nothing_left_over():
         channel = ControlChannel(secret=SECRET)
         for port in range(1, 20):
             channel.send(f"tcp://127.0.0.1:{port}", b"no listener")

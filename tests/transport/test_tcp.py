@@ -17,7 +17,7 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import Region
 from baton.testing.transport_producers import new_address, pattern, regions_of
-from baton.testing.transport_rig import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_left_behind
+from baton.testing.transport_rig import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_left_over
 from baton.transport import nixl_peer, tcp_owner, tcp_reader, tcp_wire
 from baton.transport.base import Completion
 from baton.transport.sealing import TAG_BYTES
@@ -84,7 +84,7 @@ class Owner:
 
 @pytest.fixture(scope="module")
 def owner() -> Iterator[Owner]:
-    with nothing_left_behind():
+    with nothing_left_over():
         owner = Owner()
         yield owner
         owner.transport.close()

@@ -66,7 +66,7 @@ def _drop_early(engine: Engine) -> None:
     kv_cache.groups = shortened(kv_cache.groups, 1)
 
 
-def _keep_behind(engine: Engine) -> None:
+def _keep_outside(engine: Engine) -> None:
     """A request keeps blocks outside its windows when it ends."""
     engine.scheduler.kv_cache.drop_outside_windows = lambda request: None  # type: ignore[method-assign]
 
@@ -96,6 +96,6 @@ GROUPS: dict[str, Parts] = {
     "ticket_windows": Parts(tamper=_believe_windows),
     "lent_windows": Parts(tamper=_free_lent_windows),
     "window_drop": Parts(tamper=_drop_early),
-    "window_keep": Parts(tamper=_keep_behind),
+    "window_keep": Parts(tamper=_keep_outside),
     "whole_load": Parts(tamper=_believe_half),
 }

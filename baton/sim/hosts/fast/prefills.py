@@ -151,7 +151,7 @@ class Prefills:
         if not prefill.num_done and count < left and world.chance(faults.prefix_hit):
             world.count("P had the beginning")
             num_hits = 1
-        self._drop_behind_windows(prefill)
+        self._drop_outside_windows(prefill)
         tables = pool.allocate_tables([num_hits + count] * len(pool.groups), prefill.run)
         if tables is None:
             prefill.num_tries += 1
@@ -228,7 +228,7 @@ class Prefills:
         host, world, run = self._host, self._world, prefill.run
         prefill.is_over = True
         self.open.remove(prefill)
-        self._drop_behind_windows(prefill)
+        self._drop_outside_windows(prefill)
         request = prefill.request
         request.status = status
         tables = _lists(prefill.told) or ([],) * len(host.pool.groups)
@@ -288,7 +288,7 @@ class Prefills:
             for index in range(first, end):
                 pool.write(table[index], (prefill.prompt, index, number), num_places)
 
-    def _drop_behind_windows(self, prefill: Prefill) -> None:
+    def _drop_outside_windows(self, prefill: Prefill) -> None:
         pool, run, early = self._host.pool, prefill.run, self._host.cluster.parts.drops_early
         if not run.tables:
             return

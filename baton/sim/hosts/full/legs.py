@@ -31,7 +31,7 @@ class Leg:
         self._engine: Engine | None = None  # The one that has the request.
         self._is_open = True
         self._arrives_at = 0.0
-        self._num_said = 0
+        self._num_answered = 0
         in_flight[name] += 1
         self._watch(first_s)
         world = self._world
@@ -88,7 +88,7 @@ class Leg:
     def _hear(self, output: EngineOutput) -> None:
         if not self._is_open:
             return
-        self._num_said += 1
+        self._num_answered += 1
         if output.finish_reason is not None:
             self.close()
         else:
@@ -96,10 +96,10 @@ class Leg:
         self._on_output(output)
 
     def _watch(self, for_s: float) -> None:
-        num_said = self._num_said
+        num_answered = self._num_answered
 
         def check() -> None:
-            if self._is_open and self._num_said == num_said:
+            if self._is_open and self._num_answered == num_answered:
                 self._fail("timeout", was_sent=True)
 
         self._world.after(for_s, check)
