@@ -8,6 +8,7 @@ import signal
 import time
 from collections.abc import Callable
 
+import psutil
 import pytest
 
 from tests.vllm.engines import ANSWER_S, BatonPlan, Server, Site, VllmPlan, in_company, transfer
@@ -130,7 +131,11 @@ def test_a_failed_load_is_computed_and_the_engine_continues(
     """With several groups vLLM does not accept bad blocks; the request is reported instead."""
     d, p = engines["d"], engines["baton-p"]
     params = p.prefill(_LONG, cache_salt="gone")
+    processes = psutil.Process(p.child.pid).children(recursive=True)
     os.killpg(p.child.pid, signal.SIGKILL)
+    # The core leads a group of its own and dies after its parent. Until then D can still read from it.
+    _, alive = psutil.wait_procs(processes, timeout=ANSWER_S)
+    assert not alive
     assert d.tokens(_LONG, params, cache_salt="gone") == expected[_LONG]
     d.wait_metric("baton:kv_transfer_failures_total", lambda count: count >= 1)
     assert d.tokens(ASKED[3], cache_salt="after") == expected[ASKED[3]]
