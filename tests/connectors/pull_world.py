@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import random
-import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -31,6 +30,7 @@ from baton.core.config import (
 from baton.core.ids import Address, Epoch
 from baton.core.topology import kv_heads_of
 from baton.protocol.messages import Envelope, decode_envelope, encode_envelope
+from baton.testing.contract.arithmetic import kv_values, states_of
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 
 BLOCK = 4
@@ -522,14 +522,10 @@ World.engine_kind = Engine
 def kv_of(tokens: Sequence[int], index: int, rank: int, tp: int) -> torch.Tensor:
     """What block `index` of this prompt holds on one rank, all layers: `[layers, heads, block, content]`."""
     heads = kv_heads_of(rank, tp_size=tp, num_kv_heads=HEADS)
-    seen = zlib.crc32(repr(list(tokens[: (index + 1) * BLOCK])).encode()) % 2**15
-    # Below 2**24, so that float32 tells all of them apart.
-    return (seen * 2**8 + torch.arange(_WHOLE.numel()).view(_WHOLE.shape)).float()[
-        :, heads.start : heads.stop
-    ]
+    states = states_of(tokens, None)[index * BLOCK : (index + 1) * BLOCK]
+    states += (0,) * (BLOCK - len(states))  # `holds` compares whole blocks.
+    layers = [kv_values(states, layer, heads, 2 * HEAD_DIM) for layer in range(LAYERS)]
+    return torch.stack(layers).transpose(1, 2)
 
-
-_WHOLE = torch.empty(LAYERS, HEADS, BLOCK, 2 * HEAD_DIM)
-assert _WHOLE.numel() <= 2**8
 
 __all__ = ["BLOCK", "Engine", "FakeRequest", "Status", "World", "engine_config", "model_config"]

@@ -236,6 +236,24 @@ class PushWorld(World):
         assert isinstance(engine, PushEngine)
         return engine
 
+    def stream(
+        self, p: PushEngine, d: PushEngine, tokens: list[int], *, num_local: int = 0, **prefill: Any
+    ) -> FakeRequest:
+        """Both legs of request "r" arrive, D's first."""
+        request = d.follow("r", tokens, p)
+        d.admit(request, num_local=num_local)
+        p.begin("r", tokens, **prefill)
+        return request
+
+    def end_delivered(self, d: PushEngine, request: FakeRequest, *, is_last: bool = True) -> None:
+        """The request gets its whole prompt, and ends; if it is the last one, nothing is left."""
+        self.settle()
+        tokens, outcome = request.prompt_token_ids, d.read_out(request)
+        assert outcome.valid_tokens == len(tokens)
+        assert d.holds(tokens, outcome.block_ids)
+        if is_last:
+            self.assert_settles_whole()
+
 
 def stream_params(p: PushEngine, transfer_id: str | None) -> dict[str, Any]:
     params = {
