@@ -1,7 +1,7 @@
 """The campaign of fast worlds, and the seeds that failed once."""
 
-from baton.sim.hosts.fast.parts import PRODUCTION, Parts
 from baton.sim.hosts.fast.scenario import Scenario
+from baton.sim.kernel.parts import PRODUCTION, Parts
 from baton.sim.kernel.runs import Campaign
 from baton.sim.mutants.fast import MUTANTS
 

@@ -1,7 +1,7 @@
 """Full worlds: whole engines, connectors and router policies."""
 
-from baton.sim.hosts.full.parts import PRODUCTION, Parts
 from baton.sim.hosts.full.scenario import Scenario
+from baton.sim.kernel.parts import PRODUCTION, Parts
 from baton.sim.kernel.runs import Campaign
 from baton.sim.mutants.full import MUTANTS
 

@@ -1,7 +1,7 @@
 """Facts that checkers of both kinds of worlds compare with what engines do."""
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from baton.core.timers import Timers
 from baton.sim.kernel.world import World
@@ -52,4 +52,4 @@ class Host(Protocol):
     @property
     def timers(self) -> Timers: ...
     @property
-    def world(self) -> World[Any]: ...
+    def world(self) -> World: ...

@@ -1,8 +1,9 @@
-"""Faults that every kind of world can have. Each kind adds its own and draws all of them from the seed."""
+"""Faults of a world, drawn from its seed."""
 
 import random
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import Any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,21 +17,51 @@ class Faults:
     late_copy_s: float = 0.0  # A duplicate is late by up to this time.
     malformed: float = 0.0  # Frames of garbage, beside the true ones.
     partitions: float = 0.0  # In one direction or in both.
+    meddle: float = 0.0  # Another engine of the cluster repeats the message under its own name.
+    ambush: float = 0.0  # D is cut off when it believes in a lease.
+    clog: float = 0.0  # A way carries nothing for a while, and then everything at once.
     # Reads
     read_mean_s: float = 0.02
     read_error: float = 0.0
     read_hang: float = 0.0  # The completion is lost or comes a minute later.
+    read_slow: float = 0.0  # Takes far longer than others.
+    read_partial: float = 0.0  # Something is copied before the error.
+    read_corrupt: float = 0.0  # Everything is copied, one bit wrong; the checksum makes it an error.
+    slow_reader: float = 0.0  # An engine whose reads take a hundred times as long.
+    cancel_mean_s: float = 0.2
+    connect_error: float = 0.0
+    copy_mean_s: float = 0.001  # Between a cache and host memory.
+    copy_error: float = 0.0  # Half of it is copied.
     # Processes
     timer_late_s: float = 0.0
     crashes: float = 0.0  # Expected number per engine.
+    last_words: float = 0.0  # Dies after it sends Renew or Released, and restarts before they arrive.
+    new_name: float = 0.0  # A restarted engine has another engine_id.
+    rank_deaths: float = 0.0  # All running reads of one rank fail at once. The other ranks go on.
     pauses: float = 0.0
     drains: float = 0.0  # An engine stops taking requests and ends in order.
+    wall_steps: float = 0.0  # The wall clock of the front ends jumps.
     # Requests
     abort: float = 0.0
     leg_loss: float = 0.0  # A request or an answer never arrives.
     leg_delay_s: float = 0.05
     ticket_replay: float = 0.0
     ticket_alter: float = 0.0
+    router_retry: float = 0.0  # A router gives up early on a leg and tries another engine.
+    id_clash: float = 0.0  # Two clients use one request id.
+    prefill_fails: float = 0.0
+    prefix_hit: float = 0.0  # D has some of the prompt already, or all of it.
+    queueing: float = 0.0  # D has no room yet: claims, waits, and starts late or never.
+    reject: float = 0.0  # D verifies a ticket and does not admit the request.
+    clingy: bool = False  # D would renew for ever.
+    keeps: float = 0.0  # D keeps its blocks for the next turn, and may take them back.
+    # Push
+    chunked: float = 0.0  # A chunk is a block; else the rest of the prompt is one.
+    layerwise: float = 0.0  # The first layer of a chunk is announced before the rest.
+    preempt: float = 0.0  # Before a chunk.
+    stall: float = 0.0  # A step takes longer than any peer waits.
+    name_reuse: float = 0.0  # The router gives a transfer the name of another.
+    old_introduction: float = 0.0  # The router uses the first introduction of P.
     # Lies, drawn from a generator of their own
     frame_lies: float = 0.0  # The wire alters a control frame.
     false_names: float = 0.0  # A member speaks in the name of another.
@@ -41,19 +72,92 @@ class Faults:
     clock_steps: float = 0.0  # A clock steps in the direction that breaks no promise.
     hung_steps: float = 0.0  # One step of an engine takes far longer than others.
 
-    def with_lies(self, rng: random.Random) -> Self:
-        """Every second world has some."""
-        pick = rng.choice
-        if rng.random() < 0.5:
-            return self
-        return replace(
-            self,
-            frame_lies=pick([0.0, 0.3]),
-            false_names=pick([0.0, 0.2]),
-            member_lies=pick([0.0, 0.0, 0.3]),
-            read_lies=pick([0.0, 0.02, 0.15]),
-            link_loss=pick([0.0, 0.2]),
-            suspends=pick([0.0, 0.0, 0.05]),
-            clock_steps=pick([0.0, 0.5]),
-            hung_steps=pick([0.0, 0.0, 0.02]),
-        )
+    def drawn(self, rng: random.Random, choices: "Choices") -> "Faults":
+        """With one of the choices for each fault that is named."""
+        return replace(self, **{fault: rng.choice(values) for fault, values in choices.items()})
+
+
+Choices = Mapping[str, Sequence[Any]]
+HEALTHY = Faults()
+FAST: Choices = {
+    "loss": [0.0, 0.0, 0.05, 0.4],
+    "duplicate": [0.0, 0.3],
+    "delay_mean_s": [0.001, 0.1, 1.5],
+    "late_copy_s": [0.0, 10.0],
+    "malformed": [0.0, 0.0, 0.2],
+    "meddle": [0.0, 0.0, 0.2],
+    "partitions": [0.0, 0.0, 1.0],
+    "ambush": [0.0, 0.0, 0.5],
+    "read_mean_s": [0.01, 0.5, 5.0],
+    "read_hang": [0.0, 0.0, 0.15],
+    "read_error": [0.0, 0.0, 0.1],
+    "rank_deaths": [0.0, 0.0, 0.5],
+    "timer_late_s": [0.0, 0.5],
+    "crashes": [0.0, 0.0, 0.5, 1.5],
+    "last_words": [0.0, 0.0, 0.0, 0.3],
+    "pauses": [0.0, 0.0, 1.0],
+    "drains": [0.0, 0.0, 0.5],
+    "abort": [0.0, 0.3],
+    "prefill_fails": [0.0, 0.2],
+    "leg_loss": [0.0, 0.1],
+    "leg_delay_s": [0.01, 1.0],
+    "ticket_replay": [0.0, 0.5],
+    "ticket_alter": [0.0, 0.2],
+    "id_clash": [0.0, 0.5],
+    "prefix_hit": [0.0, 0.3],
+    "queueing": [0.0, 0.3],
+    "reject": [0.0, 0.1],
+    "clingy": [False] * 5 + [True],
+    "keeps": [0.0, 0.0, 0.3],
+}
+FAST_PUSH: Choices = {  # After those of FAST.
+    "chunked": [0.0, 1.0, 1.0],
+    "layerwise": [0.0, 1.0],
+    "preempt": [0.0, 0.0, 0.1, 0.3],
+    "stall": [0.0, 0.0, 0.05],
+    "name_reuse": [0.0, 0.0, 0.5],
+    "old_introduction": [0.0, 0.3],
+    "read_mean_s": [0.01, 0.01, 0.5, 5.0],
+    "read_slow": [0.0, 0.4],
+    "cancel_mean_s": [0.2, 1.0],
+}
+HEALTHY_FULL = Faults(delay_mean_s=0.002, read_mean_s=0.01, leg_delay_s=0.005, cancel_mean_s=0.05)
+FULL: Choices = {
+    "loss": [0.0, 0.0, 0.05, 0.4],
+    "duplicate": [0.0, 0.3],
+    "delay_mean_s": [0.001, 0.02, 0.8],
+    "late_copy_s": [0.0, 8.0],
+    "malformed": [0.0, 0.0, 0.1],
+    "clog": [0.0, 0.0, 0.7],
+    "partitions": [0.0, 0.0, 1.0],
+    "read_mean_s": [0.01, 0.3, 3.0],
+    "slow_reader": [0.0, 0.0, 0.3],
+    "read_error": [0.0, 0.0, 0.1],
+    "read_partial": [0.0, 0.0, 0.15],
+    "read_corrupt": [0.0, 0.0, 0.1],
+    "read_hang": [0.0, 0.0, 0.1],
+    "connect_error": [0.0, 0.0, 0.2],
+    "timer_late_s": [0.0, 0.3],
+    "crashes": [0.0, 0.0, 0.4, 1.0],
+    "new_name": [0.0, 0.5],
+    "pauses": [0.0, 0.0, 0.7],
+    "drains": [0.0, 0.0, 0.5],
+    "wall_steps": [0.0, 0.5],
+    "abort": [0.0, 0.25],
+    "leg_loss": [0.0, 0.0, 0.1],
+    "leg_delay_s": [0.002, 0.3],
+    "ticket_replay": [0.0, 0.4],
+    "ticket_alter": [0.0, 0.2],
+    "router_retry": [0.0, 0.2],
+}
+LIES: Choices = {  # In every second world.
+    "frame_lies": [0.0, 0.3],
+    "false_names": [0.0, 0.2],
+    "member_lies": [0.0, 0.0, 0.3],
+    "read_lies": [0.0, 0.02, 0.15],
+    "link_loss": [0.0, 0.2],
+    "suspends": [0.0, 0.0, 0.05],
+    "clock_steps": [0.0, 0.5],
+    "hung_steps": [0.0, 0.0, 0.02],
+}
+FULL_COPIES: Choices = {"copy_mean_s": [0.001, 0.05, 0.5], "copy_error": [0.0, 0.3]}

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 from baton.sim.kernel.connection import Checks, Connection, Request
-from baton.sim.kernel.faults import Faults
 from baton.sim.kernel.world import World
 
-F = TypeVar("F", bound=Faults)
 TRIES = 2  # If an answer does not verify, the reader asks once more.
 STALL_S = 4.0  # After this silence of the owner the connection is lost.
 
 
-class Links(ABC, Generic[F]):
+class Links(ABC):
     """The base of a network of reads."""
 
-    def __init__(self, world: World[F], checks: Checks) -> None:
+    def __init__(self, world: World, checks: Checks) -> None:
         self.world = world
         self.lost_ways: dict[tuple[Any, Any], None] = {}  # (source, reader) that lost a link, in order.
         self._checks = checks

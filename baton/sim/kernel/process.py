@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
-from baton.sim.kernel.faults import Faults
 from baton.sim.kernel.world import World
 
-F = TypeVar("F", bound=Faults)
 NEVER = float("inf")
 SOON_S = 1e-5
 
 
-class Process(Generic[F]):
-    def __init__(self, world: World[F], name: str, rate: float, skew_s: float) -> None:
+class Process:
+    def __init__(self, world: World, name: str, rate: float, skew_s: float) -> None:
         """Its clock shows `rate` times the true time, plus `skew_s`."""
         self.world, self.name, self.rate, self.skew_s = world, name, rate, skew_s
         self.is_alive = True

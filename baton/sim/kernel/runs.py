@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from baton.core.errors import UserError
 from baton.sim.checkers import contained
@@ -53,7 +53,7 @@ class Report:
 
 class Scenario(Protocol):
     @property
-    def world(self) -> World[Any]: ...
+    def world(self) -> World: ...
     def run(self) -> None:
         """Raises Violation."""
 

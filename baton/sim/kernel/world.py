@@ -9,29 +9,30 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
-from typing import Generic, TypeVar
 
 from baton.sim.checkers.violation import Violation
-from baton.sim.kernel.faults import Faults
-
-F = TypeVar("F", bound=Faults)
+from baton.sim.kernel.faults import LIES, Choices, Faults
 
 
-class World(Generic[F]):
+class World:
     def __init__(
         self,
         seed: int,
-        draw_faults: Callable[[random.Random], F],
-        *,
+        *choices: Choices,
+        healthy: Faults,
         events_max: int,
         traced: bool = False,
     ) -> None:
-        """`events_max`: a hundred times what a busy world needs."""
+        """`choices` of its faults. `events_max`: a hundred times what a busy world needs."""
         self.rng = random.Random(seed)
         # Draws of models and of lies have generators of their own and leave the rest of a world as it is.
         self.rng_of_models = random.Random(f"models {seed}")
         self.rng_of_lies = random.Random(f"lies {seed}")
-        self.faults = draw_faults(self.rng).with_lies(self.rng_of_lies)
+        self.faults = self._healthy = healthy
+        for table in choices:
+            self.faults = self.faults.drawn(self.rng, table)
+        if self.rng_of_lies.random() >= 0.5:
+            self.faults = self.faults.drawn(self.rng_of_lies, LIES)
         self.now = 0.0
         self.num_events = 0
         self.paused_s = 0.0  # How long processes have stood still. Bounds are longer by this time.
@@ -40,6 +41,10 @@ class World(Generic[F]):
         self._events_max = events_max
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._tiebreak = itertools.count()
+
+    def heal(self) -> None:
+        self.note("all", "healed")
+        self.faults = self._healthy
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
         self.at(self.now + delay_s, action)

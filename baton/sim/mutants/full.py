@@ -11,21 +11,20 @@ from typing import Any
 
 import msgspec
 
-from baton.connectors.pull.control.agent import Machines
+from baton.connectors.pull.consumer.fetch import Fetch
+from baton.connectors.pull.intent import FetchIntent
 from baton.core.errors import PeerError
 from baton.core.ids import Address
+from baton.core.reasons import Fault
 from baton.protocol.messages import decode_envelope
 from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
+from baton.protocol.ticket import BadTicket, open_ticket
 from baton.sim.hosts.full.engine import Engine
-from baton.sim.hosts.full.parts import Parts
-from baton.sim.kernel.connection import Checks
+from baton.sim.kernel.parts import Parts, machines
+from baton.sim.kernel.windows import shortened
 from baton.sim.mutants import halves
 from baton.sim.mutants import machines as m
-from baton.sim.mutants.groups import EARLY_GROUPS, GROUPS
-
-
-def _machines(**replaced: Any) -> Parts:
-    return Parts(machines=Machines(**replaced))
+from baton.sim.mutants.fast import OF_PULL, SHARED
 
 
 def _free_early(engine: Engine) -> None:
@@ -80,43 +79,106 @@ class _AnyMember(ProcessKey):
             return OpenedFrame(envelope, public_key, is_proved=envelope.target == own_address)
 
 
+# --- Cache groups ---------------------------------------------------------------------------------
+
+
+def _believe_windows(engine: Engine) -> None:
+    """D takes a ticket with any groups and blocks."""
+    fetches, agent = engine.half._fetches, engine.half._agent
+    verify = fetches.verify
+
+    def verify_all_but_layout(request: Any, fetch: FetchIntent) -> None:
+        try:
+            verify(request, fetch)
+        except BadTicket as error:
+            if error.reason is not Fault.LAYOUT:
+                raise
+
+    def accept_of_stream(fetch: Fetch, text: str, now: float) -> None:
+        ticket = open_ticket(text, fetches._identity.ticket_key)
+        agent.carry_out(agent.streams.accept(fetch.claim, ticket, now), now)
+
+    fetches.verify = verify_all_but_layout  # type: ignore[method-assign]
+    fetches._reads.open_ticket = accept_of_stream  # type: ignore[method-assign]
+    fetches._reads.planner.check_windows = lambda group_routes, ticket: None  # type: ignore[method-assign]
+
+
+def _free_lent_windows(engine: Engine) -> None:
+    """P frees a lent window's blocks."""
+    remote, kv_cache = engine.scheduler.remote, engine.scheduler.kv_cache
+    hold = remote.hold
+
+    def hold_and_free(request: Any, *, is_lent: bool) -> bool:
+        if not hold(request, is_lent=is_lent):
+            return False
+        if is_lent:
+            for group, table in zip(kv_cache.groups, kv_cache._tables[request.request_id], strict=True):
+                if group.window is not None:
+                    dropped, table.blocks = table.blocks[table.first_kept :], []
+                    engine.pool.free_blocks(reversed(dropped))
+        return True
+
+    remote.hold = hold_and_free  # type: ignore[method-assign]
+
+
+def _drop_early(engine: Engine) -> None:
+    """Blocks are freed one token before the window has left them."""
+    kv_cache = engine.scheduler.kv_cache
+    kv_cache.groups = shortened(kv_cache.groups, 1)
+
+
+def _keep_outside(engine: Engine) -> None:
+    """A request keeps blocks outside its windows when it ends."""
+    engine.scheduler.kv_cache.drop_outside_windows = lambda request: None  # type: ignore[method-assign]
+
+
+def _believe_half(engine: Engine) -> None:
+    """A load that failed in part goes on from its valid beginning, also with windows."""
+    remote, kv_cache = engine.scheduler.remote, engine.scheduler.kv_cache
+    settle = remote.settle
+
+    def settle_as_one_table(load: Any, **how: Any) -> bool:
+        is_hybrid, kv_cache.is_hybrid = kv_cache.is_hybrid, False
+        is_of_use = settle(load, **how)
+        kv_cache.is_hybrid = is_hybrid
+        return is_of_use
+
+    remote.settle = settle_as_one_table  # type: ignore[method-assign]
+
+
 PULL: dict[str, Parts] = {
-    "fence": _machines(consumer=m.NoFence),
-    "drain_reads": _machines(consumer=m.NoDrain),
-    "all_ranks": _machines(consumer=m.AnyRank),
-    "lease_expiry": _machines(producer=m.NoExpiry),
+    **SHARED,
+    **OF_PULL,
     "ticket_hash": Parts(half=halves.IgnoresPrompt),
     "missing_blocks": Parts(half=halves.ForgetsMissing),
     "loan": Parts(half=halves.LendsNothing),
     "hold_aborted": Parts(tamper=_free_early),
     "unfilled_unfindable": Parts(tamper=_find_unfilled),
-    "bound_reads": Parts(bound_reads=False),
     "checksum": Parts(verified_reads=False),
     "take_back": Parts(takes_back=False),
-    "request_mac": Parts(checks=Checks(requests=False)),
-    "bound_answers": Parts(checks=Checks(requests=False, bound_answers=False)),
-    "counters": Parts(checks=Checks(counters=False)),
-    "link_replaced": Parts(replaces_links=False),
     "frame_mac": Parts(process_key=_AnyWriter),
     "sender_bound": Parts(process_key=_AnyMember),
-}
-
-PUSH: dict[str, Parts] = {
-    "run": _machines(streams=m.AnyRunAndBlocks),
-    "preempted": _machines(prefills=m.SameRun),
-    "drain_early_reads": _machines(streams=m.NoStreamDrain),
-    "computed_first": Parts(half=halves.AnnouncesEarly),
-}
-
-SECOND: dict[str, Parts] = {
+    # Cache groups
+    "group_order": Parts(half=halves.ReadsNextGroup),
+    "window_source": Parts(half=halves.ReadsFromFront),
+    "window_target": Parts(half=halves.WritesNextGroup),
+    "ticket_windows": Parts(tamper=_believe_windows),
+    "lent_windows": Parts(tamper=_free_lent_windows),
+    "window_drop": Parts(tamper=_drop_early),
+    "window_keep": Parts(tamper=_keep_outside),
+    "whole_load": Parts(tamper=_believe_half),
+    # Offload and Multi
     "store_fence": Parts(offload_half=halves.StoresUnfenced),
     "store_failed": Parts(offload_half=halves.FindsFailedStores),
     "loader_told": Parts(multi_half=halves.TellsNoLoader),
-    "lender_counts": Parts(multi_half=halves.FirstEndCounts),
+    "lender_counts": Parts(multi_half=halves.LendsNothing),
 }
-"""Guards of offload and of Multi."""
-
-MUTANTS: dict[str, dict[str, Parts]] = {
-    "pull": {**PULL, **GROUPS, **SECOND},
-    "push": {**PULL, **PUSH, **GROUPS, **EARLY_GROUPS, **SECOND},
+PUSH: dict[str, Parts] = {
+    **PULL,
+    "run": machines(streams=m.AnyRunAndBlocks),
+    "preempted": machines(prefills=m.SameRun),
+    "drain_early_reads": machines(streams=m.NoStreamDrain),
+    "computed_first": Parts(half=halves.AnnouncesEarly),
+    "early_tables": machines(streams=m.OneTable),
 }
+MUTANTS = {"pull": PULL, "push": PUSH}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
 
@@ -23,7 +23,7 @@ else:
 
 
 class LendsNothing(Half):
-    """P signs a ticket and lets the blocks go."""
+    """P signs a ticket and lets the blocks go. A Multi does so although a child lends them."""
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -96,45 +96,32 @@ class ForgetsMissing(_ChangesOrders):
         return [replace(order, block_ids=()) if isinstance(order, FailedLoad) else order for order in orders]
 
 
-def _rotated(orders: Iterable[Order], group_of: Callable[[ReadBlocks], int], tables: str) -> Iterable[Order]:
-    """Each read of a claim gets the table of the claim's next group."""
-    orders = list(orders)
-    by_claim: dict[int, dict[int, Any]] = {}
-    for order in orders:
-        if isinstance(order, ReadBlocks) and order.groups is not None:
-            by_claim.setdefault(order.claim, {})[group_of(order)] = getattr(order, tables)
-    for order in orders:
-        if isinstance(order, ReadBlocks) and order.groups is not None:
-            of_claim: Mapping[int, Any] = by_claim[order.claim]
-            groups = sorted(of_claim)
-            following = groups[(groups.index(group_of(order)) + 1) % len(groups)]
-            yield replace(order, **{tables: of_claim[following]})
-        else:
-            yield order
-
-
-def _remote_group(order: ReadBlocks) -> int:
-    assert order.groups is not None
-    return order.groups.remote
-
-
-def _local_group(order: ReadBlocks) -> int:
-    assert order.groups is not None
-    return order.groups.local
-
-
 class ReadsNextGroup(_ChangesOrders):
     """D reads each cache group from the blocks of the next one."""
 
+    side = "remote"
+
     def changed(self, orders: Iterable[Order]) -> Iterable[Order]:
-        return _rotated(orders, _remote_group, "remote_blocks")
+        """Each read of a claim gets the table of the claim's next group."""
+        orders = list(orders)
+        tables: dict[int, dict[int, Any]] = {}  # By claim and group.
+        for order in orders:
+            if isinstance(order, ReadBlocks) and order.groups is not None:
+                of_claim = tables.setdefault(order.claim, {})
+                of_claim[getattr(order.groups, self.side)] = getattr(order, f"{self.side}_blocks")
+        for order in orders:
+            if isinstance(order, ReadBlocks) and order.groups is not None:
+                groups = sorted(tables[order.claim])
+                following = groups[(groups.index(getattr(order.groups, self.side)) + 1) % len(groups)]
+                yield replace(order, **{f"{self.side}_blocks": tables[order.claim][following]})
+            else:
+                yield order
 
 
-class WritesNextGroup(_ChangesOrders):
+class WritesNextGroup(ReadsNextGroup):
     """D reads each cache group into the blocks of the next one."""
 
-    def changed(self, orders: Iterable[Order]) -> Iterable[Order]:
-        return _rotated(orders, _local_group, "local_blocks")
+    side = "local"
 
 
 class ReadsFromFront(_ChangesOrders):
@@ -178,16 +165,3 @@ class TellsNoLoader(MultiHalf):
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         super().update_state_after_alloc(request, blocks, 0)
-
-
-class FirstEndCounts(MultiHalf):
-    """Blocks are free although a child still lends them."""
-
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return False, super().request_finished_all_groups(request, block_ids)[1]
-
-    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
-        super().update_connector_output(connector_output)
-        connector_output.finished_sending = None

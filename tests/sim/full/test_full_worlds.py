@@ -24,7 +24,7 @@ SEEDS = {
     ("pull", "counters"): 149,
     ("pull", "take_back"): 69,
     ("push", "ticket_hash"): 4,
-    ("push", "bound_reads"): 234,
+    ("push", "bound_ops"): 234,
     ("push", "drain_early_reads"): 88,
     ("push", "run"): 37,
     ("push", "preempted"): 37,

@@ -12,11 +12,10 @@ from baton.core.ids import Address, EngineId
 from baton.core.kv_groups import group_layers, is_hybrid
 from baton.protocol.ticket import Ticket
 from baton.sim.hosts.fast.facts import Landing
-from baton.sim.hosts.fast.faults import FastFaults
 from baton.sim.hosts.fast.host import Host
-from baton.sim.hosts.fast.parts import Parts
 from baton.sim.hosts.fast.reads import ReadNetwork
 from baton.sim.hosts.fast.wire import Wire
+from baton.sim.kernel.parts import Parts
 from baton.sim.kernel.timers import SIM_TIMERS
 from baton.sim.kernel.windows import shortened
 from baton.sim.kernel.world import World
@@ -31,7 +30,7 @@ def draw_windows(rng: random.Random) -> tuple[int | None, int | None]:
 
 
 class Cluster:
-    def __init__(self, world: World[FastFaults], parts: Parts, *, push: bool) -> None:
+    def __init__(self, world: World, parts: Parts, *, push: bool) -> None:
         self.world, self.parts, self.is_push = world, parts, push
         self.keeps_turns = bool(world.faults.keeps)
         self.hosts: dict[EngineId, Host] = {}  # The incarnation that has the name now.

@@ -21,7 +21,6 @@ from baton.contract import KVConnectorOutput
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.timers import Timers
 from baton.sim.checkers import bounded, contained, whole
-from baton.sim.hosts.fast.faults import FastFaults
 from baton.sim.hosts.fast.fetches import Fetches
 from baton.sim.hosts.fast.memory import Pool
 from baton.sim.hosts.fast.model import handshakes, identity_of, settings_of
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from baton.sim.hosts.fast.cluster import Cluster
 
 
-class Host(Process[FastFaults]):
+class Host(Process):
     def __init__(
         self,
         cluster: Cluster,

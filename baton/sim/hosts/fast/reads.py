@@ -13,7 +13,6 @@ from baton.core.ids import Address, Pair
 from baton.sim.checkers import fenced
 from baton.sim.checkers.fresh import TORN
 from baton.sim.hosts.fast.facts import Landing, Lent, Read
-from baton.sim.hosts.fast.faults import FastFaults
 from baton.sim.hosts.fast.memory import Content, toy_spans
 from baton.sim.kernel.connection import Connection, flip_one
 from baton.sim.kernel.lies import flip
@@ -27,7 +26,7 @@ SLOW_READ_S = 5.0
 CANCEL_MAX_S = 2.0
 
 
-class ReadNetwork(Links[FastFaults]):
+class ReadNetwork(Links):
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster.world, cluster.parts.checks)
         self._cluster = cluster

@@ -11,9 +11,9 @@ from functools import partial
 from baton.core.ids import EngineId, RequestId
 from baton.sim.checkers import bounded, contained
 from baton.sim.hosts.fast.cluster import Cluster
-from baton.sim.hosts.fast.faults import FastFaults
-from baton.sim.hosts.fast.parts import PRODUCTION, Parts
 from baton.sim.hosts.fast.router import PullRouter, PushRouter, Request, Router
+from baton.sim.kernel.faults import FAST, FAST_PUSH, HEALTHY
+from baton.sim.kernel.parts import PRODUCTION, Parts
 from baton.sim.kernel.world import World
 
 BREAK_S = 20.0
@@ -26,8 +26,8 @@ EVENTS_MAX = 20_000
 class Scenario:
     def __init__(self, mode: str, seed: int, parts: Parts = PRODUCTION, *, traced: bool = False) -> None:
         push = mode == "push"
-        draw = FastFaults.draw_push if push else FastFaults.draw
-        self.world = World(seed, draw, events_max=EVENTS_MAX, traced=traced)
+        choices = [FAST, FAST_PUSH] if push else [FAST]
+        self.world = World(seed, *choices, healthy=HEALTHY, events_max=EVENTS_MAX, traced=traced)
         self.cluster = Cluster(self.world, parts, push=push)
         self.router: Router = PushRouter(self.cluster) if push else PullRouter(self.cluster)
         self._lengths = [2, 3, 4] if push else [1, 2, 3]
@@ -41,8 +41,7 @@ class Scenario:
             world.after(rng.uniform(0, BREAK_S * 0.7), partial(self.router.dispatch, request))
         self._schedule_faults()
         world.run(BREAK_S)
-        world.note("all", "healed")
-        world.faults = FastFaults()
+        world.heal()
         if self.cluster.liar is not None and self.cluster.has_false_ranks:
             self.cluster.crash(self.cluster.liar, down_s=0.01)
         world.run(BREAK_S + REST_S)

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from baton.sim.checkers import answers
 from baton.sim.hosts.full.cluster import TOKENS_MAX
-from baton.sim.hosts.full.faults import FullFaults
 from baton.sim.hosts.full.model import EOS_IDS, VOCAB, Model
 from baton.sim.kernel.world import World
 
@@ -49,7 +48,7 @@ class Ask:
 class Clients:
     """Makes prompts and hands them to `ask`, the router."""
 
-    def __init__(self, world: World[FullFaults], model: Model, ask: Callable[[Ask], None]) -> None:
+    def __init__(self, world: World, model: Model, ask: Callable[[Ask], None]) -> None:
         self._world = world
         self._model = model
         self._ask = ask

@@ -12,12 +12,11 @@ from baton.core.ids import Address, EngineId
 from baton.core.kv_groups import group_layers
 from baton.protocol.signed_frame import ProcessKey
 from baton.sim.hosts.full.engine import Engine
-from baton.sim.hosts.full.faults import FullFaults
 from baton.sim.hosts.full.host_spec import HostSpec
 from baton.sim.hosts.full.model import Model, WindowModel, Windows
-from baton.sim.hosts.full.parts import Parts
 from baton.sim.hosts.full.reads import ReadNetwork
 from baton.sim.hosts.full.wire import Wire
+from baton.sim.kernel.parts import Parts
 from baton.sim.kernel.timers import SIM_TIMERS
 from baton.sim.kernel.world import World
 
@@ -47,7 +46,7 @@ def draw_windows(rng: random.Random) -> Windows:
 
 
 class Cluster:
-    def __init__(self, world: World[FullFaults], parts: Parts, mode: str) -> None:
+    def __init__(self, world: World, parts: Parts, mode: str) -> None:
         self.world, self.parts, self.mode = world, parts, mode
         self.timers = SIM_TIMERS
         self.timers_as_told = msgspec.to_builtins(SIM_TIMERS)

@@ -7,11 +7,10 @@ from typing import Any
 from baton.connectors.multi.children import MAIN
 from baton.engine.api import SchedulerStats
 from baton.sim.checkers import contained
-from baton.sim.hosts.full.faults import FullFaults
 from baton.sim.kernel.world import World
 
 
-def count_stats(world: World[FullFaults], stats: SchedulerStats, *, is_hybrid: bool) -> None:
+def count_stats(world: World, stats: SchedulerStats, *, is_hybrid: bool) -> None:
     """Of one step of an engine, with several KV-cache groups if `is_hybrid`.
 
     Raises Violation if its connector has contained a fault of its own.
@@ -31,7 +30,7 @@ def count_stats(world: World[FullFaults], stats: SchedulerStats, *, is_hybrid: b
         world.count("loaded from host memory", bool(parts["offload"]["hit_tokens"]))
 
 
-def _count_handoffs(world: World[FullFaults], connector: dict[str, Any], *, is_hybrid: bool) -> None:
+def _count_handoffs(world: World, connector: dict[str, Any], *, is_hybrid: bool) -> None:
     world.count("handoffs delivered", len(connector["transfers"]))
     world.count("handoffs of cache groups", is_hybrid * len(connector["transfers"]))
     num_early = sum(bool(record["early_tokens"]) for record in connector["transfers"])

@@ -47,7 +47,6 @@ from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.protocol.signed_frame import ProcessKey
 from baton.sim.checkers import bounded, contained, fenced, fresh, whole
 from baton.sim.hosts.full.counts import count_stats
-from baton.sim.hosts.full.faults import FullFaults
 from baton.sim.hosts.full.host_spec import HostSpec, engine_config
 from baton.sim.hosts.full.layers import Reporter
 from baton.sim.hosts.full.memory import RankMemory
@@ -83,7 +82,7 @@ class _Forward:
     no_compile_layers: None = None
 
 
-class Engine(Process[FullFaults]):
+class Engine(Process):
     def __init__(self, cluster: Cluster, spec: HostSpec, engine_id: EngineId) -> None:
         super().__init__(cluster.world, spec.name, spec.rate, spec.skew_s)
         self.cluster, self.spec, self.engine_id = cluster, spec, engine_id

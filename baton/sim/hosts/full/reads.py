@@ -26,7 +26,6 @@ from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
 from baton.sim.checkers import fenced
-from baton.sim.hosts.full.faults import FullFaults
 from baton.sim.hosts.full.model import WORD_BYTES
 from baton.sim.kernel import lies
 from baton.sim.kernel.connection import ALL_CHECKS, Checks, Connection
@@ -80,10 +79,10 @@ class Read:
         return self.reader.engine
 
 
-class ReadNetwork(Links[FullFaults]):
+class ReadNetwork(Links):
     def __init__(
         self,
-        world: World[FullFaults],
+        world: World,
         *,
         bound_reads: bool = True,
         verified_reads: bool = True,

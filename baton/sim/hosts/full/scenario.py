@@ -13,9 +13,9 @@ from baton.engine.api import EngineOutput
 from baton.sim.checkers import bounded, contained, whole
 from baton.sim.hosts.full.clients import Ask, Clients
 from baton.sim.hosts.full.cluster import Cluster
-from baton.sim.hosts.full.faults import FullFaults
-from baton.sim.hosts.full.parts import PRODUCTION, Parts
 from baton.sim.hosts.full.router import FIRST_TOKEN_S, Router
+from baton.sim.kernel.faults import FULL, FULL_COPIES, HEALTHY_FULL
+from baton.sim.kernel.parts import PRODUCTION, Parts
 from baton.sim.kernel.world import World
 
 BREAK_S = 15.0
@@ -27,7 +27,8 @@ EVENTS_MAX = 100_000
 
 class Scenario:
     def __init__(self, mode: str, seed: int, parts: Parts = PRODUCTION, *, traced: bool = False) -> None:
-        self.world = World(seed, FullFaults.draw, events_max=EVENTS_MAX, traced=traced)
+        self.world = world = World(seed, FULL, healthy=HEALTHY_FULL, events_max=EVENTS_MAX, traced=traced)
+        world.faults = world.faults.drawn(world.rng_of_lies, FULL_COPIES)
         self._parts = parts
         self._mode = mode
 
@@ -47,8 +48,7 @@ class Scenario:
             world.after(rng.uniform(0, spread_s), begin)
         self._schedule_faults()
         world.run(BREAK_S)
-        world.note("all", "healed")
-        world.faults = FullFaults()
+        world.heal()
         self.cluster.wire.cut.clear()
         world.run(BREAK_S + REST_S)
         self._check_rest()

@@ -24,7 +24,6 @@ from baton.protocol.messages import (
     Welcome,
 )
 from baton.protocol.signed_frame import ProcessKey
-from baton.sim.hosts.full.faults import FullFaults
 from baton.sim.kernel import lies
 from baton.sim.kernel.process import NEVER, SOON_S
 from baton.sim.kernel.world import World
@@ -39,7 +38,7 @@ MEDDLER_URL = "tcp://10.0.9.9:14600"
 
 @dataclass
 class Wire:
-    world: World[FullFaults]
+    world: World
     stations: dict[str, Station] = field(default_factory=dict)  # By url: the listener there.
     cut: dict[tuple[str, str], float] = field(default_factory=dict)  # From url to url: lost until then.
     clogged: dict[tuple[str, str], float] = field(default_factory=dict)  # Held up until then.
@@ -208,7 +207,7 @@ class Station(ControlThread):
         world.after(wait_s, lambda: self.engine.when_awake(lambda: self._ring(deadline)))
 
     @property
-    def _world(self) -> World[FullFaults]:
+    def _world(self) -> World:
         return self.engine.world
 
 
