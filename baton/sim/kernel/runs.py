@@ -152,9 +152,10 @@ def _quiet() -> Iterator[None]:
 
 @contextmanager
 def _collecting_rarely() -> Iterator[None]:
-    """A world is one large cycle of objects. Looking for garbage within a world finds little."""
+    """A world is one large cycle of objects. Looking for garbage within a world finds little; to keep the
+    garbage of many worlds costs more, because each one then takes memory that no cache holds."""
     before = gc.get_threshold()
-    gc.set_threshold(100_000, *before[1:])
+    gc.set_threshold(5_000, *before[1:])
     try:
         yield
     finally:
