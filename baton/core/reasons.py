@@ -8,8 +8,9 @@ Peers send text only. This engine derives the code from the type of the message,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import StrEnum
+
+import msgspec
 
 
 class Fault(StrEnum):
@@ -59,8 +60,7 @@ class FailureCode(StrEnum):
     TRANSFER_IN_USE = "its transfer is in use here"
 
 
-@dataclass(frozen=True, slots=True)
-class FailureReason:
+class FailureReason(msgspec.Struct, frozen=True):
     """`str()` gives the sentence for the log: `text`, or the code's value if there is no text."""
 
     code: FailureCode

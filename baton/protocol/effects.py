@@ -7,8 +7,9 @@ or when the last read has ended. A loan ends with exactly one `FreeLoan`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
+
+import msgspec
 
 from baton.core.ids import Address, BlockId, LoanId, Pair
 from baton.core.reasons import FailureReason
@@ -21,8 +22,7 @@ if TYPE_CHECKING:
     from baton.protocol.ticket import Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+class Send(msgspec.Struct, frozen=True):
     to: Address
     message: Message
 
@@ -30,38 +30,33 @@ class Send:
 # --- Pull, D --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class StartReads:
+class StartReads(msgspec.Struct, frozen=True):
     """Read these pairs now. The driver must call `read_ended` exactly once for each of them."""
 
     claim: int
     pairs: tuple[Pair, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class CancelReads:
+class CancelReads(msgspec.Struct, frozen=True):
     """Stop this claim's reads locally, without the peer. `read_ended` is still due for each."""
 
     claim: int
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """All bytes have arrived, and it is proved that they belong to this request."""
 
     claim: int
 
 
-@dataclass(frozen=True, slots=True)
-class Fail:
+class Fail(msgspec.Struct, frozen=True):
     """The claim has failed. `FreeTarget` for its destination blocks follows."""
 
     claim: int
     reason: FailureReason
 
 
-@dataclass(frozen=True, slots=True)
-class FreeTarget:
+class FreeTarget(msgspec.Struct, frozen=True):
     """No read of this claim can write to its destination blocks any more."""
 
     claim: int
@@ -70,16 +65,14 @@ class FreeTarget:
 # --- Push, D --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Found:
+class Found(msgspec.Struct, frozen=True):
     """The producer of a claim that knew only its name is this incarnation. Start a handshake with it."""
 
     claim: int
     producer: Address
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
+class Part(msgspec.Struct, frozen=True):
     """Part of a prompt: a range of tokens in some layers (half-open; None: all).
 
     `groups` limits it to the layers that belong to both groups. None: each engine has one table for all
@@ -92,8 +85,7 @@ class Part:
     groups: GroupPair | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEarly:
+class ReadEarly(msgspec.Struct, frozen=True):
     """Read this part now. More parts of this claim will follow, and no two of them overlap.
 
     From the first part on, `read_ended` is due once for each pair: after `CancelReads`, or after the
@@ -106,16 +98,14 @@ class ReadEarly:
     block_ids: tuple[BlockId, ...]  # P's blocks of the part's group, from token 0 on; 0 if not needed.
 
 
-@dataclass(frozen=True, slots=True)
-class OpenTicket:
+class OpenTicket(msgspec.Struct, frozen=True):
     """Verify this ticket (`open_ticket`, `check_ticket`), then call `PushConsumer.accept` or `refuse`."""
 
     claim: int
     text: str
 
 
-@dataclass(frozen=True, slots=True)
-class Lent:
+class Lent(msgspec.Struct, frozen=True):
     """The stream has become a pull under the same claim number. Next call `PullConsumer.start`.
 
     `unread` is what its `StartReads` has to read. It may be empty; `StartReads` then only tells that no more
@@ -130,8 +120,7 @@ class Lent:
 # --- Pull, P --------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FreeLoan:
+class FreeLoan(msgspec.Struct, frozen=True):
     """The lent blocks are free again. No consumer will accept what it reads from now on."""
 
     loan_id: LoanId
@@ -141,8 +130,7 @@ class FreeLoan:
 # --- Peers ----------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReady:
+class PeerReady(msgspec.Struct, frozen=True):
     """The handshake succeeded. `ranks` are the verified contents of `welcome.payload`."""
 
     address: Address
@@ -150,8 +138,7 @@ class PeerReady:
     ranks: tuple[RankCard, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PeerLost:
+class PeerLost(msgspec.Struct, frozen=True):
     """Disconnect from it and tell `PullConsumer.peer_lost`."""
 
     address: Address

@@ -11,8 +11,9 @@ it computes, and announces a group's blocks from the first one that it keeps:
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
+
+import msgspec
 
 from baton.core.ids import BlockId
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup
@@ -59,8 +60,7 @@ def plan_group_routes(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class GroupedPrompt:
+class GroupedPrompt(msgspec.Struct, frozen=True):
     """One prompt. `block_tokens` is P's block size; with groups D has the same."""
 
     group_routes: GroupRoutes

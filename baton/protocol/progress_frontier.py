@@ -7,14 +7,14 @@ layers
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from itertools import pairwise
+
+import msgspec
 
 from baton.protocol.effects import Part
 
 
-@dataclass(frozen=True, slots=True)
-class ProgressFrontier:
+class ProgressFrontier(msgspec.Struct, frozen=True):
     num_tokens: int
     partial_tokens: int = 0
     partial_layers: int = 0

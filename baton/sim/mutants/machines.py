@@ -1,8 +1,9 @@
 """Protocol machines that each lack one guard. Worlds must find that it is missing."""
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
+
+from msgspec.structs import replace
 
 from baton.core.ids import Address, BlockId, LoanId, Pair, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID
