@@ -336,12 +336,15 @@ def _check_u64(*numbers: int) -> None:
 
 
 def _check_transfer(transfer_id: TransferId, number: int) -> None:
-    _check_u64(number)
+    if not 0 <= number <= U64_MAX:
+        _check_u64(number)
     if not 0 < len(transfer_id) <= MAX_TRANSFER_ID_CHARS:
         raise ValueError(f"a transfer_id must have 1 to {MAX_TRANSFER_ID_CHARS} characters")
 
 
 def _check_address(address: Address) -> None:
-    _check_u64(address.epoch)
-    if not 0 < len(address.engine_id) <= MAX_ENGINE_ID_CHARS:
+    engine_id, epoch = address
+    if not 0 <= epoch <= U64_MAX:
+        _check_u64(epoch)
+    if not 0 < len(engine_id) <= MAX_ENGINE_ID_CHARS:
         raise ValueError(f"an engine_id must have 1 to {MAX_ENGINE_ID_CHARS} characters")

@@ -53,6 +53,8 @@ class _Fetch:
 class PullConsumer:
     def __init__(self, timers: Timers) -> None:
         self._timers = timers
+        # Time from a question to its repetition.
+        self._ask_again_s = min(timers.renew_every_s, timers.round_trip_max_s)
         self._fetches: dict[int, _Fetch] = {}
         self._in_use: dict[tuple[Address, LoanId], int] = {}
         self._num_claims = 0
@@ -164,6 +166,8 @@ class PullConsumer:
                 return []  # Not for a consumer.
 
     def wake(self, now: float) -> list[ConsumerEffect]:
+        if now < self.next_deadline:
+            return []
         effects: list[ConsumerEffect] = []
         for fetch in [f for f in self._fetches.values() if not f.draining and now >= self._gives_up_at(f)]:
             effects += self._fail(fetch, self._overdue(fetch, now))
@@ -219,11 +223,6 @@ class PullConsumer:
         fetch.silent_since = min(fetch.silent_since, now)
         fetch.next_renew = now + self._ask_again_s
         return Send(fetch.producer, Renew(fetch.loan_id, fetch.claim, self._num_renewals))
-
-    @property
-    def _ask_again_s(self) -> float:
-        """Time from a question to its repetition."""
-        return min(self._timers.renew_every_s, self._timers.round_trip_max_s)
 
     def _gives_up_at(self, fetch: _Fetch) -> float:
         # After all reads a live producer is sure to answer one of several renewals within silence_s.

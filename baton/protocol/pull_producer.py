@@ -87,6 +87,8 @@ class PullProducer:
                 return effects  # Not for a producer.
 
     def wake(self, now: float) -> list[ProducerEffect]:
+        if not self._loans:
+            return []
         expired = [loan_id for loan_id, loan in self._loans.items() if now >= self._ends_at(loan)]
         return [self._free(loan_id, expired=True) for loan_id in expired]
 

@@ -192,6 +192,8 @@ class PushConsumer:
                 return []  # Not for a consumer.
 
     def wake(self, now: float) -> list[StreamEffect]:
+        if now < self.next_deadline:
+            return []
         effects: list[StreamEffect] = []
         for stream in [s for s in self._streams.values() if not s.draining and now >= self._fails_at(s)]:
             effects += self._fail(stream, self._overdue(stream, now))

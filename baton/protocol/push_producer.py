@@ -169,6 +169,8 @@ class PushProducer:
 
     @property
     def next_deadline(self) -> float:
+        if not self._wants and not self._prefills:
+            return NEVER
         ends = [self._want_ends(transfer_id, want) for transfer_id, want in self._wants.items()]
         ends += [self._prefill_ends(transfer_id) for transfer_id in self._prefills]
         return min(ends, default=NEVER)

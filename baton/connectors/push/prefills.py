@@ -107,6 +107,8 @@ class Prefills:
         """The host has put a step together. True: `step_done` is to be called for it."""
         if not self._prefills and not self._host_schedules_ahead:
             return False  # The step is done before the next prompt comes.
+        if not output.num_scheduled_tokens and not output.preempted_req_ids:
+            return False
         # Sorted: the numbers of runs must not depend on the order of a set.
         for request_id in sorted(output.preempted_req_ids or ()):
             self._pause(request_id, now)

@@ -89,7 +89,8 @@ class PullAgent:
 
     def receive(self, envelope: Envelope, now: float) -> None:
         messages, answers = self._admit(self.address, envelope)
-        self._queue(answers, now)
+        if answers:
+            self._queue(answers, now)
         for message in messages:
             for machine in self._machines:
                 if effects := machine.receive(envelope.sender, message, now):

@@ -236,11 +236,13 @@ class Loans:
 
     def release_ended(self) -> bool:
         """On the engine's thread: let the holder release the blocks of ended loans. False: there are none."""
+        if not self._ended:
+            return False
         ended, self._ended = self._ended, []
         for loan_id in ended:
             assert self._holder is not None
             self._holder.release(loan_id)
-        return bool(ended)
+        return True
 
     def take_freed(self) -> set[str]:
         freed, self.freed = self.freed, set()
