@@ -4,9 +4,6 @@
         counts = {"hits": Count("baton:my_hits", "Prompts that were found.")}
         labelled = {"failures": LabelledCount("baton:my_failures", "reason", "Prompts that were lost.")}
 
-    class MyPromMetrics(CountedPromMetrics):
-        kind = MyStats
-
 The keys are those of `KVConnectorStats.data`. Prometheus appends `_total` to the names.
 """
 
@@ -62,6 +59,11 @@ class CountedStats(KVConnectorStats):
     labelled: ClassVar[Mapping[str, LabelledCount]] = {}
     gauges: ClassVar[Mapping[str, Count]] = {}  # Latest values, not added up; absent until set.
 
+    @classmethod
+    def prom_metrics(cls, *of_engine: Any) -> CountedPromMetrics:
+        """`of_engine`: the arguments of KVConnectorPromMetrics."""
+        return CountedPromMetrics(cls, *of_engine)
+
     def __post_init__(self) -> None:
         if not self.data:
             self.reset()
@@ -107,10 +109,9 @@ class CountedStats(KVConnectorStats):
 class CountedPromMetrics(KVConnectorPromMetrics):
     """Publishes the counts of `kind`; a subclass adds other metrics."""
 
-    kind: ClassVar[type[CountedStats]]
-
     def __init__(
         self,
+        kind: type[CountedStats],
         vllm_config: Any,
         metric_types: Mapping[type[Any], type[Any]],
         labelnames: list[str],
@@ -120,29 +121,30 @@ class CountedPromMetrics(KVConnectorPromMetrics):
         from prometheus_client import Gauge
 
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        self._kind = kind
         counter = metric_types[PromCounter]
         self._counts, self._gauges = (
             {
                 key: self.make_per_engine(
-                    metric_types[kind](name=count.name, documentation=count.text, labelnames=labelnames)
+                    metric_types[of_counts](name=count.name, documentation=count.text, labelnames=labelnames)
                 )
                 for key, count in counts.items()
             }
-            for kind, counts in ((PromCounter, self.kind.counts), (Gauge, self.kind.gauges))
+            for of_counts, counts in ((PromCounter, kind.counts), (Gauge, kind.gauges))
         )
         self._labelled = {
             key: counter(name=count.name, documentation=count.text, labelnames=[*labelnames, count.label])
-            for key, count in self.kind.labelled.items()
+            for key, count in kind.labelled.items()
         }
-        self._labels = {count.label: FewLabels() for count in self.kind.labelled.values()}
+        self._labels = {count.label: FewLabels() for count in kind.labelled.values()}
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         for key, children in self._counts.items():
             children[engine_idx].inc(transfer_stats_data[key])
-        for key, value in self.kind.gauge_values(transfer_stats_data).items():
+        for key, value in self._kind.gauge_values(transfer_stats_data).items():
             self._gauges[key][engine_idx].set(value)
         for key, metric in self._labelled.items():
-            labels = self._labels[self.kind.labelled[key].label]
+            labels = self._labels[self._kind.labelled[key].label]
             for value, count in transfer_stats_data[key].items():
                 of_engine = self._per_engine_labelvalues[engine_idx]
                 metric.labels(*of_engine, labels.name_of(value)).inc(count)

@@ -1,19 +1,37 @@
-"""Base class for connectors with a class of statistics, as all of Baton's have.
+"""Base classes of Baton's connectors.
 
-class MyConnector(ObservedConnector):
-    stats_kind, prom_kind = MyStats, MyPromMetrics      # see `counted`
+class MyConnector(ObservedConnector):                 # see `counted`
+    stats_kind = MyStats
+
+class OtherConnector(IdentityConnector):
+    stats_kind, scheduler_kind, worker_kind = OtherStats, OtherSchedulerHalf, OtherWorkerHalf
+
+    @classmethod
+    def identity_of(cls, vllm_config): return OtherIdentity.of_engine(own_config(vllm_config))
 """
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Callable
 from typing import Any, ClassVar
 
-from baton.contract import KVConnectorPromMetrics, KVConnectorStats, TwoHalves, host
+from baton.connectors.counted import CountedStats
+from baton.contract import (
+    KVConnectorPromMetrics,
+    KVConnectorSchedulerHalf,
+    KVConnectorStats,
+    KVConnectorWorkerHalf,
+    TwoHalvesOfGroups,
+    host,
+)
+from baton.core.config import EngineConfig
 
 
-class ObservedConnector(TwoHalves):
-    stats_kind: ClassVar[type[KVConnectorStats]]
-    prom_kind: ClassVar[type[KVConnectorPromMetrics]]
+class ObservedConnector(TwoHalvesOfGroups):
+    """A connector with statistics of its own."""
+
+    stats_kind: ClassVar[type[CountedStats]]
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:
@@ -27,4 +45,32 @@ class ObservedConnector(TwoHalves):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
-        return cls.prom_kind(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return cls.stats_kind.prom_metrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+
+
+class IdentityConnector(ObservedConnector):
+    """Its halves need nothing but an identity, which it reads from the engine's configuration."""
+
+    scheduler_kind: ClassVar[Callable[..., KVConnectorSchedulerHalf]]
+    worker_kind: ClassVar[Callable[..., KVConnectorWorkerHalf]]
+
+    @classmethod
+    @abstractmethod
+    def identity_of(cls, vllm_config: host.HostConfig) -> Any:
+        """Raises ConfigError."""
+
+    @classmethod
+    def make_scheduler_half(
+        cls, vllm_config: host.HostConfig, kv_cache_config: Any
+    ) -> KVConnectorSchedulerHalf:
+        return cls.scheduler_kind(cls.identity_of(vllm_config))
+
+    @classmethod
+    def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
+        return cls.worker_kind(cls.identity_of(vllm_config))
+
+
+def own_config(vllm_config: host.HostConfig) -> EngineConfig:
+    """The configuration of the embedded engine, the only host that makes these connectors."""
+    assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
+    return vllm_config

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.layer_reports import LayerReporter
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata
 from baton.connectors.pull.scheduler import MakeAnnouncer, PullSchedulerHalf
 from baton.connectors.pull.settings import PullSettings
-from baton.connectors.pull.stats import PullPromMetrics, PullStats
+from baton.connectors.pull.stats import PullStats
 from baton.connectors.pull.worker import PullWorkerHalf
 from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.settings import PushSettings
-from baton.connectors.push.worker import PushWorkerHalf
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
@@ -30,10 +31,9 @@ class BatonPullConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.P2P
     _empty_metadata = PullMetadata()
     _stats_kind = PullStats
-    _prom_kind = PullPromMetrics
     _settings_kind: ClassVar[type[PullSettings]] = PullSettings
     _announcer: ClassVar[MakeAnnouncer | None] = None
-    _worker_kind: ClassVar[type[PullWorkerHalf]] = PullWorkerHalf
+    _reporter: ClassVar[Callable[[int], LayerReporter] | None] = None
     _does_push: ClassVar[bool] = False
 
     @classmethod
@@ -47,10 +47,11 @@ class BatonPullConnector(ForwardingConnector):
     def make_worker_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorWorkerHalf:
-        return cls._worker_kind(
+        return PullWorkerHalf(
             cls._identity_of(vllm_config, kv_cache_config, is_worker=True),
             find_packing=partial(find_packing, vllm_config),
             empty_step_wait_s=EMPTY_STEP_S,
+            reporter=cls._reporter,
         )
 
     @classmethod
@@ -98,7 +99,7 @@ class BatonPushConnector(BatonPullConnector):
 
     _settings_kind: ClassVar[type[PullSettings]] = PushSettings
     _announcer: ClassVar[MakeAnnouncer | None] = PrefillAnnouncer
-    _worker_kind: ClassVar[type[PullWorkerHalf]] = PushWorkerHalf
+    _reporter: ClassVar[Callable[[int], LayerReporter] | None] = LayerReporter
     _does_push: ClassVar[bool] = True
 
     @classmethod

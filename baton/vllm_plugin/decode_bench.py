@@ -10,12 +10,12 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from baton.connectors.decode_bench.connector import WARNING
 from baton.connectors.decode_bench.halves import (
     DecodeBenchMetadata,
-    DecodeBenchPromMetrics,
     DecodeBenchSchedulerHalf,
     DecodeBenchStats,
     DecodeBenchWorkerHalf,
 )
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
+from baton.connectors.extra_config import parse_extra
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import groups_of
@@ -27,7 +27,6 @@ class BatonDecodeBenchConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
     _empty_metadata = DecodeBenchMetadata()
     _stats_kind = DecodeBenchStats
-    _prom_kind = DecodeBenchPromMetrics
     _stands_alone: ClassVar[bool] = True
 
     @classmethod
@@ -37,10 +36,10 @@ class BatonDecodeBenchConnector(ForwardingConnector):
         logger.warning(WARNING)
         block_tokens = int(vllm_config.cache_config.block_size)
         groups = groups_of(kv_cache_config, block_tokens)
-        return DecodeBenchSchedulerHalf(DecodeBenchSettings.parse(settings), block_tokens, groups)
+        return DecodeBenchSchedulerHalf(parse_extra(DecodeBenchSettings, settings), block_tokens, groups)
 
     @classmethod
     def make_worker_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorWorkerHalf:
-        return DecodeBenchWorkerHalf(DecodeBenchSettings.parse(settings))
+        return DecodeBenchWorkerHalf(parse_extra(DecodeBenchSettings, settings))

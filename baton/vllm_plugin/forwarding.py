@@ -3,7 +3,7 @@
     class BatonOtherConnector(ForwardingConnector):
         _cache_hit_source = CacheHitSource.DISK
         _empty_metadata = OtherMetadata()
-        _stats_kind, _prom_kind = OtherStats, OtherPromMetrics
+        _stats_kind = OtherStats
 
         @classmethod
         def make_scheduler_half(cls, vllm_config, kv_cache_config, settings): return OtherSchedulerHalf(...)
@@ -34,7 +34,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
-from baton import contract
+from baton.connectors.counted import CountedStats
 from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.contract import SupportsHMA as KnowsGroups
 from baton.contract.halves import HoldsOneHalf, forward_to_half
@@ -76,8 +76,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         Any  # vLLM's CacheHitSource, an attribute of its base class: where loaded tokens are from.
     )
     _empty_metadata: ClassVar[KVConnectorMetadata]  # Used for a step in which the scheduler half failed.
-    _stats_kind: ClassVar[type[contract.KVConnectorStats]]  # Its data has "failures": {reason: count}.
-    _prom_kind: ClassVar[type[contract.KVConnectorPromMetrics]]
+    _stats_kind: ClassVar[type[CountedStats]]  # Its data has "failures": {reason: count}.
     _stands_alone: ClassVar[bool] = False  # Must not be a child of MultiConnector.
 
     @classmethod
@@ -158,7 +157,9 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> BatonPromMetrics | None:
-        return BatonPromMetrics(cls._prom_kind, vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return BatonPromMetrics(
+            cls._stats_kind, vllm_config, metric_types, labelnames, per_engine_labelvalues
+        )
 
     # --- Scheduler half ------------------------------------------------------------------------
 

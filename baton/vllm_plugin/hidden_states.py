@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from baton.connectors.extra_config import FIELD
+from baton.connectors.extra_config import FIELD, parse_extra
 from baton.connectors.hidden_states.halves import (
     HiddenStatesMetadata,
-    HiddenStatesPromMetrics,
     HiddenStatesSchedulerHalf,
     HiddenStatesStats,
     HiddenStatesWorkerHalf,
@@ -108,7 +107,6 @@ class BatonHiddenStatesConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
     _empty_metadata = HiddenStatesMetadata()
     _stats_kind = HiddenStatesStats
-    _prom_kind = HiddenStatesPromMetrics
     _stands_alone: ClassVar[bool] = True
 
     @classmethod
@@ -123,7 +121,7 @@ class BatonHiddenStatesConnector(ForwardingConnector):
     def make_scheduler_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorSchedulerHalf:
-        parsed = HiddenStatesSettings.parse(settings)
+        parsed = parse_extra(HiddenStatesSettings, settings)
         layers_of(vllm_config, parsed)
         return VllmHiddenStatesSchedulerHalf(parsed)
 
@@ -131,7 +129,7 @@ class BatonHiddenStatesConnector(ForwardingConnector):
     def make_worker_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorWorkerHalf:
-        parsed = HiddenStatesSettings.parse(settings)
+        parsed = parse_extra(HiddenStatesSettings, settings)
         refuse_split_blocks(vllm_config.parallel_config, "hidden-state saving")
         layer = states_layer_of(kv_cache_config)
         return VllmHiddenStatesWorkerHalf(

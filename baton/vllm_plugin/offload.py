@@ -14,7 +14,7 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import OffloadMetadata
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
-from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
+from baton.connectors.offload.stats import OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.errors import ConfigError
@@ -36,7 +36,6 @@ class BatonOffloadConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.HOST
     _empty_metadata = OffloadMetadata()
     _stats_kind = OffloadStats
-    _prom_kind = OffloadPromMetrics
 
     @property
     def requires_kv_delivery(self) -> bool:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from baton.connectors.extra_config import parse_extra
 from baton.connectors.shared_storage import (
     StorageIdentity,
     StorageSchedulerHalf,
@@ -20,7 +21,7 @@ from baton.connectors.shared_storage import (
     StorageWorkerHalf,
 )
 from baton.connectors.shared_storage.metadata import StorageMetadata
-from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
+from baton.connectors.shared_storage.stats import StorageStats
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.hashing import HASH_SEED
 from baton.core.layout import ModelFingerprint
@@ -60,7 +61,6 @@ class BatonSharedStorageConnector(ForwardingConnector):
     _cache_hit_source = CacheHitSource.DISK
     _empty_metadata = StorageMetadata()
     _stats_kind = StorageStats
-    _prom_kind = StoragePromMetrics
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -95,7 +95,7 @@ def _identity_of(
         saves=bool(transfer.is_kv_producer),
         loads=bool(transfer.is_kv_consumer),
         secret=ours.find_secret(os.environ),
-        settings=StorageSettings.parse(settings),
+        settings=parse_extra(StorageSettings, settings),
         groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size)),
     )
 

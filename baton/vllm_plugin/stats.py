@@ -6,13 +6,13 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from baton import contract
+from baton.connectors.counted import CountedStats
 
 
 class BatonStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not installed where types are checked.
     """`data` has the format of `kind`; it is sent to the logging process as msgpack."""
 
-    def __init__(self, kind: type[contract.KVConnectorStats], data: dict[str, Any] | None = None) -> None:
+    def __init__(self, kind: type[CountedStats], data: dict[str, Any] | None = None) -> None:
         super().__init__(data or kind().data)
         self.kind = kind
 
@@ -31,10 +31,10 @@ class BatonStats(KVConnectorStats):  # type: ignore[misc]  # vLLM is not install
 
 
 class BatonPromMetrics(KVConnectorPromMetrics):  # type: ignore[misc]  # As above.
-    def __init__(self, kind: type[contract.KVConnectorPromMetrics], *of_engine: Any) -> None:
+    def __init__(self, kind: type[CountedStats], *of_engine: Any) -> None:
         """`of_engine`: vLLM's arguments, which Baton's classes take too."""
         super().__init__(*of_engine)
-        self._published = kind(*of_engine)
+        self._published = kind.prom_metrics(*of_engine)
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         self._published.observe(transfer_stats_data, engine_idx)

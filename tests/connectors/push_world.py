@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.pull.metadata import PullMetadata
-from baton.connectors.push import PrefillAnnouncer, PushSettings, PushWorkerHalf
+from baton.connectors.push import PrefillAnnouncer, PushSettings
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.engine.step import NewRequestData, SchedulerOutput
@@ -60,9 +61,8 @@ class PushEngine(Engine):
 
     def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> PullWorkerHalf:
         identity = EngineIdentity.of_engine(config, PushSettings, does_push=True)
-        worker = PushWorkerHalf(identity, epoch=epoch, **parts)
-        worker._reporter = _ReportsAtOnce(worker._reporter._tp_rank, self)  # type: ignore[assignment]
-        return worker
+        report: Any = partial(_ReportsAtOnce, engine=self)
+        return PullWorkerHalf(identity, epoch=epoch, reporter=report, **parts)
 
     # --- P ---------------------------------------------------------------------------------------
 

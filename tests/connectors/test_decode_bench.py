@@ -14,6 +14,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from baton.connectors.decode_bench import BatonDecodeBenchConnector
 from baton.connectors.decode_bench.halves import ANSWERED, DecodeBenchWorkerHalf
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
+from baton.connectors.extra_config import parse_extra
 from baton.connectors.multi.children import children_of
 from baton.core.config import EngineConfig, KVTransferConfig, ModelConfig
 from baton.core.errors import ConfigError
@@ -158,4 +159,4 @@ def test_a_cache_of_packed_bytes_is_refused() -> None:
 )
 def test_a_bad_setting_is_named(extra: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        DecodeBenchSettings.parse(extra)
+        parse_extra(DecodeBenchSettings, extra)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from baton.connectors.push.layer_reports import _REPORT, LayerReporter, LayerReportReceiver
+from baton.connectors.pull.layer_reports import _REPORT, LayerReporter, LayerReportReceiver
 
 PATIENCE_S = 60.0
 LAYER = torch.empty(0)

@@ -16,7 +16,7 @@ from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, Offlo
 from baton.connectors.offload.prompts import is_plain
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
-from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
+from baton.connectors.offload.stats import OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import KVConnectorOutput
 from baton.core.errors import BadTransferParams, ConfigError
@@ -112,7 +112,9 @@ def test_statistics_of_ranks_add_up_and_empty_ones_are_left_out() -> None:
     registry = prometheus_client.CollectorRegistry()
     kinds = (prometheus_client.Counter, prometheus_client.Gauge)
     types: Any = {kind: lambda kind=kind, **named: kind(**named, registry=registry) for kind in kinds}
-    metrics = OffloadPromMetrics(SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]})
+    metrics = OffloadStats.prom_metrics(
+        SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
+    )
     rebuilt = BatonOffloadConnector.build_kv_connector_stats(total.to_dict())
     assert rebuilt is not None
     metrics.observe(rebuilt.to_dict())

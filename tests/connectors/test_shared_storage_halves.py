@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from baton.connectors.extra_config import parse_extra
 from baton.connectors.jobs import Jobs
 from baton.connectors.registry import connector_class
 from baton.connectors.shared_storage import (
@@ -33,7 +34,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageReport,
 )
 from baton.connectors.shared_storage.prompts import Prompt
-from baton.connectors.shared_storage.stats import StoragePromMetrics, StorageStats
+from baton.connectors.shared_storage.stats import StorageStats
 from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
@@ -411,7 +412,7 @@ def test_a_dead_thread_is_reported() -> None:
 )
 def test_a_bad_setting_is_named(extra: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        StorageSettings.parse(extra)
+        parse_extra(StorageSettings, extra)
 
 
 def test_chunks_are_whole_blocks() -> None:
@@ -444,7 +445,7 @@ def test_counts_reach_prometheus() -> None:
     class Config:
         kv_transfer_config = None
 
-    metrics = StoragePromMetrics(Config(), kinds, ["engine"], {0: ["0"]})
+    metrics = StorageStats.prom_metrics(Config(), kinds, ["engine"], {0: ["0"]})
     of_rank, of_scheduler = StorageStats(), StorageStats()
     of_rank.add(loaded_chunks=2, loaded_bytes=100, load_s=0.5)
     of_rank.add_for("failures", "corrupt")

@@ -14,14 +14,14 @@ from typing import Any, ClassVar
 
 from baton.connectors.decode_bench.halves import (
     ANSWERED,
-    DecodeBenchPromMetrics,
     DecodeBenchSchedulerHalf,
     DecodeBenchStats,
     DecodeBenchWorkerHalf,
 )
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
+from baton.connectors.extra_config import parse_extra
 from baton.connectors.observed import ObservedConnector
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.config import EngineConfig
 
 logger = logging.getLogger(__name__)
@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 WARNING = "KV is SYNTHETIC in this engine (BatonDecodeBenchConnector): measure it, do not use its answers"
 
 
-class BatonDecodeBenchConnector(ObservedConnector, TwoHalvesOfGroups):
-    stats_kind, prom_kind = DecodeBenchStats, DecodeBenchPromMetrics
+class BatonDecodeBenchConnector(ObservedConnector):
+    stats_kind = DecodeBenchStats
     answered_params: ClassVar[frozenset[str]] = frozenset({ANSWERED})
     stands_alone: ClassVar[bool] = True
 
@@ -50,4 +50,4 @@ class BatonDecodeBenchConnector(ObservedConnector, TwoHalvesOfGroups):
 
 
 def _settings_of(vllm_config: host.HostConfig) -> DecodeBenchSettings:
-    return DecodeBenchSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    return parse_extra(DecodeBenchSettings, vllm_config.kv_transfer_config.kv_connector_extra_config)

@@ -13,15 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
+from baton.connectors.counted import Count, CountedStats, LabelledCount
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.contract import (
     KVConnectorMetadata,
-    KVConnectorSchedulerHalf,
-    KVConnectorWorkerHalf,
-    SupportsHMA,
     host,
 )
+from baton.contract.defaults import FinishesByFirstGroup, NoLayerHooks
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup, is_hybrid
 
@@ -55,11 +53,7 @@ class DecodeBenchStats(CountedStats):
         }
 
 
-class DecodeBenchPromMetrics(CountedPromMetrics):
-    kind = DecodeBenchStats
-
-
-class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
+class DecodeBenchSchedulerHalf(FinishesByFirstGroup):
     def __init__(
         self,
         settings: DecodeBenchSettings,
@@ -108,16 +102,11 @@ class DecodeBenchSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         num_synthetic = self._num_synthetic.pop(request.request_id, 0)
         return False, {ANSWERED: num_synthetic} if num_synthetic else None
 
-    def request_finished_all_groups(
-        self, request: host.Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
-
     def get_kv_connector_stats(self) -> DecodeBenchStats | None:
         return self._stats.take()
 
 
-class DecodeBenchWorkerHalf(KVConnectorWorkerHalf):
+class DecodeBenchWorkerHalf(NoLayerHooks):
     def __init__(self, settings: DecodeBenchSettings) -> None:
         self._settings = settings
         # One for each memory: layers may share memory, and a block belongs to only one group at a time.
@@ -153,14 +142,3 @@ class DecodeBenchWorkerHalf(KVConnectorWorkerHalf):
         index = torch.tensor(metadata.block_ids)
         for name, cache in self._caches.items():
             cache[index.to(cache.device)] = self._patterns[name]
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # Filled before the forward pass.
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        return
-
-    def wait_for_save(self) -> None:
-        return

@@ -6,12 +6,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from typing import Any, Self
 
 import msgspec
 
-from baton.connectors.extra_config import FIELD, parse_extra
+from baton.connectors.extra_config import FIELD
 from baton.core.errors import ConfigError
 
 
@@ -27,8 +25,3 @@ class DecodeBenchSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("must be finite", field=f"{FIELD}.fill_mean")
         if not 0 <= self.fill_std < math.inf:
             raise ConfigError("must be finite, and not negative", field=f"{FIELD}.fill_std")
-
-    @classmethod
-    def parse(cls, extra: Mapping[str, Any]) -> Self:
-        """Raises ConfigError naming the key."""
-        return parse_extra(cls, extra)

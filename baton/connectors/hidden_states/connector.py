@@ -14,22 +14,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
+from baton.connectors.extra_config import parse_extra
 from baton.connectors.hidden_states.halves import (
-    HiddenStatesPromMetrics,
     HiddenStatesSchedulerHalf,
     HiddenStatesStats,
     HiddenStatesWorkerHalf,
 )
 from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettings, includes_output
 from baton.connectors.observed import ObservedConnector
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.config import EngineConfig
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.transfer_params import parse_transfer_params
 
 
-class BatonHiddenStatesConnector(ObservedConnector, TwoHalvesOfGroups):
-    stats_kind, prom_kind = HiddenStatesStats, HiddenStatesPromMetrics
+class BatonHiddenStatesConnector(ObservedConnector):
+    stats_kind = HiddenStatesStats
     answered_params: ClassVar[frozenset[str]] = frozenset({PATH_KEY})
     stands_alone: ClassVar[bool] = True
 
@@ -75,4 +75,4 @@ class BatonHiddenStatesConnector(ObservedConnector, TwoHalvesOfGroups):
 
 
 def _settings_of(vllm_config: host.HostConfig) -> HiddenStatesSettings:
-    return HiddenStatesSettings.parse(vllm_config.kv_transfer_config.kv_connector_extra_config)
+    return parse_extra(HiddenStatesSettings, vllm_config.kv_transfer_config.kv_connector_extra_config)

@@ -21,18 +21,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
+from baton.connectors.counted import Count, CountedStats, LabelledCount
 from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettings, includes_output
 from baton.connectors.jobs import Jobs
 from baton.connectors.whole_file import write_whole
 from baton.contract import (
     KVConnectorMetadata,
-    KVConnectorSchedulerHalf,
-    KVConnectorWorkerHalf,
-    SupportsHMA,
     host,
 )
 from baton.contract.base import hidden_states_name
+from baton.contract.defaults import FinishesByFirstGroup, NoLayerHooks
 
 if TYPE_CHECKING:
     import torch
@@ -73,11 +71,7 @@ class HiddenStatesStats(CountedStats):
         return {name.replace("_", " "): self.data[name] for name in self.counts}
 
 
-class HiddenStatesPromMetrics(CountedPromMetrics):
-    kind = HiddenStatesStats
-
-
-class HiddenStatesSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
+class HiddenStatesSchedulerHalf(FinishesByFirstGroup):
     def __init__(self, settings: HiddenStatesSettings) -> None:
         self._settings = settings
         self._paths: dict[str, Path] = {}  # By request.
@@ -121,13 +115,8 @@ class HiddenStatesSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._saves.append(SaveStates(str(path), tuple(token_ids), tuple(block_ids)))
         return False, {PATH_KEY: str(path)}
 
-    def request_finished_all_groups(
-        self, request: host.Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
 
-
-class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
+class HiddenStatesWorkerHalf(NoLayerHooks):
     def __init__(
         self,
         settings: HiddenStatesSettings,
@@ -182,15 +171,6 @@ class HiddenStatesWorkerHalf(KVConnectorWorkerHalf):
                 (self._num_slots, len(self._layers), kv_layer.shape[-1]), device="cpu"
             )
         self._states[attn_metadata.slot_mapping.to("cpu"), column] = kv_layer.to("cpu")
-
-    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
-        return
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return
-
-    def wait_for_save(self) -> None:
-        return
 
     def get_kv_connector_stats(self) -> HiddenStatesStats | None:
         with self._lock:

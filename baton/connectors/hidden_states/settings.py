@@ -8,11 +8,11 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import msgspec
 
-from baton.connectors.extra_config import FIELD, parse_extra
+from baton.connectors.extra_config import FIELD
 from baton.core.errors import BadTransferParams, ConfigError
 
 PARAMS = "kv_transfer_params"
@@ -70,11 +70,6 @@ class HiddenStatesSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"must lie below {folder} and end in {SUFFIX}", field=f"{PARAMS}.{PATH_KEY}"
             )
         return path
-
-    @classmethod
-    def parse(cls, extra: Mapping[str, Any]) -> Self:
-        """Raises ConfigError naming the key."""
-        return parse_extra(cls, extra)
 
 
 def includes_output(params: Mapping[str, Any] | None) -> bool:

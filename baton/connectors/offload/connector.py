@@ -10,35 +10,22 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.connectors.observed import ObservedConnector
+from baton.connectors.observed import IdentityConnector, own_config
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
-from baton.connectors.offload.stats import OffloadPromMetrics, OffloadStats
+from baton.connectors.offload.stats import OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
+from baton.contract import host
 from baton.core.config import EngineConfig
 from baton.core.transfer_params import parse_offload_choice, parse_transfer_params
 
 
-class BatonOffloadConnector(ObservedConnector, TwoHalvesOfGroups):
-    stats_kind, prom_kind = OffloadStats, OffloadPromMetrics
+class BatonOffloadConnector(IdentityConnector):
+    stats_kind, scheduler_kind, worker_kind = OffloadStats, OffloadSchedulerHalf, OffloadWorkerHalf
 
     @classmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> OffloadIdentity:
-        assert isinstance(vllm_config, EngineConfig), (
-            f"expected an EngineConfig, got a {type(vllm_config).__name__}"
-        )
-        return OffloadIdentity.of_engine(vllm_config)
-
-    @classmethod
-    def make_scheduler_half(
-        cls, vllm_config: host.HostConfig, kv_cache_config: Any
-    ) -> KVConnectorSchedulerHalf:
-        return OffloadSchedulerHalf(cls.identity_of(vllm_config))
-
-    @classmethod
-    def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
-        return OffloadWorkerHalf(cls.identity_of(vllm_config))
+        return OffloadIdentity.of_engine(own_config(vllm_config))
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:

@@ -34,7 +34,8 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.offload.prompts import Prompt, is_plain
 from baton.connectors.offload.stats import OffloadStats
-from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf, SupportsHMA, host
+from baton.contract import KVConnectorMetadata, KVConnectorOutput, host
+from baton.contract.defaults import FinishesByFirstGroup
 from baton.contract.events import KVCacheEvent
 from baton.contract.reports import RankCombiner
 from baton.core.errors import BadTransferParams
@@ -54,7 +55,7 @@ class _Store:
     entries: list[Entry[BlockHash]]
 
 
-class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
+class OffloadSchedulerHalf(FinishesByFirstGroup):
     def __init__(self, identity: OffloadIdentity, events: StoreEvents | None = None) -> None:
         """`events`: replaces the default in a host that names blocks differently."""
         settings, num_slots = identity.settings, identity.num_slots
@@ -178,11 +179,6 @@ class OffloadSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             # The end of a prompt is to be evicted before its beginning, which is useful without it.
             self._index.refresh(reversed(prompt.keys))
         return False, None
-
-    def request_finished_all_groups(
-        self, request: host.Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
 
     # --- Step ------------------------------------------------------------------------------------
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
-from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
+from baton.connectors.counted import Count, CountedStats, LabelledCount
 
 LEVELS = ("used_slots", "num_slots")
 
@@ -80,7 +80,3 @@ class OffloadStats(CountedStats):
             reduced[f"{direction} GB/s"] = round(nbytes / seconds / 1e9, 3) if seconds else 0.0
         reduced["failures"] = sum(self.data["failures"].values())
         return reduced
-
-
-class OffloadPromMetrics(CountedPromMetrics):
-    kind = OffloadStats

@@ -12,20 +12,15 @@ import logging
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from baton.connectors.background_loads import BackgroundLoads
 from baton.connectors.extra_config import FIELD
 from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.offload.settings import GIB
 from baton.connectors.offload.stats import OffloadStats
-from baton.contract import (
-    KVConnectorMetadata,
-    KVConnectorTransferResults,
-    KVConnectorWorkerHalf,
-    host,
-)
+from baton.contract import KVConnectorMetadata, host
 from baton.core.errors import ConfigError
-from baton.core.kv_groups import has_tables
 from baton.tiers.host_memory import available_bytes
 
 if TYPE_CHECKING:
@@ -39,9 +34,10 @@ EMPTY_STEP_S = 0.005  # An empty step waits this long for loads, because the nex
 MakeCopies = Callable[[dict[str, "torch.Tensor"], OffloadIdentity], Copies]
 
 
-class OffloadWorkerHalf(KVConnectorWorkerHalf):
+class OffloadWorkerHalf(BackgroundLoads):
     def __init__(self, identity: OffloadIdentity, make_copies: MakeCopies | None = None) -> None:
         """`make_copies`: replaces the copies chosen by the caches' device."""
+        super().__init__(identity.groups)
         self._identity = identity
         self._make_copies = make_copies or copies_of
         self._copies: Copies | None = None  # Set when the cache is registered.
@@ -50,10 +46,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         self._stores: set[int] = set()  # Running.
         self._spoilt: set[int] = set()  # Running stores whose blocks may be overwritten meanwhile.
         self._loads: dict[int, LoadBlocks] = {}
-        self._received: set[str] = set()  # For this step's report, as are the fields below.
-        self._invalid_blocks: set[int] = set()
-        self._failed: set[str] = set()
-        self._report = OffloadReport(rank=identity.rank)
+        self._report = OffloadReport(rank=identity.rank)  # Of this step.
         self._stats = OffloadStats()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
@@ -91,21 +84,13 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
             if len(load.rows) == len(load.block_ids):
                 self._ready.load(load.job, load.block_ids, load.rows)
             else:
-                self._note_end(CopyEnd(load.job, error="the scheduler half found nothing to load"))
+                self._end_job(CopyEnd(load.job, error="the scheduler half found nothing to load"))
         self._due_stores = list(connector_metadata.stores)
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
         """Loads have run since the metadata was bound. An empty step waits briefly for their end."""
         if self._loads and forward_context.attn_metadata is None:
             self._ready.wait(self._loads.keys(), EMPTY_STEP_S)
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # Loads are asynchronous: a request computes after its load.
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        return  # Blocks are stored whole, after all layers.
 
     def wait_for_save(self) -> None:
         stores, self._due_stores = self._due_stores, []
@@ -118,24 +103,14 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         for store in self._due_stores:
             # The host has aborted the step, so these stores must not count.
             self._stores.add(store.job)
-            self._note_end(CopyEnd(store.job, error="the step was not finished"))
+            self._end_job(CopyEnd(store.job, error="the step was not finished"))
         self._due_stores = []
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         if self._copies is not None:
             for end in self._copies.take_ended():
-                self._note_end(end)
-        received, self._received = self._received, set()
-        return None, received or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        _, received = self.get_finished(finished_req_ids)
-        failed, self._failed = self._failed, set()
-        return KVConnectorTransferResults(set(), received or set(), failed)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
-        return invalid
+                self._end_job(end)
+        return super().get_finished(finished_req_ids)
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
         return self._stats.take()
@@ -156,7 +131,7 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
         assert self._copies is not None, "the cache must be registered before a copy"
         return self._copies
 
-    def _note_end(self, end: CopyEnd) -> None:
+    def _end_job(self, end: CopyEnd) -> None:
         report = self._report
         direction = "store" if end.job in self._stores else "load"
         if end.error:
@@ -171,13 +146,9 @@ class OffloadWorkerHalf(KVConnectorWorkerHalf):
                 self._spoilt.discard(end.job)
             return
         load = self._loads.pop(end.job)
-        self._received.add(load.request_id)
+        self._note_end(load.request_id, load.block_ids if end.error else None)
         report.loaded = (report.loaded or set()) | {end.job}
         if end.error:
-            if has_tables(self._identity.groups):
-                self._failed.add(load.request_id)
-            else:
-                self._invalid_blocks.update(load.block_ids)
             report.failed_loads = (report.failed_loads or set()) | {end.job}
 
 

@@ -7,38 +7,29 @@ reads them at once. D uses them if the lease held for the whole copy. docs/proto
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from baton.connectors.observed import ObservedConnector
+from baton.connectors.observed import IdentityConnector, own_config
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.scheduler import PullSchedulerHalf
-from baton.connectors.pull.stats import PullPromMetrics, PullStats
+from baton.connectors.pull.stats import PullStats
 from baton.connectors.pull.worker import PullWorkerHalf
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, TwoHalvesOfGroups, host
+from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.config import EngineConfig
 from baton.core.transfer_params import parse_transfer_params
 
 
-class BatonPullConnector(ObservedConnector, TwoHalvesOfGroups):
-    stats_kind, prom_kind = PullStats, PullPromMetrics
+class BatonPullConnector(IdentityConnector):
+    stats_kind = PullStats
+    scheduler_kind: ClassVar[Callable[..., KVConnectorSchedulerHalf]] = PullSchedulerHalf
+    worker_kind: ClassVar[Callable[..., KVConnectorWorkerHalf]] = PullWorkerHalf
     # The signed ticket, and vLLM's keys, which lead to the same blocks.
     answered_params = frozenset({"baton_ticket", "remote_block_ids", "remote_engine_id"})
 
     @classmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> EngineIdentity:
         """What the handoff needs to know of the host. A subclass for another host overrides this alone."""
-        assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
-        return EngineIdentity.of_engine(vllm_config)
-
-    @classmethod
-    def make_scheduler_half(
-        cls, vllm_config: host.HostConfig, kv_cache_config: Any
-    ) -> KVConnectorSchedulerHalf:
-        return PullSchedulerHalf(cls.identity_of(vllm_config))
-
-    @classmethod
-    def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
-        return PullWorkerHalf(cls.identity_of(vllm_config))
+        return EngineIdentity.of_engine(own_config(vllm_config))
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], object]:

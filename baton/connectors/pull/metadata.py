@@ -12,6 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from baton.connectors.pull.layer_reports import LayerReportOrder
 from baton.contract import AnyRank, KVConnectorHandshakeMetadata, KVConnectorMetadata, RankReport
 from baton.contract.reports import NotCombined
 from baton.core.ids import Address, Pair
@@ -72,11 +73,7 @@ class EndReads:
 
 @dataclass(frozen=True, slots=True)
 class FailedLoad:
-    """Every rank reports the request as received, and as failed.
-
-    With one block table its blocks are reported as invalid. With several tables a block id does not tell
-    which tokens are missing, so the whole request is reported as failed.
-    """
+    """Every rank reports the request as received, and as failed (`BackgroundLoads`)."""
 
     request_id: str
     block_ids: tuple[int, ...]
@@ -91,6 +88,7 @@ class PullMetadata(KVConnectorMetadata):
     wants_report: bool = False  # Report even if it is empty: a host may drop empty outputs.
     step: int = 0  # To be repeated in the report; 0: not counted.
     held_blocks: tuple[int, ...] = ()  # That requests new in this step found computed; for a host mirror.
+    layer_reports: LayerReportOrder | None = None  # None: computed layers are not reported.
 
 
 @dataclass(frozen=True, slots=True)

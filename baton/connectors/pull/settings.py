@@ -79,6 +79,11 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
         """The control url of a peer whom a client has named, if clients may: here they may not."""
         return None
 
+    @property
+    def reports_layers(self) -> bool:
+        """Whether each layer of a step is announced as soon as it is computed. Only push does that."""
+        return False
+
     def tcp_options(self, rank: int) -> TcpOptions:
         """Of this rank. Raises ConfigError if its port is above 65535."""
         return TcpOptions(

@@ -47,6 +47,10 @@ class PullStats(CountedStats):
         "refused": LabelledCount("baton:kv_tickets_refused", "reason", "Tickets refused."),
     }
 
+    @classmethod
+    def prom_metrics(cls, *of_engine: Any) -> PullPromMetrics:
+        return PullPromMetrics(cls, *of_engine)
+
     def reset(self) -> None:
         super().reset()
         self.data["transfers"] = []
@@ -83,10 +87,9 @@ class PullStats(CountedStats):
 
 
 class PullPromMetrics(CountedPromMetrics):
-    kind = PullStats
-
     def __init__(
         self,
+        kind: type[CountedStats],
         vllm_config: Any,
         metric_types: Mapping[type[Any], type[Any]],
         labelnames: list[str],
@@ -95,7 +98,7 @@ class PullPromMetrics(CountedPromMetrics):
         from prometheus_client import Counter as PromCounter
         from prometheus_client import Histogram
 
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        super().__init__(kind, vllm_config, metric_types, labelnames, per_engine_labelvalues)
         histogram, counter = metric_types[Histogram], metric_types[PromCounter]
         self._seconds, self._wire_seconds = (
             self.make_per_engine(

@@ -1,8 +1,9 @@
-"""The worker half of pull: moves bytes into this rank's blocks, and reports how each read ended.
+"""Worker half of pull and push: moves bytes into this rank's blocks, and reports how each read ended.
 
 It knows blocks, claims and peers' ranks; of requests only the ids that it is told to report. Reads are posted
 as soon as a step's metadata is bound, before the model runs. A scheduler half in the same process can order
 them at any time. Connections are made in the background. Ends of reads are collected at the end of each step.
+For push it also reports computed layers, if a step asks for it.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
+from baton.connectors.background_loads import BackgroundLoads
+from baton.connectors.extra_config import FIELD
 from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.layer_reports import LayerReporter
 from baton.connectors.pull.metadata import (
     EndReads,
     FailedLoad,
@@ -35,10 +39,9 @@ from baton.connectors.pull.reads.links import PeerLinks, RunInBackground
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
-    KVConnectorTransferResults,
-    KVConnectorWorkerHalf,
     host,
 )
+from baton.core.errors import ConfigError
 from baton.core.ids import Address, Epoch
 from baton.core.layout import SLOT, RankLayout
 from baton.protocol.handshake import RankCard
@@ -61,8 +64,8 @@ def new_epoch() -> Epoch:
     return Epoch(1 + secrets.randbelow(2**64 - 1))  # 0 means unknown: see Address.is_named_only.
 
 
-class PullWorkerHalf(KVConnectorWorkerHalf):
-    """Worker half of BatonPullConnector: reads the peers' blocks into this rank's cache.
+class PullWorkerHalf(BackgroundLoads):
+    """Worker half of BatonPullConnector, and with a reporter of BatonPushConnector.
 
     Args:
         epoch: of this rank's memory; None: random.
@@ -71,6 +74,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         clock: seconds, monotonic.
         find_packing: how the host's attention packs a block of these caches; None: slot by slot.
         empty_step_wait_s: how long a step that computes nothing waits for running reads, seconds.
+        reporter: makes what reports computed layers, given the tensor-parallel rank; None: pull only.
 
     Source: `vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1`, the worker's methods.
     """
@@ -85,7 +89,9 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         clock: Callable[[], float] = time.monotonic,
         find_packing: FindPacking | None = None,
         empty_step_wait_s: float = 0.0,
+        reporter: Callable[[int], LayerReporter] | None = None,
     ) -> None:
+        super().__init__(identity.groups)
         self._identity = identity
         self._rank = identity.rank
         self.prefer_cross_layer_blocks = identity.settings.cross_layer_blocks
@@ -96,6 +102,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         self._run_in_background = run_in_background or self._background.run
         self._find_packing = find_packing
         self._empty_step_wait_s = empty_step_wait_s
+        self._reporter = reporter(identity.tp_rank) if reporter is not None else None
+        self._layer_index: dict[str, int] = {}
         self._has_news = threading.Event()  # A read has ended; for steps that wait.
         # Wakes the host, or a step that waits.
         self._wake: Callable[[], None] | None = self._has_news.set if empty_step_wait_s else None
@@ -104,12 +112,15 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         self._card: RankCard | None = None
         self.mirror: HostMirror | None = None
         self._forward_context: host.ForwardContext | None = None  # Of this step, for the mirror.
-        self._received: set[str] = set()  # Of failed loads; for this step's report.
-        self._failed: set[str] = set()
-        self._invalid_blocks: set[int] = set()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._links is None, "registered once"
+        if self._identity.has_host_mirror and self._identity.settings.reports_layers:
+            raise ConfigError(
+                "layer cannot go with kv_buffer_device cpu: what a step computes is there at its end",
+                field=f"{FIELD}.stream",
+            )
+        self._layer_index = {name: index for index, name in enumerate(kv_caches)}
         packing = SLOT if self._find_packing is None else self._find_packing(kv_caches)
         if packing != SLOT:
             logger.info("the cache's blocks are packed as %r", packing)
@@ -175,6 +186,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         assert isinstance(connector_metadata, PullMetadata)
         for order in connector_metadata.orders:
             self._carry_out_contained(order)
+        if self._reporter is not None:
+            self._reporter.begin(connector_metadata.layer_reports)
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
         """Loads are under way since the metadata was bound.
@@ -192,13 +205,11 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             self._has_news.wait(remaining_s)
             self._has_news.clear()
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # Loads are asynchronous: no request computes before its blocks are here.
-
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        return  # Peers read the cache itself.
+        if self._reporter is not None:
+            self._reporter.layer_computed(self._layer_index[layer_name], kv_layer)
 
     def wait_for_save(self) -> None:
         if self.mirror is None or not self._identity.is_producer:
@@ -220,20 +231,9 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
 
     def clear_connector_metadata(self) -> None:
         self._forward_context = None
+        if self._reporter is not None:
+            self._reporter.begin(None)
         super().clear_connector_metadata()
-
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        received, self._received = self._received, set()
-        return None, received or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        _, received = self.get_finished(finished_req_ids)
-        failed, self._failed = self._failed, set()
-        return KVConnectorTransferResults(set(), received or set(), failed)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        invalid, self._invalid_blocks = self._invalid_blocks, set()
-        return invalid
 
     def build_connector_worker_meta(self) -> PullWorkerReport | None:
         ended = self._take_ended()
@@ -267,6 +267,8 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
         return end
 
     def shutdown(self) -> None:
+        if self._reporter is not None:
+            self._reporter.close(self._identity.settings.shutdown_timeout_s)
         if self._links is not None:
             self._links.close()
         self._background.close(self._identity.settings.shutdown_timeout_s)
@@ -290,11 +292,7 @@ class PullWorkerHalf(KVConnectorWorkerHalf):
             case EndReads(claim):
                 links.cancel(claim)
             case FailedLoad(request_id, block_ids):
-                self._received.add(request_id)
-                if self._identity.has_block_tables:
-                    self._failed.add(request_id)
-                else:
-                    self._invalid_blocks.update(block_ids)
+                self._note_end(request_id, block_ids)
             case _:
                 assert_never(order)
 

@@ -3,6 +3,5 @@
 from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.connector import BatonPushConnector
 from baton.connectors.push.settings import PushSettings
-from baton.connectors.push.worker import PushWorkerHalf
 
-__all__ = ["BatonPushConnector", "PrefillAnnouncer", "PushSettings", "PushWorkerHalf"]
+__all__ = ["BatonPushConnector", "PrefillAnnouncer", "PushSettings"]

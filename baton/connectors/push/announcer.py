@@ -11,16 +11,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.intent import LendBlocks, hash_of_prompt, transfer_of_request
+from baton.connectors.pull.layer_reports import LayerReportReceiver
 from baton.connectors.pull.metadata import PullMetadata, PullWorkerReport
 from baton.connectors.pull.scheduler import Changing
 from baton.connectors.pull.stats import PullStats
-from baton.connectors.push.layer_reports import LayerReportReceiver
-from baton.connectors.push.metadata import PushMetadata
 from baton.connectors.push.prefills import Prefills
 from baton.connectors.push.settings import PushSettings
 from baton.contract import host
@@ -112,13 +112,7 @@ class PrefillAnnouncer:
             # that computes a whole prompt has often begun when the consumer's question arrives.
             self._layer_reports.raise_if_dead()
             order = self._layer_reports.order(self._num_steps)
-        return PushMetadata(
-            metadata.orders,
-            wants_report=True,
-            step=self._num_steps,
-            held_blocks=metadata.held_blocks,
-            layer_reports=order,
-        )
+        return replace(metadata, wants_report=True, step=self._num_steps, layer_reports=order)
 
     def reported(self, reports: Sequence[PullWorkerReport], now: float) -> None:
         if len(reports) == self._identity.num_ranks:

@@ -7,33 +7,27 @@ that BatonPullConnector does, so one pair of engines serves both kinds of router
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
+from baton.connectors.observed import own_config
 from baton.connectors.pull.connector import BatonPullConnector
 from baton.connectors.pull.identity import EngineIdentity
+from baton.connectors.pull.layer_reports import LayerReporter
 from baton.connectors.pull.scheduler import PullSchedulerHalf
+from baton.connectors.pull.worker import PullWorkerHalf
 from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.settings import PushSettings
-from baton.connectors.push.worker import PushWorkerHalf
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
-from baton.core.config import EngineConfig
+from baton.contract import host
 
 
 class BatonPushConnector(BatonPullConnector):
+    scheduler_kind = partial(PullSchedulerHalf, announcer=PrefillAnnouncer)
+    worker_kind = partial(PullWorkerHalf, reporter=LayerReporter)
+
     @classmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> EngineIdentity:
-        assert isinstance(vllm_config, EngineConfig), f"no way to read a {type(vllm_config).__name__}"
-        return EngineIdentity.of_engine(vllm_config, PushSettings, does_push=True)
-
-    @classmethod
-    def make_scheduler_half(
-        cls, vllm_config: host.HostConfig, kv_cache_config: Any
-    ) -> KVConnectorSchedulerHalf:
-        return PullSchedulerHalf(cls.identity_of(vllm_config), announcer=PrefillAnnouncer)
-
-    @classmethod
-    def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
-        return PushWorkerHalf(cls.identity_of(vllm_config))
+        return EngineIdentity.of_engine(own_config(vllm_config), PushSettings, does_push=True)
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

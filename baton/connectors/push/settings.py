@@ -37,6 +37,10 @@ class PushSettings(PullSettings, frozen=True, kw_only=True):
             except PeerError as error:
                 raise ConfigError(f"{peer!r} is no host:port", field=f"{FIELD}.allowed_peers") from error
 
+    @property
+    def reports_layers(self) -> bool:
+        return self.stream == "layer"
+
     def url_of_peer(self, host: str, port: int) -> str | None:
         """The control URL of a peer that a client has named; None if the client may not name it."""
         peer = f"{bracketed(host)}:{port}"

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from baton.connectors.extra_config import parse_extra
 from baton.connectors.shared_storage.layer_kinds import LayerKind, kinds_of
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.config import ClusterSecret, EngineConfig
@@ -57,7 +58,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
             secret=config.transfer_secret,
-            settings=StorageSettings.parse(transfer.kv_connector_extra_config),
+            settings=parse_extra(StorageSettings, transfer.kv_connector_extra_config),
             groups=config.kv_cache_groups,
         )
 

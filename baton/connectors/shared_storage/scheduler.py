@@ -42,11 +42,10 @@ from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
     KVConnectorOutput,
-    KVConnectorSchedulerHalf,
     RankCombiner,
-    SupportsHMA,
     host,
 )
+from baton.contract.defaults import FinishesByFirstGroup
 from baton.core.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -55,7 +54,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
+class StorageSchedulerHalf(FinishesByFirstGroup):
     def __init__(self, identity: StorageIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
         """Raises ConfigError if the folder cannot be used."""
         settings = identity.settings
@@ -138,11 +137,6 @@ class StorageSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def request_finished(self, request: host.Request, block_ids: list[int]) -> tuple[bool, None]:
         self._prompts.pop(request.request_id, None)
         return False, None
-
-    def request_finished_all_groups(
-        self, request: host.Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, None]:
-        return self.request_finished(request, block_ids[0])
 
     def _prompt_of(self, request: host.Request) -> Prompt | None:
         """None for a prompt without tokens, whose KV cannot be named."""

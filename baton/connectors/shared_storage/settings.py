@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Self
 
 import msgspec
 
-from baton.connectors.extra_config import FIELD, parse_extra
+from baton.connectors.extra_config import FIELD
 from baton.core.errors import ConfigError
 
 CHUNK_TOKENS = 256
@@ -69,8 +67,3 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"must be a multiple of the block size, {block_tokens}", field=f"{FIELD}.chunk_tokens"
             )
         return self.chunk_tokens
-
-    @classmethod
-    def parse(cls, extra: Mapping[str, Any]) -> Self:
-        """Raises ConfigError naming the key."""
-        return parse_extra(cls, extra)

@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import ClassVar
 
-from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
+from baton.connectors.counted import Count, CountedStats, LabelledCount
 
 
 @dataclass
@@ -65,7 +65,3 @@ class StorageStats(CountedStats):
             "unusable": sum(data["failures"].values()),
             "not saved": sum(data["not_saved"].values()),
         }
-
-
-class StoragePromMetrics(CountedPromMetrics):
-    kind = StorageStats

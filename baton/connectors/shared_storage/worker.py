@@ -18,8 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
+from baton.connectors.background_loads import BackgroundLoads
 from baton.connectors.jobs import Jobs
 from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
@@ -34,11 +35,7 @@ from baton.connectors.shared_storage.stats import StorageStats
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
-    KVConnectorTransferResults,
-    KVConnectorWorkerHalf,
-    host,
 )
-from baton.core.kv_groups import has_tables
 from baton.core.layout import SLOT
 
 if TYPE_CHECKING:
@@ -67,8 +64,9 @@ class _Copy:
     body: torch.Tensor
 
 
-class StorageWorkerHalf(KVConnectorWorkerHalf):
+class StorageWorkerHalf(BackgroundLoads):
     def __init__(self, identity: StorageIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(identity.groups)
         settings = identity.settings
         self._identity = identity
         self._folder = Path(settings.path)
@@ -84,14 +82,11 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         self._readers = Jobs(f"kv-read-{identity.rank}", settings.io_threads)
         self._reading: dict[int, tuple[Load, float]] = {}  # By thread: its load, and the start of the read.
         self._writer = Jobs(f"kv-write-{identity.rank}")
-        self._lock = threading.Lock()  # Guards the fields below, which the threads set.
+        # Guarded by the lock too, because the threads set them.
         self._backlog_bytes = 0
         self._num_unwritten = 0  # Since the last log line; used by the writer's thread.
         self._logged_unwritten_s: float | None = None
-        self._finished: set[str] = set()
-        self._invalid_blocks: set[int] = set()
-        self._failed: set[str] = set()  # For our scheduler half.
-        self._failed_whole: set[str] = set()  # For the host.
+        self._failed_loads: set[str] = set()  # For our scheduler half.
         self._stats = StorageStats()
 
     # --- Start ---------------------------------------------------------------------------------
@@ -143,17 +138,6 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
             for index in range(len(order.parts)):
                 self._readers.put(partial(self._run_part, load, index))
 
-    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
-        return  # Loads run since the metadata was bound.
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        return  # Loads are asynchronous: a request computes after its load.
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        return  # A chunk is copied when all its layers are computed.
-
     def wait_for_save(self) -> None:
         metadata = self._connector_metadata
         assert isinstance(metadata, StorageMetadata)
@@ -177,23 +161,10 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         overdue += self._loads.values() if self._are_all_readers_stuck() else self._stuck_loads()
         for load in overdue:
             self._end_load(load.fail("timeout"))
-        with self._lock:
-            finished, self._finished = self._finished, set()
-        for request_id in finished:
+        sent, received = super().get_finished(finished_req_ids)
+        for request_id in received or ():
             self._loads.pop(request_id, None)
-        return None, finished or None
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        _, received = self.get_finished(finished_req_ids)
-        with self._lock:
-            failed = self._failed_whole & (received or set())  # Loads that end later are reported later.
-            self._failed_whole -= failed
-        return KVConnectorTransferResults(set(), received or set(), failed)
-
-    def get_block_ids_with_load_errors(self) -> set[int]:
-        with self._lock:
-            invalid, self._invalid_blocks = self._invalid_blocks, set()
-        return invalid
+        return sent, received
 
     def get_kv_connector_stats(self) -> StorageStats | None:
         with self._lock:
@@ -203,7 +174,7 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         bound = self._connector_metadata
         is_known = isinstance(bound, StorageMetadata) and bool(bound.namespaces)
         with self._lock:
-            failed, self._failed = self._failed, set()
+            failed, self._failed_loads = self._failed_loads, set()
         copied, self._copied = self._copied, set()
         if is_known and not copied and not failed:
             return None
@@ -330,15 +301,13 @@ class StorageWorkerHalf(KVConnectorWorkerHalf):
         """From any thread. None: the load continues."""
         if end is None:
             return
-        with self._lock:
-            self._finished.add(end.request_id)
-            if end.reason is not None:
-                self._failed.add(end.request_id)
-                if has_tables(self._identity.groups):
-                    self._failed_whole.add(end.request_id)  # Windows need the end.
-                else:
-                    self._invalid_blocks.update(block for part in end.not_loaded for block in part.block_ids)
+        if end.reason is None:
+            self._note_end(end.request_id)
+        else:
+            with self._lock:
+                self._failed_loads.add(end.request_id)
                 self._stats.add_for("failures", end.reason)
+            self._note_end(end.request_id, [block for part in end.not_loaded for block in part.block_ids])
         self._wake()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from baton.connectors.push.layer_reports import LayerReportOrder, LayerReportReceiver
+from baton.connectors.pull.layer_reports import LayerReportOrder, LayerReportReceiver
 
 
 class LayerReports(LayerReportReceiver):

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from baton.connectors.push.metadata import PushMetadata
 from baton.core.ids import BlockId, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.protocol.ticket import open_ticket
@@ -135,7 +134,7 @@ class Prefills:
         if world.chance(faults.stall):
             world.count("prefill stalls")
             took_s += STALL_S
-        reports_layers = isinstance(metadata, PushMetadata) and metadata.layer_reports is not None
+        reports_layers = metadata.layer_reports is not None
         if reports_layers and world.chance(faults.layerwise):
             world.after(took_s / 2, lambda: self._host.when_awake(partial(self._layer_computed, step)))
         world.after(took_s, lambda: self._host.when_awake(partial(self._computed, step)))

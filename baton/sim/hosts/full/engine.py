@@ -27,7 +27,6 @@ from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerH
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.settings import PushSettings
-from baton.connectors.push.worker import PushWorkerHalf
 from baton.contract import (
     KVConnectorOutput,
     KVConnectorSchedulerHalf,
@@ -189,10 +188,8 @@ class Engine(Process):
             "clock": self.clock,
         }
         identity = self._identity(msgspec.structs.replace(config, parallel_config=of_rank))
-        if self.cluster.mode == "push":
-            worker: PullWorkerHalf = PushWorkerHalf(identity, reporter=self._reporter, **how)
-        else:
-            worker = PullWorkerHalf(identity, **how)
+        reporter = self._reporter if self.cluster.mode == "push" else None
+        worker = PullWorkerHalf(identity, reporter=reporter, **how)
         half: KVConnectorWorkerHalf = worker
         if self.offload is not None:
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from baton.connectors.push.layer_reports import LayerReporter, LayerReportOrder
+from baton.connectors.pull.layer_reports import LayerReporter, LayerReportOrder
 
 if TYPE_CHECKING:
     from baton.sim.hosts.full.engine import Engine
