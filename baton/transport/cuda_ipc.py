@@ -22,26 +22,15 @@ import msgspec
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import OpId, PeerHandle, Prepared
-from baton.transport.completions import QueuedTransport
+from baton.transport.base import PeerHandle
 from baton.transport.cuda_driver import HANDLE_BYTES, CudaDriver, DeviceMemory
-from baton.transport.decoding import Endpoint, decode_endpoint
-from baton.transport.host_identity import HostProcess, require_same_host, this_process
-from baton.transport.identity_page import (
-    IDENTITY_BYTES,
-    NONCE_BYTES,
-    IdentityPage,
-    identity_bytes,
-    let_peers_read,
-    prove_identity,
-)
-from baton.transport.reader_pool import ReaderPool
-from baton.transport.spans import Copies, SpanTable, check_regions
+from baton.transport.decoding import decode_endpoint
+from baton.transport.host_identity import require_same_host, this_process
+from baton.transport.identity_page import HostEndpoint, let_peers_read
+from baton.transport.reader_pool import ThreadedReader
+from baton.transport.spans import Copies, PreparedSpans, SpanTable, check_regions
 
 VERSION = 1
-NUM_READERS = 1  # It only launches copies and waits for them.
-BATCH_COPIES_MAX = 1024
-BATCH_BYTES_MAX = 256 << 20  # About 0.1 ms of device memory bandwidth.
 
 
 class SharedRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -51,11 +40,7 @@ class SharedRegion(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     device_uuid: bytes
 
 
-class CudaIpcEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
-    process: HostProcess
-    identity_address: int
-    generation: int
-    nonce: bytes
+class CudaIpcEndpoint(HostEndpoint, frozen=True, forbid_unknown_fields=True):
     regions: tuple[SharedRegion, ...]
 
 
@@ -63,23 +48,19 @@ class CudaIpcEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
 class CudaIpcPeer(PeerHandle):
     address: Address
     endpoint: CudaIpcEndpoint
-    identity: bytes
     device: int  # Index of the GPU that both use.
     mapped: dict[bytes, int]  # Addresses of the peer's allocations in this process, by handle.
     regions: tuple[Region, ...]  # The peer's regions, by their addresses in this process.
     lost: str | None = None
 
 
-@dataclass(frozen=True)
-class CudaIpcPrepared(Prepared):
-    peer: CudaIpcPeer
-    table: SpanTable
-
-
-class CudaIpcTransport(QueuedTransport):
+class CudaIpcTransport(ThreadedReader[CudaIpcPeer]):
     """Transport of one rank. Thread-safe."""
 
     name = "cuda_ipc"
+    num_threads = 1  # It only launches copies and waits for them.
+    batch_copies_max = 1024
+    batch_bytes_max = 256 << 20  # About 0.1 ms of device memory bandwidth.
 
     def __init__(
         self,
@@ -90,21 +71,11 @@ class CudaIpcTransport(QueuedTransport):
         on_completion: Callable[[], None] | None = None,
     ) -> None:
         """Raises TransferError if there is no CUDA driver or device."""
-        super().__init__(address, on_completion)
+        super().__init__(address, thread_cpus, on_completion)
         self._driver = driver if driver is not None else CudaDriver()
-        self._identity = IdentityPage(address.epoch)
         self._uuids: dict[bytes, int] = {}  # Of the devices of our regions.
         self._lock = threading.Lock()
         self._peers: set[CudaIpcPeer] = set()
-        self._pool = ReaderPool[CudaIpcPeer](
-            self.name,
-            self._read_batch,
-            self.completions,
-            num_threads=NUM_READERS,
-            thread_cpus=thread_cpus,
-            batch_copies_max=BATCH_COPIES_MAX,
-            batch_bytes_max=BATCH_BYTES_MAX,
-        )
 
     def register(self, regions: Sequence[Region]) -> bytes:
         assert not self._regions, "register() is called once"
@@ -118,29 +89,18 @@ class CudaIpcTransport(QueuedTransport):
             handle, offset = self._driver.share(region)
             shared.append(SharedRegion(handle, offset, region.nbytes, uuid))
         let_peers_read()
-        return msgspec.msgpack.encode(
-            CudaIpcEndpoint(
-                version=VERSION,
-                engine_id=self._address.engine_id,
-                epoch=self._address.epoch,
-                process=this_process(),
-                identity_address=self._identity.address,
-                generation=self._identity.generation,
-                nonce=self._identity.nonce,
-                regions=tuple(shared),
-            )
-        )
+        fields = self._identity.fields_of(self._address)
+        return msgspec.msgpack.encode(CudaIpcEndpoint(version=VERSION, **fields, regions=tuple(shared)))
 
     def connect(self, address: Address, endpoint: bytes) -> CudaIpcPeer:
         named = _decode_endpoint(address, endpoint)
         require_same_host(this_process(), named.process)
-        identity = identity_bytes(named.epoch, named.generation, named.nonce)
-        prove_identity(named.process.pid, named.identity_address, identity, engine_id=named.engine_id)
+        named.prove()
         uuids = {region.device_uuid for region in named.regions}
         if len(uuids) != 1 or not uuids <= self._uuids.keys():
             raise TransferError(f"{address.engine_id} has its cache on another GPU")
         device = self._uuids[uuids.pop()]
-        self._pool.start()
+        self._start_threads()
         mapped: dict[bytes, int] = {}
         try:
             for region in named.regions:
@@ -148,7 +108,7 @@ class CudaIpcTransport(QueuedTransport):
                     mapped[region.handle] = self._driver.open(region.handle, device)
             regions = tuple(Region(mapped[r.handle] + r.offset, r.nbytes) for r in named.regions)
             check_regions(regions)
-            peer = CudaIpcPeer(address, named, identity, device, mapped, regions)
+            peer = CudaIpcPeer(address, named, device, mapped, regions)
             with self._lock:
                 self._peers.add(peer)
             return peer
@@ -156,7 +116,7 @@ class CudaIpcTransport(QueuedTransport):
             self._unmap(mapped)
             raise
 
-    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> CudaIpcPrepared:
+    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> PreparedSpans[CudaIpcPeer]:
         assert isinstance(peer, CudaIpcPeer)
         table = SpanTable(spans, self._regions, peer.regions)
         for span in table.merged:
@@ -164,31 +124,20 @@ class CudaIpcTransport(QueuedTransport):
                 raise TransferError(
                     f"the blocks for {peer.address.engine_id} are on another GPU than its own"
                 )
-        return CudaIpcPrepared(peer, table)
-
-    def post_read(
-        self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
-    ) -> OpId:
-        assert isinstance(prepared, CudaIpcPrepared)
-        return self._pool.post(prepared.peer, prepared.table.expand(local_blocks, remote_blocks))
-
-    def cancel(self, op: OpId) -> None:
-        self._pool.cancel(op)
+        return PreparedSpans(peer, table)
 
     def disconnect(self, peer: PeerHandle) -> None:
         assert isinstance(peer, CudaIpcPeer)
-        self._pool.lose(peer, "disconnected")
+        self._lose(peer, "disconnected")
         with self._lock:
             if peer not in self._peers:
                 return
             self._peers.discard(peer)
-        self._pool.wait_quiet(peer)
+        self._wait_quiet(peer)
         self._unmap(peer.mapped)
 
     def close(self) -> None:
-        # First of all, because reads in progress must not count once the memory is freed.
-        self._identity.void()
-        self._pool.close()
+        super().close()
         with self._lock:
             peers = list(self._peers)
         for peer in peers:
@@ -197,12 +146,7 @@ class CudaIpcTransport(QueuedTransport):
     def _read_batch(self, peer: CudaIpcPeer, batch: Copies) -> None:
         self._driver.copy(batch, peer.device)
         try:
-            prove_identity(
-                peer.endpoint.process.pid,
-                peer.endpoint.identity_address,
-                peer.identity,
-                engine_id=peer.address.engine_id,
-            )
+            peer.endpoint.prove()
         except PeerError as error:
             raise TransferError(f"withdrawn during the read: {error}") from error
 
@@ -214,12 +158,7 @@ class CudaIpcTransport(QueuedTransport):
 
 def _decode_endpoint(address: Address, endpoint: bytes) -> CudaIpcEndpoint:
     named = decode_endpoint(CudaIpcEndpoint, "cuda_ipc", VERSION, address, endpoint)
-    well_formed = (
-        len(named.nonce) == NONCE_BYTES
-        and 0 <= named.generation < 2**64
-        and all(len(r.handle) == HANDLE_BYTES and r.offset >= 0 and r.nbytes > 0 for r in named.regions)
-    )
-    if not well_formed:
-        raise PeerError(f"malformed cuda_ipc endpoint of {address.engine_id}: a field of the wrong size")
-    check_regions([Region(named.identity_address, IDENTITY_BYTES)])
+    named.check_sizes("cuda_ipc")
+    if not all(len(r.handle) == HANDLE_BYTES and r.offset >= 0 and r.nbytes > 0 for r in named.regions):
+        raise PeerError(f"malformed cuda_ipc endpoint of {address.engine_id}: a region of the wrong size")
     return named

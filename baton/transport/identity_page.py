@@ -10,11 +10,17 @@ page before it frees any memory, a void page stays void, and no successor has th
 import ctypes
 import errno
 import secrets
+from typing import Any
 
 import numpy as np
 
 from baton.core.errors import PeerError, TransferError
+from baton.core.ids import Address
+from baton.core.layout import Region
+from baton.transport.decoding import Endpoint
+from baton.transport.host_identity import HostProcess, this_process
 from baton.transport.iovec import Scratch, iovec_array, read_process_memory
+from baton.transport.spans import check_regions
 
 PAGE_BYTES = 16
 NONCE_BYTES = 32
@@ -23,6 +29,32 @@ IDENTITY_BYTES = PAGE_BYTES + NONCE_BYTES
 _PR_SET_PTRACER = 0x59616D61
 _PR_SET_PTRACER_ANY = ctypes.c_ulong(-1)
 _libc = ctypes.CDLL(None)
+
+
+class HostEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
+    """Names the owner's process, and what its identity page holds."""
+
+    process: HostProcess
+    identity_address: int
+    generation: int
+    nonce: bytes
+
+    @property
+    def identity(self) -> bytes:
+        return identity_bytes(self.epoch, self.generation, self.nonce)
+
+    def check_sizes(self, name: str) -> None:
+        """Raises PeerError for fields that no owner can have made."""
+        if len(self.nonce) != NONCE_BYTES or not 0 <= self.generation < 2**64:
+            raise PeerError(
+                f"malformed {name} endpoint of {self.engine_id}: nonce or generation of the wrong size"
+            )
+        check_regions([Region(self.identity_address, IDENTITY_BYTES)])
+
+    def prove(self) -> None:
+        """Raises TransferError if the owner is on another host, or its memory cannot be read; PeerError if
+        the page is not there, so that the process is not the owner."""
+        prove_identity(self.process.pid, self.identity_address, self.identity, engine_id=self.engine_id)
 
 
 class IdentityPage:
@@ -37,6 +69,17 @@ class IdentityPage:
     @property
     def address(self) -> int:
         return self._memory.address
+
+    def fields_of(self, address: Address) -> dict[str, Any]:
+        """Fields of the owner's HostEndpoint."""
+        return {
+            "engine_id": address.engine_id,
+            "epoch": address.epoch,
+            "process": this_process(),
+            "identity_address": self.address,
+            "generation": self.generation,
+            "nonce": self.nonce,
+        }
 
     def void(self) -> None:
         """Invalidates all later reads. Call it before any memory is freed."""

@@ -21,39 +21,28 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from baton.core.errors import PeerError, TransferError
+from baton.core.errors import TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import OpId, PeerHandle, Prepared
-from baton.transport.completions import QueuedTransport
-from baton.transport.decoding import Endpoint, decode_endpoint
-from baton.transport.host_identity import HostProcess, require_same_host, this_process
-from baton.transport.identity_page import (
-    IDENTITY_BYTES,
-    NONCE_BYTES,
-    PAGE_BYTES,
-    IdentityPage,
-    epoch_page,
-    explain,
-    identity_bytes,
-    let_peers_read,
-    prove_identity,
-)
+from baton.transport.base import PeerHandle
+from baton.transport.decoding import decode_endpoint
+from baton.transport.host_identity import require_same_host, this_process
+from baton.transport.identity_page import PAGE_BYTES, HostEndpoint, epoch_page, explain, let_peers_read
 from baton.transport.iovec import IOV_MAX, Scratch, iovec_array, read_process_memory
-from baton.transport.reader_pool import ReaderPool
-from baton.transport.spans import Copies, Int64s, SpanTable, check_regions, require_host_memory
+from baton.transport.reader_pool import ThreadedReader
+from baton.transport.spans import (
+    Copies,
+    Int64s,
+    PreparedSpans,
+    SpanTable,
+    check_regions,
+    require_host_memory,
+)
 
-CALL_BYTES_MAX = 8 << 20  # Bounds the delay of a cancel: about 2 ms.
-CALL_COPIES_MAX = IOV_MAX - 2  # Less the epoch pages before and after.
-# One thread copies at about half of the memory's speed; the second one helps with more than one call.
-NUM_READERS = 2
+VERSION = 1
 
 
-class LocalEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
-    process: HostProcess
-    identity_address: int  # See identity_page.
-    generation: int
-    nonce: bytes
+class LocalEndpoint(HostEndpoint, frozen=True, forbid_unknown_fields=True):
     regions: tuple[Region, ...]
 
 
@@ -68,37 +57,24 @@ class LocalPeer(PeerHandle):
         return epoch_page(self.address.epoch, self.endpoint.generation)
 
 
-@dataclass(frozen=True)
-class LocalPrepared(Prepared):
-    peer: LocalPeer
-    table: SpanTable
-
-
-class LocalTransport(QueuedTransport):
+class LocalTransport(ThreadedReader[LocalPeer]):
     """Transport of one rank. Thread-safe."""
 
     name = "local"
+    # One thread copies at about half of the memory's speed; the second one helps with more than one call.
+    num_threads = 2
+    batch_copies_max = IOV_MAX - 2  # Less the epoch pages before and after.
+    batch_bytes_max = 8 << 20  # Bounds the delay of a cancel: about 2 ms.
 
     def __init__(
         self,
         address: Address,
         *,
         thread_cpus: Collection[int] | None = None,
-        num_readers: int = NUM_READERS,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
-        super().__init__(address, on_completion)
-        self._identity = IdentityPage(address.epoch)
+        super().__init__(address, thread_cpus, on_completion)
         self._registered = False
-        self._pool = ReaderPool[LocalPeer](
-            self.name,
-            _read_batch,
-            self.completions,
-            num_threads=num_readers,
-            thread_cpus=thread_cpus,
-            batch_copies_max=CALL_COPIES_MAX,
-            batch_bytes_max=CALL_BYTES_MAX,
-        )
 
     def register(self, regions: Sequence[Region]) -> bytes:
         assert not self._registered, "register() is called once"
@@ -106,67 +82,35 @@ class LocalTransport(QueuedTransport):
         self._registered = True
         self._regions = tuple(regions)
         let_peers_read()
-        return msgspec.msgpack.encode(
-            LocalEndpoint(
-                version=1,
-                engine_id=self._address.engine_id,
-                epoch=self._address.epoch,
-                process=this_process(),
-                identity_address=self._identity.address,
-                generation=self._identity.generation,
-                nonce=self._identity.nonce,
-                regions=self._regions,
-            )
-        )
+        fields = self._identity.fields_of(self._address)
+        return msgspec.msgpack.encode(LocalEndpoint(version=VERSION, **fields, regions=self._regions))
 
     def connect(self, address: Address, endpoint: bytes) -> LocalPeer:
         named = _decode_endpoint(address, endpoint)
         require_same_host(this_process(), named.process)
-        prove_identity(
-            named.process.pid,
-            named.identity_address,
-            identity_bytes(named.epoch, named.generation, named.nonce),
-            engine_id=named.engine_id,
-        )
-        self._pool.start()
+        named.prove()
+        self._start_threads()
         return LocalPeer(address, named)
 
-    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> LocalPrepared:
+    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> PreparedSpans[LocalPeer]:
         assert isinstance(peer, LocalPeer)
-        return LocalPrepared(peer, SpanTable(spans, self._regions, peer.endpoint.regions))
-
-    def post_read(
-        self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
-    ) -> OpId:
-        assert isinstance(prepared, LocalPrepared)
-        copies = prepared.table.expand(local_blocks, remote_blocks)
-        return self._pool.post(prepared.peer, copies)
-
-    def cancel(self, op: OpId) -> None:
-        self._pool.cancel(op)
+        return PreparedSpans(peer, SpanTable(spans, self._regions, peer.endpoint.regions))
 
     def disconnect(self, peer: PeerHandle) -> None:
-        assert isinstance(peer, LocalPeer)
-        self._pool.lose(peer, "disconnected")
+        self._lose(peer, "disconnected")
 
-    def close(self) -> None:
-        # First of all, because reads in progress must not count once the memory is freed.
-        self._identity.void()
-        self._pool.close()
+    def _read_batch(self, peer: LocalPeer, batch: Copies) -> None:
+        _read(peer, batch)
 
 
 def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
-    named = decode_endpoint(LocalEndpoint, "local", 1, address, endpoint)
-    if len(named.nonce) != NONCE_BYTES or not 0 <= named.generation < 2**64:
-        raise PeerError(
-            f"malformed local endpoint of {address.engine_id}: nonce or generation of the wrong size"
-        )
-    check_regions([*named.regions, Region(named.identity_address, IDENTITY_BYTES)])
+    named = decode_endpoint(LocalEndpoint, "local", VERSION, address, endpoint)
+    named.check_sizes("local")
+    check_regions(named.regions)
     return named
 
 
-def _read_batch(peer: LocalPeer, batch: Copies) -> None:
-    """Raises TransferError; the destination's content is then undefined."""
+def _read(peer: LocalPeer, batch: Copies) -> None:
     pid = peer.endpoint.process.pid
     before, after = Scratch.of(PAGE_BYTES), Scratch.of(PAGE_BYTES)
     page = np.array([PAGE_BYTES], dtype=np.int64)

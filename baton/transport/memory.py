@@ -20,7 +20,7 @@ from baton.core.layout import CopySpan, Region
 from baton.transport.base import OpId, PeerHandle, Prepared
 from baton.transport.completions import QueuedTransport
 from baton.transport.decoding import check_incarnation, decode_from_peer
-from baton.transport.spans import Copies, SpanTable, check_regions, require_host_memory
+from baton.transport.spans import Copies, PreparedSpans, SpanTable, check_regions, require_host_memory
 
 
 class MemoryEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -36,12 +36,6 @@ class MemoryPeer(PeerHandle):
     endpoint: MemoryEndpoint
     owner: "MemoryTransport"
     lost: str | None = None
-
-
-@dataclass(frozen=True)
-class MemoryPrepared(Prepared):
-    peer: MemoryPeer
-    table: SpanTable
 
 
 @dataclass(eq=False)
@@ -182,14 +176,14 @@ class MemoryTransport(QueuedTransport):
         self._peers.add(peer)
         return peer
 
-    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> MemoryPrepared:
+    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> PreparedSpans[MemoryPeer]:
         assert isinstance(peer, MemoryPeer)
-        return MemoryPrepared(peer, SpanTable(spans, self._regions, peer.endpoint.regions))
+        return PreparedSpans(peer, SpanTable(spans, self._regions, peer.endpoint.regions))
 
     def post_read(
         self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
     ) -> OpId:
-        assert isinstance(prepared, MemoryPrepared)
+        assert isinstance(prepared, PreparedSpans)
         copies = prepared.table.expand(local_blocks, remote_blocks)
         if prepared.peer.lost is not None:
             raise TransferError(f"cannot read from {prepared.peer.address.engine_id}: {prepared.peer.lost}")

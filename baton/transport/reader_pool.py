@@ -1,25 +1,27 @@
-"""Threads that do reads batch by batch, for transports whose reader copies the bytes itself.
+"""Transports whose reader copies the bytes itself, from a process of this host, in threads of its own.
 
     post --> waiting: [reading, reading ...] --one batch of each in turn--> thread: copy --> completion
 
 After each batch a reading goes to the end of the queue, so that a long prompt does not delay a short one.
-`copy` gets a peer and a batch, and returns when the bytes are in place and valid. If it raises, only that
-peer is lost: its readings end, not ok, and it must be connected again. A cancelled reading starts no further
-batch, and ends when its running batches have ended.
+`_read_batch` gets a peer and a batch, and returns when the bytes are in place and valid. If it raises, only
+that peer is lost: its readings end, not ok, and it must be connected again. A cancelled reading starts no
+further batch, and ends when its running batches have ended.
 """
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import ClassVar, Generic, TypeVar
 
 from baton.core.errors import TransferError
 from baton.core.ids import Address
-from baton.transport.base import OpId
-from baton.transport.completions import CompletionQueue
-from baton.transport.spans import Copies
+from baton.transport.base import OpId, PeerHandle, Prepared
+from baton.transport.completions import QueuedTransport
+from baton.transport.identity_page import IdentityPage
+from baton.transport.spans import Copies, PreparedSpans
 from baton.transport.threads import join_all, start_owned_thread
 
 logger = logging.getLogger(__name__)
@@ -27,12 +29,7 @@ logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT_S = 10.0  # A thread ends after its current batch.
 
 
-class ReadablePeer(Protocol):
-    address: Address
-    lost: str | None  # Why it cannot be read any more.
-
-
-PeerT = TypeVar("PeerT", bound=ReadablePeer)
+PeerT = TypeVar("PeerT", bound=PeerHandle)
 
 
 @dataclass(eq=False)
@@ -48,27 +45,22 @@ class _Reading(Generic[PeerT]):
     is_exhausted: bool = False  # No batch is left to start.
 
 
-class ReaderPool(Generic[PeerT]):
+class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
     """All methods are thread-safe."""
+
+    num_threads: ClassVar[int]
+    batch_copies_max: ClassVar[int]
+    batch_bytes_max: ClassVar[int]
 
     def __init__(
         self,
-        name: str,
-        copy: Callable[[PeerT, Copies], None],
-        completions: CompletionQueue,
-        *,
-        num_threads: int,
+        address: Address,
         thread_cpus: Collection[int] | None,
-        batch_copies_max: int,
-        batch_bytes_max: int,
+        on_completion: Callable[[], None] | None,
     ) -> None:
-        self._name = name
-        self._copy = copy
-        self._completions = completions
-        self._num_threads = num_threads
+        super().__init__(address, on_completion)
+        self._identity = IdentityPage(address.epoch)
         self._thread_cpus = thread_cpus
-        self._batch_copies_max = batch_copies_max
-        self._batch_bytes_max = batch_bytes_max
         self._changed = threading.Condition()
         self._waiting: deque[_Reading[PeerT]] = deque()
         self._by_op: dict[OpId, _Reading[PeerT]] = {}
@@ -76,31 +68,40 @@ class ReaderPool(Generic[PeerT]):
         self._died: str | None = None
         self._threads: list[threading.Thread] = []
 
-    def start(self) -> None:
+    @abstractmethod
+    def _read_batch(self, peer: PeerT, batch: Copies) -> None:
+        """On a thread of the pool. Raises TransferError; the destination's content is then undefined."""
+
+    def _start_threads(self) -> None:
         """Called with the first peer, because an owner needs no threads. Raises TransferError if closed."""
         with self._changed:
             if self._closed:
-                raise TransferError(f"the {self._name} transport is closed")
-            while len(self._threads) < self._num_threads:
-                name = f"baton-{self._name}-{len(self._threads)}"
+                raise TransferError(f"the {self.name} transport is closed")
+            while len(self._threads) < self.num_threads:
+                name = f"baton-{self.name}-{len(self._threads)}"
                 self._threads.append(
                     start_owned_thread(
                         name, self._read_queued, on_death=self._fail_all, cpus=self._thread_cpus
                     )
                 )
 
-    def post(self, peer: PeerT, copies: Copies) -> OpId:
+    def post_read(
+        self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
+    ) -> OpId:
         """Raises TransferError, with nothing posted, if the peer cannot be read any more."""
+        assert isinstance(prepared, PreparedSpans)
+        peer: PeerT = prepared.peer
+        copies = prepared.table.expand(local_blocks, remote_blocks)
         with self._changed:
             if reason := peer.lost or self._died or ("closed" if self._closed else None):
                 raise TransferError(f"cannot read from {peer.address.engine_id}: {reason}")
-            op = self._completions.open()
-            batches = copies.batches(count_max=self._batch_copies_max, bytes_max=self._batch_bytes_max)
+            op = self.completions.open()
+            batches = copies.batches(count_max=self.batch_copies_max, bytes_max=self.batch_bytes_max)
             reading = _Reading(op, peer, batches)
             self._by_op[op] = reading
             self._waiting.append(reading)
             self._changed.notify()
-            if copies.total_bytes > self._batch_bytes_max:
+            if copies.total_bytes > self.batch_bytes_max:
                 self._changed.notify()  # More than one batch is worth a second thread.
             return op
 
@@ -109,13 +110,13 @@ class ReaderPool(Generic[PeerT]):
             if reading := self._by_op.get(op):
                 reading.stopped = reading.stopped or "cancelled"
 
-    def lose(self, peer: PeerT, reason: str) -> None:
+    def _lose(self, peer: PeerHandle, reason: str) -> None:
         """Ends the peer's readings soon, not ok."""
         with self._changed:
             peer.lost = peer.lost or reason
 
-    def wait_quiet(self, peer: PeerT) -> None:
-        """Waits until no thread copies for this peer any more. Call it after `lose`."""
+    def _wait_quiet(self, peer: PeerT) -> None:
+        """Waits until no thread copies for this peer any more. Call it after `_lose`."""
         with self._changed:
             quiet = self._changed.wait_for(
                 lambda: all(r.peer is not peer or r.num_running == 0 for r in self._by_op.values()),
@@ -125,6 +126,8 @@ class ReaderPool(Generic[PeerT]):
 
     def close(self) -> None:
         """When this returns, everything has ended. Idempotent."""
+        # First of all, because reads in progress must not count once the memory is freed.
+        self._identity.void()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -140,14 +143,14 @@ class ReaderPool(Generic[PeerT]):
                 continue
             error: str | None = None
             try:
-                self._copy(reading.peer, batch)
+                self._read_batch(reading.peer, batch)
             except TransferError as failure:
                 error = str(failure)
             except Exception as bug:  # It costs this peer only: the thread also serves others.
                 logger.exception("a read from %s failed", reading.peer.address.engine_id)
                 error = f"a fault of this engine: {bug!r}"
             if error is not None:
-                self.lose(reading.peer, error)
+                self._lose(reading.peer, error)
             if self._end_batch(reading, batch, error):
                 self._finish(reading)
 
@@ -178,7 +181,7 @@ class ReaderPool(Generic[PeerT]):
             else:
                 reading.stopped = reading.stopped or error
             if reading.peer.lost is not None:
-                self._changed.notify_all()  # A caller may be in `wait_quiet`.
+                self._changed.notify_all()  # A caller may be in `_wait_quiet`.
             return self._is_over(reading)
 
     def _is_over(self, reading: _Reading[PeerT]) -> bool:
@@ -189,7 +192,7 @@ class ReaderPool(Generic[PeerT]):
 
     def _finish(self, reading: _Reading[PeerT]) -> None:
         """Call it without the lock: the completion hook may post the next operation at once."""
-        self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=reading.stopped)
+        self.completions.finish(reading.op, nbytes=reading.copied_bytes, error=reading.stopped)
 
     def _reason_to_stop(self, reading: _Reading[PeerT]) -> str | None:
         return reading.peer.lost or ("the transport was closed" if self._closed else None)

@@ -14,15 +14,17 @@ table is made, and runs of blocks that are adjacent on both sides become one cop
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.errors import PeerError, TransferError
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Prepared
+from baton.transport.base import PeerHandle, Prepared
 
 Int64s = NDArray[np.int64]
+P = TypeVar("P", bound=PeerHandle)
 
 ADDRESS_MAX = 2**62  # Above every user address; keeps int64 sums from overflowing.
 
@@ -80,7 +82,7 @@ class Copies:
             start, done = stop, int(ends[stop - 1])
 
 
-class SpanTable(Prepared):
+class SpanTable:
     """Spans checked against both sides' regions. Immutable."""
 
     def __init__(
@@ -161,6 +163,12 @@ class SpanTable(Prepared):
             (self._remote[which, None] + self._remote_stride[which, None] * remote).ravel(),
             (self._nbytes[which, None] * run_lengths).ravel(),
         )
+
+
+@dataclass(frozen=True)
+class PreparedSpans(Prepared, Generic[P]):
+    peer: P
+    table: SpanTable
 
 
 class RegionTable:

@@ -24,7 +24,7 @@ from baton.core.layout import CopySpan, Region
 from baton.transport.base import OpId, PeerHandle, Prepared
 from baton.transport.peers import PeersTransport
 from baton.transport.sealing import Integrity
-from baton.transport.spans import SpanTable, require_host_memory
+from baton.transport.spans import PreparedSpans, SpanTable, require_host_memory
 from baton.transport.tcp_owner import TcpCounters, TcpOwner, keep_alive
 from baton.transport.tcp_reader import TcpPeer
 from baton.transport.tcp_wire import (
@@ -75,12 +75,6 @@ class TcpOptions:
     @property
     def level(self) -> Integrity:
         return self.integrity or ("mac" if self.is_loopback else "encrypt")
-
-
-@dataclass(frozen=True)
-class TcpPrepared(Prepared):
-    peer: TcpPeer
-    table: SpanTable
 
 
 class TcpTransport(PeersTransport[TcpPeer]):
@@ -168,15 +162,16 @@ class TcpTransport(PeersTransport[TcpPeer]):
                 ) from error
             raise
 
-    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> TcpPrepared:
+    def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> PreparedSpans[TcpPeer]:
         assert isinstance(peer, TcpPeer)
-        return TcpPrepared(peer, SpanTable(spans, self._regions, peer.endpoint.regions))
+        return PreparedSpans(peer, SpanTable(spans, self._regions, peer.endpoint.regions))
 
     def post_read(
         self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]
     ) -> OpId:
-        assert isinstance(prepared, TcpPrepared)
-        return prepared.peer.post(prepared.table.expand(local_blocks, remote_blocks))
+        assert isinstance(prepared, PreparedSpans)
+        peer: TcpPeer = prepared.peer
+        return peer.post(prepared.table.expand(local_blocks, remote_blocks))
 
     def close(self) -> None:
         self.close_peers()

@@ -8,7 +8,8 @@ import pytest
 from baton.core.errors import TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import CopySpan, Region
-from baton.transport.memory import MemoryNetwork, MemoryPrepared, MemoryTransport
+from baton.transport.memory import MemoryNetwork, MemoryPeer, MemoryTransport
+from baton.transport.spans import PreparedSpans
 
 BLOCK = 64
 PRODUCER, CONSUMER = Address(EngineId("producer"), Epoch(1)), Address(EngineId("consumer"), Epoch(2))
@@ -23,9 +24,9 @@ class World:
         self.reader = MemoryTransport(CONSUMER, self.network)
         self.endpoint = self.owner.register([Region(self.source.ctypes.data, self.source.nbytes)])
         self.reader.register([Region(self.target.ctypes.data, self.target.nbytes)])
-        self.prepared: MemoryPrepared = self.connect()
+        self.prepared: PreparedSpans[MemoryPeer] = self.connect()
 
-    def connect(self) -> MemoryPrepared:
+    def connect(self) -> PreparedSpans[MemoryPeer]:
         peer = self.reader.connect(PRODUCER, self.endpoint)
         return self.reader.prepare(peer, [CopySpan(0, 0, BLOCK, 0, 0, BLOCK, BLOCK)])
 
