@@ -38,13 +38,14 @@ from baton.bench.transports import CONSUMER, PRODUCER, TIMEOUT_S, make
 from baton.core.config import CacheConfig
 from baton.core.errors import ConfigError
 from baton.core.ids import Address
-from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region
 from baton.engine.attention.kv_memory import allocate_kv_cache
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from baton.engine.models import Decoder, build_model, load_weights
-from baton.protocol.plan import plan_spans
+from baton.protocol import token_spans
+from baton.protocol.plan import plan_shares, share_spans
 from baton.transport import make_transport
 from baton.transport.base import Prepared, Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
@@ -100,6 +101,11 @@ class Row:
     num_descriptors: int  # Runs of bytes, before neighbouring blocks merge.
     gb_per_s: float  # Median.
     ratio: float  # To "per layer" in the same round; median.
+
+
+def spans_of(local: RankLayout, remote: RankLayout) -> Sequence[CopySpan]:
+    share = plan_shares(local, {0: remote})[0]
+    return share_spans(local, remote, share, token_spans.Shape(0, 0, local.block_tokens))
 
 
 def layout_of(shape: Shape, region: Region, *, is_together: bool) -> RankLayout:
@@ -161,7 +167,7 @@ def _measure_transport(
             reads: dict[str, Callable[[], None]] = {}
             descriptors: dict[str, int] = {}
             for kind, (is_theirs_together, is_ours_together) in KINDS.items():
-                spans = plan_spans(
+                spans = spans_of(
                     layout_of(shape, ours, is_together=is_ours_together),
                     layout_of(shape, theirs, is_together=is_theirs_together),
                 )

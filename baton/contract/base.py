@@ -482,17 +482,6 @@ class KVConnectorBase_V1(KVConnectorSchedulerHalf, KVConnectorWorkerHalf):
         """Registers the connector's Prometheus metrics, in the process that serves them."""
         return None
 
-    # --- Methods of both halves ---------------------------------------------------------------------
-
-    def bind_wake(self, wake: Callable[[], None]) -> bool:
-        return False
-
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        return None
-
-    def shutdown(self) -> None:
-        return None
-
 
 class SupportsHMA(ABC):
     """Mix-in: the connector handles several KV-cache groups (hybrid memory allocator)."""

@@ -142,33 +142,21 @@ class KVEventAggregator:
         return self._num_workers
 
 
-class QuorumKVEvents(KVConnectorKVEvents):
+class QuorumKVEvents(KVEventAggregator, KVConnectorKVEvents):
     """Standard container for the events of connectors."""
 
     def __init__(self, num_workers: int = 1) -> None:
-        self._counted = KVEventAggregator(num_workers)
-
-    def add_events(self, events: list[KVCacheEvent]) -> None:
-        self._counted.add_events(events)
+        super().__init__(num_workers)
 
     def aggregate(self) -> QuorumKVEvents:
-        common = self._counted.get_common_events()
-        self._counted = KVEventAggregator(1)
-        self._counted.add_events(common)
+        common = self.get_common_events()
+        self.clear_events()
+        self.add_events(common)
         return self
 
-    def increment_workers(self, count: int = 1) -> None:
-        self._counted.increment_workers(count)
-
-    def get_all_events(self) -> list[KVCacheEvent]:
-        return self._counted.get_all_events()
-
-    def get_number_of_workers(self) -> int:
-        return self._counted.get_number_of_workers()
-
     def clear_events(self) -> None:
-        self._counted.clear_events()
-        self._counted.reset_workers()
+        super().clear_events()
+        self.reset_workers()
 
     def __repr__(self) -> str:
         return f"QuorumKVEvents(num_workers={self.get_number_of_workers()}, events={self.get_all_events()})"

@@ -1,8 +1,8 @@
 """Plan of which rank reads which bytes from which rank, as pure functions of two engines' layouts.
 
-    plan_pairs     which rank of D reads from which rank of P: used by the scheduler
-    plan_shares    what one rank of D takes from each of its ranks of P: used by the rank
-    plan_spans     which bytes these are, for blocks of equal layout
+    plan_pairs_of_layouts  which rank of D reads from which rank of P: used by the scheduler
+    plan_shares            what one rank of D takes from each of its ranks of P: used by the rank
+    share_spans            which bytes these are
 
 Every KV head of every layer that a rank of D holds is read exactly once, from one rank of P that holds it.
 Layers are matched by name, so the stages of a pipeline may cut the model anywhere. If P has replicas (more
@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from baton.core.ids import Pair
 from baton.core.layout import CopySpan, RankLayout
-from baton.core.topology import kv_heads_of, replica_of
+from baton.core.topology import replica_of
 from baton.protocol.layout_checks import can_share, check_layout, heads_of
 from baton.protocol.token_spans import PlanError, Shape, check_equal, slot_spans
 
@@ -28,12 +28,9 @@ __all__ = [
     "PlanError",
     "Share",
     "check_layout",
-    "heads_of_pair",
     "pair_groups",
-    "plan_pairs",
     "plan_pairs_of_layouts",
     "plan_shares",
-    "plan_spans",
     "share_spans",
 ]
 
@@ -57,28 +54,10 @@ class _Side(NamedTuple):
     is_replicated: bool = False
 
 
-def plan_pairs(
-    producer_tp: int, consumer_tp: int, num_kv_heads: int, *, rotation: int = 0
-) -> tuple[Pair, ...]:
-    """Pairs for engines without pipeline stages.
-
-    Raises PlanError if either engine's ranks cannot share the heads evenly.
-    """
-    _check_divides(producer_tp, num_kv_heads, "producer")
-    _check_divides(consumer_tp, num_kv_heads, "consumer")
-    producer, consumer = _Side(producer_tp), _Side(consumer_tp)
-    pairs: dict[Pair, None] = {}  # In order, each once.
-    for rank in range(consumer_tp):
-        for head in kv_heads_of(rank, tp_size=consumer_tp, num_kv_heads=num_kv_heads):
-            source = _source_of(head, rank, producer, consumer, num_kv_heads, rotation)
-            pairs[Pair(source, rank)] = None
-    return tuple(pairs)
-
-
 def plan_pairs_of_layouts(
     producers: Sequence[RankLayout], consumers: Sequence[RankLayout], *, rotation: int = 0
 ) -> tuple[Pair, ...]:
-    """Pairs for any two engines, given all their ranks in order of index.
+    """Pairs of ranks, given all their ranks in order of index.
 
     `rotation` spreads independent readers over replicas: engines of one rank that read from replicated
     ranks. Raises PlanError if no rank of P holds something that D needs.
@@ -153,31 +132,6 @@ def plan_shares(local: RankLayout, remotes: Mapping[int, RankLayout]) -> dict[in
     return shares
 
 
-def plan_spans(local: RankLayout, remote: RankLayout) -> tuple[CopySpan, ...]:
-    """Copies from `remote` (P) to `local` (D), per block; empty if the plan has no such pair of ranks.
-
-    For two engines without pipeline stages and with equal block layouts. Raises PeerError if the remote
-    layout is unsound, PlanError if both are sound but incompatible.
-    """
-    check_layout(remote)
-    check_equal("num_kv_heads", local.num_kv_heads, remote.num_kv_heads)
-    check_equal("block_tokens", local.block_tokens, remote.block_tokens)
-    check_equal("dtype", local.dtype, remote.dtype)
-    check_equal("packing", local.packing, remote.packing)
-    ours, theirs = ({layer.name for layer in side.layers} for side in (local, remote))
-    if ours != theirs:
-        raise PlanError(
-            f"layers differ: only ours {sorted(ours - theirs)[:3]}, only theirs {sorted(theirs - ours)[:3]}"
-        )
-    heads = heads_of_pair(
-        Pair(remote.tp_rank, local.tp_rank), remote.tp_size, local.tp_size, local.num_kv_heads
-    )
-    layers = tuple(layer.name for layer in local.layers)
-    if not heads:
-        return ()
-    return share_spans(local, remote, Share(heads, layers), Shape(0, 0, local.block_tokens))
-
-
 def share_spans(
     local: RankLayout, remote: RankLayout, share: Share, shape: Shape, layers: Sequence[str] | None = None
 ) -> tuple[CopySpan, ...]:
@@ -191,18 +145,6 @@ def share_spans(
         num_heads=len(share.heads),
         shape=shape,
     )
-
-
-def heads_of_pair(pair: Pair, producer_tp: int, consumer_tp: int, num_kv_heads: int) -> range:
-    """Global indices of the heads that move between these two ranks: one range, possibly empty."""
-    producer, consumer = _Side(producer_tp), _Side(consumer_tp)
-    rank = pair.consumer_rank
-    moved = [
-        head
-        for head in kv_heads_of(rank, tp_size=consumer_tp, num_kv_heads=num_kv_heads)
-        if _source_of(head, rank, producer, consumer, num_kv_heads, 0) == pair.producer_rank
-    ]
-    return range(moved[0], moved[-1] + 1) if moved else range(0)
 
 
 def _source_of(

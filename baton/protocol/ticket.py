@@ -117,13 +117,12 @@ def check_ticket(
     fingerprint: ModelFingerprint,
     prompt_hash_of: Callable[[int], PromptHash],
     num_prompt_tokens: int,
-    block_tokens: int | None = None,
     converts_dtype: bool = True,
 ) -> None:
     """Raises BadTicket unless it is for this engine's model and layout and for this request's tokens.
 
-    `prompt_hash_of(n)` hashes the request's first n tokens, n at most `num_prompt_tokens`. `block_tokens`:
-    our block size, if it must be equal. `converts_dtype`: whether this engine converts dtypes on receive.
+    `prompt_hash_of(n)` hashes the request's first n tokens, n at most `num_prompt_tokens`. `converts_dtype`:
+    whether this engine converts dtypes on receive.
     """
     if different := differences(fingerprint, ticket.fingerprint, converts_dtype=converts_dtype):
         raise BadTicket(Fault.MODEL, f"is for another model ({'; '.join(different)})")
@@ -131,11 +130,6 @@ def check_ticket(
     if heads % ticket.tp_size and ticket.tp_size % heads:
         raise BadTicket(
             Fault.LAYOUT, f"names {ticket.tp_size} ranks, which cannot share {heads} KV heads evenly"
-        )
-    if block_tokens is not None and block_tokens != ticket.block_tokens:
-        raise BadTicket(
-            Fault.LAYOUT,
-            f"has blocks of {ticket.block_tokens} tokens, this engine has blocks of {block_tokens}",
         )
     if ticket.num_tokens > num_prompt_tokens:
         raise BadTicket(

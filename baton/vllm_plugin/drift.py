@@ -4,7 +4,12 @@
     python -m baton.vllm_plugin.drift FOLDER --record 0.34
 
 Parses sources without importing them, so that a version can be checked before it is installed. `record/` has
-one record per version tried; `relied_on` lists what is recorded.
+one record per version tried. The newest one lists what Baton relies on: to rely on another member, add it
+there, with any text, and record the versions again. Of a class that we only use, a record has
+
+    name       a method, a function, a field, or an attribute that __init__ sets
+    "name"     in quotes: this text occurs in the source, as a value that configurations use
+    (bases)    the base classes, by which kinds of caches are told apart
 """
 
 from __future__ import annotations
@@ -17,23 +22,37 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from baton.vllm_plugin.relied_on import BASES, EXTENDED, USED
+from baton.vllm_plugin.versions import TESTED
 
 Record: TypeAlias = dict[str, dict[str, str]]
-"""{"module:Class": {member: its kind and parameters}}."""
+"""{"path:Class", or "path:" for a module: {member: its kind and parameters}}."""
 
 Scope: TypeAlias = ast.ClassDef | ast.Module
 MISSING: Final = "missing"
 RECORDS: Final = Path(__file__).with_name("record")
+BASES: Final = "(bases)"
+
+_V1: Final = "distributed/kv_transfer/kv_connector/v1"
+EXTENDED: Final = (
+    f"{_V1}/base.py:KVConnectorBase_V1",
+    f"{_V1}/base.py:SupportsHMA",
+    f"{_V1}/base.py:KVConnectorTransferResults",
+    f"{_V1}/metrics.py:KVConnectorStats",
+    f"{_V1}/metrics.py:KVConnectorPromMetrics",
+)
+"""Classes that we extend. All members are recorded, because a method that vLLM adds is not forwarded yet."""
 
 
-def describe(package: Path) -> Record:
-    """Describe the vllm package in this folder. Raises FileNotFoundError or LookupError for missing parts."""
+def describe(package: Path, relied_on: Record | None = None) -> Record:
+    """Describe what is `relied_on` (None: the newest record) of the vllm package in this folder.
+
+    Raises FileNotFoundError or LookupError for missing parts.
+    """
     described: Record = {}
-    for name in (*EXTENDED, *USED):
+    for name, wanted in (load_record(TESTED[-1]) if relied_on is None else relied_on).items():
         path, _, class_name = name.partition(":")
         node = _find(package / path, class_name)
-        if (wanted := USED.get(name)) is None:
+        if name in EXTENDED:
             described[name] = members_of(node)
         else:
             known = {**_set_at_first(node), **members_of(node), **_texts_and_bases(node)}

@@ -57,22 +57,27 @@ def fingerprint_of(
         changes["hf_overrides"] = getattr(overrides, "__qualname__", repr(type(overrides)))
     if model.quantization is not None and "quantization_config" not in config:
         changes["quantization"] = str(model.quantization)
-    return ModelFingerprint(
+    return msgspec.structs.replace(
+        unnamed(model, cache_dtype),
         model=_architecture_digest(config, changes),
         revision=_revision(model, folder, revision, load_format),
-        dtype=kv_dtype(model, cache_dtype),
+    )
+
+
+def unnamed(model: Any, cache_dtype: str) -> ModelFingerprint:
+    """Return the fingerprint without architecture and weights.
+
+    The dtype is the torch name of the cache's. A cache with scales has vLLM's name, which is never converted.
+    """
+    return ModelFingerprint(
+        model="",
+        revision="",
+        dtype=str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype,
         num_layers=int(model.get_total_num_hidden_layers()),
         num_kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
         head_dim=int(model.get_head_size()),
         hash_seed=HASH_SEED,
     )
-
-
-def kv_dtype(model: Any, cache_dtype: str) -> str:
-    """Return the torch name of the cache's dtype; for a cache with scales, vLLM's name, which is never
-    converted.
-    """
-    return str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype
 
 
 def _config_of(model: Any, folder: Path | None) -> dict[str, Any]:

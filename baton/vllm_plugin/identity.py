@@ -10,11 +10,10 @@ from baton.connectors.extra_config import FIELD
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError
-from baton.core.hashing import HASH_SEED
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.layout import ModelFingerprint
-from baton.vllm_plugin.fingerprint import fingerprint_of, kv_dtype
+from baton.vllm_plugin.fingerprint import fingerprint_of, unnamed
 from baton.vllm_plugin.settings import PluginSettings
 
 
@@ -27,10 +26,7 @@ def identity_of(
     is_worker: bool,
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),),
 ) -> EngineIdentity:
-    """Raises ConfigError for a configuration in which no handoff could work.
-
-    A worker names no weights: it speaks to no peer, and digesting them once an engine is enough.
-    """
+    """Raises ConfigError for a configuration in which no handoff could work."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
     _refuse_unsupported(vllm_config)
     ours, extra = PluginSettings.split(transfer.kv_connector_extra_config)
@@ -38,26 +34,14 @@ def identity_of(
     settings = settings_kind.parse(_with_port_of_rank(extra, parallel), secret)
     tp_size = int(parallel.tensor_parallel_size)
     rank = int(parallel.rank) if is_worker else 0
-    model, cache = vllm_config.model_config, vllm_config.cache_config
-    if is_worker:
-        fingerprint = _fingerprint_of_worker(model, cache.cache_dtype)
-    else:
-        load = vllm_config.load_config
-        fingerprint = fingerprint_of(
-            model,
-            cache.cache_dtype,
-            find_folder(model, load),
-            revision=ours.revision,
-            load_format=str(load.load_format),
-        )
     return EngineIdentity(
         engine_id=EngineId(transfer.engine_id),
-        fingerprint=fingerprint,
+        fingerprint=find_fingerprint(vllm_config, ours.revision, is_worker=is_worker),
         tp_size=tp_size,
         tp_rank=rank % tp_size,
         pp_rank=rank // tp_size,
         pp_size=int(parallel.pipeline_parallel_size),
-        block_tokens=int(cache.block_size),
+        block_tokens=int(vllm_config.cache_config.block_size),
         is_producer=bool(transfer.is_kv_producer),
         is_consumer=bool(transfer.is_kv_consumer),
         recomputes_failed_loads=transfer.kv_load_failure_policy == "recompute",
@@ -69,6 +53,19 @@ def identity_of(
         schedules_ahead=bool(vllm_config.scheduler_config.async_scheduling)
         or int(parallel.pipeline_parallel_size) > 1,
     )
+
+
+def find_fingerprint(vllm_config: Any, revision: str | None, *, is_worker: bool) -> ModelFingerprint:
+    """Return the model's fingerprint. Raises ConfigError.
+
+    A worker's names no weights: it speaks to no peer, and digesting them once per engine is enough.
+    """
+    model, load = vllm_config.model_config, vllm_config.load_config
+    cache_dtype = vllm_config.cache_config.cache_dtype
+    if is_worker:
+        return unnamed(model, cache_dtype)
+    folder, load_format = find_folder(model, load), str(load.load_format)
+    return fingerprint_of(model, cache_dtype, folder, revision=revision, load_format=load_format)
 
 
 def find_folder(model: Any, load: Any) -> Path | None:
@@ -89,18 +86,6 @@ def find_folder(model: Any, load: Any) -> Path | None:
         )
     except (LocalEntryNotFoundError, HFValidationError, OSError):
         return None
-
-
-def _fingerprint_of_worker(model: Any, cache_dtype: str) -> ModelFingerprint:
-    return ModelFingerprint(
-        model="",
-        revision="",
-        dtype=kv_dtype(model, cache_dtype),
-        num_layers=int(model.get_total_num_hidden_layers()),
-        num_kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
-        head_dim=int(model.get_head_size()),
-        hash_seed=HASH_SEED,
-    )
 
 
 def _with_port_of_rank(extra: Mapping[str, Any], parallel: Any) -> dict[str, Any]:

@@ -23,12 +23,9 @@ from baton.connectors.shared_storage import (
 from baton.connectors.shared_storage.metadata import StorageMetadata
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
-from baton.core.hashing import HASH_SEED
-from baton.core.layout import ModelFingerprint
-from baton.vllm_plugin.fingerprint import fingerprint_of
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import groups_of
-from baton.vllm_plugin.identity import find_folder
+from baton.vllm_plugin.identity import find_fingerprint
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
@@ -83,12 +80,12 @@ class BatonSharedStorageConnector(ForwardingConnector):
 def _identity_of(
     vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any], *, is_worker: bool
 ) -> StorageIdentity:
-    """Raises ConfigError. A worker's identity has no digest of the weights: one per engine is enough."""
+    """Raises ConfigError."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     refuse_split_blocks(parallel, "shared storage")
     ours, _ = PluginSettings.split(transfer.kv_connector_extra_config)
     return StorageIdentity(
-        fingerprint=_UNNAMED if is_worker else _fingerprint(vllm_config, ours.revision),
+        fingerprint=find_fingerprint(vllm_config, ours.revision, is_worker=is_worker),
         num_ranks=int(parallel.world_size),
         rank=int(parallel.rank) if is_worker else 0,
         block_tokens=int(vllm_config.cache_config.block_size),
@@ -98,17 +95,3 @@ def _identity_of(
         settings=parse_extra(StorageSettings, settings),
         groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size)),
     )
-
-
-def _fingerprint(vllm_config: Any, revision: str | None) -> ModelFingerprint:
-    model, load = vllm_config.model_config, vllm_config.load_config
-    return fingerprint_of(
-        model,
-        vllm_config.cache_config.cache_dtype,
-        find_folder(model, load),
-        revision=revision,
-        load_format=str(load.load_format),
-    )
-
-
-_UNNAMED = ModelFingerprint("", "", "", 0, 0, 0, HASH_SEED)

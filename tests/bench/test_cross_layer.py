@@ -4,9 +4,8 @@ import pytest
 
 from baton.core.layout import Region
 from baton.protocol.layout_checks import check_layout
-from baton.protocol.plan import plan_spans
 from benchmarks import cross_layer
-from benchmarks.cross_layer import KINDS, SHAPES, layout_of
+from benchmarks.cross_layer import KINDS, SHAPES, layout_of, spans_of
 
 TOTAL_BYTES = 4 << 20
 
@@ -17,7 +16,7 @@ def test_a_block_is_one_run_only_if_both_sides_are_cross_layer(shape: cross_laye
         local = layout_of(shape, Region(1 << 20, TOTAL_BYTES), is_together=ours)
         remote = layout_of(shape, Region(1 << 30, TOTAL_BYTES), is_together=theirs)
         check_layout(local)
-        spans = plan_spans(local, remote)
+        spans = spans_of(local, remote)
         assert len(spans) == (1 if kind == "cross-layer" else shape.num_layers)
         assert sum(span.nbytes for span in spans) == shape.block_bytes
 

@@ -16,8 +16,7 @@ from baton.contract import (
 from baton.contract.surface import ROWS, SURFACE, Half, Row
 from baton.testing.contract.watched_scheduler import WatchedScheduler
 from baton.testing.contract.watched_worker import WatchedWorker
-from baton.vllm_plugin.drift import RECORDS, load_record
-from baton.vllm_plugin.relied_on import EXTENDED
+from baton.vllm_plugin.drift import EXTENDED, RECORDS, load_record
 
 
 def defined(*kinds: type) -> dict[str, str]:

@@ -11,7 +11,8 @@ from baton.core.errors import PeerError
 from baton.core.ids import Pair
 from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
-from baton.protocol.plan import PlanError, check_layout, heads_of_pair, plan_pairs, plan_spans
+from baton.protocol.plan import PlanError, check_layout
+from tests.protocol.simple_plans import heads_of_pair, plan_pairs, plan_spans
 
 powers = st.integers(0, 4).map(lambda k: 2**k)
 heads_and_tps = (

@@ -147,7 +147,6 @@ def check(changes: dict[str, Any] | None = None, **ours: Any) -> None:
         fingerprint=ours.get("fingerprint", MODEL),
         prompt_hash_of=ours.get("prompt_hash_of", lambda n: HASH if n == 20 else PromptHash(b"")),
         num_prompt_tokens=ours.get("num_prompt_tokens", 20),
-        block_tokens=ours.get("block_tokens", 16),
     )
 
 
@@ -174,7 +173,6 @@ def test_another_layout_is_refused_before_the_prompt_is_hashed() -> None:
     def never(n: int) -> PromptHash:
         raise AssertionError(n)
 
-    assert refused(block_tokens=32, prompt_hash_of=never).reason is Fault.LAYOUT
     assert refused({"tp_size": 3}, prompt_hash_of=never).reason is Fault.LAYOUT
     assert refused(num_prompt_tokens=19, prompt_hash_of=never).reason is Fault.PROMPT
 

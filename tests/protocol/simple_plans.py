@@ -1,0 +1,63 @@
+"""Plans for engines without pipeline stages and with equal block layouts, to compare the real ones with."""
+
+from baton.core.ids import Pair
+from baton.core.layout import CopySpan, RankLayout
+from baton.core.topology import kv_heads_of
+from baton.protocol.layout_checks import check_layout
+from baton.protocol.plan import Share, _check_divides, _Side, _source_of, share_spans
+from baton.protocol.token_spans import PlanError, Shape, check_equal
+
+
+def plan_pairs(
+    producer_tp: int, consumer_tp: int, num_kv_heads: int, *, rotation: int = 0
+) -> tuple[Pair, ...]:
+    """Pairs for engines without pipeline stages.
+
+    Raises PlanError if either engine's ranks cannot share the heads evenly.
+    """
+    _check_divides(producer_tp, num_kv_heads, "producer")
+    _check_divides(consumer_tp, num_kv_heads, "consumer")
+    producer, consumer = _Side(producer_tp), _Side(consumer_tp)
+    pairs: dict[Pair, None] = {}  # In order, each once.
+    for rank in range(consumer_tp):
+        for head in kv_heads_of(rank, tp_size=consumer_tp, num_kv_heads=num_kv_heads):
+            source = _source_of(head, rank, producer, consumer, num_kv_heads, rotation)
+            pairs[Pair(source, rank)] = None
+    return tuple(pairs)
+
+
+def plan_spans(local: RankLayout, remote: RankLayout) -> tuple[CopySpan, ...]:
+    """Copies from `remote` (P) to `local` (D), per block; empty if the plan has no such pair of ranks.
+
+    For two engines without pipeline stages and with equal block layouts. Raises PeerError if the remote
+    layout is unsound, PlanError if both are sound but incompatible.
+    """
+    check_layout(remote)
+    check_equal("num_kv_heads", local.num_kv_heads, remote.num_kv_heads)
+    check_equal("block_tokens", local.block_tokens, remote.block_tokens)
+    check_equal("dtype", local.dtype, remote.dtype)
+    check_equal("packing", local.packing, remote.packing)
+    ours, theirs = ({layer.name for layer in side.layers} for side in (local, remote))
+    if ours != theirs:
+        raise PlanError(
+            f"layers differ: only ours {sorted(ours - theirs)[:3]}, only theirs {sorted(theirs - ours)[:3]}"
+        )
+    heads = heads_of_pair(
+        Pair(remote.tp_rank, local.tp_rank), remote.tp_size, local.tp_size, local.num_kv_heads
+    )
+    layers = tuple(layer.name for layer in local.layers)
+    if not heads:
+        return ()
+    return share_spans(local, remote, Share(heads, layers), Shape(0, 0, local.block_tokens))
+
+
+def heads_of_pair(pair: Pair, producer_tp: int, consumer_tp: int, num_kv_heads: int) -> range:
+    """Global indices of the heads that move between these two ranks: one range, possibly empty."""
+    producer, consumer = _Side(producer_tp), _Side(consumer_tp)
+    rank = pair.consumer_rank
+    moved = [
+        head
+        for head in kv_heads_of(rank, tp_size=consumer_tp, num_kv_heads=num_kv_heads)
+        if _source_of(head, rank, producer, consumer, num_kv_heads, 0) == pair.producer_rank
+    ]
+    return range(moved[0], moved[-1] + 1) if moved else range(0)
