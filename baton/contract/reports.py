@@ -130,9 +130,7 @@ class RankCombiner(Generic[R]):
         self._tallies = {name: _Tally() for name, rule in rules.items() if rule is Rule.ALL_RANKS}
         self._failures = {rule.of: name for name, rule in rules.items() if isinstance(rule, FailedOf)}
         self._combine_by_name: Final = {
-            name: _COMBINE[rule]
-            for name, rule in rules.items()
-            if isinstance(rule, Rule) and rule in _COMBINE
+            name: combine for name, rule in rules.items() if (combine := _COMBINE.get(rule)) is not None
         }
 
     def combine(
@@ -202,7 +200,7 @@ def _gather_events(values: list[Any]) -> Any:
     return gathered
 
 
-_COMBINE: Final[dict[Rule, Callable[[list[Any]], Any]]] = {
+_COMBINE: Final[dict[Rule | FailedOf, Callable[[list[Any]], Any]]] = {
     Rule.ANY_RANK: _union,
     Rule.SUM: sum,
     Rule.MAX: max,

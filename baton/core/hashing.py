@@ -55,8 +55,6 @@ def prompt_hash(
     Independent of the block size, so that engines with different block sizes agree on it.
     """
     assert 0 <= num_tokens <= len(token_ids)
-    digest = hashlib.sha256(root_hash(seed))
-    digest.update(num_tokens.to_bytes(8, "little"))
-    digest.update(array("I", token_ids[:num_tokens]).tobytes())
-    digest.update(extra)
-    return PromptHash(digest.digest())
+    tokens = array("I", token_ids[:num_tokens]).tobytes()
+    hashed = root_hash(seed) + num_tokens.to_bytes(8, "little") + tokens + extra
+    return PromptHash(hashlib.sha256(hashed).digest())

@@ -92,8 +92,9 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def previous_ticket_key(self) -> bytes | None:
         """Of the secret that is being replaced: accepted, and signs nothing."""
-        keys = self.secret.derive_all(TICKET_KEY_PURPOSE) if self.secret is not None else ()
-        return keys[1] if len(keys) > 1 else None
+        if self.secret is None or self.secret.previous is None:
+            return None
+        return self.secret.derive_all(TICKET_KEY_PURPOSE)[1]
 
 
 def _mirrors(buffer_device: str | None, device: str) -> bool:

@@ -12,6 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from baton.connectors.pull.layer_reports import LayerReportOrder
 from baton.contract import AnyRank, KVConnectorHandshakeMetadata, KVConnectorMetadata, RankReport
 from baton.contract.reports import NotCombined
@@ -64,8 +66,7 @@ class ReadBlocks:
     is_tail: bool = True  # Ends with the claim's last token: the rest of its block is unused.
 
 
-@dataclass(frozen=True, slots=True)
-class EndReads:
+class EndReads(msgspec.Struct, frozen=True):
     """End this claim's reads soon, here; no part follows. Every pair that was named is still reported."""
 
     claim: int
@@ -91,8 +92,7 @@ class PullMetadata(KVConnectorMetadata):
     layer_reports: LayerReportOrder | None = None  # None: computed layers are not reported.
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEnd:
+class ReadEnd(msgspec.Struct, frozen=True):
     """All parts of one pair's read are over; it touches no memory any more."""
 
     claim: int

@@ -8,7 +8,6 @@ For push it also reports computed layers, if a step asks for it.
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import secrets
 import threading
@@ -16,6 +15,8 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
+
+import msgspec
 
 from baton.connectors.background_loads import BackgroundLoads
 from baton.connectors.extra_config import FIELD
@@ -260,7 +261,7 @@ class PullWorkerHalf(BackgroundLoads):
                 mirror.load(end.claim)
         except Exception as error:  # The border of one read: it ends as failed, the rank goes on.
             logger.exception("could not copy to the device what was read")
-            end = dataclasses.replace(end, ok=False, error=f"{type(error).__name__}: {error}")
+            end = msgspec.structs.replace(end, ok=False, error=f"{type(error).__name__}: {error}")
         assert self._links is not None
         if not self._links.is_open(end.claim):
             mirror.forget(end.claim)

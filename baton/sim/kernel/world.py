@@ -47,7 +47,7 @@ class World:
         self.faults = self._healthy
 
     def after(self, delay_s: float, action: Callable[[], None]) -> None:
-        self.at(self.now + delay_s, action)
+        heapq.heappush(self._queue, (self.now + delay_s, next(self._tiebreak), action))
 
     def at(self, when: float, action: Callable[[], None]) -> None:
         """Events of the same instant run in the order in which they were planned."""

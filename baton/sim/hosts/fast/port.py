@@ -94,15 +94,13 @@ class Port:
         if parts.binds_senders:
             if envelope.sender != sealed.source:
                 return world.count("frames in another's name dropped")
-            believed = tuple(
-                [
+            if Stranger in map(type, envelope.messages):
+                believed = [
                     message
                     for message in envelope.messages
                     if not isinstance(message, Stranger) or self._is_believed(message, sealed.source)
                 ]
-            )
-            if len(believed) < len(envelope.messages):
-                envelope = msgspec.structs.replace(envelope, messages=believed)
+                envelope = msgspec.structs.replace(envelope, messages=tuple(believed))
         if envelope.target == host.address:
             for message in envelope.messages:
                 self._note_heard(envelope.sender, message)
