@@ -3,7 +3,8 @@
 import asyncio
 import random
 import socket
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from typing import Any
 
 import msgspec
@@ -105,24 +106,23 @@ def request(request_id: str) -> EngineRequest:
     )
 
 
-Test = Callable[[EngineClient, PlayedCore], Awaitable[None]]
+Played = Callable[[], AbstractAsyncContextManager[tuple[EngineClient, PlayedCore]]]
 
 
 @pytest.fixture
-def run(make_config: Callable[..., EngineConfig], monkeypatch: pytest.MonkeyPatch) -> Any:
-    def play(test: Test) -> None:
-        async def bounded() -> None:
-            core = PlayedCore()
-            child: Any = Child("baton-core", NoProcess(), core.ours)  # type: ignore[arg-type]
-            monkeypatch.setattr(Child, "spawn", lambda *_, **__: child)
-            async with asyncio.timeout(BOUND_S):
-                playing = asyncio.create_task(core.run())
-                client = await EngineClient.start(make_config())
-                await test(client, core)
-                await client.close()
-                await playing
+def played(make_config: Callable[..., EngineConfig], monkeypatch: pytest.MonkeyPatch) -> Played:
+    """A client and its simulated core."""
 
-        asyncio.run(bounded())
+    @asynccontextmanager
+    async def play() -> AsyncIterator[tuple[EngineClient, PlayedCore]]:
+        core = PlayedCore()
+        child: Any = Child("baton-core", NoProcess(), core.ours)  # type: ignore[arg-type]
+        monkeypatch.setattr(Child, "spawn", lambda *_, **__: child)
+        playing = asyncio.create_task(core.run())
+        client = await EngineClient.start(make_config())
+        yield client, core
+        await client.close()
+        await playing
 
     return play
 
@@ -137,19 +137,17 @@ async def began(client: EngineClient, core: PlayedCore, name: str) -> AsyncGener
     return stream
 
 
-def test_a_last_output_after_the_caller_has_left_returns_its_loan(run: Any) -> None:
-    async def test(client: EngineClient, core: PlayedCore) -> None:
+async def test_a_last_output_after_the_caller_has_left_returns_its_loan(played: Played) -> None:
+    async with played() as (client, core):
         stream = await began(client, core, "a")
         await stream.aclose()
         await core.hears(Abort("a"))
         core.send(output("a", "length"))
         await core.hears(TakeBack(ticket("a")))
 
-    run(test)
 
-
-def test_an_unread_last_output_returns_its_loan(run: Any) -> None:
-    async def test(client: EngineClient, core: PlayedCore) -> None:
+async def test_an_unread_last_output_returns_its_loan(played: Played) -> None:
+    async with played() as (client, core):
         stream = await began(client, core, "a")
         other = client.generate(request("b"))
         waiting = asyncio.ensure_future(anext(other))
@@ -160,11 +158,9 @@ def test_an_unread_last_output_returns_its_loan(run: Any) -> None:
         await core.hears(TakeBack(ticket("a")))
         await other.aclose()
 
-    run(test)
 
-
-def test_the_reader_of_an_output_owns_its_loan(run: Any) -> None:
-    async def test(client: EngineClient, core: PlayedCore) -> None:
+async def test_the_reader_of_an_output_owns_its_loan(played: Played) -> None:
+    async with played() as (client, core):
         stream = await began(client, core, "a")
         core.send(output("a", "length"))
         assert (await anext(stream)).kv_transfer_params == ticket("a")
@@ -173,11 +169,9 @@ def test_the_reader_of_an_output_owns_its_loan(run: Any) -> None:
         assert core.taken_back() == []
         await closing.aclose()
 
-    run(test)
 
-
-def test_no_request_waits_while_ranks_restart(run: Any) -> None:
-    async def test(client: EngineClient, core: PlayedCore) -> None:
+async def test_no_request_waits_while_ranks_restart(played: Played) -> None:
+    async with played() as (client, core):
         stream = await began(client, core, "a")
         failed = EngineOutput(request_id="a", new_token_ids=[], finish_reason="error")
         crossing = asyncio.ensure_future(anext(client.generate(request("b"))))
@@ -195,16 +189,16 @@ def test_no_request_waits_while_ranks_restart(run: Any) -> None:
         await (await began(client, core, "d")).aclose()
         assert client.unready_reason is None
 
-    run(test)
-
 
 @pytest.mark.parametrize("seed", range(5))
-def test_under_random_cancellation_each_loan_is_either_read_or_returned(run: Any, seed: int) -> None:
+async def test_under_random_cancellation_each_loan_is_either_read_or_returned(
+    played: Played, seed: int
+) -> None:
     """Callers are cancelled at moments that the seed chooses, around the moment of their last output."""
     names = [str(number) for number in range(60)]
     draw = random.Random(seed)
 
-    async def test(client: EngineClient, core: PlayedCore) -> None:
+    async with played() as (client, core):
         read: list[dict[str, Any]] = []
 
         async def call(name: str) -> None:
@@ -239,5 +233,3 @@ def test_under_random_cancellation_each_loan_is_either_read_or_returned(run: Any
         assert not [params for params in core.taken_back() if params in read]
         assert len(core.taken_back()) + len(read) == len(names)
         assert core.taken_back(), "some callers were cancelled"
-
-    run(test)

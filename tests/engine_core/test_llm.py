@@ -126,30 +126,12 @@ def test_logprobs_come_with_every_token(make_config) -> None:
     assert without.logprobs == []
 
 
-def test_a_stop_token_ends_the_request_and_is_named(make_config, alone) -> None:
-    stop = alone[0][4]
-    params = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True, stop_token_ids=(stop,))
-    with LLM(make_config()) as llm:
-        [completion] = llm.generate([PROMPTS[0]], params)
-    assert completion.token_ids == alone[0][: alone[0].index(stop) + 1]
-    assert completion.finish_reason == "stop"
-
-
 def test_an_impossible_request_is_refused_and_the_others_continue(make_config, alone) -> None:
     with LLM(make_config()) as llm:
         refused, served = llm.generate([[10**6], PROMPTS[0]], GREEDY)
     assert refused.finish_reason == "error"
     assert "vocabulary" in str(refused.error)
     assert served.token_ids == alone[0]
-
-
-def test_nothing_is_left_after_the_last_request(make_config) -> None:
-    with LLM(make_config()) as llm:
-        llm.generate(PROMPTS, GREEDY)
-        llm.settle(SETTLE_S)
-        pool = llm.core.scheduler.kv_cache.block_pool
-        assert pool.num_free_blocks == 128
-        assert not llm.core.scheduler.requests
 
 
 def test_a_connector_that_the_configuration_names_is_made_or_refused(make_config) -> None:

@@ -1,6 +1,5 @@
 """Replayed decode steps: the tokens are those of eager steps, with any connector."""
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -39,9 +38,12 @@ FACTORY = "baton.assemble:connector_factory"
 GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 MODES = ("full", "piecewise")
 
+ConfigOf = Callable[..., EngineConfig]
+PromptOf = Callable[[int, int], list[int]]
+
 
 @pytest.fixture
-def config_of(checkpoint_of: Callable[[str], Path]) -> Callable[..., EngineConfig]:
+def config_of(checkpoint_of: Callable[[str], Path]) -> ConfigOf:
     def make(
         mode: str = "off",
         *,
@@ -86,14 +88,12 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def prompts_of(prompt_of: Callable[[int, int], list[int]]) -> list[list[int]]:
+def prompts_of(prompt_of: PromptOf) -> list[list[int]]:
     """More prompts than run at once, so that buckets of all sizes are used."""
     return [prompt_of(seed, length) for seed, length in enumerate((3, 40, 17, 8, 25, 33, 1))]
 
 
-def check_tokens_equal(
-    config_of: Callable[..., EngineConfig], prompts: list[list[int]], **how: Any
-) -> list[list[int]]:
+def check_tokens_equal(config_of: ConfigOf, prompts: list[list[int]], **how: Any) -> list[list[int]]:
     with LLM(config_of(**{**how, "mode": "off"})) as llm:
         expected = [completion.token_ids for completion in llm.generate(prompts, GREEDY)]
     with LLM(config_of(**how)) as llm:
@@ -104,14 +104,13 @@ def check_tokens_equal(
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_tokens_are_those_of_eager_steps(
-    config_of: Callable[..., EngineConfig],
-    prompt_of: Callable[[int, int], list[int]],
-    replays: list[int],
-    mode: str,
-    family: str,
+    config_of: ConfigOf, prompt_of: PromptOf, replays: list[int], mode: str, family: str, device: str
 ) -> None:
-    check_tokens_equal(config_of, prompts_of(prompt_of), mode=mode, family=family)
+    if device == "cuda" and (reason := why_unavailable()) is not None:
+        pytest.skip(reason)
+    check_tokens_equal(config_of, prompts_of(prompt_of), mode=mode, family=family, device=device)
     assert replays
     assert max(replays) > 2
 
@@ -121,8 +120,8 @@ def test_the_tokens_are_those_of_eager_steps(
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
 def test_a_replay_runs_no_python(
     monkeypatch: pytest.MonkeyPatch,
-    config_of: Callable[..., EngineConfig],
-    prompt_of: Callable[[int, int], list[int]],
+    config_of: ConfigOf,
+    prompt_of: PromptOf,
     replays: list[int],
     mode: str,
     family: str,
@@ -134,27 +133,10 @@ def test_a_replay_runs_no_python(
     assert max(replays) > 2
 
 
-@pytest.mark.gpu
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
-def test_the_tokens_are_those_of_eager_steps_on_a_gpu(
-    config_of: Callable[..., EngineConfig],
-    prompt_of: Callable[[int, int], list[int]],
-    replays: list[int],
-    mode: str,
-    family: str,
-) -> None:
-    if (reason := why_unavailable()) is not None:
-        pytest.skip(reason)
-    check_tokens_equal(config_of, prompts_of(prompt_of), mode=mode, family=family, device="cuda")
-    assert replays
-
-
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "BLHNC", "BLNHC"])
 def test_recording_and_padding_write_only_to_the_scratch_block(
-    config_of: Callable[..., EngineConfig], mode: str, layout: KVCacheLayout
+    config_of: ConfigOf, mode: str, layout: KVCacheLayout
 ) -> None:
     config = config_of(mode)
     num_blocks = config.cache_config.num_gpu_blocks
@@ -197,9 +179,7 @@ def test_recording_and_padding_write_only_to_the_scratch_block(
         assert written.nonzero().tolist() == [[0, 0], [5, 0], [23, 0]]
 
 
-def test_only_decode_steps_of_recorded_sizes_are_replayed(
-    config_of: Callable[..., EngineConfig],
-) -> None:
+def test_only_decode_steps_of_recorded_sizes_are_replayed(config_of: ConfigOf) -> None:
     config = config_of("full")
     model = build_model(config.model_config)
     caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cpu", num_scratch_blocks=1)
@@ -262,11 +242,7 @@ def test_a_bucket_of_nothing_is_refused() -> None:
     ],
 )
 def test_the_connector_decides_what_can_be_recorded(
-    config_of: Callable[..., EngineConfig],
-    mode: str,
-    device: str,
-    connector: str | None,
-    expected: GraphMode,
+    config_of: ConfigOf, mode: str, device: str, connector: str | None, expected: GraphMode
 ) -> None:
     from baton.assemble import connector_factory
 
@@ -310,46 +286,22 @@ def check_hooks(
 @pytest.mark.parametrize("mode", ["off", *MODES])
 @pytest.mark.parametrize("connector", ["AssertingConnector", "NeedsHooks", "Capturable"])
 def test_a_connector_that_insists_on_its_metadata_passes_start_and_has_its_hooks(
-    config_of: Callable[..., EngineConfig],
-    prompt_of: Callable[[int, int], list[int]],
-    caplog: pytest.LogCaptureFixture,
-    connector: str,
-    mode: str,
+    config_of: ConfigOf, prompt_of: PromptOf, caplog: pytest.LogCaptureFixture, connector: str, mode: str
 ) -> None:
     check_hooks(config_of(mode, connector=connector), connector, mode, prompt_of(1, 20), caplog)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("connector", "mode", "executor"),
-    [
-        ("AssertingConnector", "full", "multiprocess"),
-        ("NeedsHooks", "full", "multiprocess"),
-        ("Capturable", "full", "multiprocess"),
-        ("Capturable", "piecewise", "multiprocess"),
-        ("AssertingConnector", "full", "ray"),  # Only the way to the ranks differs, and it is slow.
-    ],
-)
-def test_tokens_are_the_same_with_a_process_per_rank(
-    config_of: Callable[..., EngineConfig],
-    prompt_of: Callable[[int, int], list[int]],
-    caplog: pytest.LogCaptureFixture,
-    executor: str,
-    connector: str,
-    mode: str,
+def test_the_hooks_are_called_in_every_rank(
+    config_of: ConfigOf, prompt_of: PromptOf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    # Not imported here: the executor has to import Ray first.
-    if executor == "ray" and importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed")
-    config = config_of(mode, connector=connector, executor=executor)
-    check_hooks(config, connector, mode, prompt_of(1, 20), caplog)
+    config = config_of("full", connector="Capturable", executor="multiprocess")
+    check_hooks(config, "Capturable", "full", prompt_of(1, 20), caplog)
 
 
 def test_a_replay_runs_the_operations_of_captured_hooks_and_no_python(
-    monkeypatch: pytest.MonkeyPatch,
-    config_of: Callable[..., EngineConfig],
-    prompt_of: Callable[[int, int], list[int]],
+    monkeypatch: pytest.MonkeyPatch, config_of: ConfigOf, prompt_of: PromptOf
 ) -> None:
     monkeypatch.setattr(decoder, "build_backend", TorchKernelBackend)
     monkeypatch.setattr(decode_graphs, "recorder_for", lambda device: TapeRecorder())
@@ -366,7 +318,7 @@ def test_a_replay_runs_the_operations_of_captured_hooks_and_no_python(
 
 
 def test_the_last_token_of_a_prompt_is_not_replayed(
-    config_of: Callable[..., EngineConfig], prompt_of: Callable[[int, int], list[int]], replays: list[int]
+    config_of: ConfigOf, prompt_of: PromptOf, replays: list[int]
 ) -> None:
     """The rest is in the prefix cache. A connector that saves prompts layer by layer saves this token too."""
     config = config_of("full", connector="AssertingConnector")
@@ -378,17 +330,3 @@ def test_the_last_token_of_a_prompt_is_not_replayed(
         assert scheduler is not None
         assert scheduler.seen["save_layer"] == 2 * NUM_LAYERS
     assert len(replays) == 2 * (GREEDY.max_tokens - 1)
-
-
-def test_a_step_that_waits_for_synchronous_loads_is_not_replayed(
-    config_of: Callable[..., EngineConfig],
-    prompt_of: Callable[[int, int], list[int]],
-    replays: list[int],
-) -> None:
-    """One token is left to compute, as in a decode step, but its layers wait for loads."""
-    with LLM(config_of("full", connector="AssertingConnector"), FACTORY) as llm:
-        llm.generate([prompt_of(1, 17)], GREEDY, kv_transfer_params=[{"matched": 16}])
-        scheduler = AssertingConnector.scheduler
-        assert scheduler is not None
-        assert scheduler.seen["wait_layer"] == NUM_LAYERS
-    assert len(replays) == GREEDY.max_tokens - 1

@@ -128,8 +128,7 @@ def test_loads_fail_while_requests_are_preempted(where: tuple[int, int], is_asyn
         for request_id in list(world.half.loads):
             world.end_load(request_id, bad_indices={index}, bad_group=group)
         world.step()
-    for request_id in ("a1", "a2", "a3"):
-        world.check_answer(request_id)
+    world.end("a1", "a2", "a3")
     stats = [o.stats for o in world.outputs if o.stats]
     num_restarts = 0 if is_async else 3  # A failure within a step counts as a preemption too.
     assert sum(of_step.num_preempted for of_step in stats) > num_restarts
@@ -146,8 +145,7 @@ def test_a_prompt_that_is_cached_up_to_the_load_keeps_only_what_every_group_stil
     load = world.half.loads["a"]
     assert load.first_token == 16
     world.end_load("a", failed=True)
-    world.run()
-    world.check_answer("a")
+    world.end("a")
     probe = Request(engine_request("probe", PROMPT), block_size=BLOCK)
     assert world.scheduler.kv_cache.get_computed_blocks(probe)[1] == NUM_LOADED, "computed, and findable"
     check_afterwards(world)

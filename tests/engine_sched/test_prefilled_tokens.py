@@ -64,8 +64,7 @@ def test_the_first_token_leaves_when_the_load_arrives_and_nothing_of_the_prompt_
     assert output.num_cached_tokens == output.num_transferred_tokens == length
     world.run()
     assert computed_in(world) == [1, 1, 1]
-    world.check_answer("r")
-    world.check_at_rest()
+    world.end("r")
     assert world.half.num_taken["r"] == 1
 
 
@@ -83,8 +82,7 @@ def test_several_tokens_may_be_handed_over() -> None:
     world.end_load("r")
     world.run()
     assert computed_in(world) == [3, 1, 1]
-    world.check_answer("r")
-    world.check_at_rest()
+    world.end("r")
 
 
 @pytest.mark.parametrize("bad_indices", [{0}, {1}, {2}])
@@ -97,8 +95,7 @@ def test_a_token_is_kept_when_the_load_fails_and_the_prompt_is_computed_here(bad
     world.run()
     num_valid = min(bad_indices) * BLOCK
     assert computed_in(world)[0] == len(PROMPT) + 1 - num_valid
-    world.check_answer("r")
-    world.check_at_rest()
+    world.end("r")
 
 
 def test_a_handed_over_end_of_sequence_ends_the_request_without_a_step() -> None:
@@ -175,8 +172,7 @@ def test_a_preempted_prefill_that_is_loaded_later_gets_the_token_too() -> None:
     world.end_load("r")
     world.run()
     assert computed_in(world) == [4, 1, 1, 1]
-    world.check_answer("r")
-    world.check_at_rest()
+    world.end("r")
 
 
 def test_a_handed_over_token_has_as_many_logprobs_as_requested() -> None:
@@ -197,8 +193,7 @@ def test_a_connector_that_fails_to_return_its_tokens_costs_one_position() -> Non
     world = loading()
     world.half.prefilled = fail
     world.end_load("r")
-    world.run()
-    world.check_answer("r")
+    world.end("r")
 
 
 # --- What is accepted ------------------------------------------------------------------------------

@@ -35,11 +35,9 @@ def test_a_load_in_the_background_parks_the_request_and_schedules_nothing() -> N
     assert output.num_scheduled_tokens == {"a": 2}
     assert output.scheduled_new_reqs[0].num_computed_tokens == 16
     assert world.half.log == ["new a", "alloc a 16", "alloc a 0"]
-    world.run()
-    world.check_answer("a")
+    world.end("a")
     last = world.last_of("a")
     assert (last.num_cached_tokens, last.num_transferred_tokens) == (16, 16)
-    world.check_at_rest()
 
 
 @pytest.mark.parametrize("num_tokens", [16, 18])
@@ -51,11 +49,9 @@ def test_a_prompt_that_arrives_whole_computes_its_last_token_again(num_tokens: i
     world.end_load("a")
     world.step()
     assert world.step().num_scheduled_tokens == {"a": 1}
-    world.run()
-    world.check_answer("a")
+    world.end("a")
     last = world.last_of("a")
     assert last.num_transferred_tokens == num_tokens - 1
-    world.check_at_rest()
 
 
 @pytest.mark.parametrize("num_tokens", [16, 18])
@@ -80,11 +76,9 @@ def test_only_what_the_local_cache_lacks_is_loaded() -> None:
     load = world.half.loads["a"]
     assert (load.first_token, load.num_tokens) == (8, 10)
     world.end_load("a")
-    world.run()
-    world.check_answer("a")
+    world.end("a")
     last = world.last_of("a")
     assert (last.num_cached_tokens, last.num_transferred_tokens) == (17, 9)
-    world.check_at_rest()
 
 
 def test_no_request_hits_blocks_that_are_being_filled() -> None:
@@ -141,8 +135,7 @@ def test_a_load_is_admitted_only_if_all_that_hold_blocks_can_still_end_beside_it
         if "c" in world.half.loads:
             world.end_load("c")
         world.step()
-    for request_id in "abc":
-        world.check_answer(request_id)
+    world.end(*"abc")
     assert not any(step.preempted_req_ids for step in world.steps)
     world.check_at_rest()
 
@@ -160,9 +153,7 @@ def test_a_half_computed_prompt_keeps_its_room_beside_a_load() -> None:
             world.end_load("load")
         world.step()
     assert not any(step.preempted_req_ids for step in world.steps)
-    world.check_answer("long")
-    world.check_answer("load")
-    world.check_at_rest()
+    world.end("long", "load")
 
 
 def test_an_abort_during_a_load_keeps_the_blocks_until_the_load_ends() -> None:
@@ -230,8 +221,7 @@ def test_a_loaded_request_gives_way_when_nothing_runs_and_the_first_in_line_has_
         if world.half.loads:
             world.end_load("b")
         world.step()
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("b")
 
 
 def test_reports_about_unknown_requests_change_nothing() -> None:
@@ -241,7 +231,5 @@ def test_reports_about_unknown_requests_change_nothing() -> None:
     world.report.failed_recving = {"ghost"}
     world.report.invalid_block_ids = {63}
     world.end_send("ghost", "a")
-    world.run()
-    world.check_answer("a")
+    world.end("a")
     assert world.scheduler.remote.num_ignored_reports == 5
-    world.check_at_rest()

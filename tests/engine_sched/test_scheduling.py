@@ -90,9 +90,7 @@ def test_a_later_request_of_higher_priority_is_not_preempted() -> None:
     world.add("a", prompt(0, 9), max_tokens=8, priority=0)
     world.run()
     assert set().union(*(step.preempted_req_ids for step in world.steps)) == {"b"}
-    world.check_answer("a")
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("a", "b")
 
 
 def test_a_preempted_request_finds_what_is_left_of_its_own_blocks() -> None:
@@ -103,8 +101,7 @@ def test_a_preempted_request_finds_what_is_left_of_its_own_blocks() -> None:
     resumed = next(step for step in world.steps if step.scheduled_cached_reqs.resumed_req_ids)
     index = resumed.scheduled_cached_reqs.req_ids.index("b")
     assert resumed.scheduled_cached_reqs.num_computed_tokens[index] > 0
-    world.check_answer("b")
-    world.check_at_rest()
+    world.end("b")
 
 
 # --- Prefix cache ----------------------------------------------------------------------------------
@@ -115,11 +112,9 @@ def test_equal_prompts_of_one_step_share_their_blocks() -> None:
     world.add("a", prompt(0, 16))
     world.add("b", prompt(0, 16))
     assert world.step().num_scheduled_tokens == {"a": 16, "b": 4}
-    world.run()
-    world.check_answer("b")
+    world.end("b")
     last = world.last_of("b")
     assert (last.num_cached_tokens, last.num_transferred_tokens) == (12, 0)
-    world.check_at_rest()
 
 
 def test_a_prompt_that_is_cached_whole_computes_at_least_its_last_token() -> None:
@@ -128,8 +123,7 @@ def test_a_prompt_that_is_cached_whole_computes_at_least_its_last_token() -> Non
     world.run()
     world.add("b", prompt(0, 17))
     assert world.step().num_scheduled_tokens == {"b": 1}
-    world.run()
-    world.check_answer("b")
+    world.end("b")
 
 
 def test_another_salt_is_another_prompt() -> None:
@@ -138,8 +132,7 @@ def test_another_salt_is_another_prompt() -> None:
     world.run()
     world.add("b", prompt(0, 16), salt="tenant 2")
     assert world.step().num_scheduled_tokens == {"b": 16}
-    world.run()
-    world.check_answer("b")
+    world.end("b")
 
 
 def test_prefix_caching_off_finds_nothing() -> None:
@@ -302,8 +295,7 @@ def test_a_request_that_can_never_run_is_refused_with_a_remedy(
 def test_the_largest_request_that_can_run_runs() -> None:
     world = World(num_blocks=10, max_model_len=64)
     world.add("a", prompt(0, 39), max_tokens=1)
-    world.run()
-    world.check_answer("a")
+    world.end("a")
 
 
 def test_an_id_in_use_is_refused() -> None:

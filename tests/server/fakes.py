@@ -1,6 +1,7 @@
 """A server around a scripted engine and a tokenizer of one token per character."""
 
 import asyncio
+import json
 import threading
 import time
 from array import array
@@ -370,6 +371,15 @@ class LiveServer(LiveApp):
         self.service.is_draining = False
         self.service.metrics = ServerMetrics("toy")
         engine.on_stats = self.service.metrics.observe_stats
+
+
+def read_stream(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
+    """The events of a streamed answer."""
+    with http.stream("POST", path, json={"stream": True, **body}) as answer:
+        assert answer.status_code == 200, answer.read()
+        *events, last = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert last == "[DONE]"
+    return [json.loads(event) for event in events]
 
 
 def router_before(engine: LiveServer) -> LiveApp:

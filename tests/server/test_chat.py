@@ -5,7 +5,7 @@ from typing import Any
 
 import httpx
 
-from tests.server.fakes import ScriptedEngine
+from tests.server.fakes import ScriptedEngine, read_stream
 
 ASK = [{"role": "user", "content": "Hi"}]
 PROMPT = [1, ord("H"), ord("i"), 2]
@@ -19,11 +19,7 @@ def post(http: httpx.Client, **body: Any) -> dict[str, Any]:
 
 
 def stream(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    body = {"messages": ASK, "stream": True, **body}
-    with http.stream("POST", "/v1/chat/completions", json=body) as answer:
-        lines = [line for line in answer.iter_lines() if line]
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    return read_stream(http, "/v1/chat/completions", messages=ASK, **body)
 
 
 def refusal(http: httpx.Client, **body: Any) -> tuple[int, str | None]:

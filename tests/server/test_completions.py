@@ -1,6 +1,5 @@
 """`/v1/completions` over a scripted engine, through a real server and real sockets."""
 
-import json
 from typing import Any
 
 import httpx
@@ -9,7 +8,7 @@ import pytest
 from baton.engine.api import SamplingParams
 from baton.server.protocol.sampling import SamplingFields
 from baton.server.tokens import bad_words_in_tokens
-from tests.server.fakes import CharacterTokenizer, ScriptedEngine
+from tests.server.fakes import CharacterTokenizer, ScriptedEngine, read_stream
 
 
 def post(http: httpx.Client, **body: Any) -> dict[str, Any]:
@@ -20,14 +19,7 @@ def post(http: httpx.Client, **body: Any) -> dict[str, Any]:
 
 
 def stream(http: httpx.Client, **body: Any) -> list[dict[str, Any]]:
-    """Return the events without [DONE]."""
-    body = {"model": "toy", "prompt": "Say", "stream": True, **body}
-    with http.stream("POST", "/v1/completions", json=body) as answer:
-        lines = [line for line in answer.iter_lines() if line]
-        assert answer.status_code == 200, lines
-        assert answer.headers["content-type"].startswith("text/event-stream")
-    assert lines[-1] == "data: [DONE]"
-    return [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
+    return read_stream(http, "/v1/completions", **{"model": "toy", "prompt": "Say", **body})
 
 
 def text_of(events: list[dict[str, Any]], index: int = 0) -> str:

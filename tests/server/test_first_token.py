@@ -1,12 +1,11 @@
 """One answer from two engines: the streams of P and D, and how they fit together."""
 
-import json
 from typing import Any
 
 import httpx
 import pytest
 
-from tests.server.fakes import EOS, MAX_MODEL_LEN, ScriptedEngine
+from tests.server.fakes import EOS, MAX_MODEL_LEN, ScriptedEngine, read_stream
 
 P_LEG = {"do_remote_decode": True, "do_remote_prefill": False, "baton_first_token": True}
 D_LEG = {
@@ -20,11 +19,7 @@ CHAT = {"messages": [{"role": "user", "content": "Hi"}]}
 
 
 def chunks(http: httpx.Client, path: str = "/v1/completions", **body: Any) -> list[dict[str, Any]]:
-    asked = {"stream": True, **({"prompt": "Say"} if path == "/v1/completions" else CHAT), **body}
-    with http.stream("POST", path, json=asked) as answer:
-        assert answer.status_code == 200, answer.read()
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    return [json.loads(line) for line in lines[:-1]]
+    return read_stream(http, path, **{**({"prompt": "Say"} if path == "/v1/completions" else CHAT), **body})
 
 
 def text_of(found: list[dict[str, Any]]) -> str:

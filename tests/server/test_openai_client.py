@@ -1,6 +1,5 @@
-"""The official client, sync and async, works with the server."""
+"""The official client works with the server."""
 
-import asyncio
 from collections.abc import Iterator
 
 import httpx
@@ -14,10 +13,6 @@ from tests.server.fakes import WAIT_S, LiveServer, ScriptedEngine
 def client(live: LiveServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{live.url}/v1", api_key="none", timeout=WAIT_S, max_retries=0) as client:
         yield client
-
-
-def test_it_lists_the_model(client: openai.OpenAI) -> None:
-    assert [model.id for model in client.models.list()] == ["toy"]
 
 
 def test_it_completes(client: openai.OpenAI, engine: ScriptedEngine) -> None:
@@ -75,21 +70,6 @@ def test_it_parses_our_errors(client: openai.OpenAI) -> None:
         client.completions.create(model="other", prompt="a")
 
 
-def test_the_async_client_streams_chats_side_by_side(live: LiveServer) -> None:
-    async def chat(client: openai.AsyncOpenAI, count: int) -> str:
-        stream = await client.chat.completions.create(
-            model="toy", messages=[{"role": "user", "content": "Hi"}], max_tokens=count, stream=True
-        )
-        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
-
-    async def main() -> list[str]:
-        url = f"{live.url}/v1"
-        async with openai.AsyncOpenAI(base_url=url, api_key="none", timeout=WAIT_S, max_retries=0) as client:
-            return await asyncio.gather(*(chat(client, count) for count in range(1, 6)))
-
-    assert asyncio.run(main()) == ["H", "He", "Hel", "Hell", "Hello"]
-
-
 def test_tokenize_and_back(http: httpx.Client) -> None:
     answer = http.post("/tokenize", json={"prompt": "Hi"}).json()
     assert answer == {"count": 2, "max_model_len": 200, "tokens": [72, 105]}
@@ -133,15 +113,3 @@ def test_it_sends_a_history_with_tool_calls_and_gets_calls_as_text(
             model="toy", messages=[{"role": "user", "content": "Hi"}], tool_choice="required"
         )
     assert refused.value.param == "tool_choice"
-
-
-def test_it_gets_the_logprobs_of_an_echoed_prompt(client: openai.OpenAI) -> None:
-    answer = client.completions.create(
-        model="toy", prompt="Say", max_tokens=0, echo=True, logprobs=1, extra_body={"prompt_logprobs": 0}
-    )
-    [choice] = answer.choices
-    assert choice.text == "Say"
-    assert choice.logprobs is not None
-    assert choice.logprobs.token_logprobs == [None, -0.5, -0.5]
-    shown = choice.model_dump()["prompt_logprobs"]
-    assert [entry and list(entry) for entry in shown] == [None, ["97"], ["121"]]

@@ -64,208 +64,161 @@ class Process:
             pass
 
 
-def bounded(main: Callable[[], Awaitable[None]]) -> None:
-    async def within() -> None:
-        async with asyncio.timeout(WAIT_S):
-            await main()
-
-    asyncio.run(within())
-
-
 def stop_this_process() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-def test_it_serves_until_a_signal_and_stops_the_engine() -> None:
-    async def main() -> None:
+async def test_it_serves_until_a_signal_and_stops_the_engine() -> None:
+    engine = ScriptedEngine()
+    process = Process(engine)
+    assert (await process.post()).status_code == 200
+    stop_this_process()
+    assert await process.exit == EXIT_STOPPED
+    assert engine.events[-1] == "closed"
+
+
+async def test_an_admin_port_takes_metrics_and_batons_own_paths() -> None:
+    process = Process(ScriptedEngine(), admin_port=0)
+    admin_port = (await process.health()).json()["admin_port"]
+    async with process.client(await process.url) as client:
+        assert (await client.get("/metrics")).status_code == 404
+        assert (await client.post("/baton/take_back", json={"baton_ticket": "x"})).status_code == 404
+    async with process.client(f"http://127.0.0.1:{admin_port}") as client:
+        assert (await client.get("/metrics")).status_code == 200
+        assert (await client.post("/baton/take_back", json={"baton_ticket": "x"})).status_code == 202
+        assert (await client.get("/v1/models")).status_code == 404
+    stop_this_process()
+    assert await process.exit == EXIT_STOPPED
+
+
+async def test_keys_and_host_names_are_checked_on_loopback() -> None:
+    process = Process(ScriptedEngine(), http=HttpSettings(api_keys=("key-of-mine",)))
+    async with process.client(await process.url) as client:
+        key = {"Authorization": "Bearer key-of-mine"}
+        assert (await client.get("/v1/models")).status_code == 401
+        assert (await client.get("/v1/models", headers=key)).status_code == 200
+        assert (await client.get("/health", headers={"Host": "evil.example"})).status_code == 403
+    stop_this_process()
+    assert await process.exit == EXIT_STOPPED
+
+
+async def test_a_request_in_flight_may_finish_while_it_drains() -> None:
+    engine = ScriptedEngine(gate=asyncio.Event())
+    process = Process(engine)
+    answer = asyncio.create_task(process.post(max_tokens=5))
+    await engine.was_asked.wait()
+    stop_this_process()
+    assert engine.gate is not None
+    engine.gate.set()
+    assert (await answer).json()["choices"][0]["text"] == "Hello"
+    assert await process.exit == EXIT_STOPPED
+
+
+async def test_a_request_that_does_not_end_in_time_gets_an_error() -> None:
+    engine = ScriptedEngine(gate=asyncio.Event())
+    process = Process(engine, shutdown_timeout_s=0)
+    answer = asyncio.create_task(process.post())
+    await engine.was_asked.wait()
+    stop_this_process()
+    assert (await answer).status_code == 503
+    assert await process.exit == EXIT_STOPPED
+
+
+async def test_a_drain_refuses_new_requests_finishes_running_ones_and_waits_for_loans() -> None:
+    engine = ScriptedEngine(gate=asyncio.Event(), loans=asyncio.Event())
+    assert engine.gate is not None
+    assert engine.loans is not None
+    process = Process(engine, drain_timeout_s=WAIT_S)
+    answer = asyncio.create_task(process.post(max_tokens=5))
+    await engine.was_asked.wait()
+    stop_this_process()
+    await process.wait_draining()
+    refused = await process.post()
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "draining"
+    assert int(refused.headers["Retry-After"]) > 0
+    assert "drain" not in engine.events, "a prefill that still runs may lend what it computes"
+    engine.gate.set()
+    assert (await answer).json()["choices"][0]["text"] == "Hello"
+    assert (await process.health()).json()["error"]["code"] == "draining"
+    engine.loans.set()
+    assert await process.exit == EXIT_STOPPED
+    assert engine.events[-3:] == ["drain", "drained", "closed"]
+
+
+async def test_a_second_signal_ends_a_drain_at_once() -> None:
+    engine = ScriptedEngine(loans=asyncio.Event())
+    process = Process(engine, drain_timeout_s=3600, shutdown_timeout_s=3600)
+    assert (await process.post()).status_code == 200
+    stop_this_process()
+    await process.wait_draining()
+    stop_this_process()
+    assert await process.exit == EXIT_STOPPED
+    assert "drained" not in engine.events
+
+
+async def test_a_drain_that_takes_too_long_ends_as_without_one() -> None:
+    engine = ScriptedEngine(gate=asyncio.Event())
+    process = Process(engine, drain_timeout_s=0.01, shutdown_timeout_s=0)
+    answer = asyncio.create_task(process.post())
+    await engine.was_asked.wait()
+    stop_this_process()
+    assert (await answer).status_code == 503
+    assert await process.exit == EXIT_STOPPED
+    assert "drain" not in engine.events
+
+
+async def test_the_exit_status_reports_an_engine_that_dies_during_a_drain() -> None:
+    engine = ScriptedEngine(loans=asyncio.Event())
+    process = Process(engine, drain_timeout_s=3600)
+    assert (await process.post()).status_code == 200
+    stop_this_process()
+    await process.wait_draining()
+    engine.die()
+    assert await process.exit == EXIT_ENGINE_DIED
+
+
+async def test_when_the_engine_dies_pending_answers_are_503_and_the_exit_status_is_1() -> None:
+    engine = ScriptedEngine(gate=asyncio.Event())
+    process = Process(engine)
+    answer = asyncio.create_task(process.post())
+    await engine.was_asked.wait()
+    engine.die()
+    assert (await answer).json()["error"]["code"] == "engine_dead"
+    assert await process.exit == EXIT_ENGINE_DIED
+
+
+async def test_it_can_be_stopped_while_the_engine_still_starts() -> None:
+    begun, ended = asyncio.Event(), asyncio.Event()
+
+    async def start() -> EngineApi:
+        begun.set()
+        try:
+            await asyncio.Event().wait()
+            raise AssertionError("it is never set")
+        finally:
+            ended.set()
+
+    process = Process(ScriptedEngine(), start=start)
+    await begun.wait()
+    stop_this_process()
+    assert await process.exit == EXIT_STOPPED
+    assert ended.is_set()
+    assert not process.url.done()
+
+
+async def test_an_engine_that_does_not_start_is_reported() -> None:
+    async def start() -> EngineApi:
+        raise EngineDeadError("no memory")
+
+    with pytest.raises(EngineDeadError, match="no memory"):
+        await Process(ScriptedEngine(), start=start).exit
+
+
+async def test_a_port_in_use_is_reported_before_the_engine_is_started() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
         engine = ScriptedEngine()
-        process = Process(engine)
-        assert (await process.post()).status_code == 200
-        stop_this_process()
-        assert await process.exit == EXIT_STOPPED
-        assert engine.events[-1] == "closed"
-
-    bounded(main)
-
-
-def test_an_admin_port_takes_metrics_and_batons_own_paths() -> None:
-    async def main() -> None:
-        process = Process(ScriptedEngine(), admin_port=0)
-        admin_port = (await process.health()).json()["admin_port"]
-        async with process.client(await process.url) as client:
-            assert (await client.get("/metrics")).status_code == 404
-            assert (await client.post("/baton/take_back", json={"baton_ticket": "x"})).status_code == 404
-        async with process.client(f"http://127.0.0.1:{admin_port}") as client:
-            assert (await client.get("/metrics")).status_code == 200
-            assert (await client.post("/baton/take_back", json={"baton_ticket": "x"})).status_code == 202
-            assert (await client.get("/v1/models")).status_code == 404
-        stop_this_process()
-        assert await process.exit == EXIT_STOPPED
-
-    bounded(main)
-
-
-def test_keys_and_host_names_are_checked_on_loopback() -> None:
-    async def main() -> None:
-        process = Process(ScriptedEngine(), http=HttpSettings(api_keys=("key-of-mine",)))
-        async with process.client(await process.url) as client:
-            key = {"Authorization": "Bearer key-of-mine"}
-            assert (await client.get("/v1/models")).status_code == 401
-            assert (await client.get("/v1/models", headers=key)).status_code == 200
-            assert (await client.get("/health", headers={"Host": "evil.example"})).status_code == 403
-        stop_this_process()
-        assert await process.exit == EXIT_STOPPED
-
-    bounded(main)
-
-
-def test_a_request_in_flight_may_finish_while_it_drains() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(gate=asyncio.Event())
-        process = Process(engine)
-        answer = asyncio.create_task(process.post(max_tokens=5))
-        await engine.was_asked.wait()
-        stop_this_process()
-        assert engine.gate is not None
-        engine.gate.set()
-        assert (await answer).json()["choices"][0]["text"] == "Hello"
-        assert await process.exit == EXIT_STOPPED
-
-    bounded(main)
-
-
-def test_a_request_that_does_not_end_in_time_gets_an_error() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(gate=asyncio.Event())
-        process = Process(engine, shutdown_timeout_s=0)
-        answer = asyncio.create_task(process.post())
-        await engine.was_asked.wait()
-        stop_this_process()
-        assert (await answer).status_code == 503
-        assert await process.exit == EXIT_STOPPED
-
-    bounded(main)
-
-
-def test_a_drain_refuses_new_requests_finishes_running_ones_and_waits_for_loans() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(gate=asyncio.Event(), loans=asyncio.Event())
-        assert engine.gate is not None
-        assert engine.loans is not None
-        process = Process(engine, drain_timeout_s=WAIT_S)
-        answer = asyncio.create_task(process.post(max_tokens=5))
-        await engine.was_asked.wait()
-        stop_this_process()
-        await process.wait_draining()
-        refused = await process.post()
-        assert refused.status_code == 503
-        assert refused.json()["error"]["code"] == "draining"
-        assert int(refused.headers["Retry-After"]) > 0
-        assert "drain" not in engine.events, "a prefill that still runs may lend what it computes"
-        engine.gate.set()
-        assert (await answer).json()["choices"][0]["text"] == "Hello"
-        assert (await process.health()).json()["error"]["code"] == "draining"
-        engine.loans.set()
-        assert await process.exit == EXIT_STOPPED
-        assert engine.events[-3:] == ["drain", "drained", "closed"]
-
-    bounded(main)
-
-
-def test_a_second_signal_ends_a_drain_at_once() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(loans=asyncio.Event())
-        process = Process(engine, drain_timeout_s=3600, shutdown_timeout_s=3600)
-        assert (await process.post()).status_code == 200
-        stop_this_process()
-        await process.wait_draining()
-        stop_this_process()
-        assert await process.exit == EXIT_STOPPED
-        assert "drained" not in engine.events
-
-    bounded(main)
-
-
-def test_a_drain_that_takes_too_long_ends_as_without_one() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(gate=asyncio.Event())
-        process = Process(engine, drain_timeout_s=0.01, shutdown_timeout_s=0)
-        answer = asyncio.create_task(process.post())
-        await engine.was_asked.wait()
-        stop_this_process()
-        assert (await answer).status_code == 503
-        assert await process.exit == EXIT_STOPPED
-        assert "drain" not in engine.events
-
-    bounded(main)
-
-
-def test_the_exit_status_reports_an_engine_that_dies_during_a_drain() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(loans=asyncio.Event())
-        process = Process(engine, drain_timeout_s=3600)
-        assert (await process.post()).status_code == 200
-        stop_this_process()
-        await process.wait_draining()
-        engine.die()
-        assert await process.exit == EXIT_ENGINE_DIED
-
-    bounded(main)
-
-
-def test_when_the_engine_dies_pending_answers_are_503_and_the_exit_status_is_1() -> None:
-    async def main() -> None:
-        engine = ScriptedEngine(gate=asyncio.Event())
-        process = Process(engine)
-        answer = asyncio.create_task(process.post())
-        await engine.was_asked.wait()
-        engine.die()
-        assert (await answer).json()["error"]["code"] == "engine_dead"
-        assert await process.exit == EXIT_ENGINE_DIED
-
-    bounded(main)
-
-
-def test_it_can_be_stopped_while_the_engine_still_starts() -> None:
-    async def main() -> None:
-        begun, ended = asyncio.Event(), asyncio.Event()
-
-        async def start() -> EngineApi:
-            begun.set()
-            try:
-                await asyncio.Event().wait()
-                raise AssertionError("it is never set")
-            finally:
-                ended.set()
-
-        process = Process(ScriptedEngine(), start=start)
-        await begun.wait()
-        stop_this_process()
-        assert await process.exit == EXIT_STOPPED
-        assert ended.is_set()
-        assert not process.url.done()
-
-    bounded(main)
-
-
-def test_an_engine_that_does_not_start_is_reported() -> None:
-    async def main() -> None:
-        async def start() -> EngineApi:
-            raise EngineDeadError("no memory")
-
-        with pytest.raises(EngineDeadError, match="no memory"):
-            await Process(ScriptedEngine(), start=start).exit
-
-    bounded(main)
-
-
-def test_a_port_in_use_is_reported_before_the_engine_is_started() -> None:
-    async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as other:
-            engine = ScriptedEngine()
-            with pytest.raises(ConfigError) as refused:
-                await Process(engine, port=other.getsockname()[1]).exit
-        assert refused.value.field == "port"
-        assert engine.events == []
-
-    bounded(main)
+        with pytest.raises(ConfigError) as refused:
+            await Process(engine, port=other.getsockname()[1]).exit
+    assert refused.value.field == "port"
+    assert engine.events == []

@@ -1,6 +1,5 @@
 """`kv_transfer_params`: validation, the params of answers, and their use with n samples."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -8,7 +7,7 @@ import httpx
 import pytest
 
 from baton.core.errors import BadTransferParams
-from tests.server.fakes import LiveServer, ScriptedEngine
+from tests.server.fakes import LiveServer, ScriptedEngine, read_stream
 
 COMPUTE = {"do_remote_decode": True, "do_remote_prefill": False}
 FETCH = {"do_remote_prefill": True, "baton_ticket": "signed", "remote_engine_id": "p0"}
@@ -23,12 +22,6 @@ def refused_field(answer: httpx.Response) -> str:
     assert answer.status_code == 400, answer.text
     field: str = answer.json()["error"]["param"]
     return field
-
-
-def events(http: httpx.Client, path: str, **body: Any) -> list[dict[str, Any]]:
-    with http.stream("POST", path, json={"stream": True, "max_tokens": 2, **body}) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    return [json.loads(line) for line in lines[:-1]]
 
 
 def test_the_connectors_params_are_at_the_answers_top_level(
@@ -50,8 +43,10 @@ def test_in_a_stream_they_come_with_the_finish_reason(http: httpx.Client, engine
     engine.transfer_params = RETURNED
     messages = [{"role": "user", "content": "Hi"}]
     for found in (
-        events(http, "/v1/completions", prompt="a", kv_transfer_params=COMPUTE),
-        events(http, "/v1/chat/completions", messages=messages, kv_transfer_params=COMPUTE),
+        read_stream(http, "/v1/completions", prompt="a", max_tokens=2, kv_transfer_params=COMPUTE),
+        read_stream(
+            http, "/v1/chat/completions", messages=messages, max_tokens=2, kv_transfer_params=COMPUTE
+        ),
     ):
         with_params = [event for event in found if "kv_transfer_params" in event]
         assert [event["kv_transfer_params"] for event in with_params] == [RETURNED]
