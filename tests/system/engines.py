@@ -4,9 +4,10 @@ import json
 import random
 import select
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,12 @@ class Engine:
         ):
             self.wait_metric(name, lambda value: value == 0)
 
+    def wait_draining(self) -> None:
+        while (health := self.client.get(f"{self.url}/health")).status_code == 200:
+            pass
+        assert health.status_code == 503
+        assert health.json()["error"]["code"] == "draining"
+
     def processes(self) -> list[psutil.Process]:
         parent = psutil.Process(self.child.pid)
         return [parent, *parent.children(recursive=True)]
@@ -106,6 +113,28 @@ class Engine:
             for process in processes:
                 if process.is_running():
                     process.resume()
+
+
+class Waiting:
+    """A request in the background."""
+
+    def __init__(self, ask: Callable[[], httpx.Response]) -> None:
+        self._answers: list[httpx.Response] = []
+        self._ask = ask
+        self._thread = threading.Thread(target=self._wait, daemon=True)
+        self._thread.start()
+
+    def _wait(self) -> None:
+        with suppress(httpx.HTTPError):
+            self._answers.append(self._ask())
+
+    def answer(self, within_s: float = WAIT_S) -> httpx.Response:
+        self.join(within_s)
+        assert self._answers, f"no answer within {within_s:g} s"
+        return self._answers[0]
+
+    def join(self, within_s: float = WAIT_S) -> None:
+        self._thread.join(within_s)
 
 
 def tokens_of(answer: httpx.Response) -> list[int]:

@@ -1,6 +1,5 @@
 """Engines with ranks in child or Ray processes hand over to an engine of one rank, and lose a rank.
 
-rays      two ranks by Ray, two steps in flight; ends when a rank dies
 phoenix   two child processes, two steps in flight; restarts its ranks
 sunrise   two ranks by Ray, two steps in flight; restarts its ranks and its Ray
 d         one rank in its engine's process; recomputes what it cannot load
@@ -8,21 +7,28 @@ d         one rank in its engine's process; recomputes what it cannot load
 
 import importlib.util
 import re
-import select
-import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 import pytest
 
 from baton.cli.processes import Fleet
-from tests.system.engines import POLL_S, START_S, TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
-from tests.system.test_topologies import pulled, pushed
+from tests.system.engines import (
+    POLL_S,
+    START_S,
+    TIMERS,
+    WAIT_S,
+    Engine,
+    Engines,
+    Waiting,
+    make_prompt,
+    tokens_of,
+)
+from tests.system.test_topologies import decode_params, pulled, pushed
 
 pytestmark = [
     pytest.mark.processes,
@@ -32,7 +38,7 @@ pytestmark = [
 ]
 
 NOTICED_S = 5.0  # Bound after which a client of an engine that has lost a rank gets an error.
-LONG = {"max_tokens": 1500}
+PUSH_TIMERS = {**TIMERS, "grant_every_s": 0.5, "silence_s": 4.0, "hold_s": 8.0}
 AHEAD = ["--tensor-parallel-size", "2", "--max-concurrent-batches", "2", "--max-num-batched-tokens", "100"]
 
 
@@ -41,7 +47,7 @@ def both() -> dict[str, Any]:
         "kv_connector": "BatonPushConnector",  # It also pulls, if it gets a ticket.
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"timers": TIMERS, "stream": "chunk"},
+        "kv_connector_extra_config": {"timers": PUSH_TIMERS, "stream": "chunk"},
     }
 
 
@@ -49,12 +55,10 @@ def both() -> dict[str, Any]:
 def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Engine]]:
     with Fleet(tmp_path_factory.mktemp("logs")) as fleet, closing(Engines(fleet)) as engines:
         started = engines.start(
-            ("rays", model, both()),
             ("phoenix", model, both()),
             ("sunrise", model, both()),
             ("d", model, both()),
             options={
-                "rays": [*AHEAD, "--executor", "ray"],
                 "phoenix": [*AHEAD, "--on-rank-death", "restart"],
                 "sunrise": [*AHEAD, "--executor", "ray", "--on-rank-death", "restart"],
             },
@@ -64,7 +68,7 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[d
 
 @pytest.mark.parametrize("hand_over", [pulled, pushed])
 @pytest.mark.parametrize(
-    ("producer", "consumer"), [("rays", "d"), ("d", "rays"), ("phoenix", "d"), ("d", "sunrise")]
+    ("producer", "consumer"), [("sunrise", "d"), ("d", "sunrise"), ("phoenix", "d"), ("d", "phoenix")]
 )
 def test_two_ranks_and_one_hand_over_and_give_one_engines_tokens(
     engines: dict[str, Engine],
@@ -92,24 +96,6 @@ def kill_a_rank(engine: Engine) -> None:
     ranks[1].kill()
 
 
-class Waiting:
-    """A client that waits for a long answer."""
-
-    def __init__(self, engine: Engine, prompt: list[int]) -> None:
-        self.answer: httpx.Response | None = None
-        self._ask = lambda: engine.complete(prompt, **LONG)
-        self._thread = threading.Thread(target=self._wait, daemon=True)
-        self._thread.start()
-
-    def _wait(self) -> None:
-        self.answer = self._ask()
-
-    def hears(self) -> httpx.Response:
-        self._thread.join(NOTICED_S)
-        assert self.answer is not None, f"no answer within {NOTICED_S:g} s"
-        return self.answer
-
-
 def below_core(engine: Engine) -> set[psutil.Process]:
     """Processes below the core: ranks and their helpers."""
     [core] = [process for process in engine.processes() if process.name() == "baton-core"]
@@ -123,11 +109,11 @@ def test_an_engine_that_restarts_its_ranks_fails_open_requests_only(
     p, d = engines[name], engines["d"]
     old = make_prompt(2001, 150)
     ticket = p.prefill(old)
-    waiting = Waiting(p, make_prompt(2003))
+    waiting = Waiting(lambda: p.complete(make_prompt(2003), max_tokens=1500))
     p.wait_metric("num_requests_running", lambda value: value == 1)
     before = below_core(p)
     kill_a_rank(p)
-    answer = waiting.hears()
+    answer = waiting.answer(NOTICED_S)
     assert answer.status_code == 500
     assert "lost a rank" in answer.json()["error"]["message"]
     assert re.search("rank [01] is gone", answer.json()["error"]["message"])
@@ -156,33 +142,19 @@ def test_an_engine_that_restarts_its_ranks_fails_open_requests_only(
     d.wait_at_rest()
 
 
-def test_an_engine_of_ray_that_loses_a_rank_reports_it_and_ends_and_its_peers_recompute(
+def test_a_producer_that_is_killed_over_a_stopped_core_leaves_no_process_and_changes_no_token(
     engines: dict[str, Engine], expected: Callable[[list[int]], list[int]]
 ) -> None:
-    p, d = engines["rays"], engines["d"]
-    prompt = make_prompt(2004, 150)
-    ticket = p.prefill(prompt)
-    waiting = Waiting(p, make_prompt(2005))
-    p.wait_metric("num_requests_running", lambda value: value == 1)
-    processes = p.processes()
-    kill_a_rank(p)
-    answer = waiting.hears()
-    assert answer.status_code == 503
-    assert "the engine has stopped" in answer.json()["error"]["message"]
-    assert select.select([p.child], [], [], WAIT_S)[0], "it does not end"
-    assert p.child.exit_status() not in (0, None)
-    assert not psutil.wait_procs(processes, timeout=WAIT_S)[1], "Ray outlives its engine"
-    assert re.search("rank [01] is gone", p.child.log_path.read_text()), "the log names the dead rank"
-    assert tokens_of(d.complete(prompt, ticket)) == expected(prompt)
-    d.wait_at_rest()
-
-
-def test_no_process_of_ray_outlives_a_front_end_that_was_killed_over_a_stopped_core(
-    engines: dict[str, Engine],
-) -> None:
-    engine = engines["sunrise"]
-    front_end, *others = engine.processes()
+    """A decode leg waits for its push meanwhile. The killed engine's processes are Ray's."""
+    p, d = engines["sunrise"], engines["d"]
+    prompt = make_prompt(2008, 700)
+    decode = decode_params(p, "doomed")
+    waiting = Waiting(lambda: d.complete(prompt, decode))
+    d.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value > 0)
+    front_end, *others = p.processes()
     for process in others:
         process.suspend()
     front_end.kill()
     assert not psutil.wait_procs(others, timeout=WAIT_S)[1]
+    assert tokens_of(waiting.answer()) == expected(prompt)
+    d.wait_at_rest()

@@ -5,7 +5,6 @@ fail, over cross-memory attach. All timers are short. After each test all engine
 lost.
 """
 
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from pathlib import Path
@@ -17,7 +16,7 @@ import pytest
 from baton.cli.processes import Fleet
 from baton.core.reasons import FailureCode
 from baton.engine.checkpoints.random_model import write_checkpoint
-from tests.system.engines import TIMERS, Engine, Engines, make_prompt, tokens_of
+from tests.system.engines import TIMERS, Engine, Engines, Waiting, make_prompt, tokens_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -192,26 +191,6 @@ def test_a_ticket_that_names_another_engine_than_its_signature_is_a_400(
     assert tokens_of(strict.complete(prompt, params)) == expected(prompt)
 
 
-class Asking(threading.Thread):
-    """One request in the background."""
-
-    def __init__(self, engine: Engine, prompt: list[int], params: Transfer | None) -> None:
-        super().__init__(daemon=True)
-        self._engine, self._prompt, self._params = engine, prompt, params
-        self.answer: httpx.Response | None = None
-
-    def run(self) -> None:
-        with suppress(httpx.HTTPError), httpx.Client(timeout=60.0, trust_env=False) as client:
-            self.answer = Engine(self._engine.name, self._engine.url, self._engine.child, client).complete(
-                self._prompt, self._params
-            )
-
-    def wait(self) -> httpx.Response:
-        self.join(timeout=60.0)
-        assert self.answer is not None, "no answer in a minute"
-        return self.answer
-
-
 def test_a_client_that_leaves_while_its_kv_is_awaited_leaves_nothing_open(
     p: Engine, healing: Engine, expected: Expected
 ) -> None:
@@ -231,11 +210,10 @@ def test_a_producer_that_is_silent_costs_the_deadline_and_then_the_prompt_is_rec
     prompt, other = make_prompt(13), make_prompt(14)
     ticket = p.prefill(prompt)
     with p.stopped():
-        asking = Asking(healing, prompt, ticket)
-        asking.start()
+        asking = Waiting(lambda: healing.complete(prompt, ticket))
         healing.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value == 1)
         assert tokens_of(healing.complete(other)) == expected(other), "bystanders go on"
-        assert tokens_of(asking.wait()) == expected(prompt)
+        assert tokens_of(asking.answer()) == expected(prompt)
 
 
 def test_a_producer_of_another_model_is_refused_by_the_names_of_what_differs(
@@ -256,49 +234,56 @@ def test_a_producer_of_another_model_is_refused_by_the_names_of_what_differs(
     stranger.wait_at_rest()
 
 
-def test_a_producer_killed_before_during_and_after_the_read_changes_no_token(
-    p: Engine, healing: Engine, engines: Engines, models: tuple[Path, Path], expected: Expected
+class Phoenix:
+    """An engine that tests kill. It is started anew when it is needed."""
+
+    def __init__(self, engines: Engines, model: Path) -> None:
+        self._engines, self._model = engines, model
+        self._last: Engine | None = None
+
+    def alive(self) -> Engine:
+        if self._last is None or self._last.child.has_ended():
+            role = {**producer(), "kv_role": "kv_both"}
+            [self._last] = self._engines.start(("phoenix", self._model, role))
+        return self._last
+
+
+@pytest.fixture(scope="module")
+def phoenix(engines: Engines, models: tuple[Path, Path]) -> Phoenix:
+    return Phoenix(engines, models[0])
+
+
+def test_a_producer_killed_before_during_and_after_the_read_changes_no_token_and_serves_when_restarted(
+    p: Engine, healing: Engine, phoenix: Phoenix, expected: Expected
 ) -> None:
-    [doomed] = engines.start(("doomed", models[0], producer()))
-    before, during, after = make_prompt(16), make_prompt(17), make_prompt(18)
+    doomed = phoenix.alive()
+    before, during, after, new_prompt = (make_prompt(seed) for seed in (16, 17, 18, 19))
     tickets = [doomed.prefill(prompt) for prompt in (before, during, after)]
     assert tokens_of(healing.complete(after, tickets[2])) == expected(after)
     with doomed.stopped():
-        asking = Asking(healing, during, tickets[1])
-        asking.start()
+        asking = Waiting(lambda: healing.complete(during, tickets[1]))
         healing.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value == 1)
         doomed.kill()
-    assert tokens_of(asking.wait()) == expected(during)
-    assert tokens_of(healing.complete(before, tickets[0])) == expected(before)
-    assert tokens_of(healing.complete(after)) == expected(after)
+    assert tokens_of(asking.answer()) == expected(during)
 
-
-def test_a_restarted_engine_serves_at_once_without_its_predecessors_loans(
-    p: Engine, healing: Engine, engines: Engines, models: tuple[Path, Path], expected: Expected
-) -> None:
-    old_prompt, new_prompt = make_prompt(19), make_prompt(20)
-    [old] = engines.start(("phoenix", models[0], producer()))
-    old_ticket = old.prefill(old_prompt)
-    old.kill()
-    [new] = engines.start(("phoenix", models[0], producer()))
+    new = phoenix.alive()
     moved = healing.metric("kv_transfer_bytes_total")
     assert tokens_of(healing.complete(new_prompt, new.prefill(new_prompt))) == expected(new_prompt)
     assert healing.metric("kv_transfer_bytes_total") > moved
-    assert tokens_of(healing.complete(old_prompt, old_ticket)) == expected(old_prompt)
+    assert tokens_of(healing.complete(before, tickets[0])) == expected(before), "a loan of its predecessor"
+    assert tokens_of(healing.complete(after)) == expected(after)
     new.wait_at_rest()
 
 
 def test_a_consumer_killed_while_it_waits_costs_the_producer_no_block(
-    p: Engine, engines: Engines, models: tuple[Path, Path], expected: Expected
+    p: Engine, phoenix: Phoenix, expected: Expected
 ) -> None:
-    [doomed] = engines.start(("doomed-consumer", models[0], consumer("tcp", "recompute")))
-    prompt = make_prompt(21)
+    doomed, prompt = phoenix.alive(), make_prompt(21)
     ticket = p.prefill(prompt)
     with p.stopped():
-        asking = Asking(doomed, prompt, ticket)
-        asking.start()
+        asking = Waiting(lambda: doomed.complete(prompt, ticket))
         doomed.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value == 1)
         doomed.kill()
-        asking.join(timeout=60.0)
+        asking.join()
     p.wait_at_rest()  # By time: the lease is not renewed.
     assert tokens_of(p.complete(prompt)) == expected(prompt)

@@ -1,13 +1,17 @@
 """First tokens from the prefill engine: a client gets the same answer as from one engine.
 
-Real engines: one pair with two routers, one that pulls and one that pushes, and a single engine.
+Real engines: one pair with two routers, one that pulls and one that pushes, and a single engine. At the end
+the engines of the pair are killed.
 """
 
 import io
 import json
+import os
 import random
+import signal
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -78,6 +82,7 @@ class System:
     pull: Client
     alone: Client
     prefill: Client  # The prefill engine of the pair.
+    pids: dict[str, int]
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +107,7 @@ def system(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         clients = [Client(url, http) for url in (plan.router_url, pull.router_url, *engines)]
         for client in clients[:2]:
             wait_introduced(client)
-        yield System(*clients)
+        yield System(*clients, {child.name: child.pid for child in fleet.children})
 
 
 def wait_introduced(router: Client) -> None:
@@ -174,8 +179,9 @@ def plain(value: Any, path: str = "") -> dict[str, float]:
 
 
 @pytest.mark.timeout(START_S + ANSWER_S)
-@pytest.mark.parametrize("streams", [True, False], ids=["stream", "whole"])
-@pytest.mark.parametrize("mode", ["push", "pull"])
+@pytest.mark.parametrize(
+    ("mode", "streams"), [("push", False), ("pull", True)], ids=["push-whole", "pull-stream"]
+)
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_answer_is_one_engines(system: System, mode: str, name: str, streams: bool) -> None:
     router = getattr(system, mode)
@@ -239,3 +245,53 @@ def test_cached_tokens_are_those_of_the_prefill_engine_too(system: System, mode:
     details = router.ask(asked, streams=streams).usage["prompt_tokens_details"]
     assert details["transferred_tokens"] > 64
     assert details["cached_tokens"] == 64
+
+
+def pair_of(router: Client) -> dict[str, Any]:
+    (pair,) = router.http.get(f"{router.url}/fleet").json()["pairs"]
+    return {key: pair[key] for key in ("usable", "handed_over", "computed")}
+
+
+def test_killed_engines_cost_a_local_prefill_a_broken_stream_or_a_502_but_never_a_hang(
+    system: System,
+) -> None:
+    """The last test of this system."""
+    routers = {"push": system.push, "pull": system.pull}
+    body = {"prompt": prompt_of(90), "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    texts = {}
+    for mode, router in routers.items():
+        before = pair_of(router)
+        handed_over = router.ask({**body, "cache_salt": mode}, streams=False)
+        texts[mode] = handed_over.text
+        assert handed_over.headers["x-baton-prefill"] == "remote"
+        details = handed_over.usage["prompt_tokens_details"]
+        assert details["transferred_tokens"] > 0
+        assert details["cached_tokens"] == 0, "no engine had any of it"
+        assert pair_of(router) == {**before, "usable": True, "handed_over": before["handed_over"] + 1}
+
+    os.kill(system.pids["prefill-0"], signal.SIGKILL)
+    for mode, router in routers.items():
+        # Another salt: nothing of the prompt is in the decode engine's cache.
+        alone = router.ask({**body, "cache_salt": f"{mode} alone"}, streams=False)
+        assert alone.headers["x-baton-prefill"] == "local"
+        assert alone.text == texts[mode]
+
+    long = {**body, "max_tokens": 3000, "stream": True}
+    with ExitStack() as stack:
+        streams = []
+        for router in routers.values():
+            url = f"{router.url}{COMPLETIONS}"
+            lines = stack.enter_context(router.http.stream("POST", url, json=long)).iter_lines()
+            streams.append(line.removeprefix("data: ") for line in lines if line)
+            next(streams[-1])
+        os.kill(system.pids["decode-0"], signal.SIGKILL)
+        for events in streams:
+            *_, error, last = events
+            assert last == "[DONE]"
+            assert json.loads(error)["error"]["type"] == "upstream_error"
+    for router in routers.values():
+        refused = router.http.post(f"{router.url}{COMPLETIONS}", json=body)
+        assert refused.status_code in (502, 503)
+        assert refused.json()["error"]["code"] == refused.status_code
+        health = router.http.get(f"{router.url}/health")
+        assert health.status_code in (200, 503)  # The status depends on the last probe.

@@ -1,6 +1,8 @@
 """Loans without a consumer end at once in a real engine, not by time."""
 
 import json
+import select
+import signal
 import socket
 from collections.abc import Iterator
 from contextlib import ExitStack, closing, suppress
@@ -78,6 +80,16 @@ def test_clients_that_leave_during_the_prefill_leave_no_loan(p: Engine) -> None:
     for params in tickets:  # These answers were sent, so the client returns their loans.
         assert p.client.post(f"{p.url}/baton/take_back", json=params).status_code == 202
     p.wait_at_rest()
+
+
+def test_a_second_signal_does_not_wait_for_loans(p: Engine) -> None:
+    """The last test of this engine."""
+    p.prefill(make_prompt(5))
+    p.child.send_signal(signal.SIGTERM)
+    p.wait_draining()
+    p.child.send_signal(signal.SIGTERM)
+    assert select.select([p.child], [], [], 20.0)[0], "two signals mean now"
+    assert p.child.exit_status() == 0
 
 
 def _body(call: socket.socket) -> bytes:

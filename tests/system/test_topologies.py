@@ -6,6 +6,7 @@
 All engines prefill and decode. A failed load is an error, so every right answer was handed over.
 """
 
+import uuid
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -74,25 +75,34 @@ def pulled(p: Engine, d: Engine, prompt: list[int]) -> list[int]:
     return tokens_of(d.complete(prompt, p.prefill(prompt)))
 
 
-def pushed(p: Engine, d: Engine, prompt: list[int]) -> list[int]:
-    """Both legs at once, as a router sends them."""
-    introduction = p.client.get(f"{p.url}/baton/introduction").raise_for_status().json()
-    transfer_id = f"{p.name}-{d.name}-{zlib.crc32(repr(prompt).encode())}"
-    decode = {
+def decode_params(p: Engine, transfer_id: str) -> dict[str, Any]:
+    introduced = p.client.get(f"{p.url}/baton/introduction").raise_for_status().json()
+    return {
         "do_remote_prefill": True,
         "transfer_id": transfer_id,
-        "remote_engine_id": p.name,
-        "baton_introduction": introduction["introduction"],
+        "remote_engine_id": introduced["engine_id"],
+        "baton_introduction": introduced["introduction"],
     }
+
+
+def pushed(p: Engine, d: Engine, prompt: list[int]) -> list[int]:
+    """The decode leg begins when the prefill leg has ended."""
+    transfer_id = uuid.uuid4().hex
+    tokens_of(p.complete(prompt, {"do_remote_decode": True, "transfer_id": transfer_id}, max_tokens=1))
+    return tokens_of(d.complete(prompt, decode_params(p, transfer_id)))
+
+
+def pushed_to_waiting(p: Engine, d: Engine, prompt: list[int]) -> list[int]:
+    """The decode leg waits for the prefill leg."""
+    transfer_id = uuid.uuid4().hex
     with ThreadPoolExecutor(1) as pool:
-        prefill = {"do_remote_decode": True, "transfer_id": transfer_id}
-        leg = pool.submit(p.complete, prompt, prefill, max_tokens=1)
-        answer = d.complete(prompt, decode)
-        tokens_of(leg.result())
-    return tokens_of(answer)
+        leg = pool.submit(d.complete, prompt, decode_params(p, transfer_id))
+        d.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value > 0)
+        tokens_of(p.complete(prompt, {"do_remote_decode": True, "transfer_id": transfer_id}, max_tokens=1))
+        return tokens_of(leg.result())
 
 
-@pytest.mark.parametrize("hand_over", [pulled, pushed])
+@pytest.mark.parametrize("hand_over", [pulled, pushed, pushed_to_waiting])
 @pytest.mark.parametrize(
     ("producer", "consumer"),
     [
@@ -117,6 +127,19 @@ def test_tokens_are_those_of_a_single_engine(
         moved = d.metric("kv_transfer_bytes_total")
         assert hand_over(p, d, prompt) == expected(prompt)
         assert d.metric("kv_transfer_bytes_total") > moved
+
+
+def test_announced_blocks_are_read_before_the_prefill_has_ended(
+    engines: dict[str, Engine], expected: Callable[[list[int]], list[int]]
+) -> None:
+    """D or the prefill may be faster, depending on the machine, but D must be faster at least once."""
+    p, d = engines["wide"], engines["narrow"]
+    for seed in range(30):
+        if d.metric("kv_early_tokens_total") > 0:
+            return
+        prompt = make_prompt(1000 + seed, 1500)
+        assert pushed_to_waiting(p, d, prompt) == expected(prompt)
+    raise AssertionError("nothing was ever read early")
 
 
 def test_a_prefix_at_hand_is_not_moved_again_whatever_the_blocks_of_either_side(
