@@ -1,6 +1,8 @@
 """Model and engines for the tests with embedded engines. A file that needs others defines its own."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
 
 import pytest
 
@@ -8,7 +10,16 @@ from baton.core.config import ModelConfig
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
-from tests.connectors.engine_world import Start, engines
+from tests.connectors.engine_world import (
+    GREEDY,
+    AnswerOf,
+    ModelOf,
+    Start,
+    config_of,
+    engines,
+    start_in,
+    windowed_model,
+)
 
 
 @pytest.fixture(scope="session")
@@ -29,3 +40,25 @@ def start(model: ModelConfig) -> Iterator[Start]:
 def alone(start: Start) -> LLM:
     """An engine without a connector, which produces the expected tokens."""
     return start()
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
+    """Models with windows, by family."""
+    return cache(lambda family: windowed_model(tmp_path_factory.mktemp(family), family))
+
+
+@pytest.fixture(scope="session")
+def answer_of(model_of: ModelOf) -> Iterator[AnswerOf]:
+    """Answer of an engine with a model of this family and without a connector."""
+    with ExitStack() as stack:
+        engine = cache(lambda family: start_in(stack, config_of(model_of(family), num_blocks=200)))
+        known: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+
+        def answer(family: str, prompt: list[int]) -> list[int]:
+            key = (family, tuple(prompt))
+            if key not in known:
+                known[key] = engine(family).generate([prompt], GREEDY)[0].token_ids
+            return known[key]
+
+        yield answer

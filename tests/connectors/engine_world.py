@@ -1,10 +1,14 @@
 """Embedded engines with any connector, in the test's own process or with rank processes."""
 
+import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 
 from baton.connectors.multi import MultiSchedulerHalf, MultiWorkerHalf
@@ -20,7 +24,8 @@ from baton.core.config import (
 from baton.engine.api import EngineRequest, SamplingParams, SchedulerStats
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
-from baton.engine.llm import LLM
+from baton.engine.core.engine_core import EngineCore
+from baton.engine.llm import LLM, Completion
 from baton.engine.request import Request
 from tests.connectors.faulty_store import FaultyStore, StoreSchedulerHalf, StoreWorkerHalf
 
@@ -33,7 +38,11 @@ NO_STORE = {"store": {"mode": "off"}}
 # Timers. A live engine answers in time, however busy the machine ...
 PATIENT = {"round_trip_max_s": 5.0, "grant_every_s": 2.0, "silence_s": 20.0, "hold_s": 25.0}
 QUICK = {"round_trip_max_s": 0.1}  # ... and an engine that is gone is given up soon.
+FACTORY = "baton.assemble:connector_factory"
+ModelOf = Callable[[str], ModelConfig]
+AnswerOf = Callable[[str, list[int]], list[int]]
 Start = Callable[..., LLM]
+StartCore = Callable[..., EngineCore]
 
 
 WINDOW = 10
@@ -44,6 +53,15 @@ def windowed_model(folder: Path, family: str) -> ModelConfig:
     shape: dict[str, Any] = {"hidden": 32, "layers": 6, "heads": 4, "vocab": 512, "max_position": 256}
     write_checkpoint(folder, family=family, sliding_window=WINDOW, **shape)
     return load_model_config(folder)
+
+
+def bytes_moved(config: EngineConfig, num_tokens: int, *, first_token: int = 0) -> int:
+    """Bytes of a prompt's transfer: from `first_token` on, and only within windows."""
+    model, last = config.model_config, -(-num_tokens // BLOCK)
+    firsts = {None: 0, WINDOW: (num_tokens - WINDOW) // BLOCK}
+    blocks_of_layer = {window: last - max(first, first_token // BLOCK) for window, first in firsts.items()}
+    num_blocks = sum(len(group.layers) * blocks_of_layer[group.window] for group in config.kv_cache_groups)
+    return num_blocks * BLOCK * model.num_kv_heads * 2 * model.head_dim * 4
 
 
 def three_layers(folder: Path) -> ModelConfig:
@@ -92,7 +110,20 @@ def engines(model: ModelConfig) -> Iterator[Start]:
 
 def start_in(stack: ExitStack, config: EngineConfig) -> LLM:
     """Start an engine that ends with `stack`."""
-    return stack.enter_context(LLM(config, "baton.assemble:connector_factory"))
+    return stack.enter_context(LLM(config, FACTORY))
+
+
+@contextmanager
+def cores(model: ModelConfig) -> Iterator[StartCore]:
+    """As `engines`, but without the front end, for tests that step several engines by hand."""
+    with ExitStack() as stack:
+        yield lambda *args, **options: core_in(stack, config_of(model, *args, **options))
+
+
+def core_in(stack: ExitStack, config: EngineConfig) -> EngineCore:
+    core = EngineCore(config, FACTORY)
+    stack.callback(core.shutdown)
+    return core
 
 
 def hands_over(engine_id: str | None, kind: str = "Pull", **extra: Any) -> dict[str, Any] | None:
@@ -101,6 +132,86 @@ def hands_over(engine_id: str | None, kind: str = "Pull", **extra: Any) -> dict[
         return None
     connector = f"Baton{kind}Connector"
     return {"kv_connector": connector, "engine_id": engine_id, "kv_connector_extra_config": extra}
+
+
+def hand_over(p: LLM, d: LLM, prompt: list[int], sampling: SamplingParams = GREEDY) -> Completion:
+    """P prefills the prompt, D fetches it and answers."""
+    (prefilled,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
+    assert prefilled.kv_transfer_params is not None
+    (decoded,) = d.generate([prompt], sampling, kv_transfer_params=[prefilled.kv_transfer_params])
+    return decoded
+
+
+class Legs:
+    """Requests on several engines, all stepped in turn by one thread."""
+
+    def __init__(self, *cores: EngineCore) -> None:
+        self.cores = cores
+        self.completions: dict[tuple[int, str], Completion] = {}
+        self.num_preempted: Counter[int] = Counter()  # By engine.
+        self.transfers: list[dict[str, Any]] = []  # Delivered, as their consumers have counted them.
+        self._pause = threading.Event()
+
+    def add(
+        self,
+        core: EngineCore,
+        request_id: str,
+        prompt: list[int],
+        sampling: SamplingParams = GREEDY,
+        params: dict[str, Any] | None = None,
+    ) -> Completion:
+        completion = self.completions[id(core), request_id] = Completion(request_id, prompt)
+        asked = EngineRequest(
+            request_id=request_id,
+            prompt_token_ids=prompt,
+            sampling_params=sampling,
+            arrival_time_s=0.0,
+            kv_transfer_params=params,
+        )
+        assert core.add_request(asked) is None
+        return completion
+
+    def add_pair(
+        self, p: EngineCore, d: EngineCore, name: str, prompt: list[int], on_p: SamplingParams | None = None
+    ) -> Completion:
+        """Both legs of a pushed prompt, D's first. `on_p`: otherwise P samples one token."""
+        for_p, for_d = legs_of(p, name)
+        decoded = self.add(d, name, prompt, GREEDY, for_d)
+        self.add(p, name, prompt, on_p or ONE_TOKEN, for_p)
+        return decoded
+
+    def run(self) -> None:
+        deadline = time.monotonic() + SETTLE_S
+        while any(completion.finish_reason is None for completion in self.completions.values()):
+            assert time.monotonic() < deadline, "a request did not end"
+            self.step()
+
+    def step(self) -> None:
+        for core in self.cores:
+            if core.has_requests:
+                step = core.step()
+                for output in step.outputs:
+                    self.completions[id(core), output.request_id].take(output)
+                if step.stats is not None:
+                    self.num_preempted[id(core)] += step.stats.num_preempted
+                    self.transfers += (step.stats.kv_connector_stats or {}).get("transfers", ())
+        self._pause.wait(0.0005)  # The control threads need the interpreter too.
+
+
+def legs_of(p: EngineCore, transfer_id: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Params of a pushed prompt for P and for D."""
+    prefill = {"do_remote_decode": True, "transfer_id": transfer_id}
+    decode = {
+        "do_remote_prefill": True,
+        "transfer_id": transfer_id,
+        "remote_engine_id": p.scheduler.config.kv_transfer_config.engine_id,  # type: ignore[union-attr]
+        "baton_introduction": p.introduction(),
+    }
+    return prefill, decode
+
+
+def one_token(sampling: SamplingParams) -> SamplingParams:
+    return msgspec.structs.replace(sampling, max_tokens=1)
 
 
 def faulty_store(folder: Path, **fields: Any) -> dict[str, Any]:

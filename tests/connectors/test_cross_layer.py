@@ -218,13 +218,12 @@ def start(model: ModelConfig) -> Iterator[Start]:
             engine_id: str | None = None,
             *,
             is_together: bool = False,
-            tp: int = 1,
             kind: str = "Pull",
             graph_mode: Any = "off",
         ) -> LLM:
             transfer = hands_over(engine_id, kind, cross_layer_blocks=is_together)
             device = DeviceConfig(graph_mode=graph_mode)
-            return start_engine(transfer, num_blocks=96, tp_size=tp, device_config=device)
+            return start_engine(transfer, num_blocks=96, device_config=device)
 
         yield start
 
@@ -266,11 +265,3 @@ def test_cross_layer_handoff_works_with_recorded_steps(
             for name in ("p", "d")
         ]
         assert hand_over(*engines) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.processes
-def test_two_ranks_hand_over_to_one(start: Start, expected: list[list[int]]) -> None:
-    p = start("p-two", is_together=True, tp=2)
-    for is_together in (True, False):
-        assert hand_over(p, start(f"d-one-{is_together}", is_together=is_together)) == expected

@@ -3,20 +3,16 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from baton.connectors.decode_bench import BatonDecodeBenchConnector
 from baton.connectors.decode_bench.halves import ANSWERED, DecodeBenchWorkerHalf
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
-from baton.connectors.extra_config import parse_extra
-from baton.connectors.multi.children import children_of
-from baton.core.config import EngineConfig, KVTransferConfig, ModelConfig
+from baton.core.config import EngineConfig, ModelConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
@@ -110,53 +106,12 @@ def test_preemption_and_equal_prefixes_are_handled(start: Start) -> None:
     llm.core.scheduler.kv_cache.assert_empty()
 
 
-def test_synthetic_tokens_are_counted(model: ModelConfig) -> None:
-    registry = CollectorRegistry()
-    kinds: dict[type[Any], Any] = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
-    metrics = BatonDecodeBenchConnector.build_prom_metrics(config_of(model), kinds, ["engine"], {0: ["0"]})
-    assert metrics is not None
-    metrics.observe({"synthetic_tokens": 49, "synthetic_requests": 1, "failures": {}})
-    assert registry.get_sample_value("baton:synthetic_tokens_total", {"engine": "0"}) == 49
-
-
 def test_it_warns_when_it_starts(model: ModelConfig, caplog: pytest.LogCaptureFixture) -> None:
     BatonDecodeBenchConnector.make_scheduler_half(config_of(model), None)
     assert "SYNTHETIC" in caplog.text
-
-
-def test_it_must_be_the_only_connector(model: ModelConfig) -> None:
-    config = EngineConfig(
-        model_config=model,
-        kv_transfer_config=KVTransferConfig(
-            kv_connector="BatonMultiConnector",
-            kv_role="kv_both",
-            kv_connector_extra_config={
-                "connectors": [
-                    {"kv_connector": "BatonPullConnector"},
-                    {"kv_connector": "BatonDecodeBenchConnector"},
-                ]
-            },
-        ),
-    )
-    with pytest.raises(ConfigError, match=r"connectors\[1\]: must be the only connector"):
-        children_of(config)
 
 
 def test_a_cache_of_packed_bytes_is_refused() -> None:
     half = DecodeBenchWorkerHalf(DecodeBenchSettings())
     with pytest.raises(ConfigError, match=r"kv_caches\.layer: cannot be filled"):
         half.register_kv_caches({"layer": torch.zeros(4, 1, 4, 8, dtype=torch.uint8)})
-
-
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"fill_man": 1}, r"fill_man: is not known; known are fill_mean"),
-        ({"fill_std": -1.0}, r"fill_std: must be finite, and not negative"),
-        ({"fill_mean": float("inf")}, r"fill_mean: must be finite"),
-        ({"startup_fill": "yes"}, r"kv_connector_extra_config\.startup_fill: Expected"),
-    ],
-)
-def test_a_bad_setting_is_named(extra: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_extra(DecodeBenchSettings, extra)

@@ -5,35 +5,85 @@ from typing import Any
 
 import pytest
 
+from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.connectors.extra_config import NIXL
 from baton.connectors.offload.settings import OffloadSettings
+from baton.connectors.pull import EngineIdentity, PullSettings
+from baton.connectors.push import PushSettings
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.errors import ConfigError
+from tests.connectors.pull_world import engine_config
 
-
-@pytest.mark.parametrize(
-    ("kind", "extra", "message"),
-    [
-        (OffloadSettings, {"cpu_gb": 1}, r"\.cpu_gb: is not known; known are cpu_gib, eviction, "),
-        (OffloadSettings, {}, r"\.cpu_gib: is required"),
-        (OffloadSettings, {"cpu_gib": "1"}, r"\.cpu_gib: Expected `float`, got `str`$"),
+BAD: dict[type[Any], list[tuple[dict[str, Any], str]]] = {
+    OffloadSettings: [
+        ({}, r"\.cpu_gib: is required"),
+        ({"cpu_gib": 0}, r"cpu_gib: must be positive"),
+        ({"cpu_gib": "1"}, r"\.cpu_gib: Expected `float`, got `str`$"),
         (
-            OffloadSettings,
             {"cpu_gib": 1, "eviction": "mru"},
             r"\.eviction: Invalid enum value 'mru'; one of arc, lru, s3fifo$",
         ),
+        ({"cpu_gib": 1, "prompt_only": "yes"}, r"prompt_only"),
+        ({"cpu_gib": 1, "blocks_per_chunk": 0}, r"blocks_per_chunk: must be at least 1"),
+        ({"cpu_gb": 1}, r"\.cpu_gb: is not known; known are cpu_gib, eviction, "),
+        ({"cpu_gib": 1, "shutdown_timeout_s": 0}, r"shutdown_timeout_s: must be positive"),
+    ],
+    StorageSettings: [
+        ({}, r"kv_connector_extra_config: Object missing required field `path`$"),
+        ({"path": "relative"}, r"path: must be an absolute path"),
+        ({"path": "/x", "max_gb": 3}, r"max_gb: is not known; known are path"),
+        ({"path": "/x", "max_gib": 0}, r"max_gib: must be positive"),
+        ({"path": "/x", "io_threads": 0}, r"io_threads: must be at least 1"),
+        ({"path": "/x", "max_age_s": "old"}, r"kv_connector_extra_config\.max_age_s: Expected"),
         (
-            StorageSettings,
             {"kv_lease_duration": 60},
             r"\.kv_lease_duration: is not known \(an option of vLLM's NixlConnector; here it is timers",
         ),
-        (StorageSettings, {}, r"kv_connector_extra_config: Object missing required field `path`$"),
     ],
+    DecodeBenchSettings: [
+        ({"fill_man": 1}, r"fill_man: is not known; known are fill_mean"),
+        ({"fill_std": -1.0}, r"fill_std: must be finite, and not negative"),
+        ({"fill_mean": float("inf")}, r"fill_mean: must be finite"),
+        ({"startup_fill": "yes"}, r"kv_connector_extra_config\.startup_fill: Expected"),
+    ],
+    PullSettings: [
+        ({"hsot": "x"}, r"kv_connector_extra_config\.hsot: is not known; known are host"),
+        ({"port": "x"}, r"kv_connector_extra_config\.port: Expected"),
+        ({"port": 70000}, r"kv_connector_extra_config\.port"),
+        ({"checksum": False}, r"checksum: is now integrity: mac"),
+        ({"integrity": "none"}, r"integrity: Invalid enum value 'none'"),
+        ({"data_port": -1}, r"kv_connector_extra_config\.data_port"),
+        ({"data_advertise_port": 70000}, r"kv_connector_extra_config\.data_advertise_port"),
+        ({"timers": {"ttl": 3}}, r"unknown field `ttl`"),
+        ({"timers": {"ttl_s": 1}}, r"timers\.ttl_s: must be longer"),
+        ({"transports": []}, r"transports: must name at least one"),
+        ({"host": "10.0.0.1"}, r"BATON_SECRET"),
+        ({"host": "0.0.0.0"}, r"advertise_host"),
+    ],
+    PushSettings: [
+        ({"allowed_peers": [peer]}, "allowed_peers")
+        for peer in ("p", "p:", ":1", "p:0", "p:65536", "tcp://p:1", "::1:5", "p:1/", "p q:1")
+    ],
+    EngineIdentity: [
+        ({"turns": {"ttl_s": 0}}, "ttl_s"),
+        ({"turns": {"min_tokens": 0}}, "min_tokens"),
+        ({"turns": {"pool_share_max": 1.5}}, "pool_share_max"),
+    ],
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "extra", "message"), [(kind, *case) for kind, cases in BAD.items() for case in cases]
 )
 def test_the_key_is_named(kind: Any, extra: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=r"^kv_transfer_config\.kv_connector_extra_config") as caught:
-        kind.parse(extra)
-    caught.match(message)
+    parse = kind.parse if kind is not EngineIdentity else parse_turns
+    secret = (None,) if isinstance(kind, type) and issubclass(kind, PullSettings) else ()
+    with pytest.raises(ConfigError, match=message):
+        parse(extra, *secret)
+
+
+def parse_turns(extra: dict[str, Any]) -> None:
+    EngineIdentity.of_engine(engine_config("d", extra=extra))
 
 
 def test_the_guide_names_every_option_of_nixl() -> None:

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import torch
-from prometheus_client import CollectorRegistry, Counter, Gauge
 
 from baton.connectors.hidden_states import BatonHiddenStatesConnector, load_hidden_states
 from baton.connectors.hidden_states.halves import (
@@ -18,11 +16,9 @@ from baton.connectors.hidden_states.halves import (
     SaveStates,
 )
 from baton.connectors.hidden_states.settings import HiddenStatesSettings
-from baton.connectors.multi.children import children_of
 from baton.core.config import (
     DeviceConfig,
     EngineConfig,
-    KVTransferConfig,
     ModelConfig,
     SchedulerConfig,
 )
@@ -272,29 +268,3 @@ def test_a_bad_setting_is_named(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         BatonHiddenStatesConnector.make_door(config_of(model, tmp_path, **extra))
-
-
-def test_it_must_be_the_only_connector(model: ModelConfig, tmp_path: Path) -> None:
-    alone = config_of(model, tmp_path).kv_transfer_config
-    assert alone is not None
-    listed = [
-        {"kv_connector": "BatonPullConnector"},
-        {"kv_connector": alone.kv_connector, "kv_connector_extra_config": alone.kv_connector_extra_config},
-    ]
-    multi = KVTransferConfig(
-        kv_connector="BatonMultiConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={"connectors": listed},
-    )
-    with pytest.raises(ConfigError, match=r"connectors\[1\]: must be the only connector"):
-        children_of(EngineConfig(model_config=model, kv_transfer_config=multi))
-
-
-def test_saved_states_are_counted(model: ModelConfig, tmp_path: Path) -> None:
-    registry = CollectorRegistry()
-    kinds: dict[type[Any], Any] = {kind: partial(kind, registry=registry) for kind in (Counter, Gauge)}
-    config = config_of(model, tmp_path)
-    metrics = BatonHiddenStatesConnector.build_prom_metrics(config, kinds, ["engine"], {0: ["0"]})
-    assert metrics is not None
-    metrics.observe({"saved_files": 2, "saved_tokens": 30, "lost_files": 0, "failures": {}})
-    assert registry.get_sample_value("baton:hidden_states_tokens_total", {"engine": "0"}) == 30

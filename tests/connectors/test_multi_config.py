@@ -157,6 +157,22 @@ def test_entries_inherit_only_what_they_leave_out() -> None:
         ([{**PULL, "kv_connector_extra_config": {"port": -1}}], {}, "port"),
         ([PULL], {"kv_connector_extra_config": {"connectors": [PULL], "port": 1}}, "port: is not known"),
         ([PULL], {"kv_connector_extra_config": {}}, "must list at least one"),
+        (
+            [PULL, {"kv_connector": "BatonDecodeBenchConnector"}],
+            {},
+            r"connectors\[1\]: must be the only conn",
+        ),
+        (
+            [
+                PULL,
+                {
+                    "kv_connector": "BatonHiddenStatesConnector",
+                    "kv_connector_extra_config": {"shared_storage_path": "/x", "layer_ids": [1]},
+                },
+            ],
+            {},
+            r"connectors\[1\]: must be the only connector",
+        ),
     ],
 )
 def test_an_invalid_configuration_is_refused_with_a_remedy(

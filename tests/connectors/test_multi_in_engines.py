@@ -12,17 +12,19 @@ from tests.connectors.engine_world import (
     ONE_TOKEN,
     PATIENT,
     SETTLE_S,
+    AnswerOf,
+    ModelOf,
     Start,
     check_findable,
     engines,
     faulty_store,
     forget,
+    hand_over,
     multi,
     prompt_of,
     store,
     store_half,
     store_scheduler,
-    windowed_model,
 )
 from tests.connectors.storage_world import settings_in
 
@@ -36,12 +38,6 @@ PROMPT = prompt_of(50)
 
 def named(engine_id: str, *children: dict[str, Any]) -> dict[str, Any]:
     return multi(*children, engine_id=engine_id)
-
-
-def hand_over(p: LLM, d: LLM, prompt: list[int]) -> Any:
-    (prefilled,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
-    (decoded,) = d.generate([prompt], GREEDY, kv_transfer_params=[prefilled.kv_transfer_params])
-    return decoded
 
 
 @pytest.mark.slow
@@ -118,9 +114,10 @@ def test_a_dead_child_does_not_affect_the_handoff(start: Start, alone: LLM, tmp_
 @pytest.mark.slow
 @pytest.mark.processes
 def test_ranks_of_two_engines_keep_the_children_apart(start: Start, alone: LLM, tmp_path: Path) -> None:
+    """P's blocks have tokens before heads, as its store requires."""
     (tmp_path / "p").mkdir()
     (tmp_path / "d").mkdir()
-    p = start(named("p", PULL, faulty_store(tmp_path / "p")), tp_size=2)
+    p = start(named("p", PULL, tokens_first_store(tmp_path / "p")), tp_size=2)
     d = start(named("d", faulty_store(tmp_path / "d"), PULL))
     (expected,) = alone.generate([PROMPT], GREEDY)
     decoded = hand_over(p, d, PROMPT)
@@ -133,6 +130,11 @@ def test_ranks_of_two_engines_keep_the_children_apart(start: Start, alone: LLM, 
         assert again.num_transferred_tokens == 48
     p.settle(SETTLE_S)
     p.close()
+
+
+def tokens_first_store(folder: Path) -> dict[str, Any]:
+    module = "tests.connectors.tokens_first"
+    return faulty_store(folder, kv_connector="TokensFirstStore", kv_connector_module_path=module)
 
 
 OFFLOAD = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": {"cpu_gib": 0.01}}
@@ -170,26 +172,22 @@ def test_pull_with_one_of_our_stores(start: Start, alone: LLM, tmp_path: Path, k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
 def test_pull_with_shared_storage_and_several_block_tables(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    model_of: ModelOf, answer_of: AnswerOf, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A new engine reads from the folder what D has read from P."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "shared").mkdir()
-    folder = tmp_path / "shared"
-    with engines(windowed_model(tmp_path / "model", family)) as start:
-        (expected,) = start(num_blocks=120).generate([PROMPT], GREEDY)
+    folder, expected = tmp_path, answer_of("gemma3", PROMPT)
+    with engines(model_of("gemma3")) as start:
         p = start(named("p", PULL), num_blocks=120)
         d = start(named("d", PULL, storage(folder)), num_blocks=120)
         decoded = hand_over(p, d, PROMPT)
-        assert decoded.token_ids == expected.token_ids
+        assert decoded.token_ids == expected
         assert decoded.num_transferred_tokens > 0
-        assert generate_until_loaded(d, PROMPT).token_ids == expected.token_ids
+        assert generate_until_loaded(d, PROMPT).token_ids == expected
         d.close()
         fresh = start(named("fresh", PULL, storage(folder)), num_blocks=120)
         loaded = generate_until_loaded(fresh, PROMPT)
-        assert loaded.token_ids == expected.token_ids
+        assert loaded.token_ids == expected
         assert loaded.num_transferred_tokens == 48
         for engine in (p, fresh):
             assert engine.core.scheduler.kv_cache.is_hybrid
@@ -198,9 +196,15 @@ def test_pull_with_shared_storage_and_several_block_tables(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("bad", [[0], [3], list(range(12))], ids=["first", "middle", "all"])
-@pytest.mark.parametrize("kind", ["offload", "storage"])
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
+@pytest.mark.parametrize(
+    ("policy", "kind", "bad"),
+    [
+        ("recompute", "offload", [0]),
+        ("recompute", "storage", [3]),
+        ("fail", "offload", [*range(12)]),
+        ("fail", "storage", [0]),
+    ],
+)
 def test_a_store_drops_steps_with_a_failed_load(
     start: Start, alone: LLM, tmp_path: Path, policy: str, kind: str, bad: list[int]
 ) -> None:

@@ -4,11 +4,10 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
-import prometheus_client
 import pytest
 import torch
 
-from baton.connectors.offload.connector import BatonOffloadConnector, check_request
+from baton.connectors.offload.connector import check_request
 from baton.connectors.offload.copies import CopyEnd
 from baton.connectors.offload.cpu_copies import CpuCopies
 from baton.connectors.offload.identity import OffloadIdentity
@@ -16,7 +15,6 @@ from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, Offlo
 from baton.connectors.offload.prompts import is_plain
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
-from baton.connectors.offload.stats import OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import KVConnectorOutput
 from baton.core.errors import BadTransferParams, ConfigError
@@ -27,24 +25,6 @@ from tests.connectors.pull_world import FakeRequest
 PATIENCE_S = 30.0
 
 # --- Settings and validation - ------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("extra", "complaint"),
-    [
-        ({}, r"cpu_gib: is required"),
-        ({"cpu_gib": 0}, r"cpu_gib: must be positive"),
-        ({"cpu_gib": "8"}, r"cpu_gib"),
-        ({"cpu_gib": 1, "eviction": "fifo"}, r"eviction"),
-        ({"cpu_gib": 1, "prompt_only": "yes"}, r"prompt_only"),
-        ({"cpu_gib": 1, "blocks_per_chunk": 0}, r"blocks_per_chunk: must be at least 1"),
-        ({"cpu_gib": 1, "cpu_gb": 1}, r"cpu_gb: is not known; known are cpu_gib"),
-        ({"cpu_gib": 1, "shutdown_timeout_s": 0}, r"shutdown_timeout_s: must be positive"),
-    ],
-)
-def test_a_wrong_setting_is_named(extra: dict[str, Any], complaint: str) -> None:
-    with pytest.raises(ConfigError, match=complaint):
-        OffloadSettings.parse(extra)
 
 
 def identity(cpu_gib: float = 1.0, num_ranks: int = 1, block_bytes: int = 1 << 20) -> OffloadIdentity:
@@ -89,43 +69,6 @@ def test_three_choices_are_accepted() -> None:
 def test_requests_that_tokens_do_not_describe_are_skipped(attributes: dict[str, Any], expected: bool) -> None:
     request: Any = SimpleNamespace(**{"prompt_token_ids": [1], **attributes})
     assert is_plain(request) == expected
-
-
-# --- Statistics --------------------------------------------------------------------------------------
-
-
-def test_statistics_of_ranks_add_up_and_empty_ones_are_left_out() -> None:
-    own, of_rank = OffloadStats(), OffloadStats()
-    own.note_usage(3, 12)
-    assert own.take() is None
-    own.add(hit_tokens=40)
-    own.add_for("failures", "load")
-    own.note_usage(3, 12)
-    for _ in range(2):
-        of_rank.add_copy("store", 1000, 0.5)
-    taken = own.take()
-    assert taken is not None
-    assert own.is_empty()
-    total = of_rank.aggregate(taken)
-    assert total.data["bytes"] == {"store": 2000}
-    assert total.reduce()["store GB/s"] == pytest.approx(2e-6, abs=1e-3)
-    registry = prometheus_client.CollectorRegistry()
-    kinds = (prometheus_client.Counter, prometheus_client.Gauge)
-    types: Any = {kind: lambda kind=kind, **named: kind(**named, registry=registry) for kind in kinds}
-    metrics = OffloadStats.prom_metrics(
-        SimpleNamespace(kv_transfer_config=None), types, ["engine"], {0: ["0"]}
-    )
-    rebuilt = BatonOffloadConnector.build_kv_connector_stats(total.to_dict())
-    assert rebuilt is not None
-    metrics.observe(rebuilt.to_dict())
-    for name, labels, value in (
-        ("baton:kv_offload_hit_tokens_total", {}, 40),
-        ("baton:kv_offload_bytes_total", {"direction": "store"}, 2000),
-        ("baton:kv_offload_seconds_total", {"direction": "store"}, 1),
-        ("baton:kv_offload_failures_total", {"reason": "load"}, 1),
-        ("baton:kv_offload_usage", {}, 0.25),
-    ):
-        assert registry.get_sample_value(name, {"engine": "0", **labels}) == value
 
 
 # --- Copying -----------------------------------------------------------------------------------------

@@ -1,82 +1,54 @@
 """Models whose layers have windows are read while they are computed, and only what the windows see moves."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import Any
 
 import msgspec
 import pytest
 
-from baton.core.config import (
-    CacheConfig,
-    ClusterSecret,
-    EngineConfig,
-    KVTransferConfig,
-    ParallelConfig,
-    SchedulerConfig,
-)
-from baton.engine.api import SamplingParams
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import Completion
-from tests.connectors.engine_world import PATIENT, QUICK
-from tests.connectors.test_push_in_engines import (
+from tests.connectors.engine_world import (
     GREEDY,
-    PATIENCE_S,
+    PATIENT,
+    QUICK,
+    SETTLE_S,
+    AnswerOf,
     Legs,
-    legs_of,
-    one_token,
+    ModelOf,
+    StartCore,
+    bytes_moved,
+    config_of,
+    core_in,
+    hands_over,
     prompt_of,
 )
-from tests.connectors.windowed_models import BLOCK, ModelOf, bytes_moved, model_of
 
-__all__ = ["model_of"]
-
-Start = Callable[..., EngineCore]
+pytestmark = pytest.mark.slow
 CHUNK = 16
 
 
 @pytest.fixture
-def start(model_of: ModelOf) -> Iterator[Start]:
+def start(model_of: ModelOf) -> Iterator[StartCore]:
     with ExitStack() as stack:
 
         def start_engine(
-            engine_id: str | None = None,
-            *,
+            engine_id: str,
             family: str = "gemma3",
             stream: str = "chunk",
+            *,
             hybrid: str = "auto",
-            num_blocks: int = 200,
-            block_size: int = BLOCK,
-            chunk: int = CHUNK,
-            tp: int = 1,
-            **extra: Any,
+            timers: dict[str, float] = PATIENT,
+            cross_layer_blocks: bool = False,
+            **options: Any,
         ) -> EngineCore:
-            transfer = None
-            if engine_id is not None:
-                transfer = KVTransferConfig(
-                    kv_connector="BatonPushConnector",
-                    kv_role="kv_both",
-                    engine_id=engine_id,
-                    kv_connector_extra_config={"stream": stream, "timers": PATIENT, **extra},
-                )
-            config = EngineConfig(
-                model_config=model_of(family),
-                cache_config=CacheConfig(
-                    num_gpu_blocks=num_blocks,
-                    block_size=block_size,
-                    hybrid_kv_cache=hybrid,  # type: ignore[arg-type]
-                ),
-                scheduler_config=SchedulerConfig(max_num_batched_tokens=chunk),
-                parallel_config=ParallelConfig(
-                    tensor_parallel_size=tp, executor="multiprocess" if tp > 1 else "inprocess"
-                ),
-                kv_transfer_config=transfer,
-                cluster_secret=ClusterSecret(b"sixteen bytes or more"),
+            extra = {"stream": stream, "timers": timers, "cross_layer_blocks": cross_layer_blocks}
+            options = {"num_blocks": 200, "budget": CHUNK, "cache": {"hybrid_kv_cache": hybrid}, **options}
+            return core_in(
+                stack, config_of(model_of(family), hands_over(engine_id, "Push", **extra), **options)
             )
-            core = EngineCore(config, "baton.assemble:connector_factory")
-            stack.callback(core.shutdown)
-            return core
 
         yield start_engine
 
@@ -84,22 +56,19 @@ def start(model_of: ModelOf) -> Iterator[Start]:
 class Handoffs:
     """Prompts from P to D, whose steps wait for each other: what is announced is read, then P goes on."""
 
-    def __init__(self, p: EngineCore, d: EngineCore, alone: EngineCore) -> None:
+    def __init__(self, p: EngineCore, d: EngineCore, answer_of: AnswerOf, family: str = "gemma3") -> None:
         self.p, self.d = p, d
-        self.alone = Legs(alone)
+        self.answer_of, self.family = answer_of, family
         self.legs = Legs(p, d)
         self.only_p, self.only_d = Legs(p), Legs(d)
         self.only_p.completions = self.only_d.completions = self.legs.completions
         self.only_d.transfers = self.legs.transfers
         self._count = 0
 
-    def begin(self, prompt: list[int], sampling: SamplingParams = GREEDY) -> tuple[Completion, str]:
+    def begin(self, prompt: list[int]) -> tuple[Completion, str]:
         self._count += 1
         name = f"r{self._count}"
-        for_p, for_d = legs_of(self.p, name)
-        decoded = self.legs.add(self.d, name, prompt, sampling, for_d)
-        self.legs.add(self.p, name, prompt, one_token(sampling), for_p)
-        return decoded, name
+        return self.legs.add_pair(self.p, self.d, name, prompt), name
 
     def compute(self, num_steps: int, *, all_is_read: bool = True) -> None:
         """P takes so many steps, or as many as there are to take."""
@@ -107,26 +76,24 @@ class Handoffs:
             if not self.p.scheduler.queues:
                 return
             self.only_p.step()
-            deadline = time.monotonic() + PATIENCE_S
+            deadline = time.monotonic() + SETTLE_S
             while all_is_read and _num_ordered(self.d) < _num_told(self.p):
                 assert time.monotonic() < deadline, "what was announced is not read"
                 self.only_d.step()
 
-    def hand_over(self, prompt: list[int], sampling: SamplingParams = GREEDY) -> Completion:
+    def hand_over(self, prompt: list[int]) -> Completion:
         """With the assertion that the tokens are those of the engine alone."""
-        decoded, name = self.begin(prompt, sampling)
+        decoded, _ = self.begin(prompt)
         self.compute(1000)
-        return self.end(decoded, name)
+        return self.end(decoded)
 
-    def end(self, decoded: Completion, name: str) -> Completion:
-        expected = self.alone.add(self.alone.cores[0], name, decoded.prompt_token_ids, GREEDY)
-        self.alone.run()
+    def end(self, decoded: Completion) -> Completion:
         self.legs.run()
-        assert decoded.token_ids == expected.token_ids
+        assert decoded.token_ids == self.answer_of(self.family, decoded.prompt_token_ids)
         return decoded
 
     def come_to_rest(self) -> None:
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + SETTLE_S
         while any(core.has_requests for core in self.legs.cores):
             assert time.monotonic() < deadline, "an engine does not come to rest"
             self.legs.step()
@@ -150,12 +117,21 @@ def _num_ordered(d: EngineCore) -> int:
     return sum(latest.num_tokens for latest in heard if latest is not None)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mistral"])
-@pytest.mark.parametrize("stream", ["off", "chunk", "layer"])
-def test_the_tokens_are_those_of_a_single_engine(start: Start, family: str, stream: str) -> None:
-    p, d = start("p", family=family, stream=stream), start("d", family=family)
-    handoffs = Handoffs(p, d, start(family=family))
+@pytest.mark.parametrize(
+    ("family", "stream"),
+    [
+        ("gemma3", "off"),
+        ("gemma3", "layer"),
+        ("gpt_oss", "chunk"),
+        ("mistral", "chunk"),
+        ("mistral", "layer"),
+    ],
+)
+def test_the_tokens_are_those_of_a_single_engine(
+    start: StartCore, answer_of: AnswerOf, family: str, stream: str
+) -> None:
+    p, d = start("p", family, stream), start("d", family)
+    handoffs = Handoffs(p, d, answer_of, family)
     assert d.scheduler.kv_cache.is_hybrid
     for prompt in (prompt_of(70), prompt_of(3), prompt_of(32, step=11), prompt_of(100, step=13)):
         decoded = handoffs.hand_over(prompt)
@@ -176,24 +152,23 @@ def test_the_tokens_are_those_of_a_single_engine(start: Start, family: str, stre
         assert early == at_least
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("stream", ["chunk", "layer"])
-def test_two_ranks_hand_over_to_one(start: Start, stream: str) -> None:
-    p, d = start("p", stream=stream, tp=2), start("d")
-    handoffs = Handoffs(p, d, start())
-    decoded = handoffs.hand_over(prompt_of(70))
-    assert decoded.num_transferred_tokens > 0
+@pytest.mark.processes
+def test_two_ranks_hand_over_to_one(start: StartCore, answer_of: AnswerOf) -> None:
+    p, d = start("p", stream="layer", tp_size=2, cross_layer_blocks=True), start("d")
+    handoffs = Handoffs(p, d, answer_of)
+    assert handoffs.hand_over(prompt_of(70)).num_transferred_tokens > 0
     handoffs.come_to_rest()
     [record] = handoffs.legs.transfers
     assert record["early_tokens"] >= 64
     assert record["bytes"] == bytes_moved(d.scheduler.config, 70)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", ["chunk", "layer"])
-def test_what_either_side_has_cached_is_not_moved_again(start: Start, stream: str) -> None:
+def test_what_either_side_has_cached_is_not_moved_again(
+    start: StartCore, answer_of: AnswerOf, stream: str
+) -> None:
     p, d = start("p", stream=stream), start("d")
-    handoffs = Handoffs(p, d, start())
+    handoffs = Handoffs(p, d, answer_of)
     first = handoffs.hand_over(prompt_of(70))
     # P has 48 of them, D has what the windows see after the first prompt, which is of no use here.
     handoffs.hand_over([*prompt_of(48), *prompt_of(30, step=3)])
@@ -213,54 +188,50 @@ def test_what_either_side_has_cached_is_not_moved_again(start: Start, stream: st
     assert all(record["early_tokens"] > 0 for record in records)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("stream", ["chunk", "layer"])
-def test_a_producer_short_of_blocks_preempts_and_the_answers_are_equal(start: Start, stream: str) -> None:
+def test_a_producer_short_of_blocks_preempts_and_the_answers_are_equal(
+    start: StartCore, answer_of: AnswerOf, stream: str
+) -> None:
     """Blocks of the groups compete for one pool, and prefills lose theirs on the way."""
-    p = start("p", stream=stream, chunk=4, num_blocks=34)
-    d, alone = start("d"), start()
-    legs = Legs(p, d, alone)
+    p, d = start("p", stream=stream, budget=4, num_blocks=34), start("d")
+    legs = Legs(p, d)
     long = msgspec.structs.replace(GREEDY, max_tokens=30)
     others = [legs.add(p, f"own{i}", prompt_of(8, step=3 + i), long) for i in range(2)]
-    decoded, expected = [], []
-    for index in range(3):
-        prompt = prompt_of(40, step=5 + index)
-        for_p, for_d = legs_of(p, f"t{index}")
-        decoded.append(legs.add(d, f"r{index}", prompt, GREEDY, for_d))
-        legs.add(p, f"r{index}", prompt, one_token(GREEDY), for_p)
-        expected.append(legs.add(alone, f"r{index}", prompt, GREEDY))
+    prompts = [prompt_of(40, step=5 + index) for index in range(3)]
+    decoded = [legs.add_pair(p, d, f"r{index}", prompt) for index, prompt in enumerate(prompts)]
     legs.run()
-    assert [c.token_ids for c in decoded] == [c.token_ids for c in expected]
+    assert [c.token_ids for c in decoded] == [answer_of("gemma3", prompt) for prompt in prompts]
     assert all(c.finish_reason == "length" for c in others)
     assert legs.num_preempted[id(p)] > 0, "the pool was not short"
 
 
-@pytest.mark.slow
-def test_a_producer_that_decodes_on_lends_nothing_that_its_windows_have_left(start: Start) -> None:
+def test_a_producer_that_decodes_on_lends_nothing_that_its_windows_have_left(
+    start: StartCore, answer_of: AnswerOf
+) -> None:
     p, d = start("p"), start("d")
-    handoffs = Handoffs(p, d, start())
-    for_p, for_d = legs_of(p, "r")
-    decoded = handoffs.legs.add(d, "r", prompt_of(70), GREEDY, for_d)
-    on_p = handoffs.legs.add(p, "r", prompt_of(70), GREEDY, for_p)
+    handoffs = Handoffs(p, d, answer_of)
+    decoded = handoffs.legs.add_pair(p, d, "r", prompt_of(70), on_p=GREEDY)
+    on_p = handoffs.legs.completions[id(p), "r"]
     handoffs.compute(5)
     assert on_p.finish_reason is None
-    handoffs.end(decoded, "r")
+    handoffs.end(decoded)
     assert decoded.num_transferred_tokens == 0
     assert on_p.token_ids == decoded.token_ids
     handoffs.come_to_rest()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("side", ["p", "d"])
-def test_a_request_that_is_aborted_while_it_streams_leaves_nothing(start: Start, side: str) -> None:
+def test_a_request_that_is_aborted_while_it_streams_leaves_nothing(
+    start: StartCore, answer_of: AnswerOf, side: str
+) -> None:
     p, d = start("p"), start("d")
-    handoffs = Handoffs(p, d, start())
+    handoffs = Handoffs(p, d, answer_of)
     decoded, name = handoffs.begin(prompt_of(70))
     handoffs.compute(3)
     assert _num_ordered(d) > 0
     (p if side == "p" else d).abort(name)
     if side == "p":
-        handoffs.end(decoded, name)
+        handoffs.end(decoded)
         assert decoded.num_transferred_tokens == 0
     else:
         handoffs.legs.run()
@@ -270,28 +241,25 @@ def test_a_request_that_is_aborted_while_it_streams_leaves_nothing(start: Start,
     handoffs.come_to_rest()
 
 
-@pytest.mark.slow
-def test_a_producer_that_is_gone_costs_time_and_no_token(start: Start) -> None:
+def test_a_producer_that_is_gone_costs_time_and_no_token(start: StartCore, answer_of: AnswerOf) -> None:
     p, d = start("p"), start("d", timers={**QUICK, "grant_every_s": 0.2, "silence_s": 1.0})
-    handoffs = Handoffs(p, d, start())
+    handoffs = Handoffs(p, d, answer_of)
     decoded, name = handoffs.begin(prompt_of(70))
     handoffs.compute(3)
     p.shutdown()
     handoffs.legs.cores = (d,)
     del handoffs.legs.completions[id(p), name]
-    handoffs.end(decoded, name)
+    handoffs.end(decoded)
     assert decoded.num_transferred_tokens == 0
     handoffs.come_to_rest()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "mistral"])
-@pytest.mark.parametrize("stream", ["chunk", "layer"])
+@pytest.mark.parametrize(("family", "stream"), [("gemma3", "layer"), ("mistral", "chunk")])
 def test_a_producer_that_keeps_everything_is_read_early_as_far_as_windows_see(
-    start: Start, family: str, stream: str
+    start: StartCore, answer_of: AnswerOf, family: str, stream: str
 ) -> None:
-    p, d = start("p", family=family, stream=stream, hybrid="off"), start("d", family=family)
-    handoffs = Handoffs(p, d, start(family=family))
+    p, d = start("p", family, stream, hybrid="off"), start("d", family)
+    handoffs = Handoffs(p, d, answer_of, family)
     assert handoffs.hand_over(prompt_of(70)).num_transferred_tokens == 70
     handoffs.come_to_rest()
     [record] = handoffs.legs.transfers
@@ -299,35 +267,31 @@ def test_a_producer_that_keeps_everything_is_read_early_as_far_as_windows_see(
     assert record["early_tokens"] >= (64 if family == "gemma3" else 4)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("of_p", "of_d"), [({}, {"hybrid": "off"}), ({}, {"block_size": 8}), ({"block_size": 8}, {})]
 )
 def test_engines_that_differ_compute_for_themselves(
-    start: Start, of_p: dict[str, Any], of_d: dict[str, Any]
+    start: StartCore, answer_of: AnswerOf, of_p: dict[str, Any], of_d: dict[str, Any]
 ) -> None:
     """Blocks that are announced of other tables, or of another size, are never read."""
     timers = {**QUICK, "ttl_s": 1.0, "hold_s": 12.0}  # No consumer claims the loan, so it ends by its lease.
     p, d = start("p", timers=timers, **of_p), start("d", timers=timers, **of_d)
-    handoffs = Handoffs(p, d, start())
-    decoded, name = handoffs.begin(prompt_of(70))
+    handoffs = Handoffs(p, d, answer_of)
+    decoded, _ = handoffs.begin(prompt_of(70))
     handoffs.compute(1000, all_is_read=False)
-    handoffs.end(decoded, name)
+    handoffs.end(decoded)
     assert decoded.num_transferred_tokens == 0
     assert handoffs.legs.transfers == []
     handoffs.come_to_rest()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss"])
-def test_blocks_may_hold_all_layers_of_their_group(start: Start, family: str) -> None:
+def test_blocks_may_hold_all_layers_of_their_group(start: StartCore, answer_of: AnswerOf) -> None:
     """On either side; where both have them so, a block is one run of bytes."""
     descriptors = []
-    for of_p, of_d in ((False, False), (True, False), (False, True), (True, True)):
-        p = start(f"p{len(descriptors)}", family=family, stream="chunk", cross_layer_blocks=of_p)
-        d = start(f"d{len(descriptors)}", family=family, cross_layer_blocks=of_d)
-        handoffs = Handoffs(p, d, start(family=family))
-        assert handoffs.hand_over(prompt_of(70)).num_transferred_tokens == 70
+    ps, ds = ([start(f"{name}{i}", cross_layer_blocks=bool(i)) for i in range(2)] for name in "pd")
+    for index, (p, d) in enumerate([(ps[0], ds[0]), (ps[1], ds[0]), (ps[0], ds[1]), (ps[1], ds[1])]):
+        handoffs = Handoffs(p, d, answer_of)
+        assert handoffs.hand_over(prompt_of(70, step=5 + index)).num_transferred_tokens == 70
         handoffs.come_to_rest()
         [record] = handoffs.legs.transfers
         assert record["bytes"] == bytes_moved(d.scheduler.config, 70)

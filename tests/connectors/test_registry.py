@@ -81,28 +81,6 @@ def test_missing_methods_of_a_connector_are_named(foreign: ModuleType) -> None:
 # --- Settings ----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({"hsot": "x"}, r"kv_connector_extra_config\.hsot: is not known; known are host"),
-        ({"port": "x"}, r"kv_connector_extra_config\.port: Expected"),
-        ({"port": 70000}, r"kv_connector_extra_config\.port"),
-        ({"checksum": False}, r"checksum: is now integrity: mac"),
-        ({"integrity": "none"}, r"integrity: Invalid enum value 'none'"),
-        ({"data_port": -1}, r"kv_connector_extra_config\.data_port"),
-        ({"data_advertise_port": 70000}, r"kv_connector_extra_config\.data_advertise_port"),
-        ({"timers": {"ttl": 3}}, r"unknown field `ttl`"),
-        ({"timers": {"ttl_s": 1}}, r"timers\.ttl_s: must be longer"),
-        ({"transports": []}, r"transports: must name at least one"),
-        ({"host": "10.0.0.1"}, r"BATON_SECRET"),
-        ({"host": "0.0.0.0"}, r"advertise_host"),
-    ],
-)
-def test_a_bad_setting_is_named(extra: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        PullSettings.parse(extra, None)
-
-
 def test_each_rank_has_its_own_data_port() -> None:
     extra = {"data_port": 14700, "data_advertise_port": 15700, "data_advertise_host": "10.0.0.9"}
     options = PullSettings.parse(extra, None).tcp_options(rank=3)

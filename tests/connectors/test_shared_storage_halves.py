@@ -13,11 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from baton.connectors.extra_config import parse_extra
 from baton.connectors.jobs import Jobs
-from baton.connectors.registry import connector_class
 from baton.connectors.shared_storage import (
-    BatonSharedStorageConnector,
     StorageIdentity,
     StorageSchedulerHalf,
     StorageSettings,
@@ -34,7 +31,6 @@ from baton.connectors.shared_storage.metadata import (
     StorageReport,
 )
 from baton.connectors.shared_storage.prompts import Prompt
-from baton.connectors.shared_storage.stats import StorageStats
 from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
@@ -42,7 +38,7 @@ from baton.core.layout import ModelFingerprint
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
-from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in, storage
+from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in
 
 NUM_BLOCKS = 16
 FINGERPRINT = ModelFingerprint("model", "weights", "float32", 1, 1, 2, "seed")
@@ -399,22 +395,6 @@ def test_a_dead_thread_is_reported() -> None:
 # --- Settings and numbers ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("extra", "message"),
-    [
-        ({}, "path"),
-        ({"path": "relative"}, r"path: must be an absolute path"),
-        ({"path": "/x", "max_gb": 3}, r"max_gb: is not known; known are path"),
-        ({"path": "/x", "max_gib": 0}, r"max_gib: must be positive"),
-        ({"path": "/x", "io_threads": 0}, r"io_threads: must be at least 1"),
-        ({"path": "/x", "max_age_s": "old"}, r"kv_connector_extra_config\.max_age_s: Expected"),
-    ],
-)
-def test_a_bad_setting_is_named(extra: dict[str, object], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        parse_extra(StorageSettings, extra)
-
-
 def test_chunks_are_whole_blocks() -> None:
     assert StorageSettings(path="/x").chunk_tokens_of(16) == 256
     assert StorageSettings(path="/x").chunk_tokens_of(96) == 288
@@ -426,37 +406,3 @@ def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"extra_config\.path: cannot be created"):
         StorageSchedulerHalf(identity_in(tmp_path / "file" / "below"))
-
-
-def test_it_is_found_by_its_name(tmp_path: Path) -> None:
-    assert connector_class(storage(tmp_path)) is BatonSharedStorageConnector
-
-
-def test_counts_reach_prometheus() -> None:
-    from functools import partial
-
-    from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-
-    registry = CollectorRegistry()
-    kinds: dict[type[Any], Any] = {
-        kind: partial(kind, registry=registry) for kind in (Counter, Gauge, Histogram)
-    }
-
-    class Config:
-        kv_transfer_config = None
-
-    metrics = StorageStats.prom_metrics(Config(), kinds, ["engine"], {0: ["0"]})
-    of_rank, of_scheduler = StorageStats(), StorageStats()
-    of_rank.add(loaded_chunks=2, loaded_bytes=100, load_s=0.5)
-    of_rank.add_for("failures", "corrupt")
-    of_scheduler.set_kept(7, 700)
-    of_scheduler.add_for("failures", "corrupt", 2)
-    whole = of_rank.aggregate(of_scheduler)
-    metrics.observe(whole.to_dict())
-    assert registry.get_sample_value("baton:storage_loaded_bytes_total", {"engine": "0"}) == 100
-    assert registry.get_sample_value("baton:storage_bytes", {"engine": "0"}) == 700
-    labels = {"engine": "0", "reason": "corrupt"}
-    assert registry.get_sample_value("baton:storage_unusable_files_total", labels) == 3
-    assert whole.reduce()["loaded chunks"] == 2
-    assert whole.take() is not None
-    assert whole.take() is None

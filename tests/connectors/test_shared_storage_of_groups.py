@@ -1,4 +1,7 @@
-"""Models with several block tables share files; blocks before a window are not needed."""
+"""Models with several block tables share files; blocks before a window are not needed.
+
+`test_shared_storage_random_worlds` has the cases of several ranks, preemption and restarts.
+"""
 
 import logging
 import os
@@ -11,8 +14,7 @@ import pytest
 from baton.core.config import ModelConfig
 from baton.core.kv_groups import is_hybrid
 from baton.engine.api import SamplingParams
-from baton.engine.llm import LLM
-from tests.connectors.engine_world import WINDOW, forget, run_counting, windowed_model
+from tests.connectors.engine_world import WINDOW, ModelOf, forget
 from tests.connectors.storage_world import (
     CHUNK,
     GREEDY,
@@ -31,8 +33,7 @@ pytestmark = pytest.mark.slow
 PROMPT = prompt_of(70)  # Eight chunks and six tokens; nine chunks with the answer.
 NUM_CHUNKS = 9
 NUM_BLOCKS = 200
-KINDS = {"gemma3": 2, "gpt_oss": 2, "mistral": 1}
-# All layers of a Mistral have a window.
+KINDS = {"gpt_oss": 2, "mistral": 1}  # All layers of a Mistral have a window.
 BAD_FILES = [
     pytest.param(family, window, half_written, id=f"{family}-{name}")
     for family in KINDS
@@ -52,8 +53,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="module")
-def model(family: str, tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return windowed_model(tmp_path_factory.mktemp("model"), family)
+def model(family: str, model_of: ModelOf) -> ModelConfig:
+    return model_of(family)
 
 
 @pytest.fixture
@@ -201,37 +202,3 @@ def test_another_grouping_or_block_size_finds_nothing(
         assert by_other.token_ids == expected(PROMPT)
         assert by_other.num_transferred_tokens == 0
     assert all(path.read_bytes() == content for path, content in kept.items())
-
-
-def test_tokens_survive_preemption_and_a_restart(
-    start: Start, expected: Ask, tmp_path: Path, family: str
-) -> None:
-    prompts = [prompt_of(30 + 7 * index, step=3 + index) for index in range(5)]
-    sampling = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
-    num_preempted = num_loaded = 0
-    for _ in range(2):
-        llm: LLM = start(storage(tmp_path), num_blocks=50 if KINDS[family] > 1 else 18)
-        for _ in range(2):
-            answers, stats = run_counting(llm, prompts, sampling, [None] * len(prompts))
-            assert answers == [expected(prompt, sampling) for prompt in prompts]
-            num_preempted += sum(of_step.num_preempted for of_step in stats)
-            for of_step in stats:
-                num_loaded += (of_step.kv_connector_stats or {}).get("loaded_chunks", 0)
-            forget(llm)
-        llm.close()
-    assert num_preempted, "the pool must be too small"
-    assert num_loaded, "something must be loaded"
-
-
-# Gemma 3 has the same groups as gpt_oss; each family starts four processes.
-@pytest.mark.processes
-@pytest.mark.parametrize("family", ["gpt_oss", "mistral"], indirect=True)
-def test_two_ranks_share_their_halves_of_each_group(
-    start: Start, expected: Ask, tmp_path: Path, num_files: int
-) -> None:
-    a = start(storage(tmp_path), tp_size=2)
-    assert fill(a, tmp_path, PROMPT, 2 * num_files) == expected(PROMPT)
-    a.close()
-    (by_b,) = start(storage(tmp_path), tp_size=2).generate([PROMPT], GREEDY)
-    assert by_b.token_ids == expected(PROMPT)
-    assert by_b.num_transferred_tokens == 64

@@ -12,25 +12,31 @@ import torch
 from baton.core.errors import ConfigError
 from baton.engine.llm import LLM
 from tests.connectors import engine_world
-from tests.connectors.engine_world import GREEDY, Start, forget, multi, prompt_of, store
+from tests.connectors.engine_world import (
+    GREEDY,
+    AnswerOf,
+    ModelOf,
+    Start,
+    forget,
+    hand_over,
+    multi,
+    prompt_of,
+    store,
+)
 from tests.connectors.test_multi_in_engines import (
     OFFLOAD,
     PROMPT,
     PULL,
     PUSH,
     generate_until_loaded,
-    hand_over,
     storage,
+    tokens_first_store,
 )
 
 MODULE = "tests.connectors.tokens_first"
 TOKENS_FIRST = {"kv_connector": "TokensFirst", "kv_connector_module_path": MODULE}
 
 pytestmark = pytest.mark.slow
-
-
-def tokens_first_store(folder: Path) -> dict[str, Any]:
-    return engine_world.faulty_store(folder, kv_connector="TokensFirstStore", kv_connector_module_path=MODULE)
 
 
 def caches_of(llm: LLM) -> list[torch.Tensor]:
@@ -120,29 +126,16 @@ def test_a_store_of_ours_beside_it_loads_what_it_stored(
         forget(heads_first)
 
 
-def test_layers_with_windows_share_memory_in_this_order_too(tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()
-    with engine_world.engines(engine_world.windowed_model(tmp_path / "model", "gpt_oss")) as start:
-        (expected,) = start(num_blocks=120).generate([PROMPT], GREEDY)
+def test_layers_with_windows_share_memory_in_this_order_too(model_of: ModelOf, answer_of: AnswerOf) -> None:
+    with engine_world.engines(model_of("gpt_oss")) as start:
         p = start({**PULL, "engine_id": "p"}, num_blocks=120)
         d = start(multi(PULL, TOKENS_FIRST, engine_id="d"), num_blocks=120)
         assert d.core.scheduler.kv_cache.is_hybrid
         check_order(d, has_tokens_first=True)
         for engine in (p, d):
             decoded = hand_over(p if engine is d else d, engine, PROMPT)
-            assert decoded.token_ids == expected.token_ids
+            assert decoded.token_ids == answer_of("gpt_oss", PROMPT)
             assert decoded.num_transferred_tokens > 0
             p.settle(engine_world.SETTLE_S)
             forget(p)
             forget(d)
-
-
-@pytest.mark.processes
-def test_two_ranks_in_this_order_hand_over_to_one(start: Start, alone: LLM) -> None:
-    p = start(multi(PULL, TOKENS_FIRST, engine_id="p-two"), tp_size=2)
-    d = start({**PULL, "engine_id": "d-one"})
-    (expected,) = alone.generate([PROMPT], GREEDY)
-    decoded = hand_over(p, d, PROMPT)
-    assert decoded.token_ids == expected.token_ids
-    assert decoded.num_transferred_tokens > 0
-    forget(p)

@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.connectors.pull import EngineIdentity
-from baton.core.errors import BadTransferParams, ConfigError
+from baton.core.errors import BadTransferParams
 from baton.core.timers import Timers
 from tests.connectors.pull_world import (
     BLOCK,
@@ -16,7 +15,6 @@ from tests.connectors.pull_world import (
     FakeRequest,
     Status,
     World,
-    engine_config,
 )
 
 TURNS = {"turns": {"min_tokens": BLOCK, "ttl_s": 400.0}}
@@ -219,13 +217,3 @@ def test_a_mere_producer_refuses_an_earlier_turns_ticket_by_name(world: World, p
     with pytest.raises(BadTransferParams) as refused:
         ask_again(mere, params)
     assert refused.value.field == "kv_transfer_params.baton_ticket"
-
-
-@pytest.mark.parametrize(
-    ("turns", "field"),
-    [({"ttl_s": 0}, "ttl_s"), ({"min_tokens": 0}, "min_tokens"), ({"pool_share_max": 1.5}, "pool_share_max")],
-)
-def test_settings_that_make_no_sense_are_refused_by_name(turns: dict[str, Any], field: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        EngineIdentity.of_engine(engine_config("d", extra={"turns": turns}))
-    assert field in str(refused.value)

@@ -1,7 +1,7 @@
 """Two engines' ranks without the engines: caches of any shape, full of numbers that say where they belong.
 
-The number of a layer, head, token of the prompt and element is the same on every engine. So what a read has
-moved can be checked without knowing how.
+The number of a layer, head, token of the prompt and element is the same on every engine: the kit's KV, modulo
+what every dtype can hold. So what a read has moved can be checked without knowing how.
 """
 
 import random
@@ -21,11 +21,13 @@ from baton.core.layout import PLANES, SLOT, LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
 from baton.protocol.handshake import RankCard, decode_ranks, encode_ranks
 from baton.protocol.plan import plan_pairs_of_layouts
+from baton.testing.contract.arithmetic import kv_values, states_of
 from baton.transport.base import Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 from baton.transport.registry import make_transport
 
 UNTOUCHED = -77.0
+_MODULUS = 241  # bfloat16 represents all integers below.
 
 
 @dataclass(frozen=True)
@@ -51,11 +53,6 @@ class Shape:
         assert sum(sizes) == self.num_layers
         starts = [sum(sizes[:i]) for i in range(len(sizes))]
         return [range(start, start + size) for start, size in zip(starts, sizes, strict=True)]
-
-
-def number(layer: int, head: int, token: int, element: int, shape: Shape) -> int:
-    """Small enough for bfloat16 to tell neighbours apart, different wherever a mistake would look."""
-    return (layer * 67 + head * 31 + token * 7 + element * 3) % 241
 
 
 class Wires:
@@ -141,41 +138,34 @@ class Rank:
         k = k.unflatten(-1, (num_elements // 2, num_tokens)).transpose(-1, -2)
         return k, v.unflatten(-1, (num_tokens, num_elements // 2))
 
-    def numbers(self, tokens: range, blocks: Sequence[int]) -> dict[tuple[int, int, int], list[float]]:
-        """By layer, head and token of the prompt."""
-        found = {}
-        whole = torch.cat(self.halves(self.storage), dim=-1).float()
-        for layer, cache in zip(self.layers, whole, strict=True):
-            for head_index, head in enumerate(self.heads):
-                for token in tokens:
-                    block, offset = blocks[token // self.shape.block_tokens], token % self.shape.block_tokens
-                    found[layer, head, token] = cache[block, head_index, offset].tolist()
-        return found
+    def numbers(self, tokens: range, blocks: Sequence[int]) -> torch.Tensor:
+        """What the slots of the prompt's tokens hold: `[tokens, layers, heads, elements]`."""
+        at, offsets = self._slots(tokens, blocks)
+        return torch.cat([half[:, at, :, offsets] for half in self.halves(self.storage)], dim=-1).float()
 
-    def right_numbers(self, tokens: range) -> dict[tuple[int, int, int], list[float]]:
-        elements = range(self.shape.num_elements)
-        return {
-            (layer, head, token): [float(number(layer, head, token, e, self.shape)) for e in elements]
-            for layer in self.layers
-            for head in self.heads
-            for token in tokens
-        }
+    def right_numbers(self, tokens: range) -> torch.Tensor:
+        states, width = states_of(range(tokens.stop), None)[tokens.start :], self.shape.num_elements
+        layers = [kv_values(states, layer, self.heads, width) for layer in self.layers]
+        return torch.stack(layers, dim=1) % _MODULUS
 
     def elsewhere(self, tokens: range, blocks: Sequence[int]) -> torch.Tensor:
         """The whole memory, but for these tokens."""
         copy = self.storage.clone()
-        for token in tokens:
-            for half in self.halves(copy):
-                half[:, blocks[token // self.shape.block_tokens], :, token % self.shape.block_tokens] = 0
+        at, offsets = self._slots(tokens, blocks)
+        for half in self.halves(copy):
+            half[:, at, :, offsets] = 0
         return copy
 
     def compute(self, tokens: range, blocks: Sequence[int]) -> None:
-        for (layer, head, token), values in self.right_numbers(tokens).items():
-            block, offset = blocks[token // self.shape.block_tokens], token % self.shape.block_tokens
-            halves = self.halves(self.storage)
-            for half, part in zip(halves, torch.tensor(values).chunk(len(halves)), strict=True):
-                index = (layer - self.layers.start, block, head - self.heads.start, offset)
-                half[index] = part.to(self.shape.dtype)
+        at, offsets = self._slots(tokens, blocks)
+        halves = self.halves(self.storage)
+        for half, part in zip(halves, self.right_numbers(tokens).chunk(len(halves), dim=-1), strict=True):
+            half[:, at, :, offsets] = part.to(self.shape.dtype)
+
+    def _slots(self, tokens: range, blocks: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Block and offset of each token."""
+        size = self.shape.block_tokens
+        return [blocks[token // size] for token in tokens], [token % size for token in tokens]
 
 
 class Engine:
