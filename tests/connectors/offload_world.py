@@ -1,17 +1,12 @@
-"""Common parts of the tests of offload: engines stepped by hand, and copies that are late or fail."""
+"""Common parts of the tests of offload: engines stepped by hand."""
 
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
 from types import SimpleNamespace
 from typing import Any
 
-from baton.connectors.offload.connector import BatonOffloadConnector
-from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
-from baton.connectors.offload.worker import OffloadWorkerHalf, copies_of
-from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.contract.events import KVCacheEvent
 from baton.core.config import (
     EngineConfig,
@@ -60,93 +55,6 @@ def config_of(
         kv_events_config=KVEventsConfig(enable_kv_cache_events=True, publisher="null") if events else None,
         **(engine or {}),
     )
-
-
-class LazyCopies(Copies):
-    """Copies only when it must: when a caller waits for the job, or after `num_looks` polls.
-
-    If a wait is missing, it copies overwritten blocks, as a slow device would.
-    """
-
-    def __init__(self, real: Copies, num_looks: int) -> None:
-        self._real = real
-        self._num_looks = num_looks
-        self._due: dict[int, tuple[int, Callable[[], None]]] = {}
-        self.num_fenced = 0
-
-    def store(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        self._due[job] = (self._num_looks, lambda: self._real.store(job, block_ids, rows))
-
-    def load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        self._due[job] = (self._num_looks, lambda: self._real.load(job, block_ids, rows))
-
-    def take_ended(self) -> list[CopyEnd]:
-        for job, (num_looks, copy) in list(self._due.items()):
-            if num_looks:
-                self._due[job] = (num_looks - 1, copy)
-            else:
-                del self._due[job]
-                copy()
-        return self._real.take_ended()
-
-    def wait(self, jobs: Collection[int], timeout_s: float) -> bool:
-        for job in jobs:
-            if job in self._due:
-                self.num_fenced += 1
-                self._due.pop(job)[1]()
-        return self._real.wait(jobs, timeout_s)
-
-    def close(self, timeout_s: float) -> None:
-        self._real.close(timeout_s)
-
-
-class FailingCopies(Copies):
-    """Jobs named by `fails` end as failed, with nothing or half of it copied."""
-
-    def __init__(self, real: Copies, fails: Callable[[str, int], bool]) -> None:
-        self._real = real
-        self._fails = fails
-        self._failed: list[CopyEnd] = []
-
-    def store(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        if self._fails("store", job):
-            self._failed.append(CopyEnd(job, error="told to"))
-        else:
-            self._real.store(job, block_ids, rows)
-
-    def load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        if self._fails("load", job):
-            self._failed.append(CopyEnd(job, error="told to"))
-        else:
-            self._real.load(job, block_ids, rows)
-
-    def take_ended(self) -> list[CopyEnd]:
-        failed, self._failed = self._failed, []
-        return failed + self._real.take_ended()
-
-    def wait(self, jobs: Collection[int], timeout_s: float) -> bool:
-        return self._real.wait(jobs, timeout_s)
-
-    def close(self, timeout_s: float) -> None:
-        self._real.close(timeout_s)
-
-
-class Factory:
-    """Makes halves with copies that a test chooses."""
-
-    def __init__(self, wrap: Callable[[Copies], Copies] = lambda real: real) -> None:
-        self._wrap = wrap
-        self.copies: list[Copies] = []
-
-    def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
-        return OffloadSchedulerHalf(BatonOffloadConnector.identity_of(config))
-
-    def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
-        def make(caches: Any, identity: Any) -> Copies:
-            self.copies.append(self._wrap(copies_of(caches, identity)))
-            return self.copies[-1]
-
-        return OffloadWorkerHalf(BatonOffloadConnector.identity_of(config), make)
 
 
 class Engine:

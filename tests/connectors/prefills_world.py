@@ -12,6 +12,7 @@ from baton.engine.step import NewRequestData, SchedulerOutput
 class Progress:
     """What `PushProducer.progress` is told."""
 
+    transfer_id: TransferId
     num_tokens: int
     block_ids: tuple[tuple[int, ...], ...]
     partial_tokens: int
@@ -44,7 +45,7 @@ class FakeAgent:
         partial_layers: int = 0,
         first_blocks: tuple[int, ...] = (),
     ) -> Sequence[Any]:
-        progress = Progress(num_tokens, block_ids, partial_tokens, partial_layers, first_blocks)
+        progress = Progress(transfer_id, num_tokens, block_ids, partial_tokens, partial_layers, first_blocks)
         self.told.append(self.noted(progress))
         return ()
 
@@ -62,6 +63,19 @@ def first_step(request_id: str, num_cached: int, chunk: int, *tables: Sequence[i
     block_ids = tuple(list(table) for table in tables)
     new = NewRequestData(request_id, [], None, block_ids, num_cached)  # type: ignore[arg-type]
     return SchedulerOutput(scheduled_new_reqs=[new], num_scheduled_tokens={request_id: chunk})
+
+
+def joined(*steps: SchedulerOutput) -> SchedulerOutput:
+    """One step of the requests of all."""
+    output = SchedulerOutput()
+    for step in steps:
+        output.scheduled_new_reqs += step.scheduled_new_reqs
+        output.num_scheduled_tokens |= step.num_scheduled_tokens
+        cached, more = output.scheduled_cached_reqs, step.scheduled_cached_reqs
+        cached.req_ids += more.req_ids
+        cached.new_block_ids += more.new_block_ids
+        cached.num_computed_tokens += more.num_computed_tokens
+    return output
 
 
 def later_step(

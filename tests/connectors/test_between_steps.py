@@ -12,7 +12,7 @@ from baton.connectors.pull.scheduler import boot_clock
 from baton.contract import KVConnectorMetadata
 from baton.core.config import EngineConfig
 from tests.connectors.pull_world import FakeRequest, Status, engine_config
-from tests.connectors.wired_world import OURS, PATIENCE_S, Engine, ask, engines_of, lend
+from tests.connectors.wired_world import OURS, PATIENCE_S, Engine, ask, engines_of, lend, two
 
 
 class Busy(Engine):
@@ -41,13 +41,12 @@ def start() -> Iterator[Callable[[EngineConfig], Busy]]:
 def test_a_prompt_arrives_in_the_middle_of_a_step(
     start: Callable[[EngineConfig], Busy], transport: str
 ) -> None:
-    p, d = (start(engine_config(name, extra={"transports": [transport]})) for name in ("p", "d"))
+    p, d = two(start, transport)
     params, theirs = lend(p, "r")
     ask(d, params)
     d.wait_for(lambda: torch.equal(d.cache[:, OURS], p.cache[:, theirs]))
     # Only a step gives it to the request.
-    output = d.step_until(lambda output: bool(output.finished_recving))
-    assert (output.finished_recving, output.invalid_block_ids) == ({"r"}, set())
+    assert d.handed_over() == set()
 
 
 def test_the_lease_is_renewed_in_the_middle_of_a_step(start: Callable[[EngineConfig], Busy]) -> None:
@@ -76,20 +75,18 @@ def test_the_lease_is_renewed_in_the_middle_of_a_step(start: Callable[[EngineCon
 
 def test_a_failure_is_still_reported_by_a_step(start: Callable[[EngineConfig], Busy]) -> None:
     timers = {"round_trip_max_s": 0.05, "ttl_s": 2.0, "deadline_s": 1.0, "loan_max_s": 10.0}
-    extra = {"transports": ["local"], "timers": timers}
-    p, d = (start(engine_config(name, extra=extra)) for name in ("p", "d"))
+    p, d = two(start, timers=timers)
     params, _ = lend(p, "r")
     p.shutdown()
     ask(d, params)
-    output = d.step_until(lambda output: bool(output.finished_recving))
-    assert (output.finished_recving, output.invalid_block_ids) == ({"r"}, set(OURS))
+    assert d.handed_over() == set(OURS)
 
 
 def test_an_order_that_fails_ends_its_own_claim(
     start: Callable[[EngineConfig], Busy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error occurs on the control thread, which must survive it for all other claims."""
-    p, d = (start(engine_config(name, extra={"transports": ["local"]})) for name in ("p", "d"))
+    p, d = two(start)
     links = d.worker.worker_half._links  # type: ignore[attr-defined]
     read = links.read
 
@@ -100,21 +97,19 @@ def test_an_order_that_fails_ends_its_own_claim(
     monkeypatch.setattr(links, "read", break_once)
     params, _ = lend(p, "r")
     request = ask(d, params)
-    output = d.step_until(lambda output: bool(output.finished_recving))
-    assert output.invalid_block_ids == set(OURS)
+    assert d.handed_over() == set(OURS)
     d.scheduler.request_finished(request, [])
 
     params, theirs = lend(p, "again")
     ask(d, params, "again")
-    output = d.step_until(lambda output: bool(output.finished_recving))
-    assert (output.finished_recving, output.invalid_block_ids) == ({"again"}, set())
+    assert d.handed_over("again") == set()
     assert torch.equal(d.cache[:, OURS], p.cache[:, theirs])
 
 
 def test_effects_that_fail_are_counted_and_contained(
     start: Callable[[EngineConfig], Busy], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    p, d = (start(engine_config(name, extra={"transports": ["local"]})) for name in ("p", "d"))
+    p, d = two(start)
     half = d.scheduler.scheduler_half  # type: ignore[attr-defined]
     agent, absorb = half._agent, half._agent.on_effect
 

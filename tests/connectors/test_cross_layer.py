@@ -1,10 +1,10 @@
 """Blocks that hold all layers: moved as one run, and compatible with engines that have separate layers.
 
-`test_topologies` shows that every number arrives at its place for any two layouts.
+`test_topologies` shows that every number arrives at its place for any two layouts, `test_recorded_steps` that
+recorded steps find it there, `test_push_of_groups` that pushed ones do.
 """
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,19 +14,16 @@ from baton.connectors.pull import EngineIdentity, PullWorkerHalf
 from baton.connectors.pull.metadata import ReadBlocks
 from baton.contract import KVConnectorBase_V1, KVConnectorRole, NullWorkerHalf, TwoHalves
 from baton.core.config import (
-    DeviceConfig,
     ModelConfig,
 )
 from baton.core.errors import ConfigError
 from baton.core.ids import Address
-from baton.engine.api import SamplingParams
 from baton.engine.attention.kv_memory import KVCacheLayout, allocate_kv_cache, cross_layer_cache
-from baton.engine.llm import LLM
 from baton.engine.models import SingleRank
 from baton.engine.runner.cache_setup import allocate_for, register
 from baton.transport.base import Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
-from tests.connectors.engine_world import ONE_TOKEN, Start, engines, hands_over, three_layers
+from tests.connectors.engine_world import GREEDY, Start, hand_over, hands_over, prompt_of
 from tests.connectors.pull_world import engine_config, model_config
 from tests.connectors.topology_world import Engine, Memory, Reader, Shape
 
@@ -201,31 +198,7 @@ def test_the_pull_connector_describes_both_kinds_to_its_peers() -> None:
 
 # --- Engines --------------------------------------------------------------------------------------------
 
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
-PROMPTS = [[(7 * i) % 500 + 5 for i in range(50)], [(11 * i) % 500 + 5 for i in range(31)]]
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    return three_layers(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def start(model: ModelConfig) -> Iterator[Start]:
-    with engines(model) as start_engine:
-
-        def start(
-            engine_id: str | None = None,
-            *,
-            is_together: bool = False,
-            kind: str = "Pull",
-            graph_mode: Any = "off",
-        ) -> LLM:
-            transfer = hands_over(engine_id, kind, cross_layer_blocks=is_together)
-            device = DeviceConfig(graph_mode=graph_mode)
-            return start_engine(transfer, num_blocks=96, device_config=device)
-
-        yield start
+PROMPTS = [prompt_of(50), prompt_of(31, step=11)]
 
 
 @pytest.fixture(scope="module")
@@ -233,35 +206,13 @@ def expected(start: Start) -> list[list[int]]:
     return [completion.token_ids for completion in start().generate(PROMPTS, GREEDY)]
 
 
-def hand_over(p: LLM, d: LLM) -> list[list[int]]:
-    asked = [{"do_remote_decode": True}] * len(PROMPTS)
-    prefilled = p.generate(PROMPTS, ONE_TOKEN, kv_transfer_params=asked)
-    decoded = d.generate(PROMPTS, GREEDY, kv_transfer_params=[one.kv_transfer_params for one in prefilled])
-    assert all(completion.num_transferred_tokens for completion in decoded)
-    return [completion.token_ids for completion in decoded]
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["Pull", "Push"])
+@pytest.mark.parametrize(("theirs", "ours"), [(True, True), (True, False), (False, True)])
 def test_engines_with_and_without_cross_layer_blocks_hand_over(
-    start: Start, expected: list[list[int]], kind: str
+    start: Start, expected: list[list[int]], theirs: bool, ours: bool
 ) -> None:
-    for theirs in (True, False):
-        for ours in (True, False):
-            if theirs or ours:
-                p = start(f"p-{kind}-{theirs}-{ours}", is_together=theirs, kind=kind)
-                d = start(f"d-{kind}-{theirs}-{ours}", is_together=ours, kind=kind)
-                assert hand_over(p, d) == expected
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("graph_mode", ["full", "piecewise"])
-def test_cross_layer_handoff_works_with_recorded_steps(
-    start: Start, expected: list[list[int]], graph_mode: str
-) -> None:
-    for is_together in (True, False):
-        engines = [
-            start(f"{name}-{graph_mode}-{is_together}", is_together=is_together, graph_mode=graph_mode)
-            for name in ("p", "d")
-        ]
-        assert hand_over(*engines) == expected
+    p = start(hands_over(f"p-{theirs}-{ours}", cross_layer_blocks=theirs))
+    d = start(hands_over(f"d-{theirs}-{ours}", cross_layer_blocks=ours))
+    decoded = [hand_over(p, d, prompt) for prompt in PROMPTS]
+    assert [completion.token_ids for completion in decoded] == expected
+    assert all(completion.num_transferred_tokens for completion in decoded)

@@ -3,7 +3,6 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
 from tests.connectors import engine_world
-from tests.connectors.engine_world import WINDOW, start_in, windowed_model
+from tests.connectors.engine_world import FACTORY, WINDOW, ModelOf, start_in
 
 GREEDY = SamplingParams(max_tokens=6, temperature=0, ignore_eos=True)
 PROMPT = [(7 * i) % 500 + 5 for i in range(50)]
@@ -61,15 +60,14 @@ def test_only_the_last_prompt_token_is_computed(start: Start, startup_fill: bool
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mistral"])
+@pytest.mark.parametrize("family", ["gpt_oss", "mistral"])
 def test_only_blocks_within_a_window_are_filled(
-    family: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    family: str, model_of: ModelOf, caplog: pytest.LogCaptureFixture
 ) -> None:
-    model = windowed_model(tmp_path, family)
-    config = config_of(model, num_blocks=120)
+    config = config_of(model_of(family), num_blocks=120)
     with (
         caplog.at_level(logging.WARNING),
-        LLM(config, "baton.assemble:connector_factory") as llm,
+        LLM(config, FACTORY) as llm,
     ):
         assert "block table" not in caplog.text
         (completion,) = llm.generate([PROMPT], GREEDY)

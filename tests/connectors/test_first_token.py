@@ -19,32 +19,26 @@ def world() -> Iterator[World]:
     world.close()
 
 
-def test_the_hosts_first_token_travels_in_the_ticket(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
-    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS, prefilled_tokens=SAMPLED))
-    world.settle()
-    assert d.half.take_prefilled_tokens("r") == SAMPLED
-    assert d.half.take_prefilled_tokens("r") is None
-    d.read_out(request)
-
-
-def test_a_load_that_failed_leaves_the_token_good(world: World) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "fails", "is_good"),
+    [
+        (TOKENS, False, True),
+        (TOKENS, True, True),  # The load failed, the token is good.
+        ([*TOKENS, 2, 6], False, False),  # The ticket says nothing of what follows its prompt.
+    ],
+)
+def test_the_hosts_first_token_travels_in_the_ticket(
+    world: World, tokens: list[int], fails: bool, is_good: bool
+) -> None:
     p, d = world.engine("p"), world.engine("d")
     params = p.prefill("r", TOKENS, prefilled_tokens=SAMPLED)
-    world.network.fail_next("cable pulled")
-    request = d.fetch("r", TOKENS, params)
+    if fails:
+        world.network.fail_next("cable pulled")
+    request = d.fetch("r", tokens, params)
     world.settle()
-    assert d.outcomes["r"].valid_tokens == 0
-    assert d.half.take_prefilled_tokens("r") == SAMPLED
-    d.read_out(request)
-
-
-def test_a_ticket_for_less_than_the_prompt_says_nothing_of_what_follows_it(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
-    request = d.fetch("r", [*TOKENS, 2, 6], p.prefill("r", TOKENS, prefilled_tokens=SAMPLED))
-    world.settle()
+    assert d.half.take_prefilled_tokens("r") == (SAMPLED if is_good else None)
     assert d.half.take_prefilled_tokens("r") is None
-    d.read_out(request)
+    assert bool(d.read_out(request).valid_tokens) == (not fails)
 
 
 def test_a_refused_ticket_gives_no_token(world: World) -> None:

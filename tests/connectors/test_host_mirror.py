@@ -17,19 +17,26 @@ from baton.core.config import (
 )
 from baton.core.errors import ConfigError
 from baton.core.ids import Address, EngineId, Epoch
-from baton.engine.api import SamplingParams
 from baton.engine.attention.cuda import why_unavailable
 from baton.engine.attention.kv_memory import KVCacheLayout, allocate_kv_cache
 from baton.engine.forward_context import build_attention_metadata
 from baton.engine.llm import LLM
 from baton.engine.runner.cache_setup import copy_blocks
 from tests.connectors import mirrored
-from tests.connectors.engine_world import ONE_TOKEN, Start, config_of, hands_over, start_in, windowed_model
+from tests.connectors.engine_world import (
+    GREEDY,
+    AnswerOf,
+    ModelOf,
+    Start,
+    config_of,
+    engines,
+    hand_over,
+    hands_over,
+    start_in,
+)
 from tests.connectors.mirrored import COUNTED
 from tests.connectors.pull_world import BLOCK, engine_config
 
-FACTORY = "baton.assemble:connector_factory"
-GREEDY = SamplingParams(max_tokens=12, temperature=0, ignore_eos=True)
 PROMPT = [(7 * i) % 500 + 5 for i in range(50)]
 # The same beginning, so that P finds some of it computed.
 PROMPTS = [PROMPT, [*PROMPT[:30], *range(100, 117)], [(11 * i) % 500 + 5 for i in range(31)]]
@@ -135,12 +142,6 @@ def test_blocks_cross_between_a_gpu_and_its_mirror() -> None:
 # --- Engines ---------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def model_with_windows(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
-    """Its layers are in groups, each with block tables of its own."""
-    return windowed_model(tmp_path_factory.mktemp("gemma3"), "gemma3")
-
-
 @pytest.fixture
 def start(model: ModelConfig) -> Iterator[Start]:
     with ExitStack() as stack:
@@ -149,86 +150,76 @@ def start(model: ModelConfig) -> Iterator[Start]:
             engine_id: str | None = None,
             connector: str = "MirroredPull",
             of_model: ModelConfig = model,
+            budget: int = 24,  # Prompts come in chunks.
             **extra: Any,
         ) -> LLM:
             transfer = hands_over(engine_id, **extra)
             if transfer is not None:
                 module = mirrored.__name__ if connector.startswith("Mirrored") else None
                 transfer |= {"kv_connector": connector, "kv_connector_module_path": module}
-            return start_in(stack, config_of(of_model, transfer, budget=24))  # Prompts come in chunks.
+            return start_in(stack, config_of(of_model, transfer, budget=budget))
 
         yield start_engine
         COUNTED.fails = None
         COUNTED.blocks.clear()
 
 
-def hand_over(p: LLM, d: LLM) -> list[list[int]]:
-    tokens = []
-    for prompt in PROMPTS:
-        (lent,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
-        (answer,) = d.generate([prompt], GREEDY, kv_transfer_params=[lent.kv_transfer_params])
-        tokens.append(answer.token_ids)
-    return tokens
+def hand_all_over(p: LLM, d: LLM) -> list[list[int]]:
+    return [hand_over(p, d, prompt).token_ids for prompt in PROMPTS]
 
 
-def expected_of(start: Start) -> list[list[int]]:
-    return [completion.token_ids for completion in start().generate(PROMPTS, GREEDY)]
+@pytest.fixture(scope="module")
+def expected(model: ModelConfig) -> list[list[int]]:
+    with engines(model) as start:
+        return [completion.token_ids for completion in start().generate(PROMPTS, GREEDY)]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", ["MirroredPull", "MirroredPush"])
-@pytest.mark.parametrize("together", [False, True])
-def test_the_tokens_are_those_of_a_single_engine(start: Start, connector: str, together: bool) -> None:
-    expected = expected_of(start)
-    p = start("p", connector, cross_layer_blocks=together)
-    d = start("d", connector)
-    assert hand_over(p, d) == expected
+@pytest.mark.parametrize(("connector", "together"), [("MirroredPull", False), ("MirroredPush", True)])
+def test_the_tokens_are_those_of_a_single_engine(
+    start: Start, expected: list[list[int]], connector: str, together: bool
+) -> None:
+    p, d = start("p", connector, cross_layer_blocks=together), start("d", connector)
+    assert hand_all_over(p, d) == expected
     half: Any = d.core.executor.only_half()
     assert half.worker_half.mirror._expected == {}, "claims that are still being read"
     assert COUNTED.blocks["d2h"] > 0
-    assert (
-        COUNTED.blocks["h2d"] == 13 + 5 + 8
-    )  # Whole prompts, but for what the second shares with the first.
+    # Whole prompts, but for what the second shares with the first.
+    assert COUNTED.blocks["h2d"] == 13 + 5 + 8
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("connector", ["MirroredPull", "MirroredPush"])
 def test_so_are_those_of_a_model_whose_layers_are_in_groups(
-    start: Start, model_with_windows: ModelConfig, connector: str
+    start: Start, model_of: ModelOf, answer_of: AnswerOf
 ) -> None:
-    alone = start(of_model=model_with_windows)
-    expected = [completion.token_ids for completion in alone.generate(PROMPTS, GREEDY)]
-    p, d = (start(name, connector, model_with_windows) for name in ("p", "d"))
+    p, d = (start(name, "MirroredPush", model_of("gemma3")) for name in ("p", "d"))
     assert p.core.scheduler.kv_cache.is_hybrid
-    assert hand_over(p, d) == expected
+    assert hand_all_over(p, d) == [answer_of("gemma3", prompt) for prompt in PROMPTS]
     assert COUNTED.blocks["h2d"] > 0
 
 
 @pytest.mark.slow
-def test_engines_with_and_without_understand_each_other(start: Start) -> None:
-    expected = expected_of(start)
-    assert hand_over(start("p1"), start("d1", "BatonPullConnector")) == expected
-    assert hand_over(start("p2", "BatonPullConnector"), start("d2")) == expected
+def test_engines_with_and_without_understand_each_other(start: Start, expected: list[list[int]]) -> None:
+    assert hand_all_over(start("p1"), start("d1", "BatonPullConnector")) == expected
+    assert hand_all_over(start("p2", "BatonPullConnector"), start("d2")) == expected
 
 
 @pytest.mark.slow
-def test_what_could_not_be_copied_to_the_device_is_computed_there(start: Start) -> None:
-    expected = expected_of(start)
+def test_what_could_not_be_copied_to_the_device_is_computed_there(
+    start: Start, expected: list[list[int]]
+) -> None:
     p, d = start("p"), start("d")
     COUNTED.fails = "h2d"
-    assert hand_over(p, d) == expected
+    assert hand_all_over(p, d) == expected
 
 
 @pytest.mark.slow
-def test_a_mirror_that_could_not_be_written_is_not_read(start: Start) -> None:
+def test_a_mirror_that_could_not_be_written_is_not_read(start: Start, expected: list[list[int]]) -> None:
     """Its ticket is out before anybody could take it back: the prompt is computed in one step."""
-    (expected,) = start().generate([PROMPT[:20]], GREEDY)
-    p, d = start("p"), start("d")
+    p, d = start("p", budget=64), start("d")
     COUNTED.fails = "d2h"
-    (lent,) = p.generate([PROMPT[:20]], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
-    assert lent.kv_transfer_params is not None
-    (answer,) = d.generate([PROMPT[:20]], GREEDY, kv_transfer_params=[lent.kv_transfer_params])
-    assert answer.token_ids == expected.token_ids
+    answer = hand_over(p, d, PROMPT)
+    assert answer.token_ids == expected[0]
     assert answer.num_transferred_tokens == 0
     assert COUNTED.blocks["h2d"] == 0
 

@@ -37,13 +37,11 @@ def policy(request: pytest.FixtureRequest) -> str:
     return policy
 
 
-@pytest.fixture(scope="module", params=["alone", "in a multi"])
-def storing(
-    request: pytest.FixtureRequest, start: Start, policy: str, tmp_path_factory: pytest.TempPathFactory
-) -> LLM:
-    """An engine whose connector has stored PROMPT."""
+@pytest.fixture(scope="module")
+def storing(start: Start, policy: str, tmp_path_factory: pytest.TempPathFactory) -> LLM:
+    """An engine whose connector has stored PROMPT. Under policy recompute it is a child of a Multi."""
     connector = faulty_store(tmp_path_factory.mktemp("store"))
-    if request.param == "in a multi":
+    if policy == "recompute":
         connector = multi({"kv_connector": "BatonPullConnector"}, connector)
     llm = start({**connector, "kv_load_failure_policy": policy})
     llm.generate([PROMPT], GREEDY)

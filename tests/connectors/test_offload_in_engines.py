@@ -1,4 +1,7 @@
-"""Embedded engines with offload give the answers of an engine that computes everything."""
+"""Embedded engines with offload give the answers of an engine that computes everything.
+
+Full worlds of `baton.sim` have copies that are late or fail, also while blocks are overwritten.
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -7,44 +10,29 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.connectors.offload.copies import Copies
 from baton.contract.events import BlockRemoved, BlockStored
 from baton.core.config import ModelConfig
 from baton.core.kv_groups import is_hybrid
 from baton.engine.api import SamplingParams
 from baton.engine.core.engine_core import EngineCore
-from tests.connectors.engine_world import FACTORY, ModelOf, prompt_of
+from tests.connectors.engine_world import FACTORY, ModelOf, core_in, prompt_of
 from tests.connectors.offload_world import (
     BLOCK,
     GREEDY,
     Engine,
-    Factory,
-    FailingCopies,
-    LazyCopies,
     config_of,
 )
 
 pytestmark = pytest.mark.slow
 Start = Callable[..., Engine]
 
-factory: Factory | None = None  # Loaded by engines of this process, by this module's name.
-
 
 @pytest.fixture
 def start(model: ModelConfig) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def start_engine(
-            num_blocks: int = 40, *, wrap: Callable[[Copies], Copies] | None = None, **fields: Any
-        ) -> Engine:
-            path = FACTORY
-            if wrap is not None:
-                global factory
-                factory = Factory(wrap)
-                path = f"{__name__}:factory"
-            core = EngineCore(config_of(model, num_blocks, **fields), path)
-            stack.callback(core.shutdown)
-            return Engine(core)
+        def start_engine(num_blocks: int = 40, **fields: Any) -> Engine:
+            return Engine(core_in(stack, config_of(model, num_blocks, **fields)))
 
         yield start_engine
 
@@ -109,31 +97,6 @@ def test_the_rest_of_a_prompt_is_loaded_after_a_local_hit(
     engine.assert_whole()
 
 
-@pytest.mark.parametrize("num_looks", [2, 50])
-def test_blocks_that_are_still_copied_are_not_overwritten(
-    start: Start, expected: Callable[..., list[int]], num_looks: int
-) -> None:
-    """Copies are late here, so only the fence prevents stores of overwritten blocks."""
-    lazy: list[LazyCopies] = []
-
-    def wrap(real: Copies) -> Copies:
-        lazy.append(LazyCopies(real, num_looks))
-        return lazy[-1]
-
-    engine = start(22, wrap=wrap, slots=200, max_num_batched_tokens=12)
-    long = msgspec.structs.replace(GREEDY, max_tokens=24)
-    prompts = [prompt_of(20 + index, step=3 + index) for index in range(6)]
-    for turn in range(3):
-        asked = [engine.add(f"{turn}-{i}", prompt, long) for i, prompt in enumerate(prompts)]
-        engine.run()
-        assert [c.token_ids for c in asked] == [expected(p, long) for p in prompts]
-        engine.forget()
-    assert engine.num_preempted, "the pool must be too small"
-    assert engine.counts["hit_tokens"], "something must be loaded"
-    assert lazy[0].num_fenced, "the fence must be used"
-    engine.assert_whole()
-
-
 @pytest.mark.parametrize("eviction", ["lru", "arc", "s3fifo"])
 def test_a_small_host_memory_evicts_and_tokens_stay_right(
     start: Start, expected: Callable[..., list[int]], eviction: str
@@ -178,48 +141,6 @@ def test_a_cache_salt_separates_users(start: Start) -> None:
     assert engine.ask(prompt_of(40), cache_salt="b").num_transferred_tokens == 0
     engine.forget()
     assert engine.ask(prompt_of(40), cache_salt="a").num_transferred_tokens == 36
-
-
-def test_a_store_that_failed_is_never_found(start: Start, expected: Callable[..., list[int]]) -> None:
-    engine = start(wrap=lambda real: FailingCopies(real, lambda what, job: what == "store" and job % 2 == 1))
-    for prompt in (prompt_of(40), prompt_of(41, step=11), prompt_of(40), prompt_of(41, step=11)):
-        engine.forget()
-        assert engine.tokens(prompt) == expected(prompt)
-    assert engine.failures["store"] >= 2
-    engine.assert_whole()
-
-
-@pytest.mark.parametrize("policy", ["recompute", "fail"])
-def test_a_load_that_failed_is_computed_or_fails_by_policy(
-    start: Start, expected: Callable[..., list[int]], policy: str
-) -> None:
-    engine = start(wrap=lambda real: FailingCopies(real, lambda what, job: what == "load"), policy=policy)
-    engine.tokens(prompt_of(40))
-    engine.forget()
-    again = engine.ask(prompt_of(40))
-    assert engine.num_load_failures == 1
-    assert engine.failures["load"] == 1
-    if policy == "fail":
-        assert again.finish_reason == "error"
-    else:
-        assert again.token_ids == expected(prompt_of(40))
-    engine.forget()
-    other = engine.ask(prompt_of(40))
-    assert other.num_transferred_tokens == 0 or policy == "recompute", "a failed load must not be tried again"
-    engine.assert_whole()
-
-
-def test_an_abort_during_a_load_leaks_nothing(start: Start, expected: Callable[..., list[int]]) -> None:
-    engine = start(wrap=lambda real: LazyCopies(real, 5))
-    engine.tokens(prompt_of(40))
-    engine.forget()
-    gone = engine.add("gone", prompt_of(40))
-    engine.step()
-    engine.core.abort("gone")
-    engine.run()
-    assert gone.finish_reason == "abort"
-    engine.assert_whole()
-    assert engine.tokens(prompt_of(40)) == expected(prompt_of(40))
 
 
 def test_resetting_the_cache_clears_host_memory_too(start: Start) -> None:

@@ -8,7 +8,7 @@ from baton.connectors.push.prefills import Prefills
 from baton.core.config import ParallelConfig
 from baton.core.ids import TransferId
 from baton.engine.step import SchedulerOutput
-from tests.connectors.prefills_world import FakeAgent, Progress, first_step, later_step
+from tests.connectors.prefills_world import FakeAgent, Progress, first_step, joined, later_step
 from tests.connectors.pull_world import engine_config
 
 BLOCK = 4
@@ -177,6 +177,63 @@ def test_after_a_fault_the_waiting_consumer_gets_one_failure(prefills: Prefills,
     prefills.step_done(1, 0.0)
     assert agent.told == ["lost count"]
     assert prefills.ended("r") is None
+
+
+# --- Prompts that share a prefix -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def both() -> tuple[Prefills, FakeAgent]:
+    """Prompts of five blocks of requests "first" and "second"."""
+    agent = FakeAgent(lambda progress: (progress.transfer_id, progress.num_tokens // BLOCK))
+    prefills = Prefills(agent, BLOCK, 1)  # type: ignore[arg-type]
+    for name in ("first", "second"):
+        prefills.expect(name, TransferId(name), 5 * BLOCK)
+    return prefills, agent
+
+
+def one_block(request_id: str, *table: int) -> SchedulerOutput:
+    """The step computes the last block of the table."""
+    return first_step(request_id, (len(table) - 1) * BLOCK, BLOCK, table)
+
+
+@pytest.mark.parametrize(
+    ("steps", "at_once", "when_done"),
+    [
+        ([one_block("first", 1, 2, 3)], [("first", 2)], [("first", 3)]),
+        # What a neighbour computes in this step, or in one that is in flight.
+        (
+            [joined(one_block("first", 1, 2), one_block("second", 1, 2, 3))],
+            [("first", 1), ("second", 1)],
+            [("first", 2), ("second", 3)],
+        ),
+        (
+            [one_block("first", 1, 2), one_block("second", 1, 2, 3)],
+            [("first", 1), ("second", 1)],
+            [("first", 2), ("second", 3)],
+        ),
+        # A neighbour without a consumer, and one that decodes in unknown blocks.
+        (
+            [joined(first_step("other", 0, 2 * BLOCK, [1, 2]), one_block("second", 1, 2, 3))],
+            [],
+            [("second", 3)],
+        ),
+        ([joined(one_block("second", 1, 2, 3), later_step("decode", 7, 1))], [], [("second", 3)]),
+    ],
+    ids=["cached", "same step", "in flight", "no consumer", "decode"],
+)
+def test_what_a_neighbour_computes_is_told_when_it_is_done(
+    both: tuple[Prefills, FakeAgent],
+    steps: list[SchedulerOutput],
+    at_once: list[tuple[str, int]],
+    when_done: list[tuple[str, int]],
+) -> None:
+    prefills, agent = both
+    for number, step in enumerate(steps, 1):
+        prefills.scheduled(number, step, 0.0)
+    assert agent.told == at_once
+    prefills.step_done(len(steps), 0.0)
+    assert agent.told == at_once + when_done
 
 
 @pytest.mark.parametrize("num_batches", [1, 2])

@@ -13,7 +13,7 @@ import pytest
 from baton.core.config import ClusterSecret
 from baton.core.errors import BadTransferParams
 from baton.core.reasons import FailureCode
-from baton.protocol.messages import Released, Renewed, Welcome
+from baton.protocol.messages import Renewed, Welcome
 from baton.protocol.ticket import Ticket
 from tests.connectors.pull_world import BLOCK, Engine, World, model_config
 
@@ -59,17 +59,6 @@ def test_a_producer_dead_before_the_handshake(world: World) -> None:
     assert d.parked, "it may yet answer"
     world.pass_time(6)
     assert_failed(world, d, request, FailureCode.NO_ANSWER)
-
-
-def test_a_producer_dead_after_the_read_but_before_the_proof(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
-    world.wire.drop = [Renewed]
-    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
-    world.settle()
-    assert d.parked, "without a proof nothing is believed"
-    p.kill()
-    world.pass_time(12)
-    assert_failed(world, d, request, FailureCode.SILENT)
 
 
 def test_a_restarted_producer_fails_what_was_fetched_from_its_predecessor(world: World) -> None:
@@ -118,38 +107,6 @@ def test_a_loan_that_ended_while_the_request_waited_for_room(world: World, polic
     else:
         assert "r" in d.recomputed
         world.assert_whole()
-
-
-def test_a_read_that_outlived_a_partition_is_not_believed(world: World) -> None:
-    patient = {"timers": {"silence_s": 100.0, "hold_s": 200.0}}
-    p, d = world.engine("p"), world.engine("d", extra=patient)
-    world.network.hold()
-    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
-    world.settle()
-    world.wire.is_cut = True
-    world.pass_time(60)
-    assert not p.lent, "the producer keeps no blocks for ever"
-    reused = p.finish_prefill("s", [7] * 9)
-    assert reused is not None
-    world.network.release()
-    world.settle()
-    assert d.parked, "the bytes are here, the proof is not"
-    world.wire.is_cut = False
-    world.pass_time(10)
-    assert d.read_out(request).valid_tokens == 0
-    world.pass_time(31)
-    world.assert_whole()
-
-
-def test_a_lost_release_costs_only_time(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
-    world.wire.drop = [Released]
-    request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
-    world.settle()
-    assert d.holds(TOKENS, d.read_out(request).block_ids)
-    assert p.lent
-    world.pass_time(31)
-    world.assert_whole()
 
 
 # --- The ticket --------------------------------------------------------------------------------------

@@ -34,8 +34,10 @@ pytestmark = pytest.mark.slow
 def start(model_of: ModelOf) -> Iterator[Start]:
     with ExitStack() as stack:
 
-        def start_engine(family: str, engine_id: str, *, hybrid: str = "auto", **options: Any) -> LLM:
-            transfer = hands_over(engine_id, timers=PATIENT)
+        def start_engine(
+            family: str, engine_id: str, *, hybrid: str = "auto", wire: str = "local", **options: Any
+        ) -> LLM:
+            transfer = hands_over(engine_id, timers=PATIENT, transports=[wire])
             cache = {"hybrid_kv_cache": hybrid}
             return start_in(
                 stack, config_of(model_of(family), transfer, num_blocks=200, cache=cache, **options)
@@ -65,12 +67,16 @@ def come_to_rest(*engines: LLM) -> None:
         llm.core.scheduler.kv_cache.assert_empty()
 
 
-@pytest.mark.parametrize("family", ["gemma3", "gpt_oss", "mistral"])
-def test_the_tokens_are_those_of_a_single_engine(start: Start, answer_of: AnswerOf, family: str) -> None:
-    d = start(family, "d")
+@pytest.mark.parametrize(("family", "wire"), [("gemma3", "local"), ("gpt_oss", "nixl"), ("mistral", "tcp")])
+def test_the_tokens_are_those_of_a_single_engine(
+    start: Start, answer_of: AnswerOf, family: str, wire: str
+) -> None:
+    if wire == "nixl":
+        pytest.importorskip("nixl")
+    d = start(family, "d", wire=wire)
     moved = counted_bytes(d)
     for hybrid in ("auto", "off"):  # A producer that keeps everything serves one that does not.
-        p = start(family, f"p-{hybrid}", hybrid=hybrid)
+        p = start(family, f"p-{hybrid}", hybrid=hybrid, wire=wire)
         assert p.core.scheduler.kv_cache.is_hybrid == (hybrid == "auto")
         assert d.core.scheduler.reset_prefix_cache()
         moved.clear()

@@ -13,9 +13,10 @@ from tests.connectors.pull_world import (
     HEAD_DIM,
     HEADS,
     LAYERS,
+    SECRET,
     engine_config,
 )
-from tests.connectors.wired_world import OURS, Engine, ask, engines_of, lend
+from tests.connectors.wired_world import OURS, Engine, ask, engines_of, lend, two
 
 
 @pytest.fixture
@@ -24,10 +25,7 @@ def start() -> Iterator[Callable[[EngineConfig], Engine]]:
         yield start_engine
 
 
-@pytest.mark.parametrize("transport", ["local", "tcp"])
-@pytest.mark.parametrize(
-    "secret", [ClusterSecret(b"sixteen bytes or more"), None], ids=["secret", "no-secret"]
-)
+@pytest.mark.parametrize(("transport", "secret"), [("local", SECRET), ("tcp", SECRET), ("tcp", None)])
 def test_a_handoff(
     start: Callable[[EngineConfig], Engine], transport: str, secret: ClusterSecret | None
 ) -> None:
@@ -35,9 +33,7 @@ def test_a_handoff(
     p, d = (start(engine_config(name, extra=extra, secret=secret)) for name in ("p", "d"))
     params, theirs = lend(p, "r")
     ask(d, params)
-    output = d.step_until(lambda output: bool(output.finished_recving))
-    assert output.finished_recving == {"r"}
-    assert output.invalid_block_ids == set()
+    assert d.handed_over() == set()
     assert torch.equal(d.cache[:, OURS], p.cache[:, theirs])
     assert p.step_until(lambda output: bool(output.finished_sending)).finished_sending == {"r"}
     stats = d.scheduler.get_kv_connector_stats()
@@ -51,13 +47,11 @@ def test_a_reset_data_connection_is_replaced_and_counted(
     start: Callable[[EngineConfig], Engine],
 ) -> None:
     """E2: after one lost connection the pair hands over again."""
-    extra = {"transports": ["tcp"]}
-    p, d = (start(engine_config(name, extra=extra)) for name in ("p", "d"))
+    p, d = two(start, "tcp")
     for request_id in ("before", "after"):
         params, theirs = lend(p, request_id)
         ask(d, params, request_id)
-        output = d.step_until(lambda output: bool(output.finished_recving))
-        assert (output.finished_recving, output.invalid_block_ids) == ({request_id}, set())
+        assert d.handed_over(request_id) == set()
         assert torch.equal(d.cache[:, OURS], p.cache[:, theirs])
         if request_id == "before":
             transport = p.worker.worker_half._transports["tcp"]  # type: ignore[attr-defined]

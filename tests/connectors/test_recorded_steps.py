@@ -54,7 +54,7 @@ def test_a_prompt_is_pushed_layer_by_layer(
     stack: ExitStack, model: ModelConfig, mode: str, executor: str
 ) -> None:
     def start(engine_id: str | None, **fields: Any) -> EngineCore:
-        transfer = hands_over(engine_id, "Push", stream="layer", timers=PATIENT)
+        transfer = hands_over(engine_id, "Push", stream="layer", timers=PATIENT, cross_layer_blocks=True)
         return core_in(stack, config_of(model, transfer, num_blocks=96, budget=16, **fields))
 
     p, d = start("p", **recorded(mode, executor)), start("d", **recorded(mode, "inprocess"))

@@ -7,9 +7,8 @@ import pytest
 
 from baton.assemble import connector_factory, make_door
 from baton.connectors.pull import BatonPullConnector, EngineIdentity, PullSettings
-from baton.connectors.registry import connector_class, known_names
-from baton.contract import NullSchedulerHalf, NullWorkerHalf
-from baton.contract.factory import ConnectorFactory, load_factory
+from baton.connectors.registry import connector_class
+from baton.contract import KVConnectorBase_V1, NullSchedulerHalf, NullWorkerHalf
 from baton.core.config import KVTransferConfig
 from baton.core.errors import BadTransferParams, ConfigError
 from tests.connectors.pull_world import engine_config
@@ -26,14 +25,32 @@ def foreign(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return module
 
 
-def test_our_connectors_are_found_by_name() -> None:
-    assert connector_class(transfer()) is BatonPullConnector
+class Old(BatonPullConnector):
+    def __init__(self, vllm_config, role):  # type: ignore[no-untyped-def]
+        super().__init__(vllm_config, role)
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ConfigError, match=r"NoSuch.*BatonPullConnector"):
-        connector_class(transfer(kv_connector="NoSuchConnector"))
-    assert "BatonPullConnector" in known_names()
+class Half(KVConnectorBase_V1):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("name", "module", "message"),
+    [
+        ("NoSuchConnector", None, r"NoSuch.*BatonPullConnector"),
+        ("NoSuch", "user_connectors", r"kv_connector_module_path: 'user_connectors' has no"),
+        ("Old", "missing_connectors", "cannot import"),
+        ("Old", "user_connectors", r"kv_cache_config.*two-argument"),
+        ("Thing", "user_connectors", "not a subclass of KVConnectorBase_V1"),
+        ("Half", "user_connectors", "does not define build_connector_meta"),
+    ],
+)
+def test_what_is_no_connector_is_refused(
+    foreign: ModuleType, name: str, module: str | None, message: str
+) -> None:
+    foreign.Old, foreign.Half, foreign.Thing = Old, Half, dict  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=message):
+        connector_class(transfer(kv_connector=name, kv_connector_module_path=module))
 
 
 def test_a_module_path_wins_over_a_registered_name(foreign: ModuleType) -> None:
@@ -42,40 +59,6 @@ def test_a_module_path_wins_over_a_registered_name(foreign: ModuleType) -> None:
 
     foreign.BatonPullConnector = Mine  # type: ignore[attr-defined]
     assert connector_class(transfer(kv_connector_module_path="user_connectors")) is Mine
-
-
-def test_a_module_without_the_name_is_named(foreign: ModuleType) -> None:
-    with pytest.raises(ConfigError, match=r"kv_connector_module_path: 'user_connectors' has no"):
-        connector_class(transfer(kv_connector_module_path="user_connectors"))
-    with pytest.raises(ConfigError, match="cannot import"):
-        connector_class(transfer(kv_connector_module_path="missing_connectors"))
-
-
-def test_a_two_argument_constructor_is_refused(foreign: ModuleType) -> None:
-    class Old(BatonPullConnector):
-        def __init__(self, vllm_config, role):  # type: ignore[no-untyped-def]
-            super().__init__(vllm_config, role)
-
-    foreign.Old = Old  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match=r"kv_cache_config.*two-argument"):
-        connector_class(transfer(kv_connector="Old", kv_connector_module_path="user_connectors"))
-
-
-def test_a_class_that_is_not_a_connector_is_refused(foreign: ModuleType) -> None:
-    foreign.Thing = dict  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="not a subclass of KVConnectorBase_V1"):
-        connector_class(transfer(kv_connector="Thing", kv_connector_module_path="user_connectors"))
-
-
-def test_missing_methods_of_a_connector_are_named(foreign: ModuleType) -> None:
-    from baton.contract import KVConnectorBase_V1
-
-    class Half(KVConnectorBase_V1):
-        pass
-
-    foreign.Half = Half  # type: ignore[attr-defined]
-    with pytest.raises(ConfigError, match="does not define build_connector_meta"):
-        connector_class(transfer(kv_connector="Half", kv_connector_module_path="user_connectors"))
 
 
 # --- Settings ----------------------------------------------------------------------------------------
@@ -109,12 +92,6 @@ def test_an_engine_without_a_connector_gets_null_halves() -> None:
     validate({})
     with pytest.raises(BadTransferParams, match="no KV connector"):
         validate({"do_remote_decode": True})
-
-
-def test_the_factory_is_found_by_its_path() -> None:
-    factory = load_factory("baton.assemble:connector_factory")
-    assert factory is connector_factory
-    assert isinstance(factory, ConnectorFactory)
 
 
 def test_each_worker_half_has_its_rank() -> None:

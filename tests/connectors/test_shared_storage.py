@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from baton.core.config import ClusterSecret, ModelConfig
-from baton.engine.api import EngineRequest
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.connectors.engine_world import forget
@@ -43,27 +42,6 @@ def test_one_engine_reads_what_another_has_computed(start: Start, tmp_path: Path
     (expected,) = alone.generate([prompt], GREEDY)
     assert answer_of_a == by_b.token_ids == expected.token_ids
     assert by_b.num_transferred_tokens == 40
-
-
-def test_prefixes_are_shared_and_the_rest_is_computed(start: Start, tmp_path: Path) -> None:
-    a, b, alone = start(storage(tmp_path)), start(storage(tmp_path)), start()
-    head = prompt_of(20)
-    fill(a, tmp_path, head, num_files=3)
-    for tail in (prompt_of(9, step=3), prompt_of(30, step=5), []):
-        (by_b,) = b.generate([head + tail], GREEDY)
-        (expected,) = alone.generate([head + tail], GREEDY)
-        assert by_b.token_ids == expected.token_ids
-        assert by_b.num_cached_tokens >= 16
-
-
-def test_a_prompt_of_whole_chunks_computes_its_last_token(start: Start, tmp_path: Path) -> None:
-    a, b, alone = start(storage(tmp_path)), start(storage(tmp_path)), start()
-    prompt = prompt_of(4 * CHUNK)
-    fill(a, tmp_path, prompt, num_files=4)
-    (by_b,) = b.generate([prompt], GREEDY)
-    (expected,) = alone.generate([prompt], GREEDY)
-    assert by_b.token_ids == expected.token_ids
-    assert by_b.num_transferred_tokens == len(prompt) - 1
 
 
 # --- Defects of the folder - --------------------------------------------------------------
@@ -115,23 +93,6 @@ def test_a_bad_file_is_computed_removed_and_stored_again(
     assert again.num_transferred_tokens == 40
 
 
-def test_swapped_files_are_not_used(start: Start, tmp_path: Path) -> None:
-    a, b, alone = start(storage(tmp_path)), start(storage(tmp_path)), start()
-    one, other = prompt_of(19), prompt_of(19, step=11)
-    fill(a, tmp_path, one, num_files=3)
-    fill(a, tmp_path, other, num_files=6)
-    first, second = by_position(tmp_path, one)[0], by_position(tmp_path, other)[0]
-    aside = tmp_path / "aside"
-    first.rename(aside)
-    second.rename(first)
-    aside.rename(second)
-    for prompt in (one, other):
-        (by_b,) = b.generate([prompt], GREEDY)
-        (expected,) = alone.generate([prompt], GREEDY)
-        assert by_b.token_ids == expected.token_ids
-        assert by_b.num_transferred_tokens == 0
-
-
 def test_during_a_rotation_files_of_the_old_secret_are_read(start: Start, tmp_path: Path) -> None:
     old, new = b"the old secret of the cluster", b"the new secret of the cluster"
     prompt = prompt_of(43)
@@ -174,20 +135,6 @@ def test_under_policy_fail_only_that_request_fails(start: Start, tmp_path: Path)
     assert right.finish_reason == "length"
     (again,) = b.generate([prompt], GREEDY)
     assert again.finish_reason == "length"
-
-
-def test_a_cache_salt_separates_users_files(start: Start, tmp_path: Path) -> None:
-    a, b = start(storage(tmp_path)), start(storage(tmp_path))
-    prompt = prompt_of(20)
-    fill(a, tmp_path, prompt, num_files=3)
-    request = EngineRequest(
-        request_id="salted", prompt_token_ids=prompt, sampling_params=GREEDY, arrival_time_s=0, cache_salt="x"
-    )
-    b.core.add_request(request)
-    b.settle(WAIT_S)
-    assert b.core.scheduler.requests == {}
-    b.close()
-    assert len(files_in(tmp_path)) == 6, "they must be stored under separate keys"
 
 
 def test_roles_decide_which_engine_writes_and_reads(start: Start, tmp_path: Path) -> None:

@@ -114,31 +114,21 @@ def test_any_changed_byte_is_noticed(path: Path, whole: bytes) -> None:
         assert not assert_right_or_unusable(path, bytes(changed))
 
 
-# Share of the file's length, which is not known yet.
-shares = st.floats(0, 1, exclude_max=True)
+# Share of the file's length, which is not known yet; more often its beginning, its body and its end.
+shares = st.floats(0, 1) | st.sampled_from([0.0, FORM.nbytes, 1.0])
 
 
-@given(share=shares)
-def test_a_truncated_file_is_never_used(path: Path, whole: bytes, share: float) -> None:
-    assert not assert_right_or_unusable(path, whole[: int(share * len(whole))])
-
-
-@given(junk=st.binary(max_size=400), share=shares)
-def test_a_file_with_inserted_bytes_is_never_used(
-    path: Path, whole: bytes, junk: bytes, share: float
+@given(before=shares, junk=st.binary(max_size=600), after=shares)
+def test_a_truncated_or_mixed_file_is_never_used(
+    path: Path, whole: bytes, before: float, junk: bytes, after: float
 ) -> None:
-    position = int(share * (len(whole) + 1))
-    assert assert_right_or_unusable(path, whole[:position] + junk + whole[position:]) == (not junk)
-
-
-@given(st.binary(max_size=600))
-def test_arbitrary_bytes_are_unusable(path: Path, content: bytes) -> None:
-    assert not assert_right_or_unusable(path, content)
-
-
-@given(st.binary(max_size=600))
-def test_arbitrary_bytes_before_a_body_are_unusable(path: Path, whole: bytes, header: bytes) -> None:
-    assert not assert_right_or_unusable(path, header + whole[-FORM.nbytes :])
+    """The beginning of the file, arbitrary bytes, and its end."""
+    first, last = (
+        len(whole) - FORM.nbytes if share == FORM.nbytes else int(share * len(whole))
+        for share in (before, after)
+    )
+    content = whole[:first] + junk + whole[last:]
+    assert assert_right_or_unusable(path, content) == (content == whole)
 
 
 @pytest.mark.parametrize(
@@ -229,32 +219,28 @@ def test_a_full_disk_leaves_no_file(tmp_path: Path) -> None:
 
 
 WRITER = """
-import sys
+import sys, threading
 from pathlib import Path
 from tests.connectors.test_shared_storage_files import NAME, written
 from baton.connectors.shared_storage.chunk_name import ChunkName
-print("writing", flush=True)
-for number in range(1_000_000):
-    name = ChunkName(NAME.namespace, (number % 50).to_bytes(32, "big"), 0)
-    written(name.path_in(Path(sys.argv[1])), name, seed=number % 50)
+def write():
+    for number in range(1_000_000):
+        name = ChunkName(NAME.namespace, (number % 50).to_bytes(32, "big"), 0)
+        written(name.path_in(Path(sys.argv[1])), name, seed=number % 50)
+threads = [threading.Thread(target=write) for _ in range(2)]
+for thread in threads:
+    thread.start()
 """
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_killed_writer_leaves_complete_files_only(tmp_path: Path) -> None:
-    writers = [
-        subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE)
-        for _ in range(2)
-    ]
-    for writer in writers:
-        with writer:
-            assert writer.stdout is not None
-            writer.stdout.readline()
-            deadline_s = time.monotonic() + 60
-            while len(list(tmp_path.glob("*/*/*.safetensors"))) < 20:
-                assert time.monotonic() < deadline_s
-            writer.send_signal(signal.SIGKILL)
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)]) as writer:
+        deadline_s = time.monotonic() + 60
+        while len(list(tmp_path.glob("*/*/*.safetensors"))) < 20:
+            assert time.monotonic() < deadline_s
+        writer.send_signal(signal.SIGKILL)
     found = list(tmp_path.glob("*/*/*.safetensors"))
     for path in found:
         key = bytes.fromhex(path.name.partition(".")[0])

@@ -193,20 +193,6 @@ def test_blocks_that_have_left_a_window_are_not_saved() -> None:
     assert [blocks for kind, blocks in saves if kind == 1] == [(29, 30), (31, 32)]
 
 
-def test_copies_of_a_step_with_bad_blocks_are_never_written(halves: Halves, tmp_path: Path) -> None:
-    request = request_of("r", 2 * CHUNK)
-    halves.scheduler.on_new_request(request)
-    bad = halves.step(prefill_of(request, 2 * CHUNK), invalid_block_ids={9})
-    assert len(bad.saves) == 2
-    dropped = halves.step(EMPTY)
-    assert (dropped.write, dropped.drop) == ((), (bad.step,))
-    again = halves.step(prefill_of(request, 2 * CHUNK))  # Computed again, as by the host.
-    assert len(again.saves) == 2
-    assert halves.step(EMPTY).write == (again.step,)
-    halves.close()
-    assert len(files_in(tmp_path)) == 2
-
-
 def test_copies_in_flight_when_bad_blocks_are_reported_are_not_written(tmp_path: Path) -> None:
     halves = Halves.start(tmp_path)
     halves.shake_hands()

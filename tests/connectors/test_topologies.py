@@ -367,19 +367,6 @@ def test_a_cancelled_staged_read_gives_its_buffer_back(
     assert one.is_right
 
 
-def test_an_error_in_the_middle_ends_the_staged_read_and_no_other(
-    pair: Callable[..., Pair], threads: RunInBackground
-) -> None:
-    one = pair(BF16, Shape(), staging_bytes=512, run_in_background=threads)
-    one.memory.fail_next("the wire broke")
-    one.read(claim=1)
-    (end,) = one.wait_ended(1)
-    assert end.error == "the wire broke"
-    one.read(claim=2)
-    assert one.wait_ended(1)[0].ok
-    assert one.d.is_at_rest
-
-
 @pytest.mark.parametrize("theirs", [Shape(), BF16], ids=["straight", "staged"])
 def test_an_error_without_words_is_a_failure(
     pair: Callable[..., Pair], monkeypatch: pytest.MonkeyPatch, theirs: Shape

@@ -9,7 +9,7 @@ import torch
 from baton.contract import KVConnectorOutput
 from baton.core.config import EngineConfig
 from tests.connectors.pull_world import engine_config
-from tests.connectors.wired_world import OURS, PATIENCE_S, Engine, ask, engines_of, lend
+from tests.connectors.wired_world import OURS, PATIENCE_S, Engine, ask, engines_of, lend, two
 
 
 class Sleeper(Engine):
@@ -40,7 +40,7 @@ def has_received(output: KVConnectorOutput) -> bool:
 def test_a_handoff_wakes_the_engine_that_has_to_step(
     start: Callable[[EngineConfig], Sleeper], transport: str
 ) -> None:
-    p, d = (start(engine_config(name, extra={"transports": [transport]})) for name in ("p", "d"))
+    p, d = two(start, transport)
     params, theirs = lend(p, "r")
     ask(d, params)
     assert d.sleep_until(has_received).invalid_block_ids == set()
@@ -51,8 +51,7 @@ def test_a_handoff_wakes_the_engine_that_has_to_step(
 def test_a_deadline_wakes_it(start: Callable[[EngineConfig], Sleeper]) -> None:
     """The peer does not answer: the control thread's timer ends the handoff, then the ranks get an order."""
     timers = {"round_trip_max_s": 0.05, "ttl_s": 2.0, "deadline_s": 1.0, "loan_max_s": 10.0}
-    extra = {"transports": ["local"], "timers": timers}
-    p, d = (start(engine_config(name, extra=extra)) for name in ("p", "d"))
+    p, d = two(start, timers=timers)
     params, _ = lend(p, "r")
     p.shutdown()
     ask(d, params)

@@ -11,7 +11,16 @@ import torch
 from baton.assemble import connector_factory
 from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.config import EngineConfig
-from tests.connectors.pull_world import BLOCK, HEAD_DIM, HEADS, LAYERS, FakeBlocks, FakeRequest, Status
+from tests.connectors.pull_world import (
+    BLOCK,
+    HEAD_DIM,
+    HEADS,
+    LAYERS,
+    FakeBlocks,
+    FakeRequest,
+    Status,
+    engine_config,
+)
 
 PATIENCE_S = 60.0
 TOKENS = list(range(30))
@@ -58,6 +67,12 @@ class Engine:
             pause.wait(0.001)  # As an engine does between steps without tokens: others need the interpreter.
         raise AssertionError("nothing was reported in time")
 
+    def handed_over(self, request_id: str = "r") -> set[int]:
+        """Steps until the request has its load. Returns the invalid blocks."""
+        output = self.step_until(lambda output: bool(output.finished_recving))
+        assert output.finished_recving == {request_id}
+        return output.invalid_block_ids
+
     def shutdown(self) -> None:
         self.scheduler.shutdown()
         self.worker.shutdown()
@@ -101,3 +116,8 @@ def ask(d: Engine, params: dict[str, object], request_id: str = "r") -> FakeRequ
     assert d.scheduler.get_num_new_matched_tokens(request, 0) == (len(TOKENS), True)
     d.scheduler.update_state_after_alloc(request, FakeBlocks(OURS), len(TOKENS))
     return request
+
+
+def two(start: Callable[[EngineConfig], E], transport: str = "local", **extra: object) -> tuple[E, E]:
+    p, d = (start(engine_config(name, extra={"transports": [transport], **extra})) for name in ("p", "d"))
+    return p, d
