@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
-from baton.connectors.extra_config import NIXL
+from baton.connectors.extra_config import NIXL, parse_extra
 from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.pull import EngineIdentity, PullSettings
 from baton.connectors.push import PushSettings
@@ -76,14 +76,19 @@ BAD: dict[type[Any], list[tuple[dict[str, Any], str]]] = {
     ("kind", "extra", "message"), [(kind, *case) for kind, cases in BAD.items() for case in cases]
 )
 def test_the_key_is_named(kind: Any, extra: dict[str, Any], message: str) -> None:
-    parse = kind.parse if kind is not EngineIdentity else parse_turns
-    secret = (None,) if isinstance(kind, type) and issubclass(kind, PullSettings) else ()
     with pytest.raises(ConfigError, match=message):
-        parse(extra, *secret)
+        parse(kind, extra)
 
 
-def parse_turns(extra: dict[str, Any]) -> None:
-    EngineIdentity.of_engine(engine_config("d", extra=extra))
+def parse(kind: Any, extra: dict[str, Any]) -> None:
+    if kind is EngineIdentity:
+        kind.of_engine(engine_config("d", extra=extra))
+    elif kind is OffloadSettings:
+        kind.parse(extra)
+    elif issubclass(kind, PullSettings):
+        kind.parse(extra, None)
+    else:
+        parse_extra(kind, extra)
 
 
 def test_the_guide_names_every_option_of_nixl() -> None:

@@ -227,6 +227,7 @@ def write():
     for number in range(1_000_000):
         name = ChunkName(NAME.namespace, (number % 50).to_bytes(32, "big"), 0)
         written(name.path_in(Path(sys.argv[1])), name, seed=number % 50)
+print("writing", flush=True)
 threads = [threading.Thread(target=write) for _ in range(2)]
 for thread in threads:
     thread.start()
@@ -236,7 +237,9 @@ for thread in threads:
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_killed_writer_leaves_complete_files_only(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)]) as writer:
+    with subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE) as writer:
+        assert writer.stdout is not None
+        writer.stdout.readline()
         deadline_s = time.monotonic() + 60
         while len(list(tmp_path.glob("*/*/*.safetensors"))) < 20:
             assert time.monotonic() < deadline_s
