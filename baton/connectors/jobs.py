@@ -1,4 +1,4 @@
-"""Threads that run jobs from a queue, for jobs that may hang: a shared folder can be on any file system.
+"""Threads that run jobs from a queue, for jobs that take long or may hang, as on a shared folder.
 
 A job handles its own exceptions. One that escapes ends its thread; `raise_if_dead` then reports it to the
 owner.
@@ -21,8 +21,16 @@ Job = Callable[[], None]
 
 
 class Jobs:
-    def __init__(self, name: str, num_threads: int = 1) -> None:
+    def __init__(
+        self,
+        name: str,
+        num_threads: int = 1,
+        *,
+        on_death: Callable[[BaseException], None] = lambda error: None,
+    ) -> None:
+        """`on_death` is called on a thread that a job has ended."""
         self._name = name
+        self._on_death = on_death
         self._queue: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._death: BaseException | None = None
         self._threads = [
@@ -43,14 +51,14 @@ class Jobs:
             raise ConnectorDead(f"a thread {self._name} died: {self._death}") from self._death
 
     def close(self, timeout_s: float) -> None:
-        """Runs the queued jobs until the timeout. A thread that hangs in the file system is abandoned."""
+        """Runs the queued jobs until the timeout. A thread whose job hangs is abandoned."""
         for _ in self._threads:
             self._queue.put(None)
         deadline = time.monotonic() + timeout_s
         for thread in self._threads:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                logger.warning("abandoned thread %s, which waits for the file system", thread.name)
+                logger.warning("abandoned thread %s, whose job does not end", thread.name)
 
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
@@ -58,38 +66,24 @@ class Jobs:
 
     def _note_death(self, error: BaseException) -> None:
         self._death = error
+        self._on_death(error)
 
 
-class Repeated:
-    """Runs a job periodically, and at once on request, until it is closed."""
+class Repeated(Jobs):
+    """Runs a job periodically until it is closed."""
 
     def __init__(self, name: str, job: Job, every_s: float) -> None:
+        super().__init__(name)
         self._job = job
         self._every_s = every_s
-        self._is_closed = False
-        self._asked = threading.Event()
-        self._death: BaseException | None = None
-        self._thread = start_owned_thread(name, self._run, on_death=self._note_death)
-
-    def ask(self) -> None:
-        self._asked.set()
-
-    def raise_if_dead(self) -> None:
-        if self._death is not None:
-            raise ConnectorDead(f"a thread died: {self._death}") from self._death
+        self._closing = threading.Event()
+        self.put(self._repeat)
 
     def close(self, timeout_s: float) -> None:
-        self._is_closed = True
-        self._asked.set()
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.warning("abandoned thread %s, which waits for the file system", self._thread.name)
+        self._closing.set()
+        super().close(timeout_s)
 
-    def _run(self) -> None:
-        while not self._is_closed:
+    def _repeat(self) -> None:
+        while not self._closing.is_set():
             self._job()
-            self._asked.wait(self._every_s)
-            self._asked.clear()
-
-    def _note_death(self, error: BaseException) -> None:
-        self._death = error
+            self._closing.wait(self._every_s)

@@ -49,22 +49,26 @@ class _Message(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fiel
 # --- Pull: D borrows P's blocks to read them ------------------------------------------------------
 
 
-class Renew(_Message, frozen=True, tag="renew"):
-    """D -> P: keep these blocks for me. The first Renew binds the loan to this `claim`."""
-
+class _OfLoan(_Message, frozen=True):
     loan_id: LoanId
     claim: int  # New for every fetch of this incarnation of D.
+
+    def __post_init__(self) -> None:
+        _check_u64(*self.loan_id, self.claim)
+
+
+class Renew(_OfLoan, frozen=True, tag="renew"):
+    """D -> P: keep these blocks for me. The first Renew binds the loan to this `claim`."""
+
     sequence: int
 
     def __post_init__(self) -> None:
         _check_u64(*self.loan_id, self.claim, self.sequence)
 
 
-class Renewed(_Message, frozen=True, tag="renewed"):
+class Renewed(_OfLoan, frozen=True, tag="renewed"):
     """P -> D: held for `ttl_s`, counted from the moment you *sent* `sequence`."""
 
-    loan_id: LoanId
-    claim: int
     sequence: int
     ttl_s: float
 
@@ -74,34 +78,28 @@ class Renewed(_Message, frozen=True, tag="renewed"):
             raise ValueError(f"ttl_s is {self.ttl_s}, must be finite and not negative")
 
 
-class Released(_Message, frozen=True, tag="released"):
+class Released(_OfLoan, frozen=True, tag="released"):
     """D -> P: I am done, with success or without; free the blocks."""
 
-    loan_id: LoanId
-    claim: int
 
-    def __post_init__(self) -> None:
-        _check_u64(*self.loan_id, self.claim)
-
-
-class Gone(_Message, frozen=True, tag="gone"):
+class Gone(_OfLoan, frozen=True, tag="gone"):
     """P -> D: you hold no such loan. Whatever you read may be another request's."""
-
-    loan_id: LoanId
-    claim: int
-
-    def __post_init__(self) -> None:
-        _check_u64(*self.loan_id, self.claim)
 
 
 # --- Push: P announces what is ready while it computes, D reads it ----------------------------------
 
 
-class Want(_Message, frozen=True, tag="want"):
-    """D -> P: I wait for the prompt of this transfer. Repeated as a heartbeat until `finished` or the end."""
-
+class _OfTransfer(_Message, frozen=True):
     transfer_id: TransferId
     number: int  # D's claim: new for every use, and later the claim on the loan.
+
+    def __post_init__(self) -> None:
+        _check_transfer(self.transfer_id, self.number)
+
+
+class Want(_OfTransfer, frozen=True, tag="want"):
+    """D -> P: I wait for the prompt of this transfer. Repeated as a heartbeat until `finished` or the end."""
+
     prompt_hash: PromptHash
     num_tokens: int
 
@@ -112,17 +110,11 @@ class Want(_Message, frozen=True, tag="want"):
             raise ValueError(f"a prompt_hash must have {PROMPT_HASH_BYTES} bytes")
 
 
-class Working(_Message, frozen=True, tag="working"):
+class Working(_OfTransfer, frozen=True, tag="working"):
     """P -> D: nothing to read yet; keep waiting."""
 
-    transfer_id: TransferId
-    number: int
 
-    def __post_init__(self) -> None:
-        _check_transfer(self.transfer_id, self.number)
-
-
-class Announced(_Message, frozen=True, tag="announced"):
+class Announced(_OfTransfer, frozen=True, tag="announced"):
     """P -> D: this much is ready in my memory. Only the loan that follows is a promise; this is not.
 
     Ready are all layers of the first `num_tokens` tokens, and the first `partial_layers` layers of the first
@@ -131,8 +123,6 @@ class Announced(_Message, frozen=True, tag="announced"):
     index of the first named block of each group. If it is empty, all groups begin with token 0.
     """
 
-    transfer_id: TransferId
-    number: int
     run: int
     num_tokens: int
     block_ids: BlockTables
@@ -156,11 +146,9 @@ class Announced(_Message, frozen=True, tag="announced"):
                 raise ValueError("block ids must be in [0, 2**32)")
 
 
-class Finished(_Message, frozen=True, tag="finished"):
+class Finished(_OfTransfer, frozen=True, tag="finished"):
     """P -> D: the prefill has ended, in this run; `ticket` names the loan."""
 
-    transfer_id: TransferId
-    number: int
     run: int
     ticket: str
 
@@ -171,11 +159,9 @@ class Finished(_Message, frozen=True, tag="finished"):
             raise ValueError(f"a ticket must have 1 to {MAX_TICKET_CHARS} characters")
 
 
-class Failed(_Message, frozen=True, tag="failed"):
+class Failed(_OfTransfer, frozen=True, tag="failed"):
     """P -> D: this prefill will never be ready; do not wait."""
 
-    transfer_id: TransferId
-    number: int
     reason: str
 
     def __post_init__(self) -> None:
@@ -184,14 +170,8 @@ class Failed(_Message, frozen=True, tag="failed"):
             raise ValueError(f"a reason must have at most {MAX_REASON_CHARS} characters")
 
 
-class Withdraw(_Message, frozen=True, tag="withdraw"):
+class Withdraw(_OfTransfer, frozen=True, tag="withdraw"):
     """D -> P: I no longer wait. Also D's answer to any message about a claim that has ended."""
-
-    transfer_id: TransferId
-    number: int
-
-    def __post_init__(self) -> None:
-        _check_transfer(self.transfer_id, self.number)
 
 
 # --- Peers ----------------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import pytest
 
 from baton.connectors.pull.reads import background
 from baton.connectors.pull.reads.background import Background
-from baton.connectors.pull.reads.links import RETRY_FIRST_S, RETRY_MAX_S, STEADY_S, Attempts
+from baton.connectors.pull.reads.link import RETRY_FIRST_S, RETRY_MAX_S, STEADY_S, Attempts
 
 PATIENCE_S = 30.0
 

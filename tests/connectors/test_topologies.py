@@ -16,9 +16,10 @@ from hypothesis import strategies as st
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
-from baton.connectors.pull.reads import links as links_module
+from baton.connectors.pull.reads import link as link_module
 from baton.connectors.pull.reads.cache_layout import layout_of
-from baton.connectors.pull.reads.links import RETRY_MAX_S, PeerLinks, RunInBackground
+from baton.connectors.pull.reads.link import RETRY_MAX_S
+from baton.connectors.pull.reads.links import PeerLinks, RunInBackground
 from baton.connectors.pull.reads.slot_memory import convert
 from baton.connectors.pull.reads.staging_buffer import Staging
 from baton.contract import KVConnectorHandshakeMetadata
@@ -544,7 +545,7 @@ def test_a_dead_peer_is_asked_ever_more_rarely(
         raise TransferError("it does not answer")
 
     with monkeypatch.context() as broken:
-        broken.setattr(links_module, "choose_transport", choose)
+        broken.setattr(link_module, "choose_transport", choose)
         for claim in range(400):
             one.read(claim)
             (end,) = one.wait_ended(1)
@@ -583,14 +584,14 @@ def test_a_fault_in_one_of_the_reads_that_wait_costs_that_read(
     [links] = one.d.links
     one.read(claim=1)
     one.read(claim=2)
-    begin = links._begin
+    begin = links._posting.begin
 
     def begin_or_fail(link: Any, ready: Any, read: Any) -> Any:
         if read.parts.claim == 1:
             raise ZeroDivisionError("a bug")
         return begin(link, ready, read)
 
-    monkeypatch.setattr(links, "_begin", begin_or_fail)
+    monkeypatch.setattr(links._posting, "begin", begin_or_fail)
     [connect] = jobs
     connect()
     ends = {end.claim: end.error for end in one.wait_ended(2)}

@@ -199,7 +199,7 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.reports: list[KVConnectorOutput] = []
         self.adds_sent: set[str] = set()  # Added to the next report, as a half that ends its own loans does.
         self.adds_failed: set[str] = set()
-        self.abandons: set[str] = set()  # Likewise: loads of a child that has died.
+        self.abandons: set[str] = set()  # Loads of a child that has died; added to the next report too.
         self.loads: dict[str, FakeLoad] = {}  # In the background.
         self.sync_loads: list[FakeLoad] = []  # Of the step that is being scheduled.
         self._is_async: dict[str, bool] = {}

@@ -229,7 +229,7 @@ class MemoryWorker(KVConnectorWorkerHalf):
         self.store: dict[str, list[torch.Tensor]] = {}
         self.late_saves: list[Save] = []  # Scheduled in the previous step.
         self.new_loads: list[Load] = []
-        self.late_loads: list[Load] = []  # Likewise.
+        self.late_loads: list[Load] = []  # Scheduled in the previous step.
         self.invalid: set[int] = set()
         self.lost: set[str] = set()
         self.stored: set[tuple[int, str]] = set()

@@ -7,15 +7,15 @@ blocks can be overwritten. A load may be a whole prompt; other requests continue
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import TypeAlias
 
+from baton.connectors.jobs import Jobs
 from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.tiers.host_rows import HostRows
-from baton.transport.threads import start_owned_thread
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +31,7 @@ class CpuCopies(Copies):
         self._loading: set[int] = set()
         self._ended: list[CopyEnd] = []
         self._death: BaseException | None = None
-        self._orders: queue.SimpleQueue[tuple[int, Sequence[int], Sequence[int]] | None] = queue.SimpleQueue()
-        self._thread: threading.Thread | None = None
+        self._loads: Jobs | None = None  # Its thread is started for the first load.
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         self._wake = wake
@@ -42,14 +41,14 @@ class CpuCopies(Copies):
         self._end(self._copy(job, self._host_rows.store, block_ids, rows))
 
     def load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
-        if self._thread is None:
-            self._thread = start_owned_thread(self._name, self._run, on_death=self._fail_all)
+        if self._loads is None:
+            self._loads = Jobs(self._name, on_death=self._fail_all)
         with self._changed:
             if self._death is not None:
                 self._ended.append(CopyEnd(job, error=f"the copy thread has died: {self._death}"))
                 return
             self._loading.add(job)
-        self._orders.put((job, block_ids, rows))
+        self._loads.put(partial(self._load, job, block_ids, rows))
 
     def take_ended(self) -> list[CopyEnd]:
         with self._changed:
@@ -61,19 +60,13 @@ class CpuCopies(Copies):
             return self._changed.wait_for(lambda: self._loading.isdisjoint(jobs), timeout_s)
 
     def close(self, timeout_s: float) -> None:
-        if self._thread is None:
-            return
-        self._orders.put(None)
-        self._thread.join(timeout_s)
-        if self._thread.is_alive():
-            logger.error("a load from host memory did not end within %g s", timeout_s)
+        if self._loads is not None:
+            self._loads.close(timeout_s)
 
-    def _run(self) -> None:
-        while (order := self._orders.get()) is not None:
-            job, block_ids, rows = order
-            self._end(self._copy(job, self._host_rows.load, block_ids, rows))
-            if self._wake is not None:
-                self._wake()
+    def _load(self, job: int, block_ids: Sequence[int], rows: Sequence[int]) -> None:
+        self._end(self._copy(job, self._host_rows.load, block_ids, rows))
+        if self._wake is not None:
+            self._wake()
 
     def _copy(self, job: int, copy: Copy, block_ids: Sequence[int], rows: Sequence[int]) -> CopyEnd:
         began = time.perf_counter()

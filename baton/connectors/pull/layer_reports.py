@@ -13,15 +13,15 @@ from __future__ import annotations
 import contextlib
 import hmac
 import logging
-import queue
 import secrets
 import socket
 import struct
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
+from baton.connectors.jobs import Jobs
 from baton.transport.threads import join_all, start_owned_thread
 
 if TYPE_CHECKING:
@@ -102,10 +102,7 @@ class LayerReporter:
         self._order: LayerReportOrder | None = None
         self._num_layers = 0  # Of this step, computed.
         self._socket: socket.socket | None = None
-        self._launched: queue.SimpleQueue[tuple[torch.cuda.Event, LayerReportOrder, int] | None] = (
-            queue.SimpleQueue()
-        )
-        self._thread: threading.Thread | None = None
+        self._launched: Jobs | None = None  # Layers on a GPU; its thread is started for the first.
         self._is_dead = False
 
     def begin(self, order: LayerReportOrder | None) -> None:
@@ -124,10 +121,9 @@ class LayerReporter:
 
     def close(self, timeout_s: float) -> None:
         self._order = None
-        if self._thread is not None:
-            self._launched.put(None)
-            join_all([self._thread], timeout_s)
-            self._thread = None
+        if self._launched is not None:
+            self._launched.close(timeout_s)
+            self._launched = None
         if self._socket is not None:
             self._socket.close()
             self._socket = None
@@ -147,17 +143,13 @@ class LayerReporter:
         # Blocking: the thread sleeps, and does not spin on a core that launches kernels.
         event: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(kv_layer.device))
-        if self._thread is None:
-            self._thread = start_owned_thread(
-                "baton-layer-events", self._report_launched, on_death=self._fall_silent
-            )
-        self._launched.put((event, order, self._num_layers))
+        if self._launched is None:
+            self._launched = Jobs("baton-layer-events", on_death=self._fall_silent)
+        self._launched.put(partial(self._report_launched, event, order, self._num_layers))
 
-    def _report_launched(self) -> None:
-        while (launched := self._launched.get()) is not None:
-            event, order, num_layers = launched
-            event.synchronize()
-            self._send(order, num_layers)
+    def _report_launched(self, event: torch.cuda.Event, order: LayerReportOrder, num_layers: int) -> None:
+        event.synchronize()
+        self._send(order, num_layers)
 
     def _fall_silent(self, error: BaseException) -> None:
         """From now on progress is announced at the end of each step."""

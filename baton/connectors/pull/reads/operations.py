@@ -192,6 +192,11 @@ class Operations:
             parts.fail(read.error)
         self.settle(parts)
 
+    def fail(self, read: Read, error: str) -> None:
+        """A part is over, with an error."""
+        read.fail(error)
+        self.end(read)
+
     def settle(self, parts: Parts) -> None:
         """Report the end of these parts if all of them are over."""
         if parts.has_ended:

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 
@@ -28,25 +27,6 @@ from baton.protocol.plan import Share
 from baton.transport.base import OpId
 
 IN_FLIGHT_MAX = 2
-
-
-class Wire(Protocol):
-    """One read's way to its peer."""
-
-    def prepare(self, key: Hashable, make_spans: Callable[[], Sequence[CopySpan]]) -> Spans:
-        """As the transport does, once for each key."""
-
-    def post(self, spans: Spans, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> OpId:
-        """Raises TransferError, also if the rest is no longer wanted."""
-
-    def wait(self, op: OpId) -> None:
-        """Until it has ended. Raises TransferError if it has failed."""
-
-    def abandon(self, op: OpId) -> None:
-        """Cancel it, and wait until it has ended."""
-
-    def is_stopped(self) -> bool:
-        """Whether the rest is no longer wanted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +46,8 @@ class StagedOrder:
         return self.first_token + self.num_tokens
 
 
-class LinkWire:
-    """A `Wire` over an open link, for one read. Used by one background thread."""
+class Wire:
+    """One read's way to its peer, over an open link. Used by one background thread."""
 
     def __init__(self, ready: Ready, read: Read, operations: Operations) -> None:
         self._ready = ready
@@ -75,9 +55,11 @@ class LinkWire:
         self._operations = operations
 
     def prepare(self, key: Hashable, make_spans: Callable[[], Sequence[CopySpan]]) -> Spans:
+        """As the transport does, once for each key."""
         return self._ready.prepare_other(key, make_spans)
 
     def post(self, spans: Spans, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> OpId:
+        """Raises TransferError, also if the rest is no longer wanted."""
         with self._operations.changed:
             self._raise_if_failed()
             return self._operations.post(
@@ -85,16 +67,19 @@ class LinkWire:
             )
 
     def wait(self, op: OpId) -> None:
+        """Until it has ended. Raises TransferError if it has failed."""
         self._operations.wait(self._ready.transport, op)
         with self._operations.changed:
             self._raise_if_failed()
 
     def abandon(self, op: OpId) -> None:
+        """Cancel it, and wait until it has ended."""
         with self._operations.changed:
             self._operations.cancel_one(self._ready.transport, op)
         self._operations.wait(self._ready.transport, op)
 
     def is_stopped(self) -> bool:
+        """Whether the rest is no longer wanted."""
         return self._read.stopped_by is not None
 
     def _raise_if_failed(self) -> None:

@@ -1,0 +1,146 @@
+"""A link of one rank to the memory of a peer's rank: how it is opened, and when it may be tried again.
+
+The first loss or failure is answered with a new attempt at once. After several in a row, reads fail without
+an attempt until a delay has passed, which doubles up to RETRY_MAX_S (`Attempts`).
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from baton.connectors.pull.metadata import ReadBlocks
+from baton.connectors.pull.reads.operations import Read, Ready
+from baton.core.errors import PeerError, TransferError
+from baton.core.ids import Address, EngineId
+from baton.core.layout import RankLayout
+from baton.protocol.block_runs import period_shapes
+from baton.protocol.conversion import plan_conversion
+from baton.protocol.handshake import RankCard
+from baton.protocol.plan import PlanError, Share, plan_shares
+from baton.transport import choose_transport
+from baton.transport.base import Transport
+
+logger = logging.getLogger(__name__)
+
+RETRY_FIRST_S = 0.25
+RETRY_MAX_S = 5.0  # So an engine that is back on the network is read from within that time.
+STEADY_S = 10.0  # A link that lived longer is no sign of a peer that is dead or a network that fails.
+
+
+class LinkKey(NamedTuple):
+    producer: Address
+    source: int  # The producer's rank.
+    sources: tuple[int, ...]  # All that we read from for a claim: the shares depend on them.
+
+
+@dataclass(slots=True)
+class Attempts:
+    """Failures in a row of one link: to connect, or soon after. Time is an argument."""
+
+    num_failed: int = 0
+    next_at: float = 0.0
+
+    def lost(self, connected_at: float, now: float) -> None:
+        if now - connected_at >= STEADY_S:
+            self.num_failed = 0
+        self.failed(now)
+
+    def failed(self, now: float) -> None:
+        self.num_failed += 1
+        doublings = self.num_failed - 2
+        delay_s = 0.0 if doublings < 0 else min(RETRY_FIRST_S * 2.0 ** min(doublings, 16), RETRY_MAX_S)
+        self.next_at = now + delay_s
+
+    @property
+    def is_news(self) -> bool:
+        """The first, second, fourth, ... failure: the others must not fill the log."""
+        return self.num_failed & (self.num_failed - 1) == 0
+
+
+@dataclass(slots=True, eq=False)
+class Link:
+    key: LinkKey
+    cards: tuple[RankCard, ...]  # Of all the producer's ranks.
+    ready: Ready | None = None
+    connected_at: float = 0.0
+    is_lost: bool = False
+    waiting: list[Read] = field(default_factory=list)
+
+    @property
+    def card(self) -> RankCard:
+        return self.cards[self.key.source]
+
+    @property
+    def engine_id(self) -> EngineId:
+        return self.key.producer.engine_id
+
+    def layers_of(self, order: ReadBlocks, local: RankLayout) -> tuple[str, ...]:
+        """Layers of the share that the part names: positions in P's order become names."""
+        assert self.ready is not None
+        layers = self.ready.share.layers
+        if order.groups is not None:
+            ours = _names_of_group(local, order.groups.local)
+            theirs = _names_of_group(self.card.layout, order.groups.remote)
+            layers = tuple(name for name in layers if name in ours & theirs)
+        if order.layers is None:
+            return layers
+        tp_size = self.card.layout.tp_size
+        in_order = [layer.name for card in self.cards[::tp_size] for layer in card.layout.layers]
+        named = set(in_order[slice(*order.layers)])
+        return tuple(name for name in layers if name in named)
+
+    def explain(self, error: Exception, *, is_news: bool = True) -> str:
+        """Logs why this link cannot be read from, and returns it in words."""
+        expected = isinstance(error, TransferError | PeerError)
+        level = logging.WARNING if is_news or not expected else logging.DEBUG
+        logger.log(level, "cannot read from %s: %s", self.engine_id, error, exc_info=not expected)
+        return words_of(error)
+
+
+@dataclass(frozen=True, slots=True)
+class LinkOpener:
+    """Connects a link, and plans what is read over it. Takes round trips: never on a step."""
+
+    layout: RankLayout  # Ours.
+    transports: Mapping[str, Transport]
+    order: Sequence[str]  # Of preference.
+    converts_dtype: bool
+    can_stage: bool
+
+    def open(self, link: Link) -> Ready:
+        """Raises TransferError or PeerError."""
+        remote = link.card.layout
+        sources = {source: link.cards[source].layout for source in link.key.sources}
+        share = plan_shares(self.layout, sources).get(link.key.source, Share(range(0), ()))
+        way = plan_conversion(self.layout, remote, share, converts_dtype=self.converts_dtype)
+        if way.is_staged and not self.can_stage:
+            raise PlanError("the layouts differ in a way that needs a staging buffer")
+        if way.is_staged:
+            logger.log(
+                logging.WARNING if way.loss else logging.INFO,
+                "KV of %s is converted on receive: %s",
+                link.engine_id,
+                way.loss or f"{remote.dtype} -> {self.layout.dtype}, without loss",
+            )
+        address = Address(link.engine_id, link.card.epoch)
+        transport, peer = choose_transport(self.transports, link.card.endpoints, address, order=self.order)
+        try:
+            ready = Ready(transport, peer, self.layout, remote, share, way)
+            if share.layers and not way.is_staged:
+                for shape in period_shapes(self.layout.block_tokens, remote.block_tokens):
+                    ready.prepare_whole(shape)
+            return ready
+        except BaseException:
+            transport.disconnect(peer)
+            raise
+
+
+def _names_of_group(layout: RankLayout, group: int) -> frozenset[str]:
+    return frozenset(layer.name for layer in layout.layers if layer.group == group)
+
+
+def words_of(error: Exception) -> str:
+    return str(error) or type(error).__name__
