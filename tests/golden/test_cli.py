@@ -1,7 +1,6 @@
 """The command line: commands, arguments and options, with types and defaults and without help texts."""
 
 import inspect
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -9,7 +8,7 @@ from typing import Any, get_type_hints
 import typer
 
 from baton.cli.main import app
-from tests.golden.golden import check, source
+from tests.golden.golden import check
 
 
 def described(command: Any, path: str) -> Iterator[str]:
@@ -41,18 +40,3 @@ def _parameter(parameter: Any, hint: Any) -> str:
 
 def test_commands() -> None:
     check("cli", described(typer.main.get_command(app), "baton"))
-
-
-def test_options_of_sim() -> None:
-    """`baton sim` hands its arguments to a parser of its own."""
-    added = set(re.findall(r'add_argument\(\s*"([\w-]+)"', source("baton/sim")))
-    assert sorted(added) == [
-        "--first",
-        "--minutes",
-        "--mode",
-        "--mutant",
-        "--mutants",
-        "--seed",
-        "--seeds",
-        "guards",
-    ]

@@ -16,7 +16,7 @@ from baton.connectors.whole_file import TEMPORARY_PREFIX
 from baton.core.config import ClusterSecret
 from baton.core.hashing import HASH_SEED, block_hash, extra_key, prompt_hash, root_hash
 from baton.core.kv_groups import KVCacheGroup
-from baton.core.layout import PLANES, SLOT, ModelFingerprint
+from baton.core.layout import ModelFingerprint
 from baton.engine.api import SamplingParams
 from baton.engine.checkpoints.architecture import parse_architecture
 from baton.engine.checkpoints.checkpoint import weights_digest
@@ -24,7 +24,7 @@ from baton.engine.prefilled import sampling_digest
 from baton.router.legs import shape_of
 from baton.router.policies import EngineState, RoutedRequest, choose_prefix_affinity
 from baton.vllm_plugin.fingerprint import fingerprint_of
-from tests.golden.golden import check_values, literals
+from tests.golden.golden import check_values
 from tests.golden.samples import HASH, MODEL, SECRET
 
 
@@ -119,12 +119,6 @@ def test_models(tmp_path: Path) -> None:
         },
     )
     assert in_vllm("Qwen3ForCausalLM").model == parse_architecture(config_of("Qwen3ForCausalLM")).digest
-
-
-def test_names_of_packings() -> None:
-    """Engines move whole blocks between caches whose packings have one name."""
-    assert (SLOT, PLANES) == ("slot", "planes")
-    assert {"vllm {} {}", "vllm CPU_ATTN {} {}"} <= literals("baton/vllm_plugin")
 
 
 # --- Files ----------------------------------------------------------------------------------------

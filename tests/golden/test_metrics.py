@@ -32,7 +32,7 @@ from baton.router.metrics import RouterMetrics
 from baton.router.pairs import Pairs
 from baton.router.settings import Role, RouterSettings
 from baton.server.metrics import ServerMetrics
-from tests.golden.golden import ROOT, check, check_values, literals, source
+from tests.golden.golden import ROOT, check, check_values, literals
 from tests.golden.samples import ENGINE_CONFIG, P
 
 CHILDREN = {"connectors": [{"kv_connector": "BatonPullConnector"}]}
@@ -141,14 +141,3 @@ def test_labels_that_types_declare() -> None:
     assert "cancelled" in literals("baton/router")
     assert {"load", "store"} <= literals("baton/connectors/offload")
     check_values("labels", {name: ", ".join(sorted(values)) for name, values in declared.items()})
-
-
-def test_labels_that_the_router_writes_where_it_counts() -> None:
-    labelled = set(re.findall(r'\.(\w+)\.labels\("(\w+)"', source("baton/router")))
-    counted = set(re.findall(r'\.(\w+)\.labels\("[^)]* else "(\w+)"', source("baton/router")))
-    assert {value for _, value in labelled | counted} == {
-        *("after", "at_once", "late"),
-        *("decode", "prefill"),
-        *("dropped", "failed", "returned"),
-        *("no", "unasked", "yes"),
-    }

@@ -7,18 +7,13 @@ import json
 from types import SimpleNamespace
 from typing import Any
 
-from baton.connectors.decode_bench.halves import ANSWERED
-from baton.connectors.hidden_states.settings import OUTPUT_KEY, PATH_KEY
 from baton.connectors.pull.intent import FetchLoan as Borrow
 from baton.connectors.pull.intent import LendBlocks as Lend
 from baton.connectors.pull.producer.loans import Loans
 from baton.connectors.pull.settings import PullSettings, TurnSettings
 from baton.connectors.pull.stats import PullStats
-from baton.core.transfer_params import CACHED_TOKENS, FIELD, OFFLOAD_CHOICES
 from baton.router.introductions import ASKING
 from baton.router.legs import decode_body, first_token_body, prefill_body, push_params
-from baton.server.first_token import GOES_ON
-from baton.server.first_token import KEY as FIRST_TOKEN
 from tests.golden.golden import check
 from tests.golden.samples import LOAN, PUBLIC_KEY, TICKET, TRANSFER, P, pull_identity
 
@@ -71,15 +66,3 @@ def test_what_routers_and_engines_send() -> None:
         "decode engine's answer, for the next turn": answer_of_an_engine(Borrow(TICKET)),
     }
     check("transfer_params", json.dumps(sent, indent=1).splitlines())
-
-
-def test_keys_of_single_features() -> None:
-    assert FIELD == "kv_transfer_params"
-    assert list(OFFLOAD_CHOICES) == ["off", "load_only", "store_only"]
-    assert (CACHED_TOKENS, FIRST_TOKEN, GOES_ON) == (
-        "baton_cached_tokens",
-        "baton_first_token",
-        "baton_goes_on",
-    )
-    assert (PATH_KEY, OUTPUT_KEY) == ("hidden_states_path", "include_output_tokens")
-    assert ANSWERED == "baton_synthetic_tokens"

@@ -11,7 +11,7 @@ import pytest
 
 from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from baton.protocol.handshake import PROTOCOL_VERSION, RankCard, decode_ranks, encode_ranks
-from baton.protocol.introduction import INTRODUCTION_VERSION, Introduction
+from baton.protocol.introduction import Introduction
 from baton.protocol.messages import (
     WIRE_VERSION,
     Announced,
@@ -33,13 +33,12 @@ from baton.protocol.messages import (
     decode_envelope,
     encode_envelope,
 )
-from baton.protocol.ticket import TICKET_VERSION, Ticket
-from baton.transport import cuda_ipc, local, nixl, tcp_wire
+from baton.protocol.ticket import Ticket
+from baton.transport import local
 from baton.transport.cuda_ipc import CudaIpcEndpoint, SharedRegion
 from baton.transport.local import LocalEndpoint
 from baton.transport.memory import MemoryEndpoint
 from baton.transport.nixl import NixlEndpoint
-from baton.transport.registry import PREFERENCE
 from baton.transport.tcp_wire import Challenge, TcpEndpoint
 from baton.transport.tcp_wire import Hello as TcpHello
 from baton.transport.tcp_wire import Welcome as TcpWelcome
@@ -145,16 +144,9 @@ SHAPES: dict[str, Any] = {
 }
 
 
-def test_versions() -> None:
-    assert (WIRE_VERSION, PROTOCOL_VERSION) == (2, 5)
-    assert (TICKET_VERSION, INTRODUCTION_VERSION) == (4, 2)
-    assert (tcp_wire.VERSION, cuda_ipc.VERSION, nixl.VERSION) == (3, 1, 1)
+def test_the_version_of_the_endpoint_local() -> None:
     endpoint = msgspec.structs.replace(SAMPLES["endpoint local"], nonce=bytes(32))
     assert local._decode_endpoint(P, msgspec.msgpack.encode(endpoint)).version == 1
-
-
-def test_names_of_transports() -> None:
-    assert PREFERENCE == ("memory", "cuda_ipc", "local", "nixl", "tcp")
 
 
 def test_no_tag_is_the_name_of_a_class() -> None:

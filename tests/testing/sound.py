@@ -27,6 +27,9 @@ from baton.contract import (
     host,
 )
 
+Match = tuple[int | None, bool]  # Tokens, and whether they are loaded in the background.
+Loan = tuple[bool, dict[str, Any] | None]  # Whether blocks are kept, and params of the answer.
+
 _STORES: weakref.WeakSet[MemoryWorker] = weakref.WeakSet()
 
 
@@ -109,9 +112,7 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         key = self.key(request, index)
         return name_of(key, self.stored[key])
 
-    def get_num_new_matched_tokens(
-        self, request: host.Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: host.Request, num_computed_tokens: int) -> Match:
         first = num_computed_tokens // self.block
         index = first
         while (index + 1) * self.block < request.num_tokens and self.key(request, index) in self.stored:
@@ -135,9 +136,7 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
     def on_new_request(self, request: host.Request) -> None:
         self.tracked[request.request_id] = Tracked(request, [])
 
-    def request_finished(
-        self, request: host.Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: host.Request, block_ids: list[int]) -> Loan:
         self.matched.pop(request.request_id, None)
         tracked = self.tracked[request.request_id]
         if tracked.unsaved_steps:

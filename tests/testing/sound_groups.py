@@ -10,7 +10,17 @@ from typing import Any
 
 from baton.contract import SupportsHMA, host
 from baton.core.kv_groups import NULL_BLOCK_ID, is_hybrid
-from tests.testing.sound import Load, MemoryConnector, MemoryScheduler, MemoryWorker, Metadata, Save, name_of
+from tests.testing.sound import (
+    Load,
+    Loan,
+    Match,
+    MemoryConnector,
+    MemoryScheduler,
+    MemoryWorker,
+    Metadata,
+    Save,
+    name_of,
+)
 
 
 class GroupsScheduler(MemoryScheduler, SupportsHMA):
@@ -32,9 +42,7 @@ class GroupsScheduler(MemoryScheduler, SupportsHMA):
             for index in range(group.first_kept(num_blocks * self.block, self.block), num_blocks)
         )
 
-    def get_num_new_matched_tokens(
-        self, request: host.Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: host.Request, num_computed_tokens: int) -> Match:
         first = num_computed_tokens // self.block
         num_blocks = (request.num_tokens - 1) // self.block
         while num_blocks > first and not self.is_stored(request, num_blocks):
@@ -61,9 +69,7 @@ class GroupsScheduler(MemoryScheduler, SupportsHMA):
         ]
         self.loads.append(Load(request.request_id, self.loads_async, named))
 
-    def request_finished_all_groups(
-        self, request: host.Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: host.Request, block_ids: tuple[list[int], ...]) -> Loan:
         return self.request_finished(request, block_ids[0])
 
     def order_saves(
@@ -97,9 +103,7 @@ class GroupsConnector(MemoryConnector, SupportsHMA):
     scheduler_kind = GroupsScheduler
     worker_kind = GroupsWorker
 
-    def request_finished_all_groups(
-        self, request: host.Request, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished_all_groups(self, request: host.Request, block_ids: tuple[list[int], ...]) -> Loan:
         half = self.scheduler_half
         assert isinstance(half, GroupsScheduler)
         return half.request_finished_all_groups(request, block_ids)

@@ -12,7 +12,16 @@ import msgspec
 
 from baton.contract import host
 from baton.core.prefilled import PrefilledTokens
-from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker, Metadata, key_of, name_of
+from tests.testing.sound import (
+    Loan,
+    Match,
+    MemoryConnector,
+    MemoryScheduler,
+    MemoryWorker,
+    Metadata,
+    key_of,
+    name_of,
+)
 
 _SHELVES: dict[int, dict[str, Any]] = {}  # By rank.
 
@@ -36,9 +45,7 @@ class PairScheduler(MemoryScheduler):
             names = self.names.setdefault(request_id, {})
             names[index] = (save.key, name_of(save.key, save.step))
 
-    def get_num_new_matched_tokens(
-        self, request: host.Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: host.Request, num_computed_tokens: int) -> Match:
         params = request.kv_transfer_params or {}
         if not params.get("do_remote_prefill"):
             return 0, False
@@ -71,9 +78,7 @@ class PairScheduler(MemoryScheduler):
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         return self.first_tokens.pop(request_id, None)
 
-    def request_finished(
-        self, request: host.Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: host.Request, block_ids: list[int]) -> Loan:
         self.first_tokens.pop(request.request_id, None)
         is_lent, _ = super().request_finished(request, block_ids)
         names = self.names.pop(request.request_id, {})

@@ -7,27 +7,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.contract import KVConnectorMetadata, KVConnectorStats, host
-from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker, Metadata
+from tests.testing.broken import breaks
+from tests.testing.sound import Loan, Match, MemoryScheduler, MemoryWorker, Metadata
 
 
-class _CountsLookups(MemoryScheduler):
+@breaks("lookup-has-side-effects")
+class ConsumingLookup(MemoryScheduler):
     """A lookup removes the match from the index, as if a load always followed."""
 
-    def get_num_new_matched_tokens(
-        self, request: host.Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: host.Request, num_computed_tokens: int) -> Match:
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         if answer[0]:
             self.stored.clear()
         return answer
 
 
-class ConsumingLookup(MemoryConnector):
-    rule = "lookup-has-side-effects"
-    scheduler_kind = _CountsLookups
-
-
-class _NeedsAWholeBlock(MemoryScheduler):
+@breaks("raised")
+class NeedsAWholeBlock(MemoryScheduler):
     """Files requests by their first block, which short prompts do not have."""
 
     def on_new_request(self, request: host.Request) -> None:
@@ -35,54 +31,32 @@ class _NeedsAWholeBlock(MemoryScheduler):
         assert request.num_prompt_tokens >= self.block, "every prompt has a whole block"
 
 
-class NeedsAWholeBlock(MemoryConnector):
-    rule = "raised"
-    scheduler_kind = _NeedsAWholeBlock
-
-
-class _TicksOff(MemoryScheduler):
-    def get_num_new_matched_tokens(
-        self, request: host.Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+@breaks("async-without-tokens")
+class AsyncNothing(MemoryScheduler):
+    def get_num_new_matched_tokens(self, request: host.Request, num_computed_tokens: int) -> Match:
         return 0, self.loads_async
 
 
-class AsyncNothing(MemoryConnector):
-    rule = "async-without-tokens"
-    scheduler_kind = _TicksOff
-
-
-class _Generous(MemoryScheduler):
+@breaks("match-out-of-range")
+class RoundsUp(MemoryScheduler):
     """Rounds up to whole blocks."""
 
-    def get_num_new_matched_tokens(
-        self, request: host.Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: host.Request, num_computed_tokens: int) -> Match:
         count, is_async = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return (count + self.block if count else 0), is_async
 
 
-class RoundsUp(MemoryConnector):
-    rule = "match-out-of-range"
-    scheduler_kind = _Generous
-
-
-class _Undecided(MemoryScheduler):
+@breaks("lookup-deferred-for-ever")
+class NeverDecides(MemoryScheduler):
     """Defers the lookup while a save is running, and never notices its end."""
 
-    def get_num_new_matched_tokens(
-        self, request: host.Request, num_computed_tokens: int
-    ) -> tuple[int | None, bool]:
+    def get_num_new_matched_tokens(self, request: host.Request, num_computed_tokens: int) -> Match:
         answer = super().get_num_new_matched_tokens(request, num_computed_tokens)
         return (None, False) if answer[0] else answer
 
 
-class NeverDecides(MemoryConnector):
-    rule = "lookup-deferred-for-ever"
-    scheduler_kind = _Undecided
-
-
-class _Tidy(MemoryScheduler):
+@breaks("argument-modified")
+class ClearsFinishedIds(MemoryScheduler):
     """Forgets ended requests by emptying the host's set of them."""
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
@@ -91,7 +65,8 @@ class _Tidy(MemoryScheduler):
         return metadata
 
 
-class _Greedy(MemoryScheduler):
+@breaks("argument-modified")
+class ClearsScheduledTokens(MemoryScheduler):
     """Removes finished requests from the host's scheduler output, so that the host cannot end the step."""
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
@@ -100,22 +75,13 @@ class _Greedy(MemoryScheduler):
         return metadata
 
 
-class ClearsScheduledTokens(MemoryConnector):
-    rule = "argument-modified"
-    scheduler_kind = _Greedy
-
-
-class ClearsFinishedIds(MemoryConnector):
-    rule = "argument-modified"
-    scheduler_kind = _Tidy
-
-
 @dataclass
 class _MetadataWithLock(Metadata):
     lock: Any = field(default_factory=threading.Lock)
 
 
-class _Sharing(MemoryScheduler):
+@breaks("not-serialisable")
+class SharesALock(MemoryScheduler):
     """Sends its worker half a lock, which works only if both are in one process."""
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
@@ -124,42 +90,23 @@ class _Sharing(MemoryScheduler):
         return _MetadataWithLock(plain.saves, plain.loads, plain.preempted, plain.step, plain.is_empty)
 
 
-class SharesALock(MemoryConnector):
-    rule = "not-serialisable"
-    scheduler_kind = _Sharing
-
-
-class _Lists(MemoryWorker):
+@breaks("wrong-type")
+class ListsOfBlocks(MemoryWorker):
     def get_block_ids_with_load_errors(self) -> set[int]:
         return list(super().get_block_ids_with_load_errors())  # type: ignore[return-value]
 
 
-class ListsOfBlocks(MemoryConnector):
-    rule = "wrong-type"
-    worker_kind = _Lists
-
-
-class _Unsure(MemoryWorker):
+@breaks("wrong-type")
+class ExpectsLessThanNothing(MemoryWorker):
     def get_expected_finished_count(self) -> int:
         return -1  # Means "all of them" in other code.
 
 
-class ExpectsLessThanNothing(MemoryConnector):
-    rule = "wrong-type"
-    worker_kind = _Unsure
-
-
-class _Bytes(MemoryScheduler):
-    def request_finished(
-        self, request: host.Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+@breaks("params-not-plain")
+class SetsInParams(MemoryScheduler):
+    def request_finished(self, request: host.Request, block_ids: list[int]) -> Loan:
         is_lent, _ = super().request_finished(request, block_ids)
         return is_lent, {"remote_block_ids": set(block_ids)}
-
-
-class SetsInParams(MemoryConnector):
-    rule = "params-not-plain"
-    scheduler_kind = _Bytes
 
 
 @dataclass
@@ -177,11 +124,7 @@ class _Stats(KVConnectorStats):
         return not self.data
 
 
-class _CountsWithSets(MemoryWorker):
+@breaks("stats-not-plain")
+class SetsInStats(MemoryWorker):
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         return _Stats({"requests": {save.request_id for save in self.late_saves}})
-
-
-class SetsInStats(MemoryConnector):
-    rule = "stats-not-plain"
-    worker_kind = _CountsWithSets

@@ -5,10 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 from baton.contract import KVConnectorMetadata, host
+from tests.testing.broken import breaks
 from tests.testing.sound import Load, MemoryConnector, MemoryScheduler, MemoryWorker, key_of
 
 
-class _ByBlock(MemoryScheduler):
+@breaks("wrong-bytes")
+class KeysWithoutPrefix(MemoryScheduler):
     """Names a block by its own tokens, not by the whole prefix."""
 
     def key(self, request: host.Request, index: int) -> str:
@@ -16,31 +18,18 @@ class _ByBlock(MemoryScheduler):
         return key_of([index, *tokens[2:]], request.cache_salt)
 
 
-class KeysWithoutPrefix(MemoryConnector):
-    rule = "wrong-bytes"
-    scheduler_kind = _ByBlock
-
-
-class _WithoutSalt(MemoryScheduler):
+@breaks("salt-ignored")
+class IgnoresSalts(MemoryScheduler):
     def key(self, request: host.Request, index: int) -> str:
         return key_of(list(request.all_token_ids[: (index + 1) * self.block]), None)
 
 
-class IgnoresSalts(MemoryConnector):
-    rule = "salt-ignored"
-    scheduler_kind = _WithoutSalt
-
-
-class _Unfenced(MemoryWorker):
+@breaks("lost-on-preemption")
+class NoFenceOnPreemption(MemoryWorker):
     """Saves late, when the blocks may have another owner."""
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         return
-
-
-class NoFenceOnPreemption(MemoryConnector):
-    rule = "lost-on-preemption"
-    worker_kind = _Unfenced
 
 
 class _Silent(MemoryWorker):
@@ -66,7 +55,8 @@ class HidesFailedWrites(MemoryConnector):
     worker_kind = _Silent
 
 
-class _WritesLater(MemoryWorker):
+@breaks("wrote-outside-load")
+class WritesAfterTheEnd(MemoryWorker):
     """Reports a load when it begins, and fills the blocks in the next step."""
 
     def __init__(self, config: Any) -> None:
@@ -84,16 +74,7 @@ class _WritesLater(MemoryWorker):
         return None, {load.request_id for load in self.begun} or None
 
 
-class WritesAfterTheEnd(MemoryConnector):
-    rule = "wrote-outside-load"
-    worker_kind = _WritesLater
-
-
-class _Stubborn(MemoryScheduler):
+@breaks("reset-ignored")
+class ResetsNothing(MemoryScheduler):
     def reset_cache(self) -> bool | None:
         return True
-
-
-class ResetsNothing(MemoryConnector):
-    rule = "reset-ignored"
-    scheduler_kind = _Stubborn

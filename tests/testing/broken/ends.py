@@ -6,13 +6,15 @@ from __future__ import annotations
 
 import os
 import threading
-from typing import Any, ClassVar
+from typing import Any
 
 from baton.contract import KVConnectorOutput, KVConnectorTransferResults, host
-from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker
+from tests.testing.broken import breaks
+from tests.testing.sound import Loan, MemoryScheduler, MemoryWorker
 
 
-class _Forgetful(MemoryWorker):
+@breaks("load-never-ends")
+class ForgetsShortLoads(MemoryWorker):
     """Does not report a load of a single block, unless the request ends meanwhile."""
 
     def __init__(self, config: Any) -> None:
@@ -27,12 +29,8 @@ class _Forgetful(MemoryWorker):
         return sent, received or None
 
 
-class ForgetsShortLoads(MemoryConnector):
-    rule = "load-never-ends"
-    worker_kind = _Forgetful
-
-
-class _Twice(MemoryWorker):
+@breaks("finished-twice")
+class TellsTwice(MemoryWorker):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.last: set[str] = set()
@@ -44,12 +42,8 @@ class _Twice(MemoryWorker):
         return None, reported or None
 
 
-class TellsTwice(MemoryConnector):
-    rule = "finished-twice"
-    worker_kind = _Twice
-
-
-class _TellsSyncLoads(MemoryWorker):
+@breaks("unknown-id-reported", extra={"async": False})
+class TellsOfSyncLoads(MemoryWorker):
     """Reports every load as received, including synchronous ones."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -57,13 +51,8 @@ class _TellsSyncLoads(MemoryWorker):
         return None, (received or set()) | {load.request_id for load in self.metadata.loads} or None
 
 
-class TellsOfSyncLoads(MemoryConnector):
-    rule = "unknown-id-reported"
-    extra: ClassVar = {"async": False}
-    worker_kind = _TellsSyncLoads
-
-
-class _EarlySender(MemoryScheduler):
+@breaks("sent-before-finished")
+class SendsEarly(MemoryScheduler):
     """Reports a request as sent when a step's saves are done, although the request still runs."""
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
@@ -74,27 +63,17 @@ class _EarlySender(MemoryScheduler):
             connector_output.finished_sending = (connector_output.finished_sending or set()) | done
 
 
-class SendsEarly(MemoryConnector):
-    rule = "sent-before-finished"
-    scheduler_kind = _EarlySender
-
-
-class _Keeps(MemoryScheduler):
+@breaks("delayed-free-never-returned")
+class NeverGivesBack(MemoryScheduler):
     """Keeps the blocks of every request, including those with nothing to send."""
 
-    def request_finished(
-        self, request: host.Request, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: host.Request, block_ids: list[int]) -> Loan:
         is_lent, params = super().request_finished(request, block_ids)
         return is_lent or not request.status.name.endswith("ABORTED"), params
 
 
-class NeverGivesBack(MemoryConnector):
-    rule = "delayed-free-never-returned"
-    scheduler_kind = _Keeps
-
-
-class _ForgetsAborted(MemoryWorker):
+@breaks("abort-leaks", seed=4)  # Finds it in 33 examples; others need 100 to 230.
+class ForgetsAborted(MemoryWorker):
     """Reports no end of a load if its request has ended."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -103,13 +82,8 @@ class _ForgetsAborted(MemoryWorker):
         return super().get_finished(finished_req_ids)
 
 
-class ForgetsAborted(MemoryConnector):
-    rule = "abort-leaks"
-    seed = 4  # Finds it in 33 examples; others need 100 to 230.
-    worker_kind = _ForgetsAborted
-
-
-class _FailsAlone(MemoryWorker):
+@breaks("failed-but-not-finished")
+class FailsWithoutEnding(MemoryWorker):
     """Reports a load as failed but not as finished."""
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
@@ -117,12 +91,8 @@ class _FailsAlone(MemoryWorker):
         return KVConnectorTransferResults(results.finished_sending, set(), results.finished_recving)
 
 
-class FailsWithoutEnding(MemoryConnector):
-    rule = "failed-but-not-finished"
-    worker_kind = _FailsAlone
-
-
-class _FailsLate(MemoryWorker):
+@breaks("load-error-too-late", breaks_store=True)
+class ChecksTooLate(MemoryWorker):
     """Checks loaded blocks one step after they were used."""
 
     def __init__(self, config: Any) -> None:
@@ -134,13 +104,8 @@ class _FailsLate(MemoryWorker):
         return late
 
 
-class ChecksTooLate(MemoryConnector):
-    rule = "load-error-too-late"
-    breaks_store = True
-    worker_kind = _FailsLate
-
-
-class _FailsAnywhere(MemoryWorker):
+@breaks("foreign-block-reported", breaks_store=True)
+class NamesForeignBlocks(MemoryWorker):
     """Names blocks by their position in the prompt."""
 
     def get_block_ids_with_load_errors(self) -> set[int]:
@@ -151,23 +116,14 @@ class _FailsAnywhere(MemoryWorker):
         return {10_000 + place for place in places}
 
 
-class NamesForeignBlocks(MemoryConnector):
-    rule = "foreign-block-reported"
-    breaks_store = True
-    worker_kind = _FailsAnywhere
-
-
-class _AlwaysBusy(MemoryScheduler):
+@breaks("work-pending-for-ever")
+class NeverRests(MemoryScheduler):
     def has_pending_push_work(self) -> bool:
         return self.step > 0
 
 
-class NeverRests(MemoryConnector):
-    rule = "work-pending-for-ever"
-    scheduler_kind = _AlwaysBusy
-
-
-class _Remembers(MemoryScheduler):
+@breaks("ids-left")
+class RemembersEverybody(MemoryScheduler):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.seen: dict[str, int] = {}
@@ -177,12 +133,8 @@ class _Remembers(MemoryScheduler):
         self.seen[request.request_id] = request.num_tokens
 
 
-class RemembersEverybody(MemoryConnector):
-    rule = "ids-left"
-    scheduler_kind = _Remembers
-
-
-class _Threaded(MemoryWorker):
+@breaks("threads-left")
+class LeavesThreads(MemoryWorker):
     """Its thread waits for an event that is never set."""
 
     def __init__(self, config: Any) -> None:
@@ -191,24 +143,15 @@ class _Threaded(MemoryWorker):
         threading.Thread(target=self.stop.wait, args=(30.0,), daemon=True, name="saver").start()
 
 
-class LeavesThreads(MemoryConnector):
-    rule = "threads-left"
-    worker_kind = _Threaded
-
-
-class _Opens(MemoryWorker):
+@breaks("files-left", examples=6)
+class LeavesFiles(MemoryWorker):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.opened = os.open(__file__, os.O_RDONLY)
 
 
-class LeavesFiles(MemoryConnector):
-    rule = "files-left"
-    examples = 6
-    worker_kind = _Opens
-
-
-class _EndsOnce(MemoryScheduler):
+@breaks("shutdown-raised")
+class ShutsDownOnce(MemoryScheduler):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.is_open = True
@@ -217,8 +160,3 @@ class _EndsOnce(MemoryScheduler):
         if not self.is_open:
             raise RuntimeError("is shut down already")
         self.is_open = False
-
-
-class ShutsDownOnce(MemoryConnector):
-    rule = "shutdown-raised"
-    scheduler_kind = _EndsOnce

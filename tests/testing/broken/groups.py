@@ -5,10 +5,12 @@ exist.
 from __future__ import annotations
 
 from baton.contract import host
-from tests.testing.sound_groups import GroupsConnector, GroupsScheduler
+from tests.testing.broken import breaks
+from tests.testing.sound_groups import GroupsScheduler
 
 
-class _FirstOnly(GroupsScheduler):
+@breaks("wrong-bytes")
+class FillsTheFirstGroup(GroupsScheduler):
     """Loads into the first group's table only."""
 
     def update_state_after_alloc(
@@ -19,12 +21,8 @@ class _FirstOnly(GroupsScheduler):
             self.loads[-1].blocks = [(name, b) for name, b in self.loads[-1].blocks if name.startswith("0:")]
 
 
-class FillsTheFirstGroup(GroupsConnector):
-    rule = "wrong-bytes"
-    scheduler_kind = _FirstOnly
-
-
-class _Null(GroupsScheduler):
+@breaks("wrote-outside-load")
+class FillsTheNullBlock(GroupsScheduler):
     """Treats the null block, the placeholder for tokens outside a window, as a block."""
 
     def __init__(self, config: object) -> None:
@@ -39,18 +37,9 @@ class _Null(GroupsScheduler):
         )
 
 
-class FillsTheNullBlock(GroupsConnector):
-    rule = "wrote-outside-load"
-    scheduler_kind = _Null
-
-
-class _OneMore(GroupsScheduler):
+@breaks("foreign-group")
+class CountsGroupsFromOne(GroupsScheduler):
     """Counts groups from 1."""
 
     def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
         return tuple(group + 1 for group in super().get_loaded_kv_cache_group_ids(request))
-
-
-class CountsGroupsFromOne(GroupsConnector):
-    rule = "foreign-group"
-    scheduler_kind = _OneMore

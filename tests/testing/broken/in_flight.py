@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from baton.contract import (
     AnyRank,
@@ -12,22 +12,16 @@ from baton.contract import (
     RankCombiner,
     host,
 )
-from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker, Report
+from tests.testing.broken import breaks
+from tests.testing.sound import MemoryScheduler, MemoryWorker, Report
 
 
-class _Latest(MemoryScheduler):
+@breaks("wrong-bytes", extra={"async": False}, breaks_store=True, in_flight=(2,))
+class DistrustsTheLatestStep(MemoryScheduler):
     """Takes every report as that of the latest step whose metadata it received."""
 
     def distrust(self, step: int) -> None:
         self.void.add(self.step)
-
-
-class DistrustsTheLatestStep(MemoryConnector):
-    rule = "wrong-bytes"
-    extra: ClassVar = {"async": False}
-    breaks_store = True
-    in_flight = (2,)
-    scheduler_kind = _Latest
 
 
 @dataclass(kw_only=True)
@@ -54,7 +48,8 @@ class _TellsWhatIsPending(MemoryWorker):
         )
 
 
-class _TakesSilenceForTheEnd(MemoryScheduler):
+@breaks("wrote-outside-load", worker_kind=_TellsWhatIsPending, in_flight=(2,))
+class TakesSilenceForTheEnd(MemoryScheduler):
     """Takes every load that a report does not name as done, including loads the ranks did not know of
     then.
     """
@@ -79,10 +74,3 @@ class _TakesSilenceForTheEnd(MemoryScheduler):
         done = self.awaited - loading
         self.awaited -= done
         connector_output.finished_recving = done or None
-
-
-class TakesSilenceForTheEnd(MemoryConnector):
-    rule = "wrote-outside-load"
-    in_flight = (2,)
-    scheduler_kind = _TakesSilenceForTheEnd
-    worker_kind = _TellsWhatIsPending

@@ -6,29 +6,22 @@ import msgspec
 
 from baton.contract import host
 from baton.core.prefilled import PrefilledTokens
-from tests.testing.sound_pair import PairConnector, PairScheduler
+from tests.testing.broken import breaks
+from tests.testing.sound_pair import PairScheduler
 
 
-class _Trusting(PairScheduler):
+@breaks("params-believed")
+class BelievesParams(PairScheduler):
     """Assumes that a request with params has the prompt that they were made for."""
 
     def num_matching(self, request: host.Request, offered: list[list[str]]) -> int:
         return len(offered)
 
 
-class BelievesParams(PairConnector):
-    rule = "params-believed"
-    scheduler_kind = _Trusting
-
-
-class _Misreads(PairScheduler):
+@breaks("wrong-token")
+class MisreadsTheFirstToken(PairScheduler):
     """Gives D another first token than P has sampled."""
 
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         taken = super().take_prefilled_tokens(request_id)
         return taken and msgspec.structs.replace(taken, token_ids=(taken.token_ids[0] ^ 1,))
-
-
-class MisreadsTheFirstToken(PairConnector):
-    rule = "wrong-token"
-    scheduler_kind = _Misreads

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 
 from baton.contract import KVConnectorMetadata, host
-from tests.testing.sound import MemoryConnector, MemoryScheduler, MemoryWorker, Metadata
+from tests.testing.broken import breaks
+from tests.testing.sound import MemoryScheduler, MemoryWorker, Metadata
 
 
-class _LateClear(MemoryWorker):
+@breaks("bind-without-clear")
+class KeepsEmptyMetadata(MemoryWorker):
     """Clears metadata only if a step with tokens bound it."""
 
     def clear_connector_metadata(self) -> None:
@@ -20,12 +22,8 @@ class _LateClear(MemoryWorker):
             super().clear_connector_metadata()
 
 
-class KeepsEmptyMetadata(MemoryConnector):
-    rule = "bind-without-clear"
-    worker_kind = _LateClear
-
-
-class _NoEmptyBind(MemoryWorker):
+@breaks("bind-not-kept")
+class SkipsEmptyBind(MemoryWorker):
     """Binds no metadata in a step without tokens."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
@@ -34,12 +32,8 @@ class _NoEmptyBind(MemoryWorker):
             self._connector_metadata = None
 
 
-class SkipsEmptyBind(MemoryConnector):
-    rule = "bind-not-kept"
-    worker_kind = _NoEmptyBind
-
-
-class _NeedsTokens(MemoryWorker):
+@breaks("empty-step-skipped")
+class SleepsInEmptySteps(MemoryWorker):
     """Ends its loads only in the forward pass."""
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -48,23 +42,15 @@ class _NeedsTokens(MemoryWorker):
         return super().get_finished(finished_req_ids)
 
 
-class SleepsInEmptySteps(MemoryConnector):
-    rule = "empty-step-skipped"
-    worker_kind = _NeedsTokens
-
-
-class _AssertsTokens(MemoryWorker):
+@breaks("empty-step-raised")
+class AssertsTokens(MemoryWorker):
     def wait_for_save(self) -> None:
         assert not self.metadata.is_empty, "a save needs a step with tokens"
         super().wait_for_save()
 
 
-class AssertsTokens(MemoryConnector):
-    rule = "empty-step-raised"
-    worker_kind = _AssertsTokens
-
-
-class _AssertsAttention(MemoryWorker):
+@breaks("dummy-run-raised")
+class AssertsAttention(MemoryWorker):
     @property
     def graph_capturable(self) -> bool:
         return True
@@ -75,12 +61,8 @@ class _AssertsAttention(MemoryWorker):
         assert attn_metadata is not None, "attention metadata must be given"
 
 
-class AssertsAttention(MemoryConnector):
-    rule = "dummy-run-raised"
-    worker_kind = _AssertsAttention
-
-
-class _ZeroesLayers(MemoryWorker):
+@breaks("dummy-run-touched")
+class WritesInDummyRuns(MemoryWorker):
     """Saves something in a captured graph."""
 
     @property
@@ -92,11 +74,6 @@ class _ZeroesLayers(MemoryWorker):
     ) -> None:
         if attn_metadata is None:
             kv_layer[0] = 0.0
-
-
-class WritesInDummyRuns(MemoryConnector):
-    rule = "dummy-run-touched"
-    worker_kind = _ZeroesLayers
 
 
 @dataclass
@@ -114,7 +91,8 @@ class _TellsWhoRuns(MemoryScheduler):
         )
 
 
-class _KnowsAll(MemoryWorker):
+@breaks("unknown-id-raised", scheduler_kind=_TellsWhoRuns)
+class KnowsEveryRequest(MemoryWorker):
     """Keeps a record of each request that was scheduled, and drops it by id."""
 
     def __init__(self, config: Any) -> None:
@@ -133,22 +111,11 @@ class _KnowsAll(MemoryWorker):
         return super().get_finished(finished_req_ids)
 
 
-class KnowsEveryRequest(MemoryConnector):
-    rule = "unknown-id-raised"
-    scheduler_kind = _TellsWhoRuns
-    worker_kind = _KnowsAll
-
-
-class _Waits(MemoryWorker):
+@breaks("never-returned", call_max_s=0.5)
+class WaitsForEver(MemoryWorker):
     """Waits for its loads as if another thread would end them."""
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
         super().start_load_kv(forward_context, **kwargs)
         if self.metadata.loads:
             threading.Event().wait()
-
-
-class WaitsForEver(MemoryConnector):
-    rule = "never-returned"
-    worker_kind = _Waits
-    call_max_s = 0.5
