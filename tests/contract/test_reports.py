@@ -113,15 +113,6 @@ def test_no_reports_combine_to_none() -> None:
     assert aggregator.aggregate([KVConnectorOutput(), None]) is None
 
 
-def test_a_worker_may_change_how_many_reports_are_expected() -> None:
-    aggregator = KVOutputAggregator(3)
-    first = KVConnectorOutput(finished_recving={"r"})
-    assert aggregator.aggregate([first, None, None]) is None
-    two_are_enough = KVConnectorOutput(finished_recving={"r"}, expected_finished_count=2)
-    assert aggregator.aggregate([None, two_are_enough, None]) == two_are_enough
-    assert aggregator.aggregate([first, first, None]) == KVConnectorOutput(finished_recving={"r"})
-
-
 def test_more_reports_than_ranks_may_be_expected() -> None:
     aggregator = KVOutputAggregator(4, num_ranks=2)
     both = [KVConnectorOutput(finished_sending={"r"})] * 2

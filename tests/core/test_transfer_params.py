@@ -3,8 +3,6 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from baton.core.errors import BadTransferParams
 from baton.core.transfer_params import (
@@ -137,23 +135,3 @@ def test_a_request_that_crashed_other_engines_is_refused_clearly() -> None:
 def test_both_directions_at_once_are_refused() -> None:
     with pytest.raises(BadTransferParams, match="must not set both"):
         parse_transfer_params({**ANSWER, "do_remote_decode": True})
-
-
-json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
-    max_leaves=6,
-)
-
-
-@given(st.dictionaries(st.sampled_from([*ANSWER, "transfer_id", "other"]), json_values))
-def test_json_is_parsed_to_a_typed_value_or_refused(raw: dict[str, Any]) -> None:
-    assert (field := _field_refused(raw)) is None or field.startswith("kv_transfer_params")
-
-
-def _field_refused(raw: dict[str, Any]) -> str | None:
-    try:
-        parse_transfer_params(raw)
-    except BadTransferParams as refusal:
-        return refusal.field or "unnamed"
-    return None

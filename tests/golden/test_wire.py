@@ -10,29 +10,9 @@ import msgspec
 import pytest
 
 from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from baton.protocol import messages
 from baton.protocol.handshake import PROTOCOL_VERSION, RankCard, decode_ranks, encode_ranks
 from baton.protocol.introduction import Introduction
-from baton.protocol.messages import (
-    WIRE_VERSION,
-    Announced,
-    Envelope,
-    Failed,
-    Finished,
-    Gone,
-    Hello,
-    Message,
-    Refused,
-    Released,
-    Renew,
-    Renewed,
-    Stranger,
-    Want,
-    Welcome,
-    Withdraw,
-    Working,
-    decode_envelope,
-    encode_envelope,
-)
 from baton.protocol.ticket import Ticket
 from baton.transport import local
 from baton.transport.cuda_ipc import CudaIpcEndpoint, SharedRegion
@@ -58,21 +38,21 @@ from tests.golden.samples import (
 )
 from tests.golden.shapes import shape
 
-MESSAGES: tuple[Message, ...] = (
-    Renew(LOAN, 5, 6),
-    Renewed(LOAN, 5, 6, 30.0),
-    Released(LOAN, 5),
-    Gone(LOAN, 5),
-    Want(TRANSFER, 5, HASH, 20),
-    Working(TRANSFER, 5),
-    Announced(TRANSFER, 5, 1, 16, TICKET.block_ids, 20, 1, (0, 1)),
-    Finished(TRANSFER, 5, 1, "ticket"),
-    Failed(TRANSFER, 5, "reason"),
-    Withdraw(TRANSFER, 5),
-    Hello(PROTOCOL_VERSION, MODEL, P),
-    Welcome(PROTOCOL_VERSION, MODEL, b"payload"),
-    Refused(("reason",)),
-    Stranger(P),
+MESSAGES: tuple[messages.Message, ...] = (
+    messages.Renew(LOAN, 5, 6),
+    messages.Renewed(LOAN, 5, 6, 30.0),
+    messages.Released(LOAN, 5),
+    messages.Gone(LOAN, 5),
+    messages.Want(TRANSFER, 5, HASH, 20),
+    messages.Working(TRANSFER, 5),
+    messages.Announced(TRANSFER, 5, 1, 16, TICKET.block_ids, 20, 1, (0, 1)),
+    messages.Finished(TRANSFER, 5, 1, "ticket"),
+    messages.Failed(TRANSFER, 5, "reason"),
+    messages.Withdraw(TRANSFER, 5),
+    messages.Hello(PROTOCOL_VERSION, MODEL, P),
+    messages.Welcome(PROTOCOL_VERSION, MODEL, b"payload"),
+    messages.Refused(("reason",)),
+    messages.Stranger(P),
 )
 EVENTS = (
     BlockStored(
@@ -128,7 +108,7 @@ SAMPLES: dict[str, Any] = {
     "KV events of one engine": KVEventBatch(ts=1.5, events=[]),
 }
 SHAPES: dict[str, Any] = {
-    "envelope": Envelope,
+    "envelope": messages.Envelope,
     "ticket": Ticket,
     "introduction": Introduction,
     "rank card": RankCard,
@@ -142,6 +122,10 @@ SHAPES: dict[str, Any] = {
     "tcp welcome": TcpWelcome,
     "KV events": KVEventBatch,
 }
+
+
+def enveloped(message: messages.Message) -> messages.Envelope:
+    return messages.Envelope(messages.WIRE_VERSION, D, P, (message,))
 
 
 def test_the_version_of_the_endpoint_local() -> None:
@@ -162,7 +146,8 @@ def test_bytes() -> None:
     envelopes = {f"message {message.__struct_config__.tag}": message for message in MESSAGES}
     assert len(envelopes) == len(MESSAGES)
     frames = {
-        name: encode_envelope(Envelope(WIRE_VERSION, D, P, (message,))) for name, message in envelopes.items()
+        name: messages.encode_envelope(messages.Envelope(messages.WIRE_VERSION, D, P, (message,)))
+        for name, message in envelopes.items()
     }
     check_values(
         "wire_bytes", frames | {name: msgspec.msgpack.encode(value) for name, value in SAMPLES.items()}
@@ -170,9 +155,8 @@ def test_bytes() -> None:
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: message.__struct_config__.tag)
-def test_the_sample_of_a_message_is_one_that_a_peer_takes(message: Message) -> None:
-    envelope = Envelope(WIRE_VERSION, D, P, (message,))
-    assert decode_envelope(encode_envelope(envelope)) == envelope
+def test_the_sample_of_a_message_is_one_that_a_peer_takes(message: messages.Message) -> None:
+    assert messages.decode_envelope(messages.encode_envelope(enveloped(message))) == enveloped(message)
 
 
 def test_the_sample_of_rank_cards_is_one_that_a_peer_takes() -> None:
@@ -187,4 +171,4 @@ def test_our_readers_of_events_take_the_sample() -> None:
 
 
 def test_every_message_has_a_sample() -> None:
-    assert {type(message) for message in MESSAGES} == set(Message.__args__)
+    assert {type(message) for message in MESSAGES} == set(messages.Message.__args__)

@@ -46,6 +46,7 @@ from baton.core.ids import (
 from baton.core.layout import ModelFingerprint
 from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
+from baton.protocol import messages as wire
 from baton.protocol.effects import (
     CancelReads,
     Deliver,
@@ -64,24 +65,6 @@ from baton.protocol.effects import (
     pack_sends,
 )
 from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoute, GroupRoutes
-from baton.protocol.messages import (
-    Announced,
-    BlockTables,
-    Envelope,
-    Failed,
-    Finished,
-    Gone,
-    Message,
-    Released,
-    Renew,
-    Renewed,
-    Stranger,
-    Want,
-    Withdraw,
-    Working,
-    decode_envelope,
-    encode_envelope,
-)
 from baton.protocol.peers import admit
 from baton.protocol.plan import GroupPair
 from baton.protocol.pull_consumer import PullConsumer
@@ -278,7 +261,7 @@ class Story:
 
     def _deliver(self, frames: list[bytes]) -> None:
         for frame in frames:
-            envelope = decode_envelope(frame)
+            envelope = wire.decode_envelope(frame)
             name = envelope.target.engine_id
             if envelope.target.is_named_only:
                 name = EngineId("P")  # Regardless of the name: only P listens at this address.
@@ -298,8 +281,8 @@ class Story:
         for effect in effects:
             if isinstance(effect, OpenTicket):
                 self.to_open[name, effect.claim] = effect.text
-        envelopes: list[Envelope] = pack_sends(self.nodes[name].address, sends)
-        self.under_way += [encode_envelope(envelope) for envelope in envelopes]
+        envelopes: list[wire.Envelope] = pack_sends(self.nodes[name].address, sends)
+        self.under_way += [wire.encode_envelope(envelope) for envelope in envelopes]
 
     def _effect(self, effect: Effect | StreamEffect) -> str:
         match effect:
@@ -326,28 +309,28 @@ class Story:
             case _:
                 raise AssertionError(effect)
 
-    def _message(self, message: Message) -> str:
+    def _message(self, message: wire.Message) -> str:
         match message:
-            case Renew(loan_id, claim, sequence):
+            case wire.Renew(loan_id, claim, sequence):
                 return f"Renew {self._loan(loan_id)} claim {claim} sequence {sequence}"
-            case Renewed(loan_id, claim, sequence, ttl_s):
+            case wire.Renewed(loan_id, claim, sequence, ttl_s):
                 return f"Renewed {self._loan(loan_id)} claim {claim} sequence {sequence} ttl {ttl_s:g}"
-            case Released(loan_id, claim) | Gone(loan_id, claim):
+            case wire.Released(loan_id, claim) | wire.Gone(loan_id, claim):
                 return f"{type(message).__name__} {self._loan(loan_id)} claim {claim}"
-            case Want(transfer_id, number, _, num_tokens):
+            case wire.Want(transfer_id, number, _, num_tokens):
                 return f"Want {transfer_id} number {number}: {num_tokens} tokens"
-            case Working(transfer_id, number) | Withdraw(transfer_id, number):
+            case wire.Working(transfer_id, number) | wire.Withdraw(transfer_id, number):
                 return f"{type(message).__name__} {transfer_id} number {number}"
-            case Announced(transfer_id, number, run, num_tokens, block_ids, tokens, layers, firsts):
+            case wire.Announced(transfer_id, number, run, num_tokens, block_ids, tokens, layers, firsts):
                 partial = f", {layers} layer up to {tokens}" if layers else ""
                 places = f" from {', '.join(map(str, firsts))}" if firsts else ""
                 what = f"{num_tokens} tokens{partial}, in {_table(block_ids)}{places}"
                 return f"Announced {transfer_id} number {number} run {run}: {what}"
-            case Finished(transfer_id, number, run, ticket):
+            case wire.Finished(transfer_id, number, run, ticket):
                 return f"Finished {transfer_id} number {number} run {run}: {ticket}"
-            case Failed(transfer_id, number, reason):
+            case wire.Failed(transfer_id, number, reason):
                 return f"Failed {transfer_id} number {number}: {reason}"
-            case Stranger(about):
+            case wire.Stranger(about):
                 return f"Stranger about {about.engine_id}.{about.epoch}"
             case _:
                 raise AssertionError(message)
@@ -371,7 +354,7 @@ def _part(part: Part) -> str:
     return f"tokens {part.first_token}..{part.first_token + part.num_tokens - 1}{layers}{groups}"
 
 
-def _blocks(words: str) -> BlockTables:
+def _blocks(words: str) -> wire.BlockTables:
     return tuple(_run(group) if group != "none" else () for group in words.split(","))
 
 
@@ -380,7 +363,7 @@ def _run(words: str) -> tuple[BlockId, ...]:
     return tuple(BlockId(block) for block in range(first, last + 1))
 
 
-def _table(block_ids: BlockTables) -> str:
+def _table(block_ids: wire.BlockTables) -> str:
     return ", ".join(f"{table[0]}-{table[-1]}" if table else "no block" for table in block_ids) or "no block"
 
 
@@ -388,7 +371,9 @@ def _hash(prompt: Sequence[str]) -> PromptHash:
     return PromptHash(hashlib.sha256(" ".join(prompt).encode()).digest())
 
 
-def _ticket(p: Address, loan_id: LoanId, transfer: str, blocks: BlockTables, prompt: PromptHash) -> Ticket:
+def _ticket(
+    p: Address, loan_id: LoanId, transfer: str, blocks: wire.BlockTables, prompt: PromptHash
+) -> Ticket:
     return Ticket(
         producer=p,
         control_url="story://",

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
-from baton.core.ids import Pair
 from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
 from baton.protocol.plan import PlanError, check_layout
-from tests.protocol.simple_plans import heads_of_pair, plan_pairs, plan_spans
+from tests.protocol.simple_plans import plan_pairs, plan_spans
 
 powers = st.integers(0, 4).map(lambda k: 2**k)
 heads_and_tps = (
@@ -26,37 +25,6 @@ heads_and_tps = (
     )
     .filter(lambda t: all(t[0] % tp == 0 or tp % t[0] == 0 for tp in t[1:]))
 )
-
-
-@given(heads_and_tps)
-def test_every_wanted_head_is_read_once_from_a_rank_that_holds_it(sizes: tuple[int, int, int]) -> None:
-    num_heads, producer_tp, consumer_tp = sizes
-    pairs = plan_pairs(producer_tp, consumer_tp, num_heads)
-    assert len(set(pairs)) == len(pairs)
-    for rank in range(consumer_tp):
-        read: list[int] = []
-        for producer_rank in range(producer_tp):
-            pair = Pair(producer_rank, rank)
-            moved = heads_of_pair(pair, producer_tp, consumer_tp, num_heads)
-            assert set(moved) <= set(kv_heads_of(producer_rank, tp_size=producer_tp, num_kv_heads=num_heads))
-            assert bool(moved) == (pair in pairs)
-            read += moved
-        assert sorted(read) == list(kv_heads_of(rank, tp_size=consumer_tp, num_kv_heads=num_heads))
-
-
-@given(powers, powers)
-def test_equal_ranks_read_from_the_same_rank(num_heads: int, tp: int) -> None:
-    assert plan_pairs(tp, tp, num_heads) == tuple(Pair(rank, rank) for rank in range(tp))
-
-
-@given(heads_and_tps)
-def test_replicas_share_the_readers_evenly(sizes: tuple[int, int, int]) -> None:
-    num_heads, producer_tp, consumer_tp = sizes
-    if producer_tp <= num_heads or consumer_tp < producer_tp:
-        return
-    pairs = plan_pairs(producer_tp, consumer_tp, num_heads)
-    readers = [sum(pair.producer_rank == rank for pair in pairs) for rank in range(producer_tp)]
-    assert set(readers) == {consumer_tp // producer_tp}
 
 
 def layout(rank: int, tp: int, num_heads: int, **shape: Any) -> RankLayout:

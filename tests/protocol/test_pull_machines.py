@@ -8,7 +8,7 @@ from baton.core.ids import Address, EngineId, Epoch, LoanId, Pair
 from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import Deliver, Fail, FreeLoan, FreeTarget, Send
-from baton.protocol.messages import Gone, Message, Released, Renew, Renewed, Stranger
+from baton.protocol.messages import Gone, Message, Released, Renew, Renewed
 from baton.protocol.pull_consumer import NEVER, PullConsumer
 from baton.protocol.pull_producer import PullProducer
 
@@ -60,24 +60,6 @@ def test_loans_are_numbered_by_their_lender_for_ever() -> None:
     assert lent(producer) == LoanId(Epoch(5), 2)
 
 
-def test_an_expired_loan_cannot_be_renewed() -> None:
-    producer = PullProducer(Epoch(5), T)
-    loan_id = lent(producer)
-    effects = producer.receive(D, Renew(loan_id, 1, 1), T.ttl_s)
-    assert effects == [FreeLoan(loan_id, expired=True), Send(D, Gone(loan_id, 1))]
-
-
-def test_only_the_claimer_releases() -> None:
-    producer = PullProducer(Epoch(5), T)
-    loan_id = lent(producer)
-    producer.receive(D, Renew(loan_id, 1, 1), 0.0)
-    restarted = Address(D.engine_id, Epoch(6))
-    for sender, claim in ((E, 1), (D, 2), (restarted, 1)):
-        assert producer.receive(sender, Released(loan_id, claim), 0.0) == []
-        assert messages_of(producer.receive(sender, Renew(loan_id, claim, 1), 0.0)) == [Gone(loan_id, claim)]
-    assert producer.num_open == 1
-
-
 def test_a_loan_may_be_given_up_until_it_is_claimed() -> None:
     producer = PullProducer(Epoch(5), T)
     forgotten, claimed = lent(producer), lent(producer)
@@ -86,16 +68,6 @@ def test_a_loan_may_be_given_up_until_it_is_claimed() -> None:
     assert producer.give_up(claimed) == []
     assert producer.give_up(forgotten) == [], "it has ended"
     assert messages_of(producer.receive(D, Renew(forgotten, 2, 1), 0.0)) == [Gone(forgotten, 2)]
-
-
-def test_messages_for_the_other_half_are_ignored() -> None:
-    producer, consumer = PullProducer(Epoch(5), T), PullConsumer(T)
-    loan_id = lent(producer)
-    fetching(consumer)
-    for_borrowers: list[Message] = [Renewed(loan_id, 1, 1, 1.0), Gone(loan_id, 1), Stranger(D)]
-    for_lenders: list[Message] = [Renew(LOAN, 1, 1), Released(LOAN, 1), Stranger(D)]
-    assert [producer.receive(D, message, 0.0) for message in for_borrowers] == [[], [], []]
-    assert [consumer.receive(P, message, 0.0) for message in for_lenders] == [[], [], []]
 
 
 def test_only_the_producer_of_a_loan_can_report_on_it() -> None:
@@ -107,39 +79,6 @@ def test_only_the_producer_of_a_loan_can_report_on_it() -> None:
     other = LoanId(Epoch(5), 2)
     assert consumer.receive(P, Gone(other, claim), 0.0) == []
     assert consumer.num_open == 1
-
-
-def test_an_answer_without_a_question_is_ignored() -> None:
-    consumer = PullConsumer(T)
-    claim = fetching(consumer)
-    assert consumer.receive(P, Renewed(LOAN, claim, 99, 30.0), 0.0) == []
-    assert not consumer.is_held(claim, 0.0)
-
-
-def test_the_lease_is_counted_from_the_question_less_the_drift() -> None:
-    consumer = PullConsumer(T)
-    claim = fetching(consumer)
-    consumer.receive(P, Renewed(LOAN, claim, 1, T.ttl_s), 5.0)
-    assert consumer.is_held(claim, T.believed_ttl_s - 0.001)
-    assert not consumer.is_held(claim, T.believed_ttl_s)
-
-
-def test_an_answer_with_a_shorter_ttl_does_not_shorten_the_believed_lease() -> None:
-    consumer = PullConsumer(T)
-    claim = fetching(consumer)
-    consumer.wake(T.round_trip_max_s)
-    consumer.receive(P, Renewed(LOAN, claim, 2, T.ttl_s), 2.0)
-    consumer.receive(P, Renewed(LOAN, claim, 1, 1.0), 2.0)
-    assert consumer.is_held(claim, T.ttl_s)
-
-
-def test_after_a_finished_read_the_consumer_asks_every_round_trip() -> None:
-    consumer = PullConsumer(T)
-    claim = fetching(consumer)
-    assert consumer.read_ended(claim, PAIR, True, 0.1) == []
-    assert consumer.next_deadline == T.round_trip_max_s
-    assert messages_of(consumer.wake(1.0)) == [Renew(LOAN, claim, 2)]
-    assert consumer.next_deadline == 2 * T.round_trip_max_s
 
 
 @pytest.mark.parametrize("stopped_at", [0.0, 0.001, 1.0, 7.4, 7.5, 7.6, 14.9, 15.1, 100.0])
@@ -162,18 +101,6 @@ def test_a_stopped_producer_costs_at_most_15_seconds(stopped_at: float, is_queue
         effects = consumer.wake(now)
 
 
-def test_a_producer_that_answers_does_not_time_out() -> None:
-    """However long its reads take, and if every second answer is lost."""
-    consumer = PullConsumer(T)
-    claim = fetching(consumer)
-    while (now := consumer.next_deadline) < T.deadline_s:
-        for number, renew in enumerate(messages_of(consumer.wake(now))):
-            assert isinstance(renew, Renew)
-            if renew.sequence % 2 and not number:
-                consumer.receive(P, Renewed(LOAN, claim, renew.sequence, T.ttl_s), now)
-    assert consumer.num_open == 1
-
-
 def test_every_claim_ends_once_and_its_blocks_are_freed_once() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)
@@ -190,20 +117,6 @@ def test_every_claim_ends_once_and_its_blocks_are_freed_once() -> None:
         ends += [effect for effect in effects if isinstance(effect, Fail | Deliver | FreeTarget)]
     assert ends == [Fail(claim, FailureReason(FailureCode.ABORTED)), FreeTarget(claim)]
     assert (consumer.num_open, consumer.next_deadline) == (0, NEVER)
-
-
-def test_no_message_is_sent_to_a_lost_peer() -> None:
-    consumer = PullConsumer(T)
-    fetching(consumer)
-    assert messages_of(consumer.receive(E, Stranger(P), 0.0)) == []
-    assert consumer.num_open == 1, "its read still runs"
-
-
-def test_a_lost_peer_fails_only_its_own_fetches() -> None:
-    consumer = PullConsumer(T)
-    claim = fetching(consumer)
-    fetching(consumer, LOAN, E)  # Another producer may use the same loan number.
-    assert [e.claim for e in consumer.peer_lost(P, GONE, 0.0) if isinstance(e, Fail)] == [claim]
 
 
 @given(

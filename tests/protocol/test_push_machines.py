@@ -190,14 +190,6 @@ def test_no_cell_is_read_twice_in_a_run_or_in_two_runs_at_once(
             absorb(stream.announce(run, num_tokens, partial_tokens, partial_layers), newest)
 
 
-def test_tokens_without_a_block_are_not_read() -> None:
-    stream = Waiting()
-    assert stream.hear(Announced(X, stream.claim, 1, 4, table(3))) == []
-    assert stream.hear(Announced(X, stream.claim, 1, 2, table(2), 4, 1)) == []
-    assert stream.hear(Announced(X, stream.claim, 1, 4, ())) == []
-    assert stream.hear(Announced(X, stream.claim, 1, 4, table(4))) != []
-
-
 def test_tokens_in_a_window_without_a_block_are_not_read() -> None:
     stream = Waiting(group_routes=GROUPS)
     assert stream.say(1, 6, (*table(6), ())) == []
@@ -207,28 +199,6 @@ def test_tokens_in_a_window_without_a_block_are_not_read() -> None:
     assert isinstance(of_window, ReadEarly)
     assert of_window.part == Part(5, 1, None, GroupPair(0, 1))
     assert of_window.block_ids == (0, 0, 0, 0, 0, 25)
-
-
-def test_an_announcement_is_checked_when_the_block_size_becomes_known() -> None:
-    push = PushConsumer(T, PullConsumer(T), NUM_LAYERS)
-    wanted = push.want(X, P, HASH, NUM_TOKENS, 1, 0.0)
-    assert wanted is not None
-    claim, _ = wanted
-    assert push.receive(P, Announced(X, claim, 1, 6, table(6)), 1.0) == []
-    assert push.ready(claim, PAIRS, 0, 1.0, group_routes=GROUPS) == []
-    [read, _] = push.receive(P, Announced(X, claim, 1, 6, (*table(6), table(6)[0])), 1.0)
-    assert isinstance(read, ReadEarly)
-
-
-def test_an_announcement_with_nothing_to_move_is_kept() -> None:
-    """All layers have a window, and what is ready is before it."""
-    stream = Waiting(group_routes=(GroupRoute(GroupPair(0, 0), frozenset({0, 1}), WINDOW),))
-    first_blocks = (NUM_TOKENS - WINDOW,)
-    assert stream.hear(Announced(X, stream.claim, 1, 4, ((),), first_blocks=first_blocks)) == []
-    blocks = ((BlockId(25), BlockId(26)),)
-    [read] = stream.hear(Announced(X, stream.claim, 1, 7, blocks, first_blocks=first_blocks))
-    assert isinstance(read, ReadEarly)
-    assert read.part == Part(5, 2, None, GroupPair(0, 0))
 
 
 @pytest.mark.parametrize("lent", [tables(ONE_TABLE), (tables(GROUPS)[0], tables(GROUPS)[1][::-1])])
@@ -290,15 +260,6 @@ def test_a_read_that_ends_by_itself_fails_the_stream_at_once() -> None:
     assert stream.push.num_open == 0
 
 
-def test_the_deadline_of_a_stream_goes_on_as_that_of_its_claim() -> None:
-    stream = Waiting()
-    stream.hear(Finished(X, stream.claim, 1, "t"), 100.0)
-    stream.push.accept(stream.claim, ticket(), 100.0)
-    [_, failed, _] = stream.pull.wake(T.deadline_s)
-    assert isinstance(failed, Fail)
-    assert failed.reason.code is FailureCode.DEADLINE
-
-
 def test_a_stream_whose_ticket_is_never_opened_ends() -> None:
     stream = Waiting()
     stream.hear(Finished(X, stream.claim, 1, "t"))
@@ -339,14 +300,6 @@ def test_unmatched_prefills_and_wants_leave_no_records() -> None:
     assert producer.next_deadline == float("inf")
 
 
-def test_a_computing_prefill_is_never_forgotten() -> None:
-    producer = PushProducer(T)
-    producer.expect(X, HASH, 8, 0.0)
-    producer.wake(1e6)
-    assert producer.expect(X, HASH, 8, 1e6) is None
-    assert answers(producer, Want(X, 1, HASH, 8), 1e6) == [Working(X, 1)]
-
-
 def test_a_reason_of_any_length_can_be_sent() -> None:
     producer = PushProducer(T)
     producer.expect(X, HASH, 8, 0.0)
@@ -364,11 +317,3 @@ def test_reports_about_an_ended_prefill_change_nothing() -> None:
     assert producer.preempted(X, 1.0) == []
     assert producer.failed(X, "late", 1.0) == []
     assert answers(producer, Want(X, 1, HASH, 8), 2.0) == [Finished(X, 1, 1, "t")]
-
-
-def test_a_want_that_is_over_can_be_replaced() -> None:
-    producer = PushProducer(T)
-    producer.receive(D, Want(X, 1, HASH, 8), 0.0)
-    assert isinstance(answers(producer, Want(X, 1, HASH, 8), 0.0, P)[0], Failed)
-    assert answers(producer, Want(X, 2, HASH, 8), 1.0) == [Working(X, 2)]  # D's next want; the first is over.
-    assert isinstance(answers(producer, Want(X, 1, HASH, 8), 1.0)[0], Failed)

@@ -8,21 +8,7 @@ import torch
 
 from baton.core.config import ClusterSecret
 from baton.core.ids import Address
-from baton.testing.transport_producers import (
-    HostDevice,
-    MakeTransport,
-    MemoryProducer,
-    Place,
-    ProcessProducer,
-    make_cuda_ipc,
-    make_cuda_ipc_on_host,
-    make_local,
-    make_nixl,
-    make_tcp,
-    new_address,
-    place_on_cuda,
-    place_on_host,
-)
+from baton.testing import transport_producers as producers
 from baton.testing.transport_rig import Producer, TransportRig
 from baton.testing.transport_suite import TransportSuite
 from baton.transport.base import Transport
@@ -41,96 +27,72 @@ class MemoryRig(TransportRig):
         self.network = MemoryNetwork()
 
     def reader(self, on_completion: Callable[[], None] | None = None) -> Transport:
-        return MemoryTransport(new_address("reader"), self.network, on_completion=on_completion)
+        return MemoryTransport(producers.new_address("reader"), self.network, on_completion=on_completion)
 
     def producer(self, seed: int) -> Producer:
-        return MemoryProducer(self.network, seed)
+        return producers.MemoryProducer(self.network, seed)
 
 
 class ProcessRig(TransportRig):
     def __init__(
-        self, make: MakeTransport, make_reader: Callable[..., Transport], place: Place = place_on_host
+        self,
+        make: producers.MakeTransport,
+        make_reader: Callable[..., Transport],
+        place: producers.Place = producers.place_on_host,
     ) -> None:
         self._make = make
         self._make_reader = make_reader
         self.place = place  # type: ignore[method-assign]
 
     def reader(self, on_completion: Callable[[], None] | None = None) -> Transport:
-        return self._make_reader(new_address("reader"), on_completion=on_completion)
+        return self._make_reader(producers.new_address("reader"), on_completion=on_completion)
 
     def producer(self, seed: int) -> Producer:
-        return ProcessProducer(self._make, seed, self.place)
+        return producers.ProcessProducer(self._make, seed, self.place)
 
 
-class TestMemory(TransportSuite):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def rig(cls) -> TransportRig:
-        return MemoryRig()
+def suite(rig: Callable[[], TransportRig], *marks: pytest.MarkDecorator) -> type[TransportSuite]:
+    class Suite(TransportSuite):
+        @pytest.fixture(scope="class")
+        @classmethod
+        def rig(cls) -> TransportRig:
+            return rig()
+
+    for mark in marks:
+        mark(Suite)
+    return Suite
 
 
-@pytest.mark.processes
-class TestLocal(TransportSuite):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def rig(cls) -> TransportRig:
-        return ProcessRig(make_local, LocalTransport)
+def tcp_reader(address: Address, on_completion: Callable[[], None] | None) -> Transport:
+    return TcpTransport(address, secret=SECRET, on_completion=on_completion)
 
 
-@pytest.mark.processes
-class TestTcp(TransportSuite):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def rig(cls) -> TransportRig:
-        def reader(address: Address, on_completion: Callable[[], None] | None) -> Transport:
-            return TcpTransport(address, secret=SECRET, on_completion=on_completion)
-
-        return ProcessRig(functools.partial(make_tcp, secret=SECRET), reader)
+def reader_on_host(address: Address, on_completion: Callable[[], None] | None) -> Transport:
+    return CudaIpcTransport(address, driver=producers.HostDevice(), on_completion=on_completion)
 
 
-@pytest.mark.processes
-@pytest.mark.skipif(not is_installed(), reason="nixl is not installed: pip install 'kv-baton[nixl]'")
-class TestNixl(TransportSuite):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def rig(cls) -> TransportRig:
-        return ProcessRig(make_nixl, NixlTransport)
-
-
-@pytest.mark.processes
-class TestCudaIpcOnHost(TransportSuite):
-    """All of it except the driver, whose device is host memory here."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def rig(cls) -> TransportRig:
-        def reader(address: Address, on_completion: Callable[[], None] | None) -> Transport:
-            return CudaIpcTransport(address, driver=HostDevice(), on_completion=on_completion)
-
-        return ProcessRig(make_cuda_ipc_on_host, reader)
-
-
+processes, gpu = pytest.mark.processes, pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
+needs_nixl = pytest.mark.skipif(
+    not is_installed(), reason="nixl is not installed: pip install 'kv-baton[nixl]'"
+)
+make_tcp = functools.partial(producers.make_tcp, secret=SECRET)
+place_on_cuda = producers.place_on_cuda
 
-
-@pytest.mark.gpu
-@pytest.mark.processes
-@needs_gpu
-class TestCudaIpc(TransportSuite):
-    """Two processes on one GPU."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def rig(cls) -> TransportRig:
-        return ProcessRig(make_cuda_ipc, CudaIpcTransport, place_on_cuda)
-
-
-@pytest.mark.gpu
-@pytest.mark.processes
-@needs_gpu
-@pytest.mark.skipif(not is_installed(), reason="nixl is not installed: pip install 'kv-baton[nixl]'")
-class TestNixlOnCuda(TransportSuite):
-    @pytest.fixture(scope="class")
-    @classmethod
-    def rig(cls) -> TransportRig:
-        return ProcessRig(make_nixl, NixlTransport, place_on_cuda)
+TestMemory = suite(MemoryRig)
+TestLocal = suite(lambda: ProcessRig(producers.make_local, LocalTransport), processes)
+TestTcp = suite(lambda: ProcessRig(make_tcp, tcp_reader), processes)
+TestNixl = suite(lambda: ProcessRig(producers.make_nixl, NixlTransport), processes, needs_nixl)
+# All of it except the driver, whose device is host memory here.
+TestCudaIpcOnHost = suite(lambda: ProcessRig(producers.make_cuda_ipc_on_host, reader_on_host), processes)
+# Two processes on one GPU.
+TestCudaIpc = suite(
+    lambda: ProcessRig(producers.make_cuda_ipc, CudaIpcTransport, place_on_cuda), gpu, processes, needs_gpu
+)
+TestNixlOnCuda = suite(
+    lambda: ProcessRig(producers.make_nixl, NixlTransport, place_on_cuda),
+    gpu,
+    processes,
+    needs_gpu,
+    needs_nixl,
+)

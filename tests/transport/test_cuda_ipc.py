@@ -1,9 +1,7 @@
 """Faults specific to cuda_ipc: mappings, devices, and a machine without a GPU."""
 
-import multiprocessing
 from collections.abc import Iterator
 from contextlib import closing
-from multiprocessing.connection import Connection as Pipe
 from typing import Any
 
 import msgspec
@@ -12,17 +10,14 @@ import pytest
 import torch
 
 from baton.core.errors import ConfigError, PeerError, TransferError
-from baton.core.ids import Address
-from baton.core.layout import CopySpan, Region
 from baton.testing.transport_producers import (
     HostDevice,
     ProcessProducer,
     make_cuda_ipc_on_host,
     new_address,
-    pattern,
     regions_of,
 )
-from baton.testing.transport_rig import BLOCK_BYTES, BLOCK_SPAN, Connection, drain
+from baton.testing.transport_rig import BLOCK_SPAN, Connection, drain
 from baton.transport import make_transport
 from baton.transport.cuda_ipc import CudaIpcEndpoint, CudaIpcTransport
 
@@ -89,53 +84,3 @@ def test_a_tampered_endpoint_maps_nothing(producer: ProcessProducer, field: str)
 def test_a_machine_without_a_gpu_is_reported() -> None:
     with pytest.raises(ConfigError, match="no CUDA driver"):
         make_transport("cuda_ipc", address=new_address("engine"))
-
-
-def _own_on_gpu(pipe: Pipe, address: Address) -> None:
-    memory = torch.from_numpy(pattern(8).copy()).cuda()
-    torch.cuda.synchronize()
-    with closing(CudaIpcTransport(address)) as owner:
-        pipe.send(owner.register(_regions_on_gpu(memory)))
-        pipe.poll(None)
-
-
-def _regions_on_gpu(memory: torch.Tensor) -> list[Region]:
-    return [Region(row.data_ptr(), row.nbytes, f"cuda:{row.get_device()}") for row in memory]
-
-
-@pytest.mark.gpu
-@pytest.mark.processes
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device on this machine")
-def test_blocks_move_between_two_processes_on_one_gpu() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    ours, theirs = spawn.Pipe()
-    address = new_address("owner")
-    process = spawn.Process(target=_own_on_gpu, args=(theirs, address), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        assert ours.poll(TIMEOUT_S)
-        endpoint = ours.recv()
-        memory = torch.zeros(pattern(8).shape, dtype=torch.uint8, device="cuda")
-        torch.cuda.synchronize()
-        with closing(CudaIpcTransport(new_address("reader"))) as reader:
-            reader.register(_regions_on_gpu(memory))
-            peer = reader.connect(address, endpoint)
-            spans = [CopySpan(r, 0, BLOCK_BYTES, r, 0, BLOCK_BYTES, BLOCK_BYTES) for r in (0, 1)]
-            prepared = reader.prepare(peer, spans)
-            rng = np.random.default_rng(2)
-            local, remote = rng.permutation(1024), rng.permutation(1024)
-            (completion,) = drain(reader, [reader.post_read(prepared, local.tolist(), remote.tolist())])
-            assert completion.ok, completion.error
-            found = memory.cpu().numpy().reshape(2, 1024, BLOCK_BYTES)
-            expected = pattern(8).reshape(2, 1024, BLOCK_BYTES)
-            assert np.array_equal(found[:, local], expected[:, remote])
-            process.kill()
-            process.join()
-            (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
-            assert not completion.ok, "memory of a dead process must not count"
-    finally:
-        process.kill()
-        process.join()
-        process.close()
-        ours.close()

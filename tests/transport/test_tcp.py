@@ -18,25 +18,11 @@ from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import Region
 from baton.testing.transport_producers import new_address, pattern, regions_of
 from baton.testing.transport_rig import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_left_over
-from baton.transport import nixl_peer, tcp_owner, tcp_reader, tcp_wire
+from baton.transport import nixl_peer, tcp_owner, tcp_reader
+from baton.transport import tcp_wire as wire
 from baton.transport.base import Completion
 from baton.transport.sealing import TAG_BYTES
 from baton.transport.tcp import TcpOptions, TcpTransport
-from baton.transport.tcp_wire import (
-    ANSWER,
-    COPIES_MAX,
-    COPY_BYTES,
-    FAIL,
-    READ,
-    REQUEST,
-    VERSION,
-    Session,
-    TcpEndpoint,
-    admit,
-    connection_keys,
-    introduce,
-    receive_exactly,
-)
 
 SECRET = ClusterSecret(b"the secret of this cluster")
 TIMEOUT_S = 30.0
@@ -50,7 +36,7 @@ class Owner:
         self.memory = pattern(4).copy()
         self.transport = TcpTransport(self.address, secret=SECRET)
         self.endpoint = self.transport.register(regions_of(self.memory))
-        self.named = msgspec.msgpack.decode(self.endpoint, type=TcpEndpoint)
+        self.named = msgspec.msgpack.decode(self.endpoint, type=wire.TcpEndpoint)
 
     def dial(self) -> socket.socket:
         return socket.create_connection((self.named.host, self.named.port), timeout=TIMEOUT_S)
@@ -58,10 +44,10 @@ class Owner:
     def dial_as_peer(self) -> socket.socket:
         return self.dial_with_session()[0]
 
-    def dial_with_session(self) -> tuple[socket.socket, Session]:
+    def dial_with_session(self) -> tuple[socket.socket, wire.Session]:
         sock = self.dial()
-        keys = connection_keys(SECRET, self.named.token)
-        session = introduce(sock, keys, "mac", caller=new_address("reader"), target=self.address)
+        keys = wire.connection_keys(SECRET, self.named.token)
+        session = wire.introduce(sock, keys, "mac", caller=new_address("reader"), target=self.address)
         sock.settimeout(TIMEOUT_S)
         return sock, session
 
@@ -125,12 +111,12 @@ def test_after_all_that_noise_the_owner_serves(owner: Owner) -> None:
     assert owner.still_serves()
 
 
-@given(noise=st.binary(min_size=REQUEST.size, max_size=200))
+@given(noise=st.binary(min_size=wire.REQUEST.size, max_size=200))
 @settings(max_examples=20, deadline=None, suppress_health_check=list(HealthCheck))
 def test_noise_from_a_peer_closes_its_connection(owner: Owner, noise: bytes) -> None:
     with owner.dial_as_peer() as sock:
         say_and_stop(sock, noise)
-        assert len(receive_until_closed(sock)) <= ANSWER.size + TAG_BYTES
+        assert len(receive_until_closed(sock)) <= wire.ANSWER.size + TAG_BYTES
 
 
 def test_requests_outside_the_regions_are_refused(owner: Owner) -> None:
@@ -148,15 +134,15 @@ def test_requests_outside_the_regions_are_refused(owner: Owner) -> None:
     for copies in outside:
         sock, session = owner.dial_with_session()
         with sock:
-            request = REQUEST.pack(READ, len(copies), 1) + np.array(copies, dtype="<i8").tobytes()
+            request = wire.REQUEST.pack(wire.READ, len(copies), 1) + np.array(copies, dtype="<i8").tobytes()
             sock.sendall(request + session.requests.seal(1, request).tag())
-            header = ANSWER.pack(FAIL, 0, 1)
+            header = wire.ANSWER.pack(wire.FAIL, 0, 1)
             answer = receive_until_closed(sock)
-            assert answer[: ANSWER.size] == header
-            assert session.answers.open(1, header + request).is_genuine(answer[ANSWER.size :])
-    for count in (0, COPIES_MAX + 1, 2**32 - 1):
+            assert answer[: wire.ANSWER.size] == header
+            assert session.answers.open(1, header + request).is_genuine(answer[wire.ANSWER.size :])
+    for count in (0, wire.COPIES_MAX + 1, 2**32 - 1):
         with owner.dial_as_peer() as sock:
-            sock.sendall(REQUEST.pack(READ, count, 1))
+            sock.sendall(wire.REQUEST.pack(wire.READ, count, 1))
             assert receive_until_closed(sock) == b""
     assert owner.still_serves()
 
@@ -192,8 +178,8 @@ def test_an_impostor_at_the_owners_port_is_detected() -> None:
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        named = TcpEndpoint(
-            version=VERSION,
+        named = wire.TcpEndpoint(
+            version=wire.VERSION,
             engine_id=address.engine_id,
             epoch=address.epoch,
             host="127.0.0.1",
@@ -217,9 +203,9 @@ class SilentOwner:
         self.address = new_address("owner")
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.sockets: list[socket.socket] = []
-        self.sessions: dict[socket.socket, Session] = {}
-        self.named = TcpEndpoint(
-            version=VERSION,
+        self.sessions: dict[socket.socket, wire.Session] = {}
+        self.named = wire.TcpEndpoint(
+            version=wire.VERSION,
             engine_id=self.address.engine_id,
             epoch=self.address.epoch,
             host="127.0.0.1",
@@ -234,13 +220,13 @@ class SilentOwner:
         for _ in range(2):
             sock, _ = self.listener.accept()
             self.sockets.append(sock)
-            keys = connection_keys(None, bytes(32))
-            _, self.sessions[sock] = admit(sock, keys, "mac", ours=self.address)
+            keys = wire.connection_keys(None, bytes(32))
+            _, self.sessions[sock] = wire.admit(sock, keys, "mac", ours=self.address)
 
     def answer(self, sock: socket.socket, request: bytes, content: bytes) -> bytes:
         """The whole answer to a request, which has come without its tag."""
-        number = REQUEST.unpack_from(request)[2]
-        header = ANSWER.pack(b"DATA", 0, number)
+        number = wire.REQUEST.unpack_from(request)[2]
+        header = wire.ANSWER.pack(b"DATA", 0, number)
         sealing = self.sessions[sock].answers.seal(number, header + request)
         memory = np.frombuffer(content, dtype=np.uint8)
         sealing.add(np.array([memory.ctypes.data]), np.array([memory.nbytes]), memoryview(b""))
@@ -293,7 +279,7 @@ def test_a_late_answer_to_a_cancelled_read_touches_no_block() -> None:
 
 def test_reads_from_a_stopped_owner_end_within_15_s() -> None:
     """Connecting and each answer have deadlines. A stopped process accepts but does not answer."""
-    assert tcp_wire.HANDSHAKE_TIMEOUT_S + tcp_reader.STALL_S <= 15
+    assert wire.HANDSHAKE_TIMEOUT_S + tcp_reader.STALL_S <= 15
     assert nixl_peer.PROVE_TIMEOUT_S + nixl_peer.STALL_S <= 15
 
 
@@ -343,7 +329,7 @@ def test_strangers_do_not_exclude_peers(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_a_strangers_handshake_has_a_short_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp_wire, "ADMIT_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(wire, "ADMIT_TIMEOUT_S", 0.05)
     owner = Owner()
     with closing(owner.transport), owner.dial() as stranger:
         assert len(receive_until_closed(stranger)) < 100
@@ -383,7 +369,7 @@ def test_a_wildcard_needs_an_address_that_peers_can_dial() -> None:
 def test_peers_are_told_the_advertised_address() -> None:
     options = TcpOptions(advertise_host="10.0.0.7", advertise_port=4711)
     with closing(TcpTransport(new_address("owner"), options, secret=SECRET)) as transport:
-        named = msgspec.msgpack.decode(transport.register([Region(4096, 4096)]), type=TcpEndpoint)
+        named = msgspec.msgpack.decode(transport.register([Region(4096, 4096)]), type=wire.TcpEndpoint)
         assert (named.host, named.port) == ("10.0.0.7", 4711)
         assert transport.port not in (0, 4711)
 
@@ -411,8 +397,8 @@ def _readable(sockets: list[socket.socket]) -> list[socket.socket]:
 
 def _request(sock: socket.socket) -> bytes:
     """The next request, for one block, without its tag."""
-    request = receive_exactly(sock, REQUEST.size + COPY_BYTES)
-    receive_exactly(sock, TAG_BYTES)
+    request = wire.receive_exactly(sock, wire.REQUEST.size + wire.COPY_BYTES)
+    wire.receive_exactly(sock, TAG_BYTES)
     return bytes(request)
 
 
@@ -450,7 +436,7 @@ def test_an_owner_that_answers_too_slowly_is_given_up(monkeypatch: pytest.Monkey
         silent.thread.join(TIMEOUT_S)
         lane = next(iter(_readable(silent.sockets)))
         with suppress(OSError):
-            lane.sendall(silent.answer(lane, _request(lane), bytes(4096))[: ANSWER.size])
+            lane.sendall(silent.answer(lane, _request(lane), bytes(4096))[: wire.ANSWER.size])
             while not over.wait(0.01):
                 lane.sendall(b"x")
 

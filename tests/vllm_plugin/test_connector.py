@@ -9,14 +9,13 @@ from typing import Any
 
 import prometheus_client
 import pytest
-import torch
 
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWorkerReport
 from baton.connectors.pull.stats import PullStats
 from baton.contract.surface import ROWS, Half, Row, Scope
 from baton.core.errors import ConfigError
 from baton.vllm_plugin import CONNECTORS
-from tests.connectors.pull_world import FakeRequest, Status
+from tests.connectors.pull_world import FakeRequest
 from tests.vllm_plugin.test_start import FullAttentionSpec, folder, groups, vllm_config
 
 __all__ = ["folder"]  # A fixture.
@@ -198,35 +197,6 @@ def test_groups_and_cache_hit_sources(scheduler: Any) -> None:
     assert (source.value, count) == ("p2p", 7)
     assert scheduler.get_external_cache_hit_sources(REQUEST, 0) == {}
     assert not scheduler.register_finished_partial_tail(REQUEST, ([1],), [])
-
-
-def test_a_prompt_is_lent_by_reference(scheduler: Any, worker: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = [SimpleNamespace(block_id=i, ref_cnt=1) for i in range(4)]
-
-    def touch(touched: Any) -> None:
-        for block in touched:
-            block.ref_cnt += 1
-
-    pool = SimpleNamespace(
-        blocks=blocks,
-        touch=touch,
-        free_blocks=lambda ordered: None,
-        get_num_free_blocks=lambda: 0,
-        num_gpu_blocks=4,
-    )
-    scheduler.bind_kv_cache_manager(SimpleNamespace(block_pool=pool))
-    monkeypatch.setattr(worker.worker_half, "_find_packing", lambda caches: "slot")
-    heads, content = 2, 2 * 8
-    worker.register_kv_caches({f"l{i}": torch.zeros(4, heads, 128, content) for i in range(2)})
-    scheduler.set_xfer_handshake_metadata({0: worker.get_handshake_metadata()})
-    request = FakeRequest("r", list(range(130)), {"do_remote_decode": True}, num_computed_tokens=130)
-    scheduler.on_new_request(request)
-    request.status = Status.FINISHED_LENGTH_CAPPED
-    delay_free, params = scheduler.request_finished_all_groups(request, ([3, 1],))
-    assert not delay_free
-    assert params["remote_block_ids"] == [[3, 1]]
-    assert [block.ref_cnt for block in blocks] == [1, 2, 1, 2]
-    assert not scheduler.has_pending_push_work()
 
 
 def test_results_are_sets_for_vllms_multiconnector(worker: Any) -> None:
