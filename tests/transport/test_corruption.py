@@ -5,7 +5,6 @@ tcp has its own file (test_tcp_integrity). NIXL's fake agent is in test_nixl.
 
 import contextlib
 import ctypes
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -24,6 +23,7 @@ from baton.transport.cuda_ipc import CudaIpcTransport
 from baton.transport.iovec import read_process_memory
 from baton.transport.local import LocalTransport
 from baton.transport.spans import Copies
+from tests.transport.relay import Piece, Relay, flipped
 
 SECRET = ClusterSecret(b"the secret of this cluster")
 TIMEOUT_S = 30.0
@@ -141,56 +141,13 @@ def _byte_at(address: int) -> np.ndarray:
 # --- The control channel --------------------------------------------------------------------------
 
 
-class ByteProxy:
-    """Forwards the bytes of each connection, changed by `bend`. One piece is the result of one `recv`."""
-
-    def __init__(self, target: int) -> None:
-        self.bend: Callable[[bytes], list[bytes]] = lambda piece: [piece]
-        self._target = target
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._sockets: list[socket.socket] = []
-        self._threads = [threading.Thread(target=self._accept)]
-        self._threads[0].start()
-
-    def close(self) -> None:
-        for sock in (self._listener, *self._sockets):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-        for thread in self._threads:
-            thread.join(TIMEOUT_S)
-            assert not thread.is_alive()
-        for sock in (self._listener, *self._sockets):
-            sock.close()
-
-    def _accept(self) -> None:
-        with contextlib.suppress(OSError):
-            while True:
-                dialler, _ = self._listener.accept()
-                listener = socket.create_connection(("127.0.0.1", self._target), timeout=TIMEOUT_S)
-                listener.settimeout(None)
-                self._sockets += [dialler, listener]
-                for source, to, bends in ((dialler, listener, True), (listener, dialler, False)):
-                    self._threads.append(threading.Thread(target=self._pump, args=(source, to, bends)))
-                    self._threads[-1].start()
-
-    def _pump(self, source: socket.socket, to: socket.socket, bends: bool) -> None:
-        with contextlib.suppress(OSError):
-            while piece := source.recv(65536):
-                for changed in self.bend(piece) if bends else [piece]:
-                    to.sendall(changed)
-        for sock in (source, to):
-            with contextlib.suppress(OSError):
-                sock.shutdown(socket.SHUT_RDWR)
-
-
 class Bent:
     """Two channels with a proxy between them, and the forwarded pieces."""
 
     def __init__(self, secret: ClusterSecret | None) -> None:
         self.here, self.there = ControlChannel(secret=secret), ControlChannel(secret=secret)
         self.beside = ControlChannel(secret=secret)
-        self.proxy = ByteProxy(self.there.port)
+        self.proxy = Relay(self.there.port)
         self.frames: list[bytes] = []
 
     def close(self) -> None:
@@ -204,13 +161,15 @@ class Bent:
         """Frames received `until` then: FRAME, changed in transit, and a later frame of another channel."""
         passed = threading.Event()
 
-        def bend_frame(piece: bytes) -> list[bytes]:
+        def bend_frame(piece: Piece) -> list[bytes]:
+            if piece.way == "back":
+                return [piece.content]
             passed.set()
-            return bend(piece)
+            return bend(piece.content)
 
         self.here.send(self.proxy.url, b"before")
         self._receive_until(lambda received: b"before" in received)
-        self.proxy.bend = bend_frame
+        self.proxy.change = bend_frame
         self.here.send(self.proxy.url, FRAME)
         while not passed.wait(0.001):
             self.here.poll(0.0)
@@ -246,12 +205,7 @@ FRAME = bytes(range(64))
 
 
 def _flip(at: int) -> Callable[[bytes], list[bytes]]:
-    def bend(piece: bytes) -> list[bytes]:
-        changed = bytearray(piece)
-        changed[at % len(changed)] ^= 4
-        return [bytes(changed)]
-
-    return bend
+    return lambda piece: [flipped(piece, at)]
 
 
 @pytest.mark.parametrize(
@@ -271,5 +225,5 @@ def test_without_a_secret_the_channel_itself_notices_nothing(
     bent: Callable[[ClusterSecret | None], Bent],
 ) -> None:
     """The MAC in each frame (`baton.protocol.signed_frame`) then detects it."""
-    changed = FRAME[:-1] + bytes([FRAME[-1] ^ 4])
+    changed = flipped(FRAME, -1)
     assert changed in bent(None).send_bent(_flip(-1), until=lambda received: changed in received)

@@ -15,17 +15,24 @@ from hypothesis import strategies as st
 
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
+from baton.core.ids import Address
 from baton.core.layout import Region
 from baton.testing.transport_producers import new_address, pattern, regions_of
 from baton.testing.transport_rig import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_left_over
 from baton.transport import nixl_peer, tcp_owner, tcp_reader
 from baton.transport import tcp_wire as wire
-from baton.transport.base import Completion
+from baton.transport.base import Completion, OpId
 from baton.transport.sealing import TAG_BYTES
 from baton.transport.tcp import TcpOptions, TcpTransport
 
 SECRET = ClusterSecret(b"the secret of this cluster")
 TIMEOUT_S = 30.0
+
+
+def endpoint_at(listener: socket.socket, address: Address) -> wire.TcpEndpoint:
+    host, port = listener.getsockname()
+    regions = (Region(4096, NUM_BLOCKS * 4096),)
+    return wire.TcpEndpoint(wire.VERSION, *address, host, port, bytes(32), regions)
 
 
 class Owner:
@@ -178,15 +185,7 @@ def test_an_impostor_at_the_owners_port_is_detected() -> None:
 
         thread = threading.Thread(target=pretend)
         thread.start()
-        named = wire.TcpEndpoint(
-            version=wire.VERSION,
-            engine_id=address.engine_id,
-            epoch=address.epoch,
-            host="127.0.0.1",
-            port=listener.getsockname()[1],
-            token=bytes(32),
-            regions=(Region(4096, 4096),),
-        )
+        named = endpoint_at(listener, address)
         with (
             closing(TcpTransport(new_address("reader"), secret=SECRET)) as reader,
             pytest.raises(PeerError, match="proof is wrong"),
@@ -204,15 +203,7 @@ class SilentOwner:
         self.listener = socket.create_server(("127.0.0.1", 0))
         self.sockets: list[socket.socket] = []
         self.sessions: dict[socket.socket, wire.Session] = {}
-        self.named = wire.TcpEndpoint(
-            version=wire.VERSION,
-            engine_id=self.address.engine_id,
-            epoch=self.address.epoch,
-            host="127.0.0.1",
-            port=self.listener.getsockname()[1],
-            token=bytes(32),
-            regions=(Region(4096, NUM_BLOCKS * 4096),),
-        )
+        self.named = endpoint_at(self.listener, self.address)
         self.thread = threading.Thread(target=self._accept)
         self.thread.start()
 
@@ -239,40 +230,50 @@ class SilentOwner:
         self.listener.close()
 
 
+class SilentWorld:
+    """A silent owner, and a reader that is connected to it."""
+
+    def __init__(self, **options: Any) -> None:
+        self.silent = SilentOwner()
+        self.target = np.zeros((1, NUM_BLOCKS * 4096), dtype=np.uint8)
+        self.reader = TcpTransport(new_address("reader"), **options)
+        self.reader.register(regions_of(self.target))
+        peer = self.reader.connect(self.silent.address, msgspec.msgpack.encode(self.silent.named))
+        self.prepared = self.reader.prepare(peer, [BLOCK_SPAN])
+
+    def read(self, *blocks: int) -> OpId:
+        return self.reader.post_read(self.prepared, blocks, blocks)
+
+    def close(self) -> None:
+        self.reader.close()
+        self.silent.close()
+
+
 def test_a_cancel_needs_no_help_from_a_silent_owner() -> None:
-    silent = SilentOwner()
-    target = np.zeros((1, NUM_BLOCKS * 4096), dtype=np.uint8)
-    with closing(silent), closing(TcpTransport(new_address("reader"))) as reader:
-        reader.register(regions_of(target))
-        peer = reader.connect(silent.address, msgspec.msgpack.encode(silent.named))
-        prepared = reader.prepare(peer, [BLOCK_SPAN])
-        ops = [reader.post_read(prepared, range(NUM_BLOCKS), range(NUM_BLOCKS)) for _ in range(3)]
+    with closing(SilentWorld()) as world:
+        ops = [world.read(*range(NUM_BLOCKS)) for _ in range(3)]
         for op in ops:
-            reader.cancel(op)
-        assert {c.error for c in drain(reader, ops)} == {"cancelled"}
+            world.reader.cancel(op)
+        assert {c.error for c in drain(world.reader, ops)} == {"cancelled"}
 
 
 def test_a_late_answer_to_a_cancelled_read_touches_no_block() -> None:
-    silent = SilentOwner()
-    target = np.zeros((1, NUM_BLOCKS * 4096), dtype=np.uint8)
-    with closing(silent), closing(TcpTransport(new_address("reader"), num_lanes=2)) as reader:
-        reader.register(regions_of(target))
-        peer = reader.connect(silent.address, msgspec.msgpack.encode(silent.named))
-        prepared = reader.prepare(peer, [BLOCK_SPAN])
-        op = reader.post_read(prepared, [0], [0])
+    with closing(SilentWorld(num_lanes=2)) as world:
+        silent, target = world.silent, world.target
+        op = world.read(0)
         silent.thread.join(TIMEOUT_S)
         # One lane got the request; half of the answer arrives before the cancel, half after.
         lane = next(s for s in _readable(silent.sockets))
         answer = silent.answer(lane, _request(lane), b"\x01" * 1000 + b"\x02" * 3096)
         lane.sendall(answer[:1000])
-        reader.cancel(op)
-        drain(reader, [op])
+        world.reader.cancel(op)
+        drain(world.reader, [op])
         target[:] = 0
         lane.sendall(answer[1000:])
         # The next answer on that lane follows the discarded one, so its end proves the other's end.
-        following = [reader.post_read(prepared, [block], [block]) for block in (1, 2)]
+        following = [world.read(block) for block in (1, 2)]
         _answer_all(silent, len(following))
-        assert all(c.ok for c in drain(reader, following))
+        assert all(c.ok for c in drain(world.reader, following))
         assert not target[0, :4096].any()
         assert (target[0, 4096 : 3 * 4096] == 3).all()
 
@@ -285,15 +286,9 @@ def test_reads_from_a_stopped_owner_end_within_15_s() -> None:
 
 def test_an_owner_with_an_overdue_answer_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_reader, "STALL_S", 0.05)
-    silent = SilentOwner()
-    target = np.zeros((1, NUM_BLOCKS * 4096), dtype=np.uint8)
-    with closing(silent), closing(TcpTransport(new_address("reader"))) as reader:
-        reader.register(regions_of(target))
-        peer = reader.connect(silent.address, msgspec.msgpack.encode(silent.named))
-        prepared = reader.prepare(peer, [BLOCK_SPAN])
-        (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
-        assert completion.error is not None
-        assert "no answer was complete" in completion.error
+    with closing(SilentWorld()) as world:
+        (completion,) = drain(world.reader, [world.read(0)])
+        assert "no answer was complete" in (completion.error or "")
 
 
 def test_peers_above_their_slots_are_turned_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -428,25 +423,20 @@ class Reader:
 
 def test_an_owner_that_answers_too_slowly_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_reader, "STALL_S", 0.2)
-    silent = SilentOwner()
-    target = np.zeros((1, NUM_BLOCKS * 4096), dtype=np.uint8)
     over = threading.Event()
+    with closing(SilentWorld()) as world:
 
-    def dribble() -> None:
-        silent.thread.join(TIMEOUT_S)
-        lane = next(iter(_readable(silent.sockets)))
-        with suppress(OSError):
-            lane.sendall(silent.answer(lane, _request(lane), bytes(4096))[: wire.ANSWER.size])
-            while not over.wait(0.01):
-                lane.sendall(b"x")
+        def dribble() -> None:
+            world.silent.thread.join(TIMEOUT_S)
+            lane = next(iter(_readable(world.silent.sockets)))
+            with suppress(OSError):
+                lane.sendall(world.silent.answer(lane, _request(lane), bytes(4096))[: wire.ANSWER.size])
+                while not over.wait(0.01):
+                    lane.sendall(b"x")
 
-    thread = threading.Thread(target=dribble)
-    thread.start()
-    with closing(silent), closing(TcpTransport(new_address("reader"))) as reader:
-        reader.register(regions_of(target))
-        peer = reader.connect(silent.address, msgspec.msgpack.encode(silent.named))
-        prepared = reader.prepare(peer, [BLOCK_SPAN])
-        (completion,) = drain(reader, [reader.post_read(prepared, [0], [0])])
+        thread = threading.Thread(target=dribble)
+        thread.start()
+        (completion,) = drain(world.reader, [world.read(0)])
         over.set()
         thread.join(TIMEOUT_S)
         assert "no answer was complete" in (completion.error or "")
