@@ -36,6 +36,8 @@ class RankOrders:
     def __init__(self) -> None:
         self.pending: list[Order] = []
         self._cards: dict[Address, tuple[RankCard, ...]] = {}  # Of peers that are ready.
+        # Of them, those from which something has been read: pairs of ranks, and routes of their groups.
+        self.plans: dict[Address, tuple[tuple[Pair, ...], GroupRoutes]] = {}
         self._known_to_ranks: set[Address] = set()
 
     # --- Peers -----------------------------------------------------------------------------------
@@ -45,6 +47,7 @@ class RankOrders:
 
     def peer_lost(self, address: Address) -> None:
         self._cards.pop(address, None)
+        self.plans.pop(address, None)
         if address in self._known_to_ranks:
             self._known_to_ranks.discard(address)
             self.pending.append(LosePeer(address))
@@ -207,8 +210,10 @@ class ReadStart:
         if ticket is None and fetch.reads_early:
             return
         try:
-            pairs = self.planner.pairs(ranks)
-            fetch.group_routes = self.planner.group_routes(ranks)
+            if producer not in self._orders.plans:
+                plan = self.planner.pairs(ranks), self.planner.group_routes(ranks)
+                self._orders.plans[producer] = plan
+            pairs, fetch.group_routes = self._orders.plans[producer]
             if ticket is not None:
                 self.planner.check_windows(fetch.group_routes, ticket)
         except PlanError as error:
