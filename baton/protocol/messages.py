@@ -133,13 +133,16 @@ class Announced(_OfTransfer, frozen=True, tag="announced"):
     def __post_init__(self) -> None:
         _check_transfer(self.transfer_id, self.number)
         _check_u64(self.run, self.num_tokens, self.partial_tokens)
-        if self.first_blocks and len(self.first_blocks) != len(self.block_ids):
-            raise ValueError(f"{len(self.first_blocks)} first blocks for {len(self.block_ids)} cache groups")
-        if not all(0 <= first <= MAX_LISTED_BLOCKS for first in self.first_blocks):
-            raise ValueError(f"first_blocks must be in [0, {MAX_LISTED_BLOCKS}]")
+        if self.first_blocks:
+            if len(self.first_blocks) != len(self.block_ids):
+                raise ValueError(
+                    f"{len(self.first_blocks)} first blocks for {len(self.block_ids)} cache groups"
+                )
+            if min(self.first_blocks) < 0 or max(self.first_blocks) > MAX_LISTED_BLOCKS:
+                raise ValueError(f"first_blocks must be in [0, {MAX_LISTED_BLOCKS}]")
         if not 0 <= self.partial_layers <= MAX_LAYERS:
             raise ValueError(f"partial_layers is {self.partial_layers}, at most {MAX_LAYERS}")
-        if sum(len(group) for group in self.block_ids) > MAX_LISTED_BLOCKS or len(self.block_ids) > 256:
+        if sum(map(len, self.block_ids)) > MAX_LISTED_BLOCKS or len(self.block_ids) > 256:
             raise ValueError(f"more than {MAX_LISTED_BLOCKS} blocks or 256 cache groups")
         for group in self.block_ids:
             if group and not (min(group) >= 0 and max(group) <= MAX_BLOCK_ID):

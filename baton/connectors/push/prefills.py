@@ -81,6 +81,7 @@ class Prefills:
         self._block_tokens = block_tokens
         self._num_ranks = num_ranks
         self._groups = groups
+        self._is_hybrid = is_hybrid(groups)
         self._host_schedules_ahead = host_schedules_ahead
         self._prefills: dict[str, _Prefill] = {}  # By request id.
         self._steps: dict[int, _Step] = {}  # In flight, oldest first.
@@ -247,8 +248,7 @@ class Prefills:
     ) -> None:
         """`num_layers`: of the tokens up to `num_tokens` only so many layers are ready; None: all."""
         reached = self._whole(prefill, num_tokens)
-        blocks = self._blocks(prefill, reached)
-        if reached <= prefill.num_ready or blocks is None:
+        if reached <= prefill.num_ready or (blocks := self._blocks(prefill, reached)) is None:
             return
         is_whole = num_layers is None
         if is_whole:
@@ -272,6 +272,6 @@ class Prefills:
             tuple(BlockId(block_id) for block_id in table[first:end])
             for table, first in zip(prefill.tables, prefill.first_blocks, strict=True)
         )
-        if is_hybrid(self._groups) and any(NULL_BLOCK_ID in table for table in tables):
+        if self._is_hybrid and any(NULL_BLOCK_ID in table for table in tables):
             return None
         return tables
