@@ -1,4 +1,4 @@
-"""Model and engines for the tests with embedded engines. A file that needs others defines its own."""
+"""Models, engines and the world of pull. A file that needs others defines its own."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -20,6 +20,7 @@ from tests.connectors.engine_world import (
     start_in,
     windowed_model,
 )
+from tests.connectors.pull_world import World
 
 
 @pytest.fixture(scope="session")
@@ -62,3 +63,10 @@ def answer_of(model_of: ModelOf) -> Iterator[AnswerOf]:
             return known[key]
 
         yield answer
+
+
+@pytest.fixture
+def world() -> Iterator[World]:
+    world = World()
+    yield world
+    world.close()

@@ -1,6 +1,6 @@
 """Malformed params are an error of the request. What another configuration would accept is computed here."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,13 +14,6 @@ from tests.vllm_plugin.world import VllmWorld
 
 OTHER_CLUSTER = ClusterSecret(b"another cluster's secret")
 TOKENS = list(range(9))
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 @pytest.fixture

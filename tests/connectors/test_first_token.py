@@ -1,7 +1,5 @@
 """P's sampled token reaches the host of D once, and only for the whole prompt."""
 
-from collections.abc import Iterator
-
 import pytest
 
 from baton.core.prefilled import PrefilledLogprob, PrefilledLogprobs, PrefilledTokens
@@ -10,13 +8,6 @@ from tests.connectors.pull_world import World
 TOKENS = [3, 1, 4, 1, 5, 9]
 LOGPROBS = PrefilledLogprobs(PrefilledLogprob(7, -0.5, 1), (PrefilledLogprob(7, -0.5, 1),))
 SAMPLED = PrefilledTokens((7,), (LOGPROBS,), b"digest")
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 @pytest.mark.parametrize(

@@ -35,13 +35,6 @@ PATIENCE_S = 60.0
 TOKENS = list(range(9))
 
 
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
-
-
 def breaks(*args: Any, **kwargs: Any) -> Any:
     raise RuntimeError("a fault of ours")
 

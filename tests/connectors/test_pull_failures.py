@@ -4,7 +4,6 @@
 """
 
 import base64
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,13 +17,6 @@ from baton.protocol.ticket import Ticket
 from tests.connectors.pull_world import BLOCK, Engine, World, model_config
 
 TOKENS = list(range(11))
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def assert_failed(

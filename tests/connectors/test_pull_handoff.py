@@ -1,19 +1,11 @@
 """A prompt's KV changes hands: what arrives, what is moved, what is freed."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from baton.core.errors import BadTransferParams
 from tests.connectors.pull_world import BLOCK, Status, World
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 def tokens_of(num_tokens: int, first: int = 0) -> list[int]:

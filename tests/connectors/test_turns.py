@@ -1,6 +1,5 @@
 """The next turn's prefill fetches what the last turn's decode has left: same tickets, same leases."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,13 +30,6 @@ class Request(FakeRequest):
     @property
     def all_token_ids(self) -> list[int]:
         return self.prompt_token_ids + self.output
-
-
-@pytest.fixture
-def world() -> Iterator[World]:
-    world = World()
-    yield world
-    world.close()
 
 
 @pytest.fixture
