@@ -171,7 +171,7 @@ class VllmScheduler:
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector
-        self._requests: dict[str, Any] = {}  # vLLM's requests that have not ended.
+        self._requests: dict[str, tuple[Any, Any]] = {}  # The kit's and vLLM's, until they end.
 
     def __getattr__(self, name: str) -> Any:
         if name == "connector":  # While it is being copied or unpickled.
@@ -194,6 +194,8 @@ class VllmScheduler:
         return self.connector.request_finished(self._ended(request), block_ids)
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
+        for request, _ in self._requests.values():  # Connectors may have kept vLLM's, which change.
+            self._as_vllms(request)
         ours = scheduler_output
         theirs = SchedulerOutput.make_empty()
         theirs.num_scheduled_tokens = dict(ours.num_scheduled_tokens)
@@ -236,7 +238,7 @@ class VllmScheduler:
         return half.introduction() if hasattr(half, "introduction") else None
 
     def _new(self, data: Any) -> Any:
-        theirs = NewRequestData.from_request(self._requests[data.req_id], data.block_ids)
+        theirs = NewRequestData.from_request(self._requests[data.req_id][1], data.block_ids)
         theirs.num_computed_tokens = data.num_computed_tokens
         return theirs
 
@@ -246,9 +248,9 @@ class VllmScheduler:
         return theirs
 
     def _as_vllms(self, request: Any) -> Any:
-        theirs = self._requests.get(request.request_id)
-        if theirs is None:
-            theirs = self._requests[request.request_id] = _vllms_request(request)
+        if request.request_id not in self._requests:
+            self._requests[request.request_id] = request, _vllms_request(request)
+        _, theirs = self._requests[request.request_id]
         theirs.status = RequestStatus[request.status.name]
         theirs.num_computed_tokens = request.num_computed_tokens
         theirs.kv_transfer_params = request.kv_transfer_params
