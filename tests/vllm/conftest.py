@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.processes import Fleet
 from tests.vllm.engines import SECRET, Server, Site
+from tests.vllm.forking import ForkingFleet
 from tests.vllm.plain import PLAIN, SINGLE, D, P
 from tests.vllm.prompts import Single, ask_single
 
@@ -33,6 +33,9 @@ OTHER_CASTS = frozenset(
 ENVIRONMENT = {
     "BATON_SECRET": SECRET,
     "VLLM_CPU_KVCACHE_SPACE": "1",  # GiB.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",  # Per rank.
+    "TORCHDYNAMO_DISABLE": "1",  # Otherwise the first request with logprobs compiles for 8 s.
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
 }
@@ -40,7 +43,7 @@ ENVIRONMENT = {
 
 @pytest.hookimpl(trylast=True)  # After the grouping by parameters, which it keeps.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.stem in OTHER_CASTS)
+    items.sort(key=lambda item: (item.path.stem in OTHER_CASTS, item.path.stem == "test_restarts"))
 
 
 @pytest.fixture(scope="session")
@@ -57,7 +60,7 @@ def new_model(folder: Path, *options: str) -> Path:
 
 @pytest.fixture(scope="session")
 def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with Fleet(tmp_path_factory.mktemp("logs"), env={**os.environ, **ENVIRONMENT}) as fleet:
+    with ForkingFleet(tmp_path_factory.mktemp("logs"), env={**os.environ, **ENVIRONMENT}) as fleet:
         site = Site(fleet, model)
         yield site
         site.dismiss()  # Closes their clients too: an open socket at the end is an error.

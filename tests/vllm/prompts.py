@@ -5,14 +5,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tests.vllm.engines import Server, completion
+from tests.vllm.engines import Prompt, Server, completion
 
 NUM_TOKENS = 64  # Per answer; a test with fewer tokens compares the beginning.
 _LENGTHS = (8, 9, 15, 16, 17, 31, 64, 127, 128, 129, 200, 255, 257, 300, 384, 500, 513, 640, 777, 1000, 1500)
 _LONG = (2000, 3000, 3900)
 _VOCAB = (3, 2000)  # After the special tokens.
-
-Prompt = tuple[int, ...]
 
 
 def prompts() -> list[Prompt]:

@@ -1,12 +1,33 @@
-"""The installed vLLM agrees with the records; differences are named."""
+"""The installed vLLM agrees with Baton's records of its classes and request fields; differences are named."""
 
 from pathlib import Path
 
 import pytest
+from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+from vllm.entrypoints.serve.tokenize.protocol import (
+    DetokenizeRequest,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
 
 from baton.contract.surface import SURFACE
+from baton.server.protocol.fields import FIELDS, Endpoint
 from baton.vllm_plugin.drift import describe, differences, installed_package, load_record
 from baton.vllm_plugin.versions import release_of
+
+REQUESTS: dict[Endpoint, set[str]] = {
+    "completions": set(CompletionRequest.model_fields),
+    "chat": set(ChatCompletionRequest.model_fields),
+    "tokenize": {*TokenizeCompletionRequest.model_fields, *TokenizeChatRequest.model_fields},
+    "detokenize": set(DetokenizeRequest.model_fields),
+}
+
+
+@pytest.mark.parametrize("endpoint", REQUESTS)
+def test_no_request_field_of_vllms_server_is_missing(endpoint: Endpoint) -> None:
+    known = {field.name for field in FIELDS if endpoint in field.endpoints}
+    assert REQUESTS[endpoint] - known == set()
 
 
 @pytest.fixture(scope="module")

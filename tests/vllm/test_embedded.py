@@ -1,17 +1,15 @@
 """A vLLM engine and Baton's own hand over with one checkpoint: layouts differ, tokens do not."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.vllm.engines import BatonPlan, Server, Site, completion, transfer
+from tests.vllm.engines import BatonPlan, Server, Site, check_at_once, check_handoffs, completion, transfer
 from tests.vllm.plain import PLAIN, D, P
-from tests.vllm.prompts import NUM_TOKENS, Prompt, Single, chat_body, prompts
+from tests.vllm.prompts import NUM_TOKENS, Single, chat_body, prompts
 
 BATON_P = BatonPlan("baton-p", transfer("BatonPushConnector", "kv_producer", "baton-p"))
 BATON_D = BatonPlan("baton-d", transfer("BatonPushConnector", "kv_consumer", "baton-d"))
-TRANSFERS = "baton:kv_transfer_seconds_count"
 ASKED = [
     prompt for prompt in prompts() if len(prompt) in (8, 16, 17, 128, 129, 257, 512, 513, 1500, 3000, 3900)
 ]
@@ -44,24 +42,11 @@ def router(site: Site, engines: dict[str, Server], names: tuple[str, str], mode:
 def test_tokens_equal_a_single_vllms(
     router: Server, engines: dict[str, Server], names: tuple[str, str], single: Single
 ) -> None:
-    d = engines[names[1]]
-    num_before = d.metric(TRANSFERS)
-    for prompt in ASKED:
-        assert router.tokens(prompt, cache_salt=router.name) == single.tokens(prompt), len(prompt)
-    assert router.metric("baton:router_prefills_total", where="local") == 0
-    assert router.metric("baton:router_prefills_total", where="remote") == len(ASKED)
-    # All but the one that is a whole prefix hit.
-    d.wait_metric(TRANSFERS, lambda num: num >= num_before + len(ASKED) - 1)
+    check_handoffs(router, engines[names[1]], ASKED, single.tokens, num_cached=1)
 
 
 def test_concurrent_streams_equal_a_single_vllms(router: Server, single: Single) -> None:
-    def ask(prompt: Prompt) -> list[int]:
-        got = router.stream(completion(prompt, cache_salt=f"{router.name} at once"))
-        assert got.is_done, got
-        return got.token_ids
-
-    with ThreadPoolExecutor(len(ASKED)) as threads:
-        assert list(threads.map(ask, ASKED)) == [single.tokens(prompt) for prompt in ASKED]
+    check_at_once(router, ASKED, single.tokens)
     assert router.metric("baton:router_first_tokens_total", agreed="no") == 0
 
 

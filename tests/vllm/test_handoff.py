@@ -5,11 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.vllm.engines import Server, Site, completion
+from tests.vllm.engines import Server, Site, check_at_once, check_handoffs, completion
 from tests.vllm.prompts import NUM_TOKENS, Prompt, Single, chat_body, prompts
 
 MODES = ("pull", "push")
-CONCURRENCY = 16
 
 
 @pytest.fixture(scope="module", params=MODES)
@@ -22,16 +21,7 @@ def test_every_prompt_is_answered_as_by_one_engine(
     router: Server, plain_pair: tuple[Server, Server], single: Single
 ) -> None:
     """Whole answers, including prefix hits and repeated prompts."""
-    asked = prompts()
-    _, d = plain_pair
-    num_transfers = d.metric("baton:kv_transfer_seconds_count")
-    for prompt in asked:
-        salt = {"cache_salt": router.name}  # The caches hold the prompts of the other modes.
-        assert router.tokens(prompt, **salt) == single.tokens(prompt), f"a prompt of {len(prompt)} tokens"
-    assert router.metric("baton:router_prefills_total", where="remote") == len(asked)
-    assert router.metric("baton:router_prefills_total", where="local") == 0
-    # D has not computed them itself; but it had some prompts in its cache.
-    d.wait_metric("baton:kv_transfer_seconds_count", lambda num: num >= num_transfers + 0.8 * len(asked))
+    check_handoffs(router, plain_pair[1], prompts(), single.tokens, num_cached=6)
 
 
 def test_streams_begin_with_the_first_token_of_p_and_equal_one_engines(
@@ -85,16 +75,7 @@ def test_a_push_with_a_delayed_decode_leg_equals_one_engines(
 
 
 def test_many_at_once_are_answered_as_by_one_engine(router: Server, single: Single) -> None:
-    asked = [prompt for prompt in prompts() if len(prompt) <= 1500]
-
-    def ask(prompt: Prompt) -> list[int]:
-        got = router.stream(completion(prompt, cache_salt=f"{router.name} at once"))
-        assert got.is_done, got
-        return got.token_ids
-
-    with ThreadPoolExecutor(CONCURRENCY) as threads:
-        answers = list(threads.map(ask, asked))
-    assert answers == [single.tokens(prompt) for prompt in asked]
+    check_at_once(router, [prompt for prompt in prompts() if len(prompt) <= 1500], single.tokens)
 
 
 def test_a_chat_equals_one_engines(router: Server, single: Single) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from baton.connectors.hidden_states import load_hidden_states
-from tests.vllm.engines import ANSWER_S, Server, Site, VllmPlan
+from tests.vllm.engines import ANSWER_S, Server, Site, VllmPlan, transfer
 from tests.vllm.prompts import prompts
 
 LENGTHS = (8, 129, 300, 513, 777, 2000, 3900)  # The last two take more than one step.
@@ -19,11 +19,8 @@ TOLERANCE = 2e-4  # For values of about 1; both compute in float32, in different
 
 
 def saving(folder: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": "BatonHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
+    settings = {"shared_storage_path": str(folder)}
+    return transfer("BatonHiddenStatesConnector", "kv_producer", "states", extra=settings)
 
 
 def speculating(layers: Sequence[int]) -> tuple[str, str]:

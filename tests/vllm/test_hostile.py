@@ -41,6 +41,8 @@ def flipped(text: str) -> str:
     return base64.urlsafe_b64encode(bytes(raw)).decode().rstrip("=")
 
 
+FETCH = {"do_remote_prefill": True, "remote_engine_id": "p"}
+NIXL = {"remote_engine_id": "unknown", "remote_block_ids": [[1, 2, 3]], "remote_request_id": "r"}
 DICTS: dict[str, Any] = {
     "alone": {"do_remote_prefill": True},
     "alone, for a transfer": {"do_remote_prefill": True, "transfer_id": "t"},
@@ -48,27 +50,14 @@ DICTS: dict[str, Any] = {
     "truthy": {"do_remote_prefill": 1},
     "text": {"do_remote_prefill": "yes"},
     "list": {"do_remote_prefill": [True], "do_remote_decode": {}},
-    "number for a ticket": {"do_remote_prefill": True, "baton_ticket": 7, "remote_engine_id": "p"},
-    "list for a ticket": {"do_remote_prefill": True, "baton_ticket": ["x"], "remote_engine_id": "p"},
-    "no ticket": {"do_remote_prefill": True, "baton_ticket": "", "remote_engine_id": "p"},
-    "garbage ticket": {"do_remote_prefill": True, "baton_ticket": "k" * 400, "remote_engine_id": "p"},
-    "huge ticket": {"do_remote_prefill": True, "baton_ticket": "A" * (1 << 21), "remote_engine_id": "p"},
-    "garbage introduction": {
-        "do_remote_prefill": True,
-        "baton_introduction": "AAAA",
-        "transfer_id": "t",
-        "remote_engine_id": "p",
-    },
+    "number for a ticket": {**FETCH, "baton_ticket": 7},
+    "list for a ticket": {**FETCH, "baton_ticket": ["x"]},
+    "no ticket": {**FETCH, "baton_ticket": ""},
+    "garbage ticket": {**FETCH, "baton_ticket": "k" * 400},
+    "huge ticket": {**FETCH, "baton_ticket": "A" * (1 << 21)},
+    "garbage introduction": {**FETCH, "baton_introduction": "AAAA", "transfer_id": "t"},
     "nested": {"do_remote_prefill": True, "remote_block_ids": [[[[[[]]]]]], "baton_ticket": {"a": [None]}},
-    "NIXL's keys": {
-        "do_remote_prefill": True,
-        "remote_engine_id": "unknown",
-        "remote_block_ids": [[1, 2, 3]],
-        "remote_request_id": "r",
-        "remote_host": "127.0.0.1",
-        "remote_port": 9,
-        "tp_size": 1,
-    },
+    "NIXL's keys": {**FETCH, **NIXL, "remote_host": "127.0.0.1", "remote_port": 9, "tp_size": 1},
     "asked to lend oddly": {"do_remote_decode": True, "transfer_id": 5},
     "asked to lend for a turn": {"do_remote_decode": True, "baton_ticket": "x"},
     "introduce": {"baton_introduce": True},

@@ -11,17 +11,27 @@ from collections.abc import Callable
 import psutil
 import pytest
 
-from tests.vllm.engines import ANSWER_S, BatonPlan, Server, Site, VllmPlan, in_company, transfer
+from tests.vllm.engines import (
+    ANSWER_S,
+    TRANSFERS,
+    BatonPlan,
+    Server,
+    Site,
+    VllmPlan,
+    check_handoffs,
+    in_company,
+    transfer,
+)
 from tests.vllm.prompts import Prompt, prompts
 
 BLOCK, WINDOW = 32, 100
 GROUPS = "hybrid"
 SIZES = ("--block-size", str(BLOCK))
-SINGLE = VllmPlan("single", None, cores="1", extra=SIZES)
+SINGLE = VllmPlan("single", None, extra=SIZES)
 # Longer prompts take several steps, so that a push announces progress between them.
 IN_STEPS = (*SIZES, "--max-num-batched-tokens", "256")
-P = VllmPlan("p", transfer("BatonPushConnector", "kv_producer", "p"), cores="0", extra=IN_STEPS)
-D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), cores="1", extra=SIZES)
+P = VllmPlan("p", transfer("BatonPushConnector", "kv_producer", "p"), extra=IN_STEPS)
+D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), extra=SIZES)
 BATON_P = BatonPlan("baton-p", transfer("BatonPushConnector", "kv_producer", "baton-p"), IN_STEPS)
 BATON_D = BatonPlan("baton-d", transfer("BatonPushConnector", "kv_consumer", "baton-d"), SIZES)
 ONE_TABLE = BatonPlan(
@@ -29,7 +39,6 @@ ONE_TABLE = BatonPlan(
     transfer("BatonPushConnector", "kv_producer", "one-table"),
     (*SIZES, "--hybrid-kv-cache", "off"),
 )
-TRANSFERS = "baton:kv_transfer_seconds_count"
 EXTERNAL_HITS = "vllm:external_prefix_cache_hits_total"
 PAIRS = [("p", "d"), ("p", "baton-d"), ("baton-p", "d")]
 
@@ -68,14 +77,10 @@ def test_tokens_equal_a_single_vllms(
     names: tuple[str, str],
     mode: str,
 ) -> None:
+    """Each prompt extends the one before it, so D has its beginning, and never all of it."""
     p, d = (engines[name] for name in names)
-    num_before = d.metric(TRANSFERS)
     with windows.router(p, d, mode) as router:
-        for prompt in ASKED:
-            assert router.tokens(prompt, cache_salt=router.name) == expected[prompt], len(prompt)
-        assert router.metric("baton:router_prefills_total", where="remote") == len(ASKED)
-    # Each prompt extends the one before it, so D has its beginning, and never all of it.
-    d.wait_metric(TRANSFERS, lambda num: num >= num_before + len(ASKED))
+        check_handoffs(router, d, ASKED, expected.__getitem__)
 
 
 @pytest.mark.parametrize("names", PAIRS, ids=" to ".join)
@@ -159,8 +164,8 @@ def company(
     no_cache = "--no-enable-prefix-caching"
     of_p = in_company(transfer("BatonPushConnector", "kv_producer", "p-two"), offload)
     of_d = in_company(transfer("BatonPushConnector", "kv_consumer", "d-files"), files)
-    p = VllmPlan("p-two", of_p, cores="0|1", extra=(*IN_STEPS, no_cache))
-    d = VllmPlan("d-files", of_d, cores="1", extra=(*SIZES, no_cache))
+    p = VllmPlan("p-two", of_p, num_ranks=2, extra=(*IN_STEPS, no_cache))
+    d = VllmPlan("d-files", of_d, extra=(*SIZES, no_cache))
     servers = windows.cast("company", p, d)
     return servers[p.name], servers[d.name]
 
@@ -170,12 +175,8 @@ def test_two_ranks_hand_over_to_one_beside_stores(
     windows: Site, company: tuple[Server, Server], expected: dict[Prompt, list[int]], mode: str
 ) -> None:
     p, d = company
-    before = d.metric(TRANSFERS)
     with windows.router(p, d, mode) as router:
-        for prompt in ASKED:
-            assert router.tokens(prompt, cache_salt=router.name) == expected[prompt], len(prompt)
-        assert router.metric("baton:router_prefills_total", where="remote") == len(ASKED)
-    d.wait_metric(TRANSFERS, lambda num: num >= before + len(ASKED))
+        check_handoffs(router, d, ASKED, expected.__getitem__)
     assert p.prefill(_LONG, cache_salt=f"{mode} ticket")["tp_size"] == 2
 
 

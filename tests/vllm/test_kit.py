@@ -53,7 +53,7 @@ def test_a_sound_connector_of_batons_base_passes() -> None:
 
 @pytest.mark.parametrize("kind", BROKEN, ids=lambda kind: kind.__name__)
 def test_a_fault_is_reported_by_its_name(kind: Any) -> None:
-    assert check(kind, 200).broken_rule == kind.rule
+    assert check(kind, 2000).broken_rule == kind.rule
 
 
 def test_the_command_checks_our_connectors_in_vllm() -> None:

@@ -1,21 +1,16 @@
 """Offload in a real vLLM of two ranks, whose pool is too small for the test's prompts."""
 
 import json
-from typing import Any
 
-import msgspec
 import pytest
-import zmq
-from vllm.distributed.kv_events import BlockStored, KVEventBatch, ZmqEventPublisher
+from vllm.distributed.kv_events import BlockStored
 
 from baton.cli.processes import free_ports
 from tests.vllm.engines import Server, Site, VllmPlan, transfer
 from tests.vllm.prompts import Single, prompts
+from tests.vllm.test_kv_events import replayed
 
 ASKED = [prompt for prompt in prompts() if 1500 <= len(prompt) <= 3900]
-
-
-WAIT_MS = 30_000
 
 
 @pytest.fixture(scope="module")
@@ -25,8 +20,8 @@ def replay_endpoint() -> str:
 
 @pytest.fixture(scope="module")
 def engine(site: Site, single: Single, replay_endpoint: str) -> Server:
-    config = transfer("BatonOffloadConnector", "kv_both", "o")
-    config["kv_connector_extra_config"] = {"cpu_gib": 0.25, "eviction": "arc"}
+    settings = {"cpu_gib": 0.25, "eviction": "arc"}
+    config = transfer("BatonOffloadConnector", "kv_both", "o", extra=settings)
     # 40 blocks of 128 tokens: one of these prompts evicts the others.
     events = {
         "enable_kv_cache_events": True,
@@ -35,7 +30,7 @@ def engine(site: Site, single: Single, replay_endpoint: str) -> Server:
         "replay_endpoint": replay_endpoint,
     }
     extra = ("--num-gpu-blocks-override", "40", "--kv-events-config", json.dumps(events))
-    plan = VllmPlan("o", config, cores="0|1", extra=extra)
+    plan = VllmPlan("o", config, num_ranks=2, extra=extra)
     return site.cast("offload", plan)["o"]
 
 
@@ -58,7 +53,8 @@ def test_a_consumer_can_join_events_of_host_memory_and_of_the_cache(
 ) -> None:
     for prompt in ASKED:
         assert engine.tokens(prompt) == single.tokens(prompt), len(prompt)
-    stored = [event for event in replayed(replay_endpoint) if isinstance(event, BlockStored)]
+    events = [event for batch in replayed(replay_endpoint) for event in batch.events]
+    stored = [event for event in events if isinstance(event, BlockStored)]
     by_medium = {
         medium: {
             (block, *event.token_ids[place * event.block_size : (place + 1) * event.block_size])
@@ -70,20 +66,6 @@ def test_a_consumer_can_join_events_of_host_memory_and_of_the_cache(
     }
     assert by_medium["CPU"]
     assert by_medium["CPU"] <= by_medium["GPU"], "the same hashes, of the same tokens"
-
-
-def replayed(endpoint: str) -> list[Any]:
-    """Return every event that the engine has published."""
-    events: list[Any] = []
-    with zmq.Context() as context, context.socket(zmq.DEALER) as replay:
-        replay.connect(endpoint)
-        replay.send_multipart((b"", bytes(8)))
-        while True:
-            assert replay.poll(WAIT_MS), "vLLM does not answer"
-            *_, number, batch = replay.recv_multipart()
-            if number == ZmqEventPublisher.END_SEQ:
-                return events
-            events += msgspec.msgpack.decode(batch, type=KVEventBatch).events
 
 
 def test_a_request_can_opt_out_and_bad_params_do_no_harm(engine: Server, single: Single) -> None:

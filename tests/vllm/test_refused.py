@@ -1,54 +1,66 @@
 """Configurations with which vLLM does not start, with the reason in its log."""
 
+import logging
 import select
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import vllm
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.plugins import load_general_plugins
 
 from baton.cli.processes import free_ports
-from tests.vllm.engines import START_S, Site, VllmPlan
+from baton.core.errors import ConfigError
+from tests.vllm.engines import START_S, Site, VllmPlan, in_company
+from tests.vllm.test_hidden_states import saving
 
 
-def hidden_states(folder: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": "BatonHiddenStatesConnector",
-        "kv_role": "kv_producer",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
-
-
-def beside_a_store(child: dict[str, Any], folder: Path) -> dict[str, Any]:
-    store = {
-        "kv_connector": "ExampleConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(folder)},
-    }
-    return {
-        "kv_connector": "MultiConnector",
-        "kv_role": "kv_both",
-        "kv_connector_extra_config": {"connectors": [child, store]},
-    }
-
-
-DECODE_BENCH = {"kv_connector": "BatonDecodeBenchConnector", "kv_role": "kv_both"}
-
-
-@pytest.mark.parametrize("name", ["decode bench in company", "hidden states of no layer"])
-def test_vllm_does_not_start(site: Site, tmp_path: Path, name: str) -> None:
-    transfer, expected_text = {
-        "decode bench in company": (
-            beside_a_store(DECODE_BENCH, tmp_path),
+@pytest.mark.parametrize(
+    ("name", "expected_text"),
+    [
+        (
+            "decode-bench-in-company",
             "BatonDecodeBenchConnector cannot be combined with other connectors",
         ),
-        "hidden states of no layer": (hidden_states(tmp_path), "extract_hidden_states"),
-    }[name]
+        ("hidden-states-of-no-layer", "extract_hidden_states"),
+    ],
+)
+def test_vllm_does_not_start(site: Site, tmp_path: Path, name: str, expected_text: str) -> None:
+    disk = {"shared_storage_path": str(tmp_path)}
+    store = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": disk}
+    bench = {"kv_connector": "BatonDecodeBenchConnector", "kv_role": "kv_both", "engine_id": "bench"}
+    transfer = in_company(bench, store) if "company" in name else saving(tmp_path)
     site.cast("refused")
     (port,) = free_ports(1)
-    child = VllmPlan(name.replace(" ", "-"), transfer).start(site, port)
+    child = VllmPlan(name, transfer).start(site, port)
     ended, _, _ = select.select([child], [], [], START_S)
     assert ended, child.log_tail()
     log = child.log_path.read_text(errors="replace")
     site.end(child)
     assert "ConfigError: " in log, log[-8000:]
     assert expected_text in log, log[-8000:]
+
+
+def test_an_untested_version_is_refused_unless_allowed(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Make the connector as a worker of vLLM does, but without an engine."""
+    monkeypatch.setattr(vllm, "__version__", "0.99.0")
+    load_general_plugins()
+
+    def make(**extra: Any) -> None:
+        config = KVTransferConfig(
+            kv_connector="BatonPullConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        )
+        engine = SimpleNamespace(kv_transfer_config=config)
+        KVConnectorFactory.get_connector_class(config)(engine, KVConnectorRole.SCHEDULER, None)
+
+    with pytest.raises(ConfigError, match=r"this is vLLM 0\.99\.0.*allow_untested_vllm"):
+        make()
+    with caplog.at_level(logging.WARNING), pytest.raises(AttributeError, match="kv_cache_groups"):
+        make(allow_untested_vllm=True)
+    assert "vLLM 0.99.0 is untested" in caplog.text

@@ -6,8 +6,6 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import pytest
-
 from tests.vllm.engines import Server, Site, Streamed, completion
 from tests.vllm.plain import PLAIN, D, P
 from tests.vllm.prompts import NUM_TOKENS, Prompt, Single, prompts
@@ -46,37 +44,6 @@ def ask_all(router: Server, salt: str, on_first: Callable[[], None]) -> dict[Pro
         return {prompt: future.result(timeout=ENDS_S) for prompt, future in asked.items()}
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_a_killed_prefill_engine_costs_no_answer(site: Site, single: Single, mode: str) -> None:
-    servers = site.cast(PLAIN, P, D)
-    p, d = servers[P.name], servers[D.name]
-    with site.router(p, d, mode) as router:
-        answers = ask_all(router, f"P dies in {mode}", lambda: kill(p))
-        for prompt, got in answers.items():
-            assert got.is_done
-            assert got.error is None, f"a prompt of {len(prompt)} tokens: {got.error}"
-            assert got.token_ids == single.tokens(prompt, NUM_TOKENS), f"a prompt of {len(prompt)} tokens"
-        assert router.metric("baton:router_prefills_total", where="local") > 0
-        assert d.is_healthy()
-        assert router.tokens(ASKED[0], cache_salt="alone") == single.tokens(ASKED[0])
-    site.dismiss(P.name)
-
-
-def test_a_restarted_prefill_engine_is_read_from_again(site: Site, single: Single) -> None:
-    """It has the same name, which D knows from its predecessor. The predecessor's tickets are not valid
-    any more.
-    """
-    servers = site.cast(PLAIN, P, D)
-    p, d = servers[P.name], servers[D.name]
-    before = d.metric("baton:kv_transfer_seconds_count")
-    for mode in ("pull", "push"):
-        with site.router(p, d, mode) as router:
-            for prompt in ASKED[:3]:
-                assert router.tokens(prompt, cache_salt=f"back in {mode}") == single.tokens(prompt)
-            assert router.metric("baton:router_prefills_total", where="local") == 0
-    d.wait_metric("baton:kv_transfer_seconds_count", lambda count: count >= before + 6)
-
-
 def test_a_killed_decode_engine_ends_its_answers_clearly_and_p_continues(site: Site, single: Single) -> None:
     servers = site.cast(PLAIN, P, D)
     p, d = servers[P.name], servers[D.name]
@@ -101,3 +68,41 @@ def test_a_killed_decode_engine_ends_its_answers_clearly_and_p_continues(site: S
     site.dismiss(D.name)
     d = site.cast(PLAIN, P, D)[D.name]
     assert d.tokens(ASKED[1], p.prefill(ASKED[1])) == single.tokens(ASKED[1])
+
+
+def check_that_killing_p_costs_no_answer(site: Site, single: Single, mode: str) -> None:
+    servers = site.cast(PLAIN, P, D)
+    p, d = servers[P.name], servers[D.name]
+    with site.router(p, d, mode) as router:
+        answers = ask_all(router, f"P dies in {mode}", lambda: kill(p))
+        for prompt, got in answers.items():
+            assert got.is_done
+            assert got.error is None, f"a prompt of {len(prompt)} tokens: {got.error}"
+            assert got.token_ids == single.tokens(prompt, NUM_TOKENS), f"a prompt of {len(prompt)} tokens"
+        assert router.metric("baton:router_prefills_total", where="local") > 0
+        assert d.is_healthy()
+        assert router.tokens(ASKED[0], cache_salt="alone") == single.tokens(ASKED[0])
+    site.dismiss(P.name)
+
+
+def test_a_prefill_engine_killed_in_pull_costs_no_answer(site: Site, single: Single) -> None:
+    check_that_killing_p_costs_no_answer(site, single, "pull")
+
+
+def test_a_restarted_prefill_engine_is_read_from_again(site: Site, single: Single) -> None:
+    """It has the same name, which D knows from its predecessor. The predecessor's tickets are not valid
+    any more.
+    """
+    servers = site.cast(PLAIN, P, D)
+    p, d = servers[P.name], servers[D.name]
+    before = d.metric("baton:kv_transfer_seconds_count")
+    for mode in ("pull", "push"):
+        with site.router(p, d, mode) as router:
+            for prompt in ASKED[:3]:
+                assert router.tokens(prompt, cache_salt=f"back in {mode}") == single.tokens(prompt)
+            assert router.metric("baton:router_prefills_total", where="local") == 0
+    d.wait_metric("baton:kv_transfer_seconds_count", lambda count: count >= before + 6)
+
+
+def test_a_prefill_engine_killed_in_push_costs_no_answer(site: Site, single: Single) -> None:
+    check_that_killing_p_costs_no_answer(site, single, "push")

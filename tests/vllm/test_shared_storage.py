@@ -2,25 +2,14 @@
 
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.vllm.engines import ANSWER_S, Server, Site, VllmPlan
+from tests.vllm.engines import ANSWER_S, Server, Site, VllmPlan, transfer
 from tests.vllm.prompts import Single, prompts
 
 CHUNK = 256  # Two of vLLM's blocks.
 ASKED = [prompt for prompt in prompts() if len(prompt) in (300, 513, 1500)]
-
-
-def storage(engine_id: str, folder: Path) -> dict[str, Any]:
-    return {
-        "kv_connector": "BatonSharedStorageConnector",
-        "kv_role": "kv_both",
-        "engine_id": engine_id,
-        "kv_load_failure_policy": "recompute",
-        "kv_connector_extra_config": {"path": str(folder)},
-    }
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +19,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def pair(site: Site, single: Single, folder: Path) -> tuple[Server, Server]:
-    a, b = VllmPlan("a", storage("a", folder), cores="0"), VllmPlan("b", storage("b", folder), cores="1")
-    servers = site.cast("storage", a, b)
+    def plan(name: str) -> VllmPlan:
+        extra = {"path": str(folder)}
+        return VllmPlan(name, transfer("BatonSharedStorageConnector", "kv_both", name, extra=extra))
+
+    servers = site.cast("storage", plan("a"), plan("b"))
     return servers["a"], servers["b"]
 
 

@@ -1,5 +1,9 @@
-"""Events of offloaded blocks agree with those of vLLM's own block pool for the same blocks."""
+"""Baton's part in vLLM's block pool: events of offloaded blocks, and block tables that keep one more token.
 
+Uses vLLM's objects without a model; no engine is started.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -9,6 +13,7 @@ from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
@@ -19,28 +24,34 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
-from baton.core.kv_groups import KVCacheGroup
+from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup
 from baton.vllm_plugin.block_events import store_events
+from baton.vllm_plugin.groups import groups_of, keep_one_token_more
 
-BLOCK = 16
-WINDOW = 1024
-FULL = FullAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32)
-SLIDING = SlidingWindowSpec(
-    block_size=BLOCK, num_kv_heads=1, head_size=8, dtype=torch.float32, sliding_window=WINDOW
-)
+BLOCK, WINDOW, CHUNK = 16, 40, 64
+SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
+FULL = FullAttentionSpec(**SHAPE)
+SLIDING = SlidingWindowSpec(**SHAPE, sliding_window=WINDOW)
 TOKENS = list(range(100, 100 + 5 * BLOCK + 3))
+LENGTHS = (1, 39, 40, 41, 55, 56, 57, 100, 103, 104, 128, 200, 247, 248)
+"""Where `n - WINDOW + 1` is a multiple of BLOCK, an unmodified vLLM keeps one block too few for a reload."""
 
 
-def request(**fields: Any) -> Request:
+def request(request_id: str = "r", tokens: Sequence[int] = TOKENS, **fields: Any) -> Request:
     init_none_hash(sha256)
     return Request(
-        request_id="r",
-        prompt_token_ids=TOKENS,
+        request_id=request_id,
+        prompt_token_ids=list(tokens),
         sampling_params=SamplingParams(max_tokens=2),
         pooling_params=None,
         block_hasher=get_request_block_hasher(BLOCK, sha256),
         **fields,
     )
+
+
+def cache_of(*specs: Any) -> KVCacheConfig:
+    groups = [KVCacheGroupSpec([str(index)], spec) for index, spec in enumerate(specs)]
+    return KVCacheConfig(num_blocks=200, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
 def said_by_vllm(of: Request, num_blocks: int, group: int = 0) -> BlockStored:
@@ -71,13 +82,8 @@ class Host:
             groups=groups,
             publishes_events=True,
         )
-        cache = KVCacheConfig(
-            num_blocks=64,
-            kv_cache_tensors=[],
-            kv_cache_groups=[KVCacheGroupSpec([str(i)], spec) for i, spec in enumerate(specs)],
-        )
         self.num_groups = len(groups)
-        self.half = OffloadSchedulerHalf(identity, store_events(cache, BLOCK))
+        self.half = OffloadSchedulerHalf(identity, store_events(cache_of(*specs), BLOCK))
 
     def compute(self, of: Request) -> None:
         """Compute all of the prompt in one step and deliver the report."""
@@ -134,13 +140,7 @@ def test_blocks_after_known_ones_name_their_parent() -> None:
     host, first = Host(FULL), request()
     host.compute(first)
     host.published()
-    longer = Request(
-        request_id="longer",
-        prompt_token_ids=[*TOKENS[: 5 * BLOCK], *range(BLOCK)],
-        sampling_params=SamplingParams(max_tokens=2),
-        pooling_params=None,
-        block_hasher=get_request_block_hasher(BLOCK, sha256),
-    )
+    longer = request("longer", [*TOKENS[: 5 * BLOCK], *range(BLOCK)])
     host.compute(longer)
     (stored,) = host.published()
     assert (stored.parent_block_hash, stored.block_hashes) == (
@@ -163,3 +163,31 @@ def test_blocks_of_several_groups_are_told_apart() -> None:
         assert event.block_hashes == said_by_vllm(of, 5, event.group_idx).block_hashes
     host.half.reset_cache()
     assert {event.group_idx for event in host.published()} == {0, 1}
+
+
+def holes(table: list[int], num_tokens: int) -> list[bool]:
+    return [block_id == NULL_BLOCK_ID for block_id in table[: -(-num_tokens // BLOCK)]]
+
+
+@pytest.mark.parametrize("num_tokens", LENGTHS)
+def test_what_was_computed_and_what_is_loaded_have_the_blocks_that_a_ticket_names(num_tokens: int) -> None:
+    config = cache_of(SLIDING, FULL)
+    keep_one_token_more(config)
+    pool = KVCacheManager(config, max_model_len=1024, scheduler_block_size=BLOCK, hash_block_size=BLOCK)
+    windowed, whole = groups_of(config, BLOCK)
+    assert whole.window is None
+    first = windowed.first_kept(num_tokens, BLOCK)
+    num_blocks = -(-num_tokens // BLOCK)
+    expected = [[True] * first + [False] * (num_blocks - first), [False] * num_blocks]
+
+    computed = request("computed", range(num_tokens), cache_salt="computed")
+    while computed.num_computed_tokens < num_tokens:
+        step = min(CHUNK, num_tokens - computed.num_computed_tokens)
+        assert pool.allocate_slots(computed, step) is not None
+        computed.num_computed_tokens += step
+    pool.remove_skipped_blocks("computed", num_tokens)  # As vLLM does before it asks a connector.
+    assert [holes(table, num_tokens) for table in pool.get_block_ids("computed")] == expected
+
+    loaded = request("loaded", range(num_tokens), cache_salt="loaded")
+    assert pool.allocate_slots(loaded, 0, num_external_computed_tokens=num_tokens, delay_cache_blocks=True)
+    assert [holes(table, num_tokens) for table in pool.get_block_ids("loaded")] == expected
