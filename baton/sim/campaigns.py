@@ -1,12 +1,11 @@
 """The campaign of fast worlds, and the seeds that failed once."""
 
-from baton.sim.hosts.fast.scenario import Scenario
-from baton.sim.kernel.parts import PRODUCTION, Parts
+from baton.sim.hosts.fast.scenario import FastScenario
 from baton.sim.kernel.runs import Campaign
 from baton.sim.mutants.fast import MUTANTS
 
 GUARDS = MUTANTS
-FAST = Campaign[Parts](Scenario, PRODUCTION, MUTANTS)
+FAST = Campaign(FastScenario, MUTANTS)
 FAILED_ONCE: dict[tuple[str, int], str] = {
     ("pull", 37): "room was found for a request that had just failed, and never freed",
     ("push", 1): "a machine took the second PeerReady of one peer for a mistake",

@@ -1,7 +1,6 @@
 """Full worlds: whole engines, connectors and router policies."""
 
-from baton.sim.hosts.full.scenario import Scenario
-from baton.sim.kernel.parts import PRODUCTION, Parts
+from baton.sim.hosts.full.scenario import FullScenario
 from baton.sim.kernel.runs import Campaign
 from baton.sim.mutants.full import MUTANTS
 
@@ -10,7 +9,7 @@ def _name_of(mode: str) -> str:
     return "full" if mode == "pull" else f"full --mode {mode}"
 
 
-FULL = Campaign[Parts](Scenario, PRODUCTION, MUTANTS, _name_of)
+FULL = Campaign(FullScenario, MUTANTS, _name_of)
 FAILED: dict[str, dict[int, str]] = {
     "pull": {0: "a loan kept the blocks that the last chunk of its prompt saw in a window, for no reader"},
     "push": {1153: "P announced a cached block that another prompt of the same step had still to compute"},

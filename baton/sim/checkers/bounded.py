@@ -7,13 +7,13 @@ long a step takes, and how long processes stood still in this world.
 
 from typing import TYPE_CHECKING
 
-from baton.sim.checkers.facts import Host
 from baton.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.facts import Landing, Lent
     from baton.sim.hosts.fast.host import Host as FastHost
     from baton.sim.hosts.full.engine import Engine
+    from baton.sim.kernel.process import Process
 
 TIMER_LATE_MAX_S = 0.6
 FLUSH_MAX_S = 3.0  # Of D's own reads, once cancelled.
@@ -21,19 +21,19 @@ STEP_LATE_MAX_S = 7.0  # In full worlds: timers, a few steps, and D's own reads,
 TURN_KEPT_S = 6.0  # As engines of full worlds are configured.
 
 
-def check_outcome(host: Host, landing: "Landing") -> None:
+def check_outcome(host: "Process", landing: "Landing") -> None:
     if landing.delivered or landing.failed_at is not None:
         raise Violation("I4", "two outcomes")
     _check_took(host, landing.started_at, host.timers.deadline_s, "outcome after the deadline")
 
 
-def check_failure(host: Host, landing: "Landing") -> None:
+def check_failure(host: "Process", landing: "Landing") -> None:
     check_outcome(host, landing)
     if landing.loan_id is None:  # A stream does not wait for long for a producer that sends nothing.
         _check_took(host, landing.heard_at, host.timers.silence_s, "waited for a silent producer")
 
 
-def check_target_freed(host: Host, landing: "Landing") -> None:
+def check_target_freed(host: "Process", landing: "Landing") -> None:
     if landing.freed:
         raise Violation("I4", "freed twice")
     if landing.failed_at is None:
@@ -41,7 +41,7 @@ def check_target_freed(host: Host, landing: "Landing") -> None:
     _check_took(host, landing.failed_at, FLUSH_MAX_S, "reads without end")
 
 
-def check_loan_freed(host: Host, lent: "Lent") -> None:
+def check_loan_freed(host: "Process", lent: "Lent") -> None:
     _check_took(host, lent.lent_at, host.timers.loan_max_s + lent.kept_s, "lent for too long")
 
 
@@ -83,7 +83,7 @@ def check_probe(was_right: bool, num_transferred: int, who: str) -> None:
 
 
 def _check_took(
-    host: Host, since: float, bound_s: float, what: str, late_max_s: float = TIMER_LATE_MAX_S
+    host: "Process", since: float, bound_s: float, what: str, late_max_s: float = TIMER_LATE_MAX_S
 ) -> None:
     world = host.world
     if world.now - since > bound_s * (1 + host.timers.drift_max) + late_max_s + world.paused_s:

@@ -66,7 +66,7 @@ def _check_group(engine: Engine, load: Load, index: int, block_ids: list[int], k
     for number in engine.ranks.writers(index, block_ids, first, len(kv)):
         if number <= 0:
             raise Violation("I1", "delivered a slot that no read has filled", load.request.request_id)
-        read = engine.cluster.reads.reads[number]
+        read = engine.cluster.reads.posted[number]
         held.check_accepted(read)
         if not read.ok:
             raise Violation("I1", "delivered bytes of a read that failed", f"read {number}")

@@ -7,8 +7,7 @@ from baton.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host
-    from baton.sim.hosts.full.offload import HostCopy
-    from baton.sim.hosts.full.reads import Read
+    from baton.sim.kernel.reads import Write
 
 
 def check_free(producer: "Host", loan_id: LoanId) -> None:
@@ -26,6 +25,6 @@ def check_free(producer: "Host", loan_id: LoanId) -> None:
                 raise Violation("I2", "freed while a consumer believes in the lease")
 
 
-def check_accepted(read: "Read | HostCopy") -> None:
+def check_accepted(read: "Write") -> None:
     if read.is_torn:
         raise Violation("I2", f"accepted a copy although {read.torn_by}", f"read {read.number}")

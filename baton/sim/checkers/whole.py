@@ -3,16 +3,17 @@ left over. Before that, a loan keeps what it lends and nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from baton.protocol.ticket import open_ticket
-from baton.sim.checkers.facts import Host
 from baton.sim.checkers.violation import Violation
 
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host as FastHost
     from baton.sim.hosts.full.engine import Engine
+    from baton.sim.kernel.process import Process
+    from baton.sim.kernel.reads import Write
 
 TAKEN_BACK_S = 3.0  # A few steps, and less than ttl_s.
 
@@ -28,6 +29,7 @@ def check_host(host: FastHost) -> None:
             "a read in a rank": host.ranks.num_open,
             "a block": host.pool.num_usable - host.pool.num_free,
         },
+        host.cluster.reads.live,
     )
     if agent.peers.num_open > len(host.cluster.incarnations):
         raise Violation("I5", "strangers grow the peer table")
@@ -50,6 +52,7 @@ def check_engine(engine: Engine) -> None:
                 w._links.num_open for w in engine.workers if w._links is not None
             ),
         },
+        engine.cluster.reads.live,
     )
     try:
         scheduler.kv_cache.assert_empty()
@@ -79,9 +82,9 @@ def check_loans(engine: Engine) -> None:
                 raise Violation("I5", "a loan keeps blocks outside a window", request_id)
 
 
-def _check_left(host: Host, left: Mapping[str, int]) -> None:
+def _check_left(host: Process, left: Mapping[str, int], reads: Iterable[Write]) -> None:
     for what, count in left.items():
         if count:
             raise Violation("I5", f"{what} is left over", host.name)
-    if any(read.consumer is host for read in host.cluster.reads.live):
+    if any(read.consumer is host for read in reads):
         raise Violation("I5", "a running read is left over", host.name)

@@ -3,7 +3,6 @@
 import argparse
 import sys
 import time
-from typing import Any
 
 from baton.sim.kernel.runs import Campaign, Report
 
@@ -15,7 +14,7 @@ def add_options(parser: argparse.ArgumentParser, default_seeds: int) -> None:
     parser.add_argument("--seed", type=int, help="replay this one world")
 
 
-def run(campaign: Campaign[Any], mode: str, options: argparse.Namespace, default_seeds: int) -> int:
+def run(campaign: Campaign, mode: str, options: argparse.Namespace, default_seeds: int) -> int:
     """One world line by line, or many of them. Returns the exit status."""
     if options.seed is not None:
         lines = campaign.replay(mode, options.seed, mutant=options.mutant)
@@ -44,7 +43,7 @@ def run(campaign: Campaign[Any], mode: str, options: argparse.Namespace, default
     return 1 if total.broken else 0
 
 
-def run_mutants(campaign: Campaign[Any], guards: list[tuple[str, str]], first: int, num_seeds: int) -> int:
+def run_mutants(campaign: Campaign, guards: list[tuple[str, str]], first: int, num_seeds: int) -> int:
     """Run worlds of each (mode, guard). Returns 1 if one of the missing guards is not found."""
     num_unnoticed = 0
     for mode, guard in guards:

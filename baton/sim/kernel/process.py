@@ -1,22 +1,52 @@
-"""A process of a world: it lives, stands still, and has a clock that drifts and steps."""
+"""One incarnation of an engine: it lives, stands still, and has a clock that drifts and steps."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Protocol
 
+from baton.core.ids import Address
+from baton.core.timers import Timers
+from baton.sim.kernel.timers import SIM_TIMERS
 from baton.sim.kernel.world import World
+
+if TYPE_CHECKING:
+    from baton.sim.kernel.reads import Memory
 
 NEVER = float("inf")
 SOON_S = 1e-5
 
 
+class Pool(Protocol):
+    @property
+    def generation(self) -> Sequence[int]:
+        """Of each block: how often it was freed. A block with another generation has another content."""
+
+    def is_held(self, block_id: int, /) -> bool: ...
+
+
 class Process:
-    def __init__(self, world: World, name: str, rate: float, skew_s: float) -> None:
+    address: Address
+    pool: Pool
+    lends: bool
+    fetches_kv: bool
+    num_ranks: int
+    memories: Sequence[Memory]  # By rank.
+    is_slow = False  # In reading.
+
+    def __init__(
+        self, world: World, name: str, rate: float, skew_s: float, timers: Timers = SIM_TIMERS
+    ) -> None:
         """Its clock shows `rate` times the true time, plus `skew_s`."""
         self.world, self.name, self.rate, self.skew_s = world, name, rate, skew_s
+        self.timers = timers
         self.is_alive = True
         self._paused_until = -NEVER
         self._never_before = -NEVER  # Its clock has been here.
+
+    def is_lent(self, blocks: Iterable[int], reader: object) -> bool:
+        """To this reader, or to any."""
+        return all(self.pool.is_held(block) for block in blocks)
 
     def clock(self) -> float:
         return max(self._never_before, self.world.now * self.rate + self.skew_s)

@@ -8,14 +8,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, Protocol, TypeVar
 
 from baton.core.errors import UserError
 from baton.sim.checkers import contained
 from baton.sim.checkers.violation import Violation
-from baton.sim.kernel.world import World
+from baton.sim.kernel.parts import PRODUCTION, Parts
+from baton.sim.kernel.scenario import Scenario
 
-P = TypeVar("P")
 MODES = ("pull", "push")
 
 
@@ -51,20 +50,12 @@ class Report:
         return Counter(broken.kind for broken in self.broken)
 
 
-class Scenario(Protocol):
-    @property
-    def world(self) -> World: ...
-    def run(self) -> None:
-        """Raises Violation."""
-
-
 @dataclass(frozen=True)
-class Campaign(Generic[P]):
+class Campaign:
     """One kind of world: how it is built from a seed, and the mutants of its parts by mode and guard."""
 
     scenario: Callable[..., Scenario]  # (mode, seed, parts, traced=...)
-    production: P
-    mutants: Mapping[str, Mapping[str, P]]
+    mutants: Mapping[str, Mapping[str, Parts]]
     name_of: Callable[[str], str] = str  # How a mode is named on the command line. Pickled, for processes.
 
     def run_worlds(
@@ -126,13 +117,13 @@ class Campaign(Generic[P]):
         assert world.trace is not None
         return [*world.trace, f"{world.now:9.4f}  {verdict}"]
 
-    def _parts(self, mode: str, mutant: str | None) -> P:
+    def _parts(self, mode: str, mutant: str | None) -> Parts:
         if mode not in self.mutants:
             raise UserError(
                 f"there is no world of that name; choose one of {', '.join(self.mutants)}", field="mode"
             )
         if mutant is None:
-            return self.production
+            return PRODUCTION
         guards = self.mutants[mode]
         if mutant not in guards:
             raise UserError(f"there is no such guard; choose one of {', '.join(guards)}", field="mutant")

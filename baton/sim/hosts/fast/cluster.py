@@ -13,9 +13,10 @@ from baton.core.kv_groups import group_layers, is_hybrid
 from baton.protocol.ticket import Ticket
 from baton.sim.hosts.fast.facts import Landing
 from baton.sim.hosts.fast.host import Host
-from baton.sim.hosts.fast.reads import ReadNetwork
-from baton.sim.hosts.fast.wire import Wire
+from baton.sim.hosts.fast.wire import FastWire
+from baton.sim.kernel.cluster import Cluster as BaseCluster
 from baton.sim.kernel.parts import Parts
+from baton.sim.kernel.process import Process
 from baton.sim.kernel.timers import SIM_TIMERS
 from baton.sim.kernel.windows import shortened
 from baton.sim.kernel.world import World
@@ -29,35 +30,31 @@ def draw_windows(rng: random.Random) -> tuple[int | None, int | None]:
     return rng.choice([*[(None, None)] * 4, (None, one), (one, None), (one, one), (one, other)])
 
 
-class Cluster:
-    def __init__(self, world: World, parts: Parts, *, push: bool) -> None:
-        self.world, self.parts, self.is_push = world, parts, push
+class Cluster(BaseCluster):
+    hosts: dict[str, Host]  # type: ignore[assignment]
+    wire: FastWire
+
+    def __init__(self, world: World, parts: Parts, mode: str) -> None:
+        super().__init__(world, parts, mode)
         self.keeps_turns = bool(world.faults.keeps)
-        self.hosts: dict[EngineId, Host] = {}  # The incarnation that has the name now.
         self.incarnations: dict[Address, Host] = {}
         self.tickets: dict[str, Ticket] = {}  # All that were ever signed for a loan, by text.
         # A turn of this host is kept; these are its kv_transfer_params.
         self.on_turn: Callable[[Host, Landing, dict[str, Any]], None] = lambda host, landing, params: None
-        self.producers: list[EngineId] = []
-        self.consumers: list[EngineId] = []
-        self.on_boot: list[tuple[EngineId, Callable[[], None]]] = []
+        self.on_boot: list[tuple[str, Callable[[], None]]] = []
         rng = world.rng
-        self.num_blocks = rng.choice([6, 9] if push else [4, 6])
+        self.num_blocks = rng.choice([6, 9] if self.is_push else [4, 6])
         self.groups = group_layers(draw_windows(world.rng_of_models))
         self.groups_as_told = shortened(self.groups, parts.window_error)
         if is_hybrid(self.groups):
             self.num_blocks = 1 + len(self.groups) * self.num_blocks
         self.use_mean_s = rng.choice([0.05, 2.0])
-        self.wire = Wire(self)
-        self.reads = ReadNetwork(self)
-        self.liar: EngineId | None = None  # The faulty member of the cluster.
-        self.lied_at = -1.0  # When it lied last.
-        self.has_false_ranks = False  # It sent a false Welcome. Peers may refuse its ranks until it restarts.
+        self.wire = FastWire(self)
         for role, names in (("P", self.producers), ("D", self.consumers)):
             for index in range(rng.choice([1, 2])):
-                names.append(self._first_boot(EngineId(f"{role}{index}")))
+                names.append(self._first_boot(f"{role}{index}"))
         if world.chance(0.15):  # One that does both.
-            both = self._first_boot(EngineId("B"))
+            both = self._first_boot("B")
             self.producers.append(both)
             self.consumers.append(both)
         if world.faults.member_lies:
@@ -68,39 +65,31 @@ class Cluster:
         took_part = self.liar in (consumer, landing.producer.name)
         return took_part and landing.started_at <= self.lied_at
 
-    def _first_boot(self, name: EngineId) -> EngineId:
-        rng = self.world.rng
-        # Each rate within half of drift_max, so that any two differ by less than drift_max.
-        rate = 1 + rng.choice([-1, -1, 0, 1, 1]) * SIM_TIMERS.drift_max * 0.49
-        clingy = self.world.faults.clingy and name != "B" and not name.startswith("P")
-        timers = CLINGY_TIMERS if clingy else SIM_TIMERS
+    def _first_boot(self, name: str) -> str:
+        rng, rate = self.world.rng, self.draw_rate()
+        timers = CLINGY_TIMERS if self.world.faults.clingy and name.startswith("D") else SIM_TIMERS
         num_ranks = rng.choice([1, 1, 1, 2, 2, 2, 4])
-        self._boot(Host(self, name, num_ranks, rate, rng.uniform(-1e6, 1e6), timers))
+        self._boot(Host(self, EngineId(name), num_ranks, rate, rng.uniform(-1e6, 1e6), timers))
         return name
 
     def _boot(self, host: Host) -> None:
-        self.hosts[host.engine_id] = self.incarnations[host.address] = host
+        self.hosts[host.name] = self.incarnations[host.address] = host
         self.world.note(host.name, f"boots, epoch ..{host.address.epoch % 1000:03d}")
 
-    def stop(self, host: Host, down_s: float) -> None:
-        """End the process. Its frames and reads are still under way."""
-        if host.is_alive:
-            host.is_alive = False
-            host.count_stats()
-            self.world.note(host.name, "is gone")
-            self.world.after(down_s, lambda: self._reboot(host))
+    def end(self, host: Process, down_s: float) -> None:
+        assert isinstance(host, Host)
+        host.is_alive = False
+        host.count_stats()
+        self.world.note(host.name, "is gone")
+        self.world.after(down_s, lambda: self._reboot(host))
 
     def _reboot(self, old: Host) -> None:
-        name = old.engine_id
-        self._boot(Host(self, name, old.num_ranks, old.rate, old.skew_s, old.timers))
-        ready = [action for engine_id, action in self.on_boot if engine_id == name]
-        self.on_boot = [entry for entry in self.on_boot if entry[0] != name]
+        self._boot(Host(self, old.engine_id, old.num_ranks, old.rate, old.skew_s, old.timers))
+        ready = [action for name, action in self.on_boot if name == old.name]
+        self.on_boot = [entry for entry in self.on_boot if entry[0] != old.name]
         for action in ready:
             action()
 
-    def crash(self, name: EngineId, down_s: float) -> None:
-        self.world.count("crash")
-        self.stop(self.hosts[name], down_s)
-
-    def pause(self, name: EngineId, for_s: float) -> None:
-        self.hosts[name].pause(for_s)
+    def drain(self, name: str, for_s: float) -> None:
+        host = self.hosts[name]
+        host.when_awake(lambda: host.drain(for_s))

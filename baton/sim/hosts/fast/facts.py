@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from baton.core.ids import BlockId, LoanId, Pair, TransferId
-from baton.sim.kernel.connection import Connection, Request
+from baton.core.ids import BlockId, LoanId, TransferId
+from baton.engine.request import RequestStatus
 
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host
-    from baton.sim.hosts.fast.memory import Content, Tables
-
-
-class Status(enum.Enum):
-    RUNNING = enum.auto()
-    FINISHED_STOPPED = enum.auto()
-    FINISHED_ABORTED = enum.auto()
-    FINISHED_ERROR = enum.auto()
+    from baton.sim.hosts.fast.memory import Tables
 
 
 @dataclass(slots=True, eq=False)
@@ -30,7 +22,7 @@ class HostRequest:
     prompt_token_ids: list[int]
     kv_transfer_params: dict[str, Any] | None
     num_computed_tokens: int = 0
-    status: Status = Status.RUNNING
+    status: RequestStatus = RequestStatus.RUNNING
     cache_salt: str | None = None
 
     @property
@@ -84,28 +76,3 @@ class Landing:
     @property
     def is_open(self) -> bool:
         return not self.delivered and self.failed_at is None
-
-
-@dataclass(slots=True, eq=False)
-class Read:
-    """A copy under way. It lives until nothing can move any more, whatever the processes believe."""
-
-    number: int
-    landing: Landing
-    pair: Pair
-    consumer: Host
-    source: Host
-    origins: tuple[int, ...]
-    targets: tuple[int, ...]
-    layers: tuple[int, int] | None
-    group: int  # Index of the consumer's.
-    on_end: Callable[[bool], None]
-    origin_generations: list[int] = field(default_factory=list)  # When it was posted.
-    target_generations: list[int] = field(default_factory=list)
-    cells: list[tuple[int, int]] = field(default_factory=list)  # (cell of P, cell of D).
-    before: list[Content] = field(default_factory=list)  # Of the cells of P, when it was posted.
-    is_torn: bool = False  # A source was not held for this transfer, or changed.
-    is_live: bool = True
-    is_cancelled: bool = False
-    link: Connection | None = None
-    request: Request | None = None  # On that link.

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.ids import BlockId
 from baton.core.kv_groups import NULL_BLOCK_ID
+from baton.engine.request import RequestStatus
 from baton.protocol.ticket import BadTicket, Ticket, open_ticket
 from baton.sim.checkers import bounded, contained, fenced, fresh
-from baton.sim.hosts.fast.facts import HostRequest, Landing, Status
-from baton.sim.hosts.fast.model import KEY, tokens_of
+from baton.sim.hosts.fast.facts import HostRequest, Landing
+from baton.sim.hosts.fast.model import tokens_of
+from baton.sim.kernel.wire import KEY
 
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host
@@ -107,7 +109,7 @@ class Fetches:
         request = self._request(params, prompt, num_tokens)
         self._host.half.on_new_request(request)
         contained.check_forged(self._host.half.get_num_new_matched_tokens(request, 0)[0])
-        self._finish(request, (), Status.FINISHED_ABORTED)
+        self._finish(request, (), RequestStatus.FINISHED_ABORTED)
         self._host.settle()
 
     def _request(self, params: dict[str, Any], prompt: int, num_tokens: int) -> HostRequest:
@@ -200,7 +202,7 @@ class Fetches:
         bounded.check_outcome(host, landing)
         landing.delivered = True
         landing.request.num_computed_tokens = landing.num_tokens
-        fenced.check_delivery(host.cluster.reads, landing)
+        fenced.check_delivery(host.cluster.reads.live, landing)
         fresh.check_delivery(host, landing)
         self._world.count("delivered")
         self._world.count("delivered to cache groups", len(landing.blocks) != landing.num_tokens)
@@ -214,7 +216,7 @@ class Fetches:
         fresh.check_use(host, landing)
         del self.landings[landing.request.request_id]
         is_kept = self._world.chance(self._world.faults.keeps)
-        status = Status.FINISHED_STOPPED if is_kept else Status.FINISHED_ABORTED
+        status = RequestStatus.FINISHED_STOPPED if is_kept else RequestStatus.FINISHED_ABORTED
         params = self._finish(landing.request, landing.tables, status)
         if params is None:
             self._free_blocks(landing)
@@ -224,11 +226,13 @@ class Fetches:
 
     def _forget(self, landing: Landing) -> None:
         """End the request. Its blocks stay while reads run into them."""
-        self._finish(landing.request, landing.tables, Status.FINISHED_ABORTED)
+        self._finish(landing.request, landing.tables, RequestStatus.FINISHED_ABORTED)
         if not landing.blocks:
             self.landings.pop(landing.request.request_id, None)
 
-    def _finish(self, request: HostRequest, tables: tuple[Any, ...], status: Status) -> dict[str, Any] | None:
+    def _finish(
+        self, request: HostRequest, tables: tuple[Any, ...], status: RequestStatus
+    ) -> dict[str, Any] | None:
         request.status = status
         lists = tuple(list(table) for table in tables)
         return self._host.half.request_finished_all_groups(request, lists)[1]
@@ -236,13 +240,13 @@ class Fetches:
     def _free_target(self, landing: Landing) -> None:
         bounded.check_target_freed(self._host, landing)
         landing.freed = True
-        if landing.request.status is Status.RUNNING:
-            self._finish(landing.request, landing.tables, Status.FINISHED_ABORTED)
+        if landing.request.status is RequestStatus.RUNNING:
+            self._finish(landing.request, landing.tables, RequestStatus.FINISHED_ABORTED)
         del self.landings[landing.request.request_id]
         self._free_blocks(landing)
 
     def _free_blocks(self, landing: Landing) -> None:
-        fenced.check_free(self._host, landing.blocks)
+        fenced.check_free(self._host.cluster.reads.live, self._host, landing.blocks)
         self._host.pool.free(landing.blocks, landing)
 
     def of_claim(self, claim: int, is_of: Callable[[Landing], bool]) -> Landing:

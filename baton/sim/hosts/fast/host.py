@@ -9,7 +9,7 @@ whenever the half may have something to tell. Every host can lend and fetch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -20,22 +20,27 @@ from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.contract import KVConnectorOutput
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.timers import Timers
+from baton.engine.step import SchedulerOutput
 from baton.sim.checkers import bounded, contained, whole
+from baton.sim.hosts.fast.facts import Landing, Lent
 from baton.sim.hosts.fast.fetches import Fetches
 from baton.sim.hosts.fast.memory import Pool
 from baton.sim.hosts.fast.model import handshakes, identity_of, settings_of
 from baton.sim.hosts.fast.port import Port
 from baton.sim.hosts.fast.prefills import Prefills
 from baton.sim.hosts.fast.ranks import Ranks
-from baton.sim.hosts.fast.steps import EMPTY, StepOutput
 from baton.sim.kernel.layers import LayerReports
 from baton.sim.kernel.process import NEVER, Process
 
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.cluster import Cluster
 
+EMPTY = SchedulerOutput()
+
 
 class Host(Process):
+    pool: Pool
+
     def __init__(
         self,
         cluster: Cluster,
@@ -45,11 +50,14 @@ class Host(Process):
         skew_s: float,
         timers: Timers,
     ) -> None:
-        super().__init__(cluster.world, name, rate, skew_s)
+        super().__init__(cluster.world, name, rate, skew_s, timers)
         self.cluster, self.engine_id = cluster, name
         self.address = Address(name, Epoch(self.world.rng.getrandbits(64)))
-        self.num_ranks, self.timers = num_ranks, timers
+        self.num_ranks = num_ranks
+        self.lends = cluster.keeps_turns or name[0] != "D"
+        self.fetches_kv = cluster.keeps_turns or name[0] != "P"
         self.pool = Pool(cluster.num_blocks, num_ranks, cluster.groups)
+        self.memories = self.pool.ranks
         self.exits_at = NEVER  # Once it drains.
         self._is_woken = False
         self.layer_reports: LayerReports | None = None
@@ -82,6 +90,12 @@ class Host(Process):
         self.layer_reports = LayerReports(on_report)
         return self.layer_reports
 
+    def is_lent(self, blocks: Iterable[int], reader: object) -> bool:
+        assert isinstance(reader, Landing)
+        transfer_id, owner = reader.transfer_id, self.pool.owner
+        owners = [owner[block] for block in blocks]
+        return all(isinstance(lent, Lent) and lent.transfer_id == transfer_id for lent in owners)
+
     # --- The process ------------------------------------------------------------------------------
 
     def step_clock(self, by_s: float) -> None:
@@ -97,6 +111,7 @@ class Host(Process):
         """Take no new request; exit when nothing is left, or at the deadline."""
         if self.exits_at < NEVER:
             return
+        self.memories = self.pool.ranks
         self.exits_at = self.world.now + for_s
         self.world.count("drain")
         self.half.drain(for_s * self.rate)
@@ -108,11 +123,12 @@ class Host(Process):
         return self.exits_at < NEVER
 
     def _exit(self) -> None:
-        self.cluster.stop(self, down_s=0.5)
+        if self.is_alive:
+            self.cluster.end(self, down_s=0.5)
 
     # --- Steps ------------------------------------------------------------------------------------
 
-    def begin_step(self, output: StepOutput) -> PullMetadata:
+    def begin_step(self, output: SchedulerOutput) -> PullMetadata:
         """Tell the half what is scheduled, and carry out its orders."""
         metadata = self.half.build_connector_meta(output)
         assert isinstance(metadata, PullMetadata)

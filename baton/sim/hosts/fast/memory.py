@@ -6,6 +6,7 @@ real `RankLayout` describes it, in which a head of a block is one byte long, so 
 cells to copy.
 """
 
+import random
 from collections.abc import Sequence
 from functools import cache
 from typing import TypeAlias
@@ -16,7 +17,9 @@ from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region
 from baton.core.topology import kv_heads_of
 from baton.protocol.plan import Share, share_spans
 from baton.protocol.token_spans import Shape
+from baton.sim.checkers.fresh import TORN
 from baton.sim.checkers.violation import Violation
+from baton.sim.kernel.connection import flip_one
 
 NUM_HEADS = 2
 NUM_LAYERS = 2
@@ -80,6 +83,27 @@ def toy_spans(
     )
 
 
+class Cells(list[Content]):
+    """Memory of one rank. Junk is None."""
+
+    offset_bits = (0, 4)
+
+    def has(self, offset: int, length: int) -> bool:
+        return offset >= 0 and offset + length <= len(self)
+
+    def fetch(self, offset: int, length: int) -> tuple[Content, ...]:
+        return tuple(self[offset : offset + length])
+
+    def land(self, offset: int, part: tuple[Content, ...], writer: int) -> None:
+        self[offset : offset + len(part)] = part
+
+    def scribble(self, offset: int, length: int, writer: int, *, is_torn: bool) -> None:
+        self[offset : offset + length] = [TORN if is_torn else None] * length
+
+    def flipped(self, rng: random.Random, part: tuple[Content, ...]) -> tuple[Content, ...]:
+        return flip_one(rng, part, None)
+
+
 class Pool:
     def __init__(self, num_blocks: int, num_ranks: int, groups: Groups) -> None:
         self.num_blocks = num_blocks
@@ -88,7 +112,7 @@ class Pool:
         self.owner: list[object | None] = [None] * num_blocks
         self.generation = [0] * num_blocks  # Counts reuses, so that a torn copy is seen.
         layouts = [toy_layout(rank, num_ranks, num_blocks, groups) for rank in range(num_ranks)]
-        self.ranks: list[list[Content]] = [[None] * layout.regions[0].nbytes for layout in layouts]
+        self.ranks = [Cells([None] * layout.regions[0].nbytes) for layout in layouts]
         # Each with the bytes of a layer, and of a block in it.
         layers = [len(memory) // num_places(groups) for memory in self.ranks]
         self._shapes = [

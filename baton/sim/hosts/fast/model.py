@@ -4,19 +4,17 @@ from __future__ import annotations
 
 from functools import cache
 
-from baton.connectors.pull.identity import TICKET_KEY_PURPOSE, EngineIdentity
+from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.metadata import PullHandshake
 from baton.connectors.pull.settings import PullSettings, TurnSettings
 from baton.connectors.push.settings import PushSettings
-from baton.core.config import ClusterSecret
 from baton.core.ids import EngineId
 from baton.core.layout import ModelFingerprint
 from baton.core.timers import Timers
 from baton.protocol.handshake import RankCard
 from baton.sim.hosts.fast.memory import NUM_HEADS, NUM_LAYERS, Groups, toy_layout
+from baton.sim.kernel.wire import SECRET
 
-SECRET = ClusterSecret(b"the secret of a simulated cluster")
-KEY = SECRET.derive(TICKET_KEY_PURPOSE)
 CONTROL_HOST, CONTROL_PORT = "10.0.0.1", 14600  # Of every engine. The wire finds engines by name.
 CONTROL_URL = f"tcp://{CONTROL_HOST}:{CONTROL_PORT}"
 PUBLIC_KEY = bytes(32)  # Of every engine. The wire knows which process sent a frame.

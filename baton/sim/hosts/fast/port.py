@@ -122,11 +122,11 @@ class Port:
             if landing.producer.address == sender:
                 landing.heard_at = world.now
             if isinstance(message, Finished) and any(
-                read.landing is landing and read.is_cancelled for read in host.cluster.reads.live
+                read.owner is landing and read.is_cancelled for read in host.cluster.reads.live
             ):
                 world.count("lent to a stream whose void reads still run")
         elif isinstance(message, Renewed) and world.chance(world.faults.ambush):
-            host.cluster.wire.cut_off(host.engine_id, sender.engine_id, AMBUSH_S, both=False)
+            host.cluster.wire.cut_off((host.name, sender.engine_id), AMBUSH_S, both=False)
 
     def _note_claims(self, envelope: Envelope) -> None:
         fetches, producer = self._host.fetches, envelope.target

@@ -18,12 +18,15 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.ids import BlockId, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID
+from baton.engine.api import SamplingParams
+from baton.engine.request import RequestStatus
+from baton.engine.step import NewRequestData, SchedulerOutput
 from baton.protocol.ticket import open_ticket
 from baton.sim.checkers import bounded, held
-from baton.sim.hosts.fast.facts import HostRequest, Landing, Lent, Status
+from baton.sim.hosts.fast.facts import HostRequest, Landing, Lent
 from baton.sim.hosts.fast.memory import NUM_LAYERS, Tables
-from baton.sim.hosts.fast.model import KEY, TURN_KEPT_S, tokens_of
-from baton.sim.hosts.fast.steps import NewRequest, StepOutput
+from baton.sim.hosts.fast.model import TURN_KEPT_S, tokens_of
+from baton.sim.kernel.wire import KEY
 
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host
@@ -33,6 +36,7 @@ PREFILL_MEAN_S = 0.3
 CHUNK_MEAN_S = 1.0
 CHUNK_MAX_S = 4.0  # Otherwise a healed world might not be done in time.
 STALL_S = 20.0  # Longer than any peer waits.
+SAMPLING = SamplingParams(max_tokens=1)
 
 
 @dataclass(slots=True, eq=False)
@@ -102,7 +106,7 @@ class Prefills:
             return
         self._world.count("prefill aborted")
         if self._step is None:
-            self._end(prefill, Status.FINISHED_ABORTED)
+            self._end(prefill, RequestStatus.FINISHED_ABORTED)
         else:
             prefill.is_aborted = True
 
@@ -116,7 +120,7 @@ class Prefills:
     def _schedule(self) -> None:
         """Put a step together and begin it."""
         self._is_due = False
-        output, step = StepOutput(), _Step(0)
+        output, step = SchedulerOutput(), _Step(0)
         for prefill in list(self.open):
             self._schedule_one(prefill, output, step)
         if not step.chunks and not output.preempted_req_ids:
@@ -139,7 +143,7 @@ class Prefills:
             world.after(took_s / 2, lambda: self._host.when_awake(partial(self._layer_computed, step)))
         world.after(took_s, lambda: self._host.when_awake(partial(self._computed, step)))
 
-    def _schedule_one(self, prefill: Prefill, output: StepOutput, step: _Step) -> None:
+    def _schedule_one(self, prefill: Prefill, output: SchedulerOutput, step: _Step) -> None:
         world, faults, pool = self._world, self._world.faults, self._host.pool
         request_id = prefill.request.request_id
         if prefill.is_running and world.chance(faults.preempt):
@@ -155,7 +159,7 @@ class Prefills:
         if tables is None:
             prefill.num_tries += 1
             if prefill.num_tries > TRIES_MAX:
-                self._end(prefill, Status.FINISHED_ERROR)
+                self._end(prefill, RequestStatus.FINISHED_ERROR)
             elif prefill.is_running:
                 self._preempt(prefill, output)
             return
@@ -167,7 +171,7 @@ class Prefills:
         lists = _lists(tables)
         if not prefill.has_begun:
             output.scheduled_new_reqs.append(
-                NewRequest(request_id, prefill.request.prompt_token_ids, lists, num_hits)
+                NewRequestData(request_id, prefill.request.prompt_token_ids, SAMPLING, lists, num_hits)
             )
         else:
             cached = output.scheduled_cached_reqs
@@ -178,6 +182,7 @@ class Prefills:
                 cached.resumed_req_ids.add(request_id)
         prefill.has_begun = prefill.is_running = True
         output.num_scheduled_tokens[request_id] = count
+        output.total_num_scheduled_tokens += count
         step.chunks.append((prefill, prefill.run, count))
 
     def _layer_computed(self, step: _Step) -> None:
@@ -203,15 +208,15 @@ class Prefills:
             self._host.step(step.number)
         for prefill in list(self.open):
             if prefill.is_aborted:
-                self._end(prefill, Status.FINISHED_ABORTED)
+                self._end(prefill, RequestStatus.FINISHED_ABORTED)
         for prefill, _, _ in step.chunks:
             if prefill.num_done == prefill.num_tokens and not prefill.is_over:
                 failed = self._world.chance(self._world.faults.prefill_fails)
-                self._end(prefill, Status.FINISHED_ERROR if failed else Status.FINISHED_STOPPED)
+                self._end(prefill, RequestStatus.FINISHED_ERROR if failed else RequestStatus.FINISHED_STOPPED)
         if self.open:
             self._schedule_in(0.0)
 
-    def _preempt(self, prefill: Prefill, output: StepOutput) -> None:
+    def _preempt(self, prefill: Prefill, output: SchedulerOutput) -> None:
         pool, run = self._host.pool, prefill.run
         self._world.count("preempted")
         self._world.note(self._host.name, f"preempts prompt {prefill.prompt} {run.tables}")
@@ -223,7 +228,7 @@ class Prefills:
 
     # --- The end ----------------------------------------------------------------------------------
 
-    def _end(self, prefill: Prefill, status: Status) -> None:
+    def _end(self, prefill: Prefill, status: RequestStatus) -> None:
         host, world, run = self._host, self._world, prefill.run
         prefill.is_over = True
         self.open.remove(prefill)

@@ -17,8 +17,11 @@ from baton.connectors.pull.metadata import (
     ReadEnd,
 )
 from baton.connectors.pull.reads.operations import Parts
-from baton.core.ids import Pair
-from baton.sim.hosts.fast.facts import Read
+from baton.core.ids import Address, Pair
+from baton.sim.hosts.fast.facts import Landing
+from baton.sim.hosts.fast.memory import toy_spans
+from baton.sim.kernel.connection import Connection
+from baton.sim.kernel.reads import Copy, Read
 
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host
@@ -29,6 +32,7 @@ class Ranks:
         self._host = host
         self._parts: dict[tuple[int, Pair], Parts] = {}
         self._ended: set[ReadEnd] = set()
+        self._links: dict[tuple[Address, Pair], Connection] = {}
 
     @property
     def num_open(self) -> int:
@@ -74,23 +78,45 @@ class Ranks:
             parts.is_complete |= order.is_last
             if order.num_tokens:
                 parts.num_open += 1
-                network = host.cluster.reads
-                network.num_posted += 1
-                network.post(
-                    Read(
-                        network.num_posted,
-                        landing,
-                        pair,
-                        host,
-                        host.cluster.incarnations[order.producer],
-                        tuple(order.remote_blocks[span]),
-                        tuple(order.local_blocks[span]),
-                        order.layers,
-                        order.groups.local if order.groups is not None else 0,
-                        partial(self._part_ended, parts),
-                    )
-                )
+                self._post(order, span, pair, landing, parts)
             self._settle(parts)
+
+    def _post(self, order: ReadBlocks, span: slice, pair: Pair, landing: Landing, parts: Parts) -> None:
+        host, cluster = self._host, self._host.cluster
+        source, num_blocks = cluster.incarnations[order.producer], host.pool.num_blocks
+        link = self._links.get((source.address, pair))
+        if link is None or (link.is_lost and cluster.parts.replaces_links):
+            link = self._links[source.address, pair] = cluster.reads.dial(source, host)
+        origins, targets = tuple(order.remote_blocks[span]), tuple(order.local_blocks[span])
+        copies: list[Copy] = []  # None of a lost link, or if the producer lies: the post is refused.
+        if not link.is_lost and all(0 <= block < num_blocks for block in origins):
+            group = order.groups.local if order.groups is not None else 0
+            spans = toy_spans(
+                pair, source.num_ranks, host.num_ranks, num_blocks, host.pool.groups, order.layers, group
+            )
+            copies = [
+                (
+                    span.local_offset + local * span.local_stride,
+                    span.remote_offset + remote * span.remote_stride,
+                    span.nbytes,
+                )
+                for span in spans
+                for remote, local in zip(origins, targets, strict=True)
+            ]
+        cluster.reads.post(
+            Read(
+                number=len(cluster.reads.posted) + 1,
+                consumer=host,
+                source=source,
+                ranks=pair,
+                link=link,
+                origins=origins,
+                targets=targets,
+                copies=copies,
+                owner=landing,
+                on_end=partial(self._part_ended, parts),
+            )
+        )
 
     def _cancel(self, claim: int) -> None:
         for key, parts in list(self._parts.items()):
@@ -99,12 +125,12 @@ class Ranks:
                 parts.is_complete = True
                 parts.fail("cancelled")
                 self._settle(parts)
-        self._host.cluster.reads.cancel(self._host, self._host.fetches.by_claim[claim])
+        self._host.cluster.reads.cancel(self._host.fetches.by_claim[claim])
 
-    def _part_ended(self, parts: Parts, ok: bool) -> None:
+    def _part_ended(self, parts: Parts, error: str | None) -> None:
         parts.num_open -= 1
-        if not ok:
-            parts.fail("the wire failed")
+        if error is not None:
+            parts.fail(error)
         self._settle(parts)
 
     def _settle(self, parts: Parts) -> None:

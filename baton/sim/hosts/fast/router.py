@@ -12,12 +12,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from baton.core.ids import EngineId, RequestId, TransferId
+from baton.core.ids import RequestId, TransferId
 from baton.sim.hosts.fast.cluster import Cluster
 from baton.sim.hosts.fast.facts import Landing
 from baton.sim.hosts.fast.host import Host
 from baton.sim.hosts.fast.model import CONTROL_HOST, CONTROL_PORT
 from baton.sim.hosts.fast.prefills import Prefill
+from baton.sim.kernel.wire import Way
 
 ATTEMPTS_MAX = 3
 OTHER_PROMPT = 1000
@@ -31,7 +32,7 @@ class Request:
     is_probe: bool = False
     num_attempts: int = 0
     done: bool = False
-    way: tuple[EngineId, EngineId] | None = None  # P and D; None: the router's choice.
+    way: Way | None = None  # P and D; None: the router's choice.
 
 
 @dataclass(slots=True)
@@ -39,8 +40,8 @@ class Attempt:
     """One dispatch: what the router can abort."""
 
     request: Request
-    producer: EngineId
-    consumer: EngineId
+    producer: str
+    consumer: str
     fetches: list[tuple[Host, Landing]] = field(default_factory=list)
     prefills: list[tuple[Host, Prefill]] = field(default_factory=list)
 
@@ -123,7 +124,7 @@ class Router(ABC):
 
         return ended
 
-    def _leg(self, name: EngineId, action: Callable[[Host], None]) -> None:
+    def _leg(self, name: str, action: Callable[[Host], None]) -> None:
         world = self._world
         if world.chance(world.faults.leg_loss):
             return

@@ -14,9 +14,11 @@ from baton.protocol.signed_frame import ProcessKey
 from baton.sim.hosts.full.engine import Engine
 from baton.sim.hosts.full.host_spec import HostSpec
 from baton.sim.hosts.full.model import Model, WindowModel, Windows
-from baton.sim.hosts.full.reads import ReadNetwork
-from baton.sim.hosts.full.wire import Wire
+from baton.sim.hosts.full.port import Port
+from baton.sim.hosts.full.wire import FullWire
+from baton.sim.kernel.cluster import Cluster as BaseCluster
 from baton.sim.kernel.parts import Parts
+from baton.sim.kernel.process import Process
 from baton.sim.kernel.timers import SIM_TIMERS
 from baton.sim.kernel.world import World
 
@@ -45,19 +47,15 @@ def draw_windows(rng: random.Random) -> Windows:
     )
 
 
-class Cluster:
+class Cluster(BaseCluster):
+    hosts: dict[str, Engine]  # type: ignore[assignment]
+    wire: FullWire
+
     def __init__(self, world: World, parts: Parts, mode: str) -> None:
-        self.world, self.parts, self.mode = world, parts, mode
-        self.timers = SIM_TIMERS
+        super().__init__(world, parts, mode)
         self.timers_as_told = msgspec.to_builtins(SIM_TIMERS)
-        self.wire = Wire(world)
-        self.reads = ReadNetwork(
-            world,
-            bound_reads=parts.bound_reads,
-            verified_reads=parts.verified_reads,
-            replaces_links=parts.replaces_links,
-            checks=parts.checks,
-        )
+        self.wire = FullWire(self)
+        self.ports: dict[bytes, Port] = {}  # By endpoint.
         rng = world.rng
         windows = draw_windows(world.rng_of_models)
         self.is_hybrid = any(windows)
@@ -67,9 +65,7 @@ class Cluster:
             self._block_tokens = (world.rng_of_models.choice(self._block_tokens),)
         self.keeps_turns = rng.random() < 0.3  # D's blocks serve the next turn's prefill.
         self.meddler = ProcessKey(b"a member of the cluster, faulty!")
-        self.liar: str | None = None  # The host of a faulty member.
         self.specs: dict[str, HostSpec] = {}
-        self.engines: dict[str, Engine] = {}  # The latest on each host.
         num_producers, num_consumers = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
         for index in range(num_producers):
             self._add(f"P{index}", is_producer=True, is_consumer=rng.random() < 0.2)
@@ -78,9 +74,7 @@ class Cluster:
         if world.faults.member_lies:
             self.liar = world.rng_of_lies.choice(list(self.specs))
         self.can_hand_off = all(
-            self.can_pair(self.specs[p], self.specs[d])
-            for p in self.of_role("prefill")
-            for d in self.of_role("decode")
+            self.can_pair(self.specs[p], self.specs[d]) for p in self.producers for d in self.consumers
         )
 
     def _add(self, name: str, *, is_producer: bool, is_consumer: bool) -> None:
@@ -89,7 +83,7 @@ class Cluster:
         heads, block_tokens = self.model.num_kv_heads, rng.choice(self._block_tokens)
         spec = HostSpec(
             name=name,
-            url=f"tcp://10.0.0.{len(self.specs) + 1}:14600",
+            url=f"tcp://{name}:14600",
             is_producer=is_producer or self.keeps_turns,
             is_consumer=is_consumer or self.keeps_turns,
             keeps_turns=self.keeps_turns,
@@ -102,8 +96,7 @@ class Cluster:
             policy=rng.choice(["recompute", "recompute", "fail"]),
             order=rng.choice(["fcfs", "fcfs", "priority"]),
             step_mean_s=rng.choice([0.01, 0.05, 0.2]),
-            # Each rate within half of drift_max, so that any two differ by less than drift_max.
-            rate=1 + rng.choice([-1, -1, 0, 1, 1]) * self.timers.drift_max * 0.49,
+            rate=self.draw_rate(),
             skew_s=rng.uniform(-1e6, 1e6),
             is_block_major=rng.random() < 0.5,
             is_slow=self.world.chance(faults.slow_reader),
@@ -115,6 +108,7 @@ class Cluster:
         spec = self._with_offload(spec)
         assert heads % spec.num_ranks == 0 or spec.num_ranks % heads == 0
         self.specs[name] = spec
+        (self.producers if name[0] == "P" else self.consumers).append(name)
         self._boot(spec, EngineId(name))
 
     def _with_groups(self, spec: HostSpec) -> HostSpec:
@@ -150,42 +144,36 @@ class Cluster:
 
     def can_pair(self, p: HostSpec, d: HostSpec) -> bool:
         """Otherwise every ticket is refused. A P without windowed groups can serve any D."""
-        if self.mode == "push":
+        if self.is_push:
             return p.knows_groups == d.knows_groups
         return d.knows_groups or not p.knows_groups
 
     def of_role(self, role: str) -> list[str]:
-        return [name for name in self.specs if name[0] == ("P" if role == "prefill" else "D")]
+        return self.producers if role == "prefill" else self.consumers
 
     def url_of(self, address: Address) -> str:
         """Where this incarnation listens; empty if it does no longer."""
-        return next((e.spec.url for e in self.engines.values() if e.address == address), "")
+        return next((e.spec.url for e in self.hosts.values() if e.address == address), "")
 
     # --- Comings and goings -----------------------------------------------------------------------
 
     def _boot(self, spec: HostSpec, engine_id: EngineId) -> None:
-        engine = self.engines[spec.name] = Engine(self, spec, engine_id)
+        engine = self.hosts[spec.name] = Engine(self, spec, engine_id)
         self.world.note(spec.name, f"boots as {engine_id}, epoch ..{engine.address.epoch % 1000:03d}")
         if self.parts.tamper is not None:
             self.parts.tamper(engine)
 
-    def crash(self, name: str, down_s: float) -> None:
-        engine = self.engines[name]
-        if not engine.is_alive:
-            return
-        self.world.count("crash")
-        self._end(engine, down_s)
-
-    def _end(self, engine: Engine, down_s: float) -> None:
-        engine.die()
-        del self.wire.stations[engine.spec.url]
-        engine_id = engine.engine_id
+    def end(self, host: Process, down_s: float) -> None:
+        assert isinstance(host, Engine)
+        host.die()
+        del self.wire.stations[host.spec.url]
+        engine_id = host.engine_id
         if self.world.chance(self.world.faults.new_name):
             engine_id = EngineId(f"{engine_id}'")
-        self.world.after(down_s, lambda: self._boot(engine.spec, engine_id))
+        self.world.after(down_s, lambda: self._boot(host.spec, engine_id))
 
     def drain(self, name: str, for_s: float) -> None:
-        engine = self.engines[name]
+        engine = self.hosts[name]
         if not engine.is_alive or engine.is_draining:
             return
         self.world.count("drain")
@@ -193,7 +181,7 @@ class Cluster:
         def end() -> None:
             if engine.is_alive:
                 engine.shut_down()
-                self._end(engine, down_s=0.5)
+                self.end(engine, down_s=0.5)
 
         def drained() -> None:
             self.world.count("drained in time")
@@ -202,38 +190,9 @@ class Cluster:
         engine.drain(for_s, drained)
         self.world.after(for_s, lambda: engine.when_awake(end))
 
-    def pause(self, name: str, for_s: float) -> None:
-        self.world.count("pause")
-        self.engines[name].pause(for_s)
-
     def reset_cache(self, name: str) -> None:
         """What an operator does between two experiments: host memory forgets everything."""
-        engine = self.engines[name]
+        engine = self.hosts[name]
         if engine.is_alive and engine.offload is not None:
             self.world.count("host memory reset")
             engine.offload.reset_cache()
-
-    def step_clock(self, spec: HostSpec) -> None:
-        """As in fast worlds: a consumer's clock steps forward, a producer's stands still."""
-        world = self.world
-        step_s = world.rng_of_lies.choice([0.5, 4.0, 30.0])
-        world.count("clock steps")
-        if spec.is_consumer:
-            self.engines[spec.name].step_clock(step_s)
-        else:
-            world.paused_s += step_s
-            self.engines[spec.name].step_clock(-step_s)
-
-    def partition(self, one: str, other: str, for_s: float, *, both: bool) -> None:
-        self.world.count("partition")
-        self.world.note(one, f"cannot reach {other} for {for_s} s{', nor back' if both else ''}")
-        until = self.world.now + for_s
-        a, b = self.specs[one].url, self.specs[other].url
-        self.wire.cut[a, b] = until
-        if both:
-            self.wire.cut[b, a] = until
-
-    def clog(self, one: str, other: str, for_s: float) -> None:
-        self.world.count("clog")
-        self.world.note(one, f"the way to {other} is clogged for {for_s} s")
-        self.wire.clogged[self.specs[one].url, self.specs[other].url] = self.world.now + for_s

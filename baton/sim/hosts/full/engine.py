@@ -51,9 +51,9 @@ from baton.sim.hosts.full.layers import Reporter
 from baton.sim.hosts.full.memory import RankMemory
 from baton.sim.hosts.full.offload import HostCopies, offload_identity
 from baton.sim.hosts.full.pool import WatchedPool
+from baton.sim.hosts.full.port import Port
 from baton.sim.hosts.full.ranks import Ranks
-from baton.sim.hosts.full.reads import Port
-from baton.sim.hosts.full.wire import Station, Wire
+from baton.sim.hosts.full.wire import Station
 from baton.sim.kernel.layers import LayerReports
 from baton.sim.kernel.process import SOON_S, Process
 from baton.sim.kernel.windows import shortened
@@ -82,11 +82,14 @@ class _Forward:
 
 
 class Engine(Process):
+    pool: WatchedPool
+    memories: list[RankMemory]
+
     def __init__(self, cluster: Cluster, spec: HostSpec, engine_id: EngineId) -> None:
         super().__init__(cluster.world, spec.name, spec.rate, spec.skew_s)
+        self.lends, self.fetches_kv = spec.is_producer, spec.is_consumer
         self.cluster, self.spec, self.engine_id = cluster, spec, engine_id
-        self.wire: Wire = cluster.wire
-        self.is_slow, self.timers = spec.is_slow, cluster.timers
+        self.is_slow, self.num_ranks = spec.is_slow, spec.num_ranks
         self.is_draining = False
         self._commands: list[Callable[[], None]] = []
         self._listeners: dict[str, Listener] = {}
@@ -117,7 +120,7 @@ class Engine(Process):
             "control": lambda agent, lock: self._station(agent, lock, key),
             "machines": self.cluster.parts.machines,
         }
-        if self.cluster.mode == "push":
+        if self.cluster.is_push:
             how["announcer"] = partial(PrefillAnnouncer, layer_reports=self._hear_layers)
         half = _with_methods(PullSchedulerHalf, self.cluster.parts.half)
         self.half = half(self._identity(config), **how)
@@ -152,9 +155,8 @@ class Engine(Process):
         self.rank_halves: list[KVConnectorWorkerHalf] = []  # As the executor has them.
         self.reporters: list[Reporter] = []
         self.workers = [self._worker(config, rank) for rank in range(spec.num_ranks)]
-        self.ranks = Ranks(
-            self.cluster.model, [port.memory for port in self.ports], self.groups, spec.block_tokens
-        )
+        self.memories = [port.memory for port in self.ports]
+        self.ranks = Ranks(self.cluster.model, self.memories, self.groups, spec.block_tokens)
         handshakes = [half.get_handshake_metadata() for half in self.rank_halves]
         self.connector.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
         self._aggregator = KVOutputAggregator.from_connector(self.connector, spec.num_ranks)
@@ -176,7 +178,7 @@ class Engine(Process):
         )
 
         def transports(address: Address) -> dict[str, Port]:
-            port = Port(self, self.cluster.reads, memory, address)
+            port = Port(self, rank, memory, address)
             self.ports.append(port)
             return {port.name: port}
 
@@ -188,7 +190,7 @@ class Engine(Process):
             "clock": self.clock,
         }
         identity = self._identity(msgspec.structs.replace(config, parallel_config=of_rank))
-        reporter = self._reporter if self.cluster.mode == "push" else None
+        reporter = self._reporter if self.cluster.is_push else None
         worker = PullWorkerHalf(identity, reporter=reporter, **how)
         half: KVConnectorWorkerHalf = worker
         if self.offload is not None:
@@ -215,7 +217,7 @@ class Engine(Process):
         return self.reporters[-1]
 
     def _identity(self, config: EngineConfig) -> EngineIdentity:
-        if self.cluster.mode == "push":
+        if self.cluster.is_push:
             identity = EngineIdentity.of_engine(config, PushSettings, does_push=True)
         else:
             identity = EngineIdentity.of_engine(config)
@@ -256,10 +258,6 @@ class Engine(Process):
             return
         on_drained, self._on_drained = self._on_drained, None
         self.world.after(SOON_S, lambda: self.when_awake(on_drained))
-
-    def successor_port(self, port: Port) -> Port:
-        """The same rank of the engine that replaced a dead one."""
-        return self.cluster.engines[self.name].ports[port.memory.heads.start % self.spec.num_ranks]
 
     def _in_background(self, job: Callable[[], None]) -> None:
         """Connecting: a thread's work, that takes a while."""
@@ -456,12 +454,12 @@ class Engine(Process):
     # --- Blocks -----------------------------------------------------------------------------------
 
     def _taken(self, block_ids: list[int]) -> None:
-        fenced.check_free(self, block_ids)
+        fenced.check_free(self.cluster.reads.live, self, block_ids)
         for port in self.ports:
             port.memory.forget_writers(block_ids)
 
     def _freed(self, block_ids: list[int]) -> None:
-        fenced.check_free(self, block_ids)
+        fenced.check_free(self.cluster.reads.live, self, block_ids)
 
 
 def _with_methods(half: type[T], methods: type | None) -> type[T]:

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from baton.connectors.offload.settings import OffloadSettings
 from baton.core.config import (
     CacheConfig,
-    ClusterSecret,
     EngineConfig,
     KVTransferConfig,
     LoadFailurePolicy,
@@ -19,11 +18,11 @@ from baton.core.config import (
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.sim.hosts.full.model import EOS_IDS, HEAD_DIM, VOCAB, Windows
+from baton.sim.kernel.wire import SECRET
 
 if TYPE_CHECKING:
     from baton.sim.hosts.full.cluster import Cluster
 
-SECRET = ClusterSecret(b"the cluster's own secret, known to no other cluster")
 MAX_MODEL_LEN = 96
 TURNS = {"ttl_s": 6.0, "min_tokens": 4, "pool_share_max": 0.5}
 

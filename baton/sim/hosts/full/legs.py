@@ -41,7 +41,7 @@ class Leg:
     def _arrive(self) -> None:
         if not self._is_open:
             return
-        engine = self._cluster.engines[self._name]
+        engine = self._cluster.hosts[self._name]
         if not engine.is_alive or engine.is_draining:
             self._fail("unreachable", was_sent=False)
             return

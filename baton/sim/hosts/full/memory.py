@@ -10,6 +10,7 @@ A place is the memory of one layer, or of one layer of each cache group.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -82,29 +83,32 @@ class RankMemory:
 
     # --- Seen from a wire -------------------------------------------------------------------------
 
-    def fetch(self, address: int, nbytes: int) -> Words:
-        start = self._index(address)
-        return self._flat[start : start + nbytes // WORD_BYTES]
+    offset_bits = (2, 12)  # On the border of a word.
 
-    def has(self, address: int, nbytes: int) -> bool:
-        offset = address - self.address
+    def has(self, offset: int, nbytes: int) -> bool:
         return offset >= 0 and offset + nbytes <= self._flat.nbytes and offset % WORD_BYTES == 0
 
-    def land(self, address: int, words: Words, writer: int) -> None:
-        start = self._index(address)
+    def fetch(self, offset: int, nbytes: int) -> bytes:
+        start = offset // WORD_BYTES
+        return self._flat[start : start + nbytes // WORD_BYTES].tobytes()
+
+    def land(self, offset: int, part: bytes, writer: int) -> None:
+        start, words = offset // WORD_BYTES, np.frombuffer(part, np.uint32)
         self._flat[start : start + len(words)] = words
         self._flat_writers[start : start + len(words)] = writer
 
+    def scribble(self, offset: int, nbytes: int, writer: int, *, is_torn: bool) -> None:
+        self.land(offset, JUNK.to_bytes(WORD_BYTES, "little") * (nbytes // WORD_BYTES), writer)
+
+    def flipped(self, rng: random.Random, part: bytes) -> bytes:
+        bent = bytearray(part)
+        bent[rng.randrange(len(bent))] ^= 1 << rng.randrange(8)
+        return bytes(bent)
+
     def blocks_of(self, runs: Iterable[tuple[int, int]]) -> tuple[int, ...]:
-        """Blocks that these (address, bytes) lie in, each once."""
+        """Blocks that these (offset, bytes) lie in, each once."""
         found: set[int] = set()
-        for address, nbytes in runs:
-            start = (address - self.address) % self._period_bytes
+        for offset, nbytes in runs:
+            start = offset % self._period_bytes
             found.update(range(start // self._block_bytes, (start + nbytes - 1) // self._block_bytes + 1))
         return tuple(sorted(found))
-
-    def _index(self, address: int) -> int:
-        offset = address - self.address
-        assert offset >= 0, "a copy that is not of this cache"
-        assert offset % WORD_BYTES == 0
-        return offset // WORD_BYTES

@@ -20,6 +20,7 @@ from baton.connectors.offload.settings import GIB
 from baton.sim.checkers import fenced
 from baton.sim.hosts.full.memory import JUNK, UNWRITTEN, RankMemory
 from baton.sim.hosts.full.model import Words
+from baton.sim.kernel.reads import Write
 
 if TYPE_CHECKING:
     from baton.sim.hosts.full.engine import Engine
@@ -42,20 +43,13 @@ def offload_identity(engine: Engine, rank: int) -> OffloadIdentity:
     )
 
 
-@dataclass(slots=True, eq=False)
-class HostCopy:
-    """One job. A load is a fact for the checkers, as a read is."""
+@dataclass(slots=True, eq=False, kw_only=True)
+class HostCopy(Write):
+    """One job. A store writes to no block."""
 
-    number: int
     job: int
-    consumer: Engine
-    targets: tuple[int, ...]  # Blocks of a load.
-    target_generations: list[int]
     pairs: list[tuple[int, int]]  # (block, row)
     is_load: bool
-    ok: bool = True
-    is_torn: bool = False
-    torn_by: str = ""
 
 
 class HostCopies(Copies):
@@ -84,27 +78,26 @@ class HostCopies(Copies):
 
     def close(self, timeout_s: float) -> None:
         network = self._engine.cluster.reads
-        network.loads = [copy for copy in network.loads if self._due.get(copy.job) is not copy]
+        network.live = [one for one in network.live if one not in self._due.values()]
         self._due.clear()
 
     def _begin(self, job: int, block_ids: Sequence[int], rows: Sequence[int], *, is_load: bool) -> None:
         engine, network, world = self._engine, self._engine.cluster.reads, self._engine.world
         targets = tuple(block_ids) if is_load else ()
         copy = HostCopy(
-            len(network.reads) + 1,
-            job,
-            engine,
-            targets,
-            [engine.pool.generation[block] for block in targets],
-            list(zip(block_ids, rows, strict=True)),
-            is_load,
+            number=len(network.posted) + 1,
+            job=job,
+            consumer=engine,
+            owner=self,
+            targets=targets,
+            pairs=list(zip(block_ids, rows, strict=True)),
+            is_load=is_load,
             ok=not world.chance(world.faults.copy_error),
         )
         world.count(f"host {'load' if is_load else 'store'}: {'good' if copy.ok else 'error'}")
         self._due[job] = copy
         if is_load:
-            network.reads[copy.number] = copy
-            network.loads.append(copy)
+            network.begin(copy)
             self._memory.words[list(targets)] = JUNK  # Half written from the beginning.
             self._memory.writers[list(targets)] = UNWRITTEN
         took_s = world.spread(world.faults.copy_mean_s)
@@ -116,7 +109,7 @@ class HostCopies(Copies):
             return
         if copy.is_load:
             fenced.check_landing(copy)
-            self._engine.cluster.reads.loads.remove(copy)
+            self._engine.cluster.reads.live.remove(copy)
         for block, row in copy.pairs if copy.ok else copy.pairs[: len(copy.pairs) // 2]:
             if not copy.is_load:
                 self._rows[row] = self._memory.words[block].copy()

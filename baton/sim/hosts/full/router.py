@@ -272,7 +272,7 @@ class Router:
         now = self.world.now
         looked_up = self._introductions.get(name)
         if looked_up is None or now - looked_up[0] > INTRODUCTION_MAX_S:
-            engine = self.cluster.engines[name]
+            engine = self.cluster.hosts[name]
             text = engine.half.introduction() if engine.is_alive else None
             if text is None:
                 return None

@@ -6,8 +6,8 @@ the process that listens there now. A way that was learnt from a connection that
 
 from __future__ import annotations
 
+import random
 import threading
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeAlias, cast
 
 import msgspec
@@ -15,75 +15,57 @@ import msgspec
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.control.thread import ControlThread, _Way
 from baton.protocol.messages import (
-    Announced,
     Envelope,
-    Finished,
     Hello,
     Message,
-    Renewed,
     Welcome,
 )
 from baton.protocol.signed_frame import ProcessKey
 from baton.sim.kernel import lies
 from baton.sim.kernel.process import NEVER, SOON_S
+from baton.sim.kernel.wire import Wire, garbled
 from baton.sim.kernel.world import World
 from baton.transport.control import ControlChannel
 
 if TYPE_CHECKING:
+    from baton.sim.hosts.full.cluster import Cluster
     from baton.sim.hosts.full.engine import Engine
 
-ABOUT_CONTENTS = (Announced, Finished, Renewed, Welcome)
 MEDDLER_URL = "tcp://10.0.9.9:14600"
 
 
-@dataclass
-class Wire:
-    world: World
-    stations: dict[str, Station] = field(default_factory=dict)  # By url: the listener there.
-    cut: dict[tuple[str, str], float] = field(default_factory=dict)  # From url to url: lost until then.
-    clogged: dict[tuple[str, str], float] = field(default_factory=dict)  # Held up until then.
+class FullWire(Wire):
+    # Fast worlds can tell whom a lie about the contents of blocks harms. Here a prefix cache would spread it.
+    lies_about_contents = False
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self.stations: dict[str, Station] = {}  # By url: the listener there.
 
     def send(self, sender: Station, route: Route, frame: bytes) -> None:
-        world, faults = self.world, self.world.faults
-        url = route if isinstance(route, str) else route.url
-        way = (sender.url, url)
-        copies = 2 if world.chance(faults.duplicate) else 1
-        for copy in range(copies):
-            if world.now < self.cut.get(way, -NEVER) or world.chance(faults.loss):
-                world.count("frames lost")
-                continue
-            delay_s = world.spread(faults.delay_mean_s)
-            if copy:
-                delay_s += world.rng.uniform(0, faults.late_copy_s)
-            free_at = self.clogged.get(way, -NEVER)
-            if free_at > world.now:
-                delay_s = free_at - world.now
-            arriving = frame
-            if world.lies(faults.frame_lies):
-                arriving = self._altered(frame)
-            world.after(delay_s, lambda arriving=arriving: self._arrive(sender, route, arriving))  # type: ignore[misc]
-        if world.chance(faults.malformed):
-            garbage = bytes(world.rng.randrange(256) for _ in range(world.rng.choice([0, 3, 40])))
-            # 0xC1 begins nothing in msgpack.
-            broken = frame[: world.rng.randrange(3)] + b"\xc1" + garbage
-            world.after(world.spread(faults.delay_mean_s), lambda: self._arrive(sender, route, broken))
-
-    def _altered(self, frame: bytes) -> bytes:
-        """What is signed is altered, or the frame as a whole."""
-        rng = self.world.rng_of_lies
-        self.world.count("frames altered by the wire")
-        version, public_key, mac, body = msgspec.msgpack.decode(frame)
-        if rng.random() < 0.2:
-            at = rng.randrange(len(frame))
-            return frame[:at] + bytes([lies.flip(rng, frame[at], 8)]) + frame[at + 1 :]
-        return msgspec.msgpack.encode([version, public_key, mac, lies.altered(rng, body)])
-
-    def _arrive(self, sender: Station, route: Route, frame: bytes) -> None:
         """Over a connection that the sender has dialled, or over one that the receiver has."""
-        station = self.stations.get(route) if isinstance(route, str) else route
-        seen_as = sender if isinstance(route, str) else sender.url
-        if station is not None:
-            station.engine.when_awake(lambda: station.receive(seen_as, frame))
+        world = self._world
+        url = route if isinstance(route, str) else route.url
+        way = (sender.engine.name, url.removeprefix("tcp://").partition(":")[0])
+
+        def arrive(frame: bytes) -> None:
+            station = self.stations.get(route) if isinstance(route, str) else route
+            seen_as = sender if isinstance(route, str) else sender.url
+            if station is not None:
+                station.engine.when_awake(lambda: station.receive(seen_as, frame))
+
+        self.carry(way, frame, arrive, alter=_altered)
+        if world.chance(world.faults.malformed):
+            self.carry(way, garbled(world.rng, frame), arrive, alter=None)
+
+
+def _altered(rng: random.Random, frame: bytes) -> bytes:
+    """What is signed is altered, or the frame as a whole."""
+    version, public_key, mac, body = msgspec.msgpack.decode(frame)
+    if rng.random() < 0.2:
+        at = rng.randrange(len(frame))
+        return frame[:at] + bytes([lies.flip(rng, frame[at], 8)]) + frame[at + 1 :]
+    return msgspec.msgpack.encode([version, public_key, mac, lies.altered(rng, body)])
 
 
 class _Door:
@@ -94,7 +76,7 @@ class _Door:
         self.station: Station
 
     def send(self, to: Route, frame: bytes) -> None:
-        self.station.engine.wire.send(self.station, to, frame)
+        self.station.engine.cluster.wire.send(self.station, to, frame)
 
 
 class Station(ControlThread):
@@ -113,7 +95,7 @@ class Station(ControlThread):
     # --- ControlPort ------------------------------------------------------------------------------
 
     def start(self) -> None:
-        self.engine.wire.stations[self.url] = self
+        self.engine.cluster.wire.stations[self.url] = self
 
     def flush(self) -> None:
         if not self._agent.has_envelopes:
@@ -167,29 +149,15 @@ class Station(ControlThread):
         if world.trace is not None:
             names = ", ".join(_told(message) for message in envelope.messages)
             world.note(self.engine.name, f"-> {envelope.target.engine_id}: {names}"[:220])
-        super()._send(self._as_sent(envelope), way)
+        super()._send(self.engine.cluster.wire.as_sent(self.engine.name, envelope), way)
         if world.lies(world.faults.false_names):
             self._send_falsely(envelope)
-
-    def _as_sent(self, envelope: Envelope) -> Envelope:
-        """A faulty member sends other values than its machines gave it. Messages that decide the contents of
-        blocks stay true here. Fast worlds make them false, because they can tell whom that harms."""
-        world, cluster = self._world, self.engine.cluster
-        if self.engine.name != cluster.liar or not world.lies(world.faults.member_lies):
-            return envelope
-        if any(isinstance(message, ABOUT_CONTENTS) for message in envelope.messages):
-            return envelope
-        others = [e.address for e in cluster.engines.values() if e is not self.engine]
-        sent = lies.untrue(world.rng_of_lies, envelope, b"", others)
-        world.count("lies of a member")
-        world.note(self.engine.name, f"lies: {sent.messages if sent is not None else 'not well'}")
-        return sent or envelope
 
     def _send_falsely(self, envelope: Envelope) -> None:
         """Another member has seen the frame and sends a message in the name of one of the two."""
         world, cluster = self._world, self.engine.cluster
         false = lies.false_names(world.rng_of_lies, envelope)
-        station = self.engine.wire.stations.get(cluster.url_of(false.target))
+        station = self.engine.cluster.wire.stations.get(cluster.url_of(false.target))
         if station is not None:
             world.count("frames in another's name")
             frame = cluster.meddler.sign(false, station.public_key)
