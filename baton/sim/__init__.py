@@ -1,6 +1,6 @@
 """Simulated worlds: one event queue, one seed, many faults, and a checker for each invariant.
 
-    kernel     clock, faults, links, lies, campaigns
+    kernel     clock, faults, reads, wires, lies, the course of a world, campaigns
     hosts      fast: real scheduler halves alone; full: whole engines
     checkers   one for each invariant
     mutants    production with one guard taken away

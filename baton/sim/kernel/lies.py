@@ -105,9 +105,10 @@ def flip(rng: random.Random, number: int, num_bits: int) -> int:
     return number ^ 1 << rng.randrange(num_bits)
 
 
-def flip_address(rng: random.Random, address: int) -> int:
-    """With one bit flipped that leaves it on the border of a word."""
-    return address ^ 1 << rng.randrange(2, 12)
+def other_text(rng: random.Random, text: str) -> str:
+    """With another letter in one place, most likely."""
+    at = rng.randrange(len(text))
+    return text[:at] + rng.choice("Aa0_") + text[at + 1 :]
 
 
 def _falsified(rng: random.Random, message: Message) -> tuple[Message | None, Message | None]:

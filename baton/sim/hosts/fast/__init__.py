@@ -3,6 +3,6 @@
 cluster   hosts and restarts        host     one incarnation: the process, its half and its ranks' stand-in
 prefills  P: computes in steps      fetches  D: from kv_transfer_params to blocks in use
 ranks     carries out read orders   port     in-memory control port
-wire      control frames            reads    one-sided reads        memory   blocks and their content
-router    dispatches requests       scenario break, heal, probe, rest
+wire      seals control frames      memory   blocks and their content
+router    dispatches requests       scenario what a world begins with, and its probes
 """

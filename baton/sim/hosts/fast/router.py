@@ -1,12 +1,11 @@
 """Dispatches requests in two legs, loses some of them, retries, and makes mistakes.
 
-PullRouter    the prefill leg; when its ticket has come back, the decode leg
-PushRouter    both legs at once, with one name; sometimes a ticket as well, as other routers do
+pull    the prefill leg; when its ticket has come back, the decode leg
+push    both legs at once, with one name; sometimes a ticket as well, as other routers do
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +17,7 @@ from baton.sim.hosts.fast.facts import Landing
 from baton.sim.hosts.fast.host import Host
 from baton.sim.hosts.fast.model import CONTROL_HOST, CONTROL_PORT
 from baton.sim.hosts.fast.prefills import Prefill
+from baton.sim.kernel.lies import other_text
 from baton.sim.kernel.wire import Way
 
 ATTEMPTS_MAX = 3
@@ -46,11 +46,15 @@ class Attempt:
     prefills: list[tuple[Host, Prefill]] = field(default_factory=list)
 
 
-class Router(ABC):
+class Router:
     def __init__(self, cluster: Cluster) -> None:
         self._cluster, self._world = cluster, cluster.world
         self._num_transfers = 0
+        self._introductions: dict[str, tuple[Host, str]] = {}
         cluster.on_turn = self._next_turn
+        if cluster.is_push:
+            for name in cluster.producers:
+                self._introduce(name)
 
     def dispatch(self, request: Request) -> None:
         if request.done or request.num_attempts >= ATTEMPTS_MAX:
@@ -60,26 +64,79 @@ class Router(ABC):
         producer = rng.choice(self._cluster.producers)
         consumer = rng.choice([name for name in self._cluster.consumers if name != producer])
         attempt = Attempt(request, *(request.way or (producer, consumer)))
-        self._send(attempt)
+        if self._cluster.is_push:
+            self._push(attempt)
+        else:
+            self._pull(attempt)
         if world.chance(world.faults.abort):
             world.after(rng.uniform(0, 6), lambda: self._abort(attempt))
         if not request.is_probe:
             world.after(rng.uniform(1, 8), lambda: self._timed_out(attempt))
 
-    @abstractmethod
-    def _send(self, attempt: Attempt) -> None:
-        """One leg, or both."""
+    def _pull(self, attempt: Attempt) -> None:
+        self._num_transfers += 1
+        transfer_id = TransferId(f"t{self._num_transfers}")
+        self._prefill(attempt, transfer_id, lambda params: self._ticket_legs(params, attempt))
+
+    def _push(self, attempt: Attempt) -> None:
+        world, name = self._world, attempt.producer
+        if not world.chance(world.faults.name_reuse):
+            self._num_transfers += 1
+        transfer_id = TransferId(f"x{self._num_transfers}")
+        if not world.chance(world.faults.old_introduction):
+            self._introduce(name)
+        introduced, text = self._introductions[name]
+        stream = {"do_remote_prefill": True, "remote_engine_id": name, "transfer_id": transfer_id}
+        is_named = self._num_transfers % 3 == 2  # As proxies do that do not know introductions.
+        if is_named:
+            stream |= {"remote_host": CONTROL_HOST, "remote_port": CONTROL_PORT}
+        else:
+            stream["baton_introduction"] = text
+
+        def ticket_too(params: dict[str, Any]) -> None:
+            if world.chance(world.faults.ticket_replay / 2):
+                world.count("a ticket beside the stream")
+                self._ticket_legs(params, attempt)
+
+        def streamer(prompt: int) -> Callable[[Host], None]:
+            def fetch(host: Host) -> None:
+                producer = self._cluster.hosts[name] if is_named else introduced
+                self._fetcher(stream, attempt, prompt, producer)(host)
+
+            return fetch
+
+        self._prefill(attempt, transfer_id, ticket_too)
+        self._leg(attempt.consumer, streamer(attempt.request.prompt))
+        self._replays(streamer, attempt)
+
+    def _introduce(self, name: str) -> None:
+        host = self._cluster.hosts[name]
+        text = host.half.introduction()
+        assert text is not None
+        self._introductions[name] = (host, text)
+
+    def _prefill(
+        self, attempt: Attempt, transfer_id: TransferId, on_ticket: Callable[[dict[str, Any]], None]
+    ) -> None:
+        request = attempt.request
+
+        def prefill(host: Host) -> None:
+            added = host.prefills.add(
+                request.prompt, request.num_tokens, transfer_id, request.request_id, on_ticket
+            )
+            if added is not None and self._cluster.is_push:
+                attempt.prefills.append((host, added))
+
+        self._leg(attempt.producer, prefill)
 
     def _ticket_legs(self, params: dict[str, Any], attempt: Attempt) -> None:
         """A client can bring a ticket to any engine, as often as it likes, and damage it."""
-        world, rng = self._world, self._world.rng
+        world, prompt = self._world, attempt.request.prompt
+        self._leg(attempt.consumer, self._fetcher(params, attempt, prompt))
         if world.chance(world.faults.ticket_alter):
-            text = params["baton_ticket"]
-            at = rng.randrange(len(text))
-            altered = text[:at] + rng.choice("Aa0_") + text[at + 1 :]
-            if altered != text:
-                damaged = {**params, "baton_ticket": altered}
-                self._leg(attempt.consumer, self._fetcher(damaged, attempt, attempt.request.prompt))
+            damaged = {**params, "baton_ticket": other_text(world.rng, params["baton_ticket"])}
+            if damaged != params:
+                self._leg(attempt.consumer, self._fetcher(damaged, attempt, prompt))
         self._replays(lambda prompt: self._fetcher(params, attempt, prompt), attempt)
 
     def _next_turn(self, host: Host, landing: Landing, params: dict[str, Any]) -> None:
@@ -109,20 +166,15 @@ class Router(ABC):
     def _fetcher(
         self, params: dict[str, Any], attempt: Attempt, prompt: int, producer: Host | None = None
     ) -> Callable[[Host], None]:
+        def ended(delivered: bool) -> None:
+            attempt.request.done = attempt.request.done or delivered
+
         def fetch(host: Host) -> None:
-            landing = host.fetches.fetch(
-                params, prompt, attempt.request.num_tokens, self._ender(attempt), producer=producer
-            )
+            landing = host.fetches.fetch(params, prompt, attempt.request.num_tokens, ended, producer=producer)
             if landing is not None:
                 attempt.fetches.append((host, landing))
 
         return fetch
-
-    def _ender(self, attempt: Attempt) -> Callable[[bool], None]:
-        def ended(delivered: bool) -> None:
-            attempt.request.done = attempt.request.done or delivered
-
-        return ended
 
     def _leg(self, name: str, action: Callable[[Host], None]) -> None:
         world = self._world
@@ -147,78 +199,3 @@ class Router(ABC):
             if self._world.chance(0.5):
                 self._abort(attempt)
             self.dispatch(attempt.request)
-
-
-class PullRouter(Router):
-    def _send(self, attempt: Attempt) -> None:
-        request = attempt.request
-        self._num_transfers += 1
-        transfer_id = TransferId(f"t{self._num_transfers}")
-
-        def take(params: dict[str, Any]) -> None:
-            self._leg(attempt.consumer, self._fetcher(params, attempt, request.prompt))
-            self._ticket_legs(params, attempt)
-
-        def prefill(host: Host) -> None:
-            host.prefills.add(request.prompt, request.num_tokens, transfer_id, request.request_id, take)
-
-        self._leg(attempt.producer, prefill)
-
-
-class PushRouter(Router):
-    def __init__(self, cluster: Cluster) -> None:
-        super().__init__(cluster)
-        self._introductions = {name: _introduction(cluster.hosts[name]) for name in cluster.producers}
-
-    def _send(self, attempt: Attempt) -> None:
-        world, request = self._world, attempt.request
-        if not world.chance(world.faults.name_reuse):
-            self._num_transfers += 1
-        transfer_id = TransferId(f"x{self._num_transfers}")
-        if not world.chance(world.faults.old_introduction):
-            self._introductions[attempt.producer] = _introduction(self._cluster.hosts[attempt.producer])
-        introduced, text = self._introductions[attempt.producer]
-        stream: dict[str, Any] = {
-            "do_remote_prefill": True,
-            "remote_engine_id": attempt.producer,
-            "transfer_id": transfer_id,
-        }
-        is_named = self._num_transfers % 3 == 2  # As proxies do that do not know introductions.
-        if is_named:
-            stream |= {"remote_host": CONTROL_HOST, "remote_port": CONTROL_PORT}
-        else:
-            stream["baton_introduction"] = text
-
-        def prefill(host: Host) -> None:
-            prefill = host.prefills.add(
-                request.prompt,
-                request.num_tokens,
-                transfer_id,
-                request.request_id,
-                lambda params: self._ticket_too(params, attempt),
-            )
-            if prefill is not None:
-                attempt.prefills.append((host, prefill))
-
-        def streamer(prompt: int) -> Callable[[Host], None]:
-            def fetch(host: Host) -> None:
-                producer = self._cluster.hosts[attempt.producer] if is_named else introduced
-                self._fetcher(stream, attempt, prompt, producer)(host)
-
-            return fetch
-
-        self._leg(attempt.producer, prefill)
-        self._leg(attempt.consumer, streamer(request.prompt))
-        self._replays(streamer, attempt)
-
-    def _ticket_too(self, params: dict[str, Any], attempt: Attempt) -> None:
-        if self._world.chance(self._world.faults.ticket_replay / 2):
-            self._world.count("a ticket beside the stream")
-            self._leg(attempt.consumer, self._fetcher(params, attempt, attempt.request.prompt))
-            self._ticket_legs(params, attempt)
-
-
-def _introduction(host: Host) -> tuple[Host, str]:
-    text = host.half.introduction()
-    assert text is not None
-    return host, text

@@ -8,7 +8,7 @@ from functools import partial
 from baton.core.ids import RequestId
 from baton.sim.checkers import bounded
 from baton.sim.hosts.fast.cluster import Cluster
-from baton.sim.hosts.fast.router import PullRouter, PushRouter, Request, Router
+from baton.sim.hosts.fast.router import Request, Router
 from baton.sim.kernel.faults import FAST, FAST_PUSH, HEALTHY
 from baton.sim.kernel.scenario import Scenario
 from baton.sim.kernel.wire import Way
@@ -30,7 +30,7 @@ class FastScenario(Scenario):
     def begin(self) -> None:
         world, rng = self.world, self.world.rng
         self.cluster = cluster = Cluster(world, self.parts, self.mode)
-        self.router: Router = PushRouter(cluster) if cluster.is_push else PullRouter(cluster)
+        self.router = Router(cluster)
         self._lengths = [2, 3, 4] if cluster.is_push else [1, 2, 3]
         self._num_prompts = 0
         self._probes: list[Request] = []

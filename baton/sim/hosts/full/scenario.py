@@ -12,6 +12,7 @@ from baton.sim.hosts.full.clients import Ask, Clients
 from baton.sim.hosts.full.cluster import Cluster
 from baton.sim.hosts.full.router import FIRST_TOKEN_S, Router
 from baton.sim.kernel.faults import FULL, FULL_COPIES, HEALTHY_FULL
+from baton.sim.kernel.lies import other_text
 from baton.sim.kernel.scenario import Scenario
 from baton.sim.kernel.wire import Way
 from baton.sim.kernel.world import World
@@ -90,10 +91,7 @@ class FullScenario(Scenario):
             world.after(delay_s, lambda: self._replay(role, params, ask))
         sealed = [name for name in ("baton_ticket", "baton_introduction") if name in params]
         if sealed and world.chance(world.faults.ticket_alter):
-            text = params[sealed[0]]
-            at = rng.randrange(len(text))
-            altered = {**params, sealed[0]: text[:at] + rng.choice("Aa0_") + text[at + 1 :]}
-            self._replay(role, altered, ask)
+            self._replay(role, {**params, sealed[0]: other_text(rng, params[sealed[0]])}, ask)
 
     def _replay(self, role: str, params: dict[str, Any], of: Ask) -> None:
         rng = self.world.rng
