@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host
 
 TRIES_MAX = 12  # Of a chunk that finds no room.
-PREFILL_MEAN_S = 0.3
 CHUNK_MEAN_S = 1.0
 CHUNK_MAX_S = 4.0  # Otherwise a healed world might not be done in time.
 STALL_S = 20.0  # Longer than any peer waits.

@@ -100,10 +100,6 @@ class Ranks:
             result.sampled_token_ids.append(sampled)
         return result
 
-    def forget(self, request_ids: Sequence[str]) -> None:
-        for request_id in request_ids:
-            self.salts.pop(request_id, None)
-
     def _compute(self, row: _Row, num_new: int) -> Seen:
         first, last = row.num_computed, row.num_computed + num_new
         assert last <= len(row.tokens)
