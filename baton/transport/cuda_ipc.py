@@ -14,7 +14,7 @@ tested with a fake driver whose devices are host memory, and with real devices o
 """
 
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -67,11 +67,10 @@ class CudaIpcTransport(ThreadedReader[CudaIpcPeer]):
         address: Address,
         *,
         driver: DeviceMemory | None = None,
-        thread_cpus: Collection[int] | None = None,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
         """Raises TransferError if there is no CUDA driver or device."""
-        super().__init__(address, thread_cpus, on_completion)
+        super().__init__(address, on_completion=on_completion)
         self._driver = driver if driver is not None else CudaDriver()
         self._uuids: dict[bytes, int] = {}  # Of the devices of our regions.
         self._lock = threading.Lock()

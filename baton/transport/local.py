@@ -15,7 +15,7 @@ The lease excludes it.
 There are no writes, because a write cannot be bound to an incarnation.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -66,20 +66,9 @@ class LocalTransport(ThreadedReader[LocalPeer]):
     batch_copies_max = IOV_MAX - 2  # Less the epoch pages before and after.
     batch_bytes_max = 8 << 20  # Bounds the delay of a cancel: about 2 ms.
 
-    def __init__(
-        self,
-        address: Address,
-        *,
-        thread_cpus: Collection[int] | None = None,
-        on_completion: Callable[[], None] | None = None,
-    ) -> None:
-        super().__init__(address, thread_cpus, on_completion)
-        self._registered = False
-
     def register(self, regions: Sequence[Region]) -> bytes:
-        assert not self._registered, "register() is called once"
+        assert not self._regions, "register() is called once"
         require_host_memory(self.name, regions)
-        self._registered = True
         self._regions = tuple(regions)
         let_peers_read()
         fields = self._identity.fields_of(self._address)

@@ -15,7 +15,7 @@ the writer's confirmation that it has stopped, which a dead writer cannot give.
 """
 
 import secrets
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,13 +72,11 @@ class NixlTransport(PeersTransport[NixlPeer]):
         self,
         address: Address,
         *,
-        thread_cpus: Collection[int] | None = None,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
         """Raises ConfigError if NIXL is not installed."""
         bindings()
         super().__init__(address, on_completion)
-        self._thread_cpus = thread_cpus
         self._identity = IdentityPage(address.epoch)
         self._owner: NixlAgent | None = None
         self.counters = NixlCounters()
@@ -90,7 +88,7 @@ class NixlTransport(PeersTransport[NixlPeer]):
         let_peers_read()
         self._regions = tuple(regions)
         name = self._agent_name("owner")
-        owner = NixlAgent(name, has_progress_thread=True, cpus=self._thread_cpus)
+        owner = NixlAgent(name, has_progress_thread=True)
         owner.register([*self._regions, Region(self._identity.address, IDENTITY_BYTES)])
         self._owner = owner
         return msgspec.msgpack.encode(
@@ -113,9 +111,7 @@ class NixlTransport(PeersTransport[NixlPeer]):
         named = _decode_endpoint(address, endpoint)
         expected = identity_bytes(named.epoch, named.generation, named.nonce)
         _require_true_reads(named, expected)
-        agent = NixlAgent(
-            self._agent_name(f"to:{named.agent}"), has_progress_thread=False, cpus=self._thread_cpus
-        )
+        agent = NixlAgent(self._agent_name(f"to:{named.agent}"), has_progress_thread=False)
         try:
             agent.register(self._regions)
             if agent.load(named.metadata) != named.agent:
@@ -133,7 +129,6 @@ class NixlTransport(PeersTransport[NixlPeer]):
             expected,
             self.completions,
             self.counters,
-            self._thread_cpus,
         )
         return self.add(peer)
 

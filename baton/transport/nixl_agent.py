@@ -21,7 +21,7 @@ import functools
 import importlib.util
 import logging
 import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NewType
 
@@ -80,7 +80,7 @@ def bindings() -> Any:
 class NixlAgent:
     """Not thread-safe. Raises TransferError for every error that NIXL reports."""
 
-    def __init__(self, name: str, *, has_progress_thread: bool, cpus: Collection[int] | None = None) -> None:
+    def __init__(self, name: str, *, has_progress_thread: bool) -> None:
         self._nixl = bindings()
         config = self._nixl.nixlAgentConfig()
         config.useProgThread = has_progress_thread
@@ -91,7 +91,7 @@ class NixlAgent:
         config.lthrDelay = PROGRESS_DELAY_US
         config.captureTelemetry = True
         # Threads started by NIXL and UCX inherit this thread's CPU affinity.
-        with _nixl_errors_mapped(), _inherited_affinity(cpus):
+        with _nixl_errors_mapped(), _inherited_affinity():
             self._agent = self._nixl.nixlAgent(name, config)
             self._backends = [self._agent.createBackend("UCX", {})]
         self._lists: list[DescriptorList] = []
@@ -206,9 +206,9 @@ def _nixl_errors_mapped() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _inherited_affinity(cpus: Collection[int] | None) -> Iterator[None]:
+def _inherited_affinity() -> Iterator[None]:
     before = os.sched_getaffinity(0)
-    free_affinity(cpus)
+    free_affinity()
     try:
         yield
     finally:

@@ -31,7 +31,7 @@ from baton.transport.nixl_agent import (
     Strided,
     memory_kind,
 )
-from baton.transport.peers import ActivePeer
+from baton.transport.peers import ActivePeer, Reading
 from baton.transport.spans import Int64s, SpanTable
 from baton.transport.threads import join_all, start_owned_thread
 
@@ -84,27 +84,10 @@ class Batch:
     nbytes: int
 
 
-@dataclass(eq=False)
-class _Reading:
-    """One posted operation. Guarded by its peer's condition."""
-
-    op: OpId
-    batches: Iterator[Batch]
-    under_way: int = 0
-    all_posted: bool = False
-    copied_bytes: int = 0
-    error: str | None = None
-    cancelled_at: float | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.under_way == 0 and (self.all_posted or self.error is not None)
-
-
 @dataclass(frozen=True, eq=False)
 class _Running:
     request: Request
-    reading: _Reading
+    reading: Reading[Batch]
     nbytes: int
     posted_at: float
 
@@ -168,7 +151,6 @@ class NixlPeer(ActivePeer):
         expected_identity: bytes,
         completions: CompletionQueue,
         counters: NixlCounters,
-        thread_cpus: Collection[int] | None,
     ) -> None:
         """Takes over the agent. Destroys it and raises PeerError if the owner is not the expected one."""
         self.address = address
@@ -182,8 +164,8 @@ class NixlPeer(ActivePeer):
         self._counters = counters
         self._agent_lock = threading.Lock()  # Never held together with the condition.
         self._changed = threading.Condition()
-        self._queue: deque[_Reading] = deque()
-        self._by_op: dict[OpId, _Reading] = {}
+        self._queue: deque[Reading[Batch]] = deque()
+        self._by_op: dict[OpId, Reading[Batch]] = {}
         self._running: list[_Running] = []  # Used by the thread only.
         self._pause_s = POLL_MIN_S
         try:
@@ -192,7 +174,7 @@ class NixlPeer(ActivePeer):
         except BaseException:
             agent.destroy()
             raise
-        self._thread = start_owned_thread("baton-nixl-read", self._run, on_death=self._die, cpus=thread_cpus)
+        self._thread = start_owned_thread("baton-nixl-read", self._run, on_death=self._die)
 
     def prepare(self, table: SpanTable, local_regions: Sequence[Region]) -> list[PreparedGroup]:
         groups: dict[tuple[str, str], list[int]] = {}
@@ -243,7 +225,7 @@ class NixlPeer(ActivePeer):
             op = self._completions.open()
             if groups and len(local_blocks):
                 batches = (batch for group in groups for batch in group.batches(local_blocks, remote_blocks))
-                reading = _Reading(op, batches)
+                reading = Reading(op, batches)
                 self._by_op[op] = reading
                 self._queue.append(reading)
                 self._changed.notify()
@@ -295,7 +277,7 @@ class NixlPeer(ActivePeer):
                 )
             self._running.append(_Running(request, reading, batch.nbytes, time.monotonic()))
 
-    def _take_nowait(self) -> tuple[_Reading, Batch] | None:
+    def _take_nowait(self) -> tuple[Reading[Batch], Batch] | None:
         """The next batch to post; operations take turns."""
         with self._changed:
             while self._queue:
@@ -305,7 +287,7 @@ class NixlPeer(ActivePeer):
                     reading.under_way += 1
                     self._queue.append(reading)
                     return reading, batch
-                reading.all_posted = True
+                reading.all_taken = True
         return None
 
     def _poll(self) -> None:
@@ -336,7 +318,7 @@ class NixlPeer(ActivePeer):
         self._counters.transfer_s += transfer_s
         self._counters.read_bytes += running.nbytes
 
-    def _arrived(self) -> list[_Reading]:
+    def _arrived(self) -> list[Reading[Batch]]:
         """Readings that are over: cancelled, or complete and proved by the identity page."""
         with self._changed:
             over = [reading for reading in self._by_op.values() if reading.is_over]
@@ -347,7 +329,7 @@ class NixlPeer(ActivePeer):
                 raise TransferError("it withdrew its memory, or another process has replaced it")
         return over
 
-    def _finish(self, over: Collection[_Reading]) -> None:
+    def _finish(self, over: Collection[Reading[Batch]]) -> None:
         """Call it without the lock: the completion hook may post the next operation at once."""
         with self._changed:
             for reading in over:

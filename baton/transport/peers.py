@@ -2,13 +2,33 @@
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from baton.core.errors import TransferError
 from baton.core.ids import Address
 from baton.transport.base import OpId, PeerHandle
 from baton.transport.completions import QueuedTransport
+
+B = TypeVar("B")
+
+
+@dataclass(eq=False)
+class Reading(Generic[B]):
+    """One posted operation. Guarded by its peer's lock."""
+
+    op: OpId
+    batches: Iterator[B]
+    under_way: int = 0  # Batches that were taken and not returned; only these can touch memory.
+    all_taken: bool = False
+    copied_bytes: int = 0
+    error: str | None = None
+    cancelled_at: float | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.under_way == 0 and (self.all_taken or self.error is not None)
 
 
 class ActivePeer(PeerHandle):

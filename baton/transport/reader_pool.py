@@ -12,7 +12,7 @@ import logging
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Generic, TypeVar
 
@@ -52,15 +52,9 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
     batch_copies_max: ClassVar[int]
     batch_bytes_max: ClassVar[int]
 
-    def __init__(
-        self,
-        address: Address,
-        thread_cpus: Collection[int] | None,
-        on_completion: Callable[[], None] | None,
-    ) -> None:
+    def __init__(self, address: Address, *, on_completion: Callable[[], None] | None = None) -> None:
         super().__init__(address, on_completion)
         self._identity = IdentityPage(address.epoch)
-        self._thread_cpus = thread_cpus
         self._changed = threading.Condition()
         self._waiting: deque[_Reading[PeerT]] = deque()
         self._by_op: dict[OpId, _Reading[PeerT]] = {}
@@ -79,11 +73,7 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
                 raise TransferError(f"the {self.name} transport is closed")
             while len(self._threads) < self.num_threads:
                 name = f"baton-{self.name}-{len(self._threads)}"
-                self._threads.append(
-                    start_owned_thread(
-                        name, self._read_queued, on_death=self._fail_all, cpus=self._thread_cpus
-                    )
-                )
+                self._threads.append(start_owned_thread(name, self._read_queued, on_death=self._fail_all))
 
     def post_read(
         self, prepared: Prepared, local_blocks: Sequence[int], remote_blocks: Sequence[int]

@@ -22,7 +22,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -32,7 +32,7 @@ from baton.core.ids import Address
 from baton.transport.base import OpId
 from baton.transport.completions import CompletionQueue
 from baton.transport.iovec import ScatteredMemory, Scratch, iovec_array
-from baton.transport.peers import ActivePeer
+from baton.transport.peers import ActivePeer, Reading
 from baton.transport.sealing import TAG_BYTES, Opening
 from baton.transport.spans import Copies
 from baton.transport.tcp_wire import (
@@ -58,27 +58,11 @@ _SCRAP_BYTES = 256 << 10
 
 
 @dataclass(eq=False)
-class Reading:
-    """One posted operation. Guarded by its peer's lock."""
-
-    op: OpId
-    chunks: Iterator[Copies]
-    under_way: int = 0  # Chunks held by lanes; only these can touch memory.
-    all_taken: bool = False
-    copied_bytes: int = 0
-    error: str | None = None
-
-    @property
-    def is_over(self) -> bool:
-        return self.under_way == 0 and (self.all_taken or self.error is not None)
-
-
-@dataclass(eq=False)
 class _Chunk:
     """One request in flight on a lane."""
 
     number: int  # Of the request.
-    reading: Reading
+    reading: Reading[Copies]
     copies: Copies
     header: Scratch
     tag: Scratch
@@ -123,8 +107,8 @@ class TcpPeer(ActivePeer):
         self.lost: str | None = None
         self.lock = threading.Lock()
         self._completions = completions
-        self._queue: deque[Reading] = deque()
-        self._by_op: dict[OpId, Reading] = {}
+        self._queue: deque[Reading[Copies]] = deque()
+        self._by_op: dict[OpId, Reading[Copies]] = {}
         self._lanes = [_Lane(self, sock, session) for sock, session in lanes]
         self._threads = [
             start_owned_thread(
@@ -172,7 +156,7 @@ class TcpPeer(ActivePeer):
                 return
             self.lost = reason
             self._queue.clear()
-            over: list[Reading] = []
+            over: list[Reading[Copies]] = []
             for reading in list(self._by_op.values()):
                 reading.error = reading.error or reason
                 over += self._pop_if_over(reading)
@@ -188,14 +172,14 @@ class TcpPeer(ActivePeer):
 
     # --- For the lanes.
 
-    def take_nowait(self) -> tuple[Reading, Copies] | None:
+    def take_nowait(self) -> tuple[Reading[Copies], Copies] | None:
         """The next chunk to request; operations take turns."""
-        over: list[Reading] = []
+        over: list[Reading[Copies]] = []
         taken = None
         with self.lock:
             while taken is None and self._queue:
                 reading = self._queue.popleft()
-                chunk = next(reading.chunks, None)
+                chunk = next(reading.batches, None)
                 if chunk is None:
                     reading.all_taken = True
                     over += self._pop_if_over(reading)
@@ -206,7 +190,7 @@ class TcpPeer(ActivePeer):
         self._finish(over)
         return taken
 
-    def return_chunk(self, reading: Reading, nbytes: int, error: str | None = None) -> None:
+    def return_chunk(self, reading: Reading[Copies], nbytes: int, error: str | None = None) -> None:
         """A lane is done with a chunk and touches no memory for it any more."""
         with self.lock:
             reading.under_way -= 1
@@ -217,16 +201,16 @@ class TcpPeer(ActivePeer):
             over = self._pop_if_over(reading)
         self._finish(over)
 
-    def _unqueue(self, reading: Reading) -> None:
+    def _unqueue(self, reading: Reading[Copies]) -> None:
         with contextlib.suppress(ValueError):  # A lane may have taken its last chunk.
             self._queue.remove(reading)
 
-    def _pop_if_over(self, reading: Reading) -> list[Reading]:
+    def _pop_if_over(self, reading: Reading[Copies]) -> list[Reading[Copies]]:
         if not reading.is_over or reading.op not in self._by_op:
             return []
         return [self._by_op.pop(reading.op)]
 
-    def _finish(self, over: list[Reading]) -> None:
+    def _finish(self, over: list[Reading[Copies]]) -> None:
         """Call it without the lock: the completion hook is foreign code."""
         for reading in over:
             self._completions.finish(reading.op, nbytes=reading.copied_bytes, error=reading.error)
@@ -289,7 +273,7 @@ class _Lane:
             with contextlib.suppress(BlockingIOError):
                 self._unsent = self._unsent[self._sock.send(self._unsent) :]
 
-    def _request(self, reading: Reading, copies: Copies, *, is_second_try: bool = False) -> None:
+    def _request(self, reading: Reading[Copies], copies: Copies, *, is_second_try: bool = False) -> None:
         if not self._under_way:
             self._progress_at = time.monotonic()
         self._requests += 1

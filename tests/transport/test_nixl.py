@@ -81,7 +81,6 @@ class Rig:
             IDENTITY,
             self.completions,
             NixlCounters(),
-            None,
         )
         # 16 blocks of 4 MiB: eight batches.
         self.group = PreparedGroup(DescriptorList(1), DescriptorList(2), 16, 16, np.array([4 << 20]))

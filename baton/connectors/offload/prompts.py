@@ -10,51 +10,28 @@ Pure: no torch, no clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass, field
 
 from baton.contract import host
 from baton.core.hashing import BlockHash, block_hash, extra_key, root_hash
 from baton.core.transfer_params import OffloadChoice
 
 
+@dataclass(slots=True, eq=False)
 class Prompt:
-    __slots__ = (
-        "_extra",
-        "_seed",
-        "block_tokens",
-        "blocks_per_chunk",
-        "choice",
-        "hashes",
-        "key_set",
-        "keys",
-        "num_local_tokens",
-        "num_seen_chunks",
-        "open_stores",
-        "request",
-        "tables",
-    )
-
-    def __init__(
-        self,
-        request: host.Request,
-        choice: OffloadChoice,
-        *,
-        block_tokens: int,
-        blocks_per_chunk: int,
-        hash_seed: str,
-    ) -> None:
-        self.request = request
-        self.choice = choice
-        self.block_tokens = block_tokens
-        self.blocks_per_chunk = blocks_per_chunk
-        self._seed = hash_seed
-        self._extra = extra_key(cache_salt=request.cache_salt)
-        self.hashes: list[BlockHash] = []  # Of full blocks, as far as they were needed.
-        self.keys: list[BlockHash] = []  # Of full chunks, as far as they were needed.
-        self.key_set: set[BlockHash] = set()
-        self.tables: tuple[list[int], ...] = ()  # See `HasTables`.
-        self.num_seen_chunks = 0  # Chunks stored, found stored, or given up for now.
-        self.num_local_tokens = 0  # The engine's own hit when it last asked for a match.
-        self.open_stores: set[int] = set()  # Jobs that read its blocks.
+    request: host.Request
+    choice: OffloadChoice
+    _: KW_ONLY
+    block_tokens: int
+    blocks_per_chunk: int
+    hash_seed: str
+    hashes: list[BlockHash] = field(default_factory=list)  # Of full blocks, as far as they were needed.
+    keys: list[BlockHash] = field(default_factory=list)  # Of full chunks, as far as they were needed.
+    key_set: set[BlockHash] = field(default_factory=set)
+    tables: tuple[list[int], ...] = ()  # See `HasTables`.
+    num_seen_chunks: int = 0  # Chunks stored, found stored, or given up for now.
+    num_local_tokens: int = 0  # The engine's own hit when it last asked for a match.
+    open_stores: set[int] = field(default_factory=set)  # Jobs that read its blocks.
 
     @property
     def chunk_tokens(self) -> int:
@@ -68,9 +45,10 @@ class Prompt:
             return
         first = len(hashes) * size
         tokens = list(self.request.all_token_ids[first : num_blocks * size])
-        parent = hashes[-1] if hashes else root_hash(self._seed)
+        parent = hashes[-1] if hashes else root_hash(self.hash_seed)
+        extra = extra_key(cache_salt=self.request.cache_salt)
         for start in range(0, len(tokens), size):
-            parent = block_hash(parent, tokens[start : start + size], self._extra)
+            parent = block_hash(parent, tokens[start : start + size], extra)
             hashes.append(parent)
         while (num_hashed := (len(self.keys) + 1) * self.blocks_per_chunk) <= num_blocks:
             self.keys.append(hashes[num_hashed - 1])

@@ -44,7 +44,7 @@ from baton.contract import (
 )
 from baton.core.errors import ConfigError
 from baton.core.ids import Address, Epoch
-from baton.core.layout import SLOT, RankLayout
+from baton.core.layout import SLOT
 from baton.protocol.handshake import RankCard
 from baton.transport import PREFERENCE, available_names, make_transports, register_all
 from baton.transport.base import Transport
@@ -53,7 +53,6 @@ if TYPE_CHECKING:
     import torch
 
     from baton.connectors.pull.reads.host_mirror import HostMirror
-    from baton.connectors.pull.reads.staged import StagedReader
     from baton.contract.base import CopyBlocksOp
 
 logger = logging.getLogger(__name__)
@@ -132,10 +131,14 @@ class PullWorkerHalf(BackgroundLoads):
             kv_caches = self.mirror.caches
         layout = layout_of(kv_caches, self._identity, packing, self._groups_of(list(kv_caches)))
         address = Address(self._identity.engine_id, self._epoch)
-        order = self._identity.settings.transports or available_names(_kind_of_device(layout))
+        device, _, _ = layout.regions[0].device.partition(":")
+        order = self._identity.settings.transports or available_names(device)
         make = self._given_transports or partial(self._make_transports, order)
         self._transports = make(address)
-        staged = _staged_reader(layout, kv_caches)
+        # Imported here, because only a process that holds tensors has to load torch.
+        from baton.connectors.pull.reads.staged import StagedReader
+
+        staged = StagedReader.of_caches(layout, kv_caches)
         regions = (*layout.regions, staged.region)
         endpoints = register_all(self._transports, regions)
         self._card = RankCard(self._identity.tp_rank, layout, endpoints, self._epoch)
@@ -330,14 +333,3 @@ class PullWorkerHalf(BackgroundLoads):
         """From any thread: a step would find the end of a read."""
         if self._wake is not None:
             self._wake()
-
-
-def _kind_of_device(layout: RankLayout) -> str:
-    return layout.regions[0].device.partition(":")[0]
-
-
-def _staged_reader(layout: RankLayout, kv_caches: dict[str, torch.Tensor]) -> StagedReader:
-    # Here, since only a process that holds tensors has to load torch.
-    from baton.connectors.pull.reads.staged import StagedReader
-
-    return StagedReader.of_caches(layout, kv_caches)
