@@ -23,6 +23,15 @@ settings.register_profile("baton", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("baton")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put files that start processes first.
+
+    Workers take whole files. A file of few long tests that begins last would keep the run waiting.
+    """
+    starting = {item.path for item in items if item.get_closest_marker("processes")}
+    items.sort(key=lambda item: item.path not in starting)
+
+
 def pytest_collection_finish() -> None:
     """Keep what collection has made (5,500 items, every module) out of each later garbage collection.
 

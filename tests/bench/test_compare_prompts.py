@@ -39,6 +39,11 @@ def sliced(**changes: Any) -> list[Prompt]:
     return slice_of_trace(TRACE, **{**given, "duration_s": 8.0, **changes})
 
 
+def times_of(trace: list[str], num_requests: int, duration_s: float) -> list[float]:
+    limits: dict[str, Any] = {"tokens_max": 100, "answer_tokens_max": 1, "answer_share": 1}
+    return [p.at_s for p in slice_of_trace(trace, num_requests=num_requests, duration_s=duration_s, **limits)]
+
+
 def test_a_slice_takes_the_first_that_fit_and_keeps_their_order_and_gaps() -> None:
     prompts = sliced()
     assert [prompt.num_tokens for prompt in prompts] == [600, 1000, 700]
@@ -49,24 +54,14 @@ def test_a_slice_takes_the_first_that_fit_and_keeps_their_order_and_gaps() -> No
 def test_requests_of_one_tick_are_spread_over_it() -> None:
     """If they arrived together, their order would be random: a median of eight was 2.5 s or 5 s."""
     trace = [line(at, 100, 10, at) for at in (0, 0, 3000, 9000, 9000, 9000)]
-    times = [
-        p.at_s
-        for p in slice_of_trace(
-            trace, num_requests=6, tokens_max=100, answer_tokens_max=1, answer_share=1, duration_s=22.0
-        )
-    ]
+    times = times_of(trace, 6, 22.0)
     assert times == pytest.approx([0, 3, 6, 18, 20, 22])
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=12))
 def test_a_slice_keeps_order_and_length_whatever_the_clock(ticks: list[int]) -> None:
     trace = [line(3000 * at, 100, 10, at) for at in sorted(ticks)]
-    times = [
-        p.at_s
-        for p in slice_of_trace(
-            trace, num_requests=12, tokens_max=100, answer_tokens_max=1, answer_share=1, duration_s=5.0
-        )
-    ]
+    times = times_of(trace, 12, 5.0)
     assert all(before < after for before, after in pairwise(times))
     assert times[0] == 0
     assert len(ticks) == 1 or times[-1] == pytest.approx(5.0)

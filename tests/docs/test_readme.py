@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Where a reader types: `baton` is on the path and `my-model` is made by the first command."""
     folder = tmp_path_factory.mktemp("reader")
     new_model, _ = commands(block_with("sh", "baton model new"))
-    subprocess.run(new_model, cwd=folder, env=environment(), check=True, timeout=START_S, capture_output=True)
+    run(new_model, folder)
     return folder
 
 
@@ -46,18 +46,16 @@ def environment() -> dict[str, str]:
     return {**own, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
 
-def run_python(program: str, folder: Path) -> str:
+def run(command: list[str], folder: Path) -> str:
     done = subprocess.run(
-        [sys.executable, "-W", "error::DeprecationWarning:baton", "-c", program],
-        cwd=folder,
-        env=environment(),
-        timeout=START_S,
-        capture_output=True,
-        text=True,
-        check=False,
+        command, cwd=folder, env=environment(), timeout=START_S, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 0, done.stderr
+    assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def run_python(program: str, folder: Path) -> str:
+    return run([sys.executable, "-W", "error::DeprecationWarning:baton", "-c", program], folder)
 
 
 def skip_unless_free(port: int) -> None:
@@ -69,15 +67,7 @@ def test_the_two_commands_are_targets_of_the_makefile() -> None:
     typed = re.findall(r"^    make (\w+)$", README, re.MULTILINE)
     assert typed == ["demo", "test"]
     for target in typed:
-        plan = subprocess.run(
-            ["make", "--dry-run", target],
-            cwd=ROOT,
-            check=True,
-            timeout=START_S,
-            capture_output=True,
-            text=True,
-        )
-        assert f"scripts/{target}" in plan.stdout
+        assert f"scripts/{target}" in run(["make", "--dry-run", target], ROOT)
         assert os.access(ROOT / "scripts" / target, os.X_OK)
 
 
@@ -120,16 +110,9 @@ def test_the_smallest_connector_is_one(folder: Path) -> None:
 def test_the_kit_judges_it_as_shown(folder: Path) -> None:
     (folder / "idle_connector.py").write_text(block_with("python", "class IdleConnector"))
     [check] = commands(block_with("sh", "baton check"))
-    judged = subprocess.run(
-        check, cwd=folder, env=environment(), timeout=START_S, capture_output=True, text=True, check=False
-    )
-    assert judged.returncode == 0, judged.stdout + judged.stderr
+    run(check, folder)
     (folder / "test_idle.py").write_text(block_with("python", "connector_suite"))
-    tested = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_idle.py"]
-    done = subprocess.run(
-        tested, cwd=folder, env=environment(), timeout=START_S, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stdout
+    run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "test_idle.py"], folder)
 
 
 def test_an_engine_keeps_blocks_in_host_memory_as_shown(folder: Path, tmp_path: Path) -> None:

@@ -209,15 +209,6 @@ async def test_a_rank_that_hangs_is_named_by_the_core(make_config) -> None:
                 await collect(client, request(max_tokens=50))
 
 
-async def test_a_core_that_is_stopped_while_idle_is_noticed_without_a_request(make_config) -> None:
-    async with engine(make_config(step_timeout_s=1.0)) as client:
-        psutil.Process(client.pid).suspend()
-        async with asyncio.timeout(BOUND_S):
-            await client.wait_dead()
-        with pytest.raises(EngineDeadError, match="hangs"):
-            await collect(client, request())
-
-
 async def test_a_stopped_engine_fails_requests_serves_when_it_continues_and_ends_at_sigterm(
     make_config, monkeypatch: pytest.MonkeyPatch
 ) -> None:

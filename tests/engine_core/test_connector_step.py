@@ -77,6 +77,17 @@ def first_step(*, num_computed: int = 0, sync: bool = False) -> SchedulerOutput:
     )
 
 
+def second_step() -> SchedulerOutput:
+    """The first decode step of this request."""
+    return SchedulerOutput(
+        scheduled_cached_reqs=CachedRequestData(
+            req_ids=["a"], new_block_ids=[None], num_computed_tokens=[6], num_output_tokens=[1]
+        ),
+        num_scheduled_tokens={"a": 1},
+        total_num_scheduled_tokens=1,
+    )
+
+
 REPORT = [
     "get_transfer_results []",
     "get_block_ids_with_load_errors",
@@ -172,14 +183,7 @@ def test_with_any_hook_that_raises_the_step_samples_and_ends_with_clear(
     assert world.half.transcript[-1] == "clear_connector_metadata (unbound)"
     assert world.half.transcript.count("clear_connector_metadata (unbound)") == 1
     world.half.raises = set()
-    step = SchedulerOutput(
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=["a"], new_block_ids=[None], num_computed_tokens=[6], num_output_tokens=[1]
-        ),
-        num_scheduled_tokens={"a": 1},
-        total_num_scheduled_tokens=1,
-    )
-    result = world.run(step)
+    result = world.run(second_step())
     assert (result.connector_error, result.loads_failed) == (None, False), "the next step is not affected"
 
 
@@ -317,14 +321,8 @@ def test_ranks_other_than_the_first_learn_their_tokens_with_the_next_step(make_c
         make_config(), follower.model, {}, follower.half, device=torch.device("cpu"), is_driver=False
     )
     assert follower.run(first_step()).sampled_token_ids == []
-    step = SchedulerOutput(
-        scheduled_cached_reqs=CachedRequestData(
-            req_ids=["a"], new_block_ids=[None], num_computed_tokens=[6], num_output_tokens=[1]
-        ),
-        num_scheduled_tokens={"a": 1},
-        total_num_scheduled_tokens=1,
-        kv_connector_metadata=FakeMetadata(2),
-    )
+    step = second_step()
+    step.kv_connector_metadata = FakeMetadata(2)
     seen: list[int] = []
     forward = follower.model.forward
 

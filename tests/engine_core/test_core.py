@@ -49,9 +49,12 @@ class World:
             for output in self.core.step().outputs:
                 self.outputs.setdefault(output.request_id, []).append(output)
 
-    def end_of(self, request_id: str) -> EngineOutput | None:
-        outputs = self.outputs.get(request_id)
-        return outputs[-1] if outputs and outputs[-1].finish_reason else None
+    def has_ended(self, request_id: str) -> bool:
+        return bool(self.outputs.get(request_id, [])[-1:] and self.outputs[request_id][-1].finish_reason)
+
+    def end_of(self, request_id: str) -> EngineOutput:
+        assert self.has_ended(request_id)
+        return self.outputs[request_id][-1]
 
     def tokens_of(self, request_id: str) -> list[int]:
         return [token for output in self.outputs[request_id] for token in output.new_token_ids]
@@ -99,13 +102,12 @@ def test_a_load_that_could_not_begin_ends_its_request_with_an_error(
     world.worker.raises = set()
     world.step(8)
     hurt = world.end_of("hurt")
-    assert hurt is not None
     assert hurt.finish_reason == "error"
     assert hurt.error is not None
     assert not hurt.error.is_users
     assert f"{method} is broken" in hurt.error.message
     assert world.tokens_of("bystander") == reference["short"]
-    assert world.end_of("earlier") is None, "its load had begun before"
+    assert not world.has_ended("earlier"), "its load had begun before"
     assert world.free_blocks() < 128, "the blocks of the failed load may still be written"
     world.worker.results = [KVConnectorTransferResults(set(), {"earlier", "hurt"}, {"earlier"})]
     world.step(12)
@@ -122,10 +124,9 @@ def test_a_half_that_keeps_failing_keeps_no_request_waiting(
     world.step()
     world.worker.raises = {"get_transfer_results"}
     world.step(STEP_ERRORS_MAX - 1)
-    assert world.end_of("waits") is None
+    assert not world.has_ended("waits")
     world.step()
     end = world.end_of("waits")
-    assert end is not None
     assert end.finish_reason == "error"
     world.add(request("next", LONG, matched=16, is_async=True))
     world.step(10)
@@ -156,7 +157,6 @@ def test_lent_blocks_come_back_when_the_send_is_reported(world: World) -> None:
     world.add(request("lender", LONG, lend=True))
     world.step(8)
     end = world.end_of("lender")
-    assert end is not None
     assert end.kv_transfer_params == {"blocks": 7}
     assert world.core.has_requests
     assert not world.core.has_unfinished_requests
@@ -192,7 +192,6 @@ def test_without_its_scheduler_half_the_engine_continues_and_calls_no_worker_hal
     assert world.worker.transcript == before
     assert world.tokens_of("long") == reference["long"]
     end = world.end_of("short")
-    assert end is not None
     assert end.error is not None
     assert "connector" in end.error.message
     world.add(request("again", SHORT, matched=2, is_async=True))
@@ -250,7 +249,7 @@ def world_of_two_reports(make_config):
 def lend(world: World) -> None:
     world.outputs.clear()
     world.add(request("lender", SHORT, lend=True))
-    while world.end_of("lender") is None:
+    while not world.has_ended("lender"):
         world.step()
 
 

@@ -132,6 +132,11 @@ def seen(output: KVConnectorOutput | None) -> list[Seen]:
     return sorted((s for _, s in output.kv_connector_worker_meta.each_rank()), key=lambda s: s.rank)
 
 
+def report(result: ModelRunnerOutput) -> KVConnectorOutput:
+    assert result.kv_connector_output is not None
+    return result.kv_connector_output
+
+
 def received(result: ModelRunnerOutput) -> set[str] | None:
     return result.kv_connector_output.finished_recving if result.kv_connector_output is not None else None
 
@@ -175,13 +180,11 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
     if kind != "inprocess":
         assert output is not None
         assert not output.finished_recving
-        output = executor.execute(driver.empty(received={1: {"r"}})).kv_connector_output
-    assert output is not None
+        output = report(executor.execute(driver.empty(received={1: {"r"}})))
     assert output.finished_recving == output.failed_recving == {"r"}
 
     # A bad block of any rank is reported at once.
-    output = executor.execute(driver.empty(invalid={driver.num_ranks - 1: {9}})).kv_connector_output
-    assert output is not None
+    output = report(executor.execute(driver.empty(invalid={driver.num_ranks - 1: {9}})))
     assert output.invalid_block_ids == {9}
 
     # Partial reports of a request are dropped when the request has ended.
@@ -189,8 +192,7 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
         executor.execute(driver.empty(received={0: {"gone"}}))
         executor.execute(driver.empty(received={0: {"held"}}))
         executor.forget_all_but({"held"})
-        output = executor.execute(driver.empty(received={1: {"gone", "held"}})).kv_connector_output
-        assert output is not None
+        output = report(executor.execute(driver.empty(received={1: {"gone", "held"}})))
         assert output.finished_recving == {"held"}
 
     # Connector data that cannot be pickled is lost, in both directions, and nothing else is.
@@ -210,8 +212,7 @@ def test_a_life_of_an_executor(driver_of, kind: str) -> None:
 
     # A connector may wait for fewer reports than there are ranks.
     executor.expect_reports(1)
-    output = executor.execute(driver.empty(received={driver.num_ranks - 1: {"s"}})).kv_connector_output
-    assert output is not None
+    output = report(executor.execute(driver.empty(received={driver.num_ranks - 1: {"s"}})))
     assert output.finished_recving == {"s"}
 
     # A rank may change the number in any step, also for ids that other ranks have reported before.

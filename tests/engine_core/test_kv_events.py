@@ -263,8 +263,7 @@ def test_objects_of_other_types_are_not_published_as_events(
     world.check_answer("a")
 
 
-# --- Consistency with the cache
-# -------------------------------------------------------------------------------------------
+# --- Consistency with the cache ------------------------------------------------------------------------
 
 
 class Truth(RuleBasedStateMachine):

@@ -105,27 +105,6 @@ def test_seeded_and_penalised_tokens_do_not_depend_on_other_requests(make_config
             assert tokens_of(llm.generate(PROMPTS, params)) == reference
 
 
-def test_a_continued_sequence_draws_what_the_whole_one_would_have_drawn(make_config) -> None:
-    """As after a handoff: the second engine gets prompt and first token."""
-    params = SamplingParams(seed=11, max_tokens=8, ignore_eos=True)
-    rest = SamplingParams(seed=11, max_tokens=7, ignore_eos=True)
-    with LLM(make_config()) as llm:
-        [whole] = llm.generate([PROMPTS[3]], params)
-    with LLM(make_config()) as llm:
-        [continued] = llm.generate([[*PROMPTS[3], whole.token_ids[0]]], rest)
-    assert continued.token_ids == whole.token_ids[1:]
-
-
-def test_logprobs_come_with_every_token(make_config) -> None:
-    params = SamplingParams(temperature=0, max_tokens=5, logprobs=3, ignore_eos=True)
-    with LLM(make_config()) as llm:
-        with_logprobs, without = llm.generate([[9, 8, 7]] * 2, [params, GREEDY])
-    assert [entry.chosen.token_id for entry in with_logprobs.logprobs] == with_logprobs.token_ids
-    assert all(entry.top[0] == entry.chosen for entry in with_logprobs.logprobs), "greedy chooses the best"
-    assert all(len(entry.top) == 3 for entry in with_logprobs.logprobs)
-    assert without.logprobs == []
-
-
 def test_an_impossible_request_is_refused_and_the_others_continue(make_config, alone) -> None:
     with LLM(make_config()) as llm:
         refused, served = llm.generate([[10**6], PROMPTS[0]], GREEDY)

@@ -109,6 +109,7 @@ def test_output_logprobs_come_with_prompt_logprobs(
         [found] = llm.generate([PROMPTS[3]], params)
     check(PROMPTS[3], found.prompt_logprobs, expected[3])
     assert [entry.chosen.token_id for entry in found.logprobs] == found.token_ids
+    assert all(entry.top == (entry.chosen,) for entry in found.logprobs), "greedy chooses the best"
 
 
 def test_a_connector_is_asked_and_told_that_nothing_is_loaded(

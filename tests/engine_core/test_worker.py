@@ -41,9 +41,7 @@ def test_each_rank_needs_a_gpu_of_its_own(make_config, monkeypatch: pytest.Monke
         device_of(config, Group(0, 4))
 
 
-def test_a_cache_beyond_free_memory_is_refused_with_the_number_of_blocks_that_fit(
-    make_config,
-) -> None:
+def test_a_cache_beyond_free_memory_is_refused_with_the_number_of_blocks_that_fit(make_config) -> None:
     with pytest.raises(ConfigError) as refused:
         LLM(make_config(num_blocks=10**9))
     assert refused.value.field == "cache_config.num_gpu_blocks"

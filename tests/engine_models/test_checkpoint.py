@@ -1,7 +1,6 @@
 """Model folders: reading, refusal of faulty ones, and properties of written ones."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from baton.engine.checkpoints.checkpoint import load_model_config, weight_files,
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.models import build_model, load_weights
 from baton.engine.models.loading import fill_weights
+from tests.engine_models.paged import PagedModel, prompt_of
 
 TINY: dict[str, Any] = {
     "hidden": 32,
@@ -161,14 +161,12 @@ def test_a_damaged_weight_file_is_named(folder: Path) -> None:
         load_weights(build_model(config), folder)
 
 
-def test_bfloat16_weights_are_read_into_any_type(
-    tmp_path: Path, paged_model_type: Callable[..., Any], prompt_of: Callable[[int, int], list[int]]
-) -> None:
+def test_bfloat16_weights_are_read_into_any_type(tmp_path: Path) -> None:
     folder = write_checkpoint(tmp_path / "model", **TINY, dtype="bfloat16")
     assert load_model_config(folder).dtype == "bfloat16"
     prompt = [token % 500 for token in prompt_of(3, 40)]
-    wide = paged_model_type(load_model_config(folder, dtype="float32")).step([(prompt, 0, list(range(5)))])
+    wide = PagedModel(load_model_config(folder, dtype="float32")).step([(prompt, 0, list(range(5)))])
     for dtype in ("auto", "float16"):
-        logits = paged_model_type(load_model_config(folder, dtype=dtype)).step([(prompt, 0, list(range(5)))])
+        logits = PagedModel(load_model_config(folder, dtype=dtype)).step([(prompt, 0, list(range(5)))])
         assert logits.dtype == wide.dtype
         assert (logits - wide).abs().mean() < 0.1 * wide.std()

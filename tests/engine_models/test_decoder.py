@@ -1,7 +1,5 @@
 """Models compared with transformers, and with themselves for any division of a prompt into steps."""
 
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -9,75 +7,54 @@ import torch
 
 from baton.contract import NullConnectorMetadata, NullWorkerHalf
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
+from tests.engine_models.paged import (
+    BLOCK_SIZE,
+    SHUFFLED_BLOCKS,
+    CheckpointOf,
+    PagedModelOf,
+    load_reference,
+    prompt_of,
+)
 
 ALL_FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss"]
-Prompts = Callable[[int, int], list[int]]
-
-
-@pytest.fixture(scope="module")
-def reference_of(checkpoint_of: Callable[[str], Path]) -> Iterator[Callable[[str], Any]]:
-    """The same checkpoint in transformers."""
-    transformers = pytest.importorskip("transformers")
-    transformers.utils.logging.disable_progress_bar()
-
-    def load(family: str) -> Any:
-        return transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint_of(family), dtype=torch.float32, attn_implementation="eager"
-        ).eval()
-
-    yield load
-    transformers.utils.logging.enable_progress_bar()
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 def test_logits_and_64_greedy_tokens_are_those_of_transformers(
-    family: str,
-    paged_model_of: Callable[[str], Any],
-    reference_of: Callable[[str], Any],
-    prompt_of: Prompts,
-    shuffled_blocks: list[int],
+    family: str, paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf
 ) -> None:
-    model, reference, prompt = paged_model_of(family), reference_of(family), prompt_of(1, 100)
+    model, prompt = paged_model_of(family), prompt_of(1, 100)
+    reference = load_reference(checkpoint_of(family))
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
-    torch.testing.assert_close(model.step([(prompt, 0, shuffled_blocks)]), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(model.step([(prompt, 0, SHUFFLED_BLOCKS)]), expected, atol=1e-4, rtol=0)
     with torch.inference_mode():
         answer = reference.generate(
             torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
         )
-    assert model.greedy(prompt, 64, shuffled_blocks) == answer[0, len(prompt) :].tolist()
+    assert model.greedy(prompt, 64, SHUFFLED_BLOCKS) == answer[0, len(prompt) :].tolist()
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
 @pytest.mark.parametrize("chunks", [(1,) * 5 + (55,), (8, 8, 44), (59, 1), (3, 50, 7)])
 def test_chunks_of_a_prompt_give_the_logits_of_the_whole(
-    family: str,
-    chunks: tuple[int, ...],
-    paged_model_of: Callable[[str], Any],
-    prompt_of: Prompts,
-    shuffled_blocks: list[int],
+    family: str, chunks: tuple[int, ...], paged_model_of: PagedModelOf
 ) -> None:
     model, prompt = paged_model_of(family), prompt_of(2, 60)
-    whole = model.step([(prompt, 0, shuffled_blocks)])
+    whole = model.step([(prompt, 0, SHUFFLED_BLOCKS)])
     parts, computed = [], 0
     for chunk in chunks:
-        parts.append(model.step([(prompt[computed : computed + chunk], computed, shuffled_blocks)]))
+        parts.append(model.step([(prompt[computed : computed + chunk], computed, SHUFFLED_BLOCKS)]))
         computed += chunk
     torch.testing.assert_close(torch.cat(parts), whole, atol=1e-4, rtol=0)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_other_requests_of_a_batch_do_not_matter(
-    family: str,
-    paged_model_of: Callable[[str], Any],
-    prompt_of: Prompts,
-    shuffled_blocks: list[int],
-    block_size: int,
-) -> None:
+def test_other_requests_of_a_batch_do_not_matter(family: str, paged_model_of: PagedModelOf) -> None:
     model = paged_model_of(family)
     prompts = [prompt_of(seed, length) for seed, length in enumerate((40, 9, 41, 30, 1))]
-    tables = [shuffled_blocks[6 * index : 6 * index + 6] for index in range(5)]
+    tables = [SHUFFLED_BLOCKS[6 * index : 6 * index + 6] for index in range(5)]
     alone = [model.step([(p, 0, table)]) for p, table in zip(prompts, tables, strict=True)]
     # Four decode their last token; the fourth one is prefilled in the middle of them.
     done = [len(p) - 1 for p in prompts]
@@ -88,32 +65,24 @@ def test_other_requests_of_a_batch_do_not_matter(
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)
-def test_greedy_answers_vary_and_differ_between_prompts(
-    family: str, paged_model_of: Callable[[str], Any], prompt_of: Prompts, shuffled_blocks: list[int]
-) -> None:
+def test_greedy_answers_vary_and_differ_between_prompts(family: str, paged_model_of: PagedModelOf) -> None:
     model = paged_model_of(family)
-    answers = [model.greedy(prompt_of(seed, 20), 64, shuffled_blocks) for seed in range(3)]
+    answers = [model.greedy(prompt_of(seed, 20), 64, SHUFFLED_BLOCKS) for seed in range(3)]
     assert all(len(set(answer)) > 32 for answer in answers)
     assert not any(token < 3 for answer in answers for token in answer)  # No special token ends it early.
     assert len({tuple(answer[:8]) for answer in answers}) == 3
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3"])
-def test_a_wrong_block_of_keys_changes_the_answer(
-    family: str,
-    paged_model_of: Callable[[str], Any],
-    prompt_of: Prompts,
-    shuffled_blocks: list[int],
-    block_size: int,
-) -> None:
+def test_a_wrong_block_of_keys_changes_the_answer(family: str, paged_model_of: PagedModelOf) -> None:
     """Otherwise tests of transfers could not detect a wrong transfer.
 
     Exchanging two blocks of a prompt is no such fault: keys carry their position, and attention is a sum.
     """
-    model, prompt, table = paged_model_of(family), prompt_of(7, 200), shuffled_blocks[:30]
+    model, prompt, table = paged_model_of(family), prompt_of(7, 200), SHUFFLED_BLOCKS[:30]
     right = model.greedy(prompt, 32, table)
-    model.step([(prompt_of(8, block_size), 0, shuffled_blocks[40:41])])
-    wrong_table = [*table[:9], shuffled_blocks[40], *table[10:]]
+    model.step([(prompt_of(8, BLOCK_SIZE), 0, SHUFFLED_BLOCKS[40:41])])
+    wrong_table = [*table[:9], SHUFFLED_BLOCKS[40], *table[10:]]
     wrong = []
     while len(wrong) < 32:
         last = [(prompt + wrong)[-1]]
@@ -123,10 +92,10 @@ def test_a_wrong_block_of_keys_changes_the_answer(
 
 @pytest.mark.parametrize("wanted", [[], [4], [0, 4, 6]])
 def test_unwanted_hidden_states_are_skipped_and_the_rest_is_the_same(
-    wanted: list[int], paged_model_of: Callable[[str], Any], prompt_of: Prompts, block_size: int
+    wanted: list[int], paged_model_of: PagedModelOf
 ) -> None:
     paged, ids = paged_model_of("qwen3"), torch.tensor([*prompt_of(1, 5), *prompt_of(2, 2)])
-    metadata = build_attention_metadata([0, 0], [5, 2], [[0], [1]], block_size)
+    metadata = build_attention_metadata([0, 0], [5, 2], [[0], [1]], BLOCK_SIZE)
 
     def run(wanted_tokens: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
         for cache in paged.kv_caches.values():
@@ -157,11 +126,9 @@ class RecordingHalf(NullWorkerHalf):
         self.calls.append(("save", layer_name))
 
 
-def test_each_layer_waits_then_saves_but_only_for_a_half_with_metadata(
-    paged_model_of: Callable[[str], Any], prompt_of: Prompts, block_size: int
-) -> None:
+def test_each_layer_waits_then_saves_but_only_for_a_half_with_metadata(paged_model_of: PagedModelOf) -> None:
     paged, half, ids = paged_model_of("llama"), RecordingHalf(), torch.tensor(prompt_of(1, 5))
-    metadata = build_attention_metadata([0], [5], [[0]], block_size)
+    metadata = build_attention_metadata([0], [5], [[0]], BLOCK_SIZE)
 
     def run(context: ForwardContext) -> None:
         half.calls.clear()

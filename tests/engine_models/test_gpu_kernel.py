@@ -10,8 +10,6 @@ leaves no tensor on another device.
 """
 
 import os
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +20,13 @@ from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.forward_context import ForwardContext
 from baton.engine.models import decoder
 from tests.engine_models.attention_check import check_backend, shape_of
+from tests.engine_models.paged import (
+    SHUFFLED_BLOCKS,
+    CheckpointOf,
+    PagedModel,
+    load_reference,
+    prompt_of,
+)
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 NUM_GREEDY = 4 if INTERPRETED else 64  # Seconds, not minutes.
@@ -63,22 +68,6 @@ def test_odd_shapes_and_short_numbers_agree_too(
     check_backend(CudaBackend(shape), [(9, 21), (0, 17), (30, 1)], None, seed=3)
 
 
-@pytest.fixture
-def reference_of(checkpoint_of: Callable[[str], Path]) -> Iterator[Callable[[str, str], Any]]:
-    """The same checkpoint in transformers, on the same device."""
-    transformers = pytest.importorskip("transformers")
-    transformers.utils.logging.disable_progress_bar()
-
-    def load(family: str, device: str) -> Any:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            checkpoint_of(family), dtype=torch.float32, attn_implementation="eager"
-        )
-        return model.eval().to(device)
-
-    yield load
-    transformers.utils.logging.enable_progress_bar()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("block_size", [1, 4])
 @pytest.mark.parametrize("is_token_major", [False, True])
@@ -97,19 +86,12 @@ def test_warming_up_leaves_the_cache_alone(device: str, block_size: int, is_toke
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss"])
 def test_whole_models_give_the_tokens_of_transformers(
-    device: str,
-    family: str,
-    monkeypatch: pytest.MonkeyPatch,
-    checkpoint_of: Callable[[str], Path],
-    reference_of: Callable[[str, str], Any],
-    paged_model_type: Any,
-    prompt_of: Callable[[int, int], list[int]],
-    shuffled_blocks: list[int],
+    device: str, family: str, monkeypatch: pytest.MonkeyPatch, checkpoint_of: CheckpointOf
 ) -> None:
     # The interpreted kernel replaces the CPU backend.
     monkeypatch.setattr(decoder, "build_backend", CudaBackend)
-    model = paged_model_type(load_model_config(checkpoint_of(family)), device=device)
-    reference, prompt = reference_of(family, device), prompt_of(1, 60)
+    model = PagedModel(load_model_config(checkpoint_of(family)), device=device)
+    reference, prompt = load_reference(checkpoint_of(family), device), prompt_of(1, 60)
     with torch.inference_mode():
         answer = reference.generate(
             torch.tensor([prompt], device=device),
@@ -119,8 +101,8 @@ def test_whole_models_give_the_tokens_of_transformers(
             pad_token_id=0,
         )
         expected = reference(torch.tensor([prompt], device=device)).logits[0]
-    torch.testing.assert_close(model.step([(prompt, 0, shuffled_blocks)]), expected, atol=1e-3, rtol=0)
-    assert model.greedy(prompt, NUM_GREEDY, shuffled_blocks) == answer[0, len(prompt) :].tolist()
+    torch.testing.assert_close(model.step([(prompt, 0, SHUFFLED_BLOCKS)]), expected, atol=1e-3, rtol=0)
+    assert model.greedy(prompt, NUM_GREEDY, SHUFFLED_BLOCKS) == answer[0, len(prompt) :].tolist()
 
 
 class NoKernel(CudaBackend):
@@ -137,13 +119,10 @@ class NoKernel(CudaBackend):
 # Not gpt_oss: routing to experts reads values.
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gemma3"])
 def test_nothing_of_a_step_is_left_on_another_device(
-    family: str,
-    monkeypatch: pytest.MonkeyPatch,
-    checkpoint_of: Callable[[str], Path],
-    paged_model_type: Any,
+    family: str, monkeypatch: pytest.MonkeyPatch, checkpoint_of: CheckpointOf
 ) -> None:
     monkeypatch.setattr(decoder, "build_backend", NoKernel)
-    model = paged_model_type(load_model_config(checkpoint_of(family)), device="meta")
+    model = PagedModel(load_model_config(checkpoint_of(family)), device="meta")
     logits = model.step([([5] * 20, 0, [4, 9, 1]), ([7], 9, [2, 3])])
     assert (logits.device.type, logits.shape) == ("meta", (21, 768))
     warming_up = ForwardContext(kv_caches=model.kv_caches)

@@ -2,7 +2,6 @@
 
 import logging
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -31,6 +30,7 @@ from baton.engine.llm import LLM
 from baton.engine.models import build_model, decoder, load_weights
 from tests.engine_models import asserting_connector
 from tests.engine_models.asserting_connector import AssertingConnector
+from tests.engine_models.paged import CheckpointOf, prompt_of
 from tests.engine_models.tape import TapeRecorder, TorchKernelBackend
 
 NUM_LAYERS, BLOCK_SIZE, MAX_SEQS = 4, 8, 5
@@ -39,11 +39,13 @@ GREEDY = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True)
 MODES = ("full", "piecewise")
 
 ConfigOf = Callable[..., EngineConfig]
-PromptOf = Callable[[int, int], list[int]]
+
+# More prompts than run at once, so that buckets of all sizes are used.
+PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((3, 40, 17, 8, 25, 33, 1))]
 
 
 @pytest.fixture
-def config_of(checkpoint_of: Callable[[str], Path]) -> ConfigOf:
+def config_of(checkpoint_of: CheckpointOf) -> ConfigOf:
     def make(
         mode: str = "off",
         *,
@@ -88,11 +90,6 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return made
 
 
-def prompts_of(prompt_of: PromptOf) -> list[list[int]]:
-    """More prompts than run at once, so that buckets of all sizes are used."""
-    return [prompt_of(seed, length) for seed, length in enumerate((3, 40, 17, 8, 25, 33, 1))]
-
-
 def check_tokens_equal(config_of: ConfigOf, prompts: list[list[int]], **how: Any) -> list[list[int]]:
     with LLM(config_of(**{**how, "mode": "off"})) as llm:
         expected = [completion.token_ids for completion in llm.generate(prompts, GREEDY)]
@@ -106,11 +103,11 @@ def check_tokens_equal(config_of: ConfigOf, prompts: list[list[int]], **how: Any
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_the_tokens_are_those_of_eager_steps(
-    config_of: ConfigOf, prompt_of: PromptOf, replays: list[int], mode: str, family: str, device: str
+    config_of: ConfigOf, replays: list[int], mode: str, family: str, device: str
 ) -> None:
     if device == "cuda" and (reason := why_unavailable()) is not None:
         pytest.skip(reason)
-    check_tokens_equal(config_of, prompts_of(prompt_of), mode=mode, family=family, device=device)
+    check_tokens_equal(config_of, PROMPTS, mode=mode, family=family, device=device)
     assert replays
     assert max(replays) > 2
 
@@ -119,17 +116,12 @@ def test_the_tokens_are_those_of_eager_steps(
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen3", "gemma3"])
 def test_a_replay_runs_no_python(
-    monkeypatch: pytest.MonkeyPatch,
-    config_of: ConfigOf,
-    prompt_of: PromptOf,
-    replays: list[int],
-    mode: str,
-    family: str,
+    monkeypatch: pytest.MonkeyPatch, config_of: ConfigOf, replays: list[int], mode: str, family: str
 ) -> None:
     """The operations of a GPU: graphs are tapes, and the GPU's kernel is written in torch."""
     monkeypatch.setattr(decoder, "build_backend", TorchKernelBackend)
     monkeypatch.setattr(decode_graphs, "recorder_for", lambda device: TapeRecorder())
-    check_tokens_equal(config_of, prompts_of(prompt_of), mode=mode, family=family)
+    check_tokens_equal(config_of, PROMPTS, mode=mode, family=family)
     assert max(replays) > 2
 
 
@@ -286,22 +278,20 @@ def check_hooks(
 @pytest.mark.parametrize("mode", ["off", *MODES])
 @pytest.mark.parametrize("connector", ["AssertingConnector", "NeedsHooks", "Capturable"])
 def test_a_connector_that_insists_on_its_metadata_passes_start_and_has_its_hooks(
-    config_of: ConfigOf, prompt_of: PromptOf, caplog: pytest.LogCaptureFixture, connector: str, mode: str
+    config_of: ConfigOf, caplog: pytest.LogCaptureFixture, connector: str, mode: str
 ) -> None:
     check_hooks(config_of(mode, connector=connector), connector, mode, prompt_of(1, 20), caplog)
 
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_the_hooks_are_called_in_every_rank(
-    config_of: ConfigOf, prompt_of: PromptOf, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_hooks_are_called_in_every_rank(config_of: ConfigOf, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of("full", connector="Capturable", executor="multiprocess")
     check_hooks(config, "Capturable", "full", prompt_of(1, 20), caplog)
 
 
 def test_a_replay_runs_the_operations_of_captured_hooks_and_no_python(
-    monkeypatch: pytest.MonkeyPatch, config_of: ConfigOf, prompt_of: PromptOf
+    monkeypatch: pytest.MonkeyPatch, config_of: ConfigOf
 ) -> None:
     monkeypatch.setattr(decoder, "build_backend", TorchKernelBackend)
     monkeypatch.setattr(decode_graphs, "recorder_for", lambda device: TapeRecorder())
@@ -317,9 +307,7 @@ def test_a_replay_runs_the_operations_of_captured_hooks_and_no_python(
         assert scheduler.seen["save_layer"] == NUM_LAYERS, "of the prefill, which is not replayed"
 
 
-def test_the_last_token_of_a_prompt_is_not_replayed(
-    config_of: ConfigOf, prompt_of: PromptOf, replays: list[int]
-) -> None:
+def test_the_last_token_of_a_prompt_is_not_replayed(config_of: ConfigOf, replays: list[int]) -> None:
     """The rest is in the prefix cache. A connector that saves prompts layer by layer saves this token too."""
     config = config_of("full", connector="AssertingConnector")
     cached = msgspec.structs.replace(config.cache_config, enable_prefix_caching=True)

@@ -2,10 +2,8 @@
 
 import json
 import threading
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,6 +13,7 @@ from baton.core.errors import UserError
 from baton.engine.checkpoints.checkpoint import load_model_config, read_json
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.models import TensorParallelGroup, build_model
+from tests.engine_models.paged import SHUFFLED_BLOCKS, CheckpointOf, PagedModel, PagedModelOf, prompt_of
 
 WAIT_S = 60.0
 
@@ -61,34 +60,26 @@ class ThreadGroup(TensorParallelGroup):
     ],
 )
 def test_ranks_together_give_the_logits_of_one(
-    family: str,
-    tp_size: int,
-    checkpoint_of: Callable[[str], Path],
-    paged_model_of: Callable[[str], Any],
-    paged_model_type: Callable[..., Any],
-    prompt_of: Callable[[int, int], list[int]],
-    shuffled_blocks: list[int],
+    family: str, tp_size: int, checkpoint_of: CheckpointOf, paged_model_of: PagedModelOf
 ) -> None:
     config, prompt = load_model_config(checkpoint_of(family)), prompt_of(4, 50)
     meeting = Meeting(tp_size)
 
     def run_rank(rank: int) -> torch.Tensor:
-        model = paged_model_type(config, ThreadGroup(rank, tp_size, meeting))
-        first = model.step([(prompt[:30], 0, shuffled_blocks)])
-        rest = model.step([(prompt[30:], 30, shuffled_blocks)])
+        model = PagedModel(config, ThreadGroup(rank, tp_size, meeting))
+        first = model.step([(prompt[:30], 0, SHUFFLED_BLOCKS)])
+        rest = model.step([(prompt[30:], 30, SHUFFLED_BLOCKS)])
         return torch.cat((first, rest))
 
     with ThreadPoolExecutor(tp_size) as pool:
         answers = list(pool.map(run_rank, range(tp_size), timeout=WAIT_S))
-    alone = paged_model_of(family).step([(prompt, 0, shuffled_blocks)])
+    alone = paged_model_of(family).step([(prompt, 0, SHUFFLED_BLOCKS)])
     for answer in answers:
         torch.testing.assert_close(answer, alone, atol=1e-4, rtol=0)
         assert answer.equal(answers[0])
 
 
-def test_biases_of_row_parallel_layers_are_added_once(
-    tmp_path: Path, paged_model_type: Callable[..., Any], prompt_of: Callable[[int, int], list[int]]
-) -> None:
+def test_biases_of_row_parallel_layers_are_added_once(tmp_path: Path) -> None:
     folder = write_checkpoint(
         tmp_path, family="llama", hidden=32, layers=1, heads=2, vocab=512, intermediate=48
     )
@@ -105,13 +96,11 @@ def test_biases_of_row_parallel_layers_are_added_once(
     prompt = [token % 500 for token in prompt_of(5, 12)]
 
     def run_rank(rank: int) -> torch.Tensor:
-        return paged_model_type(config, ThreadGroup(rank, 2, meeting)).step([(prompt, 0, [0, 1])])
+        return PagedModel(config, ThreadGroup(rank, 2, meeting)).step([(prompt, 0, [0, 1])])
 
     with ThreadPoolExecutor(2) as pool:
         answers = list(pool.map(run_rank, range(2), timeout=WAIT_S))
-    torch.testing.assert_close(
-        answers[0], paged_model_type(config).step([(prompt, 0, [0, 1])]), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(answers[0], PagedModel(config).step([(prompt, 0, [0, 1])]), atol=1e-4, rtol=0)
 
 
 def test_a_size_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> None:

@@ -100,9 +100,7 @@ def test_a_load_reported_as_failed_keeps_only_the_local_hit() -> None:
 
 
 @pytest.mark.parametrize("first_bad", [0, 2, 3])
-def test_a_bad_block_of_a_synchronous_load_drops_the_token_and_recomputes(
-    first_bad: int,
-) -> None:
+def test_a_bad_block_of_a_synchronous_load_drops_the_token_and_recomputes(first_bad: int) -> None:
     world = loading_world(is_async=False)
     world.bad_sync_blocks = lambda load: {load.block_ids[first_bad]}
     world.add("a", PROMPT)
@@ -264,6 +262,4 @@ def test_a_load_that_is_abandoned_as_it_arrives_is_not_used() -> None:
     world.step()
     world.half.abandons = {"a"}
     world.end_load("a")
-    world.run()
-    world.check_answer("a", "error")
-    world.check_at_rest()
+    world.end("a", reason="error")

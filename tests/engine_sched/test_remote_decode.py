@@ -49,18 +49,6 @@ def test_blocks_that_were_prefix_hits_are_lent_too() -> None:
     world.end()
 
 
-def test_an_abort_during_a_transfer_does_not_free_the_blocks() -> None:
-    world = lending_world()
-    world.add("a", PROMPT, max_tokens=1)
-    world.step()
-    world.scheduler.abort(["a"])
-    world.step()
-    assert world.scheduler.remote.num_held == 1
-    assert world.half.num_finished["a"] == 1
-    world.end_send("a")
-    world.end()
-
-
 def test_a_half_that_ends_its_loan_itself_adds_to_the_report() -> None:
     world = lending_world()
     world.add("a", PROMPT, max_tokens=1)

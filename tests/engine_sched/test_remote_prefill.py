@@ -81,17 +81,6 @@ def test_only_what_the_local_cache_lacks_is_loaded() -> None:
     assert (last.num_cached_tokens, last.num_transferred_tokens) == (17, 9)
 
 
-def test_no_request_hits_blocks_that_are_being_filled() -> None:
-    world = World()
-    world.half.verdict = lambda request, local: (16, True) if request.request_id == "a" else (0, False)
-    world.add("a", PROMPT)
-    world.step()
-    world.add("b", PROMPT)
-    assert world.step().num_scheduled_tokens == {"b": 18}
-    world.end_load("a")
-    world.end("a", "b")
-
-
 def test_a_deferred_lookup_lets_other_requests_pass_and_keeps_its_place() -> None:
     world = World()
     world.half.verdict = lambda request, local: (
@@ -170,17 +159,6 @@ def test_an_abort_during_a_load_keeps_the_blocks_until_the_load_ends() -> None:
     world.scheduler.abort(["a"])
     world.end_load("a")
     world.step()
-    world.end()
-
-
-def test_an_abort_between_arrival_and_first_step_frees_at_once() -> None:
-    world = World()
-    world.half.verdict = all_of_prompt
-    world.add("a", PROMPT)
-    world.step()
-    world.end_load("a")
-    world.step()
-    world.scheduler.abort(["a"])
     world.end()
 
 

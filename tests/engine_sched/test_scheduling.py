@@ -83,16 +83,6 @@ def test_the_last_request_in_order_is_preempted_and_recomputed(policy: str) -> N
     world.check_at_rest()
 
 
-def test_a_later_request_of_higher_priority_is_not_preempted() -> None:
-    world = World(num_blocks=6, policy="priority")
-    world.add("b", prompt(5, 9), max_tokens=8, priority=1)
-    world.step()
-    world.add("a", prompt(0, 9), max_tokens=8, priority=0)
-    world.run()
-    assert set().union(*(step.preempted_req_ids for step in world.steps)) == {"b"}
-    world.end("a", "b")
-
-
 def test_a_preempted_request_finds_what_is_left_of_its_own_blocks() -> None:
     world = World(num_blocks=7)
     world.add("a", prompt(0, 9), max_tokens=8)
@@ -235,30 +225,6 @@ def test_a_request_that_outgrows_the_whole_pool_ends_there_with_length() -> None
     assert len(answer.token_ids) == 16 + 1 - 10
     assert answer.token_ids == expected_output(asked)[: len(answer.token_ids)]
     world.check_at_rest()
-
-
-def test_an_abort_ends_a_request_once_in_every_state() -> None:
-    world = World(max_num_seqs=1)
-    world.add("running", prompt(0, 10))
-    world.add("waiting", prompt(5, 10))
-    world.step()
-    world.scheduler.abort(["running", "waiting", "unknown", "running"])
-    world.run()
-    world.check_answer("running", "abort")
-    world.check_answer("waiting", "abort")
-    world.check_at_rest()
-
-
-def test_an_abort_while_the_step_runs_drops_its_token() -> None:
-    world = World()
-    world.add("a", prompt(0, 10))
-    output = world.scheduler.schedule()
-    world.ranks.take_over(output)
-    result = world.ranks.execute(output)
-    world.scheduler.abort(["a"])
-    world._take(world.scheduler.update_from_output(output, result))
-    assert world.answers["a"].token_ids == []
-    world.end()
 
 
 def test_shutdown_reaches_the_connector() -> None:

@@ -583,11 +583,11 @@ class World:
             expected = expected[: len(answer.token_ids)]
         assert answer.token_ids == expected
 
-    def end(self, *answered: str) -> None:
+    def end(self, *answered: str, reason: str = "length") -> None:
         """Run until nothing is left to do, then check that and the answers of these requests."""
         self.run()
         for request_id in answered:
-            self.check_answer(request_id)
+            self.check_answer(request_id, reason)
         self.check_at_rest()
 
     def check_at_rest(self) -> None:

@@ -2,11 +2,10 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import pytest
-import uvicorn
 from starlette.types import Receive, Scope, Send
 
 from baton.http.bodies import Bodies, ClientGone
@@ -15,18 +14,18 @@ from baton.http.errors import ApiError
 from baton.http.gate import send_error
 from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool
+from tests.server.fakes import QuietServer
 
 SOON_S = 0.05  # A deadline that must pass.
 HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
 
-class Server(uvicorn.Server):
+class Server(QuietServer):
     """Answers each body with its length."""
 
     def __init__(self, settings: HttpSettings) -> None:
         self.workers = WorkerPool()
         self.bodies = Bodies(settings, self.workers)
-        self.is_up = asyncio.Event()
         self.num_gone = 0
         self.clients: list[asyncio.StreamWriter] = []
         super().__init__(server_config(self.app, settings, port=0, log_config=None, lifespan="off"))
@@ -50,14 +49,6 @@ class Server(uvicorn.Server):
         await send(start)
         await send({"type": "http.response.body", "body": answer})
 
-    @contextmanager
-    def capture_signals(self) -> Any:
-        yield
-
-    async def startup(self, sockets: Any = None) -> None:
-        await super().startup(sockets)
-        self.is_up.set()
-
     async def connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         port = self.servers[0].sockets[0].getsockname()[1]
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
@@ -69,7 +60,7 @@ class Server(uvicorn.Server):
 async def serving(**settings: Any) -> AsyncIterator[Server]:
     server = Server(HttpSettings(**settings))
     task = asyncio.create_task(server.serve())
-    await server.is_up.wait()
+    await until(server.is_up.is_set)
     try:
         yield server
     finally:

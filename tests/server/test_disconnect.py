@@ -54,46 +54,38 @@ async def leave_during(
     return sent
 
 
+def when(is_so: Callable[[], bool], event: asyncio.Event) -> None:
+    """Set the event in the loop iteration in which the condition holds."""
+    if is_so():
+        event.set()
+    else:
+        asyncio.get_running_loop().call_soon(when, is_so, event)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
 async def test_leaving_during_prefill_aborts_every_sample(path: str, stream: bool) -> None:
     engine = ScriptedEngine(gate=asyncio.Event())
     body = {"prompt": "a", "messages": [{"role": "user", "content": "a"}], "stream": stream, "n": 2}
     leaving = asyncio.Event()
-
-    def watch() -> None:
-        if len(engine.requests) == 2:
-            leaving.set()
-        else:
-            asyncio.get_running_loop().call_soon(watch)
-
-    watch()
+    when(lambda: len(engine.requests) == 2, leaving)
     await leave_during(engine, path, body, leaving)
     assert sorted(engine.events) == ["0 aborted", "0 submitted", "1 aborted", "1 submitted"]
 
 
 async def test_leaving_in_the_middle_of_a_stream_aborts_it() -> None:
-    leaving = asyncio.Event()
-    engine = ScriptedEngine(gate=asyncio.Event())
-    assert engine.gate is not None
-    engine.gate.set()
+    gate, leaving = asyncio.Event(), asyncio.Event()
+    gate.set()
+    engine = ScriptedEngine(answer="a" * 150, gate=gate)
 
-    def answer(request: Any) -> str:
-        return "a" * 150
-
-    def watch() -> None:
+    def has_begun() -> bool:
         if engine.events.count("0 token") >= 3:
-            assert engine.gate is not None
-            engine.gate.clear()
-            leaving.set()
-        else:
-            asyncio.get_running_loop().call_soon(watch)
+            gate.clear()
+        return not gate.is_set()
 
-    engine.answer = answer
-    watch()
-    sent = await leave_during(
-        engine, "/v1/completions", {"prompt": "a", "stream": True, "max_tokens": 150}, leaving
-    )
+    when(has_begun, leaving)
+    body = {"prompt": "a", "stream": True, "max_tokens": 150}
+    sent = await leave_during(engine, "/v1/completions", body, leaving)
     assert engine.events[-1] == "0 aborted"
     assert b"[DONE]" not in b"".join(message.get("body", b"") for message in sent)
 
@@ -105,14 +97,6 @@ async def test_a_client_that_stays_is_answered() -> None:
 
 LENT = {"baton_ticket": "signed"}
 LENDING = {"prompt": "a", "max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
-
-
-def when(is_so: Callable[[], bool], event: asyncio.Event) -> None:
-    """Set the event in the loop iteration in which the condition holds."""
-    if is_so():
-        event.set()
-    else:
-        asyncio.get_running_loop().call_soon(when, is_so, event)
 
 
 @pytest.mark.parametrize("stream", [False, True])
