@@ -10,38 +10,15 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from baton.core.errors import BadTransferParams
-from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
-from baton.core.layout import ModelFingerprint
+from baton.core.ids import RequestId
 from baton.core.prefilled import PrefilledTokens
-from baton.protocol.introduction import Introduction, open_introduction, sign_introduction
-from baton.protocol.ticket import Ticket, open_ticket, sign_ticket
+from baton.protocol.introduction import open_introduction, sign_introduction
+from baton.protocol.ticket import open_ticket, sign_ticket
+from tests.protocol.tokens import introduction, ticket
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-ME = Address(EngineId("p"), Epoch(1))
-MODEL = ModelFingerprint("m", "r", "float32", 2, 2, 8, "s")
-TICKET = Ticket(
-    producer=ME,
-    control_url="tcp://127.0.0.1:1",
-    public_key=bytes(32),
-    loan_id=LoanId(Epoch(1), 1),
-    transfer_id=TransferId("t"),
-    request_id=RequestId("r\u202e🙂\x00"),
-    fingerprint=MODEL,
-    tp_size=1,
-    block_tokens=4,
-    block_ids=((BlockId(1), BlockId(2)),),
-    num_tokens=8,
-    prompt_hash=PromptHash(bytes(32)),
-    prefilled=PrefilledTokens(token_ids=(5,)),
-)
-INTRODUCTION = Introduction(
-    address=ME,
-    control_url="tcp://127.0.0.1:1",
-    public_key=bytes(32),
-    fingerprint=MODEL,
-    tp_size=1,
-    block_tokens=4,
-)
+TICKET = ticket(request_id=RequestId("r\u202e🙂\x00"), prefilled=PrefilledTokens(token_ids=(5,)))
+INTRODUCTION = introduction()
 TOKENS: list[tuple[Any, Any, Any]] = [
     (sign_ticket, open_ticket, TICKET),
     (sign_introduction, open_introduction, INTRODUCTION),

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from baton.assemble import make_door
 from baton.core.config import ClusterSecret, EngineConfig, KVTransferConfig
-from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
-from baton.core.layout import ModelFingerprint
-from baton.protocol.ticket import Ticket, sign_ticket
+from baton.protocol.ticket import sign_ticket
+from tests.protocol.tokens import ticket
 from tests.server.fakes import JSON, LiveServer, ScriptedEngine, model_config, service_around
 
 # The server and its clients are shared by all examples, and a busy machine is no failure.
@@ -34,24 +33,8 @@ KEYS = (
     "tp_size",
     "transfer_id",
 )
-TICKET = sign_ticket(
-    Ticket(
-        producer=Address(EngineId("p"), Epoch(1)),
-        control_url="tcp://127.0.0.1:1",
-        public_key=bytes(32),
-        loan_id=LoanId(Epoch(1), 1),
-        transfer_id=TransferId("t"),
-        request_id=RequestId("r"),
-        fingerprint=ModelFingerprint("m", "r", "float32", 2, 2, 8, "s"),
-        tp_size=1,
-        block_tokens=4,
-        block_ids=((BlockId(1),),),
-        num_tokens=4,
-        prompt_hash=PromptHash(bytes(32)),
-    ),
-    None,
-)
 
+TICKET = sign_ticket(ticket(), None)
 ALLOWED = ("127.0.0.1", 14600)  # The host and port that clients may name.
 
 scalars = (

@@ -40,7 +40,6 @@ from baton.core.ids import (
     LoanId,
     Pair,
     PromptHash,
-    RequestId,
     TransferId,
 )
 from baton.core.layout import ModelFingerprint
@@ -72,6 +71,7 @@ from baton.protocol.pull_producer import PullProducer
 from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer
 from baton.protocol.ticket import Ticket
+from tests.protocol import tokens
 
 TIMERS = Timers(ttl_s=8.0, silence_s=10.0, deadline_s=30.0, loan_max_s=50.0, hold_s=20.0)  # Renews every 2 s.
 NUM_LAYERS = 2
@@ -374,21 +374,9 @@ def _hash(prompt: Sequence[str]) -> PromptHash:
 def _ticket(
     p: Address, loan_id: LoanId, transfer: str, blocks: wire.BlockTables, prompt: PromptHash
 ) -> Ticket:
-    return Ticket(
-        producer=p,
-        control_url="story://",
-        public_key=bytes(32),
-        loan_id=loan_id,
-        transfer_id=TransferId(transfer),
-        request_id=RequestId("r"),
-        fingerprint=MODEL,
-        tp_size=1,
-        block_tokens=1,
-        block_ids=blocks,
-        windows=(None,) * len(blocks),
-        num_tokens=len(blocks[0]),
-        prompt_hash=prompt,
-    )
+    named = {"producer": p, "loan_id": loan_id, "transfer_id": TransferId(transfer), "prompt_hash": prompt}
+    shape = {"block_tokens": 1, "windows": (None,) * len(blocks), "num_tokens": len(blocks[0])}
+    return tokens.ticket(**named, **shape, block_ids=blocks)
 
 
 if __name__ == "__main__":  # Rewrites the reactions; review the diff.

@@ -2,36 +2,21 @@
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from baton.core.ids import Address, EngineId, Epoch
-from baton.core.layout import ModelFingerprint
 from baton.core.reasons import Fault
 from baton.core.transfer_params import MAX_INTRODUCTION_CHARS
 from baton.protocol.introduction import (
     BadIntroduction,
-    Introduction,
     check_introduction,
     open_introduction,
     sign_introduction,
 )
+from tests.protocol.tokens import MODEL, introduction
 
 KEY = b"k" * 32
-MODEL = ModelFingerprint(
-    model="m", revision="r", dtype="bfloat16", num_layers=2, num_kv_heads=4, head_dim=8, hash_seed="s"
-)
-
-
-def introduction(**changes: Any) -> Introduction:
-    fields: dict[str, Any] = dict(
-        address=Address(EngineId("p"), Epoch(2**64 - 1)),
-        control_url="tcp://127.0.0.1:5555",
-        public_key=bytes(32),
-        fingerprint=MODEL,
-        tp_size=2,
-        block_tokens=16,
-    )
-    return Introduction(**{**fields, **changes})
 
 
 def fault_of(text: str, key: bytes | None = KEY) -> Fault:
@@ -68,9 +53,7 @@ def test_an_impossible_introduction_cannot_be_made(change: dict[str, Any]) -> No
 
 def test_an_incompatible_engine_is_named() -> None:
     check_introduction(introduction(), fingerprint=MODEL)
-    other = ModelFingerprint(
-        model="m", revision="r", dtype="bfloat16", num_layers=3, num_kv_heads=4, head_dim=8, hash_seed="s"
-    )
+    other = msgspec.structs.replace(MODEL, num_layers=3)
     with pytest.raises(BadIntroduction, match="num_layers: ours 3, theirs 2"):
         check_introduction(introduction(), fingerprint=other)
     with pytest.raises(BadIntroduction, match="3 ranks, which cannot share 4 KV heads"):

@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, Pair, PromptHash, RequestId, TransferId
-from baton.core.layout import ModelFingerprint
+from baton.core.ids import Address, BlockId, EngineId, Epoch, Pair, PromptHash, TransferId
 from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import (
@@ -29,6 +28,7 @@ from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer
 from baton.protocol.ticket import Ticket
+from tests.protocol import tokens
 
 T = Timers()
 P, D = Address(EngineId("p"), Epoch(1)), Address(EngineId("d"), Epoch(2))
@@ -36,9 +36,6 @@ X = TransferId("x")
 HASH = PromptHash(hashlib.sha256(b"prompt").digest())
 PAIRS = (Pair(0, 0), Pair(1, 0))
 NUM_TOKENS, NUM_LAYERS = 8, 2
-MODEL = ModelFingerprint(
-    model="m", revision="r", dtype="bf16", num_layers=2, num_kv_heads=2, head_dim=1, hash_seed="s"
-)
 
 
 WINDOW = 3  # After eight tokens: the last three of them.
@@ -74,21 +71,9 @@ def cells_of(parts: tuple[Part, ...]) -> set[tuple[int, int]]:
 
 
 def ticket(**changes: Any) -> Ticket:
-    fields: dict[str, Any] = dict(
-        producer=P,
-        control_url="x://",
-        public_key=bytes(32),
-        loan_id=LoanId(Epoch(1), 1),
-        transfer_id=X,
-        request_id=RequestId("r"),
-        fingerprint=MODEL,
-        tp_size=2,
-        block_tokens=1,
-        block_ids=table(NUM_TOKENS),
-        num_tokens=NUM_TOKENS,
-        prompt_hash=HASH,
-    )
-    return Ticket(**{**fields, **changes})
+    named = {"producer": P, "transfer_id": X, "prompt_hash": HASH}
+    sizes = {"block_tokens": 1, "num_tokens": NUM_TOKENS, "block_ids": table(NUM_TOKENS)}
+    return tokens.ticket(**{**named, **sizes, **changes})
 
 
 class Waiting:

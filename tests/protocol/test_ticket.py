@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from baton.core.errors import UserError
-from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
-from baton.core.layout import ModelFingerprint
+from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash
 from baton.core.prefilled import PrefilledLogprob, PrefilledLogprobs, PrefilledTokens
 from baton.core.reasons import Fault
 from baton.core.transfer_params import MAX_TICKET_CHARS
@@ -20,30 +19,9 @@ from baton.protocol.ticket import (
     open_ticket,
     sign_ticket,
 )
+from tests.protocol.tokens import HASH, MODEL, ticket
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
-MODEL = ModelFingerprint(
-    model="m", revision="r", dtype="bfloat16", num_layers=2, num_kv_heads=4, head_dim=8, hash_seed="s"
-)
-HASH = PromptHash(bytes(range(32)))
-
-
-def ticket(**changes: Any) -> Ticket:
-    fields: dict[str, Any] = dict(
-        producer=Address(EngineId("p"), Epoch(2**64 - 1)),
-        control_url="tcp://127.0.0.1:5555",
-        public_key=bytes(32),
-        loan_id=LoanId(Epoch(2**64 - 1), 3),
-        transfer_id=TransferId("t"),
-        request_id=RequestId("r"),
-        fingerprint=MODEL,
-        tp_size=2,
-        block_tokens=16,
-        block_ids=((BlockId(4), BlockId(9)),),
-        num_tokens=20,
-        prompt_hash=HASH,
-    )
-    return Ticket(**{**fields, **changes})
 
 
 def fault_of(text: str, key: bytes | None = KEY) -> Fault:

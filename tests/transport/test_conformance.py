@@ -18,6 +18,7 @@ from baton.transport.memory import MemoryNetwork, MemoryTransport
 from baton.transport.nixl import NixlTransport
 from baton.transport.nixl_agent import is_installed
 from baton.transport.tcp import TcpTransport
+from tests.transport.fake_cuda import COMPILER
 
 SECRET = ClusterSecret(b"a secret for this test")
 
@@ -76,6 +77,7 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA de
 needs_nixl = pytest.mark.skipif(
     not is_installed(), reason="nixl is not installed: pip install 'kv-baton[nixl]'"
 )
+needs_no_compiler = pytest.mark.skipif(COMPILER is not None, reason="test_cuda_driver runs the real driver")
 make_tcp = functools.partial(producers.make_tcp, secret=SECRET)
 place_on_cuda = producers.place_on_cuda
 
@@ -83,8 +85,10 @@ TestMemory = suite(MemoryRig)
 TestLocal = suite(lambda: ProcessRig(producers.make_local, LocalTransport), processes)
 TestTcp = suite(lambda: ProcessRig(make_tcp, tcp_reader), processes)
 TestNixl = suite(lambda: ProcessRig(producers.make_nixl, NixlTransport), processes, needs_nixl)
-# All of it except the driver, whose device is host memory here.
-TestCudaIpcOnHost = suite(lambda: ProcessRig(producers.make_cuda_ipc_on_host, reader_on_host), processes)
+# With host memory for the device, where test_cuda_driver cannot build its library for the real driver.
+TestCudaIpcOnHost = suite(
+    lambda: ProcessRig(producers.make_cuda_ipc_on_host, reader_on_host), processes, needs_no_compiler
+)
 # Two processes on one GPU.
 TestCudaIpc = suite(
     lambda: ProcessRig(producers.make_cuda_ipc, CudaIpcTransport, place_on_cuda), gpu, processes, needs_gpu

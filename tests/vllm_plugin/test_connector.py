@@ -16,31 +16,7 @@ from baton.contract.surface import ROWS, Half, Row, Scope
 from baton.core.errors import ConfigError
 from baton.vllm_plugin import CONNECTORS
 from tests.connectors.pull_world import FakeRequest
-from tests.vllm_plugin.test_start import FullAttentionSpec, folder, groups, vllm_config
-
-__all__ = ["folder"]  # A fixture.
-
-FAKE = Path(__file__).with_name("fake_vllm")
-OURS = frozenset({*CONNECTORS.values(), "baton.vllm_plugin.forwarding", "baton.vllm_plugin.stats"})
-"""Modules that import vllm, and are reloaded with the stub."""
-
-
-def _is_loaded_here(name: str) -> bool:
-    return name in OURS or name == "vllm" or name.startswith("vllm.")
-
-
-@pytest.fixture(scope="module")
-def plugin() -> Iterator[Any]:
-    """`baton.vllm_plugin`, imported with the stub of vLLM while these tests run."""
-    import baton.vllm_plugin
-
-    before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_loaded_here(name)}
-    sys.path.insert(0, str(FAKE))
-    yield baton.vllm_plugin
-    sys.path.remove(str(FAKE))
-    for name in [name for name in sys.modules if _is_loaded_here(name)]:
-        del sys.modules[name]
-    sys.modules.update(before)
+from tests.vllm_plugin.test_start import FullAttentionSpec, groups, vllm_config
 
 
 def roles() -> Any:

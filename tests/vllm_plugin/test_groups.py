@@ -12,10 +12,8 @@ from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
 from baton.vllm_plugin.groups import groups_of, in_order, keep_one_token_more
 from tests.connectors.pull_world import FakeRequest, Status
-from tests.vllm_plugin.test_connector import PARALLEL, plugin, roles
-from tests.vllm_plugin.test_start import FullAttentionSpec, folder, groups, vllm_config
-
-__all__ = ["folder", "plugin"]  # Fixtures.
+from tests.vllm_plugin.test_connector import PARALLEL, roles
+from tests.vllm_plugin.test_start import FullAttentionSpec, groups, vllm_config
 
 BLOCK = 128
 WHOLE = KVCacheGroup(())

@@ -11,10 +11,8 @@ import torch
 from baton.connectors.hidden_states import load_hidden_states
 from baton.core.errors import ConfigError
 from tests.connectors.pull_world import FakeRequest, Status
-from tests.vllm_plugin.test_connector import PARALLEL, plugin, roles
-from tests.vllm_plugin.test_start import FullAttentionSpec, folder, vllm_config
-
-__all__ = ["folder", "plugin"]  # Fixtures.
+from tests.vllm_plugin.test_connector import PARALLEL, roles
+from tests.vllm_plugin.test_start import FullAttentionSpec, vllm_config
 
 LAYER = "cache_only_layers.2"
 BLOCK_TOKENS, HIDDEN = 4, 8

@@ -12,11 +12,9 @@ from baton.testing.contract import ConnectorCase
 from baton.testing.contract.ours import TIMERS, cut_files
 from baton.testing.contract.site import ToySite
 from tests.testing.enough import check_enough
-from tests.vllm_plugin.test_connector import PARALLEL, plugin, roles
+from tests.vllm_plugin.test_connector import PARALLEL, roles
 from tests.vllm_plugin.test_groups import SlidingWindowSpec
-from tests.vllm_plugin.test_start import FullAttentionSpec, folder, vllm_config
-
-__all__ = ["folder", "plugin"]  # Fixtures.
+from tests.vllm_plugin.test_start import FullAttentionSpec, vllm_config
 
 
 class VllmSite(ToySite):

@@ -9,10 +9,8 @@ import pytest
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport
 from baton.core.errors import ConfigError
 from tests.connectors.pull_world import FakeBlocks, FakeRequest
-from tests.vllm_plugin.test_connector import PARALLEL, plugin, roles
-from tests.vllm_plugin.test_start import FullAttentionSpec, folder, vllm_config
-
-__all__ = ["folder", "plugin"]  # Fixtures.
+from tests.vllm_plugin.test_connector import PARALLEL, roles
+from tests.vllm_plugin.test_start import FullAttentionSpec, vllm_config
 
 MIB = 1 << 20
 SPEC = FullAttentionSpec()

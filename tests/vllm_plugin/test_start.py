@@ -11,20 +11,12 @@ from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
 from baton.core.errors import ConfigError
 from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.vllm_plugin.fingerprint import fingerprint_of
 from baton.vllm_plugin.identity import find_folder, identity_of
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.versions import check_version, release_of
 
 SECRET = "0123456789abcdef"
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    write_checkpoint(folder, hidden=32, layers=2, heads=4, kv_heads=2, vocab=512)
-    return folder
 
 
 def model_config(folder: Path, **changes: Any) -> Any:
