@@ -196,6 +196,17 @@ def test_a_ticket_for_other_blocks_of_a_window_is_not_accepted(lent: BlockTables
     assert [f.reason.code for f in failed] == [FailureCode.OTHER_BLOCKS]
 
 
+def test_an_announcement_is_checked_when_the_block_size_becomes_known() -> None:
+    push = PushConsumer(T, PullConsumer(T), NUM_LAYERS)
+    wanted = push.want(X, P, HASH, NUM_TOKENS, 1, 0.0)
+    assert wanted is not None
+    claim, _ = wanted
+    assert push.receive(P, Announced(X, claim, 1, 6, table(6)), 1.0) == []
+    assert push.ready(claim, PAIRS, 0, 1.0, group_routes=GROUPS) == []
+    [read, _] = push.receive(P, Announced(X, claim, 1, 6, (*table(6), table(6)[0])), 1.0)
+    assert isinstance(read, ReadEarly)
+
+
 def test_other_blocks_in_the_same_run_end_the_stream() -> None:
     stream = Waiting()
     stream.announce(1, 2)
@@ -283,6 +294,14 @@ def test_unmatched_prefills_and_wants_leave_no_records() -> None:
         producer.wake(now)
     assert producer.num_open == 0
     assert producer.next_deadline == float("inf")
+
+
+def test_a_computing_prefill_is_never_forgotten() -> None:
+    producer = PushProducer(T)
+    producer.expect(X, HASH, 8, 0.0)
+    producer.wake(1e6)
+    assert producer.expect(X, HASH, 8, 1e6) is None
+    assert answers(producer, Want(X, 1, HASH, 8), 1e6) == [Working(X, 1)]
 
 
 def test_a_reason_of_any_length_can_be_sent() -> None:
