@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 from baton.core.ids import Pair
 from baton.sim.checkers import fenced
 from baton.sim.kernel.connection import Connection
-from baton.sim.kernel.links import Links
 from baton.sim.kernel.process import Process
 
 if TYPE_CHECKING:
@@ -31,6 +30,8 @@ SLOW = 100.0
 SLOW_READ_S = 5.0
 HANGS_S = (10.0, 60.0)
 CANCEL_MAX_S = 2.0
+TRIES = 2  # If an answer does not verify, the reader asks once more.
+STALL_S = 4.0  # After this silence of the owner the connection is lost.
 
 
 class Memory(Protocol):
@@ -93,16 +94,20 @@ class Read(Write):
     is_live: bool = True
 
 
-class ReadNetwork(Links):
+class ReadNetwork:
     def __init__(self, cluster: Cluster) -> None:
-        super().__init__(cluster.world, cluster.parts.checks)
-        self._cluster = cluster
+        self.world, self._cluster = cluster.world, cluster
         self.posted: dict[int, Write] = {}  # All that ever were, by number.
         self.live: list[Write] = []
+        self.lost_ways: dict[tuple[str, str], None] = {}  # (source, reader) that lost a link, in order.
         self._ways: dict[Connection, tuple[str, str]] = {}
 
+    @property
+    def num_false_serves(self) -> int:
+        return sum(link.num_false_serves for link in self._ways)
+
     def dial(self, source: Process, consumer: Process) -> Connection:
-        link = self.new_link()
+        link = Connection(self._cluster.parts.checks)
         self._ways[link] = (source.name, consumer.name)
         return link
 
@@ -129,7 +134,7 @@ class ReadNetwork(Links):
         if read.fate is Fate.HANG:
             took_s = world.rng.uniform(*HANGS_S)
         if world.lies(faults.link_loss):
-            self.break_link(read.link, took_s)
+            self._break_link(read.link, took_s)
         half = world.rng.randrange(len(read.copies)) if len(read.copies) > 1 else 0
         if half and not faults.read_lies:
             world.after(took_s / 2, lambda: self._progress(read, half))
@@ -144,22 +149,29 @@ class ReadNetwork(Links):
     def disconnect(self, link: Connection, reason: str) -> None:
         self.end_soon([r for r in self.live if isinstance(r, Read) and r.link is link], reason)
 
-    def fail_reads(self, link: Connection) -> None:
-        self.lost_ways[self._ways[link]] = None
-        self.disconnect(link, "the connection is lost")
+    def _break_link(self, link: Connection, took_s: float) -> None:
+        """Reset it during this read or after it, or stall it until a timeout."""
+        rng = self.world.rng_of_lies
+        if rng.random() < 0.5:
+            link.is_stalled = True
+            self.world.count("links stalled")
+            self.world.after(STALL_S, lambda: self._lose(link))
+        else:
+            self.world.count("links reset")
+            self.world.after(rng.uniform(0, 2 * took_s), lambda: self._lose(link))
+
+    def _lose(self, link: Connection) -> None:
+        if not link.is_lost:
+            link.is_lost, link.is_stalled = True, False
+            self.lost_ways[self._ways[link]] = None
+            self.disconnect(link, "the connection is lost")
 
     def rank_died(self, host: Process, rank: int) -> None:
         """Its reads and the reads from its memory fail. Nothing else stops."""
-        ends = [(r, r.ranks) for r in self.live if isinstance(r, Read)]
-        self.end_soon(
-            [
-                read
-                for read, ranks in ends
-                if (read.consumer is host and ranks.consumer_rank == rank)
-                or (read.source is host and ranks.producer_rank == rank)
-            ],
-            "a rank died",
-        )
+        reads = [read for read in self.live if isinstance(read, Read)]
+        of_reader = [read for read in reads if read.consumer is host and read.ranks.consumer_rank == rank]
+        of_source = [read for read in reads if read.source is host and read.ranks.producer_rank == rank]
+        self.end_soon([read for read in reads if read in of_reader or read in of_source], "a rank died")
 
     def _draw_fate(self) -> Fate:
         faults, chance = self.world.faults, self.world.chance
@@ -218,35 +230,37 @@ class ReadNetwork(Links):
             read.num_copied += 1
 
     def _exchange(self, read: Read, source: Memory) -> str | None:
-        """Request and answer on a wire that lies. Returns the error."""
-        rng = self.world.rng_of_lies
+        """Request and answer on a wire that lies. Returns the error; then the link is lost."""
+        world, rng, link, lies = self.world, self.world.rng_of_lies, read.link, self.world.faults.read_lies
         target = read.consumer.memories[read.ranks.consumer_rank]
-        lengths = [length for _, _, length in read.copies]
+        wanted = tuple([(remote, length) for _, remote, length in read.copies])
 
-        def serve(wanted: tuple[tuple[int, int], ...]) -> tuple[Any, ...] | None:
-            is_valid = all(source.has(*run) for run in wanted)
-            return tuple([source.fetch(*run) for run in wanted]) if is_valid else None
-
-        def lands(payload: tuple[Any, ...]) -> bool:
-            """Received into its blocks, and verified there."""
-            fenced.check_landing(read)
-            for (local, _, length), part in zip(read.copies, payload, strict=False):
-                target.land(local, part[:length], read.number)
-            return [len(part) for part in payload] == lengths
+        def flip_offset(run: tuple[int, int]) -> tuple[int, int]:
+            return run[0] ^ 1 << rng.randrange(*source.offset_bits), run[1]
 
         def flip_payload(payload: tuple[Any, ...]) -> tuple[Any, ...]:
             at = rng.randrange(len(payload))
             return (*payload[:at], source.flipped(rng, payload[at]), *payload[at + 1 :])
 
-        payload = self.exchange(
-            read.link,
-            read.link.ask(tuple([(remote, length) for _, remote, length in read.copies])),
-            serve,
-            lambda run: (run[0] ^ 1 << rng.randrange(*source.offset_bits), run[1]),
-            flip_payload,
-            lands,
-        )
-        return None if payload is not None else "a request or an answer did not verify"
+        for _ in range(TRIES):
+            request = arrived = link.ask(wanted)
+            if world.lies(lies):
+                what, arrived = link.bend_request(rng, request, flip_offset)
+                world.count(what)
+            if not link.serves(arrived) or not all(source.has(*run) for run in arrived.wanted):
+                break  # The owner ends the connection.
+            answer = link.answer(arrived, tuple([source.fetch(*run) for run in arrived.wanted]))
+            if answer.payload and world.lies(0.5 if link.can_replay(request, answer) else lies):
+                what, answer = link.bend_answer(rng, request, answer, flip_payload)
+                world.count(what)
+            fenced.check_landing(read)  # It is received into its blocks, and verified there.
+            for (local, _, length), part in zip(read.copies, answer.payload, strict=False):
+                target.land(local, part[:length], read.number)
+            fits = [len(part) for part in answer.payload] == [length for _, length in wanted]
+            if fits and link.accepts(request, answer):
+                return None
+        self._lose(link)
+        return "a request or an answer did not verify"
 
     def _check_source(self, read: Read) -> None:
         """When the read is posted, and when it has ended well."""
