@@ -6,29 +6,26 @@
 All of it runs on this machine's loopback and ends with the block that started it.
 """
 
-import json
 import os
 import random
-import secrets
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
+from rich.console import Console
 
 from baton.cli.processes import Child, Fleet, free_ports
-from baton.cli.system import EngineArguments
+from baton.cli.system import EngineArguments, HandoffArguments, plan_system, start_system
 
-MODES: dict[str, tuple[str, dict[str, Any]]] = {
-    "pull": ("BatonPullConnector", {}),
-    "push-off": ("BatonPushConnector", {"stream": "off"}),
-    "push-chunk": ("BatonPushConnector", {"stream": "chunk"}),
-    "push-layer": ("BatonPushConnector", {"stream": "layer"}),
+MODES = {
+    "pull": HandoffArguments("pull"),
+    "push-off": HandoffArguments("push", "off"),
+    "push-chunk": HandoffArguments("push", "chunk"),
+    "push-layer": HandoffArguments("push", "layer"),
 }
 START_TIMEOUT_S = 300.0
 
@@ -108,50 +105,20 @@ def model_folder() -> Path:
 @contextmanager
 def running_system(mode: str, model: Path, max_tokens: int) -> Iterator[System]:
     """Start the system. Raises ChildDied or StartTimeout."""
-    connector, extra = MODES[mode]
     arguments = EngineArguments(
         model, max_model_len=max_tokens, num_blocks=4 * max_tokens // 16, served_model_name="bench"
     )
-    urls = [f"http://127.0.0.1:{port}" for port in free_ports(5)]
-    producer, consumer, single, router, late_router = urls
-
-    def engine(url: str, role: str | None) -> list[str]:
-        command = arguments.command(httpx.URL(url).port or 0, None)
-        if role is None:
-            return command
-        transfer = {
-            "kv_connector": connector,
-            "kv_role": role,
-            "engine_id": role,
-            "kv_connector_extra_config": extra,
-        }
-        return [*command, "--kv-transfer-config", json.dumps(transfer), "--drain-timeout-s", "0"]
-
-    def route(url: str, *options: str) -> list[str]:
-        command = [sys.executable, "-m", "baton.cli", "route", "--port", str(httpx.URL(url).port)]
-        # The router has its own mode: an engine with the push connector also serves a pull router.
-        router_mode = ["--mode", mode.partition("-")[0]]
-        return [*command, *router_mode, "--prefill", producer, "--decode", consumer, *options]
-
+    plan = plan_system(arguments, num_prefill=1, num_decode=1, num_single=1, handoff=MODES[mode])
+    (late_port,) = free_ports(1)
+    late = replace(plan, router_port=late_port)
     environment = {name: value for name, value in os.environ.items() if not name.startswith("BATON_")}
-    environment |= {"BATON_SECRET": secrets.token_hex(32), "TOKENIZERS_PARALLELISM": "false"}
     with (
         tempfile.TemporaryDirectory(prefix="baton-bench-logs-") as logs,
         Fleet(Path(logs), env=environment) as fleet,
     ):
-        engines = {
-            fleet.start("producer", engine(producer, "kv_producer")): producer,
-            fleet.start("consumer", engine(consumer, "kv_consumer")): consumer,
-            fleet.start("single", engine(single, None)): single,
-        }
-        fleet.wait_ready(
-            {child: f"{url}/health" for child, url in engines.items()}, timeout_s=START_TIMEOUT_S
-        )
-        routers = {
-            fleet.start("router", route(router)): router,
-            fleet.start("late-router", route(late_router, "--no-first-token")): late_router,
-        }
-        fleet.wait_ready(
-            {child: f"{url}/health" for child, url in routers.items()}, timeout_s=START_TIMEOUT_S
-        )
-        yield System(producer, consumer, single, router, late_router, next(iter(engines)))
+        start_system(fleet, plan, timeout_s=START_TIMEOUT_S, console=Console(quiet=True))
+        late_router = fleet.start("late-router", [*late.router_command(), "--no-first-token"])
+        fleet.wait_ready({late_router: f"{late.router_url}/health"}, timeout_s=START_TIMEOUT_S)
+        producer, consumer, single = plan.engines
+        process = next(child for child in fleet.children if child.name == producer.name)
+        yield System(producer.url, consumer.url, single.url, plan.router_url, late.router_url, process)

@@ -32,21 +32,6 @@ def measure(
     total_bytes: int,
     repeats: int,
     reader_thread: bool = True,
-) -> dict[int, float]:
-    """Return median GB/s by block size. Raises TransferError if NIXL does not work here."""
-    measured = measure_with_cost(
-        tls, block_sizes, total_bytes=total_bytes, repeats=repeats, reader_thread=reader_thread
-    )
-    return {size: speed for size, (speed, _) in measured.items()}
-
-
-def measure_with_cost(
-    tls: str | None,
-    block_sizes: Sequence[int],
-    *,
-    total_bytes: int,
-    repeats: int,
-    reader_thread: bool = True,
 ) -> dict[int, tuple[float, float]]:
     """Return by block size: median GB/s, and mean CPU seconds of both processes per GB (resolution 10 ms).
 

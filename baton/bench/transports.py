@@ -138,13 +138,14 @@ def run_nixl(total_bytes: int = TOTAL_BYTES, repeats: int = REPEATS) -> dict[str
     speeds: dict[str, dict[int, float]] = {}
     for name, path in {**NIXL_PATHS, **NIXL_TUNED_PATHS}.items():
         try:
-            speeds[name] = nixl_raw.measure(
+            measured = nixl_raw.measure(
                 None if path == "local" else "tcp",
                 BLOCK_SIZES,
                 total_bytes=total_bytes,
                 repeats=repeats,
                 reader_thread=name in NIXL_PATHS,
             )
+            speeds[name] = {size: speed for size, (speed, _) in measured.items()}
         except (TransferError, ImportError) as error:
             print(f"{name} was not measured: {error}")
     return speeds

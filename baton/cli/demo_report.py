@@ -14,18 +14,8 @@ from baton.cli.demo_rounds import RoundsOutcome
 
 def make_table(outcomes: Sequence[Outcome], *, mode: str = "pull") -> Table:
     """Make the table. In push a handoff begins with the prefill, so its time includes the prefill."""
-    table = Table(
-        title=f"Prefill on one engine (P), decode on another (D), {mode}",
-        box=box.SIMPLE_HEAD,
-        show_edge=False,
-        pad_edge=False,
-        collapse_padding=True,
-    )
-    table.add_column("#", justify="right")
-    table.add_column("prompt", no_wrap=True)
-    for heading in ("tokens", "cached\non D", "moved", "handoff\nms", "wire\nGB/s", "TTFT\nms"):
-        table.add_column(heading, justify="right", no_wrap=True)
-    table.add_column("equal", no_wrap=True)
+    headings = ("tokens", "cached\non D", "moved", "handoff\nms", "wire\nGB/s", "TTFT\nms")
+    table = _table(f"Prefill on one engine (P), decode on another (D), {mode}", headings)
     for number, outcome in enumerate(outcomes, start=1):
         speed = outcome.bytes_per_s
         table.add_row(
@@ -37,18 +27,23 @@ def make_table(outcomes: Sequence[Outcome], *, mode: str = "pull") -> Table:
             f"{1e3 * outcome.transfer_s:.1f}" if outcome.moved_bytes else "-",
             f"{speed / 1e9:.2f}" if speed is not None else "-",
             f"{1e3 * outcome.first_token_s:.0f}",
-            _verdict(outcome),
+            _verdict(outcome.is_equal, "not moved" if outcome.was_not_moved else ""),
         )
     return table
 
 
-def make_rounds_table(outcomes: Sequence[RoundsOutcome], *, title: str) -> Table:
+def _table(title: str, headings: Sequence[str]) -> Table:
     table = Table(title=title, box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, collapse_padding=True)
     table.add_column("#", justify="right")
     table.add_column("prompt", no_wrap=True)
-    for heading in ("tokens", "1st: moved", "TTFT\nms", "2nd: loaded", "TTFT\nms"):
+    for heading in headings:
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("equal", no_wrap=True)
+    return table
+
+
+def make_rounds_table(outcomes: Sequence[RoundsOutcome], *, title: str) -> Table:
+    table = _table(title, ("tokens", "1st: moved", "TTFT\nms", "2nd: loaded", "TTFT\nms"))
     for number, outcome in enumerate(outcomes, start=1):
         moved = sum(outcome.first.moved_bytes.values())
         loaded = outcome.second.moved_bytes.get(outcome.store)
@@ -60,11 +55,7 @@ def make_rounds_table(outcomes: Sequence[RoundsOutcome], *, title: str) -> Table
             f"{1e3 * outcome.first.first_token_s:.0f}",
             _size(loaded) if loaded else "-",
             f"{1e3 * outcome.second.first_token_s:.0f}",
-            "[red]NO[/]"
-            if not outcome.is_equal
-            else "[red]not loaded[/]"
-            if outcome.was_not_loaded
-            else "[green]yes[/]",
+            _verdict(outcome.is_equal, "not loaded" if outcome.was_not_loaded else ""),
         )
     return table
 
@@ -123,7 +114,8 @@ def print_summary(
     )
     for number, outcome in enumerate(outcomes, start=1):
         if not outcome.is_equal:
-            console.print(f"[red]#{number} differs[/] at {_first_difference(outcome)}", soft_wrap=True)
+            where = _where(outcome.expected, outcome.got)
+            console.print(f"[red]#{number} differs[/] at {where}", soft_wrap=True)
         elif outcome.was_not_moved:
             console.print(f"[red]#{number} was not handed over[/]: the decode engine computed its prompt")
     if all(outcome.is_good for outcome in outcomes):
@@ -134,14 +126,10 @@ def print_summary(
         console.print(f"Something is wrong; the engines' logs are in {log_folder}.", soft_wrap=True)
 
 
-def _verdict(outcome: Outcome) -> str:
-    if not outcome.is_equal:
+def _verdict(is_equal: bool, complaint: str) -> str:
+    if not is_equal:
         return "[red]NO[/]"
-    return "[red]not moved[/]" if outcome.was_not_moved else "[green]yes[/]"
-
-
-def _first_difference(outcome: Outcome) -> str:
-    return _where(outcome.expected, outcome.got)
+    return f"[red]{complaint}[/]" if complaint else "[green]yes[/]"
 
 
 def _where(expected: Sequence[int], got: Sequence[int]) -> str:

@@ -18,7 +18,9 @@ from typing import Any, Final
 
 import httpx
 
-from baton.cli.demo_check import REQUEST_TIMEOUT_S, DemoError, ask, samples
+from baton.cli import asking
+from baton.cli.asking import AskingError
+from baton.cli.demo_check import REQUEST_TIMEOUT_S, samples
 from baton.cli.demo_prompts import DemoPrompt, num_new_blocks
 from baton.cli.processes import free_ports
 from baton.cli.system import EngineArguments, EnginePlan, HandoffArguments, SystemPlan, plan_system
@@ -174,7 +176,7 @@ def _storage(folder: Path, block_size: int | None) -> dict[str, Any]:
 
 
 def run_rounds(plan: RoundsPlan, prompts: Sequence[DemoPrompt], *, max_tokens: int) -> list[RoundsOutcome]:
-    """Run both rounds. Raises DemoError."""
+    """Run both rounds. Raises AskingError."""
     block_size = plan.storing[0].arguments.block_size
     assert block_size is not None
     store = "files" if plan.connector == "shared-storage" else "offload"
@@ -182,12 +184,15 @@ def run_rounds(plan: RoundsPlan, prompts: Sequence[DemoPrompt], *, max_tokens: i
 
         def ask_measured(url: str, prompt: DemoPrompt) -> Answer:
             before = _loaded_bytes(client, plan)
-            tokens, first_token_s = ask(client, url, prompt, max_tokens)
+            answer = asking.ask(client, url, prompt.token_ids, max_tokens=max_tokens)
             after = _loaded_bytes(client, plan)
             moved = {name: after[name] - before[name] for name in after if after[name] > before[name]}
-            return Answer(tokens, first_token_s, moved)
+            return Answer(answer.token_ids, answer.first_token_s, moved)
 
-        expected = [ask(client, plan.single_url, prompt, max_tokens)[0] for prompt in prompts]
+        expected = [
+            asking.ask(client, plan.single_url, prompt.token_ids, max_tokens=max_tokens).token_ids
+            for prompt in prompts
+        ]
         first = [ask_measured(plan.first_url, prompt) for prompt in prompts]
         num_chunks = sum(num_new_blocks(prompts, i, block_size=block_size) for i in range(len(prompts)))
         _wait_stored(client, plan, num_chunks)
@@ -210,11 +215,11 @@ def _loaded_bytes(client: httpx.Client, plan: RoundsPlan) -> dict[str, int]:
 
 
 def _wait_stored(client: httpx.Client, plan: RoundsPlan, num_chunks: int) -> None:
-    """Wait until everything is stored. Raises DemoError after the timeout."""
+    """Wait until everything is stored. Raises AskingError after the timeout."""
     deadline_s = time.monotonic() + STORE_TIMEOUT_S
     while any((stored := _num_stored(client, plan, engine)) < num_chunks for engine in plan.storing):
         if time.monotonic() > deadline_s:
-            raise DemoError(f"{stored} of {num_chunks} blocks were stored within {STORE_TIMEOUT_S:.0f} s")
+            raise AskingError(f"{stored} of {num_chunks} blocks were stored within {STORE_TIMEOUT_S:.0f} s")
         time.sleep(LOOK_EVERY_S)
 
 

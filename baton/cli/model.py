@@ -15,6 +15,7 @@ def _group() -> None:
 
 @app.command()
 def new(
+    context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; created if missing.")],
     family: Annotated[str, typer.Option(help="llama, mistral, qwen2, qwen3, gemma3 or gpt_oss.")] = "qwen3",
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 256,
@@ -46,23 +47,7 @@ def new(
     from baton.engine.checkpoints.random_model import write_checkpoint
 
     try:
-        written = write_checkpoint(
-            folder,
-            family=family,
-            hidden=hidden,
-            layers=layers,
-            heads=heads,
-            kv_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate=intermediate,
-            vocab=vocab,
-            max_position=max_position,
-            sliding_window=sliding_window,
-            rope_scaling=rope_scaling,
-            tie_word_embeddings=tie_word_embeddings,
-            dtype=dtype,
-            seed=seed,
-        )
+        written = write_checkpoint(**context.params)  # The options have the names of its arguments.
     except UserError as error:
         typer.echo(f"baton model new: {error}", err=True)
         raise typer.Exit(2) from error

@@ -160,25 +160,15 @@ def route(
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.router.run import serve
-    from baton.router.settings import RouterSettings
+    from baton.router.settings import LegTimeouts, RouterSettings
 
+    options = context.params  # Most have the names of the settings.
     wanted = {
+        **{name: options[name] for name in RouterSettings.__struct_fields__ if name in options},
         "prefill_urls": [url.rstrip("/") for url in prefill],
         "decode_urls": [url.rstrip("/") for url in decode],
-        "mode": mode,
-        "decode_leg": decode_leg,
-        "first_token": first_token,
-        "policy": policy,
-        "on_prefill_failure": on_prefill_failure,
-        "min_prefill_tokens": min_prefill_tokens,
-        "drain_timeout_s": drain_timeout_s,
         "timeouts": {
-            "connect_s": connect_timeout_s,
-            "prefill_s": prefill_timeout_s,
-            "first_byte_s": first_byte_timeout_s,
-            "answer_s": answer_timeout_s,
-            "idle_s": idle_timeout_s,
-            "total_s": total_timeout_s,
+            name: options[f"{name.removesuffix('_s')}_timeout_s"] for name in LegTimeouts.__struct_fields__
         },
     }
     try:

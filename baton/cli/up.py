@@ -63,21 +63,14 @@ def up(
     """
     from rich.console import Console
 
-    from baton.cli.processes import (
-        ChildDied,
-        Fleet,
-        StartTimeout,
-        Stopped,
-        is_port_free,
-        raising_on_stop_signals,
-    )
+    from baton.cli import processes
     from baton.cli.supervision import supervise
     from baton.cli.system import EngineArguments, HandoffArguments, plan_system, start_system
     from baton.core.errors import ConfigError
 
     if not (model / "config.json").is_file():
         raise typer.BadParameter(f"{model} has no config.json; `baton model new DIR` makes a small model")
-    if not is_port_free(host, port):
+    if not processes.is_port_free(host, port):
         raise typer.BadParameter(f"{host}:{port} is in use; choose another --port")
     arguments = EngineArguments(
         model,
@@ -106,7 +99,7 @@ def up(
     )
     console = Console(highlight=False)
     try:
-        with raising_on_stop_signals(), Fleet(log_dir) as fleet:
+        with processes.raising_on_stop_signals(), processes.Fleet(log_dir) as fleet:
             start_system(fleet, plan, timeout_s=start_timeout_s, console=console)
             for engine in plan.engines:
                 console.print(f"{engine.name:<12} {engine.url}", soft_wrap=True)
@@ -119,10 +112,10 @@ def up(
                 supervise(fleet, plan.roles, lambda line: console.print(line, markup=False, soft_wrap=True))
             ended = fleet.wait_exit(None)
             assert ended is not None
-            raise ChildDied(ended)
-    except (KeyboardInterrupt, Stopped):
+            raise processes.ChildDied(ended)
+    except (KeyboardInterrupt, processes.Stopped):
         console.print("stopped")
-    except (ChildDied, StartTimeout) as error:
+    except (processes.ChildDied, processes.StartTimeout) as error:
         Console(stderr=True, highlight=False).print(str(error), markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
 

@@ -87,7 +87,7 @@ def _ours() -> dict[str, Speeds]:
 
 
 def _nixl(tls: str | None, has_thread: bool) -> Speeds:
-    return nixl_raw.measure_with_cost(
+    return nixl_raw.measure(
         tls,
         transports.BLOCK_SIZES,
         total_bytes=TOTAL_BYTES,
