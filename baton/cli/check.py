@@ -179,9 +179,9 @@ def run_case(
     from dataclasses import replace
 
     from baton.testing.contract import check_connector
-    from baton.testing.contract.site import Site, ToySite
+    from baton.testing.contract.site import ToySite
 
-    make_site: Callable[[ConnectorCase], Site] = ToySite
+    make_site: Callable[[ConnectorCase], ToySite] = ToySite
     if executor == "vllm" or is_vllms(case.path):
         case, executor = vllms_case(case, executor), "vllm"
         from baton.vllm_kit.hidden_states import make_vllm_site as make_site
@@ -193,7 +193,7 @@ def run_case(
         case = replace(case, tensor_parallel_sizes=(tp,))
         tries = 20 if executor == "inprocess" else 0  # Each try starts processes.
 
-        def make_site(case: ConnectorCase) -> Site:
+        def make_site(case: ConnectorCase) -> ToySite:
             return EngineSite(case, executor)  # type: ignore[arg-type]  # Checked by the caller.
 
     return check_connector(

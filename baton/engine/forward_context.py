@@ -10,20 +10,16 @@ A batch is flattened: the scheduled tokens of request 0, then of request 1, ...
 The context is passed as an argument; there is no global current context.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.contract import KVConnectorWorkerHalf
 from baton.contract.base import hidden_states_name
-
-if TYPE_CHECKING:
-    from baton.contract import KVConnectorWorkerHalf
 
 IntArray: TypeAlias = npt.NDArray[np.int64]
 OutsideGraph: TypeAlias = Callable[[Callable[[], torch.Tensor]], torch.Tensor]

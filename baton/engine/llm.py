@@ -6,14 +6,11 @@
 For tests, demos and benchmarks; a server uses `EngineClient`.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from baton.core.config import EngineConfig
@@ -86,12 +83,7 @@ class LLM:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def generate(

@@ -7,15 +7,13 @@ same way: `sampling` is a digest of every parameter that affects the choice. If 
 on the prefill leg (no `min_tokens`, no `logprobs`), D computes one position itself.
 """
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from baton.core.prefilled import MAX_PREFILLED_TOKENS, PrefilledLogprob, PrefilledLogprobs, PrefilledTokens
-from baton.engine.api import SamplingParams, TokenLogprob, TokenLogprobs
+from baton.core.prefilled import MAX_PREFILLED_TOKENS, PrefilledLogprobs, PrefilledTokens
+from baton.engine.api import SamplingParams, TokenLogprobs
 
 DIGEST_BYTES = 16
 
@@ -36,11 +34,10 @@ def prefilled_by(
     """The sampled tokens of a request; None if there are none, or more than MAX_PREFILLED_TOKENS."""
     if not 1 <= len(token_ids) <= MAX_PREFILLED_TOKENS:
         return None
-    return PrefilledTokens(
-        tuple(token_ids),
-        tuple(map(_to_ticket, logprobs)) if len(logprobs) == len(token_ids) else None,
-        sampling_digest(params, stop_token_ids, len(token_ids)),
-    )
+    shown = None
+    if len(logprobs) == len(token_ids):
+        shown = msgspec.convert(logprobs, tuple[PrefilledLogprobs, ...], from_attributes=True)
+    return PrefilledTokens(tuple(token_ids), shown, sampling_digest(params, stop_token_ids, len(token_ids)))
 
 
 def accept(
@@ -60,7 +57,8 @@ def accept(
     num_top = min(wanted, vocab_size)
     if prefilled.logprobs is None or any(len(entry.top) < num_top for entry in prefilled.logprobs):
         return None
-    return AcceptedTokens(token_ids, [_from_ticket(entry, num_top) for entry in prefilled.logprobs])
+    logprobs = msgspec.convert(prefilled.logprobs, list[TokenLogprobs], from_attributes=True)
+    return AcceptedTokens(token_ids, [TokenLogprobs(entry.chosen, entry.top[:num_top]) for entry in logprobs])
 
 
 def sampling_digest(params: SamplingParams, stop_token_ids: Iterable[int], num_tokens: int) -> bytes:
@@ -73,18 +71,3 @@ def sampling_digest(params: SamplingParams, stop_token_ids: Iterable[int], num_t
     barred = (params.allowed_token_ids, params.bad_words_token_ids)
     deciding = (draw, penalties, sorted(params.logit_bias.items()), num_blocked, blocked, barred)
     return hashlib.blake2b(msgspec.msgpack.encode(deciding), digest_size=DIGEST_BYTES).digest()
-
-
-def _to_ticket(entry: TokenLogprobs) -> PrefilledLogprobs:
-    return PrefilledLogprobs(_copy(entry.chosen), tuple(map(_copy, entry.top)))
-
-
-def _copy(entry: TokenLogprob) -> PrefilledLogprob:
-    return PrefilledLogprob(entry.token_id, entry.logprob, entry.rank)
-
-
-def _from_ticket(entry: PrefilledLogprobs, num_top: int) -> TokenLogprobs:
-    chosen, *top = (
-        TokenLogprob(one.token_id, one.logprob, one.rank) for one in (entry.chosen, *entry.top[:num_top])
-    )
-    return TokenLogprobs(chosen, tuple(top))

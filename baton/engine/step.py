@@ -4,15 +4,11 @@ No torch: block ids and token ids are ints. The messages are pickled between the
 which the engine started itself; they never cross hosts.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from baton.contract import KVConnectorMetadata, KVConnectorOutput
 from baton.engine.api import PromptLogprobs, SamplingParams, TokenLogprobs
-
-if TYPE_CHECKING:
-    from baton.contract import KVConnectorMetadata, KVConnectorOutput
 
 
 @dataclass(slots=True)

@@ -2,8 +2,6 @@
 KV connector: 3 transfers, 1.2 MB, 4.1 avg ms, ...          the connector's own text, as in vLLM's log
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import Callable
@@ -27,11 +25,8 @@ class ConnectorLog:
     If the connector raises here, only its log line is lost.
     """
 
-    def __init__(
-        self, build: BuildStats, *, interval_s: float = INTERVAL_S, later: Later | None = None
-    ) -> None:
+    def __init__(self, build: BuildStats, *, later: Later | None = None) -> None:
         self._build = build
-        self._interval_s = interval_s
         self._later = later or (lambda s, call: asyncio.get_running_loop().call_later(s, call))
         self._gathered: KVConnectorStats | None = None  # Since the last line.
 
@@ -48,7 +43,7 @@ class ConnectorLog:
             logger.warning("the connector's statistics are not logged: %r", error)
             return
         self._gathered = stats
-        self._later(self._interval_s, self.flush)
+        self._later(INTERVAL_S, self.flush)
 
     def flush(self) -> None:
         """Log what was gathered, if anything: at the end of an interval and when the server ends."""

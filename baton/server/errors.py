@@ -17,32 +17,28 @@ from baton.engine.text.tokenizer import TokenizerPanic
 from baton.http.errors import TYPES, ApiError, ErrorBody
 from baton.http.workers import WorkerFailed
 
-__all__ = ["ApiError", "as_event", "describe", "log_failure"]
-
 logger = logging.getLogger(__name__)
 
 
 def describe(error: BaseException) -> tuple[int, ErrorBody]:
     """Return the status and body for an exception. Details of unexpected ones stay in the log."""
+    status, message = 500, str(error)
+    param: str | None = None
+    code: str | None = None
     match error:
         case ApiError():
             status, param, code = error.status, error.param, error.code
-            message = str(error)
         case UserError():
-            status, param, code, message = 400, error.field, None, str(error)
+            status, param = 400, error.field
         case EngineDeadError():
-            status, param, code, message = (
-                503,
-                None,
-                "engine_dead",
-                "the engine has stopped; nothing was lost but this answer",
-            )
+            status, code = 503, "engine_dead"
+            message = "the engine has stopped; nothing was lost but this answer"
         case TokenizerPanic() | WorkerFailed():
-            status, param, code, message = 500, None, "input_failed", str(error)
+            code = "input_failed"
         case EngineUnreadyError():
-            status, param, code, message = 503, None, "not_ready", str(error)
+            status, code = 503, "not_ready"
         case _:
-            status, param, code, message = 500, None, None, "internal server error"
+            message = "internal server error"
     return status, ErrorBody(
         message=message, type=TYPES.get(status, "server_error"), param=param, code=code or status
     )

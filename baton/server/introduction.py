@@ -6,7 +6,7 @@ import msgspec
 
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.layout import ModelFingerprint
-from baton.server.samples import EngineApi
+from baton.engine.core.client import EngineClient
 
 SECRET_ID_PURPOSE = "baton.secret_id.1"
 SECRET_ID_BYTES = (
@@ -28,7 +28,7 @@ class Introduction(msgspec.Struct, frozen=True):
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
 
 
-async def introduce(config: EngineConfig, engine: EngineApi) -> Introduction | None:
+async def introduce(config: EngineConfig, engine: EngineClient) -> Introduction | None:
     """Return the introduction; None without a connector."""
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_role is None:

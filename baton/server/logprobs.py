@@ -6,9 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 import msgspec
 
 from baton.engine.api import PromptLogprobs, TokenLogprob, TokenLogprobs
+from baton.engine.text.tokenizer import Tokenizer
 from baton.server.protocol.chat import ChatLogprobs, ChatTokenLogprob, TopLogprob
 from baton.server.protocol.completion import CompletionLogprobs
-from baton.server.tokens import Tokenizer
 
 ROWS_AT_ONCE = 64  # Rows of a prompt, with 21 tokens each: about 5 ms.
 LOGPROB_MIN = -9999.0  # Stands for minus infinity, which JSON cannot represent. vLLM's value.

@@ -82,66 +82,25 @@ class _Registry:
         return family.labels(*self._values)
 
 
-class EngineMetrics:
-    """Metrics from the engine's statistics after each step."""
-
-    def __init__(self, make: _Registry) -> None:
-        self._running = make.gauge("num_requests_running", "Requests in the running batch.")
-        self._waiting = make.gauge("num_requests_waiting", "Requests waiting to be scheduled.")
-        self._remote = make.gauge("num_requests_waiting_for_remote_kvs", "Requests waiting for KV.")
-        self._delayed = make.gauge("num_requests_delayed_free", "Finished requests with blocks still lent.")
-        self._usage = make.gauge("kv_cache_usage_perc", "Used KV blocks; 1 is all of them.")
-        self._prompt_tokens = make.counter("prompt_tokens", "Prompt tokens computed.")
-        self._generation_tokens = make.counter("generation_tokens", "Tokens generated.")
-        self._preemptions = make.counter("num_preemptions", "Requests preempted for want of blocks.")
-        self._queries = make.counter("prefix_cache_queries", "Tokens looked up in the prefix cache.")
-        self._hits = make.counter("prefix_cache_hits", "Tokens found in the prefix cache.")
-        self._external_queries = make.counter(
-            "external_prefix_cache_queries", "Tokens asked of the connector."
-        )
-        self._external_hits = make.counter("external_prefix_cache_hits", "Tokens that the KV connector had.")
-        self._load_failures = make.counter("kv_load_failures", "Requests whose KV could not be loaded.")
-        self._retired = make.gauge("kv_connector_retired", "1: the KV connector failed for good; restart.")
-        self._connector_errors = make.counter("kv_connector_errors", "Exceptions of the KV connector.")
-
-    def count_connector_error(self) -> None:
-        self._connector_errors.inc()
-
-    def observe(self, stats: SchedulerStats) -> None:
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._remote.set(stats.num_waiting_for_remote_kvs)
-        self._delayed.set(stats.num_delayed_free)
-        self._usage.set(stats.kv_cache_usage)
-        self._prompt_tokens.inc(stats.num_prompt_tokens)
-        self._generation_tokens.inc(stats.num_generation_tokens)
-        self._preemptions.inc(stats.num_preempted)
-        self._queries.inc(stats.prefix_cache_queries)
-        self._hits.inc(stats.prefix_cache_hits)
-        self._external_queries.inc(stats.external_prefix_cache_queries)
-        self._external_hits.inc(stats.external_prefix_cache_hits)
-        self._load_failures.inc(stats.num_kv_load_failures)
-        self._retired.set(stats.kv_connector_retired)
-        self._connector_errors.inc(stats.num_kv_connector_errors)
-
-
-class ConnectorMetrics:
-    """The connector's own metrics, as it builds them for vLLM. If they fail, only their numbers are lost."""
-
-    def __init__(
-        self, make: _Registry, build: BuildConnectorMetrics, count_error: Callable[[], None]
-    ) -> None:
-        self._metrics = build(*make.for_connector())
-        self._count_error = count_error
-
-    def observe(self, raw: dict[str, Any]) -> None:
-        if self._metrics is None:
-            return
-        try:
-            self._metrics.observe(raw)
-        except Exception as error:  # The connector may be any code.
-            self._count_error()
-            logger.warning("the connector's statistics are not counted: %r", error)
+_GAUGES = {  # Field of SchedulerStats -> (name, documentation).
+    "num_running": ("num_requests_running", "Requests in the running batch."),
+    "num_waiting": ("num_requests_waiting", "Requests waiting to be scheduled."),
+    "num_waiting_for_remote_kvs": ("num_requests_waiting_for_remote_kvs", "Requests waiting for KV."),
+    "num_delayed_free": ("num_requests_delayed_free", "Finished requests with blocks still lent."),
+    "kv_cache_usage": ("kv_cache_usage_perc", "Used KV blocks; 1 is all of them."),
+    "kv_connector_retired": ("kv_connector_retired", "1: the KV connector failed for good; restart."),
+}
+_COUNTERS = {
+    "num_prompt_tokens": ("prompt_tokens", "Prompt tokens computed."),
+    "num_generation_tokens": ("generation_tokens", "Tokens generated."),
+    "num_preempted": ("num_preemptions", "Requests preempted for want of blocks."),
+    "prefix_cache_queries": ("prefix_cache_queries", "Tokens looked up in the prefix cache."),
+    "prefix_cache_hits": ("prefix_cache_hits", "Tokens found in the prefix cache."),
+    "external_prefix_cache_queries": ("external_prefix_cache_queries", "Tokens asked of the connector."),
+    "external_prefix_cache_hits": ("external_prefix_cache_hits", "Tokens that the KV connector had."),
+    "num_kv_load_failures": ("kv_load_failures", "Requests whose KV could not be loaded."),
+    "num_kv_connector_errors": ("kv_connector_errors", "Exceptions of the KV connector."),
+}
 
 
 class RequestMetrics:
@@ -223,12 +182,10 @@ class ServerMetrics:
     ) -> None:
         make = _Registry(model_name)
         self._registry = make.registry
-        self._engine = EngineMetrics(make)
-        self._connector = (
-            ConnectorMetrics(make, build_connector_metrics, self._engine.count_connector_error)
-            if build_connector_metrics is not None
-            else None
-        )
+        self._gauges = {field: make.gauge(*described) for field, described in _GAUGES.items()}
+        self._counters = {field: make.counter(*described) for field, described in _COUNTERS.items()}
+        build = build_connector_metrics
+        self._connector = build(*make.for_connector()) if build is not None else None
         self._connector_log = connector_log
         self._requests = RequestMetrics(make)
         self._clock = clock
@@ -236,12 +193,19 @@ class ServerMetrics:
 
     def observe_stats(self, stats: SchedulerStats) -> None:
         """Update all metrics from one step's statistics: the callback of `EngineClient.on_stats`."""
-        self._engine.observe(stats)
+        for field, gauge in self._gauges.items():
+            gauge.set(getattr(stats, field))
+        for field, counter in self._counters.items():
+            counter.inc(getattr(stats, field))
         self.is_connector_retired = stats.kv_connector_retired
         if not stats.kv_connector_stats:
             return
         if self._connector is not None:
-            self._connector.observe(stats.kv_connector_stats)
+            try:
+                self._connector.observe(stats.kv_connector_stats)
+            except Exception as error:  # The connector may be any code: only its numbers are lost.
+                self._counters["num_kv_connector_errors"].inc()
+                logger.warning("the connector's statistics are not counted: %r", error)
         if self._connector_log is not None:
             self._connector_log.observe(stats.kv_connector_stats)
 

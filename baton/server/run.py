@@ -27,6 +27,8 @@ from fastapi import FastAPI
 
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
+from baton.engine.core.client import EngineClient
+from baton.engine.text.tokenizer import Tokenizer
 from baton.http.bodies import Bodies
 from baton.http.connections import raise_descriptor_limit, server_config
 from baton.http.gate import hosts_to_check
@@ -37,9 +39,8 @@ from baton.server.app import build_admin_app, build_app
 from baton.server.connector_log import ConnectorLog
 from baton.server.introduction import introduce
 from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
-from baton.server.samples import EngineApi
 from baton.server.service import CheckParams, Service
-from baton.server.tokens import PromptEncoder, Tokenizer
+from baton.server.tokens import PromptEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ class ServeOptions(NamedTuple):
 class Parts(NamedTuple):
     """Parts of `run` that tests replace."""
 
-    start_engine: Callable[[], Awaitable[EngineApi]]
+    start_engine: Callable[[], Awaitable[EngineClient]]
     load_tokenizer: Callable[[], Tokenizer]
     check_params: CheckParams
     build_connector_metrics: BuildConnectorMetrics | None = None
@@ -103,7 +104,21 @@ async def run(
         async with _running_engine(parts.start_engine, stop) as engine:
             if engine is None:
                 return EXIT_STOPPED
-            service = await _make_service(config, engine, tokenizer, encoder, workers, options.http, parts)
+            service = Service(
+                engine=engine,
+                model_config=config.model_config,
+                tokenizer=tokenizer,
+                encoder=encoder,
+                bodies=Bodies(options.http, workers),
+                limits=options.http,
+                metrics=ServerMetrics(
+                    config.model_config.served_model_name,
+                    build_connector_metrics=parts.build_connector_metrics,
+                    connector_log=parts.connector_log,
+                ),
+                check_params=parts.check_params,
+                introduction=await introduce(config, engine),
+            )
             hosts = hosts_to_check(options.host, options.http.allowed_hosts)
             if admin_listener is not None:
                 service.admin_port = admin_listener.getsockname()[1]
@@ -192,7 +207,7 @@ async def _drain(server: "_Server", service: Service, hurry: asyncio.Event, time
         await asyncio.gather(draining, *interrupts, return_exceptions=True)
 
 
-async def _finish_all(server: "_Server", engine: EngineApi, timeout_s: float) -> bool:
+async def _finish_all(server: "_Server", engine: EngineClient, timeout_s: float) -> bool:
     loop = asyncio.get_running_loop()
     deadline_s = loop.time() + timeout_s
     # New requests are refused. Requests first: a prefill may still lend blocks, which are then fetched.
@@ -232,37 +247,10 @@ class _Server(uvicorn.Server):
         self._on_started()
 
 
-async def _make_service(
-    config: EngineConfig,
-    engine: EngineApi,
-    tokenizer: Tokenizer,
-    encoder: PromptEncoder,
-    workers: WorkerPool,
-    limits: HttpSettings,
-    parts: Parts,
-) -> Service:
-    model = config.model_config
-    return Service(
-        engine=engine,
-        model_config=model,
-        tokenizer=tokenizer,
-        encoder=encoder,
-        bodies=Bodies(limits, workers),
-        limits=limits,
-        metrics=ServerMetrics(
-            model.served_model_name,
-            build_connector_metrics=parts.build_connector_metrics,
-            connector_log=parts.connector_log,
-        ),
-        check_params=parts.check_params,
-        introduction=await introduce(config, engine),
-    )
-
-
 @asynccontextmanager
 async def _running_engine(
-    start_engine: Callable[[], Awaitable[EngineApi]], stop: asyncio.Event
-) -> AsyncIterator[EngineApi | None]:
+    start_engine: Callable[[], Awaitable[EngineClient]], stop: asyncio.Event
+) -> AsyncIterator[EngineClient | None]:
     """Yield the engine, and close it afterwards. Yields None if stopped before the engine was ready."""
     starting = asyncio.ensure_future(start_engine())
     stopping = asyncio.create_task(stop.wait())

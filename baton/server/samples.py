@@ -10,46 +10,17 @@ handled. The first error ends all samples.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field, replace
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from baton.core.transfer_params import CACHED_TOKENS, cached_tokens
-from baton.engine.api import EngineOutput, EngineRequest, PromptLogprobs, SchedulerStats, TokenLogprobs
-from baton.server.errors import ApiError
+from baton.engine.api import EngineOutput, EngineRequest, PromptLogprobs, TokenLogprobs
+from baton.engine.core.client import EngineClient
+from baton.http.errors import ApiError
 from baton.server.metrics import ServerMetrics
 from baton.server.text import SampleText
-
-
-class EngineApi(Protocol):
-    """The methods of `baton.engine.core.client.EngineClient` that the server uses."""
-
-    on_stats: Callable[[SchedulerStats], None] | None
-
-    @property
-    def is_dead(self) -> bool: ...
-    @property
-    def unready_reason(self) -> str | None:
-        """Why a router should send requests to other engines for now."""
-
-    def generate(self, request: EngineRequest) -> AsyncGenerator[EngineOutput, None]:
-        """Generate. Closing the iterator early aborts the request. Raises EngineDeadError,
-        EngineUnreadyError.
-        """
-
-    async def introduction(self) -> str | None:
-        """Return the connector's introduction for engines that have no ticket of it; it never changes."""
-
-    def take_back(self, params: dict[str, Any]) -> None:
-        """Take back the blocks lent under these `kv_transfer_params`, which no engine will fetch."""
-
-    async def wait_dead(self) -> None: ...
-    async def drain(self, timeout_s: float) -> bool:
-        """Lend nothing more, and wait until nothing is lent. Returns False after the timeout."""
-
-    async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +70,7 @@ _END = None  # In the queue: one sample has ended.
 class RunningSamples:
     """`async with RunningSamples(...) as running: async for piece in running.pieces()`."""
 
-    def __init__(self, engine: EngineApi, samples: Sequence[Sample], metrics: ServerMetrics) -> None:
+    def __init__(self, engine: EngineClient, samples: Sequence[Sample], metrics: ServerMetrics) -> None:
         self._engine = engine
         self._samples = samples
         self._metrics = metrics
@@ -113,9 +84,7 @@ class RunningSamples:
         self._tasks = [asyncio.create_task(self._run(sample)) for sample in self._samples]
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         # After the last piece no task runs. This must not suspend then: a cancellation would lose the answer.
         if running := [task for task in self._tasks if not task.done()]:
             for task in running:
@@ -158,7 +127,7 @@ class RunningSamples:
 
 
 async def _pieces_of(
-    sample: Sample, engine: EngineApi, metrics: ServerMetrics
+    sample: Sample, engine: EngineClient, metrics: ServerMetrics
 ) -> AsyncGenerator[Piece, None]:
     observer = metrics.observe(sample.request)
     try:
@@ -233,7 +202,7 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
     return piece
 
 
-def _end_here(finish: Finish, engine: EngineApi) -> Finish:
+def _end_here(finish: Finish, engine: EngineClient) -> Finish:
     """End an answer that its first token has ended: no engine continues it or fetches its KV."""
     if finish.kv_transfer_params is not None:
         engine.take_back(finish.kv_transfer_params)

@@ -16,6 +16,8 @@ from baton.core.errors import UserError
 from baton.core.transfer_params import FIELD as TRANSFER_FIELD
 from baton.core.transfer_params import parse_cached_tokens, parse_transfer_params
 from baton.engine.api import EngineRequest, SamplingParams
+from baton.engine.core.client import EngineClient
+from baton.engine.text.tokenizer import Tokenizer
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.settings import HttpSettings
@@ -23,10 +25,9 @@ from baton.server import first_token
 from baton.server.introduction import Introduction
 from baton.server.metrics import ServerMetrics
 from baton.server.protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingFields
-from baton.server.samples import EngineApi, Sample
-from baton.server.stop_strings import StopStringFinder
-from baton.server.text import SampleText
-from baton.server.tokens import PromptEncoder, Tokenizer, check_length
+from baton.server.samples import Sample
+from baton.server.text import SampleText, StopStringFinder
+from baton.server.tokens import PromptEncoder, check_length
 
 CheckParams: TypeAlias = Callable[[Mapping[str, Any] | None], None]
 """Raises UserError for `kv_transfer_params` that this engine's connector cannot honour."""
@@ -44,7 +45,7 @@ def check_common_params(raw: Mapping[str, Any] | None) -> None:
 
 @dataclass(kw_only=True)
 class Service:
-    engine: EngineApi
+    engine: EngineClient
     model_config: ModelConfig
     tokenizer: Tokenizer
     encoder: PromptEncoder

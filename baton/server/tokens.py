@@ -7,16 +7,16 @@ are rendered in worker processes, because a template's loop holds that lock.
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
+from baton.engine.text.tokenizer import Tokenizer
 from baton.http.bodies import PAUSE_S
 from baton.http.settings import HttpSettings
 from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 from baton.server.protocol.completion import Prompt
 from baton.server.protocol.sampling import check_token_ids
-from baton.server.text import Detokenizer
 
 T = TypeVar("T")
 
@@ -27,25 +27,6 @@ SHORT_CHARS = 4096  # Encoded on the event loop in less than a millisecond, chea
 SHORT_TOKENS = 1024  # Decoded on the event loop.
 LONG_TOKENS = 1 << 16  # With a pause before and after the check: 2^20 ids take 24 ms.
 NUM_THREADS = 2  # A long text leaves one for the others.
-
-
-class Template(Protocol):
-    """Implemented by `baton.engine.text.chat_template.ChatTemplate`."""
-
-    source: str
-    special_tokens: dict[str, str]
-
-
-class Tokenizer(Protocol):
-    """Implemented by `baton.engine.text.tokenizer.Tokenizer` and by fakes in tests."""
-
-    @property
-    def chat_template(self) -> Template | None: ...
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
-    def detokenizer(self, *, skip_special_tokens: bool = True) -> Detokenizer: ...
-    def token_text(self, token_id: int) -> str:
-        """Return one token as readable text, including special tokens."""
 
 
 class PromptEncoder:

@@ -306,7 +306,7 @@ def store_half(llm: LLM) -> StoreWorkerHalf:
 
 def store_scheduler(llm: LLM) -> StoreSchedulerHalf:
     """Scheduler half of such an engine."""
-    connector: Any = llm.core.scheduler._connector.half
+    connector: Any = llm.core.scheduler.connector.half
     half = connector.scheduler_half
     if isinstance(half, MultiSchedulerHalf):
         (half,) = (

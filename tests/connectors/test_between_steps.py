@@ -54,7 +54,7 @@ def test_the_lease_is_renewed_in_the_middle_of_a_step(start: Callable[[EngineCon
     timers = {"ttl_s": 300.0, "loan_max_s": 600.0}
     extra = {"transports": ["local"], "timers": timers, "stream": "off"}
     p, d = (start(engine_config(name, extra=extra, connector="BatonPushConnector")) for name in ("p", "d"))
-    introduction = p.scheduler.introduction()
+    introduction = p.scheduler.connector.introduction()
     params: dict[str, object] = {
         "do_remote_prefill": True,
         "remote_engine_id": "p",

@@ -3,6 +3,7 @@
 from typing import Self
 
 from baton.contract import KVConnectorOutput, KVConnectorWorkerMetadata
+from baton.contract.aggregator import KVOutputAggregator
 from baton.engine.executor.answers import RankAnswers
 from baton.engine.step import ModelRunnerOutput
 
@@ -13,9 +14,9 @@ class Alone(KVConnectorWorkerMetadata):
 
 
 def combined(*of_ranks: ModelRunnerOutput, unsent: str | None = None) -> ModelRunnerOutput:
-    answers = RankAnswers(len(of_ranks))
+    answers = RankAnswers()
     answers.note_sent(unsent)
-    output = answers.combine(of_ranks)
+    output = answers.combine(of_ranks, KVOutputAggregator(len(of_ranks)))
     assert answers.take_sampled() == [[5]]
     assert answers.take_sampled() == []
     return output

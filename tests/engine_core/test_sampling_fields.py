@@ -82,13 +82,13 @@ def test_prompt_logprobs_are_those_of_transformers_for_any_chunks(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     preempted: list[Request] = []
-    preempt_last = RequestQueues.preempt_last
+    preempt = RequestQueues.preempt
 
-    def count(queues: RequestQueues) -> Request:
-        preempted.append(preempt_last(queues))
-        return preempted[-1]
+    def count(queues: RequestQueues, request: Request) -> None:
+        preempted.append(request)
+        preempt(queues, request)
 
-    monkeypatch.setattr(RequestQueues, "preempt_last", count)
+    monkeypatch.setattr(RequestQueues, "preempt", count)
     prompts = [*PROMPTS, PROMPTS[2]]
     with LLM(make_config(num_blocks, scheduler_config=scheduler_config)) as llm:
         plain = llm.generate(prompts, PLAIN)  # Their blocks are in the cache now.

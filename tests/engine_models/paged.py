@@ -27,7 +27,7 @@ class PagedModel:
         self, config: ModelConfig, group: TensorParallelGroup | None = None, *, device: str = "cpu"
     ) -> None:
         rank, size = (group.rank, group.size) if group is not None else (0, 1)
-        self.model: Decoder = build_model(config, rank, size, device, group=group)
+        self.model: Decoder = build_model(config, group, device)
         load_weights(self.model, config.model)
         cache = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS)
         self.kv_caches = allocate_kv_cache(config, cache, rank, size, device)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from baton.core.errors import UserError
 from baton.engine.attention import build_backend
 from baton.engine.attention import sdpa as sdpa_module
-from baton.engine.attention.cuda import build_cuda_backend, cut_tiles, why_unavailable
+from baton.engine.attention.cuda import cut_tiles, require_cuda, why_unavailable
 from baton.engine.attention.sdpa import SdpaBackend, group_by_length
 from tests.engine_models.attention_check import check_backend, shape_of
 
@@ -101,7 +101,7 @@ def test_tiles_cover_every_token_once(requests: list[tuple[int, int]], tokens_pe
 @pytest.mark.skipif(why_unavailable() is None, reason="there is a GPU")
 def test_without_a_gpu_the_error_names_what_is_missing() -> None:
     with pytest.raises(UserError, match=r"cuda cannot be used: .*; use cpu"):
-        build_cuda_backend(shape_of())
+        require_cuda()
 
 
 def test_an_unknown_device_is_refused() -> None:

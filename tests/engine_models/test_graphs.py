@@ -130,7 +130,7 @@ def test_a_replay_runs_no_python(
 def test_recording_and_padding_write_only_to_the_scratch_block(
     config_of: ConfigOf, mode: str, layout: KVCacheLayout
 ) -> None:
-    config = config_of(mode)
+    config = config_of(mode, graph_buckets=(1, 4))
     num_blocks = config.cache_config.num_gpu_blocks
     model = build_model(config.model_config)
     load_weights(model, config.model_config.model)
@@ -145,16 +145,7 @@ def test_recording_and_padding_write_only_to_the_scratch_block(
     )
     for cache in caches.values():
         cache.fill_(torch.nan)
-    graphs = DecodeGraphs(
-        model,
-        caches,
-        mode=GraphMode(mode),
-        sizes=(1, 4),
-        block_size=BLOCK_SIZE,
-        max_blocks=6,
-        scratch_block=num_blocks,
-        device=torch.device("cpu"),
-    )
+    graphs = DecodeGraphs(config, model, caches, GraphMode(mode), torch.device("cpu"))
     with torch.inference_mode():
         graphs.record()
         for cache in caches.values():
@@ -172,29 +163,21 @@ def test_recording_and_padding_write_only_to_the_scratch_block(
 
 
 def test_only_decode_steps_of_recorded_sizes_are_replayed(config_of: ConfigOf) -> None:
-    config = config_of("full")
+    config = config_of("full", graph_buckets=(2,))
     model = build_model(config.model_config)
     caches = allocate_kv_cache(config.model_config, config.cache_config, 0, 1, "cpu", num_scratch_blocks=1)
-    graphs = DecodeGraphs(
-        model,
-        caches,
-        mode=GraphMode.FULL,
-        sizes=(2,),
-        block_size=BLOCK_SIZE,
-        max_blocks=2,
-        scratch_block=config.cache_config.num_gpu_blocks,
-        device=torch.device("cpu"),
-    )
+    graphs = DecodeGraphs(config, model, caches, GraphMode.FULL, torch.device("cpu"))
+    num_blocks_max = config.model_config.max_model_len // BLOCK_SIZE + 1
 
     def can_run(computed: list[int], scheduled: list[int]) -> bool:
-        tables = [list(range(4))] * len(computed)
+        tables = [list(range(num_blocks_max + 1))] * len(computed)
         return graphs.can_run(build_attention_metadata(computed, scheduled, tables, BLOCK_SIZE))
 
     assert can_run([3], [1])
     assert can_run([3, 15], [1, 1])
     assert not can_run([3, 3, 3], [1, 1, 1]), "more requests than the largest bucket"
     assert not can_run([3, 3], [1, 2]), "a prefill"
-    assert not can_run([16], [1]), "more blocks than a plan has room for"
+    assert not can_run([num_blocks_max * BLOCK_SIZE], [1]), "more blocks than a plan has room for"
 
 
 @given(most=st.integers(1, 70), asked=st.lists(st.integers(1, 80), max_size=4))

@@ -108,4 +108,4 @@ def test_a_size_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> Non
     config = load_model_config(folder)
     for size, named in ((3, "num_attention_heads"), (2, "intermediate_size")):
         with pytest.raises(UserError, match=named):
-            build_model(config, 0, size, group=ThreadGroup(0, size, Meeting(size)))
+            build_model(config, ThreadGroup(0, size, Meeting(size)))

@@ -56,9 +56,7 @@ def test_ids_are_those_of_transformers(tokenizer: Tokenizer, reference: Any) -> 
         assert tokenizer.decode(expected, skip_special_tokens=special) == reference.decode(
             expected, skip_special_tokens=special
         )
-    assert tokenizer.bos_token_id == reference.bos_token_id == tokenizer.encode("")[0]
-    assert tokenizer.eos_token_ids[0] == reference.eos_token_id
-    assert tokenizer.vocab_size == len(reference)
+    assert tokenizer.encode("") == [reference.bos_token_id]
 
 
 def render(tokenizer: Tokenizer, messages: Any, **options: Any) -> str:
@@ -76,7 +74,7 @@ def test_chats_are_rendered_as_transformers_renders_them(
     assert render(tokenizer, CHAT, **options) == expected
     ids = tokenizer.encode(expected, add_special_tokens=False)
     assert tokenizer.decode(ids, skip_special_tokens=False) == expected
-    assert ids.count(tokenizer.bos_token_id) == 1
+    assert ids.count(reference.bos_token_id) == 1
 
 
 @pytest.mark.parametrize("messages", [[{"role": "alien", "content": "x"}], [{"content": "x"}], [{}]])
@@ -92,15 +90,12 @@ class PanicException(BaseException):
 
 def test_a_panic_of_the_library_is_an_error_of_one_request() -> None:
     class Panicking:
-        def get_vocab_size(self, with_added_tokens: bool) -> int:
-            return 1
-
         def encode(self, text: str, add_special_tokens: bool) -> None:
             raise PanicException("index out of bounds")
 
     fast: Any = Panicking()
     with pytest.raises(TokenizerPanic, match="index out of bounds"):
-        Tokenizer(fast, {}, None, ()).encode("a")
+        Tokenizer(fast, None).encode("a")
 
 
 def test_a_string_that_is_no_text_is_the_users_fault(tokenizer: Tokenizer) -> None:
@@ -124,7 +119,6 @@ def test_templates_are_found_wherever_folders_keep_them(
     folder = written(tmp_path / "named", source, chat_template=named, eos_token=eos)
     tokenizer = Tokenizer.from_folder(folder)
     assert render(tokenizer, CHAT) == "<|im_end|>yes"
-    assert tokenizer.eos_token_ids == (2,)
     (folder / "chat_template.jinja").write_text(
         "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}"
         "{% generation %}{{ m.content | tojson }}{% endgeneration %}{% endfor %}{{ strftime_now('%%') }}"

@@ -8,8 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.config import CacheConfig
-from baton.engine.cache.block_pool import BlockPool
-from baton.engine.cache.free_queue import Block, FreeQueue
+from baton.engine.cache.block_pool import Block, BlockPool, FreeQueue
 from baton.engine.cache.kv_cache import KVCache
 from baton.engine.request import Request
 from tests.engine_sched.world import engine_request

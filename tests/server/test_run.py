@@ -11,10 +11,9 @@ import pytest
 
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
-from baton.engine.core.client import EngineDeadError
+from baton.engine.core.client import EngineClient, EngineDeadError
 from baton.http.settings import HttpSettings
 from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, ServeOptions, run
-from baton.server.samples import EngineApi
 from baton.server.service import check_common_params
 from tests.server.fakes import WAIT_S, CharacterTokenizer, ScriptedEngine, model_config
 
@@ -30,12 +29,12 @@ class Process:
         *,
         shutdown_timeout_s: float = WAIT_S,
         drain_timeout_s: float = 0.0,
-        start: Callable[[], Awaitable[EngineApi]] | None = None,
+        start: Callable[[], Awaitable[EngineClient]] | None = None,
         port: int = 0,
         admin_port: int | None = None,
         http: HttpSettings = HttpSettings(),  # noqa: B008  It is frozen.
     ) -> None:
-        async def start_engine() -> EngineApi:
+        async def start_engine() -> EngineClient:
             return engine
 
         self.url: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -182,7 +181,7 @@ async def test_when_the_engine_dies_pending_answers_are_503_and_the_exit_status_
 async def test_it_can_be_stopped_while_the_engine_still_starts() -> None:
     begun, ended = asyncio.Event(), asyncio.Event()
 
-    async def start() -> EngineApi:
+    async def start() -> EngineClient:
         begun.set()
         try:
             await asyncio.Event().wait()
@@ -199,7 +198,7 @@ async def test_it_can_be_stopped_while_the_engine_still_starts() -> None:
 
 
 async def test_an_engine_that_does_not_start_is_reported() -> None:
-    async def start() -> EngineApi:
+    async def start() -> EngineClient:
         raise EngineDeadError("no memory")
 
     with pytest.raises(EngineDeadError, match="no memory"):

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.server.stop_strings import StopStringFinder
+from baton.server.text import StopStringFinder
 
 letters = st.text("ab", max_size=20)
 stop_strings = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

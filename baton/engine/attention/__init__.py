@@ -18,8 +18,9 @@ def build_backend(shape: AttentionShape) -> AttentionBackend:
 
             return SdpaBackend(shape)
         case "cuda":
-            from baton.engine.attention.cuda import build_cuda_backend
+            from baton.engine.attention.cuda import CudaBackend, require_cuda
 
-            return build_cuda_backend(shape)
+            require_cuda()
+            return CudaBackend(shape)
         case other:
             raise UserError(f"must be cpu or cuda, is {other!r}", field="device")

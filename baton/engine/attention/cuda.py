@@ -10,8 +10,7 @@ import numpy as np
 import torch
 
 from baton.core.errors import UserError
-from baton.engine.attention.backend import AttentionBackend, AttentionShape, write_rows
-from baton.engine.attention.static_array import StaticArray
+from baton.engine.attention.backend import AttentionBackend, StaticArray, write_rows
 from baton.engine.forward_context import AttentionMetadata, IntArray, build_attention_metadata
 
 _TILE_ROWS = 64  # Query tokens times query heads per KV head in one program of the kernel.
@@ -33,12 +32,6 @@ def require_cuda() -> None:
     """Raises UserError that names what is missing."""
     if (reason := why_unavailable()) is not None:
         raise UserError(f"cuda cannot be used: {reason}; use cpu", field="device_config.device")
-
-
-def build_cuda_backend(shape: AttentionShape) -> "CudaBackend":
-    """Raises UserError as `require_cuda` does."""
-    require_cuda()
-    return CudaBackend(shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,8 +20,6 @@ their places:
     window            | - | - | - | 8 | 11 |      the next token attends to the end of 8, and to 11
 """
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -29,8 +27,7 @@ from collections.abc import Iterable, Sequence
 from baton.core.config import CacheConfig
 from baton.core.hashing import BlockHash
 from baton.core.kv_groups import KVCacheGroup, is_hybrid
-from baton.engine.cache.block_pool import BlockPool
-from baton.engine.cache.free_queue import Block
+from baton.engine.cache.block_pool import Block, BlockPool
 from baton.engine.request import Request
 
 

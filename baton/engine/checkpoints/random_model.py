@@ -72,22 +72,19 @@ def write_checkpoint(
     Defaults: `kv_heads` is half of `heads`, `head_dim` hidden / heads, `intermediate` 3 * hidden.
     Raises UserError with the argument's name.
     """
+    sizes = {
+        "hidden": hidden,
+        "layers": layers,
+        "heads": heads,
+        "kv_heads": kv_heads if kv_heads is not None else max(1, heads // 2),
+        "head_dim": head_dim if head_dim is not None else hidden // max(1, heads),
+        "intermediate": intermediate if intermediate is not None else 3 * hidden,
+        "max_position": max_position,
+    }
     config = _config_json(
-        family=_checked_family(family),
-        hidden=hidden,
-        layers=layers,
-        heads=heads,
-        kv_heads=kv_heads if kv_heads is not None else max(1, heads // 2),
-        head_dim=head_dim if head_dim is not None else hidden // max(1, heads),
-        intermediate=intermediate if intermediate is not None else 3 * hidden,
-        vocab=vocab,
-        dtype=dtype,
-        max_position=max_position,
-        sliding_window=sliding_window,
-        rope_scaling=rope_scaling,
-        rope_theta=rope_theta,
-        tie_word_embeddings=tie_word_embeddings,
+        _checked_family(family), sizes, dtype=dtype, sliding_window=sliding_window, rope_scaling=rope_scaling
     )
+    config |= {"vocab_size": vocab, "rope_theta": rope_theta, "tie_word_embeddings": tie_word_embeddings}
     architecture = parse_architecture(config)
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
@@ -118,31 +115,9 @@ def _checked_family(family: str) -> Family:
 
 
 def _config_json(
-    *,
-    family: Family,
-    hidden: int,
-    layers: int,
-    heads: int,
-    kv_heads: int,
-    head_dim: int,
-    intermediate: int,
-    vocab: int,
-    dtype: str,
-    max_position: int,
-    sliding_window: int | None,
-    rope_scaling: str,
-    rope_theta: float,
-    tie_word_embeddings: bool,
+    family: Family, sizes: dict[str, int], *, dtype: str, sliding_window: int | None, rope_scaling: str
 ) -> dict[str, Any]:
-    sizes = {
-        "hidden": hidden,
-        "layers": layers,
-        "heads": heads,
-        "kv_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate": intermediate,
-        "max_position": max_position,
-    }
+    """Return config.json without its vocabulary. `sizes`: by the argument of `write_checkpoint`."""
     for field, value in sizes.items():
         if value < 1:
             raise UserError(f"must be positive, is {value}", field=field)
@@ -150,21 +125,19 @@ def _config_json(
         raise UserError(f"must be one of {', '.join(DTYPES)}, is {dtype!r}", field="dtype")
     if sliding_window is not None and family == "llama":
         raise UserError("the llama family has none; choose another one", field="sliding_window")
+    layers, max_position = sizes["layers"], sizes["max_position"]
     config: dict[str, Any] = {
         "architectures": [next(name for name, kind in FAMILIES.items() if kind == family)],
         "model_type": "gemma3_text" if family == "gemma3" else family,
-        "hidden_size": hidden,
+        "hidden_size": sizes["hidden"],
         "num_hidden_layers": layers,
-        "num_attention_heads": heads,
-        "num_key_value_heads": kv_heads,
-        "head_dim": head_dim,
-        "intermediate_size": intermediate,
-        "vocab_size": vocab,
+        "num_attention_heads": sizes["heads"],
+        "num_key_value_heads": sizes["kv_heads"],
+        "head_dim": sizes["head_dim"],
+        "intermediate_size": sizes["intermediate"],
         "max_position_embeddings": max_position,
         "hidden_act": "silu",
         "rms_norm_eps": 1e-6,
-        "rope_theta": rope_theta,
-        "tie_word_embeddings": tie_word_embeddings,
         "attention_dropout": 0.0,
         "torch_dtype": dtype,
         "use_cache": True,
@@ -187,7 +160,7 @@ def _config_json(
         del config["hidden_act"]
         config |= {
             "hidden_activation": "gelu_pytorch_tanh",
-            "query_pre_attn_scalar": head_dim,
+            "query_pre_attn_scalar": sizes["head_dim"],
             "rope_local_base_freq": 10000.0,
             "sliding_window_pattern": _LAYERS_PER_GLOBAL,
             "layer_types": _layer_types(layers, _LAYERS_PER_GLOBAL),

@@ -9,8 +9,6 @@ raises EngineDeadError with the reason. A core that hangs is killed, and the req
 (`liveness`).
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from collections.abc import AsyncGenerator, Callable
@@ -21,25 +19,8 @@ import msgspec
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError, ConfigError, UserError
 from baton.engine.api import EngineOutput, EngineRequest, SchedulerStats
-from baton.engine.core.core_messages import (
-    Abort,
-    AddRequest,
-    Drain,
-    Drained,
-    FromCore,
-    Outputs,
-    Ping,
-    Pong,
-    Restarted,
-    Restarting,
-    Start,
-    Started,
-    StartFailed,
-    Stop,
-    Stopped,
-    TakeBack,
-    ToCore,
-)
+from baton.engine.core import core_messages as messages
+from baton.engine.core.core_messages import FromCore, Start, ToCore
 from baton.engine.process.channel import FrameSplitter, frame
 from baton.engine.process.child import KILL_WAIT_S, Child
 from baton.engine.process.liveness import HangWatch, StopWatch, process_tree
@@ -67,7 +48,7 @@ class EngineUnreadyError(BatonError):
 _Answer = EngineOutput | EngineDeadError | EngineUnreadyError
 
 
-class EngineClient:
+class EngineClient(asyncio.Protocol):
     """Created by `start`. Used from one event loop."""
 
     def __init__(self, child: Child, step_timeout_s: float) -> None:
@@ -88,7 +69,7 @@ class EngineClient:
         self._burial: asyncio.Task[None] | None = None
         self._transport: asyncio.Transport | None = None
         self._step_timeout_s = step_timeout_s
-        self._hang_watch = HangWatch(lambda: self._send(Ping()), self._hangs, step_timeout_s)
+        self._hang_watch = HangWatch(lambda: self._send(messages.Ping()), self._hangs, step_timeout_s)
         self._stop_watch = StopWatch(self._stalls)
         self._is_stalled = False  # While a process is stopped.
         self._restarting: str | None = None  # The reason, while ranks restart.
@@ -112,7 +93,7 @@ class EngineClient:
         client = cls(child, config.step_timeout_s)
         try:
             client._transport, _ = await asyncio.get_running_loop().create_unix_connection(
-                lambda: _Connection(client), sock=child.socket
+                lambda: client, sock=child.socket
             )
             client._send(Start(config, connector_factory))
             async with asyncio.timeout(start_timeout_s):
@@ -185,17 +166,17 @@ class EngineClient:
         finally:
             if self._answers.get(request.request_id) is answers:
                 self._answers[request.request_id] = None
-                self._send(Abort(request.request_id))
+                self._send(messages.Abort(request.request_id))
             while not answers.empty():
                 self._drop(answers.get_nowait())
 
     async def abort(self, request_id: str) -> None:
         """The request's `generate` ends with finish reason "abort", unless it ends otherwise first."""
-        self._send(Abort(request_id))
+        self._send(messages.Abort(request_id))
 
     def take_back(self, params: dict[str, Any]) -> None:
         """Release the loan of these `kv_transfer_params` of a finished request: no consumer will fetch it."""
-        self._send(TakeBack(params))
+        self._send(messages.TakeBack(params))
 
     async def drain(self, timeout_s: float) -> bool:
         """Before `close`: grant no more loans, and wait until no request runs and no loan is open.
@@ -206,7 +187,7 @@ class EngineClient:
             self._drained = asyncio.get_running_loop().create_future()
             if self._death is not None:
                 self._drained.set_result(False)
-            self._send(Drain(timeout_s))
+            self._send(messages.Drain(timeout_s))
         try:
             async with asyncio.timeout(timeout_s + DRAIN_ANSWER_S):
                 return await asyncio.shield(self._drained)
@@ -217,7 +198,7 @@ class EngineClient:
         """End the core's process. Idempotent. Kills it after STOP_TIMEOUT_S."""
         self._hang_watch.stop()
         self._stop_watch.stop()
-        self._send(Stop())
+        self._send(messages.Stop())
         self._child.resume()
         try:
             async with asyncio.timeout(STOP_TIMEOUT_S):
@@ -240,7 +221,7 @@ class EngineClient:
 
     def _submit(self, request: EngineRequest) -> None:
         try:
-            self._send(AddRequest(request))
+            self._send(messages.AddRequest(request))
         except (UnicodeEncodeError, OverflowError) as error:  # Half a surrogate pair, a token id beyond u64.
             self._answers.pop(request.request_id)
             raise UserError(f"cannot be sent to the engine: {error}", field="request") from error
@@ -251,40 +232,40 @@ class EngineClient:
 
     # --- Received messages --------------------------------------------------------------------------
 
-    def _receive(self, received: bytes) -> None:
+    def data_received(self, data: bytes) -> None:
         self._hang_watch.note_message()
-        for payload in self._splitter.feed(received):
+        for payload in self._splitter.feed(data):
             match self._decoder.decode(payload):
-                case Outputs(outputs):
+                case messages.Outputs(outputs):
                     if outputs.stats is not None and self.on_stats is not None:
                         # A separate call: an exception of a metric must not close the connection.
                         asyncio.get_running_loop().call_soon(self.on_stats, outputs.stats)
                     self._deliver(outputs.outputs)
-                case Started(introduction):
+                case messages.Started(introduction):
                     self._introduction = introduction
                     if not self._started.done():
                         self._started.set_result(None)
-                case Restarting(reason):
+                case messages.Restarting(reason):
                     logger.error("the engine lost a rank and restarts its ranks: %s", reason)
                     self._introduction = None
                     self._restarting = reason
                     self._fail_open(EngineUnreadyError(f"the engine starts its ranks anew: {reason}"))
                     self._hang_watch.stop()  # Loading the weights may take longer than a step.
-                case Restarted(introduction):
+                case messages.Restarted(introduction):
                     logger.warning("the engine has restarted its ranks")
                     self._introduction = introduction
                     self._restarting = None
                     self._watch()
-                case StartFailed(message, is_users):
+                case messages.StartFailed(message, is_users):
                     error = ConfigError(message) if is_users else EngineDeadError(message)
                     if not self._started.done():
                         self._started.set_exception(error)
-                case Drained(is_whole):
+                case messages.Drained(is_whole):
                     if self._drained is not None and not self._drained.done():
                         self._drained.set_result(is_whole)
-                case Pong():
+                case messages.Pong():
                     pass  # Any message shows that the core is alive.
-                case Stopped(reason):
+                case messages.Stopped(reason):
                     self._die(f"the engine core ended: {reason}")  # Its shutdown may take long.
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
@@ -325,7 +306,7 @@ class EngineClient:
         self._die(how)
         self._child.process.kill()
 
-    def _connection_lost(self) -> None:
+    def connection_lost(self, exc: Exception | None) -> None:
         self._burial = asyncio.get_running_loop().create_task(self._bury())
 
     async def _bury(self) -> None:
@@ -349,14 +330,3 @@ class EngineClient:
             if answers is not None:
                 answers.put_nowait(death)
         self._dead.set()
-
-
-class _Connection(asyncio.Protocol):
-    def __init__(self, client: EngineClient) -> None:
-        self._client = client
-
-    def data_received(self, data: bytes) -> None:
-        self._client._receive(data)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._client._connection_lost()

@@ -5,8 +5,6 @@ front end --Start-----------------------> core     front end <--Started | StartF
           --Ping, Drain, Stop-------------->                 <--Pong, Drained, Stopped--
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import msgspec

@@ -30,25 +30,8 @@ import msgspec
 
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutputs, SchedulerStats
-from baton.engine.core.core_messages import (
-    Abort,
-    AddRequest,
-    Drain,
-    Drained,
-    FromCore,
-    Outputs,
-    Ping,
-    Pong,
-    Restarted,
-    Restarting,
-    Start,
-    Started,
-    StartFailed,
-    Stop,
-    Stopped,
-    TakeBack,
-    ToCore,
-)
+from baton.engine.core import core_messages as messages
+from baton.engine.core.core_messages import FromCore, Start, ToCore
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.core.step_waits import IDLE_S, StepWaits, Waker
 from baton.engine.executor import ExecutorDied
@@ -100,19 +83,19 @@ class CoreLoop:
             raise Stopping("it was told to end (SIGTERM)")
         for payload in self._channel.receive_nowait():
             match self._decoder.decode(payload):
-                case AddRequest(request):
+                case messages.AddRequest(request):
                     if (refusal := self._core.add_request(request)) is not None:
-                        self._send(Outputs(EngineOutputs(outputs=[refusal])))
-                case Abort(request_id):
+                        self._send(messages.Outputs(EngineOutputs(outputs=[refusal])))
+                case messages.Abort(request_id):
                     self._core.abort(request_id)
-                case TakeBack(params):
-                    self._core.take_back(params)
-                case Ping():
-                    self._send(Pong())
-                case Drain(timeout_s):
+                case messages.TakeBack(params):
+                    self._core.scheduler.connector.take_back(params)
+                case messages.Ping():
+                    self._send(messages.Pong())
+                case messages.Drain(timeout_s):
                     self._drained_by_s = time.monotonic() + timeout_s
                     self._core.drain(timeout_s)
-                case Stop():
+                case messages.Stop():
                     raise Stopping("it was closed")
                 case Start():
                     raise AssertionError("started twice")
@@ -123,7 +106,7 @@ class CoreLoop:
         is_whole = self._core.is_drained
         if is_whole or time.monotonic() >= self._drained_by_s:
             self._drained_by_s = None
-            self._send(Drained(is_whole))
+            self._send(messages.Drained(is_whole))
 
     @property
     def is_draining(self) -> bool:
@@ -132,14 +115,14 @@ class CoreLoop:
     def hand_over(self, outputs: EngineOutputs) -> None:
         # Empty steps may come a thousand times a second; their unchanged stats are not sent.
         if outputs.outputs or self._core.num_scheduled_tokens or self._is_news(outputs.stats):
-            self._send(Outputs(outputs))
+            self._send(messages.Outputs(outputs))
         if outputs.stats is not None:  # Else no result has come.
             self._last_stats = outputs.stats
 
     def hand_over_death(self, death: ExecutorDied) -> None:
         """Send it at once, so that the front end is not ready when clients get their errors."""
         self.hand_over(self._core.fail_all(death))
-        self._send(Restarting(str(death)))
+        self._send(messages.Restarting(str(death)))
 
     def _is_news(self, stats: SchedulerStats | None) -> bool:
         """Whether to send the stats. Counts of this step are news even if the last step's were equal."""
@@ -223,12 +206,12 @@ def _start(channel: Channel) -> tuple[EngineCore, Start] | None:
     except Exception as error:  # This process ends; the front end gets the reason.
         if not isinstance(error, UserError):  # The front end shows a UserError's text, which is enough.
             logger.exception("the engine core could not start")
-        _send_last(channel, StartFailed(_text(error), isinstance(error, UserError)))
+        _send_last(channel, messages.StartFailed(_text(error), isinstance(error, UserError)))
         sys.exit(1)
     # Objects that exist now live as long as the process; the collector need not visit them again.
     gc.collect()
     gc.freeze()
-    channel.send_nowait(msgspec.msgpack.encode(Started(core.introduction())))
+    channel.send_nowait(msgspec.msgpack.encode(messages.Started(core.introduction())))
     return core, start
 
 
@@ -240,7 +223,7 @@ def _run(core: EngineCore, start: Start, channel: Channel, stop_signal: StopSign
             return
         channel.flush(LAST_WORDS_S)
         core = _restart(start, channel)
-        channel.send_nowait(msgspec.msgpack.encode(Restarted(core.introduction())))
+        channel.send_nowait(msgspec.msgpack.encode(messages.Restarted(core.introduction())))
 
 
 def _restart(start: Start, channel: Channel) -> EngineCore:
@@ -249,7 +232,7 @@ def _restart(start: Start, channel: Channel) -> EngineCore:
         return EngineCore(start.config, start.connector_factory)
     except Exception as error:  # As above.
         logger.exception("the engine core could not start its ranks anew")
-        _send_last(channel, Stopped(f"it could not start its ranks anew: {_text(error)}"))
+        _send_last(channel, messages.Stopped(f"it could not start its ranks anew: {_text(error)}"))
         sys.exit(1)
 
 
@@ -282,17 +265,17 @@ def _run_until_a_rank_dies(
     except ExecutorDied as death:
         logger.error("%s", death)
         if loop.is_draining or not restarts.may_restart():
-            _send_last(channel, Stopped(_text(death)))
+            _send_last(channel, messages.Stopped(_text(death)))
             sys.exit(1)
         loop.hand_over_death(death)
         return death
     except Stopping as stopping:
-        _send_last(channel, Stopped(str(stopping)))
+        _send_last(channel, messages.Stopped(str(stopping)))
     except ChannelClosed:
         logger.warning("the front end is gone; ending")
     except Exception as error:  # As above.
         logger.exception("the engine core cannot continue")
-        _send_last(channel, Stopped(_text(error)))
+        _send_last(channel, messages.Stopped(_text(error)))
         sys.exit(1)
     finally:
         core.shutdown()

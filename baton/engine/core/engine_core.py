@@ -7,15 +7,12 @@ Up to `max_concurrent_batches` steps are in flight at once, of different request
 The owner (the core process, `LLM`, a benchmark) decides when to step. Single-threaded.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 
@@ -25,8 +22,7 @@ from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
 from baton.engine.core.kv_event_publisher import KVEventPublisher
-from baton.engine.executor import Executor, ExecutorDied
-from baton.engine.executor.start import start_executor
+from baton.engine.executor import Executor, ExecutorDied, start_executor
 from baton.engine.runner.hybrid import settle_groups
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
@@ -74,17 +70,7 @@ class EngineCore:
             if config.kv_events_config is not None and config.kv_events_config.is_published:
                 self._event_publisher = KVEventPublisher(config.kv_events_config, time.time)
             self.scheduler = Scheduler(config, half)
-            self.executor.expect_reports(half.get_finished_count())
-            handshake = self.executor.handshake_metadata()
-            if handshake:
-                half.set_xfer_handshake_metadata_pp_aware(
-                    {(0, tp_rank): metadata for tp_rank, metadata in handshake.items()}
-                )
-            if self.executor.awaits_capture:
-                self.executor.capture(half.build_connector_meta(SchedulerOutput()))
-            only_half = self.executor.only_half()
-            if only_half is not None and self._num_batches_max == 1:
-                half.bind_only_rank(only_half)
+            self.executor.connect(half, has_steps_in_flight=self._num_batches_max > 1)
         except BaseException:
             if self._event_publisher is not None:
                 self._event_publisher.close()
@@ -114,13 +100,8 @@ class EngineCore:
         hears_of_reads = self.executor.bind_wake(wake)
         self.is_woken = hears_of_peers and hears_of_reads
 
-    def take_back(self, params: Mapping[str, Any]) -> None:
-        """Release the loan of these `kv_transfer_params`: no consumer will fetch it."""
-        self.scheduler.take_back(params)
-
     def introduction(self) -> str | None:
-        """Signed text by which other engines find this one's connector; None if the connector has none."""
-        return self.scheduler.introduction()
+        return self.scheduler.connector.introduction()
 
     @property
     def has_requests(self) -> bool:
@@ -133,7 +114,7 @@ class EngineCore:
 
     def drain(self, timeout_s: float) -> None:
         """Prepare the end: the owner goes on stepping until `is_drained`, or until the time is up."""
-        self.scheduler.drain(timeout_s)
+        self.scheduler.connector.drain(timeout_s)
 
     @property
     def is_drained(self) -> bool:

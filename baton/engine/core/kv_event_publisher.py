@@ -17,8 +17,6 @@ Events hold token ids, and subscribers are not authenticated: the operator decid
 loopback.
 """
 
-from __future__ import annotations
-
 import logging
 import threading
 from collections import deque

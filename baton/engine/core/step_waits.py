@@ -16,10 +16,8 @@ import os
 import select
 import threading
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from baton.engine.core.engine_core import EngineCore
+from baton.engine.core.engine_core import EngineCore
 
 RETRY_S = 0.001
 IDLE_S = 0.020

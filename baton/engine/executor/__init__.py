@@ -6,18 +6,20 @@ Every executor builds the same `Worker` for each rank and combines the ranks' re
 aggregator. Steps may be submitted before the results of earlier steps; the ranks run them in order.
 """
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
+from baton.contract import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorSchedulerHalf,
+    KVConnectorWorkerHalf,
+)
+from baton.contract.aggregator import KVOutputAggregator
+from baton.core.config import EngineConfig
 from baton.core.errors import BatonError
-
-if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf
-    from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 
 class ExecutorDied(BatonError):
@@ -33,6 +35,10 @@ def done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
 
 class Executor(ABC):
     """Runs the steps of an engine's ranks. It is ready once constructed."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self._num_ranks = num_ranks
+        self._aggregator = KVOutputAggregator(num_ranks)
 
     @abstractmethod
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
@@ -70,22 +76,50 @@ class Executor(ABC):
         """The worker half of the only rank, if it is in this process."""
         return None
 
-    @abstractmethod
+    def connect(self, half: KVConnectorSchedulerHalf, *, has_steps_in_flight: bool) -> None:
+        """Connect the scheduler half with the ranks' halves, before the first step."""
+        self.expect_reports(half.get_finished_count())
+        if handshake := self.handshake_metadata():
+            half.set_xfer_handshake_metadata_pp_aware(
+                {(0, tp_rank): metadata for tp_rank, metadata in handshake.items()}
+            )
+        if self.awaits_capture:
+            self.capture(half.build_connector_meta(SchedulerOutput()))
+        if (only_half := self.only_half()) is not None and not has_steps_in_flight:
+            half.bind_only_rank(only_half)
+
     def expect_reports(self, expected_count: int | None) -> None:
         """Set the number of ranks that report a finished id; None: all. Call it before the first step."""
+        self._aggregator = KVOutputAggregator(expected_count or self._num_ranks, self._num_ranks)
 
-    @abstractmethod
     def forget_all_but(self, request_ids: Container[str]) -> None:
         """Drop partial reports of all other requests."""
+        self._aggregator.forget_all_but(request_ids)
 
     def death_filenos(self) -> Sequence[int]:
         """Descriptors that become readable when a rank dies between steps, for an idle engine to wait on."""
         return ()
 
-    @abstractmethod
     def check_alive(self) -> None:
-        """Raises ExecutorDied if a rank has ended."""
+        """Raises ExecutorDied if a rank has ended; ranks in this process cannot."""
+        return
 
     @abstractmethod
     def shutdown(self) -> None:
         """End every rank and its connector half, in bounded time. Idempotent."""
+
+
+def start_executor(config: EngineConfig, connector_factory: str | None) -> Executor:
+    """An executor whose ranks are ready. Raises UserError for a configuration that the user has to change,
+    and ExecutorDied if ranks in other processes fail otherwise."""
+    if config.parallel_config.executor == "multiprocess":
+        from baton.engine.executor.multiprocess import MultiprocessExecutor
+
+        return MultiprocessExecutor(config, connector_factory)
+    if config.parallel_config.executor == "ray":
+        from baton.engine.executor.ray import RayExecutor
+
+        return RayExecutor(config, connector_factory)
+    from baton.engine.executor.inprocess import InProcessExecutor
+
+    return InProcessExecutor(config, connector_factory)

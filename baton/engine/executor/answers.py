@@ -11,22 +11,24 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections import deque
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from baton.contract.aggregator import KVOutputAggregator
+from baton.core.config import EngineConfig
 from baton.core.errors import BatonError
 from baton.engine.executor import Executor
-from baton.engine.executor.packing import packed, packed_step
-from baton.engine.executor.rank_failures import RankFailures
-from baton.engine.executor.rank_messages import RankCapture, RankReady, RankStep
-from baton.engine.step import ModelRunnerOutput
-
-if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
-    from baton.core.config import EngineConfig
-    from baton.engine.step import SchedulerOutput
+from baton.engine.executor.rank_messages import (
+    RankCapture,
+    RankFailures,
+    RankReady,
+    RankStep,
+    packed,
+    packed_step,
+)
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 START_TIMEOUT_S = 600.0  # Time to read the weights of a large model from a slow disk.
 STOP_TIMEOUT_S = 10.0  # For the shutdown of worker halves.
@@ -56,17 +58,9 @@ class StepFuture(Future[ModelRunnerOutput]):
 class RankAnswers:
     """Aggregates the answers of the ranks of one executor."""
 
-    def __init__(self, num_ranks: int) -> None:
-        self.aggregator = KVOutputAggregator(num_ranks)
-        self._num_ranks = num_ranks
+    def __init__(self) -> None:
         self._sampled: list[list[int]] = []
         self._unsent: deque[str | None] = deque()  # Per step in flight: why the ranks got no metadata.
-
-    def expect(self, expected_count: int | None) -> None:
-        self.aggregator = KVOutputAggregator(expected_count or self._num_ranks, self._num_ranks)
-
-    def forget_all_but(self, request_ids: Container[str]) -> None:
-        self.aggregator.forget_all_but(request_ids)
 
     def note_sent(self, unsent: str | None) -> None:
         """Note a sent step. `unsent`: why it was sent without the connector's metadata, if it was."""
@@ -77,12 +71,14 @@ class RankAnswers:
         sampled, self._sampled = self._sampled, []
         return sampled
 
-    def combine(self, outputs: Sequence[ModelRunnerOutput]) -> ModelRunnerOutput:
+    def combine(
+        self, outputs: Sequence[ModelRunnerOutput], aggregator: KVOutputAggregator
+    ) -> ModelRunnerOutput:
         """Combine the outputs of one step, one per rank in rank order. Call it for the steps in order."""
         output = outputs[0]
         self._sampled.append([token for tokens in output.sampled_token_ids for token in tokens])
-        output.kv_connector_output = self.aggregator.aggregate([o.kv_connector_output for o in outputs])
-        errors = (self._unsent.popleft(), *(o.connector_error for o in outputs), self.aggregator.error)
+        output.kv_connector_output = aggregator.aggregate([o.kv_connector_output for o in outputs])
+        errors = (self._unsent.popleft(), *(o.connector_error for o in outputs), aggregator.error)
         output.connector_error = next((error for error in errors if error), None)
         output.loads_failed = any(o.loads_failed for o in outputs)
         return output
@@ -92,11 +88,11 @@ class RemoteExecutor(Executor):
     """Executor whose ranks are other processes. If a rank fails, every step in flight fails."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self._size = config.parallel_config.tensor_parallel_size
+        super().__init__(config.parallel_config.tensor_parallel_size)
         self._step_timeout_s = config.step_timeout_s
         self._is_broken = False
-        self._answers = RankAnswers(self._size)
-        self._failures = RankFailures(self._size)
+        self._answers = RankAnswers()
+        self._failures = RankFailures(self._num_ranks)
         self._in_flight: deque[tuple[StepFuture, Any]] = deque()  # With what `_send` returned.
 
     @abstractmethod
@@ -137,7 +133,8 @@ class RemoteExecutor(Executor):
     def _finish_oldest(self) -> None:
         future, sent = self._in_flight.popleft()
         try:
-            future.set_result(self._answers.combine(self._gather(sent, self._step_timeout_s)))
+            outputs = self._gather(sent, self._step_timeout_s)
+            future.set_result(self._answers.combine(outputs, self._aggregator))
         except BatonError as error:
             future.set_exception(error)
             raise
@@ -151,9 +148,3 @@ class RemoteExecutor(Executor):
 
     def capture(self, metadata: KVConnectorMetadata) -> None:
         self._gather(self._send(packed(RankCapture(metadata))), START_TIMEOUT_S)
-
-    def expect_reports(self, expected_count: int | None) -> None:
-        self._answers.expect(expected_count)
-
-    def forget_all_but(self, request_ids: Container[str]) -> None:
-        self._answers.forget_all_but(request_ids)

@@ -1,21 +1,15 @@
 """Executor of a single rank in the engine core's process, without serialisation."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from concurrent.futures import Future
-from typing import TYPE_CHECKING
 
-from baton.contract.aggregator import KVOutputAggregator
+from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf
 from baton.contract.factory import load_factory
+from baton.core.config import EngineConfig
 from baton.engine.executor import Executor, done
 from baton.engine.executor.worker import Worker
 from baton.engine.models.parallel import SingleRank
-
-if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf
-    from baton.core.config import EngineConfig
-    from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 
 class InProcessExecutor(Executor):
@@ -23,8 +17,8 @@ class InProcessExecutor(Executor):
 
     def __init__(self, config: EngineConfig, connector_factory: str | None) -> None:
         assert config.parallel_config.tensor_parallel_size == 1, "checked by ParallelConfig"
+        super().__init__(1)
         self._worker = Worker(config, load_factory(connector_factory), SingleRank())
-        self._aggregator = KVOutputAggregator(1)
 
     def submit(self, scheduler_output: SchedulerOutput) -> Future[ModelRunnerOutput]:
         """The returned future is done."""
@@ -33,7 +27,7 @@ class InProcessExecutor(Executor):
         return done(output)
 
     def handshake_metadata(self) -> dict[int, KVConnectorHandshakeMetadata]:
-        metadata = self._worker.handshake_metadata()
+        metadata = self._worker.half.get_handshake_metadata()
         return {} if metadata is None else {0: metadata}
 
     @property
@@ -44,19 +38,10 @@ class InProcessExecutor(Executor):
         self._worker.capture(metadata)
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
-        return self._worker.bind_wake(wake)
+        return self._worker.half.bind_wake(wake)
 
     def only_half(self) -> KVConnectorWorkerHalf:
         return self._worker.half
 
-    def expect_reports(self, expected_count: int | None) -> None:
-        self._aggregator = KVOutputAggregator(expected_count or 1, 1)
-
-    def forget_all_but(self, request_ids: Container[str]) -> None:
-        self._aggregator.forget_all_but(request_ids)
-
-    def check_alive(self) -> None:
-        return  # The rank is in this process.
-
     def shutdown(self) -> None:
-        self._worker.shutdown()
+        self._worker.half.shutdown()

@@ -5,40 +5,35 @@
 
 A rank that ends for any reason closes its socket. The core notices this at once, in a step or idle, ends the
 other ranks (which may be stuck in a collective that can never complete) and fails with the reason
-(`rank_failures`).
+(`RankFailures`).
 """
-
-from __future__ import annotations
 
 import os
 import pickle
 import select
-import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from baton.core.config import EngineConfig
 from baton.core.errors import BatonError
 from baton.engine.executor import ExecutorDied
 from baton.engine.executor.answers import START_TIMEOUT_S, STOP_TIMEOUT_S, RemoteExecutor
-from baton.engine.executor.packing import packed
-from baton.engine.executor.rank_failures import REPORT_WAIT_S
 from baton.engine.executor.rank_messages import (
+    REPORT_WAIT_S,
     RankAssignment,
     RankFailed,
     RankReady,
     RankStop,
+    packed,
+    rank_environment,
 )
 from baton.engine.process.channel import Channel, ChannelClosed
 from baton.engine.process.child import Child
 
-if TYPE_CHECKING:
-    from baton.core.config import EngineConfig
-
 BROKEN_STOP_TIMEOUT_S = 2.0  # After a rank has ended, the others are stuck or about to end.
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 
 class MultiprocessExecutor(RemoteExecutor):
@@ -48,10 +43,10 @@ class MultiprocessExecutor(RemoteExecutor):
         super().__init__(config)
         self._ranks: list[Child] = []
         self._channels: list[Channel] = []
-        self._received: list[deque[Any]] = [deque() for _ in range(self._size)]  # Answers, by rank.
+        self._received: list[deque[Any]] = [deque() for _ in range(self._num_ranks)]  # Answers, by rank.
         try:
             with tempfile.TemporaryDirectory(prefix="baton-ranks-") as folder:
-                for rank in range(self._size):
+                for rank in range(self._num_ranks):
                     self._spawn(rank, config)
                     assignment = RankAssignment(
                         config, connector_factory, rank, os.path.join(folder, "store")
@@ -64,17 +59,11 @@ class MultiprocessExecutor(RemoteExecutor):
         self._set_ready(ready)
 
     def _spawn(self, rank: int, config: EngineConfig) -> None:
-        environment = {
-            "OMP_NUM_THREADS": str(config.device_config.num_threads),
-            # The ranks' own sockets stay on this host.
-            "GLOO_SOCKET_IFNAME": LOOPBACK,
-            "NCCL_SOCKET_IFNAME": LOOPBACK,
-        }
         child = Child.spawn(
             "baton.engine.executor.worker:worker_main",
             name=f"baton-rank-{rank}",
             grace_s=0.0,
-            environment=environment,
+            environment=rank_environment(config),
             dies_with_thread=True,  # The engine core steps in its main thread.
         )
         self._ranks.append(child)

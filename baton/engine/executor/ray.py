@@ -8,11 +8,9 @@ If the process has called `ray.init` itself, that Ray is used and not stopped.
 
 When a rank dies its tasks fail, so a waiting step fails at once. For an idle engine each actor
 also has a task that never ends. A thread waits for these tasks and makes `death_filenos` readable. Ray
-notices the end of a worker by its broken connection, so both take milliseconds. `rank_failures` finds the
+notices the end of a worker by its broken connection, so both take milliseconds. `RankFailures` finds the
 cause.
 """
-
-from __future__ import annotations
 
 import contextlib
 import logging
@@ -22,23 +20,21 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from baton.core.config import EngineConfig
 from baton.core.errors import BatonError
 from baton.engine.executor import ExecutorDied
 from baton.engine.executor.answers import START_TIMEOUT_S, STOP_TIMEOUT_S, RemoteExecutor
-from baton.engine.executor.packing import packed
-from baton.engine.executor.rank_failures import REPORT_WAIT_S
 from baton.engine.executor.rank_messages import (
+    REPORT_WAIT_S,
     RankAssignment,
     RankFailed,
     RankReady,
     failure_of,
+    packed,
 )
 from baton.engine.executor.ray_actors import RankActors, RankProcess
-
-if TYPE_CHECKING:
-    from baton.core.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 
@@ -72,10 +68,10 @@ class RayExecutor(RemoteExecutor):
     def _start_ranks(
         self, config: EngineConfig, connector_factory: str | None, store_path: str
     ) -> list[RankReady]:
-        self._ranks = self._actors.take(self._size)
+        self._ranks = self._actors.take(self._num_ranks)
         self._watch = _Watch(self._ray, [process.end for process in self._ranks])
         assignments = [
-            RankAssignment(config, connector_factory, rank, store_path) for rank in range(self._size)
+            RankAssignment(config, connector_factory, rank, store_path) for rank in range(self._num_ranks)
         ]
         tasks = [
             process.actor.answer.remote(packed(assigned))
@@ -105,7 +101,7 @@ class RayExecutor(RemoteExecutor):
             answers[rank] = self._collect(rank, ready[0])
             if self._failures:
                 raise self._death({task: tasks.index(task) for task in missing})
-        return [answers[rank] for rank in range(self._size)]
+        return [answers[rank] for rank in range(self._num_ranks)]
 
     def _collect(self, rank: int, task: Any) -> Any:
         """The result of an ended task. A failure is noted for `_death`."""

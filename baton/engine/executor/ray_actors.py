@@ -8,8 +8,6 @@ An engine takes its actors once. A program that starts many engines, such as the
 actors, because starting a process takes long.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import pickle
@@ -17,17 +15,13 @@ import secrets
 import signal
 import sys
 import threading
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
+from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
-from baton.engine.executor.rank_messages import failure_of, packed_answer
+from baton.engine.executor.rank_messages import failure_of, packed_answer, rank_environment
 from baton.engine.process.child import signal_parents_death
 from baton.engine.runner.malloc_tuning import primitive_limits
-
-if TYPE_CHECKING:
-    from baton.core.config import EngineConfig
-
-LOOPBACK = "lo0" if sys.platform == "darwin" else "lo"
 
 # Ray reads these when it is imported or started. The user's values take precedence, except for loopback.
 _ENVIRONMENT = {
@@ -89,12 +83,7 @@ class RankActors:
         """`config`: of any engine that uses the pool; all have the same device and number of threads."""
         self.ray = import_ray()
         self._uses_ours = _OURS.enter(self.ray, config)
-        self._environment = {
-            "OMP_NUM_THREADS": str(config.device_config.num_threads),
-            "GLOO_SOCKET_IFNAME": LOOPBACK,
-            "NCCL_SOCKET_IFNAME": LOOPBACK,
-            **primitive_limits(),
-        }
+        self._environment = {**rank_environment(config), **primitive_limits()}
         self._waiting: list[RankProcess] = []
         self._is_closed = False
 

@@ -3,18 +3,16 @@
 worker half -> KV cache (in the half's layout) -> register_kv_caches -> warm-up
 """
 
-from __future__ import annotations
-
 import pickle
 import socket
 import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 
+from baton.contract import KVConnectorMetadata
 from baton.contract.factory import ConnectorFactory, load_factory
+from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.attention.cuda import require_cuda
 from baton.engine.executor.rank_messages import (
@@ -26,19 +24,14 @@ from baton.engine.executor.rank_messages import (
     failure_of,
     packed_answer,
 )
-from baton.engine.graphs import GraphMode, choose_mode, graphs_of
+from baton.engine.graphs import DecodeGraphs, GraphMode, choose_mode
 from baton.engine.models import build_model, load_weights
 from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup
 from baton.engine.process.channel import Channel
 from baton.engine.runner.cache_setup import allocate_for, register
 from baton.engine.runner.malloc_tuning import keep_freed_memory
 from baton.engine.runner.model_runner import ModelRunner
-from baton.engine.step import ModelRunnerOutput
-
-if TYPE_CHECKING:
-    from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
-    from baton.core.config import EngineConfig
-    from baton.engine.step import SchedulerOutput
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 SEND_FAILURE_S = 5.0
 
@@ -53,9 +46,7 @@ class Worker:
         else:
             torch.set_num_threads(config.device_config.num_threads)
             keep_freed_memory()
-        model = build_model(
-            model_config, group.rank, group.size, device, kv_cache_groups=config.kv_cache_groups
-        )
+        model = build_model(model_config, group, device, kv_cache_groups=config.kv_cache_groups)
         load_weights(model, model_config.model)
         self.half = factory.worker_half(config, group.rank)
         try:
@@ -63,7 +54,7 @@ class Worker:
             num_scratch_blocks = 0 if mode is GraphMode.OFF else 1
             kv_caches = allocate_for(self.half, config, group, device, num_scratch_blocks=num_scratch_blocks)
             register(self.half, kv_caches, config.cache_config.num_gpu_blocks)
-            graphs = None if mode is GraphMode.OFF else graphs_of(config, model, kv_caches, mode, device)
+            graphs = None if mode is GraphMode.OFF else DecodeGraphs(config, model, kv_caches, mode, device)
             self._runner = ModelRunner(
                 config, model, kv_caches, self.half, device=device, is_driver=group.rank == 0, graphs=graphs
             )
@@ -79,19 +70,10 @@ class Worker:
         """Record the connector's layer hooks: once, before the first step. `metadata`: of an empty step."""
         self._runner.record_graphs(metadata)
 
-    def handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
-        return self.half.get_handshake_metadata()
-
-    def bind_wake(self, wake: Callable[[], None]) -> bool:
-        return self.half.bind_wake(wake)
-
     def execute(
         self, scheduler_output: SchedulerOutput, told_token_ids: list[list[int]]
     ) -> ModelRunnerOutput:
         return self._runner.execute(scheduler_output, told_token_ids)
-
-    def shutdown(self) -> None:
-        self.half.shutdown()
 
 
 def device_of(config: EngineConfig, group: TensorParallelGroup) -> torch.device:
@@ -120,7 +102,7 @@ class Rank:
         match message:
             case RankAssignment():
                 worker = self._worker = _start(message)
-                return RankReady(worker.handshake_metadata(), worker.awaits_capture)
+                return RankReady(worker.half.get_handshake_metadata(), worker.awaits_capture)
             case RankCapture(metadata):
                 self._started.capture(metadata)
                 return RankReady(None)
@@ -137,7 +119,7 @@ class Rank:
         worker, self._worker = self._worker, None
         try:
             if worker is not None:
-                worker.shutdown()
+                worker.half.shutdown()
         finally:
             if dist.is_initialized():
                 dist.destroy_process_group()

@@ -16,7 +16,6 @@ A step that computes prompt tokens, or has synchronous loads, is not replayed. `
 `recorders` record graphs on a device.
 """
 
-from baton.engine.graphs.decode_graphs import DecodeGraphs, graphs_of
-from baton.engine.graphs.mode import GraphMode, bucket_sizes, choose_mode
+from baton.engine.graphs.decode_graphs import DecodeGraphs, GraphMode, bucket_sizes, choose_mode
 
-__all__ = ["DecodeGraphs", "GraphMode", "bucket_sizes", "choose_mode", "graphs_of"]
+__all__ = ["DecodeGraphs", "GraphMode", "bucket_sizes", "choose_mode"]

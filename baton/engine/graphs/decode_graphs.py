@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import enum
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
+from baton.contract.base import KVConnectorBase_V1, KVConnectorMetadata, KVConnectorWorkerHalf
+from baton.contract.null import NullWorkerHalf
 from baton.core.config import EngineConfig
-from baton.engine.attention.static_array import StaticArray
+from baton.engine.attention.backend import StaticArray
 from baton.engine.forward_context import (
     AttentionMetadata,
     ForwardContext,
@@ -20,54 +21,60 @@ from baton.engine.forward_context import (
     OutsideGraph,
     metadata_of_tables,
 )
-from baton.engine.graphs.mode import GraphMode, bucket_sizes
 from baton.engine.graphs.recorders import Recorder, Replay, recorder_for
+from baton.engine.models.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
 
-class GraphedModel(Protocol):
-    """Interface of a model whose decode steps can be replayed."""
+class GraphMode(enum.Enum):
+    """How decode steps are recorded: not at all, in pieces between attention layers, or as a whole."""
 
-    def forward(
-        self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
-    ) -> torch.Tensor: ...
-
-    def decode_plans(
-        self, num_reqs: int, max_blocks: int, kv_caches: dict[str, torch.Tensor]
-    ) -> dict[Any, Any]:
-        """Plans at fixed addresses for `ForwardContext.plans`, for steps with one token per request."""
-
-    def refill_plans(
-        self,
-        plans: dict[Any, Any],
-        group_metadata: Sequence[AttentionMetadata],
-        kv_caches: dict[str, torch.Tensor],
-    ) -> None:
-        """Set the plans' contents for a step. `metadata` is per KV-cache group."""
+    OFF = "off"
+    PIECEWISE = "piecewise"
+    FULL = "full"
 
 
-def graphs_of(
-    config: EngineConfig,
-    model: GraphedModel,
-    kv_caches: dict[str, torch.Tensor],
-    mode: GraphMode,
-    device: torch.device,
-) -> DecodeGraphs:
-    """`kv_caches` have a scratch block after the pool's blocks."""
-    block_size, sizes = config.cache_config.block_size, bucket_sizes(config)
-    logger.info("decode steps are replayed, %s: batches of %s", mode.value, ", ".join(map(str, sizes)))
-    return DecodeGraphs(
-        model,
-        kv_caches,
-        mode=mode,
-        sizes=sizes,
-        block_size=block_size,
-        max_blocks=-(-config.model_config.max_model_len // block_size) + 1,
-        scratch_block=config.cache_config.num_gpu_blocks,
-        num_groups=len(config.kv_cache_groups),
-        device=device,
-    )
+def choose_mode(config: EngineConfig, half: KVConnectorWorkerHalf) -> GraphMode:
+    """The configured mode, as far as the connector allows it."""
+    asked = config.device_config.graph_mode
+    if half.hidden_states_wanted:
+        return GraphMode.OFF  # They are passed on between layers, in Python.
+    if asked == "auto":
+        # On a CPU graphs gain nothing.
+        asked = "full" if config.device_config.device == "cuda" else "off"
+    if asked != "full":
+        return GraphMode(asked)
+    if not half.graph_capturable and needs_layer_hooks(config, half):
+        if config.device_config.graph_mode == "full":
+            logger.warning("%s needs its layer hooks: graphs are piecewise", type(half).__name__)
+        return GraphMode.PIECEWISE
+    return GraphMode.FULL
+
+
+def needs_layer_hooks(config: EngineConfig, half: KVConnectorWorkerHalf) -> bool:
+    """Whether decode steps need the layer hooks.
+
+    The connector's class decides, as in vLLM; without one: True.
+    """
+    if isinstance(half, NullWorkerHalf):
+        return False
+    if isinstance(half, KVConnectorBase_V1) and config.kv_transfer_config is not None:
+        extra = config.kv_transfer_config.kv_connector_extra_config
+        return type(half).requires_piecewise_for_cudagraph(extra)
+    return True
+
+
+def bucket_sizes(config: EngineConfig) -> tuple[int, ...]:
+    """Recorded batch sizes, ascending: as configured, or powers of two up to the most concurrent requests."""
+    most = config.scheduler_config.max_num_seqs
+    sizes = config.device_config.graph_buckets
+    if not sizes:
+        sizes = (*(1 << power for power in range((most - 1).bit_length())), most)
+    return tuple(sorted({min(size, most) for size in sizes}))
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -85,31 +92,25 @@ class DecodeGraphs:
 
     def __init__(
         self,
-        model: GraphedModel,
+        config: EngineConfig,
+        model: Decoder,
         kv_caches: dict[str, torch.Tensor],
-        *,
         mode: GraphMode,
-        sizes: Sequence[int],
-        block_size: int,
-        max_blocks: int,
-        scratch_block: int,
-        num_groups: int = 1,
         device: torch.device,
     ) -> None:
-        """`max_blocks`: of the longest request.
-
-        `scratch_block`: its id in every cache; no request owns it.
-        """
+        """`kv_caches` have a scratch block after the pool's blocks; no request owns it."""
         assert mode is not GraphMode.OFF
         self._model = model
         self._kv_caches = kv_caches
         self._mode = mode
-        self._block_size = block_size
-        self._max_blocks = max_blocks
-        self._scratch_block = scratch_block
-        self._num_groups = num_groups
+        self._block_size = config.cache_config.block_size
+        self._max_blocks = -(-config.model_config.max_model_len // self._block_size) + 1  # Of a request.
+        self._scratch_block = config.cache_config.num_gpu_blocks
+        self._num_groups = len(config.kv_cache_groups)
         self._device = device
-        self._buckets = {size: self._make_bucket(size) for size in sorted(sizes)}
+        sizes = bucket_sizes(config)
+        logger.info("decode steps are replayed, %s: batches of %s", mode.value, ", ".join(map(str, sizes)))
+        self._buckets = {size: self._make_bucket(size) for size in sizes}
         self._hooks_are_recorded = False
 
     def _make_bucket(self, size: int) -> _Bucket:

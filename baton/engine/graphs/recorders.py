@@ -9,8 +9,6 @@ A recording ends where the model calls `outside` and begins again after it:
     | graph: embedding ... qkv of layer 0 | call: attention, hooks | graph: output of layer 0 ... | call ...
 """
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from abc import ABC, abstractmethod

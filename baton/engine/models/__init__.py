@@ -18,27 +18,22 @@ __all__ = ["Decoder", "ProcessGroup", "SingleRank", "TensorParallelGroup", "buil
 
 def build_model(
     model_config: ModelConfig,
-    tp_rank: int = 0,
-    tp_size: int = 1,
+    group: TensorParallelGroup | None = None,
     device: str | torch.device = "cpu",
     *,
-    group: TensorParallelGroup | None = None,
     kv_cache_groups: Sequence[KVCacheGroup] | None = None,
 ) -> Decoder:
     """Build one rank's part of a model, with empty parameters: call `load_weights` next.
 
-    The default is one KV-cache group. Without `group`, several ranks use the default group of
-    `torch.distributed`, which must be initialised.
+    The defaults are one rank and one KV-cache group.
     """
-    if group is None:
-        group = SingleRank() if tp_size == 1 else ProcessGroup()
-    assert (group.rank, group.size) == (tp_rank, tp_size)
+    group = group or SingleRank()
     architecture = parse_architecture(model_config.hf_config)
     for name, size in (
         ("num_attention_heads", architecture.num_heads),
         ("intermediate_size", architecture.intermediate_size),
     ):
-        if size % tp_size:
+        if size % group.size:
             raise UserError(
                 f"must divide the model's {name} ({size})", field="parallel_config.tensor_parallel_size"
             )

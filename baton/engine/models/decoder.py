@@ -156,6 +156,7 @@ class Decoder(nn.Module):
     def decode_plans(
         self, num_reqs: int, max_blocks: int, kv_caches: dict[str, torch.Tensor]
     ) -> dict[Any, Any]:
+        """Plans at fixed addresses for `ForwardContext.plans`, for steps with one token per request."""
         return {
             kind: self.backend.decode_plan(num_reqs, max_blocks, kind.window, kv_caches[layer_name(first)])
             for kind, first in self._first_of.items()
@@ -167,6 +168,7 @@ class Decoder(nn.Module):
         group_metadata: Sequence[AttentionMetadata],
         kv_caches: dict[str, torch.Tensor],
     ) -> None:
+        """Set the plans' contents for a step. The metadata is per KV-cache group."""
         for kind, first in self._first_of.items():
             metadata, cache = group_metadata[kind.group], kv_caches[layer_name(first)]
             self.backend.refill(plans[kind], metadata, kind.window, cache)

@@ -1,4 +1,4 @@
-"""Tensor-parallel group of a model: its rank, the number of ranks, and two collectives.
+"""Tensor-parallel group of a model: its rank, the number of ranks, and the sum over all of them.
 
 Attention heads and MLP columns are split over ranks (column-parallel in, row-parallel out), so each layer
 has two all-reduces. Embedding, norms and head are replicated: every rank computes the same logits.
@@ -20,10 +20,6 @@ class TensorParallelGroup(ABC):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks. May reuse the argument's memory."""
 
-    @abstractmethod
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        """All ranks' tensors, concatenated along `dim` in rank order."""
-
 
 class SingleRank(TensorParallelGroup):
     """A group of one rank, which exchanges nothing."""
@@ -34,23 +30,14 @@ class SingleRank(TensorParallelGroup):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        return tensor
-
 
 class ProcessGroup(TensorParallelGroup):
-    """A `torch.distributed` group: gloo on CPU, NCCL on GPU. None: the default group."""
+    """The default group of `torch.distributed`: gloo on CPU, NCCL on GPU."""
 
-    def __init__(self, group: dist.ProcessGroup | None = None) -> None:
-        self.rank = dist.get_rank(group)
-        self.size = dist.get_world_size(group)
-        self._group = group
+    def __init__(self) -> None:
+        self.rank = dist.get_rank()
+        self.size = dist.get_world_size()
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(tensor, group=self._group)
+        dist.all_reduce(tensor)
         return tensor
-
-    def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self._group)
-        return torch.cat(parts, dim=dim)

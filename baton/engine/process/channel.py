@@ -6,8 +6,6 @@ Data that the peer does not read at once is queued here, in order, so a slow rea
 come only from a process that this one started, over a socket pair that no other process can reach.
 """
 
-from __future__ import annotations
-
 import select
 import socket
 import time

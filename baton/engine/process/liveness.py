@@ -12,8 +12,6 @@ A stopped process (SIGSTOP) is detected much sooner than a hang, because the sys
 state. Its requests fail after STALLED_S. The process is not killed, because it may be continued.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence

@@ -8,14 +8,13 @@ differ. vLLM 0.32 and later do the same (`create_kv_cache_views` in `vllm/v1/kv_
 There "NHD" is an old name of LBNHC, and "HND" of LBHNC (`vllm/config/cache.py`).
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import torch
 
 from baton.contract.base import KVConnectorWorkerHalf
+from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.engine.attention.kv_memory import (
     CrossLayerBackend,
@@ -24,10 +23,7 @@ from baton.engine.attention.kv_memory import (
     blocks_of_pool,
     cross_layer_cache,
 )
-
-if TYPE_CHECKING:
-    from baton.core.config import EngineConfig
-    from baton.engine.models.parallel import TensorParallelGroup
+from baton.engine.models.parallel import TensorParallelGroup
 
 FIELD = "kv_transfer_config.kv_connector"
 

@@ -30,12 +30,11 @@ A result of a wrong type raises TypeError, which is contained in the same way. S
 scheduler get only the types of the contract from a connector.
 """
 
-from __future__ import annotations
-
 import operator
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
+
+import torch
 
 from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
 from baton.contract.events import KVConnectorKVEvents, QuorumKVEvents
@@ -49,9 +48,6 @@ from baton.contract.output import (
 from baton.contract.stats import KVConnectorStats
 from baton.engine.forward_context import ForwardContext
 from baton.engine.step import SchedulerOutput
-
-if TYPE_CHECKING:
-    import torch
 
 
 class ConnectorStep(Guard):
@@ -84,12 +80,7 @@ class ConnectorStep(Guard):
             self._start_loads()
         return self
 
-    def __exit__(
-        self,
-        error_type: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if self._scheduler_output.kv_connector_metadata is None:
             return
         try:

@@ -1,17 +1,12 @@
 """Decides whether groups of layers get their own block tables, before the engine is built."""
 
-from __future__ import annotations
-
 import logging
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from baton.contract.factory import knows_groups
+from baton.core.config import EngineConfig
 from baton.core.kv_groups import is_hybrid
-
-if TYPE_CHECKING:
-    from baton.core.config import EngineConfig
 
 logger = logging.getLogger(__name__)
 

@@ -9,8 +9,6 @@ A step selects its rows by one array index, so its cost hardly depends on the nu
 Preempted requests keep their rows, with the sampler's state, because they are resumed.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import TypeAlias
 

@@ -12,8 +12,6 @@ Rank 0 samples for all ranks. The other ranks compute the same step without logi
 next one, so ranks cannot differ in a token even if their arithmetic differs.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable
 from typing import Protocol

@@ -10,8 +10,6 @@ youngest loaded request is preempted, so that the first request always makes pro
 reads no clock.
 """
 
-from __future__ import annotations
-
 import enum
 
 from baton.engine.cache.kv_cache import KVCacheBlocks

@@ -8,8 +8,6 @@ steps in a row, of this half or of a worker half, the connector is retired (`bat
 are computed here, and the engine has to be restarted.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -172,6 +170,7 @@ class ConnectorCalls(SchedulerGuard):
     # --- Whole life -----------------------------------------------------------------------------
 
     def introduction(self) -> str | None:
+        """Signed text by which other engines find this one's connector; None if the connector has none."""
         return self.contain("introduction", self.half.introduction)
 
     def take_back(self, params: Mapping[str, Any]) -> None:
@@ -182,6 +181,7 @@ class ConnectorCalls(SchedulerGuard):
             logger.warning("cannot release the loan of these kv_transfer_params: %s", error)
 
     def drain(self, timeout_s: float) -> None:
+        """Requests go on. The connector grants no more loans and takes its open ones back."""
         self.contain("drain", partial(self.half.drain, timeout_s))
 
     def reset_cache(self) -> bool:

@@ -7,8 +7,6 @@ The pool reports "stored" when a step is decided, which is before the step has b
                                                   +---------------- _num_due[1] ----------------+
 """
 
-from __future__ import annotations
-
 from collections import deque
 
 from baton.contract.events import KVCacheEvent

@@ -17,17 +17,13 @@ A load that is agreed on in a step is ordered in that step, so it cannot end bef
 Imports no torch and reads no clock.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from baton.engine.api import RequestError
-    from baton.engine.request import Request, RequestStatus
-    from baton.engine.scheduling.remote_kv import StepLoads
-    from baton.engine.step import SchedulerOutput
+from baton.engine.api import RequestError
+from baton.engine.request import Request, RequestStatus
+from baton.engine.scheduling.remote_kv import StepLoads
+from baton.engine.step import SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)

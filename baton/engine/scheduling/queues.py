@@ -10,8 +10,6 @@ All queues are in `Request.order`: order of arrival (policy "fcfs") or of priori
 to a queue gets its former place, because its order does not change.
 """
 
-from __future__ import annotations
-
 import heapq
 import itertools
 from bisect import insort
@@ -96,18 +94,9 @@ class RequestQueues:
 
     def preempt(self, request: Request) -> None:
         """Send a running or loaded request back to waiting."""
-        if request.status is RequestStatus.RUNNING:
-            self.running.remove(request)
-        else:
-            self.loaded.remove(request)
+        self.remove(request)
         self._num_preempted += 1
         self.send_back(request)
-
-    def preempt_last(self) -> Request:
-        """Preempt the last running request."""
-        request = self.running[-1]
-        self.preempt(request)
-        return request
 
     def preempt_youngest_loaded(self, *, other_than: Request) -> bool:
         """Whether there was one."""

@@ -13,8 +13,6 @@ A failed load is not repeated: the request is recomputed here, so that every han
 requests in none of these states are late or wrong; they are counted and change nothing.
 """
 
-from __future__ import annotations
-
 import logging
 import sys
 from collections.abc import Iterable

@@ -8,8 +8,6 @@
 Imports no torch and reads no clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from baton.engine.api import EngineOutput, PromptLogprobs, RequestError, TokenLogprobs

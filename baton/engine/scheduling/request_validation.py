@@ -3,8 +3,6 @@
 A request that passes may wait, be preempted or be cut at the pool's size, but it always ends.
 """
 
-from __future__ import annotations
-
 from baton.core.config import EngineConfig, ModelConfig
 from baton.core.errors import UserError
 from baton.core.kv_groups import is_hybrid

@@ -20,8 +20,6 @@ Outputs of requests that end between steps (aborted, refused by the connector) c
 Imports no torch and reads no clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -37,10 +35,9 @@ from baton.engine.scheduling.event_log import EventLog
 from baton.engine.scheduling.remote_kv import LoadFailures
 from baton.engine.scheduling.request_lifecycle import RequestLifecycle
 from baton.engine.scheduling.request_validation import check_can_run
-from baton.engine.scheduling.rollback import Rollback
 from baton.engine.scheduling.state import SchedulerState
 from baton.engine.scheduling.step_builder import StepBuilder
-from baton.engine.scheduling.transfer_reports import TransferReports
+from baton.engine.scheduling.transfer_reports import Rollback, TransferReports
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 
@@ -52,7 +49,7 @@ class Scheduler:
         self.remote = state.remote
         self.in_flight = state.in_flight
         self.queues = state.queues
-        self._connector = state.connector
+        self.connector = state.connector
         self._limits = config.scheduler_config
         self._num_arrived = 0
         self._lifecycle = RequestLifecycle(state)
@@ -89,7 +86,7 @@ class Scheduler:
         self._state.requests[request.request_id] = request
         self.queues.waiting.push(request)
         try:
-            self._connector.announce(request)
+            self.connector.announce(request)
         except RequestFault as fault:
             self._lifecycle.fail(request, fault.error)
 
@@ -114,33 +111,22 @@ class Scheduler:
             self.has_unfinished_requests()
             or self.has_blocks_to_await()
             or self._lifecycle.has_news
-            or self._connector.has_pending_push_work()
+            or self.connector.has_pending_push_work()
         )
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
         """Whether the reset was done. It is not while any request holds blocks, or if the connector fails."""
         if not self.kv_cache.reset_prefix_cache():
             return False
-        return not reset_connector or self._connector.reset_cache()
+        return not reset_connector or self.connector.reset_cache()
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call. Empty unless `enable_kv_events`; then to be called regularly."""
         return self._events.take()
 
-    def drain(self, timeout_s: float) -> None:
-        """Requests go on. The connector grants no more loans and takes its open ones back."""
-        self._connector.drain(timeout_s)
-
     def has_blocks_to_await(self) -> bool:
         """Whether finished requests hold blocks that the connector will release."""
-        return self.remote.num_held > 0 and not self._connector.is_retired
-
-    def introduction(self) -> str | None:
-        return self._connector.introduction()
-
-    def take_back(self, params: Mapping[str, Any]) -> None:
-        """Release the loan of these `kv_transfer_params`: no consumer will fetch it."""
-        self._connector.take_back(params)
+        return self.remote.num_held > 0 and not self.connector.is_retired
 
     def fail_all(self, error: RequestError) -> list[EngineOutput]:
         """Outputs that end every open request. The scheduler is unusable afterwards."""
@@ -152,7 +138,7 @@ class Scheduler:
         ]
 
     def shutdown(self) -> None:
-        self._connector.shutdown()
+        self.connector.shutdown()
 
     def _next_order(self, asked: EngineRequest) -> tuple[float, ...]:
         self._num_arrived += 1
@@ -184,22 +170,21 @@ class Scheduler:
                 index += 1
                 continue
             step.is_short_of_blocks = True
-            if self._connector.has_pending_block_frees():
+            if self.connector.has_pending_block_frees():
                 index += 1  # Blocks will be freed soon: skip a step instead of recomputing everything.
             elif self.in_flight.is_busy(running[-1]):
                 break  # It is preempted when its step is done. Later requests must not get ahead of this one.
             else:
-                self._preempt_last(step)  # Possibly this request; those before it have their blocks.
-
-    def _preempt_last(self, step: StepBuilder) -> None:
-        request = self.queues.preempt_last()
-        assert request.request_id not in step.output.num_scheduled_tokens, "running is in order"
-        step.output.preempted_req_ids.add(request.request_id)
+                # Possibly this request; those before it have their blocks.
+                last = running[-1]
+                assert last.request_id not in step.output.num_scheduled_tokens, "running is in order"
+                self.queues.preempt(last)
+                step.output.preempted_req_ids.add(last.request_id)
 
     def _close(self, step: StepBuilder) -> SchedulerOutput:
         output = step.finish_output(self._lifecycle.take_finished_ids())
         output.preempted_req_ids |= self._rollback.take_restarted_ids()
-        output.kv_connector_metadata = self._connector.build_meta(output)
+        output.kv_connector_metadata = self.connector.build_meta(output)
         self._events.step_decided()
         step.count_as_computed()
         self.in_flight.begin(output, step.scheduled, self.remote.take_step_loads())
@@ -223,9 +208,9 @@ class Scheduler:
         self._take_tokens(result, failures)
         self._transfers.fail(failures.to_fail)
         self._transfers.take_ends(report)
-        connector_stats = self._connector.step_stats(report.kv_connector_stats)
-        self._events.step_done(self._connector.take_events(), is_last=not self.in_flight)
-        if (reason := self._connector.end_step()) is not None:
+        connector_stats = self.connector.step_stats(report.kv_connector_stats)
+        self._events.step_done(self.connector.take_events(), is_last=not self.in_flight)
+        if (reason := self.connector.end_step()) is not None:
             self.retire_connector(reason)
         stats = self._make_stats(connector_stats)
         return EngineOutputs(outputs=self._lifecycle.take_outputs(), stats=stats)
@@ -265,8 +250,8 @@ class Scheduler:
             num_waiting_for_remote_kvs=self.remote.num_loading,
             num_delayed_free=self.remote.num_held,
             kv_cache_usage=self.kv_cache.usage,
-            num_kv_connector_errors=self._connector.take_num_errors(),
-            kv_connector_retired=self._connector.is_retired,
+            num_kv_connector_errors=self.connector.take_num_errors(),
+            kv_connector_retired=self.connector.is_retired,
             kv_connector_stats=connector_stats,
             num_preempted=self.queues.take_num_preempted(),
             **self._state.counts.take(),

@@ -1,7 +1,5 @@
 """Shared state of the scheduler's parts: requests, queues, cache, transfers, steps in flight, counts."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from baton.contract import KVConnectorSchedulerHalf

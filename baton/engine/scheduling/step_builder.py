@@ -4,8 +4,6 @@ A request is sent to the ranks whole once. Later steps send only its changes, or
 the ranks' copy is stale (it was preempted, or a step's result was dropped).
 """
 
-from __future__ import annotations
-
 from baton.core.config import SchedulerConfig
 from baton.engine.cache.kv_cache import KVCache, KVCacheBlocks
 from baton.engine.request import Request

@@ -35,15 +35,10 @@ class Tokenizer:
     def __init__(
         self,
         fast: FastTokenizer,
-        special_tokens: Mapping[str, str],
         chat_template: ChatTemplate | None,
-        eos_token_ids: Sequence[int],
     ) -> None:
         self._fast = fast
-        self._special_tokens = dict(special_tokens)
         self.chat_template = chat_template
-        self.eos_token_ids = tuple(eos_token_ids)
-        self.vocab_size = fast.get_vocab_size(with_added_tokens=True)
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -71,16 +66,7 @@ class Tokenizer:
             settings, read_json(root / "special_tokens_map.json", required=False)
         )
         source = _template_source(root, settings)
-        return cls(
-            fast,
-            special_tokens,
-            ChatTemplate(source, special_tokens) if source is not None else None,
-            _eos_token_ids(root, fast, special_tokens),
-        )
-
-    @property
-    def bos_token_id(self) -> int | None:
-        return self._special_token_id("bos_token")
+        return cls(fast, ChatTemplate(source, special_tokens) if source is not None else None)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `add_special_tokens`: add those around a text, such as a beginning-of-text
@@ -111,10 +97,6 @@ class Tokenizer:
     def token_text(self, token_id: int) -> str:
         """Text of one token for logprobs, including special tokens."""
         return self.decode([token_id], skip_special_tokens=False)
-
-    def _special_token_id(self, role: str) -> int | None:
-        token = self._special_tokens.get(role)
-        return None if token is None else self._fast.token_to_id(token)
 
 
 class TokenizerPanic(BatonError):
@@ -203,17 +185,3 @@ def _template_source(root: Path, settings: Mapping[str, Any]) -> str | None:
         named = [entry for entry in value if isinstance(entry, Mapping)]
         value = next((entry.get("template") for entry in named if entry.get("name") == "default"), None)
     return value if isinstance(value, str) else None
-
-
-def _eos_token_ids(root: Path, fast: FastTokenizer, special_tokens: Mapping[str, str]) -> list[int]:
-    """End-of-sequence ids of the tokenizer, and of generation_config.json or config.json."""
-    generation = read_json(root / "generation_config.json", required=False)
-    config = read_json(root / "config.json", required=False)
-    raw = generation.get("eos_token_id")
-    if raw is None:
-        raw = config.get("eos_token_id")
-    ids = [token for token in (raw if isinstance(raw, list) else [raw]) if isinstance(token, int)]
-    own = fast.token_to_id(special_tokens["eos_token"]) if "eos_token" in special_tokens else None
-    if own is not None and own not in ids:
-        ids.append(own)
-    return ids

@@ -66,7 +66,7 @@ def check_reason(reason: str) -> None:
 
 
 def check_step(engine: "Engine") -> None:
-    if engine.scheduler._connector.num_errors:
+    if engine.scheduler.connector.num_errors:
         raise Violation("I6", "the connector raised in a hook", engine.name)
     if engine.scheduler.remote.num_ignored_reports:
         raise Violation("I6", "the connector reported a request that it has not got", engine.name)

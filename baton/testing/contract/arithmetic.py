@@ -7,8 +7,6 @@
 A rank that computes with a wrong, foreign or missing block therefore samples a wrong token.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """Configuration of a kit run for one connector, and the toy engine configurations made from it."""
 
-from __future__ import annotations
-
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass, field

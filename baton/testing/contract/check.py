@@ -1,7 +1,5 @@
 """Entry point of the kit: runs examples on one connector and reports a verdict per rule."""
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -18,9 +16,9 @@ from baton.testing.contract import watched_scheduler, watched_worker
 from baton.testing.contract.case import ConnectorCase, make_half
 from baton.testing.contract.leaks import FILES_SLACK, open_files
 from baton.testing.contract.rules import RULES
-from baton.testing.contract.site import Site, ToySite
+from baton.testing.contract.site import ToySite
 from baton.testing.contract.state_machine import Search, SearchIsOver, make_machine, tour
-from baton.testing.contract.story import Breach, ContractBroken
+from baton.testing.contract.story import ContractBroken
 from baton.testing.contract.stuck import stuck_calls_interrupted
 
 EXAMPLES = 50
@@ -64,7 +62,7 @@ def check_connector(
     *,
     examples: int = EXAMPLES,
     seed: int | None = 0,
-    make_site: Callable[[ConnectorCase], Site] = ToySite,
+    make_site: Callable[[ConnectorCase], ToySite] = ToySite,
     tries: int = TRIES,
     steps: int = STEPS,
     on_example: Callable[[int], None] | None = None,
@@ -120,8 +118,7 @@ def _check_files(verdict: Verdict, left: Counter[str], num_examples: int) -> Non
     if left.total() > FILES_SLACK + num_examples // 4:
         names = ", ".join(f"{count} x {name}" for name, count in left.most_common(5))
         detail = f"after {num_examples} examples, these files are still open: {names}"
-        breach = Breach("files-left", detail)
-        verdict.broken = ContractBroken(breach.rule, breach.detail, "(in all examples)")
+        verdict.broken = ContractBroken("files-left", detail, "(in all examples)")
 
 
 def _method_called(frame: FrameType) -> str | None:

@@ -1,7 +1,5 @@
 """Faults injected into what a connector has stored."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

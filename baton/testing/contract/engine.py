@@ -5,8 +5,6 @@
 With several steps in flight, ranks run the next step before the scheduler gets the result of the one before.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -14,19 +12,18 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.contract import KVConnectorHandshakeMetadata
 from baton.core.config import EngineConfig
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.engine.executor import Executor
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.testing.contract.arithmetic import states_of
-from baton.testing.contract.final_notes import read_final_notes
 from baton.testing.contract.leaks import IDS_MIN, keys_reachable_from
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.ranks import KitRanks
 from baton.testing.contract.story import Story, why
 from baton.testing.contract.watched_scheduler import WatchedScheduler, watch_scheduler
+from baton.testing.contract.watched_worker import read_final_notes
 
 MakeHalf = Callable[[EngineConfig], Any]
 MakeExecutor = Callable[[EngineConfig, Ledger, dict[str, str | None]], Executor]
@@ -94,14 +91,7 @@ class KitEngine:
             raise
         try:
             self.scheduler = Scheduler(config, self.half)
-            self.executor.expect_reports(self.half.get_finished_count())
-            handshake: dict[int, KVConnectorHandshakeMetadata] = self.executor.handshake_metadata()
-            if handshake:
-                self.half.set_xfer_handshake_metadata_pp_aware(
-                    {(0, rank): metadata for rank, metadata in handshake.items()}
-                )
-            if (only := self.executor.only_half()) is not None and self._num_steps_max == 1:
-                self.half.bind_only_rank(only)
+            self.executor.connect(self.half, has_steps_in_flight=self._num_steps_max > 1)
             self.half.bind_wake(self.woken.set)
             self.executor.bind_wake(self.woken.set)
         except BaseException:

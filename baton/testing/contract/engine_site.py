@@ -14,9 +14,8 @@ from baton.core.config import CacheConfig, EngineConfig, ModelConfig, ParallelCo
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
-from baton.engine.executor import Executor
+from baton.engine.executor import Executor, start_executor
 from baton.engine.executor.inprocess import InProcessExecutor
-from baton.engine.executor.start import start_executor
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.testing.contract.arithmetic import VOCAB
 from baton.testing.contract.case import (
@@ -29,11 +28,10 @@ from baton.testing.contract.case import (
     engine_config,
     knows_groups,
 )
-from baton.testing.contract.engine import KitEngine
+from baton.testing.contract.engine import Expect
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.site import ToySite
-from baton.testing.contract.story import Story
-from baton.testing.contract.watched_factory import PATH
+from baton.testing.contract.watched_worker import PATH
 
 if TYPE_CHECKING:
     from baton.engine.executor.ray_actors import RankActors
@@ -53,7 +51,7 @@ class EngineSite(ToySite):
 
     def __init__(self, case: ConnectorCase, executor: ExecutorName) -> None:
         super().__init__(case)
-        self._executor = executor
+        self.executor = executor
         if executor == "inprocess":
             self.steps_in_flight = (1,)  # A submitted step has run already.
         # Ray's own files, and its connections to the actors of all examples.
@@ -68,7 +66,8 @@ class EngineSite(ToySite):
         self.windows = ((), WINDOWS) if knows_groups(case) else ((),)
         self._models: dict[Windows, tuple[ModelConfig, Reference]] = {}
 
-    def _model(self, windows: Windows) -> tuple[ModelConfig, Reference]:
+    def model_of(self, shape: Shape) -> tuple[ModelConfig, Expect]:
+        windows = shape.windows
         if windows not in self._models:
             folder = Path(self._folder.name) / str(len(self._models))
             write_checkpoint(
@@ -84,37 +83,15 @@ class EngineSite(ToySite):
             assert model.vocab_size == MODEL_VOCAB, "the model must have every token of the kit's prompts"
             assert model.windows in (windows, (None,) * len(model.windows)), model.windows
             self._models[windows] = model, Reference(engine_config(self.case, Shape(), model=model))
-        return self._models[windows]
+        model, reference = self._models[windows]
+        return model, reference.tokens
 
-    def start(self, shape: Shape, story: Story, *, name: str, role: str) -> KitEngine:
-        model, reference = self._model(shape.windows)
-        config = engine_config(
-            self.case,
-            shape,
-            engine_id=name,
-            role=role,
-            model=model,
-            executor=self._executor,
-            secret=self.secret,
-        )
-        return KitEngine(
-            config,
-            story,
-            make_half=self.make_scheduler_half,
-            make_executor=self._start_executor,
-            expect=reference.tokens,
-            name=name,
-            checks_tokens=self.case.speaks_text,
-            final_notes=self._final_notes_folder(),
-        )
-
-    def _final_notes_folder(self) -> str | None:
-        """Return a new folder, or None if the ranks run in this process."""
-        if self._executor == "inprocess":
+    def final_notes_folder(self) -> str | None:
+        if self.executor == "inprocess":
             return None
         return tempfile.mkdtemp(prefix="last-words-", dir=self._folder.name)
 
-    def _start_executor(self, config: EngineConfig, ledger: Ledger, salts: dict[str, str | None]) -> Executor:
+    def start_executor(self, config: EngineConfig, ledger: Ledger, salts: dict[str, str | None]) -> Executor:
         if self._actors is None:
             return start_executor(config, PATH)
         from baton.engine.executor.ray import RayExecutor

@@ -4,8 +4,6 @@ scheduler half --WatchedMetadata--> ranks: adds the kind of the step
 scheduler half <--WatchedReport-- ranks: adds the calls made and the rules broken
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any, Self

@@ -1,7 +1,5 @@
 """Leak checks: threads, files, and ids of ended requests that a connector still holds."""
 
-from __future__ import annotations
-
 import gc
 import os
 import threading

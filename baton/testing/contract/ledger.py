@@ -4,8 +4,6 @@ update_state_after_alloc(n > 0) --> loading --finished_recving--> (ended)
 request_finished -> True        --> lent    --finished_sending--> (ended)
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field

@@ -1,7 +1,5 @@
 """Baton's own connectors as cases of the kit, for `baton check --all`."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

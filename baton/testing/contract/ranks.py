@@ -4,8 +4,6 @@ They check memory: each changed byte is the model's own write or in a block of a
 half's metadata reaches them pickled, as it would reach another process.
 """
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable, Container
 from concurrent.futures import Future
@@ -14,9 +12,9 @@ from functools import partial
 
 import torch
 
-from baton.contract import KVConnectorHandshakeMetadata, KVConnectorOutput, KVOutputAggregator
+from baton.contract import KVConnectorHandshakeMetadata, KVConnectorOutput
 from baton.core.config import EngineConfig
-from baton.core.kv_groups import places_of
+from baton.core.kv_groups import layer_name, places_of
 from baton.core.topology import kv_heads_of
 from baton.engine.attention.kv_memory import attention_layers
 from baton.engine.executor import Executor, done
@@ -43,15 +41,19 @@ class _RankInGroup(TensorParallelGroup):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the kit's model needs no collectives")
 
-    all_gather = all_reduce  # type: ignore[assignment]
-
 
 @dataclass(slots=True)
 class _Row:
+    request_id: str
+    salt: str | None
     prompt: list[int]
     tokens: list[int]
     tables: list[list[int]]  # Block ids, for each KV-cache group.
     num_computed: int = 0
+
+    @property
+    def states(self) -> tuple[int, ...]:
+        return states_of(self.tokens, self.salt)
 
 
 class KitRanks(Executor):
@@ -63,6 +65,7 @@ class KitRanks(Executor):
         salts: dict[str, str | None],
     ) -> None:
         """`salts`: the salt of every request, by id; the KV depends on it."""
+        super().__init__(config.parallel_config.tensor_parallel_size)
         self.wrongs: dict[str, Wrong] = {}  # Per request id, the first wrong slot.
         self._ledger = ledger
         assert config.kv_transfer_config is not None
@@ -70,7 +73,6 @@ class KitRanks(Executor):
         self._salts = salts
         self._block = config.cache_config.block_size
         self._num_blocks = config.cache_config.num_gpu_blocks
-        self._size = config.parallel_config.tensor_parallel_size
         self._hidden_size = config.model_config.hidden_size
         self._groups = config.kv_cache_groups
         self._group_of = [index for _, (index, _) in sorted(places_of(self._groups).items())]
@@ -79,14 +81,14 @@ class KitRanks(Executor):
         self.workers: list[WatchedWorker] = []
         self._memories: list[RankMemory] = []
         self._rows: dict[str, _Row] = {}
-        self._aggregator = KVOutputAggregator(self._size)
         model = config.model_config
         try:
-            for rank in range(self._size):
+            for rank in range(self._num_ranks):
                 worker = make_worker(config, rank)
                 self.workers.append(worker)
-                caches = allocate_for(worker, config, _RankInGroup(rank, self._size), torch.device("cpu"))
-                heads = kv_heads_of(rank, tp_size=self._size, num_kv_heads=model.num_kv_heads)
+                group = _RankInGroup(rank, self._num_ranks)
+                caches = allocate_for(worker, config, group, torch.device("cpu"))
+                heads = kv_heads_of(rank, tp_size=self._num_ranks, num_kv_heads=model.num_kv_heads)
                 memory = RankMemory(rank, heads, caches, partial(self._note_write_fault, worker))
                 self._memories.append(memory)
                 register(worker, memory.shown, config.cache_config.num_gpu_blocks)
@@ -100,15 +102,6 @@ class KitRanks(Executor):
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         return all([worker.bind_wake(wake) for worker in self.workers])
-
-    def expect_reports(self, expected_count: int | None) -> None:
-        self._aggregator = KVOutputAggregator(expected_count or self._size, self._size)
-
-    def forget_all_but(self, request_ids: Container[str]) -> None:
-        self._aggregator.forget_all_but(request_ids)
-
-    def check_alive(self) -> None:
-        return
 
     def shutdown(self) -> None:
         for worker in self.workers:
@@ -194,15 +187,15 @@ class KitRanks(Executor):
 
     def _take_over(self, output: SchedulerOutput) -> None:
         for request_id in output.preempted_req_ids & self._rows.keys():
-            self._give_up(request_id, self._rows[request_id])
+            self._give_up(self._rows[request_id])
         for request_id in output.finished_req_ids:
             self._rows.pop(request_id, None)
         for new in output.scheduled_new_reqs:
             prompt = list(new.prompt_token_ids)
             tables = [list(block_ids) for block_ids in new.block_ids]
-            self._rows[new.req_id] = _Row(
-                prompt, [*prompt, *new.output_token_ids], tables, new.num_computed_tokens
-            )
+            tokens = [*prompt, *new.output_token_ids]
+            salt = self._salts[new.req_id]
+            self._rows[new.req_id] = _Row(new.req_id, salt, prompt, tokens, tables, new.num_computed_tokens)
         cached = output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             row, blocks = self._rows[request_id], cached.new_block_ids[index]
@@ -216,8 +209,8 @@ class KitRanks(Executor):
                     table += block_ids
             del row.tokens[len(row.prompt) + cached.num_output_tokens[index] :]  # Tokens of a discarded step.
 
-    def _give_up(self, request_id: str, row: _Row) -> None:
-        for position, state in enumerate(states_of(row.tokens, self._salts[request_id])):
+    def _give_up(self, row: _Row) -> None:
+        for position, state in enumerate(row.states):
             for table in row.tables:
                 if position // self._block < len(table):
                     self._provenance.note_given_up(table[position // self._block], state)
@@ -239,7 +232,8 @@ class KitRanks(Executor):
         self, memory: RankMemory, output: SchedulerOutput, context: ForwardContext
     ) -> dict[str, Wrong]:
         """Return the first wrong slot of each request that has one, by request id."""
-        rows = {request_id: self._rows[request_id] for request_id in output.num_scheduled_tokens}
+        rows = [self._rows[request_id] for request_id in output.num_scheduled_tokens]
+        ends = [row.num_computed + output.num_scheduled_tokens[row.request_id] for row in rows]
         wrongs: dict[str, Wrong] = {}
         watcher = context.watcher
         assert context.attn_metadata is not None
@@ -249,15 +243,13 @@ class KitRanks(Executor):
                 context.show_hidden_states(layer, hidden_TM)
             if watcher is not None:
                 watcher.wait_for_layer_load(name)
-            for request_id, row in rows.items():
-                last = row.num_computed + output.num_scheduled_tokens[request_id]
-                self._write(memory, layer, name, request_id, row, last, is_poisoned=request_id in wrongs)
-            for request_id, row in rows.items():
-                last = row.num_computed + output.num_scheduled_tokens[request_id]
-                if request_id not in wrongs:
-                    wrong = self._find_wrong(memory, layer, name, request_id, row, last)
-                    if wrong is not None:
-                        wrongs[request_id] = wrong
+            for row, last in zip(rows, ends, strict=True):
+                self._write(memory, layer, row, last, is_poisoned=row.request_id in wrongs)
+            for row, last in zip(rows, ends, strict=True):
+                if row.request_id in wrongs:
+                    continue
+                if (wrong := self._find_wrong(memory, layer, row, last)) is not None:
+                    wrongs[row.request_id] = wrong
             if watcher is not None:
                 watcher.save_kv_layer(name, cache, context.metadata_of(self._group_of[layer]))
         if (num_layers := len(memory.caches)) in context.hidden_states_wanted:
@@ -274,42 +266,32 @@ class KitRanks(Executor):
         table = torch.tensor(row.tables[self._group_of[layer]])
         return table[positions // self._block], positions % self._block
 
-    def _write(
-        self,
-        memory: RankMemory,
-        layer: int,
-        name: str,
-        request_id: str,
-        row: _Row,
-        last: int,
-        *,
-        is_poisoned: bool,
-    ) -> None:
+    def _write(self, memory: RankMemory, layer: int, row: _Row, last: int, *, is_poisoned: bool) -> None:
+        name = layer_name(layer)
         blocks, offsets = self._slots(row, layer, row.num_computed, last)
-        states = states_of(row.tokens, self._salts[request_id])[row.num_computed : last]
+        states = row.states[row.num_computed : last]
         values = kv_values(states, layer, memory.heads, memory.caches[name].shape[-1])
         memory.write(name, blocks, offsets, torch.full_like(values, POISON) if is_poisoned else values)
         for block_id, state in zip(blocks.tolist(), states, strict=True):
             self._provenance.note_written(block_id, state)
 
-    def _find_wrong(
-        self, memory: RankMemory, layer: int, name: str, request_id: str, row: _Row, last: int
-    ) -> Wrong | None:
+    def _find_wrong(self, memory: RankMemory, layer: int, row: _Row, last: int) -> Wrong | None:
         """Find the first wrong slot that this step's tokens attend to. Slots before the window are not
         checked.
         """
         window = self._windows[layer]
         first = 0 if window is None else max(0, row.num_computed - window + 1)
         blocks, offsets = self._slots(row, layer, first, last)
+        name = layer_name(layer)
         cache = memory.caches[name]
         found = cache[blocks, :, offsets]
-        states = states_of(row.tokens, self._salts[request_id])[first:last]
+        states = row.states[first:last]
         right = kv_values(states, layer, memory.heads, cache.shape[-1])
         if torch.equal(found, right):
             return None
         index = int((found != right).flatten(1).any(1).nonzero()[0])
         block_id = int(blocks[index])
-        slot = Slot(request_id, first + index, block_id, layer, memory.rank, states[index])
+        slot = Slot(row.request_id, first + index, block_id, layer, memory.rank, states[index])
         wrong = self._provenance.explain(
             slot, found[index], memory.heads, row.tokens, is_unfilled=memory.is_unfilled(name, block_id)
         )
@@ -321,8 +303,7 @@ class KitRanks(Executor):
             row = self._rows[request_id]
             sampled: list[int] = []
             if row.num_computed + num_new == len(row.tokens):
-                state = states_of(row.tokens, self._salts[request_id])[-1]
-                sampled = [GARBAGE if request_id in poisoned else next_token(state)]
+                sampled = [GARBAGE if request_id in poisoned else next_token(row.states[-1])]
                 row.tokens += sampled
             result.req_ids.append(request_id)
             result.sampled_token_ids.append(sampled)
@@ -331,7 +312,7 @@ class KitRanks(Executor):
 
     def fail_next_write(self, rank: int) -> None:
         """Make the next write of the connector into the KV cache of `rank` (modulo the ranks) fail."""
-        self._memories[rank % self._size].write_fault.arm()
+        self._memories[rank % self._num_ranks].write_fault.arm()
 
     def _note_write_fault(self, worker: WatchedWorker) -> None:
         worker.has_write_fault = True

@@ -3,8 +3,6 @@
 They are vLLM's contract as written in `baton.contract.base`, plus rules that hosts rely on in practice.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Final
 

@@ -4,8 +4,6 @@ One example is one world from start to rest. Prompts share prefixes, pools are s
 request may end in any of its states.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from baton.core.errors import ConfigError
 from baton.testing.contract.case import BLOCK, Shape, Windows
-from baton.testing.contract.site import Site
+from baton.testing.contract.site import ToySite
 from baton.testing.contract.story import ContractBroken, Inconclusive, Story, why
 from baton.testing.contract.stuck import Stuck
 from baton.testing.contract.world import World
@@ -49,7 +47,7 @@ answers = st.integers(1, 8)  # Tokens.
 salts = st.sampled_from([None, None, None, "salt"])
 
 
-def shapes_of(site: Site) -> st.SearchStrategy[Shape]:
+def shapes_of(site: ToySite) -> st.SearchStrategy[Shape]:
     return st.builds(
         Shape,
         tp=st.sampled_from(site.case.tensor_parallel_sizes),
@@ -122,7 +120,7 @@ def _reporting_breaches(story: Story, search: Search) -> Iterator[None]:
         story.raise_if_broken()
 
 
-def _start(site: Site, shape: Shape, story: Story) -> World:
+def _start(site: ToySite, shape: Shape, story: Story) -> World:
     try:
         return World(site, shape, story)
     except ContractBroken:
@@ -143,14 +141,14 @@ def _needs_cuda(error: Exception) -> bool:
     return not torch.cuda.is_available() and any(word in text for word in ("cuda", "nvidia", "nvml"))
 
 
-def tour(site: Site, search: Search) -> None:
+def tour(site: ToySite, search: Search) -> None:
     """Run one world per window layout in which every operation happens once, where worlds are expensive."""
     for windows in site.windows:
         if search.best is None:
             _tour(site, search, windows)
 
 
-def _tour(site: Site, search: Search, windows: Windows) -> None:
+def _tour(site: ToySite, search: Search, windows: Windows) -> None:
     story = Story()
     long, other, short = prompt_of(0, 21, None), prompt_of(1, 21, None), prompt_of(0, 9, 5)
     try:
@@ -187,7 +185,7 @@ def _tour(site: Site, search: Search, windows: Windows) -> None:
     search.take(story)
 
 
-def make_machine(site: Site, search: Search) -> type[RuleBasedStateMachine]:
+def make_machine(site: ToySite, search: Search) -> type[RuleBasedStateMachine]:
     """Return the state machine class for `site`. `search` records its examples and ends the run."""
     has_store = site.case.break_store is not None
     is_pair = site.case.pairing != "none"

@@ -4,19 +4,15 @@ Calls without news (a poll that found nothing, a hook that returned None in an e
 that the shrunk story of a failure is short enough to read.
 """
 
-from __future__ import annotations
-
 import reprlib
 from collections import Counter
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.contract import KVConnectorTransferResults
 from baton.core.errors import place_of
+from baton.testing.contract.envelopes import RankNotes
 from baton.testing.contract.rules import RULES
-
-if TYPE_CHECKING:
-    from baton.testing.contract.envelopes import RankNotes
 
 LINES_MAX = 120  # A longer story loses its beginning.
 

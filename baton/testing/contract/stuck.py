@@ -4,8 +4,6 @@ One thread cannot interrupt another, so this uses a signal, which Python handles
 is watched if the check does not run there, or if the platform has no interval timers.
 """
 
-from __future__ import annotations
-
 import signal
 import threading
 import time

@@ -5,8 +5,6 @@ from baton.testing import connector_suite
 TestMine = connector_suite("my.module:MyConnector", extra_config={"path": "/tmp/kv"})
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from baton.testing.contract.case import ConnectorCase

@@ -1,11 +1,9 @@
 """Watched scheduler half: forwards every call to the connector and records broken rules in the story."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from baton.contract import (
     KVConnectorMetadata,
@@ -19,10 +17,10 @@ from baton.contract import (
 from baton.contract.events import KVCacheEvent
 from baton.contract.surface import SURFACE, Half, Scope, completed, rows_of
 from baton.core.errors import UserError
-from baton.core.kv_groups import NULL_BLOCK_ID, is_hybrid
+from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup, is_hybrid
 from baton.testing.contract.envelopes import WatchedMetadata, WatchedReport
 from baton.testing.contract.ledger import Ledger, OpenLoad
-from baton.testing.contract.story import short, why
+from baton.testing.contract.story import Story, short, why
 from baton.testing.contract.watched_worker import (
     WatchedWorker,
     is_news,
@@ -30,10 +28,6 @@ from baton.testing.contract.watched_worker import (
     pass_on,
     why_not_pickled,
 )
-
-if TYPE_CHECKING:
-    from baton.core.kv_groups import KVCacheGroup
-    from baton.testing.contract.story import Story
 
 
 @completed(rows_of(Half.SCHEDULER), pass_on)
@@ -269,8 +263,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         self._ledger.take_report(connector_output)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        events = list(self._ask_if_there("take_events") or ())
-        return events
+        return list(self._ask_if_there("take_events") or ())
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
         stats: KVConnectorStats | None = self._ask("get_kv_connector_stats", is_quiet=True)
@@ -289,20 +282,17 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         is_quiet: bool | None = None,
     ) -> Any:
         """Call the connector. `is_quiet` None: recorded in the story only if the answer is news."""
+        shown = arguments if shown_arguments is None else shown_arguments
         try:
             answer = getattr(self.inner, method)(*arguments)
         except UserError as error:
-            self._story.record_call(
-                self.name, method, arguments if shown_arguments is None else shown_arguments
-            )
+            self._story.record_call(self.name, method, shown)
             self._story.record_line(f"    {method} refused the request: {error}")
             allowed = SURFACE[method].scope is Scope.REQUEST
             self._story.check("raised", allowed, f"{method} raised a UserError: {error}")
             raise
         except Exception as error:  # The exception is the breach.
-            self._story.record_call(
-                self.name, method, arguments if shown_arguments is None else shown_arguments
-            )
+            self._story.record_call(self.name, method, shown)
             about = arguments[0].request_id if method.startswith("request_finished") else None
             is_unknown = about is not None and about not in self._allocated
             rule = "unknown-id-raised" if is_unknown else "raised"
@@ -310,9 +300,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             raise
         self._story.checked["raised"] += 1
         if is_quiet is False or (is_quiet is None and is_news(answer)):
-            self._story.record_call(
-                self.name, method, arguments if shown_arguments is None else shown_arguments, answer
-            )
+            self._story.record_call(self.name, method, shown, answer)
         return answer
 
     def _ask_if_there(self, method: str, *arguments: Any, **how: Any) -> Any:

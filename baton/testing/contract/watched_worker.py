@@ -4,31 +4,29 @@ Methods without a rule of their own are forwarded by the contract's table (`pass
 process; the notes are sent in the rank's report.
 """
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from pathlib import Path
+from typing import Any, TypeVar
 
 from baton.contract import (
     KVConnectorBase_V1,
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorSchedulerHalf,
     KVConnectorStats,
     KVConnectorTransferResults,
     KVConnectorWorkerHalf,
     KVConnectorWorkerMetadata,
-    host,
 )
-from baton.contract.surface import Half, Row, Scope, completed, rows_of
+from baton.contract.surface import SURFACE, Half, Row, Scope, completed, rows_of
+from baton.core.config import EngineConfig
+from baton.testing.contract.case import make_half
 from baton.testing.contract.envelopes import RankNotes, WatchedMetadata, WatchedReport
-from baton.testing.contract.final_notes import write_final_notes
 from baton.testing.contract.leaks import RankLeaks
 from baton.testing.contract.story import short, why
-
-if TYPE_CHECKING:
-    import torch
 
 T = TypeVar("T")
 
@@ -115,19 +113,10 @@ class WatchedWorker(KVConnectorWorkerHalf):
     def has_connector_metadata(self) -> bool:
         return bool(self.inner.has_connector_metadata())
 
-    def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
-        self._ask("start_load_kv", forward_context, shown_arguments=())
-
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        self._ask("wait_for_layer_load", layer_name)
-
-    def save_kv_layer(
-        self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
-    ) -> None:
-        self._ask("save_kv_layer", layer_name, kv_layer, attn_metadata, shown_arguments=(layer_name,))
-
-    def wait_for_save(self) -> None:
-        self._ask("wait_for_save")
+    start_load_kv = pass_on(SURFACE["start_load_kv"])
+    wait_for_layer_load = pass_on(SURFACE["wait_for_layer_load"])
+    save_kv_layer = pass_on(SURFACE["save_kv_layer"])
+    wait_for_save = pass_on(SURFACE["wait_for_save"])
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)
@@ -296,3 +285,29 @@ def is_news(answer: Any) -> bool:
     if isinstance(answer, KVConnectorTransferResults):
         return bool(answer.finished_sending or answer.finished_recving or answer.failed_recving)
     return answer is not None and answer is not False and answer != 0 and answer not in (set(), {}, [])
+
+
+def write_final_notes(folder: str, notes: RankNotes) -> None:
+    """Write the notes that no report can carry: one file per rank in a process of its own."""
+    Path(folder, str(notes.rank)).write_bytes(pickle.dumps(notes))
+
+
+def read_final_notes(folder: str, num_ranks: int) -> list[RankNotes | None]:
+    """Read the final notes by rank after the processes have ended; None for a rank that wrote none."""
+    files = [Path(folder, str(rank)) for rank in range(num_ranks)]
+    return [pickle.loads(file.read_bytes()) if file.exists() else None for file in files]
+
+
+class WatchedFactory:
+    """ConnectorFactory for ranks in other processes."""
+
+    def scheduler_half(self, config: EngineConfig) -> KVConnectorSchedulerHalf:
+        raise AssertionError("the kit makes the scheduler half itself, in the process of the story")
+
+    def worker_half(self, config: EngineConfig, tp_rank: int) -> KVConnectorWorkerHalf:
+        leaks = RankLeaks()  # Made before the half.
+        return WatchedWorker(make_half(config, KVConnectorRole.WORKER, tp_rank), tp_rank, leaks)
+
+
+watched_factory = WatchedFactory()
+PATH = f"{__name__}:watched_factory"

@@ -3,8 +3,6 @@
 At the end everything is brought to rest, and whatever is still open is reported.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +11,14 @@ from baton.testing.contract.case import Shape
 from baton.testing.contract.engine import KitEngine
 from baton.testing.contract.leaks import new_threads, running_threads
 from baton.testing.contract.ranks import KitRanks
-from baton.testing.contract.site import Site
+from baton.testing.contract.site import ToySite
 from baton.testing.contract.story import Story
 
 PROBE = "probe"
 PROBE_PROMPT = (1, 2, 3)
 PROBE_STEPS = 40
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
+REMOTE_PREFILL = {"do_remote_decode": False, "do_remote_prefill": True}
 
 
 @dataclass(slots=True)
@@ -35,7 +34,7 @@ class Leg:
 
 
 class World:
-    def __init__(self, site: Site, shape: Shape, story: Story) -> None:
+    def __init__(self, site: ToySite, shape: Shape, story: Story) -> None:
         self.site = site
         self.shape = shape
         self.story = story
@@ -90,25 +89,12 @@ class World:
         leg = Leg(number, prompt, max_tokens, salt)
         self._legs.append(leg)
         transfer_id = f"t{number}"
-        self.engines[0].ask(
-            f"p{number}",
-            prompt,
-            max_tokens=1,
-            salt=salt,
-            params={**REMOTE_DECODE, "transfer_id": transfer_id},
-        )
+        producer = self.engines[0]
+        params: dict[str, Any] = {**REMOTE_DECODE, "transfer_id": transfer_id}
+        producer.ask(f"p{number}", prompt, max_tokens=1, salt=salt, params=params)
         if self.pairing == "push":
-            introduction = self.engines[0].half.introduction()
-            self._ask_decode(
-                leg,
-                {
-                    "do_remote_prefill": True,
-                    "do_remote_decode": False,
-                    "transfer_id": transfer_id,
-                    "remote_engine_id": self.engines[0].name,
-                    "baton_introduction": introduction,
-                },
-            )
+            known = {"remote_engine_id": producer.name, "baton_introduction": producer.half.introduction()}
+            self._ask_decode(leg, {**REMOTE_PREFILL, "transfer_id": transfer_id, **known})
 
     def ask_again(self, index: int, max_tokens: int) -> None:
         """Repeat an earlier request after the engines' caches were reset; the connector may still have its
@@ -242,11 +228,11 @@ class World:
 
         `until_empty`: and until no block is held.
         """
-        self.site.moved()
+        self.site.patience.moved()
         while not self._is_at_rest() or (until_empty and any(e.holds_blocks for e in self.engines)):
             if self.step():
-                self.site.moved()
-            elif not self.site.wait(self.engines):
+                self.site.patience.moved()
+            elif not self.site.patience.wait(self.engines):
                 self._report_hangs()
                 self.story.raise_if_broken()
                 raise AssertionError(f"this hang breaks no rule of the connector\n{self.story.text()}")

@@ -1,7 +1,5 @@
 """Runs floods one after the other and prints figures: `python -m baton.testing.fuzz --frames 1000000`."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import resource

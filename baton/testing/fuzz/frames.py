@@ -10,8 +10,6 @@ Envelopes are made from the message types (`msgspec.inspect`), so a new message 
 here.
 """
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

@@ -28,25 +28,10 @@ from baton.core.hashing import prompt_hash
 from baton.core.ids import Address, EngineId, LoanId, Pair, TransferId
 from baton.core.layout import LayerLayout, ModelFingerprint, RankLayout, Region
 from baton.core.timers import Timers
+from baton.protocol import messages
 from baton.protocol.effects import FreeLoan
 from baton.protocol.handshake import RankCard
-from baton.protocol.messages import (
-    WIRE_VERSION,
-    Announced,
-    Envelope,
-    Failed,
-    Finished,
-    Gone,
-    Message,
-    Refused,
-    Released,
-    Renew,
-    Renewed,
-    Stranger,
-    Welcome,
-    Working,
-    decode_envelope,
-)
+from baton.protocol.messages import WIRE_VERSION, Envelope, Message, Renew, decode_envelope
 from baton.protocol.signed_frame import ProcessKey
 from baton.testing.fuzz.frames import Cast, FrameMaker
 from baton.transport.control import ControlChannel, Destination, Received, Route
@@ -186,15 +171,20 @@ class _World:
 
     def _is_allowed(self, sender: Address, message: Message) -> bool:
         match message:
-            case Renew(loan_id, claim, _) | Released(loan_id, claim):
+            case messages.Renew(loan_id, claim, _) | messages.Released(loan_id, claim):
                 return sender == _BORROWER and self.claimed.get(loan_id) == claim
-            case Renewed(loan_id, claim) | Gone(loan_id, claim):
+            case messages.Renewed(loan_id, claim) | messages.Gone(loan_id, claim):
                 return sender == _PRODUCER and self.fetched.get(loan_id) == claim
-            case Working(_, number) | Announced(_, number) | Finished(_, number) | Failed(_, number):
+            case (
+                messages.Working(_, number)
+                | messages.Announced(_, number)
+                | messages.Finished(_, number)
+                | messages.Failed(_, number)
+            ):
                 return sender == _PRODUCER and number == self.wanted
-            case Welcome() | Refused():
+            case messages.Welcome() | messages.Refused():
                 return sender == _PRODUCER
-            case Stranger(about):
+            case messages.Stranger(about):
                 return about == _PRODUCER
             case _:
                 return False

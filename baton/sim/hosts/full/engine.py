@@ -239,7 +239,7 @@ class Engine(Process):
 
         def begin() -> None:
             self.world.note(self.name, f"drains for {for_s} s at most")
-            self.scheduler.drain(for_s)
+            self.scheduler.connector.drain(for_s)
             self._on_drained = on_drained
 
         self.is_draining = True
@@ -446,7 +446,7 @@ class Engine(Process):
             return
         self.world.count("answers dropped with a loan")
         if self.cluster.parts.takes_back:
-            self._commands.append(lambda: self.scheduler.take_back(params))
+            self._commands.append(lambda: self.scheduler.connector.take_back(params))
             self.poke()
         check = partial(whole.check_dropped, self, params["baton_ticket"], self.world.paused_s)
         self.world.after(whole.TAKEN_BACK_S, check)

@@ -9,8 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from baton.core.config import CacheConfig
-from baton.engine.cache.block_pool import BlockPool
-from baton.engine.cache.free_queue import Block
+from baton.engine.cache.block_pool import Block, BlockPool
 
 
 class WatchedPool(BlockPool):
