@@ -2,12 +2,12 @@
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Faults:
+
+class Faults(msgspec.Struct, frozen=True, kw_only=True):
     """Probabilities, unless a comment names another unit. By default nothing goes wrong."""
 
     # Control network
@@ -74,7 +74,9 @@ class Faults:
 
     def drawn(self, rng: random.Random, choices: "Choices") -> "Faults":
         """With one of the choices for each fault that is named."""
-        return replace(self, **{fault: rng.choice(values) for fault, values in choices.items()})
+        return msgspec.structs.replace(
+            self, **{fault: rng.choice(values) for fault, values in choices.items()}
+        )
 
 
 Choices = Mapping[str, Sequence[Any]]
