@@ -83,17 +83,10 @@ class ToldHalf(KVConnectorWorkerHalf):
         super().clear_connector_metadata()
         self._num_clears += 1
 
-    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+    def _assert_bound(self, *arguments: Any, **named: Any) -> None:
         assert self.has_connector_metadata()
 
-    def wait_for_layer_load(self, layer_name: str) -> None:
-        assert self.has_connector_metadata()
-
-    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        assert self.has_connector_metadata()
-
-    def wait_for_save(self) -> None:
-        assert self.has_connector_metadata()
+    start_load_kv = wait_for_layer_load = save_kv_layer = wait_for_save = _assert_bound
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         self._finished += sorted(finished_req_ids)
