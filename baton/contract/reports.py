@@ -28,7 +28,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Rule(enum.Enum):
+class Rule(enum.StrEnum):
     ALL_RANKS = "all ranks"
     ANY_RANK = "any rank"
     SUM = "sum"
