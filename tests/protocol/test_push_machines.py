@@ -256,6 +256,15 @@ def test_a_read_that_ends_by_itself_fails_the_stream_at_once() -> None:
     assert stream.push.num_open == 0
 
 
+def test_the_deadline_of_a_stream_goes_on_as_that_of_its_claim() -> None:
+    stream = Waiting()
+    stream.hear(Finished(X, stream.claim, 1, "t"), 100.0)
+    stream.push.accept(stream.claim, ticket(), 100.0)
+    [_, failed, _] = stream.pull.wake(T.deadline_s)
+    assert isinstance(failed, Fail)
+    assert failed.reason.code is FailureCode.DEADLINE
+
+
 def test_a_stream_whose_ticket_is_never_opened_ends() -> None:
     stream = Waiting()
     stream.hear(Finished(X, stream.claim, 1, "t"))
