@@ -20,6 +20,8 @@ SEEDS = {
     ("pull", "bound_ops"): 185,
     ("pull", "counters"): 137,
     ("push", "counters"): 137,
+    ("push", "preempted"): 764,
+    ("push", "run"): 522,
     ("push", "store_fence"): 90,
     ("push", "ticket_hash"): 77,
 }
