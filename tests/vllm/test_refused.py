@@ -22,10 +22,7 @@ from tests.vllm.test_hidden_states import saving
 @pytest.mark.parametrize(
     ("name", "expected_text"),
     [
-        (
-            "decode-bench-in-company",
-            "BatonDecodeBenchConnector cannot be combined with other connectors",
-        ),
+        ("decode-bench-in-company", "BatonDecodeBenchConnector cannot be combined with other connectors"),
         ("hidden-states-of-no-layer", "extract_hidden_states"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from tests.proxies.stock import Pair, Proxy, ProxyStarter, check_tokens, check_tokens_of_many
 from tests.proxies.upstream import NotFetched, StockProxies, stock_proxies
-from tests.vllm.engines import ANSWER_S, MODEL, BatonPlan, Server, Site, transfer
+from tests.vllm.engines import ANSWER_S, MODEL, TRANSFERS, BatonPlan, Server, Site, transfer
 from tests.vllm.plain import P_CONTROL_PORT, PLAIN, D, P
 from tests.vllm.prompts import Single, prompts
 
@@ -23,7 +23,6 @@ BATON_D = BatonPlan(
         extra={"allowed_peers": [f"127.0.0.1:{P_CONTROL_PORT}"]},
     ),
 )
-TRANSFERS = "baton:kv_transfer_seconds_count"
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +65,8 @@ def test_the_tokens_are_those_of_a_single_vllm(
     asked = [prompt for prompt in prompts() if len(prompt) in (8, 128, 129, 513, 1000, 2000)]
     _, d = pair
     before = d.metric(TRANSFERS)
-    check_tokens(
-        proxy, asked, single.tokens, cache_salt=_salt(proxy)
-    )  # With this salt nothing is in D's cache.
+    # With this salt nothing is in D's cache.
+    check_tokens(proxy, asked, single.tokens, cache_salt=_salt(proxy))
     d.wait_metric(TRANSFERS, lambda count: count >= before + len(asked))
 
 
