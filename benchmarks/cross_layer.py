@@ -44,7 +44,7 @@ from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from baton.engine.models import Decoder, build_model, load_weights
-from baton.protocol import token_spans
+from baton.protocol import block_runs
 from baton.protocol.plan import plan_shares, share_spans
 from baton.transport import make_transport
 from baton.transport.base import Prepared, Transport
@@ -105,7 +105,7 @@ class Row:
 
 def spans_of(local: RankLayout, remote: RankLayout) -> Sequence[CopySpan]:
     share = plan_shares(local, {0: remote})[0]
-    return share_spans(local, remote, share, token_spans.Shape(0, 0, local.block_tokens))
+    return share_spans(local, remote, share, block_runs.Shape(0, 0, local.block_tokens))
 
 
 def layout_of(shape: Shape, region: Region, *, is_together: bool) -> RankLayout:

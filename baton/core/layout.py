@@ -161,3 +161,19 @@ def differences(
         if getattr(ours, name) != getattr(theirs, name)
         and not (name == "dtype" and converts_dtype and can_convert(theirs.dtype, ours.dtype))
     ]
+
+
+def kv_heads_of(rank: int, *, tp_size: int, num_kv_heads: int) -> range:
+    """Global indices of the KV heads held by tensor-parallel rank `rank`, from zero.
+
+    With more ranks than heads each head is replicated on `tp_size / num_kv_heads` neighbouring ranks.
+    `tp_size` must divide `num_kv_heads` or be a multiple of it; the configuration checks that.
+    """
+    assert 0 <= rank < tp_size
+    if tp_size <= num_kv_heads:
+        assert num_kv_heads % tp_size == 0
+        per_rank = num_kv_heads // tp_size
+        return range(rank * per_rank, (rank + 1) * per_rank)
+    assert tp_size % num_kv_heads == 0
+    head = rank * num_kv_heads // tp_size
+    return range(head, head + 1)

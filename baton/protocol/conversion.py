@@ -20,10 +20,9 @@ from baton.core.layout import (
     can_convert,
     declared_loss,
 )
-from baton.protocol.block_runs import num_shapes
+from baton.protocol.block_runs import PlanError, Shape, check_equal, num_shapes, slot_spans
 from baton.protocol.layout_checks import heads_of, slot_bytes_of, token_stride_of
 from baton.protocol.plan import Share
-from baton.protocol.token_spans import PlanError, Shape, check_equal, slot_spans
 
 RUN_BYTES_MIN = 2048  # A copy of fewer bytes costs more than moving the bytes through the cache once more.
 SHAPES_MAX = 16  # Each shape is an operation of its own.

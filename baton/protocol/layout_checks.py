@@ -4,8 +4,7 @@ from functools import lru_cache
 
 from baton.core.errors import PeerError
 from baton.core.kv_groups import MAX_GROUPS
-from baton.core.layout import SLOT, LayerLayout, RankLayout
-from baton.core.topology import kv_heads_of
+from baton.core.layout import SLOT, LayerLayout, RankLayout, kv_heads_of
 
 MAX_RANKS = 4096
 MAX_REGIONS = 4096

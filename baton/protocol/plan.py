@@ -19,9 +19,8 @@ from typing import NamedTuple
 
 from baton.core.ids import Pair
 from baton.core.layout import CopySpan, RankLayout
-from baton.core.topology import replica_of
+from baton.protocol.block_runs import PlanError, Shape, check_equal, slot_spans
 from baton.protocol.layout_checks import can_share, check_layout, heads_of
-from baton.protocol.token_spans import PlanError, Shape, check_equal, slot_spans
 
 __all__ = [
     "GroupPair",
@@ -153,7 +152,7 @@ def _source_of(
     """The tensor-parallel rank of P that `consumer_rank` reads `head` from."""
     if producer.is_replicated:
         # One reader takes all heads from one rank, which makes one pair instead of several.
-        return replica_of(consumer_rank, consumer.tp_size, producer.tp_size, rotation)
+        return _replica_of(consumer_rank, consumer.tp_size, producer.tp_size, rotation)
     if producer.tp_size <= num_kv_heads:
         return head // (num_kv_heads // producer.tp_size)
     replicas = producer.tp_size // num_kv_heads
@@ -161,7 +160,7 @@ def _source_of(
         readers = consumer.tp_size
     else:
         readers = max(1, consumer.tp_size // num_kv_heads)
-    return head * replicas + replica_of(consumer_rank % readers, readers, replicas, rotation)
+    return head * replicas + _replica_of(consumer_rank % readers, readers, replicas, rotation)
 
 
 def _side_of(ranks: Sequence[RankLayout]) -> _Side:
@@ -184,3 +183,13 @@ def _stages(ranks: Sequence[RankLayout]) -> list[Sequence[RankLayout]]:
 def _check_divides(tp_size: int, num_kv_heads: int, whose: str) -> None:
     if tp_size < 1 or num_kv_heads < 1 or not can_share(tp_size, num_kv_heads):
         raise PlanError(f"the {whose}'s {tp_size} ranks cannot share {num_kv_heads} KV heads evenly")
+
+
+def _replica_of(reader: int, num_readers: int, num_replicas: int, rotation: int) -> int:
+    """Index of the replica that `reader` reads from, chosen so that all get about the same load.
+
+    With at least as many readers as replicas, every replica is used. With fewer, the readers are spread out,
+    and `rotation` shifts them, so that independent groups of readers do not all read the first replica.
+    """
+    spread = reader * num_replicas // num_readers
+    return spread if num_readers >= num_replicas else (spread + rotation) % num_replicas

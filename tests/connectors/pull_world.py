@@ -28,7 +28,7 @@ from baton.core.config import (
     ParallelConfig,
 )
 from baton.core.ids import Address, Epoch
-from baton.core.topology import kv_heads_of
+from baton.core.layout import kv_heads_of
 from baton.protocol.messages import Envelope, decode_envelope, encode_envelope
 from baton.testing.contract.arithmetic import kv_values, states_of
 from baton.transport.memory import MemoryNetwork, MemoryTransport

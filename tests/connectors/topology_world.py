@@ -17,8 +17,7 @@ from baton.connectors.pull.reads.slot_memory import SlotMemory
 from baton.connectors.pull.reads.staged import StagedReader
 from baton.connectors.pull.reads.staging_buffer import Staging
 from baton.core.ids import Address, EngineId, Epoch, Pair
-from baton.core.layout import PLANES, SLOT, LayerLayout, RankLayout, Region
-from baton.core.topology import kv_heads_of
+from baton.core.layout import PLANES, SLOT, LayerLayout, RankLayout, Region, kv_heads_of
 from baton.protocol.handshake import RankCard, decode_ranks, encode_ranks
 from baton.protocol.plan import plan_pairs_of_layouts
 from baton.testing.contract.arithmetic import kv_values, states_of

@@ -10,9 +10,8 @@ from hypothesis import strategies as st
 from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import block_hash, extra_key, prompt_hash, root_hash
-from baton.core.layout import ModelFingerprint, declared_loss, differences
+from baton.core.layout import ModelFingerprint, declared_loss, differences, kv_heads_of
 from baton.core.timers import Timers
-from baton.core.topology import kv_heads_of
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=12)
 salts = st.none() | st.text(max_size=3)

@@ -21,9 +21,10 @@ from baton.core.config import KVTransferConfig, ParallelConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.core.engine_core import EngineCore
-from baton.engine.executor import Executor, ExecutorDied, start_executor
+from baton.engine.executor import Executor, ExecutorDied
 from baton.engine.executor.ray import RayExecutor
 from baton.engine.executor.ray_actors import RankActors, import_ray
+from baton.engine.executor.start import start_executor
 from baton.engine.llm import LLM
 from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 

@@ -1,10 +1,9 @@
 """Plans for engines without pipeline stages and with equal block layouts, to compare the real ones with."""
 
 from baton.core.ids import Pair
-from baton.core.layout import CopySpan, RankLayout
-from baton.core.topology import kv_heads_of
+from baton.core.layout import CopySpan, RankLayout, kv_heads_of
+from baton.protocol.block_runs import Shape
 from baton.protocol.plan import Share, _check_divides, _Side, _source_of, share_spans
-from baton.protocol.token_spans import Shape
 
 
 def plan_pairs(

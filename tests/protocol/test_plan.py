@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
-from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region
-from baton.core.topology import kv_heads_of
+from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region, kv_heads_of
 from baton.protocol.plan import PlanError, check_layout
 from tests.protocol.simple_plans import plan_pairs, plan_spans
 

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 
 from baton.core.errors import TransferError
 from baton.core.layout import LayerLayout, RankLayout, Region
-from baton.protocol.block_runs import num_shapes, period_shapes, plan_block_runs
+from baton.protocol.block_runs import Shape, num_shapes, period_shapes, plan_block_runs
 from baton.protocol.conversion import chunk_spans, plan_chunk, plan_conversion, plan_groups
 from baton.protocol.plan import PlanError, Share
-from baton.protocol.token_spans import Shape
 
 sizes = st.integers(1, 12)
 

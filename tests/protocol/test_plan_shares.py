@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
 from baton.core.ids import Pair
-from baton.core.layout import LayerLayout, RankLayout, Region
-from baton.core.topology import kv_heads_of
+from baton.core.layout import LayerLayout, RankLayout, Region, kv_heads_of
 from baton.protocol.layout_checks import check_layout, heads_of
 from baton.protocol.plan import PlanError, plan_pairs_of_layouts, plan_shares
 from tests.protocol.simple_plans import plan_pairs

@@ -11,8 +11,7 @@ from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
 from baton.core.kv_groups import KVCacheGroup, num_places
-from baton.core.layout import FORMATS
-from baton.core.topology import kv_heads_of
+from baton.core.layout import FORMATS, kv_heads_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -30,7 +30,7 @@ import torch
 from baton.core.config import CacheConfig, ModelConfig
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup, layer_name, num_places, one_group, places_of
-from baton.core.topology import kv_heads_of
+from baton.core.layout import kv_heads_of
 from baton.engine.forward_context import AttentionLayer
 from baton.tiers.host_memory import GIB, available_bytes, touch
 

@@ -22,7 +22,8 @@ from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
 from baton.engine.core.kv_event_publisher import KVEventPublisher
-from baton.engine.executor import Executor, ExecutorDied, start_executor
+from baton.engine.executor import Executor, ExecutorDied
+from baton.engine.executor.start import start_executor
 from baton.engine.runner.hybrid import settle_groups
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput

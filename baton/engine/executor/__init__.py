@@ -17,7 +17,6 @@ from baton.contract import (
     KVConnectorWorkerHalf,
 )
 from baton.contract.aggregator import KVOutputAggregator
-from baton.core.config import EngineConfig
 from baton.core.errors import BatonError
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
@@ -107,19 +106,3 @@ class Executor(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """End every rank and its connector half, in bounded time. Idempotent."""
-
-
-def start_executor(config: EngineConfig, connector_factory: str | None) -> Executor:
-    """An executor whose ranks are ready. Raises UserError for a configuration that the user has to change,
-    and ExecutorDied if ranks in other processes fail otherwise."""
-    if config.parallel_config.executor == "multiprocess":
-        from baton.engine.executor.multiprocess import MultiprocessExecutor
-
-        return MultiprocessExecutor(config, connector_factory)
-    if config.parallel_config.executor == "ray":
-        from baton.engine.executor.ray import RayExecutor
-
-        return RayExecutor(config, connector_factory)
-    from baton.engine.executor.inprocess import InProcessExecutor
-
-    return InProcessExecutor(config, connector_factory)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from baton.core.kv_groups import KVCacheGroup, layer_name, places_of
-from baton.core.topology import kv_heads_of
+from baton.core.layout import kv_heads_of
 from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
 from baton.engine.checkpoints.architecture import DecoderArchitecture
 from baton.engine.checkpoints.rope_config import RopeScaling

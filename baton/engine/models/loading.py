@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import UserError
-from baton.core.topology import kv_heads_of
+from baton.core.layout import kv_heads_of
 from baton.engine.checkpoints.checkpoint import weight_files
 from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts

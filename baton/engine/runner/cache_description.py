@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.config import EngineConfig
 from baton.core.kv_groups import layer_name
-from baton.core.topology import kv_heads_of
+from baton.core.layout import kv_heads_of
 
 if TYPE_CHECKING:
     import torch

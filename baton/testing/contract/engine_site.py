@@ -14,8 +14,9 @@ from baton.core.config import CacheConfig, EngineConfig, ModelConfig, ParallelCo
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
-from baton.engine.executor import Executor, start_executor
+from baton.engine.executor import Executor
 from baton.engine.executor.inprocess import InProcessExecutor
+from baton.engine.executor.start import start_executor
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.testing.contract.arithmetic import VOCAB
 from baton.testing.contract.case import (

@@ -15,7 +15,7 @@ import torch
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorOutput
 from baton.core.config import EngineConfig
 from baton.core.kv_groups import layer_name, places_of
-from baton.core.topology import kv_heads_of
+from baton.core.layout import kv_heads_of
 from baton.engine.attention.kv_memory import attention_layers
 from baton.engine.executor import Executor, done
 from baton.engine.forward_context import AttentionMetadata, ForwardContext, build_attention_metadata

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from baton.connectors.pull.identity import EngineIdentity
 from baton.core.errors import ConfigError, PeerError
-from baton.core.layout import SLOT, LayerLayout, RankLayout, Region
-from baton.core.topology import kv_heads_of
+from baton.core.layout import SLOT, LayerLayout, RankLayout, Region, kv_heads_of
 from baton.protocol.layout_checks import check_layout
 
 if TYPE_CHECKING:

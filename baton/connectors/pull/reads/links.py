@@ -1,7 +1,7 @@
 """Links of one rank to the memory of its peers' ranks, and the reads over them.
 
     read --no link--> CONNECTING (background thread)
-    CONNECTING --connected, planned--> READY               waiting reads are begun (`posting`)
+    CONNECTING --connected, planned--> READY               waiting reads are begun (`link`)
     CONNECTING --no transport, or the layouts differ--> gone    waiting reads end with the reason
     READY --the transport has lost the peer--> gone           counted; the next read connects anew
 
@@ -18,9 +18,8 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.connectors.pull.metadata import LostLink, ReadBlocks, ReadEnd
-from baton.connectors.pull.reads.link import Attempts, Link, LinkKey, LinkOpener
+from baton.connectors.pull.reads.link import Attempts, Job, Link, LinkKey, LinkOpener, ReadPosting
 from baton.connectors.pull.reads.operations import Operations, Parts, Read, Ready
-from baton.connectors.pull.reads.posting import Job, ReadPosting
 from baton.core.ids import Address, Pair
 from baton.core.layout import RankLayout
 from baton.protocol.handshake import RankCard

@@ -22,9 +22,9 @@ from typing import NamedTuple
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
 from baton.core.ids import Pair
 from baton.core.layout import CopySpan, RankLayout
+from baton.protocol.block_runs import Shape
 from baton.protocol.conversion import Conversion
 from baton.protocol.plan import Share, share_spans
-from baton.protocol.token_spans import Shape
 from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
 
 LOOK_AGAIN_S = 0.2  # A waiting thread is woken earlier by what it waits for.

@@ -13,10 +13,9 @@ from typing import TypeAlias
 
 from baton.core.ids import BlockId, Pair
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup, is_hybrid, num_places, places_of
-from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region
-from baton.core.topology import kv_heads_of
+from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region, kv_heads_of
+from baton.protocol.block_runs import Shape
 from baton.protocol.plan import Share, share_spans
-from baton.protocol.token_spans import Shape
 from baton.sim.checkers.fresh import TORN
 from baton.sim.checkers.violation import Violation
 from baton.sim.kernel.connection import flip_one

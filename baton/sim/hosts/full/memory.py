@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 
 from baton.core.kv_groups import KVCacheGroup, num_places, places_of
-from baton.core.topology import kv_heads_of
+from baton.core.layout import kv_heads_of
 from baton.sim.hosts.full.model import CONTENT, WORD_BYTES, Words
 
 UNWRITTEN = -1  # Not written since the block was handed out.
