@@ -16,7 +16,7 @@ from tests.connectors.wired_world import OURS, PATIENCE_S, Engine, ask, engines_
 
 
 class Busy(Engine):
-    """In one long step: its connector gets all messages but no calls of a step."""
+    """In one long step: after `begin` its connector gets all messages but no calls of a step."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__(config)
@@ -24,6 +24,10 @@ class Busy(Engine):
         self.scheduler.bind_wake(self.woken.set)
         self.worker.bind_wake(self.woken.set)
         self.scheduler.bind_only_rank(self.worker)
+
+    def begin(self) -> None:
+        """The step begins, with the orders of a peer that has answered while the request was scheduled."""
+        self.worker.bind_connector_metadata(self.scheduler.build_connector_meta(None))  # type: ignore[arg-type]
 
     def wait_for(self, is_so: Callable[[], bool]) -> None:
         while not is_so():
@@ -44,6 +48,7 @@ def test_a_prompt_arrives_in_the_middle_of_a_step(
     p, d = two(start, transport)
     params, theirs = lend(p, "r")
     ask(d, params)
+    d.begin()
     d.wait_for(lambda: torch.equal(d.cache[:, OURS], p.cache[:, theirs]))
     # Only a step gives it to the request.
     assert d.handed_over() == set()
@@ -54,7 +59,7 @@ def test_the_lease_is_renewed_in_the_middle_of_a_step(start: Callable[[EngineCon
     timers = {"ttl_s": 300.0, "loan_max_s": 600.0}
     extra = {"transports": ["local"], "timers": timers, "stream": "off"}
     p, d = (start(engine_config(name, extra=extra, connector="BatonPushConnector")) for name in ("p", "d"))
-    introduction = p.scheduler.connector.introduction()
+    introduction = p.scheduler.introduction()
     params: dict[str, object] = {
         "do_remote_prefill": True,
         "remote_engine_id": "p",
@@ -64,6 +69,7 @@ def test_the_lease_is_renewed_in_the_middle_of_a_step(start: Callable[[EngineCon
     prefill = FakeRequest("r", list(range(30)), {"do_remote_decode": True, "transfer_id": "t"})
     p.scheduler.on_new_request(prefill)
     ask(d, params)
+    d.begin()
     prefill.num_computed_tokens, prefill.status = 30, Status.FINISHED_LENGTH_CAPPED
     p.scheduler.request_finished(prefill, [9, 3, 4, 5, 0, 11, 12, 7])
     consumer = d.scheduler.scheduler_half._agent.consumer  # type: ignore[attr-defined]
@@ -120,6 +126,7 @@ def test_effects_that_fail_are_counted_and_contained(
     monkeypatch.setattr(agent, "on_effect", break_once)
     params, _ = lend(p, "r")
     request = ask(d, params)
+    d.begin()
     d.wait_for(lambda: agent.on_effect == absorb)
     stats = d.scheduler.get_kv_connector_stats()
     assert stats is not None

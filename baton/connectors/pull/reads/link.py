@@ -1,9 +1,9 @@
-"""A link of one rank to the memory of a peer's rank: how it is opened, when it may be tried again, and reads.
+"""A link of one rank to the memory of a rank of a peer: opening, new attempts, and reads over it.
 
 The first loss or failure is answered with a new attempt at once. After several in a row, reads fail without
 an attempt until a delay has passed, which doubles up to RETRY_MAX_S (`Attempts`).
 
-How one read moves over a link that is ready: straight into our blocks, or through the staging buffer.
+A read over a link that is ready goes straight into our blocks, or through the staging buffer:
 
     straight, everything prepared --> posted, at once
     straight, an edge of a new shape --> prepared, then posted      (background)
