@@ -366,7 +366,7 @@ def test_a_ray_that_was_imported_too_early_is_not_started_on_all_interfaces(make
     program = (
         "import pickle, sys, ray\n"
         "from baton.core.errors import ConfigError\n"
-        "from baton.engine.executor import start_executor\n"
+        "from baton.engine.executor.start import start_executor\n"
         "try:\n"
         "    start_executor(pickle.load(open(sys.argv[1], 'rb')), None)\n"
         "except ConfigError as error:\n"
@@ -389,7 +389,7 @@ def test_the_end_of_rays_own_control_process_is_noticed(make_config, tmp_path) -
     config.write_bytes(pickle.dumps(make_config(parallel_config=ParallelConfig(executor="ray"))))
     program = (
         "import pickle, psutil, sys\n"
-        "from baton.engine.executor import start_executor\n"
+        "from baton.engine.executor.start import start_executor\n"
         "from baton.engine.step import SchedulerOutput\n"
         "executor = start_executor(pickle.load(open(sys.argv[1], 'rb')), None)\n"
         "[gcs] = [p for p in psutil.Process().children(recursive=True) if p.name() == 'gcs_server']\n"
