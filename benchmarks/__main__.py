@@ -15,6 +15,7 @@ ALL = {
     "cross-layer": "benchmarks.cross_layer",
     "decode-graphs": "benchmarks.decode_graphs",
     "offload": "benchmarks.offload",
+    "router": "benchmarks.router.command",
     "shared-storage": "benchmarks.shared_storage",
     "stalls": "benchmarks.stalls",
 }
