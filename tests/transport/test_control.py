@@ -1,5 +1,6 @@
 """Control channel: frames between engines of one cluster only."""
 
+import gc
 import os
 import resource
 import socket
@@ -270,6 +271,8 @@ def test_a_wake_before_the_poll_is_not_lost(open_channel: OpenChannel) -> None:
 @contextmanager
 def no_descriptors_left() -> Iterator[None]:
     """Every new file descriptor of this process is refused with EMFILE."""
+    gc.collect()  # Sockets of earlier tests that are freed later would make room.
+    gc.disable()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     held = [os.dup(0)]
     resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, hard))
@@ -279,6 +282,7 @@ def no_descriptors_left() -> Iterator[None]:
                 held.append(os.dup(0))
         yield
     finally:
+        gc.enable()
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
         for descriptor in held:
             os.close(descriptor)
