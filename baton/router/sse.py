@@ -60,9 +60,9 @@ class EventSplitter:
         return None
 
     def finish(self) -> None:
-        """The stream has ended in order: what is left is its last event, which lacks the blank line."""
-        if self._pending.strip(b"\n"):
-            self._pending += END
+        """The stream has ended in order. What is left is incomplete and dropped, except [DONE]."""
+        last = bytes(self._pending.strip(b"\n")) + END
+        self._pending = bytearray(last if is_done(last) else b"")
 
 
 def data_of(event: bytes) -> bytes:

@@ -50,7 +50,7 @@ def twin(stream: bytes) -> list[bytes]:
             event += one + b"\n"
         elif event:
             events, event = [*events, event + b"\n"], b""
-    return [*events, *([event + b"\n"] if event else [])]
+    return [*events, *([event + b"\n"] if is_done(event) else [])]
 
 
 @given(stream=streams, cuts=cuts)
