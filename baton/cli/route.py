@@ -159,8 +159,8 @@ def route(
     from baton.core.validation import explain
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
-    from baton.router.run import serve
     from baton.router.settings import LegTimeouts, RouterSettings
+    from baton.router.shell.run import serve
 
     options = context.params  # Most have the names of the settings.
     wanted = {

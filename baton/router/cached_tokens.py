@@ -15,33 +15,22 @@ import msgspec
 from baton.core.errors import BadTransferParams
 from baton.core.json_text import NotJson, decode_json
 from baton.core.transfer_params import cached_tokens, parse_cached_tokens
-from baton.router.running_legs import PrefillLeg
 from baton.router.sse import RawObject, data_of, sse_event
-from baton.router.turns import TurnSieve
 
 _DETAILS = "prompt_tokens_details"
 _MARK = b'"transferred_tokens"'  # Only final usages of Baton's engines have it.
 
 
-class CachedTokensSieve:
-    """Corrects one answer of D that `sieve` has filtered. `prefill`: the leg that left with D's, in push."""
+def with_prefill_hits(body: bytes, lent: Mapping[str, Any] | None) -> bytes:
+    """D's whole answer for the client. `lent`: the params of P's answer in a push, as far as it is there."""
+    counted = count_prefill_hits(body, lent) if lent else None
+    return body if counted is None else msgspec.json.encode(counted)
 
-    def __init__(self, sieve: TurnSieve, prefill: PrefillLeg | None) -> None:
-        self._sieve = sieve
-        self._prefill = prefill
 
-    def whole(self, body: bytes) -> bytes:
-        body = self._sieve.whole(body)
-        counted = self._count(body)
-        return body if counted is None else msgspec.json.encode(counted)
-
-    def event(self, event: bytes) -> bytes:
-        event = self._sieve.event(event)
-        counted = self._count(data_of(event)) if _MARK in event else None
-        return event if counted is None else sse_event(counted)
-
-    def _count(self, text: bytes) -> RawObject | None:
-        return count_prefill_hits(text, self._prefill.lent) if self._prefill and self._prefill.lent else None
+def event_with_prefill_hits(event: bytes, lent: Mapping[str, Any] | None) -> bytes:
+    """An event of D's stream for the client."""
+    counted = count_prefill_hits(data_of(event), lent) if lent and _MARK in event else None
+    return event if counted is None else sse_event(counted)
 
 
 def count_prefill_hits(text: bytes, lent: Mapping[str, Any]) -> RawObject | None:

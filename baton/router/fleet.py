@@ -1,33 +1,26 @@
-"""The engines that the router knows: who is up, how busy each is, who goes next.
+"""The engines that the router knows: which are up, how busy each is, and which gets the next request.
 
     UNKNOWN --probe ok | answered--> UP
     UNKNOWN, UP --connection refused | `failures_to_eject` failures in a row | silence--> DOWN
     DOWN --probe ok--> UP
 
 An engine that has not answered yet is eligible: start-up order must not matter. An answer with an error
-status is not a failure of the engine: one request that no engine can stomach must not eject them one by one.
+status is not a failure of the engine: one request that every engine refuses must not eject them one by one.
 """
 
-import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Annotated, Any, Literal, NamedTuple, Self, get_args
+from typing import Any, Literal, NamedTuple, Protocol, get_args
 from urllib.parse import urlsplit, urlunsplit
 
-import httpx
 import msgspec
 
-from baton.core.errors import BatonError
-from baton.core.json_text import NotJson, decode_json
 from baton.core.layout import ModelFingerprint
-from baton.router.asking import ask
 from baton.router.errors import LegFailure
 from baton.router.policies import POLICIES, EngineState, RoutedRequest
-from baton.router.settings import ProbeSettings, Role, RouterSettings, without_credentials
+from baton.router.settings import Role, RouterSettings, without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +88,7 @@ class Engine:
     failures_in_row: int = 0
     silent_in_row: int = 0  # Probes without an answer, and nothing else heard meanwhile.
     num_heard: int = 0  # Pieces of answers that have come from it.
-    waits: set["EngineWait"] = field(default_factory=set, repr=False)  # For its answers.
+    waits: set["Wait"] = field(default_factory=set, repr=False)  # For its answers.
     last_error: str | None = None
     last_error_unix_s: float | None = None
     kind: Kind | None = None  # None: not known, or another one.
@@ -129,33 +122,9 @@ class Engine:
         return self.is_up and self.refused is None
 
 
-class EngineWait:
-    """`with` it, wait for an engine, for at most `timeout_s`; less if the engine turns out to be silent.
-
-    Raises TimeoutError; `is_given_up` tells why.
-    """
-
-    def __init__(self, engine: Engine, timeout_s: float) -> None:
-        self._engine = engine
-        self._timeout = asyncio.timeout(timeout_s)
-        self.is_given_up = False
-
+class Wait(Protocol):
     def give_up(self) -> None:
-        if not self._timeout.expired():
-            self.is_given_up = True
-            self._timeout.reschedule(asyncio.get_running_loop().time())
-
-    async def __aenter__(self) -> Self:
-        await self._timeout.__aenter__()
-        self._engine.waits.add(self)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._engine.waits.discard(self)
-        await self._timeout.__aexit__(kind, error, trace)
-        self._engine.num_heard += 1
+        """End it, because the engine is silent."""
 
 
 class Fleet:
@@ -193,14 +162,13 @@ class Fleet:
         index = self._policy(states, request)
         return None if index is None else engines[index]
 
-    @contextmanager
-    def using(self, engine: Engine) -> Iterator[None]:
+    def note_start(self, engine: Engine) -> None:
+        """A leg to this engine begins. Its end is noted with `note_end`."""
         engine.in_flight += 1
         engine.num_requests += 1
-        try:
-            yield
-        finally:
-            engine.in_flight -= 1
+
+    def note_end(self, engine: Engine) -> None:
+        engine.in_flight -= 1
 
     def note_answer(self, engine: Engine, status: int) -> None:
         engine.failures_in_row = engine.silent_in_row = 0
@@ -313,86 +281,3 @@ class Fleet:
             ]
             for role, engines in self._engines.items()
         }
-
-
-class Prober:
-    """Asks every engine's `/health` for as long as `run` runs; one slow engine delays no other's turn."""
-
-    def __init__(
-        self,
-        fleet: Fleet,
-        client: httpx.AsyncClient,
-        settings: ProbeSettings,
-        on_healthy: Callable[[Engine], Awaitable[None]] | None = None,
-    ) -> None:
-        """`on_healthy`: what else to ask an engine that is well. It has a deadline of its own."""
-        self._on_healthy = on_healthy
-        self._stopping = asyncio.Event()
-        self._fleet = fleet
-        self._client = client
-        self._settings = settings
-
-    def stop(self) -> None:
-        """`run` ends once the probes in flight have."""
-        self._stopping.set()
-
-    @property
-    def is_stopping(self) -> bool:
-        return self._stopping.is_set()
-
-    async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
-            for engine in self._fleet.engines:
-                tasks.create_task(self._watch(engine))
-
-    async def _watch(self, engine: Engine) -> None:
-        while not self._stopping.is_set():
-            await self.probe(engine)
-            if engine.is_up and engine.silent_in_row:
-                continue  # It has had its time. The second opinion is wanted at once.
-            wait_s = self._settings.every_s if engine.is_up else self._settings.down_every_s
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await self._stopping.wait()
-
-    async def probe(self, engine: Engine) -> None:
-        num_heard = engine.num_heard
-        timeout_s = self._settings.timeout_s
-        try:
-            answer = await ask(self._client, f"{engine.address}/health", timeout_s=timeout_s)
-        except TimeoutError:
-            if engine.num_heard == num_heard:
-                self._fleet.note_silence(engine, f"/health did not answer in {timeout_s:g} s")
-            else:
-                engine.silent_in_row = 0  # It answers requests, and is only slow in this.
-        except httpx.ConnectError as error:
-            self._fleet.note_probe(engine, f"cannot connect: {error}", is_decisive=True)
-        except httpx.HTTPError as error:
-            self._fleet.note_probe(engine, f"/health failed: {type(error).__name__}: {error}")
-        else:
-            if 200 <= answer.status < 300:
-                engine.admin_port = _admin_port_in(answer.body)
-                if self._on_healthy is not None:
-                    await self._on_healthy(engine)
-                self._fleet.note_probe(engine, None)
-            else:
-                # It reports itself that it cannot serve: nothing to count.
-                self._fleet.note_probe(
-                    engine, f"/health answered with status {answer.status}", is_decisive=True
-                )
-
-
-class _Health(msgspec.Struct):
-    admin_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
-
-
-def _admin_port_in(body: bytes) -> int | None:
-    """Of /health; other engines answer with other bodies, or none."""
-    try:
-        return decode_json(body, _Health).admin_port
-    except NotJson:
-        return None
-
-
-class ProberDied(BatonError):
-    """The task that watches the engines has ended: the router must not go on blind."""

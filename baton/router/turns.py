@@ -9,7 +9,6 @@ shown the params: they are addresses of engines. Nor does the router judge them;
 does, by signature and prompt, and computes what it cannot fetch.
 """
 
-import time
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -37,28 +36,25 @@ class Turn(NamedTuple):
 class TurnTable:
     """Not thread-safe. A turn that no prefill leg will bring is given back to its keeper."""
 
-    def __init__(
-        self, give_back: Callable[[Engine, dict[str, Any]], None], clock: Callable[[], float] = time.monotonic
-    ) -> None:
+    def __init__(self, give_back: Callable[[Engine, dict[str, Any]], None]) -> None:
         self._give_back = give_back
-        self._clock = clock
         self._kept: OrderedDict[str, tuple[float, Turn]] = OrderedDict()
 
-    def put(self, session: str | None, turn: Turn) -> None:
+    def put(self, session: str | None, turn: Turn, now_s: float) -> None:
         if not session or len(session) > SESSION_CHARS_MAX:
             self._give_back(*turn)
             return
         if (replaced := self._kept.pop(session, None)) is not None:
             self._give_back(*replaced[1])
-        self._kept[session] = (self._clock() + KEPT_S, turn)
+        self._kept[session] = (now_s + KEPT_S, turn)
         if len(self._kept) > TURNS_MAX:
             _, (_, oldest) = self._kept.popitem(last=False)
             self._give_back(*oldest)
 
-    def take(self, session: str | None) -> Turn | None:
+    def take(self, session: str | None, now_s: float) -> Turn | None:
         """Once: a ticket is good for one fetch."""
         until, turn = self._kept.pop(session or "", (0.0, None))
-        if turn is not None and self._clock() >= until:
+        if turn is not None and now_s >= until:
             self._give_back(*turn)
             return None
         return turn

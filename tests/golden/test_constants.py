@@ -26,8 +26,8 @@ from baton.engine.runner.sampler import seed_of, uniforms
 from baton.http.errors import TYPES
 from baton.http.workers import WorkerFailed
 from baton.protocol import handshake, introduction, messages, ticket
-from baton.router import run as route_run
 from baton.router.errors import RouterError
+from baton.router.shell import run as route_run
 from baton.server import run as serve_run
 from baton.server.errors import describe
 from baton.server.first_token import GOES_ON
@@ -135,8 +135,7 @@ def test_http() -> None:
             "headers": quoted(r"[Xx]-[A-Za-z-]+", *FRONTS).lower(),
             "value of x-baton-prompt": quoted(r"total=\{\}.*", *FRONTS),
             "health of the router": written(r'\{"status": "(\w+)"', "baton/router"),
-            "router's labels": written(r'\.\w+\.labels\("(\w+)"', "baton/router"),
-            "router's labels, otherwise": written(r'\.\w+\.labels\("[^)]* else "(\w+)"', "baton/router"),
+            "router's labels": written(r'(?:\.\w+\.labels\(|_count\("\w+", |_push\()"(\w+)"', "baton/router"),
         },
     )
 

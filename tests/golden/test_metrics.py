@@ -23,14 +23,14 @@ from baton.connectors.shared_storage.worker import NotSaved
 from baton.core.config import KVTransferConfig
 from baton.core.reasons import FailureCode, Fault
 from baton.engine.api import FinishReason
-from baton.router.dispatch import Outcome
+from baton.router.answers import Prefilled
 from baton.router.errors import FailureKind
 from baton.router.fleet import Fleet
-from baton.router.judge import Prefilled
+from baton.router.fleet_view import Outcome
 from baton.router.legs import LocalReason
-from baton.router.metrics import RouterMetrics
 from baton.router.pairs import Pairs
 from baton.router.settings import Role, RouterSettings
+from baton.router.shell.metrics import RouterMetrics
 from baton.server.metrics import ServerMetrics
 from tests.golden.golden import ROOT, check, check_values, literals
 from tests.golden.samples import ENGINE_CONFIG, P

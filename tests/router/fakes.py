@@ -18,8 +18,8 @@ import uvicorn
 from starlette.applications import Starlette
 
 from baton.cli.processes import free_ports
-from baton.router.app import Router
 from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
+from baton.router.shell.app import Router
 from tests.event_loop import pass_time
 
 JSON = {"Content-Type": "application/json"}

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError, UserError
-from baton.router.judge import MAX_KEPT, Prefilled, PrefillOutcome, read_prefill
+from baton.router.answers import MAX_KEPT, LegAnswer, Prefilled, PrefillOutcome, read_prefill
 from baton.router.legs import (
     PARAMS,
     PREFIX_CHARS,
@@ -18,7 +18,6 @@ from baton.router.legs import (
     prefill_body,
     shape_of,
 )
-from baton.router.upstream import LegAnswer
 
 values = st.recursive(
     st.none()
@@ -92,7 +91,7 @@ def test_transfer_ids_have_128_bits_and_never_repeat() -> None:
 
 
 def read(answer: bytes, *, may_be_complete: bool = False) -> PrefillOutcome:
-    return read_prefill(LegAnswer(200, {}, answer, None), may_be_complete=may_be_complete, is_kept=True)
+    return read_prefill(LegAnswer(200, {}, answer), may_be_complete=may_be_complete, is_kept=True)
 
 
 @pytest.mark.parametrize(

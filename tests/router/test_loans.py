@@ -7,10 +7,10 @@ import httpx
 import pytest
 
 from baton.router.fleet import Engine, Fleet
-from baton.router.loans import LoanReturns
-from baton.router.metrics import RouterMetrics
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
+from baton.router.shell.loans import LoanReturns
+from baton.router.shell.metrics import RouterMetrics
 from tests.router.baton_fakes import baton, introduced_system, stream
 from tests.router.fakes import (
     FakeEngine,
@@ -137,7 +137,7 @@ async def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
 async def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """More loans than can be returned at once wait for their turn, and none is dropped silently."""
     at_once = 16
-    monkeypatch.setattr("baton.router.loans.RETURNS_MAX", at_once)
+    monkeypatch.setattr("baton.router.shell.loans.RETURNS_MAX", at_once)
     settings = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
     metrics = RouterMetrics(Fleet(settings), Pairs())
     async with httpx.AsyncClient(trust_env=False, verify=False) as client:

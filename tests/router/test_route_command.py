@@ -15,7 +15,10 @@ URLS = ["--prefill", "http://p:1/", "--decode", "http://d:1/"]
 
 
 def test_the_router_needs_no_torch() -> None:
-    script = "import sys, baton.router.app; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    script = (
+        "import sys, baton.router.shell.app\n"
+        "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
 
 
@@ -47,7 +50,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(settings)
         return 0
 
-    monkeypatch.setattr("baton.router.run.serve", serve)
+    monkeypatch.setattr("baton.router.shell.run.serve", serve)
     return seen
 
 

@@ -7,10 +7,8 @@ import time
 import httpx
 
 from baton.router.fleet import Fleet
-from baton.router.metrics import RouterMetrics
-from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
-from baton.router.upstream import LegRequest, Upstream
+from baton.router.shell.upstream import LegRequest, Upstream
 from tests.router.fakes import FakeEngine, Servers, hangs
 
 TURNS = 40  # Of the loop; by then all has been sent.
@@ -26,7 +24,7 @@ async def test_a_leg_that_is_cancelled_in_whatever_turn_of_the_loop_leaves_no_so
     settings = RouterSettings(prefill_urls=(url,), decode_urls=(url,))
     fleet = Fleet(settings)
     async with httpx.AsyncClient(trust_env=False, verify=False) as client:
-        upstream = Upstream(client, fleet, RouterMetrics(fleet, Pairs()), settings)
+        upstream = Upstream(client, settings)
 
         async def ask() -> None:
             leg = LegRequest("POST", "/v1/completions", {}, b"{}", 3600.0, time.monotonic() + 3600.0)

@@ -91,32 +91,32 @@ def turn(name: str) -> Turn:
 
 def test_a_session_is_remembered_for_its_time_and_only_so_many_are() -> None:
     """And what is not remembered is given back to its decode engine, which else keeps it for minutes."""
-    now, given_back = [0.0], []
-    table = TurnTable(lambda engine, params: given_back.append(params["baton_ticket"]), lambda: now[0])
-    table.put("a", turn("taken"))
-    now[0] = KEPT_S - 1
-    assert table.take("a") == turn("taken")
-    assert table.take("a") is None
+    given_back: list[Any] = []
+    table = TurnTable(lambda engine, params: given_back.append(params["baton_ticket"]))
+    table.put("a", turn("taken"), 0.0)
+    now_s = KEPT_S - 1
+    assert table.take("a", now_s) == turn("taken")
+    assert table.take("a", now_s) is None
     assert not given_back
-    table.put("a", turn("late"))
-    now[0] += KEPT_S
-    assert table.take("a") is None
-    table.put("a", turn("replaced"))
-    table.put("a", turn("evicted"))
+    table.put("a", turn("late"), now_s)
+    now_s += KEPT_S
+    assert table.take("a", now_s) is None
+    table.put("a", turn("replaced"), now_s)
+    table.put("a", turn("evicted"), now_s)
     for number in range(TURNS_MAX):
-        table.put(str(number), turn(str(number)))
+        table.put(str(number), turn(str(number)), now_s)
     assert given_back == ["late", "replaced", "evicted"]
-    assert table.take("a") is None
-    assert table.take("0") == turn("0")
+    assert table.take("a", now_s) is None
+    assert table.take("0", now_s) == turn("0")
 
 
 @pytest.mark.parametrize("session", [None, "", "x" * (SESSION_CHARS_MAX + 1)])
 def test_without_a_session_nothing_is_remembered(session: str | None) -> None:
     given_back: list[Any] = []
     table = TurnTable(lambda engine, params: given_back.append((engine, params)))
-    table.put(session, turn("of D"))
+    table.put(session, turn("of D"), 0.0)
     assert given_back == [turn("of D")]
-    assert table.take(session) is None
+    assert table.take(session, 0.0) is None
 
 
 @pytest.mark.parametrize(

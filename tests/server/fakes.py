@@ -29,8 +29,8 @@ from baton.http.bodies import Bodies
 from baton.http.connections import server_config
 from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool
-from baton.router.app import Router
 from baton.router.settings import RouterSettings
+from baton.router.shell.app import Router
 from baton.server.app import build_app
 from baton.server.metrics import ServerMetrics
 from baton.server.service import Service, check_common_params

@@ -1,4 +1,4 @@
-"""The router: the real policies choose, and the legs go the way of `baton.router.handoff`, without HTTP.
+"""The router: the real policies choose, and the legs go the way of `baton.router.machine`, without HTTP.
 
     pull    ask --> prefill leg on P --ticket--> decode leg on D --> client
     push    ask --> prefill leg on P, and decode leg on D with P's introduction, at once --> client

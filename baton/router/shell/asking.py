@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import httpx
 import msgspec
 
-from baton.router.sending import send
+from baton.router.shell.sending import send
 
 MAX_ANSWER_BYTES = 1 << 20  # An introduction has a few KiB; a list of models with many adapters has more.
 

@@ -31,19 +31,24 @@ from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.gate import Gate, send_error
 from baton.http.workers import WorkerPool
-from baton.router.dashboard import PAGE
-from baton.router.dispatch import Dispatch
+from baton.router import machine
+from baton.router.answers import end_to_end
 from baton.router.errors import ClientGone, RouterError, error_event
-from baton.router.fleet import Fleet, Prober, ProberDied
-from baton.router.incoming import Incoming
-from baton.router.introductions import Introducer
+from baton.router.fleet import Fleet
+from baton.router.fleet_view import FleetView
 from baton.router.legs import parse_body
-from baton.router.loans import LoanReturns
-from baton.router.metrics import RouterMetrics
+from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
 from baton.router.pairs import Pairs
-from baton.router.proxy import Proxy
 from baton.router.settings import RouterSettings
-from baton.router.upstream import KEEPALIVE_S, Upstream, end_to_end
+from baton.router.shell.dashboard import PAGE
+from baton.router.shell.incoming import Incoming
+from baton.router.shell.introductions import Introducer
+from baton.router.shell.loans import LoanReturns
+from baton.router.shell.metrics import RouterMetrics
+from baton.router.shell.probes import Prober, ProberDied
+from baton.router.shell.requests import RequestDriver, Requests
+from baton.router.shell.upstream import KEEPALIVE_S, Upstream
+from baton.router.turns import SESSION_HEADER, TurnTable
 
 logger = logging.getLogger(__name__)
 
@@ -51,7 +56,7 @@ REQUEST_ID = "x-request-id"
 _GOOD_REQUEST_ID = re.compile(r"[!-~]{1,256}")
 LAST_PROBES_S = 0.5  # For probes in flight when the router is told to stop.
 CLOSING_S = 5.0  # For legs to be closed, once the client has its answer.
-CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, nobody receives it.
+CHAT_PATH = "/v1/chat/completions"
 
 
 def create_app(settings: RouterSettings) -> Starlette:
@@ -74,15 +79,12 @@ class Router:
         self.fleet = Fleet(settings)
         self._pairs = Pairs()
         self._metrics = RouterMetrics(self.fleet, self._pairs)
-        upstream = Upstream(self._client, self.fleet, self._metrics, settings)
+        upstream = Upstream(self._client, settings)
         timeout_s = settings.probe.timeout_s
         self._introducer = Introducer(self._client, self.fleet, timeout_s, pushes=settings.mode == "push")
         self._loans = LoanReturns(self._client, self._metrics, timeout_s)
-        self._proxy = Proxy(
-            Dispatch(
-                settings, self.fleet, upstream, self._metrics, self._introducer, self._loans, self._pairs
-            )
-        )
+        self._view = FleetView(settings, self.fleet, self._pairs, TurnTable(self._loans.give_back))
+        self._requests = Requests(self._view, upstream, self._metrics, self._introducer, self._loans)
         self._prober = Prober(self.fleet, self._client, settings.probe, self._introducer.hear_healthy)
         self._workers = WorkerPool()
         self._bodies = Bodies(settings.doors, self._workers)
@@ -267,12 +269,26 @@ class Router:
             body=raw,
             received_at_s=time.monotonic(),
         )
-        if is_handoff:
-            return await self._attend(self._proxy.complete(incoming, body, wire), receive, wire)
-        return await self._attend(self._proxy.forward(incoming, wire), receive, wire)
+        if not is_handoff:
+            return await self._attend(self._requests.forward(incoming, wire), receive, wire)
+        request = machine.Request(
+            id=request_id,
+            body=body,
+            is_chat=scope["path"] == CHAT_PATH,
+            session=headers.get(SESSION_HEADER),
+            received_at_s=asyncio.get_running_loop().time(),
+        )
+        driver = RequestDriver(self._requests, Machine(self._view, request), incoming, wire)
+        return await self._attend(driver.run(), receive, wire, driver)
 
-    async def _attend(self, work: Coroutine[Any, Any, int], receive: Receive, wire: "_Wire") -> int:
-        """The work's result. Cancelled to its end if the client goes away first, or the router has to end."""
+    async def _attend(
+        self,
+        work: Coroutine[Any, Any, int],
+        receive: Receive,
+        wire: "_Wire",
+        driver: RequestDriver | None = None,
+    ) -> int:
+        """Return the work's result. It ends early if the client goes away, or the router has to end."""
         working = asyncio.create_task(work)
         listening = asyncio.create_task(_wait_disconnect(receive))
         ending = asyncio.create_task(self._has_to_end.wait())
@@ -281,7 +297,10 @@ class Router:
             if not working.done() and wire.has_ended:
                 # A server calls that a disconnect too. What is left of the work is to close its legs.
                 await asyncio.wait({working}, timeout=CLOSING_S)
-            if not working.done() and listening.done():
+            if not working.done() and driver is not None:
+                driver.client_gone() if listening.done() else driver.stop()
+                await asyncio.wait({working}, timeout=CLOSING_S)
+            if listening.done() and not wire.has_ended:
                 raise ClientGone("closed its connection")
             if not working.done():
                 working.cancel()

@@ -18,9 +18,9 @@ import httpx
 import msgspec
 
 from baton.core.json_text import NotJson, decode_json
-from baton.router.asking import Answer, ask
 from baton.router.fleet import Engine, Fleet, Identity, Introduction
 from baton.router.legs import PARAMS
+from baton.router.shell.asking import Answer, ask
 
 logger = logging.getLogger(__name__)
 

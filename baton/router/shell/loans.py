@@ -13,11 +13,11 @@ from typing import Any
 
 import httpx
 
-from baton.router.asking import ask
 from baton.router.fleet import Engine
-from baton.router.introductions import ASKING
 from baton.router.legs import PARAMS
-from baton.router.metrics import RouterMetrics
+from baton.router.shell.asking import ask
+from baton.router.shell.introductions import ASKING
+from baton.router.shell.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
 

@@ -7,6 +7,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from baton.router.events import Count
 from baton.router.fleet import Fleet
 from baton.router.pairs import Pairs
 
@@ -81,6 +82,15 @@ class RouterMetrics:
             registry=self.registry,
         )
         self.registry.register(_FleetCollector(fleet, pairs))
+
+    def count(self, effect: Count) -> None:
+        """Carry out what a request's machine asks for."""
+        metric = getattr(self, effect.metric)
+        labelled = metric.labels(*effect.labels) if effect.labels else metric
+        if effect.value is None:
+            labelled.inc()
+        else:
+            labelled.observe(effect.value)
 
     def exposition(self) -> bytes:
         """On the router's loop."""

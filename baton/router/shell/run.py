@@ -10,8 +10,8 @@ import uvicorn
 
 from baton.http.connections import raise_descriptor_limit, server_config
 from baton.http.log_limit import limit_logs
-from baton.router.app import Router
 from baton.router.settings import RouterSettings
+from baton.router.shell.app import Router
 
 EXIT_STOPPED = 0
 EXIT_NOT_STARTED = 3  # uvicorn's.
@@ -32,7 +32,7 @@ def serve(
 ) -> int:
     """Returns the exit status after a signal. `admin_port`: for metrics, /fleet and the dashboard."""
     raise_descriptor_limit()
-    limit_logs("baton.router.app")
+    limit_logs("baton.router.shell.app")
     router = Router(settings)
     common: dict[str, Any] = {
         "host": host,

@@ -1,0 +1,300 @@
+"""Meaning of an engine's answer for the request. Bytes and values in, values out.
+
+read_prefill    P's whole answer -> what to do next
+PrefillReader   P's answer, whole or as a stream of which only the beginning is wanted
+DecodeAnswer    D's answer on its way to the client
+"""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import msgspec
+
+from baton.core.errors import PeerError
+from baton.core.json_text import NotJson, decode_json
+from baton.router.behind_stream import BehindSieve, OverlapReader
+from baton.router.cached_tokens import event_with_prefill_hits, with_prefill_hits
+from baton.router.first_token import FirstToken, FirstTokenReader
+from baton.router.first_tokens import FirstTokens
+from baton.router.legs import PARAMS, LocalReason
+from baton.router.sse import EventSplitter, RawObject, is_done
+from baton.router.turns import TurnSieve
+
+# Not the client's fault, though in the 4xx range: another engine may have room.
+_RETRYABLE_4XX = frozenset({408, 425, 429})
+# Bytes of P's answer that are decoded whole, which stops the loop for about 15 ms a MiB. From a longer one
+# only the ticket is read, and D says all tokens.
+MAX_KEPT = 2 << 20
+MAX_REST_BYTES = 1 << 20  # Of P's stream after the first token: token counts and [DONE].
+_NULL = msgspec.Raw(b"null")
+PROMPT_HEADER = "x-baton-prompt"  # Tokens of the prompt: all, cached in this engine, loaded from another.
+_PROMPT_COUNTS = re.compile(r"total=(\d{1,9}); local=(\d{1,9}); transferred=(\d{1,9})")
+
+
+# RFC 9110, 7.6.1, and what belongs to one connection or is set anew on each hop.
+_PER_HOP = frozenset(
+    {
+        "connection",
+        "keep-alive",
+        "proxy-authenticate",
+        "proxy-authorization",
+        "proxy-connection",
+        "te",
+        "trailer",
+        "transfer-encoding",
+        "upgrade",
+        "host",
+        "content-length",
+        "accept-encoding",
+        "expect",
+        "date",
+        "server",
+        "x-request-id",
+        "x-baton-prompt",
+    }
+)
+
+
+def end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
+    """Headers that pass through: not those of one hop, nor those that `Connection` declares to be."""
+    named = {name.strip().lower() for name in headers.get("connection", "").split(",")}
+    return {name: value for name, value in headers.items() if name.lower() not in _PER_HOP | named}
+
+
+@dataclass(frozen=True, slots=True)
+class LegAnswer:
+    """`body`: the whole answer, or the first piece of a stream."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+    is_stream: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Prefilled:
+    """The prompt has been computed (remote), or is left to the decode engine (local)."""
+
+    where: Literal["remote", "local"]
+    reason: LocalReason | Literal[""] = ""  # Why local.
+    ticket: dict[str, Any] | None = None
+    answer: Mapping[str, Any] | None = None  # P's, of one token, if it was asked to be read for it.
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """P's 4xx: what the client asked for cannot be done by any engine."""
+
+    answer: LegAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Complete:
+    """P's first token is the whole answer, which was not to be streamed."""
+
+    answer: LegAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Unable:
+    """This engine could not; another may."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class FirstTokenRead:
+    """P's stream has its first token. `head` has its status and headers."""
+
+    head: LegAnswer
+    first: FirstToken
+
+
+PrefillOutcome = Prefilled | Refused | Complete | Unable | FirstTokenRead
+
+
+class _Choice(msgspec.Struct):
+    finish_reason: str | None = None
+
+
+class _ErrorBody(msgspec.Struct):
+    param: str | None = None
+
+
+class _ErrorAnswer(msgspec.Struct):
+    error: _ErrorBody
+
+
+def is_engines_fault(answer: LegAnswer) -> bool:
+    """Another engine may do better."""
+    return answer.status >= 500 or answer.status in _RETRYABLE_4XX
+
+
+def blames_params(answer: LegAnswer) -> bool:
+    """A 400 that names what we put in: engines disagree (role, model, secret), the client cannot mend it."""
+    if answer.status != 400:
+        return False
+    try:
+        error = decode_json(answer.body, _ErrorAnswer).error
+    except NotJson:
+        return False
+    return (error.param or "").startswith(PARAMS)
+
+
+def is_handed_over(answer: LegAnswer) -> bool | None:
+    """Whether D has loaded what P lent. None: it does not report it, or needed little of it.
+
+    Baton's engines report in a header what they did with the prompt, because a stream's usage comes last, if
+    at all.
+    """
+    found = _PROMPT_COUNTS.fullmatch(answer.headers.get(PROMPT_HEADER, ""))
+    if found is None:
+        return None
+    total, local, transferred = map(int, found.groups())
+    if transferred:
+        return True
+    return None if 2 * local >= total else False
+
+
+def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = False) -> PrefillOutcome:
+    """Of an answer that was not streamed. Raises PeerError.
+
+    `may_be_complete`: P was asked for the client's own answer, as far as its first token.
+    `is_kept`: the answer goes into the outcome.
+    """
+    if is_engines_fault(answer) or blames_params(answer):
+        return Unable(f"said {answer.status}")
+    if answer.status != 200:
+        return Refused(answer)
+    try:
+        parts = decode_json(answer.body, RawObject)
+        ticket = decode_json(parts.pop(PARAMS, _NULL))
+        if may_be_complete and decode_json(parts.get("choices", _NULL), list[_Choice])[0].finish_reason:
+            body = answer.body if ticket is None else msgspec.json.encode(parts)
+            return Complete(LegAnswer(answer.status, answer.headers, body))
+        kept = decode_json(answer.body, dict[str, Any]) if is_kept and len(answer.body) <= MAX_KEPT else None
+    except (NotJson, IndexError) as error:
+        raise PeerError(f"the prefill engine's answer is no completion: {error}") from error
+    if not isinstance(ticket, dict | None):
+        raise PeerError(
+            f"{PARAMS} in the prefill engine's answer is a {type(ticket).__name__}, not an object"
+        )
+    return prefilled(ticket, kept)
+
+
+def prefilled(ticket: dict[str, Any] | None, answer: Mapping[str, Any] | None = None) -> Prefilled:
+    if ticket:
+        return Prefilled("remote", ticket=ticket, answer=answer)
+    return Prefilled("local", "nothing_lent", answer=answer)
+
+
+class PrefillReader:
+    """Reads P's answer until its meaning is known, and for a stream also its end, into `rest`.
+
+    Every method returns the meaning when it is known, once. Raises PeerError for what is no answer.
+    """
+
+    def __init__(self, *, reads_first_token: bool, shows_token_ids: bool, keeps_answer: bool) -> None:
+        self._reads_first_token = reads_first_token
+        self._keeps_answer = keeps_answer
+        self._first = FirstTokenReader(shows_token_ids=shows_token_ids)
+        self._events = EventSplitter()
+        self._head: LegAnswer | None = None
+        self._is_known = False
+        self._rest = bytearray()
+        self.rest: bytes | None = None  # After the first token: token counts and [DONE].
+        self.lent: Mapping[str, Any] | None = None  # `kv_transfer_params` of P's answer.
+
+    def open(self, answer: LegAnswer) -> PrefillOutcome | None:
+        if not answer.is_stream:
+            outcome = read_prefill(
+                answer, may_be_complete=self._reads_first_token, is_kept=self._keeps_answer
+            )
+            if isinstance(outcome, Prefilled):
+                self.lent = outcome.ticket
+            return outcome
+        if not self._reads_first_token:
+            raise PeerError("streamed an answer that was not asked to be one")
+        self._head = answer
+        return self.feed(answer.body)
+
+    def feed(self, data: bytes) -> PrefillOutcome | None:
+        self._events.push(data)
+        return self._read()
+
+    def finish(self) -> PrefillOutcome | None:
+        """The stream has ended in order."""
+        self._events.finish()
+        outcome = self._read()
+        if not self._is_known:
+            raise PeerError("the stream ended without a first token")
+        self.rest = bytes(self._rest)
+        return outcome
+
+    def _read(self) -> PrefillOutcome | None:
+        outcome: PrefillOutcome | None = None
+        while (event := self._events.next()) is not None:
+            if self._is_known:
+                self._rest += event
+                if len(self._rest) > MAX_REST_BYTES:
+                    raise PeerError("does not stop after one token")
+            elif (first := self._first.look_at(event)) is not None:
+                assert self._head is not None
+                self._is_known, self.lent = True, first.params
+                outcome = FirstTokenRead(self._head, first)
+        return outcome
+
+
+class DecodeAnswer:
+    """D's answer, event by event; what it keeps for a next turn, and P's cache hits, are taken care of.
+
+    `compare`, until it returns True; then `push` and `ready`.
+    """
+
+    def __init__(self, first: FirstTokens) -> None:
+        self._reader = first.reader_of_decode()
+        self._sieve: TurnSieve = BehindSieve() if first.continues_after_told else TurnSieve()
+        self._events = EventSplitter()
+        self._lent: Mapping[str, Any] | None = None  # By P, in push.
+        self.found: FirstToken | bool | None = None  # What the comparison has found.
+        self.is_done = False  # [DONE] has come out.
+
+    @property
+    def kept_params(self) -> dict[str, Any] | None:
+        """What D keeps for the next turn of the session."""
+        return self._sieve.params
+
+    def whole(self, body: bytes, lent: Mapping[str, Any] | None) -> bytes:
+        return with_prefill_hits(self._sieve.whole(body), lent)
+
+    def compare(self, data: bytes) -> bool:
+        """True: the first token is found in `found`, or nothing is to be compared. Raises PeerError."""
+        self._events.push(data)
+        if self._reader is None:
+            return True
+        while (event := self._events.next()) is not None:
+            if (found := self._reader.look_at(event)) is not None:
+                self.found = found
+                return True
+        return False
+
+    @property
+    def left_over(self) -> bytes:
+        """What the event with the first token has for the client after that token."""
+        return self._sieve.event(self._reader.left_over) if isinstance(self._reader, OverlapReader) else b""
+
+    def push(self, data: bytes) -> None:
+        self._events.push(data)
+
+    def finish(self) -> None:
+        self._events.finish()
+
+    def ready(self, lent: Mapping[str, Any] | None) -> bytes:
+        """Whole events for the client, up to [DONE]. Raises PeerError."""
+        ready = bytearray()
+        while not self.is_done and (event := self._events.next()) is not None:
+            ready += event_with_prefill_hits(self._sieve.event(event), lent)
+            self.is_done = is_done(event)
+        return bytes(ready)

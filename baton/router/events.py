@@ -1,0 +1,153 @@
+"""The events that a request's machine takes, and the effects that it asks for. See `machine`."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from baton.router.answers import LegAnswer, PrefillReader
+from baton.router.errors import LegFailure, RouterError
+from baton.router.fleet import Engine
+from baton.router.settings import Role
+
+# --- Events -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Met:
+    """The engine has been asked who it is, and has answered or not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """A leg's answer is there: whole, or the first piece of its stream."""
+
+    leg: "Leg"
+    answer: LegAnswer
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next piece of a leg's stream."""
+
+    leg: "Leg"
+    data: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class StreamEnded:
+    """In order."""
+
+    leg: "Leg"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    leg: "Leg"
+    failure: LegFailure
+
+
+@dataclass(frozen=True, slots=True)
+class Closed:
+    """A leg has left its engine, after `Close`."""
+
+    leg: "Leg"
+
+
+@dataclass(frozen=True, slots=True)
+class HoldOver:
+    """The time of `Hold` is up."""
+
+
+@dataclass(frozen=True, slots=True)
+class ClientGone:
+    """The client has closed its connection, or does not read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The router shuts down, and this request's time is up."""
+
+
+Event: TypeAlias = Met | Opened | Piece | StreamEnded | Failed | Closed | HoldOver | ClientGone | Stopped
+
+# --- Effects ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Meet:
+    """Ask the engine who it is, unless that is under way; then `Met`."""
+
+    engine: Engine
+
+
+@dataclass(slots=True, eq=False)
+class Leg:
+    """Effect: send this request to an engine. The answer comes as events that name the leg."""
+
+    role: Role
+    engine: Engine
+    body: Mapping[str, Any]
+    wait_s: float  # For a whole answer, or for the first piece of a stream.
+    started_at_s: float
+    was_alone: bool  # The engine had no other request at the leg's start.
+    reader: PrefillReader | None = None
+    outcome: str = "cancelled"  # For the metrics.
+    is_broken: bool = False  # It sent what is no answer; what follows is not read.
+
+
+@dataclass(frozen=True, slots=True)
+class Close:
+    """Leave the engine, which aborts what it still does for the leg; then `Closed`."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class Hold:
+    """Report `HoldOver` after so many seconds."""
+
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The beginning of the client's answer."""
+
+    status: int
+    headers: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Bytes of the client's answer. `is_last`: all of it is sent."""
+
+    data: bytes
+    is_last: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class GiveBack:
+    """Tell the engine that no other engine will come for what it keeps."""
+
+    engine: Engine
+    params: Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """Add to a counter, or observe a time in seconds (`value`)."""
+
+    metric: str
+    labels: tuple[str, ...] = ()
+    value: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Over:
+    """The request has ended and its legs are closed. `error`: nothing was sent, and this is to be."""
+
+    status: int | None
+    error: RouterError | None = None
+
+
+Effect: TypeAlias = Meet | Leg | Close | Hold | Head | Send | GiveBack | Count | Over

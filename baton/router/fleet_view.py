@@ -1,0 +1,68 @@
+"""What requests know of the fleet: engines to choose from, and what earlier requests have learned."""
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+from baton.router.errors import LegFailure, RouterError
+from baton.router.fleet import Engine, Fleet
+from baton.router.late_leg import LateLegs
+from baton.router.pairs import Pairs
+from baton.router.policies import RoutedRequest
+from baton.router.settings import Role, RouterSettings
+from baton.router.turns import TurnTable
+
+logger = logging.getLogger(__name__)
+
+Outcome = Literal["handed_over", "computed", "refused"]
+
+
+class FleetView:
+    def __init__(self, settings: RouterSettings, fleet: Fleet, pairs: Pairs, turns: TurnTable) -> None:
+        self.settings = settings
+        self.fleet = fleet
+        self.pairs = pairs
+        self.turns = turns
+        self.late_legs = LateLegs(settings.decode_leg)
+        self._num_routed = 0
+
+    def route(self, prefix_key: bytes) -> RoutedRequest:
+        self._num_routed += 1
+        return RoutedRequest(self._num_routed, prefix_key)
+
+    def choose(
+        self,
+        role: Role,
+        routed: RoutedRequest,
+        tried: Sequence[Engine],
+        is_fit: Callable[[Engine], bool] = lambda engine: True,
+    ) -> Engine | None:
+        """The next engine to try. None: there is none, or enough have been tried."""
+        attempts = self.settings.prefill_attempts if role == "prefill" else self.settings.decode_attempts
+        if len(tried) >= attempts:
+            return None
+        return self.fleet.choose(role, routed, tried=tried, is_fit=is_fit)
+
+    def no_engine(self, role: Role, failure: LegFailure | None, *, is_tried: bool = False) -> RouterError:
+        if failure is None and not is_tried:
+            return RouterError.unavailable(self.fleet.why_none(role))
+        if failure is not None and failure.kind == "too_large":
+            limit = self.settings.max_answer_bytes
+            return RouterError(
+                400,
+                f"the answer has over {limit} bytes; stream it, or ask for fewer tokens, choices or logprobs",
+            )
+        if failure is not None and failure.kind == "timeout":
+            return RouterError.too_late(f"no {role} engine answered in time")
+        return RouterError.gateway(f"the {role} engine failed before the first byte of an answer")
+
+    def note_handoff(self, producer: Engine, consumer: Engine, outcome: Outcome, now_s: float) -> None:
+        """What D did with a prompt that P had lent."""
+        if outcome == "handed_over":
+            self.pairs.note_handed_over(producer, consumer)
+            return
+        why = "the decode engine computes what it should load"
+        if outcome == "refused":
+            why = "the decode engine refuses what the prefill engine signed"
+        if self.pairs.note_computed(producer, consumer, why, now_s):
+            logger.error("%s hands nothing over to %s: %s", producer.url, consumer.url, why)

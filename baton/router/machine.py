@@ -1,0 +1,836 @@
+"""One completion on its way through the router: a state machine without I/O.
+
+    pull    client --> prefill leg on P --ticket--> decode leg on D --> client
+    push    client --> prefill leg on P and decode leg on D, at once, under one transfer id --> client
+
+    P unreachable, broken, late, 5xx: once more on another P, else D prefills by itself (or the request fails)
+    P answers 4xx:                    the client's error, passed on as it is
+    D never received the request:     the same ticket on another D
+    D refuses the ticket:             once more without it; it is no fault of the client
+    D refuses the introduction:       once more with a fresh one, then without
+    D failed before its first byte:   both legs again, with a new transfer id
+    D failed in a stream:             an error event and [DONE]
+
+In a push a leg that fails takes the other one with it, and D's leg may be held back (`late_leg`): if P has
+answered meanwhile, the rest goes as in pull. The client gets nothing before D's first byte except the first
+token, which P may give (`modes`), and nothing is retried after D's first byte. If D, or P itself, fails after
+the first token, the rest is tried again from an engine that can continue the answer. If P's first token ends
+the answer, P's answer is the answer.
+
+`TABLE` has the transitions. An event of a leg that has been closed changes nothing.
+"""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, Literal
+
+from baton.core.errors import PeerError
+from baton.router.answers import (
+    Complete,
+    DecodeAnswer,
+    FirstTokenRead,
+    LegAnswer,
+    Prefilled,
+    PrefillOutcome,
+    PrefillReader,
+    Refused,
+    Unable,
+    blames_params,
+    end_to_end,
+    is_engines_fault,
+    is_handed_over,
+    prefilled,
+)
+from baton.router.errors import LegFailure, RouterError, error_event
+from baton.router.events import (
+    ClientGone,
+    Close,
+    Closed,
+    Count,
+    Effect,
+    Event,
+    Failed,
+    GiveBack,
+    Head,
+    Hold,
+    HoldOver,
+    Leg,
+    Meet,
+    Met,
+    Opened,
+    Over,
+    Piece,
+    Send,
+    Stopped,
+    StreamEnded,
+)
+from baton.router.first_token import FirstToken
+from baton.router.first_tokens import FirstTokens
+from baton.router.fleet import Engine
+from baton.router.fleet_view import FleetView, Outcome
+from baton.router.legs import PARAMS, new_transfer_id, push_params, shape_of
+from baton.router.settings import Role
+from baton.router.turns import Turn
+
+logger = logging.getLogger(__name__)
+
+INTRODUCTIONS_MAX = 2  # Times that D is offered one; the second one is fresh from P.
+CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, the client does not receive it.
+SHUTTING_DOWN = "the router is shutting down"
+EVENT_STREAM = LegAnswer(200, {"content-type": "text/event-stream; charset=utf-8"}, b"", is_stream=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A client's completion. `session`: the client's X-Session-Id."""
+
+    id: str
+    body: Mapping[str, Any]
+    is_chat: bool
+    session: str | None
+    received_at_s: float
+
+
+class State(Enum):
+    MEETING = "an engine is asked who it is"
+    PREFILLING = "P computes the prompt"
+    HELD = "push: P computes the prompt, and D's leg is held back"
+    PUSHING = "push: both legs are under way"
+    DECODING = "D's answer has not begun"
+    COMPARING = "D's stream has begun, and its first token is compared with P's"
+    RELAYING = "D's stream goes to the client"
+    ENDING = "the end of P's stream goes to the client: its first token ends the answer"
+    CLOSING = "legs are being closed"
+    OVER = "nothing is left to do"
+
+
+class Machine:
+    """`begin`, then `on` for each event; both return effects. `Over` is the last one."""
+
+    def __init__(self, view: FleetView, request: Request) -> None:
+        self._view, self._settings, self._request = view, view.settings, request
+        self._state = State.OVER
+        self._now_s = 0.0
+        self._effects: list[Effect] = []
+        self._then: Callable[[], None] = self._attempt  # After MEETING or CLOSING.
+        shape = shape_of(request.body)
+        self._routed = view.route(shape.prefix_key)
+        self._num_prompt_tokens = shape.num_prompt_tokens
+        self._local_reason = shape.direct_reason
+        if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
+            self._local_reason = "short_prompt"
+        self._first = FirstTokens(
+            request.body,
+            is_chat=request.is_chat,
+            may_split=self._settings.first_token and self._local_reason is None,
+        )
+        self._consumer: Engine | None = None  # Of this attempt.
+        self._tried: list[Engine] = []  # To decode.
+        self._bad_producers: list[Engine] = []
+        self._num_refused_introductions = 0
+        self._prefilled: Prefilled | None = None
+        self._failures: dict[Role, LegFailure] = {}  # The last one of each role.
+        self._prefill: Leg | None = None  # The last one of either role.
+        self._decode: Leg | None = None
+        self._open_legs: list[Leg] = []
+        self._transfer_id = ""
+        self._push_params: Mapping[str, Any] = {}  # For a decode leg that leaves with the prefill leg.
+        self._is_pushed = False  # The decode leg left with the prefill leg.
+        self._lent: tuple[Engine, Mapping[str, Any]] | None = None  # Until a D has come for it.
+        self._lending: Leg | None = None  # That has lent it.
+        self._producer: Engine | None = None  # Of what the running decode leg is to load.
+        self._has_come = False  # The D of the running decode leg, for what P lends.
+        self._turn: Turn | None = None  # That the last answer of this session left, until a P has it.
+        self._was_turn_sent = False
+        self._answer: DecodeAnswer | None = None  # D's stream, once it has begun ...
+        self._head = EVENT_STREAM  # ... with this status and these headers.
+        self._status: int | None = None  # Of the client's answer, once it has begun.
+        self._error: RouterError | None = None  # For a client that has been sent nothing.
+
+    def begin(self, now_s: float) -> Sequence[Effect]:
+        return self._run(now_s, self._attempt)
+
+    def on(self, event: Event, now_s: float) -> Sequence[Effect]:
+        role = None
+        if isinstance(event, LEG_EVENTS):
+            role = event.leg.role
+            if event.leg.is_broken and not isinstance(event, Closed):
+                return ()
+        transition = TABLE.get((self._state, type(event), role), Machine._ignore)
+        return self._run(now_s, lambda: transition(self, event))
+
+    def _run(self, now_s: float, step: Callable[[], None]) -> Sequence[Effect]:
+        self._now_s = now_s
+        try:
+            step()
+        except RouterError as error:
+            self._refuse(error)
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _ignore(self, event: Event) -> None:
+        pass
+
+    # --- An attempt: engines, then legs --------------------------------------------------------------
+
+    def _attempt(self) -> None:
+        # D is chosen before the prefill: without a decode engine there is nothing to prefill for.
+        self._consumer = consumer = self._choose_consumer()
+        if consumer is None:
+            raise self._view.no_engine("decode", self._failures.get("decode"))
+        self._meet(consumer, self._find_producer)
+
+    def _meet(self, engine: Engine, then: Callable[[], None], *, is_again: bool = False) -> None:
+        if engine.is_up and (is_again or not engine.was_asked):
+            self._state, self._then = State.MEETING, then
+            self._effects.append(Meet(engine))
+        else:
+            then()
+
+    def _on_met(self, event: Event) -> None:
+        self._then()
+
+    def _find_producer(self) -> None:
+        assert self._consumer is not None
+        if self._prefilled is not None or self._local_reason is not None:
+            return self._choose_way(None)
+        producer = self._choose_producer(self._consumer)
+        if producer is None or producer.was_asked:
+            return self._choose_way(producer)
+        return self._meet(producer, self._find_producer)  # It may turn out not to fit.
+
+    def _choose_way(self, producer: Engine | None) -> None:
+        """Pull or push, now that both engines are known."""
+        consumer = self._consumer
+        assert consumer is not None
+        if not consumer.is_eligible:
+            return self._attempt()  # What it says of itself excludes it.
+        if producer is None or self._settings.mode == "pull" or self._first.is_told:
+            self._first.choose(producer, consumer, is_push=False)
+            return self._pull()
+        return self._meet(
+            producer, lambda: self._push_or_pull(producer, consumer), is_again=not producer.is_introduced
+        )
+
+    def _push_or_pull(self, producer: Engine, consumer: Engine) -> None:
+        self._first.choose(producer, consumer, is_push=True)
+        card = producer.introduction
+        if card is None or card.introduction is None or self._first.needs_no_decode:
+            self._first.choose(producer, consumer, is_push=False)
+            return self._pull()
+        hold_s = self._view.late_legs.hold_s(producer, consumer, self._num_prompt_tokens)
+        self._transfer_id = new_transfer_id()
+        self._push_params = push_params(
+            self._transfer_id, engine_id=card.engine_id, introduction=card.introduction
+        )
+        self._open_prefill(producer)
+        if hold_s == 0.0:
+            return self._push("at_once")
+        self._state = State.HELD
+        if hold_s is not None:
+            self._effects.append(Hold(hold_s))
+        return None
+
+    def _on_hold_over(self, event: Event) -> None:
+        self._push("late")
+
+    def _push(self, when: Literal["at_once", "late"]) -> None:
+        assert self._consumer is not None
+        self._count("pushes", when)
+        self._open_decode(self._consumer, self._push_params, is_pushed=True)
+        self._state = State.PUSHING
+
+    # --- Prefill -------------------------------------------------------------------------------------
+
+    def _pull(self) -> None:
+        if self._prefilled is not None:
+            return self._after_prefill()
+        if self._local_reason is not None:
+            self._set_prefilled(Prefilled("local", self._local_reason))
+            return self._after_prefill()
+        return self._next_producer()
+
+    def _next_producer(self) -> None:
+        producer = self._choose_producer(self._consumer)
+        if producer is not None and not producer.was_asked:
+            return self._meet(producer, self._next_producer)
+        if producer is not None:
+            self._transfer_id = new_transfer_id()
+            self._open_prefill(producer)
+            self._state = State.PREFILLING
+            return None
+        if self._settings.on_prefill_failure == "fail":
+            failure = self._failures.get("prefill")
+            raise self._view.no_engine("prefill", failure, is_tried=bool(self._bad_producers))
+        has_pair = self._bad_producers or self._choose_producer(None) is None
+        self._set_prefilled(Prefilled("local", "prefill_failed" if has_pair else "no_pair"))
+        return self._after_prefill()
+
+    def _on_prefill(self, event: Opened | Piece | StreamEnded | Failed) -> None:
+        """P's leg, while the request waits for it: PREFILLING, HELD, PUSHING."""
+        outcome = self._read_prefill(event)
+        if outcome is None:
+            return None
+        if self._state is State.HELD:
+            self._count("pushes", "after")
+        is_over = self._take_prefill(event.leg, outcome)
+        if is_over:
+            return None
+        if self._state is State.PREFILLING:
+            return self._next_producer() if self._prefilled is None else self._after_prefill()
+        if self._prefilled is None:
+            if self._state is State.PUSHING:
+                assert self._decode is not None
+                self._tried.remove(self._decode.engine)  # It was not at fault.
+            return self._again()
+        if self._state is State.HELD:
+            assert self._consumer is not None
+            self._first.choose(event.leg.engine, self._consumer, is_push=False)
+            return self._after_prefill()
+        self._state = State.DECODING
+        assert self._decode is not None
+        if self._tell_kept_answer(self._decode.engine):
+            return self._finish()
+        return None
+
+    def _read_prefill(
+        self, event: Opened | Piece | StreamEnded | Failed
+    ) -> PrefillOutcome | LegFailure | None:
+        """Return what P's answer means, once it is known. In every state: P may have lent something."""
+        leg = event.leg
+        assert leg.reader is not None
+        outcome: PrefillOutcome | LegFailure | None
+        try:
+            match event:
+                case Opened(answer=answer):
+                    self._note_answer(leg, answer)
+                    outcome = leg.reader.open(answer)
+                case Piece(data=data):
+                    outcome = leg.reader.feed(data)
+                case StreamEnded():
+                    outcome = leg.reader.finish()
+                case Failed(failure=failure):
+                    self._note_failure(leg, failure)
+                    outcome = failure
+        except PeerError as error:
+            outcome = _broken(leg, str(error))
+            leg.outcome, leg.is_broken = outcome.kind, True
+            self._note_failure(leg, outcome)
+            self._effects.append(Close(leg))
+        if isinstance(outcome, Prefilled) and outcome.ticket:
+            self._take_loan(leg, outcome.ticket)
+        elif isinstance(outcome, FirstTokenRead) and outcome.first.params:
+            self._take_loan(leg, outcome.first.params)
+        return outcome
+
+    def _on_late_prefill(self, event: Opened | Piece | StreamEnded | Failed) -> None:
+        """P's leg, while nothing waits for it: it may lend, and reports its cache hits."""
+        self._read_prefill(event)
+
+    def _take_prefill(self, leg: Leg, outcome: PrefillOutcome | LegFailure) -> bool:
+        """Set what was prefilled, or note why it was not. True: all that is left is the end of the answer."""
+        duration_s = self._now_s - leg.started_at_s
+        self._effects.append(Count("prefill_seconds", value=duration_s))
+        match outcome:
+            case LegFailure():
+                self._was_turn_sent = self._was_turn_sent or outcome.was_sent
+                self._log("prefill leg: %s", outcome)
+                self._failures["prefill"] = outcome
+                self._bad_producers.append(leg.engine)
+                return False
+            case Unable(reason):
+                self._log("prefill leg: %s %s", leg.engine.url, reason)
+                self._bad_producers.append(leg.engine)
+                return False
+            case Refused(answer):
+                if self._status is not None:
+                    raise RouterError.gateway("the prefill engine refused what another one had begun")
+                self._send_whole(answer, {})
+                self._finish()
+                return True
+        if leg.was_alone:
+            self._view.late_legs.note(leg.engine, self._num_prompt_tokens, duration_s)
+        self._turn = None  # This P has come for it.
+        match outcome:
+            case Complete(answer):
+                self._send_whole(answer, {"x-baton-prefill": "remote"})
+                self._finish()
+                return True
+            case FirstTokenRead(head, first):
+                self._tell_first(head, first, "remote")
+                if first.is_last:
+                    self._end_with(leg)
+                    return True
+                self._set_prefilled(prefilled(first.params))
+            case Prefilled(answer=kept) if kept is not None and self._first.needs_no_decode:
+                self._set_prefilled(Prefilled("remote", answer=kept))
+            case Prefilled():
+                self._set_prefilled(outcome)
+        return False
+
+    def _end_with(self, leg: Leg) -> None:
+        """P's first token is the last one: token counts and [DONE] follow."""
+        self._state = State.ENDING
+        self._relay_end(leg)
+
+    def _on_ending(self, event: Piece | StreamEnded | Failed) -> None:
+        if event.leg is not self._prefill:
+            return None
+        outcome = self._read_prefill(event)
+        if isinstance(outcome, LegFailure):
+            raise RouterError.gateway("the prefill engine failed at the end of the answer")
+        return self._relay_end(event.leg)
+
+    def _relay_end(self, leg: Leg) -> None:
+        assert leg.reader is not None
+        if (rest := leg.reader.rest) is not None:
+            self._send(rest, is_last=True)
+            self._finish()
+
+    # --- Decode --------------------------------------------------------------------------------------
+
+    def _after_prefill(self) -> None:
+        """Choose D again: what P has lent, or shown, may exclude the first choice."""
+        assert self._prefilled is not None
+        engine = self._choose_consumer(self._producer if self._prefilled.ticket else None)
+        if self._tell_kept_answer(engine):
+            return self._finish()
+        if engine is None:  # It went down during the prefill.
+            raise self._view.no_engine("decode", self._failures.get("decode"))
+        if self._prefilled.ticket and self._producer and self._why_no_pair(self._producer, engine):
+            self._give_back()
+            self._set_prefilled(Prefilled("local", "no_pair"))
+        self._first.settle(engine)
+        self._open_decode(engine, self._prefilled.ticket, is_pushed=False)
+        self._state = State.DECODING
+        return None
+
+    def _on_decode_opened(self, event: Opened) -> None:
+        """D's answer has begun: DECODING, PUSHING."""
+        leg, answer = event.leg, event.answer
+        self._note_answer(leg, answer)
+        assert self._decode is not None
+        if self._state is State.PUSHING:
+            self._set_prefilled(Prefilled("remote"))  # Or D has computed it. P is not waited for.
+        assert self._prefilled is not None
+        is_refused = (self._is_pushed or self._prefilled.ticket is not None) and blames_params(answer)
+        if is_refused:
+            return self._take_refusal(leg.engine, answer)
+        is_params_fault = blames_params(answer)  # Of what the router adds without a ticket.
+        if (is_engines_fault(answer) or is_params_fault) and self._choose_consumer() is not None:
+            self._log("%s answered with %d", leg.engine.url, answer.status)
+            self._prefilled = None
+            return self._again()
+        if is_params_fault and self._status is None:
+            raise RouterError.gateway("the decode engine refused what the router adds to the request")
+        if answer.status == 200:
+            self._note_loaded(leg.engine, answer)
+        where = self._prefilled.where
+        if not answer.is_stream:
+            if self._status is not None:
+                raise RouterError.gateway(
+                    f"the decode engine refused to go on behind the first token ({answer.status})"
+                )
+            reader = DecodeAnswer(self._first)
+            body = reader.whole(answer.body, self._lent_in_push)
+            self._send_whole(answer, {"x-baton-prefill": where}, body=body)
+            self._keep_turn(leg.engine, reader)
+            return self._finish()
+        self._answer, self._head = DecodeAnswer(self._first), answer
+        self._state = State.COMPARING
+        return self._compare(leg, answer.body)
+
+    def _take_refusal(self, engine: Engine, answer: LegAnswer) -> None:
+        what = "introduction" if self._is_pushed else "ticket"
+        logger.error("%s: %s refused the %s: %r", self._request.id, engine.url, what, answer.body)
+        self._note_handoff(engine, "refused")
+        self._give_back()
+        self._tried.remove(engine)
+        if not self._is_pushed:
+            self._set_prefilled(Prefilled("local", "ticket_refused"))  # Once: no ticket is left to refuse.
+            return self._again()
+        self._prefilled = None
+        self._num_refused_introductions += 1
+        if self._num_refused_introductions < INTRODUCTIONS_MAX:
+            assert self._producer is not None
+            self._producer.is_introduced = False
+            return self._again()
+        self._set_prefilled(Prefilled("local", "introduction_refused"))
+        return self._again()
+
+    def _on_decode_failed(self, event: Failed) -> None:
+        """Before D's answer has begun (DECODING, PUSHING), or before its first token is read (COMPARING)."""
+        failure = event.failure
+        self._note_failure(event.leg, failure)
+        if self._state is State.PUSHING:
+            self._set_prefilled(Prefilled("remote"))
+        self._log("decode leg: %s", failure)
+        self._failures["decode"] = failure
+        if failure.kind == "too_large":
+            raise self._view.no_engine("decode", failure)  # Another engine would fail in the same way.
+        if self._is_pushed or failure.was_sent:
+            if self._is_pushed:
+                self._give_back()
+            self._prefilled = None  # The ticket may be in use; a new dispatch gets a new one.
+        return self._again()
+
+    def _on_compared_piece(self, event: Piece) -> None:
+        self._compare(event.leg, event.data)
+
+    def _compare(self, leg: Leg, data: bytes) -> None:
+        """COMPARING: find the first token in D's stream, unless the client gets all of the stream."""
+        assert self._answer is not None
+        assert self._prefilled is not None
+        try:
+            if not self._answer.compare(data):
+                return None
+        except PeerError as error:
+            return self._on_decode_failed(Failed(leg, _broken(leg, str(error))))
+        match self._answer.found:
+            case FirstToken() as first:
+                self._tell_first(self._head, first, self._prefilled.where)
+            case False:
+                self._count("first_tokens", "no")
+                self._set_prefilled(Prefilled("local", "engines_disagree"))
+                self._tried.remove(leg.engine)  # It computes as it should, and can continue after P's token.
+                return self._again()
+            case True:
+                self._count("first_tokens", "yes")
+                self._send(self._answer.left_over)
+            case None if self._first.continues_after_told:
+                self._count("first_tokens", "unasked")
+            case None:
+                self._begin_answer(self._head, {"x-baton-prefill": self._prefilled.where})
+        self._state = State.RELAYING
+        return self._relay()
+
+    def _on_compared_end(self, event: StreamEnded) -> None:
+        why = "the stream ended without a first token"
+        self._on_decode_failed(Failed(event.leg, _broken(event.leg, why)))
+
+    def _on_relayed(self, event: Piece | StreamEnded | Failed) -> None:
+        """RELAYING: whole events go to the client as they come."""
+        assert self._answer is not None
+        match event:
+            case Piece(data=data):
+                self._answer.push(data)
+                return self._relay()
+            case StreamEnded():
+                self._answer.finish()
+                self._relay()
+                if self._state is not State.RELAYING:
+                    return None
+                if self._answer.is_done:
+                    return self._end_answer(event.leg)
+                return self._break_stream("the decode engine ended the stream without [DONE]", event.leg)
+            case Failed(failure=failure):
+                self._note_failure(event.leg, failure)
+                if self._answer.is_done:
+                    return self._end_answer(event.leg)  # All that matters had arrived.
+                self._log("decode leg, in the stream: %s", failure)
+                message = f"the decode engine failed in the middle of the answer ({failure.kind})"
+                return self._break_stream(message, event.leg)
+
+    def _relay(self) -> None:
+        assert self._answer is not None
+        assert self._decode is not None
+        try:
+            ready = self._answer.ready(self._lent_in_push)
+        except PeerError as error:
+            self._log("decode leg, in the stream: %s", error)
+            message = f"the decode engine failed in the middle of the answer ({error})"
+            return self._break_stream(message, self._decode)
+        return self._send(ready)
+
+    def _end_answer(self, leg: Leg) -> None:
+        self._send(b"", is_last=True)
+        self._finish()
+
+    def _break_stream(self, message: str, leg: Leg) -> None:
+        self._count("broken_streams")
+        self._send(error_event(message), is_last=True)
+        self._finish()
+
+    @property
+    def _lent_in_push(self) -> Mapping[str, Any] | None:
+        """What P has reported so far, whose cache hits D does not know."""
+        reader = self._prefill.reader if self._is_pushed and self._prefill is not None else None
+        return reader.lent if reader is not None else None
+
+    # --- The client ----------------------------------------------------------------------------------
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._state is State.CLOSING and self._then == self._end
+
+    def _on_client_gone(self, event: ClientGone) -> None:
+        if self._is_ending:
+            return
+        self._status = CLIENT_CLOSED_REQUEST
+        self._finish()
+
+    def _on_stopped(self, event: Stopped) -> None:
+        if self._is_ending:
+            return
+        if self._status is None:
+            self._error = RouterError.unavailable(SHUTTING_DOWN)
+        elif self._answer is not None and self._answer.is_done:
+            self._send(b"", is_last=True)  # All that matters has been sent.
+        else:
+            self._send(error_event(SHUTTING_DOWN, status=503), is_last=True)
+        self._finish()
+
+    def _refuse(self, error: RouterError) -> None:
+        """No attempt is left."""
+        if self._status is None:
+            self._error = error
+        else:
+            self._log("after the first token: %s", error)
+            self._count("broken_streams")
+            self._send(error_event(str(error)), is_last=True)
+        self._finish()
+
+    def _begin_answer(self, answer: LegAnswer, extra: Mapping[str, str]) -> None:
+        assert self._status is None
+        self._status = answer.status
+        self._count("first_byte_seconds", value=self._now_s - self._request.received_at_s)
+        headers = {**end_to_end(answer.headers), "x-request-id": self._request.id, **extra}
+        self._effects.append(Head(answer.status, headers))
+
+    def _send_whole(self, answer: LegAnswer, extra: Mapping[str, str], *, body: bytes | None = None) -> None:
+        body = answer.body if body is None else body
+        self._begin_answer(answer, {**extra, "content-length": str(len(body))})
+        self._send(body, is_last=True)
+
+    def _tell_first(self, head: LegAnswer, first: FirstToken, where: str) -> None:
+        """Send an engine's first token, unless the client has it. RouterError: it has another one."""
+        try:
+            is_for_client = self._first.take(first)
+        except RouterError:
+            self._count("first_tokens", "no")
+            raise
+        if not is_for_client:
+            return self._count("first_tokens", "yes")
+        self._begin_answer(head, {"x-baton-prefill": where})
+        return self._send(first.events)
+
+    def _tell_kept_answer(self, consumer: Engine | None) -> bool:
+        """Send P's token out of its whole answer, if D can continue after it. True: it is all."""
+        assert self._prefilled is not None
+        told = self._first.take_kept_answer(self._prefilled.answer, consumer)
+        if told is None:
+            return False
+        self._begin_answer(EVENT_STREAM, {"x-baton-prefill": "remote"})
+        self._send(told.events, is_last=told.is_last)
+        return told.is_last
+
+    def _send(self, data: bytes, *, is_last: bool = False) -> None:
+        if data or is_last:
+            self._effects.append(Send(data, is_last=is_last))
+
+    # --- Engines -------------------------------------------------------------------------------------
+
+    def _choose_producer(self, consumer: Engine | None) -> Engine | None:
+        """One that can hand over to this decode engine; None: to any."""
+
+        def is_fit(producer: Engine) -> bool:
+            return consumer is None or self._why_no_pair(producer, consumer) is None
+
+        return self._view.choose("prefill", self._routed, self._bad_producers, is_fit)
+
+    def _choose_consumer(self, producer: Engine | None = None) -> Engine | None:
+        """`producer`: one that it can hand over to, if there is such a one."""
+        choose, can_continue = self._view.choose, self._first.can_continue
+
+        def is_fit(consumer: Engine) -> bool:
+            return can_continue(consumer) and (
+                producer is None or self._why_no_pair(producer, consumer) is None
+            )
+
+        engine = choose("decode", self._routed, self._tried, is_fit)
+        return engine or choose("decode", self._routed, self._tried, can_continue)
+
+    def _why_no_pair(self, producer: Engine, consumer: Engine) -> str | None:
+        return self._view.pairs.why_not(producer, consumer, self._now_s)
+
+    # --- Legs ----------------------------------------------------------------------------------------
+
+    def _open_prefill(self, engine: Engine) -> None:
+        if self._bad_producers:
+            self._count("retries", "prefill")
+        ask = self._first.prefill_ask(engine, self._transfer_id)
+        body = ask.body
+        if PARAMS in body:
+            self._turn = self._turn or self._view.turns.take(self._request.session, self._now_s)
+            if self._turn is not None:
+                body = {**body, PARAMS: {**self._turn.params, **body[PARAMS]}}
+        reader = PrefillReader(
+            reads_first_token=ask.reads_first_token,
+            shows_token_ids=self._first.shows_token_ids,
+            keeps_answer=ask.keeps_answer,
+        )
+        self._producer, self._has_come = engine, False
+        self._prefill = self._open("prefill", engine, body, self._settings.timeouts.prefill_s, reader)
+
+    def _open_decode(self, engine: Engine, params: Mapping[str, Any] | None, *, is_pushed: bool) -> None:
+        if self._tried:
+            self._count("retries", "decode")
+        self._tried.append(engine)
+        self._has_come, self._is_pushed = False, is_pushed
+        timeouts = self._settings.timeouts
+        wait_s = timeouts.first_byte_s if self._first.is_stream else timeouts.answer_s
+        if is_pushed:
+            wait_s += timeouts.prefill_s  # D waits for P as well.
+        self._decode = self._open("decode", engine, self._first.decode_body(engine, params), wait_s)
+
+    def _open(
+        self,
+        role: Role,
+        engine: Engine,
+        body: Mapping[str, Any],
+        wait_s: float,
+        reader: PrefillReader | None = None,
+    ) -> Leg:
+        leg = Leg(role, engine, body, wait_s, self._now_s, was_alone=not engine.in_flight, reader=reader)
+        self._view.fleet.note_start(engine)
+        self._open_legs.append(leg)
+        self._effects.append(leg)
+        return leg
+
+    def _note_answer(self, leg: Leg, answer: LegAnswer) -> None:
+        leg.outcome = str(answer.status)
+        self._view.fleet.note_answer(leg.engine, answer.status)
+
+    def _note_failure(self, leg: Leg, failure: LegFailure) -> None:
+        if leg.outcome == "cancelled":
+            leg.outcome = failure.kind
+        self._view.fleet.note_failure(leg.engine, failure)
+
+    def _again(self) -> None:
+        """Close this attempt's legs, then choose engines anew."""
+        self._answer = None
+        self._close(self._attempt)
+
+    def _finish(self) -> None:
+        if self._answer is not None and self._decode is not None:
+            self._keep_turn(self._decode.engine, self._answer)
+        self._give_back()
+        self._leave_turn()
+        self._close(self._end)
+
+    def _close(self, then: Callable[[], None]) -> None:
+        self._state, self._then = State.CLOSING, then
+        self._effects += [Close(leg) for leg in self._open_legs]
+        if not self._open_legs:
+            then()
+
+    def _on_closed(self, event: Closed) -> None:
+        self._view.fleet.note_end(event.leg.engine)
+        self._open_legs.remove(event.leg)
+        self._count("legs", event.leg.role, event.leg.engine.url, event.leg.outcome)
+        if not self._open_legs and self._state is State.CLOSING:
+            self._then()
+
+    def _end(self) -> None:
+        self._state = State.OVER
+        self._effects.append(Over(self._status, self._error))
+
+    # --- What P lends, and what D keeps --------------------------------------------------------------
+
+    def _take_loan(self, leg: Leg, params: Mapping[str, Any]) -> None:
+        """P has lent: also if the request has ended meanwhile."""
+        if self._has_come:
+            return  # D had the blocks before P's leg ended.
+        self._give_back()
+        self._lent, self._lending = (leg.engine, params), leg
+        if self._state in (State.CLOSING, State.OVER):
+            self._give_back()
+
+    def _give_back(self) -> None:
+        """No D will come any more. If one has come all the same, P takes nothing away."""
+        lent, self._lent = self._lent, None
+        if lent is not None:
+            self._effects.append(GiveBack(*lent))
+
+    def _note_loaded(self, engine: Engine, answer: LegAnswer) -> None:
+        """D has begun to answer: it has loaded what P lent, or will never do so."""
+        if self._prefilled is None or self._prefilled.where == "local" or self._producer is None:
+            return
+        handed_over = is_handed_over(answer)
+        if handed_over is False:
+            self._note_handoff(engine, "computed")
+            self._give_back()
+            return
+        if handed_over:
+            self._note_handoff(engine, "handed_over")
+        if self._lending is not self._prefill:
+            self._give_back()  # Of an attempt before this one.
+        self._lent, self._has_come = None, True
+
+    def _note_handoff(self, engine: Engine, outcome: Outcome) -> None:
+        if self._producer is not None:
+            self._count("handoffs", self._producer.url, engine.url, outcome)
+            self._view.note_handoff(self._producer, engine, outcome, self._now_s)
+
+    def _keep_turn(self, keeper: Engine, answer: DecodeAnswer) -> None:
+        if answer.kept_params is not None:
+            self._view.turns.put(self._request.session, Turn(keeper, answer.kept_params), self._now_s)
+
+    def _leave_turn(self) -> None:
+        """Of the last answer's blocks, if no P has come for them."""
+        turn, self._turn = self._turn, None
+        if turn is None:
+            return
+        if self._was_turn_sent:
+            self._effects.append(GiveBack(*turn))
+        else:
+            self._view.turns.put(self._request.session, turn, self._now_s)
+
+    def _set_prefilled(self, prefilled: Prefilled) -> None:
+        self._prefilled = prefilled
+        self._count("prefills", prefilled.where, prefilled.reason)
+
+    def _count(self, metric: str, *labels: str, value: float | None = None) -> None:
+        self._effects.append(Count(metric, labels, value))
+
+    def _log(self, message: str, *values: object) -> None:
+        logger.warning("%s: " + message, self._request.id, *values)
+
+
+def _broken(leg: Leg, why: str) -> LegFailure:
+    return LegFailure("broken", leg.engine.url, why, was_sent=True)
+
+
+LEG_EVENTS = (Opened, Piece, StreamEnded, Failed, Closed)
+_S = State
+_LATE = (_S.DECODING, _S.COMPARING, _S.RELAYING, _S.CLOSING, _S.OVER)
+_UNDER_WAY = tuple(state for state in State if state is not State.OVER)
+
+TABLE: Mapping[tuple[State, type, Role | None], Callable[[Machine, Any], None]] = {
+    (_S.MEETING, Met, None): Machine._on_met,
+    (_S.HELD, HoldOver, None): Machine._on_hold_over,
+    **{
+        (state, event, "prefill"): Machine._on_prefill
+        for state in (_S.PREFILLING, _S.HELD, _S.PUSHING)
+        for event in (Opened, Piece, StreamEnded, Failed)
+    },
+    **{(_S.ENDING, event, "prefill"): Machine._on_ending for event in (Piece, StreamEnded, Failed)},
+    **{
+        (state, event, "prefill"): Machine._on_late_prefill
+        for state in _LATE
+        for event in (Opened, Piece, StreamEnded, Failed)
+    },
+    **{(state, Opened, "decode"): Machine._on_decode_opened for state in (_S.PUSHING, _S.DECODING)},
+    **{
+        (state, Failed, "decode"): Machine._on_decode_failed
+        for state in (_S.PUSHING, _S.DECODING, _S.COMPARING)
+    },
+    (_S.COMPARING, Piece, "decode"): Machine._on_compared_piece,
+    (_S.COMPARING, StreamEnded, "decode"): Machine._on_compared_end,
+    **{(_S.RELAYING, event, "decode"): Machine._on_relayed for event in (Piece, StreamEnded, Failed)},
+    **{(state, Closed, role): Machine._on_closed for state in State for role in ("prefill", "decode")},
+    **{(state, ClientGone, None): Machine._on_client_gone for state in _UNDER_WAY},
+    **{(state, Stopped, None): Machine._on_stopped for state in _UNDER_WAY},
+}

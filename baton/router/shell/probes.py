@@ -1,0 +1,128 @@
+"""Questions to engines about their health, and waits for their answers."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Annotated, Self
+
+import httpx
+import msgspec
+
+from baton.core.errors import BatonError
+from baton.core.json_text import NotJson, decode_json
+from baton.router.fleet import Engine, Fleet
+from baton.router.settings import ProbeSettings
+from baton.router.shell.asking import ask
+
+
+class EngineWait:
+    """`with` it, wait for an engine, for at most `timeout_s`; less if the engine turns out to be silent.
+
+    Raises TimeoutError; `is_given_up` tells why.
+    """
+
+    def __init__(self, engine: Engine, timeout_s: float) -> None:
+        self._engine = engine
+        self._timeout = asyncio.timeout(timeout_s)
+        self.is_given_up = False
+
+    def give_up(self) -> None:
+        if not self._timeout.expired():
+            self.is_given_up = True
+            self._timeout.reschedule(asyncio.get_running_loop().time())
+
+    async def __aenter__(self) -> Self:
+        await self._timeout.__aenter__()
+        self._engine.waits.add(self)
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._engine.waits.discard(self)
+        await self._timeout.__aexit__(kind, error, trace)
+        self._engine.num_heard += 1
+
+
+class Prober:
+    """Asks every engine's `/health` for as long as `run` runs; one slow engine delays no other's turn."""
+
+    def __init__(
+        self,
+        fleet: Fleet,
+        client: httpx.AsyncClient,
+        settings: ProbeSettings,
+        on_healthy: Callable[[Engine], Awaitable[None]] | None = None,
+    ) -> None:
+        """`on_healthy`: what else to ask an engine that is well. It has a deadline of its own."""
+        self._on_healthy = on_healthy
+        self._stopping = asyncio.Event()
+        self._fleet = fleet
+        self._client = client
+        self._settings = settings
+
+    def stop(self) -> None:
+        """`run` ends once the probes in flight have."""
+        self._stopping.set()
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._stopping.is_set()
+
+    async def run(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            for engine in self._fleet.engines:
+                tasks.create_task(self._watch(engine))
+
+    async def _watch(self, engine: Engine) -> None:
+        while not self._stopping.is_set():
+            await self.probe(engine)
+            if engine.is_up and engine.silent_in_row:
+                continue  # It has had its time. The second opinion is wanted at once.
+            wait_s = self._settings.every_s if engine.is_up else self._settings.down_every_s
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await self._stopping.wait()
+
+    async def probe(self, engine: Engine) -> None:
+        num_heard = engine.num_heard
+        timeout_s = self._settings.timeout_s
+        try:
+            answer = await ask(self._client, f"{engine.address}/health", timeout_s=timeout_s)
+        except TimeoutError:
+            if engine.num_heard == num_heard:
+                self._fleet.note_silence(engine, f"/health did not answer in {timeout_s:g} s")
+            else:
+                engine.silent_in_row = 0  # It answers requests, and is only slow in this.
+        except httpx.ConnectError as error:
+            self._fleet.note_probe(engine, f"cannot connect: {error}", is_decisive=True)
+        except httpx.HTTPError as error:
+            self._fleet.note_probe(engine, f"/health failed: {type(error).__name__}: {error}")
+        else:
+            if 200 <= answer.status < 300:
+                engine.admin_port = _admin_port_in(answer.body)
+                if self._on_healthy is not None:
+                    await self._on_healthy(engine)
+                self._fleet.note_probe(engine, None)
+            else:
+                # It reports itself that it cannot serve: nothing to count.
+                self._fleet.note_probe(
+                    engine, f"/health answered with status {answer.status}", is_decisive=True
+                )
+
+
+class _Health(msgspec.Struct):
+    admin_port: Annotated[int, msgspec.Meta(ge=1, le=65535)] | None = None
+
+
+def _admin_port_in(body: bytes) -> int | None:
+    """Of /health; other engines answer with other bodies, or none."""
+    try:
+        return decode_json(body, _Health).admin_port
+    except NotJson:
+        return None
+
+
+class ProberDied(BatonError):
+    """The task that watches the engines has ended: the router must not go on blind."""

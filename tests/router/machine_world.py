@@ -1,0 +1,378 @@
+"""A world of one request: the router's machine, engines' HTTP doors with faults, and a client that checks.
+
+Everything is drawn from one seed. An engine that answers well says TOKENS; one that disagrees says OTHERS.
+"""
+
+import json
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from baton.router.answers import LegAnswer
+from baton.router.errors import FailureKind, LegFailure
+from baton.router.events import (
+    ClientGone,
+    Close,
+    Closed,
+    Count,
+    Effect,
+    Event,
+    Failed,
+    GiveBack,
+    Head,
+    Hold,
+    HoldOver,
+    Leg,
+    Meet,
+    Met,
+    Opened,
+    Over,
+    Piece,
+    Send,
+    Stopped,
+    StreamEnded,
+)
+from baton.router.fleet import Engine, Fleet, Introduction
+from baton.router.fleet_view import FleetView
+from baton.router.machine import Machine, Request
+from baton.router.pairs import Pairs
+from baton.router.settings import RouterSettings
+from baton.router.sse import EventSplitter, data_of
+from baton.router.turns import Turn, TurnTable
+
+PROMPT = [1, 2, 3]
+TOKENS, OTHERS = ("H", "i", "!"), ("X", "y", "z")
+STREAM = {"content-type": "text/event-stream"}
+WHOLE = {"content-type": "application/json"}
+EVENTS_MAX = 400
+LEGS_MAX = 14  # Two attempts at each engine, two introductions, and one for each kind of refusal.
+
+
+@dataclass
+class Client:
+    """Checks that it gets one answer, whose text is what engines say."""
+
+    is_stream: bool
+    status: int | None = None
+    gets_stream: bool = False  # An engine may answer otherwise.
+    has_ended: bool = False
+    has_error: bool = False
+    is_done: bool = False
+    text: str = ""
+    body: bytes = b""
+    events: EventSplitter = field(default_factory=EventSplitter)
+
+    def head(self, effect: Head) -> None:
+        assert self.status is None, "one answer"
+        self.status = effect.status
+        self.gets_stream = effect.headers.get("content-type", "").startswith("text/event-stream")
+
+    def take(self, effect: Send) -> None:
+        assert self.status is not None, "no bytes before the status"
+        assert not self.has_ended, "nothing after the end"
+        self.has_ended = effect.is_last
+        self.body += effect.data
+        assert b"kv_transfer_params" not in self.body, "what the router adds is not for clients"
+        self.events.push(effect.data)
+        if not self.gets_stream:
+            return
+        while (event := self.events.next()) is not None:
+            assert not self.is_done, "nothing after [DONE]"
+            self._take_event(data_of(event))
+        assert any("".join(said).startswith(self.text) for said in (TOKENS, OTHERS)), self.text
+
+    def _take_event(self, data: bytes) -> None:
+        if data == b"[DONE]":
+            self.is_done = True
+            return
+        try:
+            chunk = json.loads(data)
+        except ValueError:  # D's, passed on as it is.
+            self.has_error = True
+            return
+        self.has_error = self.has_error or "error" in chunk
+        for choice in chunk.get("choices", []):
+            self.text += choice["text"]
+
+    @property
+    def is_right(self) -> bool:
+        """It has a complete answer without an error."""
+        if self.status != 200 or not self.has_ended:
+            return False
+        if self.gets_stream != self.is_stream:
+            return False
+        if self.is_stream:
+            return self.is_done and not self.has_error and self.text in ("".join(TOKENS), "".join(OTHERS))
+        answer = json.loads(self.body)
+        return bool(answer) and answer["choices"][0]["text"] in ("".join(TOKENS), "".join(OTHERS))
+
+
+class World:
+    def __init__(self, seed: int, machine: type[Machine] = Machine, *, is_healthy: bool = False) -> None:
+        self.rng = rng = random.Random(seed)
+        self.is_healthy = is_healthy
+        self.fault_rate = 0.0 if is_healthy else rng.choice([0.1, 0.3, 0.6])
+        self.disagree = not is_healthy and rng.random() < 0.2
+        settings = RouterSettings(
+            prefill_urls=("http://p0", "http://p1"),
+            decode_urls=("http://d0", "http://d1"),
+            mode=rng.choice(["pull", "push"]),
+            decode_leg=rng.choice(["at_once", "late"]),
+            first_token=rng.random() < 0.7,
+            on_prefill_failure=rng.choice(["local", "local", "fail"]),
+        )
+        self.fleet = Fleet(settings, unix_clock=lambda: 0.0)
+        self.given_back: list[Mapping[str, Any]] = []
+        turns = TurnTable(lambda engine, params: self.given_back.append(params))
+        self.view = FleetView(settings, self.fleet, Pairs(), turns)
+        self.kinds: dict[Engine, str] = {}
+        for engine in self.fleet.engines:
+            self.kinds[engine] = rng.choice(["baton", "baton", "vllm", "other"])
+        self.client = Client(is_stream=rng.random() < 0.7)
+        self.session = rng.choice([None, "session"])
+        body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": self.client.is_stream}
+        request = Request("id", body, is_chat=False, session=self.session, received_at_s=0.0)
+        self.machine = machine(self.view, request)
+        self.now_s = 0.0
+        self.scripts: dict[Leg, deque[Event]] = {}  # Of open legs.
+        self.closing: set[Leg] = set()
+        self.waiting: list[Event] = []  # Met, HoldOver.
+        self.lent: dict[str, Leg] = {}
+        self.come_for: set[str] = set()
+        self.tickets_used: set[str] = set()  # By a decode engine that may have received them.
+        self.turns_used: set[str] = set()
+        self.turn: str | None = None  # What the last answer of the session left at an engine.
+        if self.session is not None and rng.random() < 0.5:
+            self.turn = "of the last turn"
+            params = {"do_remote_decode": True, "baton_ticket": self.turn}
+            turns.put(self.session, Turn(self.fleet.engines[-1], params), 0.0)
+        self.legs: list[Leg] = []
+        self.has_left = self.was_stopped = False
+        self.over: Over | None = None
+
+    def run(self) -> None:
+        self._carry_out(self.machine.begin(self.now_s))
+        for _ in range(EVENTS_MAX):
+            if self.over is not None:
+                break
+            self.now_s += self.rng.random()
+            event = self._draw()
+            if isinstance(event, Closed):
+                del self.scripts[event.leg]
+            elif isinstance(event, Opened):
+                self._note_opened(event)
+            elif isinstance(event, Failed) and event.failure.was_sent:
+                self.tickets_used.add(_ticket_of(event.leg))
+            self._carry_out(self.machine.on(event, self.now_s))
+        self._check_end()
+
+    @property
+    def is_ending(self) -> bool:
+        return self.has_left or self.was_stopped
+
+    def _draw(self) -> Event:
+        rng = self.rng
+        if not self.is_healthy and rng.random() < 0.02:
+            self.has_left = True
+            return ClientGone()
+        if not self.is_healthy and rng.random() < 0.01:
+            self.was_stopped = True
+            return Stopped()
+        choices: list[Leg | Event] = [*self.scripts, *self.waiting]
+        assert choices, "the request waits for nothing, and has not ended"
+        chosen = rng.choice(choices)
+        if not isinstance(chosen, Leg):
+            self.waiting.remove(chosen)
+            return chosen
+        script = self.scripts[chosen]
+        if chosen in self.closing and rng.random() < 0.5:
+            script.clear()  # What is left was not read.
+        return script.popleft() if script else Closed(chosen)
+
+    def _carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            assert self.over is None, "nothing after the end"
+            match effect:
+                case Leg():
+                    assert not self.is_ending, "nothing new for a request that ends"
+                    self.legs.append(effect)
+                    assert len(self.legs) <= LEGS_MAX
+                    is_used = effect.role == "decode" and _ticket_of(effect) in self.tickets_used - {""}
+                    assert not is_used, "two decode engines never use one ticket"
+                    self.scripts[effect] = deque(self._answer(effect))
+                case Close(leg):
+                    self.closing.add(leg)
+                case Meet(engine):
+                    self._introduce(engine)
+                    self.waiting.append(Met())
+                case Hold():
+                    self.waiting.append(HoldOver())
+                case Head():
+                    self.client.head(effect)
+                case Send():
+                    self.client.take(effect)
+                case GiveBack(_, params):
+                    self.given_back.append(params)
+                case Count():
+                    pass
+                case Over():
+                    self.over = effect
+
+    def _check_end(self) -> None:
+        assert self.over is not None, "every request ends"
+        assert not self.scripts, "every leg is closed"
+        assert all(engine.in_flight == 0 for engine in self.fleet.engines)
+        returned = [params["baton_ticket"] for params in self.given_back]
+        assert len(set(returned)) == len(returned), "a loan is given back once"
+        assert not self.come_for & set(returned), "a loan that is used is not given back"
+        kept = self.lent.keys() - self.come_for - set(returned)
+        assert not kept, f"nobody comes for {kept}"
+        self._check_turn(returned)
+        if self.has_left:
+            return
+        assert (self.over.error is None) == (self.client.status is not None), "an answer, or an error"
+        if self.client.status is not None:
+            assert self.client.has_ended
+            assert self.client.is_done or not self.client.gets_stream
+        if self.is_healthy:
+            assert self.client.is_right, self.client
+
+    def _check_turn(self, returned: Sequence[str]) -> None:
+        """What an engine keeps for the session is used, given back, or still known."""
+        is_known = self.view.turns.take(self.session, self.now_s) is not None
+        if self.turn is not None:
+            assert self.turn in self.turns_used or (self.turn in returned) != is_known
+
+    # --- Engines ---------------------------------------------------------------------------------------
+
+    def _introduce(self, engine: Engine) -> None:
+        engine.was_asked = True
+        if self._fails():
+            return
+        kind = self.kinds[engine]
+        engine.is_introduced = True
+        if kind == "other":
+            engine.kind, engine.introduction = None, None
+            return
+        engine.kind = "baton" if kind == "baton" else "vllm"
+        engine.max_model_len = 100
+        engine.introduction = Introduction(engine.url, "signed")
+
+    def _fails(self) -> bool:
+        return self.rng.random() < self.fault_rate
+
+    def _answer(self, leg: Leg) -> Iterator[Event]:
+        if self._fails():
+            yield from self._failure(leg)
+            return
+        body = leg.body
+        params = body.get("kv_transfer_params") or {}
+        tokens = OTHERS if self.disagree and self.rng.random() < 0.5 else TOKENS
+        is_prefill = bool(params.get("do_remote_decode")) or body.get("max_tokens") == 1
+        if body["prompt"] != PROMPT:
+            assert body["prompt"][: len(PROMPT)] == PROMPT
+            (first,) = body["prompt"][len(PROMPT) :]
+            tokens = (TOKENS if first == ord(TOKENS[0]) else OTHERS)[1:]
+        if is_prefill and not params.get("baton_first_token"):
+            tokens = tokens[:1]
+        ticket = self._ticket(leg) if params.get("do_remote_decode") else None
+        if body.get("stream"):
+            ends_early = is_prefill and bool(params.get("baton_first_token"))
+            yield from self._stream(leg, tokens[:1] if ends_early else tokens, params, ticket)
+        else:
+            finish = None if params.get("baton_first_token") else "length"
+            if params.get("baton_first_token"):
+                tokens = tokens[:1]
+            choice: dict[str, Any] = {"text": "".join(tokens), "finish_reason": finish}
+            if body.get("return_token_ids"):
+                choice |= {"token_ids": [ord(tokens[0])], "prompt_token_ids": PROMPT}
+            answer = {"choices": [choice], **({"kv_transfer_params": ticket} if ticket else {})}
+            yield Opened(leg, LegAnswer(200, WHOLE, json.dumps(answer).encode()))
+
+    def _stream(
+        self, leg: Leg, tokens: Sequence[str], params: Mapping[str, Any], ticket: Mapping[str, Any] | None
+    ) -> Iterator[Event]:
+        is_split = bool(params.get("do_remote_decode"))
+        data = b""
+        for index, token in enumerate(tokens):
+            is_last = index + 1 == len(tokens)
+            choice: dict[str, Any] = {"text": token, "finish_reason": "length" if is_last else None}
+            if is_split:
+                choice["finish_reason"] = None
+            if params.get("baton_first_token") and index == 0 and self.kinds[leg.engine] == "baton":
+                choice["token_ids"] = [ord(token)]
+            chunk: dict[str, Any] = {"choices": [choice]}
+            if is_last and ticket:
+                chunk["kv_transfer_params"] = ticket
+            data += b"data: " + json.dumps(chunk).encode() + b"\n\n"
+        data += b"data: [DONE]\n\n"
+        pieces = list(self._cut(data))
+        fault = self.rng.choice(["cut", "ends early", "garbage"]) if self._fails() else None
+        if fault is not None:
+            pieces = pieces[: self.rng.randint(1, len(pieces))]
+            if fault == "garbage":
+                pieces.append(b"\n\ndata: {garbage\n\n")
+            elif pieces[-1].endswith(b"[DONE]\n\n"):
+                pieces[-1] = pieces[-1][:-3]
+        yield Opened(leg, LegAnswer(200, STREAM, pieces[0], is_stream=True))
+        for piece in pieces[1:]:
+            yield Piece(leg, piece)
+        yield self._failed(leg, "broken") if fault == "cut" else StreamEnded(leg)
+
+    def _cut(self, data: bytes) -> Iterator[bytes]:
+        while data:
+            size = self.rng.randint(1, len(data))
+            yield data[:size]
+            data = data[size:]
+
+    def _failure(self, leg: Leg) -> Iterator[Event]:
+        match self.rng.randrange(8):
+            case 0:
+                yield Failed(leg, LegFailure("unreachable", leg.engine.url, "refused", was_sent=False))
+            case 1:
+                yield self._failed(leg, "timeout")
+            case 2:
+                yield self._failed(leg, "broken")
+            case 3:
+                yield self._refusal(leg, 400, "prompt")
+            case 4 | 5 if leg.body.get("kv_transfer_params"):
+                yield self._refusal(leg, 400, "kv_transfer_params.baton_ticket")
+            case 6:
+                yield Opened(leg, LegAnswer(200, WHOLE, b"[]"))
+            case _:
+                yield self._refusal(leg, 503, None)
+
+    def _failed(self, leg: Leg, kind: FailureKind) -> Failed:
+        return Failed(leg, LegFailure(kind, leg.engine.url, "a fault", was_sent=True))
+
+    def _refusal(self, leg: Leg, status: int, param: str | None) -> Opened:
+        body = json.dumps({"error": {"message": "no", "param": param}}).encode()
+        return Opened(leg, LegAnswer(status, WHOLE, body))
+
+    def _ticket(self, leg: Leg) -> dict[str, Any] | None:
+        if self.kinds[leg.engine] == "other":
+            return None
+        transfer_id = leg.body["kv_transfer_params"]["transfer_id"]
+        return {"baton_ticket": f"of {transfer_id}", "transfer_id": transfer_id, "do_remote_prefill": True}
+
+    def _note_opened(self, event: Opened) -> None:
+        """Of P: it has lent. Of D: it has come for what P lends."""
+        params = event.leg.body.get("kv_transfer_params") or {}
+        if event.answer.status != 200:
+            return
+        if event.leg.role == "decode" and "transfer_id" in params and event.leg not in self.closing:
+            self.come_for.add(f"of {params['transfer_id']}")
+        elif event.leg.role == "prefill":
+            self.turns_used.add(_ticket_of(event.leg))
+        if event.leg.role == "prefill" and not event.answer.is_stream:
+            answer = json.loads(event.answer.body)
+            ticket = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
+            if ticket:
+                self.lent[ticket["baton_ticket"]] = event.leg
+
+
+def _ticket_of(leg: Leg) -> str:
+    """That the leg brings. Empty: none."""
+    return str((leg.body.get("kv_transfer_params") or {}).get("baton_ticket", ""))

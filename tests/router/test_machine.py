@@ -1,0 +1,143 @@
+"""The machine of one request in simulated worlds, and the mutants that they notice."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from baton.router import machine
+from baton.router.answers import DecodeAnswer, LegAnswer
+from baton.router.events import ClientGone, Close
+from baton.router.first_tokens import FirstTokens
+from baton.router.machine import TABLE, Machine, State
+from tests.router.machine_world import World
+
+WORLDS = 500
+MUTANT_WORLDS_MAX = 5000
+
+
+def test_every_request_ends_and_leaves_nothing() -> None:
+    for seed in range(WORLDS):
+        World(seed).run()
+
+
+def test_in_health_every_answer_is_complete() -> None:
+    for seed in range(WORLDS):
+        World(seed, is_healthy=True).run()
+
+
+def test_faults_end_some_requests_and_not_all() -> None:
+    worlds = [World(seed) for seed in range(WORLDS)]
+    for world in worlds:
+        world.run()
+    rest = [world for world in worlds if not world.is_ending]
+    num_right = sum(world.client.is_right for world in rest)
+    assert 0.3 * len(rest) < num_right < len(rest)
+
+
+def test_every_state_can_end_early() -> None:
+    for state in State:
+        assert ((state, ClientGone, None) in TABLE) == (state is not State.OVER)
+
+
+def test_an_event_of_an_ended_request_changes_nothing() -> None:
+    world = World(3, is_healthy=True)
+    world.run()
+    assert not world.machine.on(ClientGone(), world.now_s)
+
+
+# --- Mutants ------------------------------------------------------------------------------------------
+
+
+def _without_a_wait_for_legs(self: Machine, then: Callable[[], None]) -> None:
+    self._effects += [Close(leg) for leg in self._open_legs]
+    then()
+
+
+def _again_with_the_ticket(self: Machine, event: Any) -> None:
+    event.failure.was_sent = False
+    ON_DECODE_FAILED(self, event)
+
+
+def _take_without_comparing(self: FirstTokens, first: Any) -> bool:
+    is_new, self._first = self._first is None, self._first or first
+    return is_new
+
+
+def _keep_used_loan(self: Machine, engine: Any, answer: Any) -> None:
+    pass
+
+
+def _late_loan_is_kept(self: Machine, leg: Any, params: Mapping[str, Any]) -> None:
+    self._lent, self._lending = (leg.engine, params), leg
+
+
+def _forget_older_loan(self: Machine, leg: Any, params: Mapping[str, Any]) -> None:
+    if self._state not in (State.CLOSING, State.OVER):
+        self._lent = None
+    TAKE_LOAN(self, leg, params)
+
+
+def _blame_nobody(answer: LegAnswer) -> bool:
+    return False
+
+
+def _gone_is_ignored(self: Machine, event: Any) -> None:
+    if self._state is not State.CLOSING:
+        ON_CLIENT_GONE(self, event)
+
+
+def _relay_all(self: DecodeAnswer, lent: Any) -> bytes:
+    ready = bytearray()
+    while (event := self._events.next()) is not None:
+        ready += event
+    self.is_done = True
+    return bytes(ready)
+
+
+def _believe_the_end(self: DecodeAnswer) -> None:
+    self.is_done = True
+
+
+ON_DECODE_FAILED = Machine._on_decode_failed
+ON_CLIENT_GONE = Machine._on_client_gone
+TAKE_LOAN = Machine._take_loan
+
+MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
+    "nothing is given back": (Machine, "_give_back", lambda self: setattr(self, "_lent", None)),
+    "a loan that comes late is kept": (Machine, "_take_loan", _late_loan_is_kept),
+    "a second loan replaces the first": (Machine, "_take_loan", _forget_older_loan),
+    "a used loan is given back": (Machine, "_note_loaded", _keep_used_loan),
+    "a turn is forgotten": (Machine, "_leave_turn", lambda self: None),
+    "the next attempt does not wait for legs": (Machine, "_close", _without_a_wait_for_legs),
+    "a ticket that may be in use is used again": (Machine, "_on_decode_failed", _again_with_the_ticket),
+    "first tokens are not compared": (FirstTokens, "take", _take_without_comparing),
+    "a refused ticket is the client's error": (machine, "blames_params", _blame_nobody),
+    "a client that leaves between attempts is ignored": (Machine, "_on_client_gone", _gone_is_ignored),
+    "the client sees what is for the router": (DecodeAnswer, "ready", _relay_all),
+    "a stream without [DONE] is complete": (DecodeAnswer, "finish", _believe_the_end),
+}
+
+
+@contextmanager
+def mutated(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    owner, attribute, replacement = MUTANTS[name]
+    original = getattr(owner, attribute)
+    with monkeypatch.context() as patch:
+        patch.setattr(owner, attribute, replacement)
+        for key, transition in TABLE.items():
+            if transition is original:
+                patch.setitem(TABLE, key, replacement)  # type: ignore[arg-type]
+        yield
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_a_mutant_is_noticed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with mutated(name, monkeypatch):
+        for seed in range(MUTANT_WORLDS_MAX):
+            try:
+                World(seed).run()
+            except Exception:
+                return
+    pytest.fail(f"no world notices that {name}")
