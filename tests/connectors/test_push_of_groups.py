@@ -224,7 +224,8 @@ def test_a_producer_that_decodes_on_lends_nothing_that_its_windows_have_left(
 def test_a_request_that_is_aborted_while_it_streams_leaves_nothing(
     start: StartCore, answer_of: AnswerOf, side: str
 ) -> None:
-    p, d = start("p"), start("d")
+    # If P hears that D has left before it lends, no consumer claims the loan, and it ends by its lease.
+    p, d = start("p", timers={**PATIENT, "ttl_s": 8.0}), start("d")
     handoffs = Handoffs(p, d, answer_of)
     decoded, name = handoffs.begin(prompt_of(70))
     handoffs.compute(3)
