@@ -55,7 +55,9 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class HoldOver:
-    """The time of `Hold` is up."""
+    """The time of this transfer's `Hold` is up."""
+
+    transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +106,10 @@ class Close:
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Report `HoldOver` after so many seconds."""
+    """Report `HoldOver` after so many seconds. The transfer may have ended by then."""
 
     seconds: float
+    transfer_id: str
 
 
 @dataclass(frozen=True, slots=True)

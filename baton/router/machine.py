@@ -230,11 +230,12 @@ class Machine:
             return self._push("at_once")
         self._state = State.HELD
         if hold_s is not None:
-            self._effects.append(Hold(hold_s))
+            self._effects.append(Hold(hold_s, self._transfer_id))
         return None
 
-    def _on_hold_over(self, event: Event) -> None:
-        self._push("late")
+    def _on_hold_over(self, event: HoldOver) -> None:
+        if event.transfer_id == self._transfer_id:  # Otherwise it is of an attempt before this one.
+            self._push("late")
 
     def _push(self, when: Literal["at_once", "late"]) -> None:
         assert self._consumer is not None

@@ -47,6 +47,7 @@ TOKENS, OTHERS = ("H", "i", "!"), ("X", "y", "z")
 STREAM = {"content-type": "text/event-stream"}
 WHOLE = {"content-type": "application/json"}
 EVENTS_MAX = 400
+PREFILL_S = 5.0  # Of earlier prompts: how long a decode leg is held back follows from it.
 LEGS_MAX = 14  # Two attempts at each engine, two introductions, and one for each kind of refusal.
 
 
@@ -141,6 +142,10 @@ class World:
         self.waiting: list[Event] = []  # Met, HoldOver.
         self.lent: dict[str, Leg] = {}
         self.come_for: set[str] = set()
+        self.held: set[str] = set()  # Transfers whose decode leg is held back for a time.
+        for engine in self.fleet.engines:
+            if engine.role == "prefill" and rng.random() < 0.5:
+                self.view.late_legs.note(engine, len(PROMPT), PREFILL_S)
         self.tickets_used: set[str] = set()  # By a decode engine that may have received them.
         self.turns_used: set[str] = set()
         self.turn: str | None = None  # What the last answer of the session left at an engine.
@@ -181,10 +186,15 @@ class World:
             self.was_stopped = True
             return Stopped()
         choices: list[Leg | Event] = [*self.scripts, *self.waiting]
+        soon = [choice for choice in choices if not isinstance(choice, HoldOver)]
+        if soon and rng.random() < 0.8:
+            choices = soon  # Engines answer before most holds end.
         assert choices, "the request waits for nothing, and has not ended"
         chosen = rng.choice(choices)
         if not isinstance(chosen, Leg):
             self.waiting.remove(chosen)
+            if isinstance(chosen, HoldOver):
+                self.held.remove(chosen.transfer_id)
             return chosen
         script = self.scripts[chosen]
         if chosen in self.closing and rng.random() < 0.5:
@@ -201,14 +211,18 @@ class World:
                     assert len(self.legs) <= LEGS_MAX
                     is_used = effect.role == "decode" and _ticket_of(effect) in self.tickets_used - {""}
                     assert not is_used, "two decode engines never use one ticket"
+                    params = effect.body.get("kv_transfer_params") or {}
+                    is_early = "baton_introduction" in params and params["transfer_id"] in self.held
+                    assert not is_early, "a leg that is held leaves when its own time is up"
                     self.scripts[effect] = deque(self._answer(effect))
                 case Close(leg):
                     self.closing.add(leg)
                 case Meet(engine):
                     self._introduce(engine)
                     self.waiting.append(Met())
-                case Hold():
-                    self.waiting.append(HoldOver())
+                case Hold(transfer_id=transfer_id):
+                    self.held.add(transfer_id)
+                    self.waiting.append(HoldOver(transfer_id))
                 case Head():
                     self.client.head(effect)
                 case Send():

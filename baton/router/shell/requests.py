@@ -216,8 +216,8 @@ class RequestDriver:
                 self._legs[leg].cancel()
             case Meet(engine):
                 self._start(self._meet(engine))
-            case Hold(seconds):
-                self._start(self._hold(seconds))
+            case Hold():
+                self._start(self._hold(effect))
             case Head(status, headers):
                 await self._tell(start_message(status, headers))
             case Send(data, is_last):
@@ -255,9 +255,9 @@ class RequestDriver:
         await self._requests.introducer.refresh(engine)
         self._put(Met())
 
-    async def _hold(self, seconds: float) -> None:
-        await asyncio.sleep(seconds)
-        self._put(HoldOver())
+    async def _hold(self, hold: Hold) -> None:
+        await asyncio.sleep(hold.seconds)
+        self._put(HoldOver(hold.transfer_id))
 
     async def _run_leg(self, leg: Leg) -> None:
         put = self._put
