@@ -147,6 +147,7 @@ class Fleet:
         self,
         role: Role,
         request: RoutedRequest,
+        now_s: float,
         *,
         tried: Sequence[Engine] = (),
         is_fit: Callable[[Engine], bool] = lambda engine: True,
@@ -155,12 +156,17 @@ class Fleet:
         engines = self._engines[role]
         states = [
             EngineState(
-                engine.url, engine.is_eligible and engine not in tried and is_fit(engine), engine.in_flight
+                engine.url,
+                self.may_take(engine, request) and engine not in tried and is_fit(engine),
+                engine.in_flight,
             )
             for engine in engines
         ]
         index = self._policy(states, request)
         return None if index is None else engines[index]
+
+    def may_take(self, engine: Engine, request: RoutedRequest) -> bool:
+        return engine.is_eligible
 
     def note_start(self, engine: Engine) -> None:
         """A leg to this engine begins. Its end is noted with `note_end`."""
@@ -170,14 +176,14 @@ class Fleet:
     def note_end(self, engine: Engine) -> None:
         engine.in_flight -= 1
 
-    def note_answer(self, engine: Engine, status: int) -> None:
+    def note_answer(self, engine: Engine, status: int, now_s: float) -> None:
         engine.failures_in_row = engine.silent_in_row = 0
         engine.status = "up"
         if status >= 500:
             engine.num_failures += 1
             self._note_error(engine, f"answered with status {status}")
 
-    def note_failure(self, engine: Engine, failure: LegFailure) -> None:
+    def note_failure(self, engine: Engine, failure: LegFailure, now_s: float) -> None:
         """Once for each failure, through however many hands it goes."""
         if failure.is_noted:
             return

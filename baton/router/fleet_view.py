@@ -26,22 +26,24 @@ class FleetView:
         self.late_legs = LateLegs(settings.decode_leg)
         self._num_routed = 0
 
-    def route(self, prefix_key: bytes) -> RoutedRequest:
+    def route(self, prefix_key: bytes, model: object = None) -> RoutedRequest:
+        """`model`: of the request's body, as it is."""
         self._num_routed += 1
-        return RoutedRequest(self._num_routed, prefix_key)
+        return RoutedRequest(self._num_routed, prefix_key, model)
 
     def choose(
         self,
         role: Role,
         routed: RoutedRequest,
         tried: Sequence[Engine],
+        now_s: float,
         is_fit: Callable[[Engine], bool] = lambda engine: True,
     ) -> Engine | None:
         """The next engine to try. None: there is none, or enough have been tried."""
         attempts = self.settings.prefill_attempts if role == "prefill" else self.settings.decode_attempts
         if len(tried) >= attempts:
             return None
-        return self.fleet.choose(role, routed, tried=tried, is_fit=is_fit)
+        return self.fleet.choose(role, routed, now_s, tried=tried, is_fit=is_fit)
 
     def no_engine(self, role: Role, failure: LegFailure | None, *, is_tried: bool = False) -> RouterError:
         if failure is None and not is_tried:

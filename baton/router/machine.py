@@ -116,7 +116,7 @@ class Machine:
         self._effects: list[Effect] = []
         self._then: Callable[[], None] = self._attempt  # After MEETING or CLOSING.
         shape = shape_of(request.body)
-        self._routed = view.route(shape.prefix_key)
+        self._routed = view.route(shape.prefix_key, request.body.get("model"))
         self._num_prompt_tokens = shape.num_prompt_tokens
         self._local_reason = shape.direct_reason
         if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
@@ -205,7 +205,7 @@ class Machine:
         """Pull or push, now that both engines are known."""
         consumer = self._consumer
         assert consumer is not None
-        if not consumer.is_eligible:
+        if not self._view.fleet.may_take(consumer, self._routed):
             return self._attempt()  # What it says of itself excludes it.
         if producer is None or self._settings.mode == "pull" or self._first.is_told:
             self._first.choose(producer, consumer, is_push=False)
@@ -639,19 +639,19 @@ class Machine:
         def is_fit(producer: Engine) -> bool:
             return consumer is None or self._why_no_pair(producer, consumer) is None
 
-        return self._view.choose("prefill", self._routed, self._bad_producers, is_fit)
+        return self._view.choose("prefill", self._routed, self._bad_producers, self._now_s, is_fit)
 
     def _choose_consumer(self, producer: Engine | None = None) -> Engine | None:
         """`producer`: one that it can hand over to, if there is such a one."""
-        choose, can_continue = self._view.choose, self._first.can_continue
+        choose, can_continue, now_s = self._view.choose, self._first.can_continue, self._now_s
 
         def is_fit(consumer: Engine) -> bool:
             return can_continue(consumer) and (
                 producer is None or self._why_no_pair(producer, consumer) is None
             )
 
-        engine = choose("decode", self._routed, self._tried, is_fit)
-        return engine or choose("decode", self._routed, self._tried, can_continue)
+        engine = choose("decode", self._routed, self._tried, now_s, is_fit)
+        return engine or choose("decode", self._routed, self._tried, now_s, can_continue)
 
     def _why_no_pair(self, producer: Engine, consumer: Engine) -> str | None:
         return self._view.pairs.why_not(producer, consumer, self._now_s)
@@ -702,12 +702,12 @@ class Machine:
 
     def _note_answer(self, leg: Leg, answer: LegAnswer) -> None:
         leg.outcome = str(answer.status)
-        self._view.fleet.note_answer(leg.engine, answer.status)
+        self._view.fleet.note_answer(leg.engine, answer.status, self._now_s)
 
     def _note_failure(self, leg: Leg, failure: LegFailure) -> None:
         if leg.outcome == "cancelled":
             leg.outcome = failure.kind
-        self._view.fleet.note_failure(leg.engine, failure)
+        self._view.fleet.note_failure(leg.engine, failure, self._now_s)
 
     def _again(self) -> None:
         """Close this attempt's legs, then choose engines anew."""

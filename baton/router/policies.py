@@ -26,6 +26,7 @@ class EngineState:
 class RoutedRequest:
     turn: int  # Counts the router's requests.
     prefix_key: bytes = b""  # Equal for prompts that begin alike.
+    model: object = None  # As the client has written it; None: the request names none.
 
 
 Policy: TypeAlias = Callable[[Sequence[EngineState], RoutedRequest], int | None]

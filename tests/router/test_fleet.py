@@ -36,14 +36,14 @@ def make_fleet() -> tuple[Fleet, Engine]:
 
 
 def fail(fleet: Fleet, engine: Engine, kind: Any) -> None:
-    fleet.note_failure(engine, LegFailure(kind, engine.url, "why", was_sent=kind != "unreachable"))
+    fleet.note_failure(engine, LegFailure(kind, engine.url, "why", was_sent=kind != "unreachable"), 0.0)
 
 
 def test_a_refused_connection_ejects_at_once() -> None:
     fleet, engine = make_fleet()
     fail(fleet, engine, "unreachable")
     assert engine.status == "down"
-    chosen = fleet.choose("decode", REQUEST)
+    chosen = fleet.choose("decode", REQUEST, 0.0)
     assert chosen is not None
     assert chosen.url == D1
 
@@ -55,7 +55,7 @@ def test_other_failures_eject_only_in_a_row(kind: str) -> None:
         fail(fleet, engine, kind)
         fail(fleet, engine, kind)
         assert engine.is_up
-        fleet.note_answer(engine, 200)
+        fleet.note_answer(engine, 200, 0.0)
     for _ in range(3):
         fail(fleet, engine, kind)
     assert engine.status == "down"
@@ -65,7 +65,7 @@ def test_other_failures_eject_only_in_a_row(kind: str) -> None:
 def test_answers_of_500_are_counted_but_eject_nobody() -> None:
     fleet, engine = make_fleet()
     for _ in range(10):
-        fleet.note_answer(engine, 500)
+        fleet.note_answer(engine, 500, 0.0)
     assert engine.is_up
     assert engine.num_failures == 10
     assert engine.last_error == "answered with status 500"
@@ -92,7 +92,7 @@ def test_an_engine_in_use_is_counted_until_its_leg_ends() -> None:
 def test_nobody_is_chosen_twice_by_one_request() -> None:
     fleet, _ = make_fleet()
     tried: list[Engine] = []
-    while (engine := fleet.choose("decode", REQUEST, tried=tried)) is not None:
+    while (engine := fleet.choose("decode", REQUEST, 0.0, tried=tried)) is not None:
         tried.append(engine)
     assert {engine.url for engine in tried} == {D0, D1}
 

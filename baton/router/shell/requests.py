@@ -80,11 +80,11 @@ class Requests:
 
         Returns the status that the client got. Raises RouterError if nothing was sent.
         """
-        view = self.view
+        view, now_s = self.view, asyncio.get_running_loop().time
         routed = view.route(b"")
         tried: list[Engine] = []
         failure: LegFailure | None = None
-        while (engine := view.choose("decode", routed, tried)) is not None:
+        while (engine := view.choose("decode", routed, tried, now_s())) is not None:
             tried.append(engine)
             try:
                 answer = await self._ask(engine, incoming)
@@ -92,7 +92,7 @@ class Requests:
                 logger.warning("%s: %s: %s", incoming.request_id, incoming.path, caught)
                 failure = caught
                 continue
-            if not (is_engines_fault(answer) and view.choose("decode", routed, tried)):
+            if not (is_engines_fault(answer) and view.choose("decode", routed, tried, now_s())):
                 duration_s = time.monotonic() - incoming.received_at_s
                 self.metrics.count(Count("first_byte_seconds", value=duration_s))
                 headers = {
@@ -112,13 +112,13 @@ class Requests:
         try:
             async with self.upstream.open(engine, leg) as answer:
                 outcome = str(answer.head.status)
-                fleet.note_answer(engine, answer.head.status)
+                fleet.note_answer(engine, answer.head.status, asyncio.get_running_loop().time())
                 if answer.rest is not None:
                     raise RouterError.gateway("the engine streamed an answer that was not asked to be one")
                 return answer.head
         except LegFailure as failure:
             outcome = failure.kind
-            fleet.note_failure(engine, failure)
+            fleet.note_failure(engine, failure, asyncio.get_running_loop().time())
             raise
         finally:
             fleet.note_end(engine)
