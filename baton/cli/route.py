@@ -202,7 +202,7 @@ def route(
 
 
 def _log_config(level: str) -> dict[str, Any]:
-    """Return a configuration with one plain line per event on standard error, for uvicorn and Baton."""
+    """Return a configuration with one plain line per event on standard error."""
     loggers = {
         name: {"handlers": ["stderr"], "level": level.upper(), "propagate": False} for name in _LOGGERS
     }
@@ -215,4 +215,4 @@ def _log_config(level: str) -> dict[str, Any]:
     }
 
 
-_LOGGERS = ("baton", "uvicorn", "uvicorn.error")
+_LOGGERS = ("baton", "asyncio")

@@ -39,12 +39,13 @@ class Bodies:
         limit is exceeded, without reading the rest; ClientGone; UserError for JSON that costs too much.
         """
         body = bytearray()
-        self._check_declared_length(headers)
+        self.check_declared_length(headers)
         try:
             await self._fill(body, receive)
-            yield await self._cheap(bytes(body))
+            raw = bytes(body)
+            yield raw if self.is_cheap(raw) else await self.made_cheap(raw)
         finally:
-            self.held_bytes -= len(body)
+            self.release(len(body))
 
     async def _fill(self, body: bytearray, receive: Receive) -> None:
         try:
@@ -55,8 +56,7 @@ class Bodies:
                         raise ClientGone("disconnected before its request was complete")
                     chunk = message.get("body", b"")
                     body += chunk
-                    self.held_bytes += len(chunk)
-                    self._check_held(len(body))
+                    self.hold(len(chunk), len(body))
                     if not message.get("more_body", False):
                         return
         except TimeoutError:
@@ -64,10 +64,15 @@ class Bodies:
                 408, f"the body did not arrive within {self._settings.body_s:g} s", code="body_timeout"
             ) from None
 
-    async def _cheap(self, raw: bytes) -> bytes:
-        if len(raw) <= CHECKED_INLINE_BYTES:
-            json_body.check_cost(raw)
-            return raw
+    def is_cheap(self, raw: bytes) -> bool:
+        """Return whether the body can be decoded at once. Raise UserError for JSON that costs too much."""
+        if len(raw) > CHECKED_INLINE_BYTES:
+            return False
+        json_body.check_cost(raw)
+        return True
+
+    async def made_cheap(self, raw: bytes) -> bytes:
+        """Return a long body as JSON that is cheap to decode. Raise UserError."""
         if len(raw) <= self._settings.inline_body_bytes and json_body.is_cheap(raw):
             await asyncio.sleep(PAUSE_S)  # Then the caller decodes it.
             return raw
@@ -77,13 +82,16 @@ class Bodies:
             raise UserError(f"the body costs too much to parse: {error}") from error
         return cheap
 
-    def _check_declared_length(self, headers: Mapping[str, str]) -> None:
+    def check_declared_length(self, headers: Mapping[str, str]) -> None:
+        """Raise ApiError 413."""
         declared = headers.get("content-length", "")
         if declared.isdecimal() and len(declared) < 20 and int(declared) > self._settings.max_body_bytes:
             raise self._too_large()
 
-    def _check_held(self, held: int) -> None:
-        if held > self._settings.max_body_bytes:
+    def hold(self, num_bytes: int, num_of_body: int) -> None:
+        """Count bytes that have arrived, until `release`. Raise ApiError 413 or 503."""
+        self.held_bytes += num_bytes
+        if num_of_body > self._settings.max_body_bytes:
             raise self._too_large()
         if self.held_bytes > self._settings.total_body_bytes:
             raise ApiError(
@@ -92,6 +100,9 @@ class Bodies:
                 code="body_budget",
                 retry_after_s=RETRY_AFTER_S,
             )
+
+    def release(self, num_bytes: int) -> None:
+        self.held_bytes -= num_bytes
 
     def _too_large(self) -> ApiError:
         limit = self._settings.max_body_bytes

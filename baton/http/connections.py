@@ -9,7 +9,7 @@ import asyncio
 import logging
 import resource
 from contextlib import suppress
-from typing import Any
+from typing import Any, Protocol
 
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -25,25 +25,54 @@ FEWEST_CONNECTIONS = 16
 WANTED_DESCRIPTORS = 65536
 
 
+class Connection(Protocol):
+    def drop(self, reason: str) -> None:
+        """Close it at once."""
+
+
+class Crowd:
+    """The connections of one server that run no request, in the order in which they began to wait."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._waiting: dict[Connection, None] = {}  # For a request's headers. The value is unused.
+        self._receiving: dict[Connection, None] = {}  # A request's body.
+
+    def join(self, connection: Connection, num_open: int) -> None:
+        """A connection was opened. If there are too many, the one that has waited longest is closed."""
+        self._waiting[connection] = None
+        if num_open > self._limit:
+            victim = next(iter(self._waiting))
+            if victim is connection:
+                victim = next(iter(self._receiving), connection)
+            self.leave(victim)
+            victim.drop(f"more than {self._limit} are open")
+
+    def wait(self, connection: Connection) -> None:
+        self._receiving.pop(connection, None)
+        self._waiting[connection] = None
+
+    def receive(self, connection: Connection) -> None:
+        self._waiting.pop(connection, None)
+        self._receiving[connection] = None
+
+    def leave(self, connection: Connection) -> None:
+        """It runs a request, or is closed."""
+        self._waiting.pop(connection, None)
+        self._receiving.pop(connection, None)
+
+
 class _LimitedProtocol(H11Protocol):
     """One connection. `protocol_class` sets what the connections of one server share."""
 
     limits: HttpSettings
-    max_connections: int
-    # In the order in which they began to wait; the value is unused.
-    waiting: dict["_LimitedProtocol", None]  # For a request's headers.
-    receiving: dict["_LimitedProtocol", None]  # A request's body.
+    crowd: Crowd
     _header_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self.waiting[self] = None
         self._header_timer = self.loop.call_later(self.limits.header_s, self._give_up_headers)
-        if len(self.connections) > self.max_connections:
-            victim = next(iter(self.waiting))
-            if victim is self:
-                victim = next(iter(self.receiving), self)
-            self._drop(victim, f"more than {self.max_connections} are open")
+        self.crowd.join(self, len(self.connections))
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -51,13 +80,11 @@ class _LimitedProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_header_timer()
-        self.waiting.pop(self, None)
-        self.receiving.pop(self, None)
+        self.crowd.leave(self)
         super().connection_lost(exc)
 
     def on_response_complete(self) -> None:
-        self.receiving.pop(self, None)
-        self.waiting[self] = None
+        self.crowd.wait(self)
         super().on_response_complete()
         if self.conn.trailing_data[0]:  # The beginning of the next request came with this one.
             self._note_state()
@@ -68,11 +95,10 @@ class _LimitedProtocol(H11Protocol):
                 self._header_timer = self.loop.call_later(self.limits.header_s, self._give_up_headers)
             return
         self._cancel_header_timer()
-        self.waiting.pop(self, None)
         if self.cycle.more_body:
-            self.receiving[self] = None
+            self.crowd.receive(self)
         else:
-            self.receiving.pop(self, None)
+            self.crowd.leave(self)
 
     def _cancel_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -81,24 +107,17 @@ class _LimitedProtocol(H11Protocol):
 
     def _give_up_headers(self) -> None:
         self._header_timer = None
-        self._drop(self, f"no whole request in {self.limits.header_s:g} s")
+        self.drop(f"no whole request in {self.limits.header_s:g} s")
 
-    @staticmethod
-    def _drop(connection: "_LimitedProtocol", reason: str) -> None:
+    def drop(self, reason: str) -> None:
         logger.warning("closed a connection: %s", reason)
-        connection.waiting.pop(connection, None)
-        connection.receiving.pop(connection, None)
-        connection.transport.abort()
+        self.crowd.leave(self)
+        self.transport.abort()
 
 
 def protocol_class(settings: HttpSettings) -> type[H11Protocol]:
     """Return the protocol class of one server."""
-    shared = {
-        "limits": settings,
-        "max_connections": max_connections(settings),
-        "waiting": {},
-        "receiving": {},
-    }
+    shared = {"limits": settings, "crowd": Crowd(max_connections(settings))}
     return type("LimitedProtocol", (_LimitedProtocol,), shared)
 
 

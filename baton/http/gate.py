@@ -1,4 +1,4 @@
-"""ASGI middleware that checks a request's headers: API key, Host, content type and bytes.
+"""Checks of a request's headers: API key, Host, content type and bytes.
 
 401   no valid API key in `Authorization: Bearer KEY`, where keys are configured; /health needs none
 403   a Host header that is not this machine's name (a web page can make a browser send requests to
@@ -8,11 +8,10 @@
 """
 
 import hmac
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
-from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core import hosts
@@ -23,37 +22,22 @@ _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _ANY_HOST = "*"
 
 
-class Gate:
+class Checks:
     """`allowed_hosts` are names besides loopback's own; None: the Host header is not checked."""
 
-    def __init__(
-        self, app: ASGIApp, *, api_keys: Sequence[str] = (), allowed_hosts: Sequence[str] | None = None
-    ) -> None:
-        self._app = app
+    def __init__(self, *, api_keys: Sequence[str] = (), allowed_hosts: Sequence[str] | None = None) -> None:
         self._keys = [key.encode() for key in api_keys]
         self._hosts = None
         if allowed_hosts is not None and _ANY_HOST not in allowed_hosts:
             self._hosts = frozenset(name.lower() for name in allowed_hosts)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            try:
-                self._check(scope)
-            except ApiError as error:
-                await send_error(send, error)
-                return
-        await self._app(scope, receive, send)
-
-    def _check(self, scope: Scope) -> None:
-        for name, value in scope["headers"]:
-            if not (name.isascii() and value.isascii()):
-                raise ApiError(400, "must be ASCII", param=name.decode("latin-1"), code="bad_header")
-        headers = Headers(scope=scope)
+    def check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
+        """Raise ApiError. `headers`: names in lower case, values ASCII; see `ascii_headers`."""
         if self._hosts is not None:
             self._check_host(headers.get("host"), self._hosts)
-        if self._keys and scope["path"] not in OPEN_PATHS:
+        if self._keys and path not in OPEN_PATHS:
             self._check_key(headers.get("authorization", ""))
-        if scope["method"] in _WITH_BODY:
+        if method in _WITH_BODY:
             _check_content_type(headers.get("content-type", ""))
 
     def _check_host(self, host: str | None, allowed: frozenset[str]) -> None:
@@ -77,6 +61,35 @@ class Gate:
             raise ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
             )
+
+
+class Gate:
+    """ASGI middleware that makes the checks."""
+
+    def __init__(
+        self, app: ASGIApp, *, api_keys: Sequence[str] = (), allowed_hosts: Sequence[str] | None = None
+    ) -> None:
+        self._app = app
+        self._checks = Checks(api_keys=api_keys, allowed_hosts=allowed_hosts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            try:
+                self._checks.check(scope["method"], scope["path"], ascii_headers(scope["headers"]))
+            except ApiError as error:
+                await send_error(send, error)
+                return
+        await self._app(scope, receive, send)
+
+
+def ascii_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Return the headers with names in lower case; of equal names the first. Raise ApiError."""
+    headers: dict[str, str] = {}
+    for name, value in raw:
+        if not (name.isascii() and value.isascii()):
+            raise ApiError(400, "must be ASCII", param=name.decode("latin-1"), code="bad_header")
+        headers.setdefault(name.decode().lower(), value.decode())
+    return headers
 
 
 def is_loopback(name: str) -> bool:

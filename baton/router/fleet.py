@@ -210,7 +210,7 @@ class Fleet:
         engine.silent_in_row += 1
         self._count_against(engine, error, is_decisive=engine.silent_in_row >= self._silences_to_eject)
         if engine.silent_in_row >= self._silences_to_eject:
-            for wait in engine.waits:
+            for wait in list(engine.waits):  # Each one leaves the set.
                 wait.give_up()
 
     def _count_against(self, engine: Engine, error: str, *, is_decisive: bool) -> None:

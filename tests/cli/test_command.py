@@ -80,7 +80,7 @@ def test_a_router_that_is_told_to_stop_ends_with_status_0() -> None:
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as router:
         assert router.stderr is not None
         for line in router.stderr:
-            if "Uvicorn running" in line:
+            if "listening on" in line:
                 break
         router.terminate()
         router.stderr.read()

@@ -17,7 +17,7 @@ from baton.http.settings import HttpSettings
 from baton.router import legs
 from baton.server.protocol.chat import ChatRequest
 from baton.server.protocol.completion import CompletionRequest
-from tests.server.fakes import JSON, LiveApp, LiveServer, ScriptedEngine, router_before, service_around
+from tests.server.fakes import JSON, LiveLoop, LiveServer, ScriptedEngine, router_before, service_around
 
 SCALE = int(os.environ.get("FUZZ_SCALE", "1"))
 SHARED = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
@@ -65,13 +65,13 @@ def engine() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def router(engine: LiveServer) -> Iterator[LiveApp]:
+def router(engine: LiveServer) -> Iterator[LiveLoop]:
     with router_before(engine) as router:
         yield router
 
 
 @pytest.fixture(scope="module", params=["engine", "router"])
-def client(request: pytest.FixtureRequest, engine: LiveServer, router: LiveApp) -> Iterator[httpx.Client]:
+def client(request: pytest.FixtureRequest, engine: LiveServer, router: LiveLoop) -> Iterator[httpx.Client]:
     with (engine if request.param == "engine" else router).client() as client:
         yield client
 

@@ -66,16 +66,21 @@ def test_bodies() -> None:
     check("http_bodies", [line for name, kind in BODIES.items() for line in (f"# {name}", *shape(kind))])
 
 
-def test_paths() -> None:
+async def paths_of_the_router() -> dict[str, list[str]]:
     router = Router(RouterSettings(prefill_urls=("http://p",), decode_urls=("http://d",)))
+    pages, admin = router.paths
+    return {"the router": sorted([*pages, *admin]), "the router's admin port": sorted(admin)}
+
+
+def test_paths() -> None:
     with service_around(ScriptedEngine()) as service:
         apps = {
             "an engine": build_app(service),
             "an engine's admin port": build_admin_app(service),
-            "the router": router.app(),
-            "the router's admin port": router.admin_app(),
         }
-    check("http_paths", [line for name, app in apps.items() for line in (f"# {name}", *paths(app))])
+    found = {name: paths(app) for name, app in apps.items()}
+    found |= asyncio.run(paths_of_the_router())
+    check("http_paths", [line for name, known in found.items() for line in (f"# {name}", *known)])
 
 
 # --- Answers about a state --------------------------------------------------------------------------
@@ -102,8 +107,10 @@ async def answers_of_the_router() -> dict[str, Any]:
     producer, consumer = router.fleet.engines
     router._pairs.note_handed_over(producer, consumer)
     producer.introduction = SeenIntroduction("p", None, lost_links={"d": 1})
-    found = await answers(router.app(), "/fleet", "/health", "/version")
-    await router._client.aclose()
+    port = await router.listen("127.0.0.1", 0)
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+        found = {path: (await client.get(path)).json() for path in ("/fleet", "/health", "/version")}
+    await router.close()
     return found
 
 

@@ -278,7 +278,11 @@ async def transcript(scenario: Scenario, mode: str, order: Order) -> list[str]:
         )
         counters = await settled_counters(s, engines)
     recorded = [engine for engine in engines.values() if isinstance(engine, Recorded)]
-    lines = [line for engine in recorded for line in engine.heard]
+    lines = [
+        line
+        for engine in recorded
+        for line in sorted(engine.heard, key=lambda line: "/baton/take_back" in line)
+    ]
     headers = [f"{name}={value}" for name, value in sorted(answer.headers.items()) if SEEN.fullmatch(name)]
     lines.append(f"client gets {answer.status_code} [{' '.join(headers)}]")
     lines += [f"  {line}" for line in answer.text.splitlines() if line]

@@ -11,7 +11,7 @@ import pytest
 
 from baton.http.settings import HttpSettings
 from benchmarks.stalls import ATTACKS, JSON, Attack
-from tests.server.fakes import LiveApp, LiveServer, ScriptedEngine, router_before, service_around
+from tests.server.fakes import LiveLoop, LiveServer, ScriptedEngine, router_before, service_around
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -26,12 +26,12 @@ def engine() -> Iterator[LiveServer]:
 
 
 @pytest.fixture(scope="module")
-def router(engine: LiveServer) -> Iterator[LiveApp]:
+def router(engine: LiveServer) -> Iterator[LiveLoop]:
     with router_before(engine) as router:
         yield router
 
 
-def attack_on(live: LiveApp, name: str) -> tuple[httpx.Response, float]:
+def attack_on(live: LiveLoop, name: str) -> tuple[httpx.Response, float]:
     attack = ON_ENGINE[name]
     body = attack.body()
     with live.client() as client:
@@ -71,6 +71,6 @@ ON_ROUTER = (  # Attacks that its own code handles; it only passes on the others
 
 
 @pytest.mark.parametrize("name", ON_ROUTER)
-def test_an_attack_leaves_the_routers_loop_free(router: LiveApp, name: str) -> None:
+def test_an_attack_leaves_the_routers_loop_free(router: LiveLoop, name: str) -> None:
     _, longest_s = attack_on(router, name)
     assert longest_s < LIMIT_S

@@ -10,14 +10,14 @@ from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import httpx
 import msgspec
 import uvicorn
-from starlette.applications import Starlette
 
 from baton.cli.processes import free_ports
+from baton.http.settings import HttpSettings
 from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
 from baton.router.shell.app import Router
 from tests.event_loop import pass_time
@@ -35,14 +35,14 @@ class Servers:
     def __init__(self) -> None:
         self._running: list[tuple[uvicorn.Server, socket.socket]] = []
 
-    async def start(self, app: Any, *, lifespan: Literal["on", "off"] = "off") -> str:
+    async def start(self, app: Any) -> str:
         """Its URL."""
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
             app,
             log_level="critical",
-            lifespan=lifespan,
+            lifespan="off",
             ws="none",
             timeout_graceful_shutdown=1,
             timeout_keep_alive=10_000,  # Also when time jumps: idle connections stay as they are.
@@ -62,10 +62,9 @@ class Servers:
             listener.close()
             for connection in list(server.server_state.connections):
                 connection.shutdown()
-        for server, _ in reversed(self._running):  # The router first: it leaves engines that do not answer.
+        for server, _ in self._running:
             while server.server_state.connections or server.server_state.tasks:  # noqa: ASYNC110
                 await asyncio.sleep(0)  # uvicorn offers nothing to wait for.
-            await server.lifespan.shutdown()
         for _ in range(5):
             await asyncio.sleep(0)  # A closed transport lets its socket go some turns of the loop later.
 
@@ -288,7 +287,6 @@ QUIET = ProbeSettings(every_s=3600, timeout_s=3600, down_every_s=3600)
 class System:
     client: httpx.AsyncClient  # Of the router.
     router: Router
-    app: Starlette
 
     async def complete(self, **body: Any) -> httpx.Response:
         return await self.client.post("/v1/completions", json={"prompt": "hello", **body})
@@ -314,6 +312,7 @@ async def system(
                 urls.append(engine)
         settings.setdefault("decode_leg", "at_once")  # All fakes share a host.
         settings.setdefault("probe", QUIET)
+        settings.setdefault("doors", HttpSettings(idle_s=1e4, header_s=1e4))  # Also when time jumps.
         timeouts = settings.pop("timeouts", LegTimeouts())
         settings["timeouts"] = msgspec.structs.replace(timeouts, connect_s=2 * LATER_S)
         router = Router(
@@ -321,10 +320,13 @@ async def system(
                 prefill_urls=tuple(urls[: len(prefill)]), decode_urls=tuple(urls[len(prefill) :]), **settings
             )
         )
-        app = router.app()
-        url = await servers.start(app, lifespan="on")
-        # No TLS here, and loading the machine's certificates takes longer than most of these tests.
-        async with httpx.AsyncClient(base_url=url, timeout=None, verify=False) as client:
-            yield System(client, router, app)
+        try:
+            router.start()
+            url = f"http://127.0.0.1:{await router.listen('127.0.0.1', 0)}"
+            # No TLS here, and loading the machine's certificates takes longer than most of these tests.
+            async with httpx.AsyncClient(base_url=url, timeout=None, verify=False) as client:
+                yield System(client, router)
+        finally:
+            await router.close()  # Before the engines: it leaves those that do not answer.
     finally:
         await servers.stop()

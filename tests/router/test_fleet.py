@@ -1,6 +1,5 @@
 """Who is up: what ejects an engine, what brings it back, and what does not."""
 
-import asyncio
 from typing import Any
 
 import httpx
@@ -13,6 +12,7 @@ from baton.router.errors import LegFailure
 from baton.router.fleet import Engine, Fleet
 from baton.router.policies import RoutedRequest
 from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
+from baton.router.shell.asking import Answer, Asker
 from baton.router.shell.probes import Prober
 from tests.router.fakes import (
     LATER_S,
@@ -97,29 +97,35 @@ def test_nobody_is_chosen_twice_by_one_request() -> None:
     assert {engine.url for engine in tried} == {D0, D1}
 
 
+class Scripted(Asker):
+    """Every answer has this status; None: there is none in time."""
+
+    def __init__(self, status: int | None) -> None:
+        self._status = status
+
+    async def ask(self, url: str, *, timeout_s: float, method: str = "GET", body: Any = None) -> Answer:
+        if self._status is None:
+            raise TimeoutError
+        return Answer(self._status, b"")
+
+
 @pytest.mark.parametrize(
-    ("respond", "error"),
+    ("status", "error"),
     [
-        (lambda request: httpx.Response(200), None),
-        (lambda request: httpx.Response(503), "/health answered with status 503"),
+        (200, None),
+        (503, "/health answered with status 503"),
     ],
 )
-async def test_a_probe_believes_what_health_says(respond: Any, error: str | None) -> None:
+async def test_a_probe_believes_what_health_says(status: int, error: str | None) -> None:
     fleet, engine = make_fleet()
-    async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as client:
-        await Prober(fleet, client, ProbeSettings()).probe(engine)
+    await Prober(fleet, Scripted(status), ProbeSettings()).probe(engine)
     assert engine.status == ("up" if error is None else "down")
     assert engine.last_error == error
 
 
 async def test_a_probe_that_hangs_is_given_up() -> None:
-    async def respond(request: httpx.Request) -> httpx.Response:
-        await asyncio.Event().wait()
-        raise AssertionError
-
     fleet, engine = make_fleet()
-    async with httpx.AsyncClient(transport=httpx.MockTransport(respond)) as client:
-        await Prober(fleet, client, ProbeSettings(timeout_s=0.01)).probe(engine)
+    await Prober(fleet, Scripted(None), ProbeSettings()).probe(engine)
     assert engine.failures_in_row == 1
     assert engine.is_up
 

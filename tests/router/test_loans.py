@@ -3,12 +3,13 @@
 import asyncio
 from typing import Any
 
-import httpx
 import pytest
 
 from baton.router.fleet import Engine, Fleet
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
+from baton.router.shell.asking import Asker
+from baton.router.shell.engine_http import EnginePool
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
 from tests.router.baton_fakes import baton, introduced_system, stream
@@ -140,18 +141,19 @@ async def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.Mon
     monkeypatch.setattr("baton.router.shell.loans.RETURNS_MAX", at_once)
     settings = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
     metrics = RouterMetrics(Fleet(settings), Pairs())
-    async with httpx.AsyncClient(trust_env=False, verify=False) as client:
-        returns = LoanReturns(client, metrics, 30.0)
-        gone = Engine(dead_url(), "prefill", kind="baton")
-        for _ in range(2 * at_once):
-            returns.give_back(gone, {"baton_ticket": "signed"})
-        assert len(returns._under_way) == at_once
-        returns.give_back(gone, {})
-        while returns._under_way:
-            await asyncio.wait(returns._under_way)
-        failed = metrics.registry.get_sample_value("baton:router_loan_returns_total", {"outcome": "failed"})
-        assert failed == 2 * at_once
-        await returns.close()
+    pool = EnginePool(connect_s=30.0)
+    returns = LoanReturns(Asker(pool, None), metrics, 30.0)
+    gone = Engine(dead_url(), "prefill", kind="baton")
+    for _ in range(2 * at_once):
+        returns.give_back(gone, {"baton_ticket": "signed"})
+    assert len(returns._under_way) == at_once
+    returns.give_back(gone, {})
+    while returns._under_way:
+        await asyncio.wait(returns._under_way)
+    failed = metrics.registry.get_sample_value("baton:router_loan_returns_total", {"outcome": "failed"})
+    assert failed == 2 * at_once
+    await returns.close()
+    await pool.close()
 
 
 @pytest.mark.parametrize(("status", "num_asked", "outcome"), [(404, 1, "failed"), (503, 2, "failed")])
@@ -176,41 +178,30 @@ async def test_an_answer_that_is_no_yes_is_a_failed_return(status: int, num_aske
     assert len(p.taken_back) == num_asked
 
 
+ASKED = (
+    b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+    b'content-length: 19\r\n\r\n{"prompt": "hello"}'
+)
+
+
 async def test_a_client_that_leaves_in_whatever_turn_of_the_loop_leaves_no_loan() -> None:
     """A loan was lost when the request was cancelled in the turn in which P's answer had been read."""
     p, d = lender(), FakeEngine(hangs, introduces_as="d")
     async with introduced_system([p], [d]) as s:
         for num_turns in range(40):
-            leaves, p_answers = asyncio.Event(), asyncio.Event()
+            p_answers = asyncio.Event()
 
             async def lends_and_tells(call: Any, answered: asyncio.Event = p_answers) -> None:
                 await lends(call)
                 answered.set()
 
             p.respond = lends_and_tells
-            messages = [{"type": "http.request", "body": b'{"prompt": "hello"}', "more_body": False}]
-
-            async def receive(
-                messages: list[Any] = messages, leaves: asyncio.Event = leaves
-            ) -> dict[str, Any]:
-                if messages:
-                    return dict(messages.pop())
-                await leaves.wait()
-                return {"type": "http.disconnect"}
-
-            async def send(message: Any) -> None:
-                raise AssertionError("D hangs")
-
-            path = "/v1/completions"
-            headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
-            scope = {"type": "http", "method": "POST", "path": path, "raw_path": path.encode()}
-            scope |= {"query_string": b"", "headers": headers, "root_path": ""}
-            asking = asyncio.create_task(s.router.app()(scope, receive, send))
+            _, client = await asyncio.open_connection(s.client.base_url.host, s.client.base_url.port)
+            client.write(ASKED)
             await p_answers.wait()
             for _ in range(num_turns):
                 await asyncio.sleep(0)
-            leaves.set()
-            await asyncio.wait({asking})
+            client.transport.abort()
         lent = f'baton:router_legs_total{{engine="{p.url}",outcome="200",role="prefill"}}'
         text = (await s.client.get("/metrics")).text
         num_lent = next(float(line.split()[-1]) for line in text.splitlines() if line.startswith(lent))

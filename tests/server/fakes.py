@@ -4,11 +4,12 @@ import asyncio
 import json
 import threading
 import time
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 import httpx
 import uvicorn
@@ -297,34 +298,38 @@ class QuietServer(uvicorn.Server):
         return f"http://127.0.0.1:{self.servers[0].sockets[0].getsockname()[1]}"
 
 
-class LiveApp:
-    """An application at a real server on a loopback port, in a thread with a loop of its own."""
+class LiveLoop(ABC):
+    """A server on a loopback port, in a thread with a loop of its own."""
 
-    def __init__(self, app: Any, limits: HttpSettings, *, lifespan: Literal["on", "off"] = "off") -> None:
-        config = server_config(
-            app, limits, port=0, log_config=None, lifespan=lifespan, timeout_graceful_shutdown=5
-        )
-        self._server = QuietServer(config)
+    def __init__(self) -> None:
+        self._is_up = threading.Event()
         self._thread = threading.Thread(target=self._run)
+
+    @abstractmethod
+    async def _serve(self) -> None:
+        """Serve until `_stop` was called. Set `_is_up` once requests can be sent."""
+
+    @abstractmethod
+    def _stop(self) -> None: ...
+
+    @property
+    @abstractmethod
+    def url(self) -> str: ...
 
     def _run(self) -> None:
         with asyncio.Runner() as runner:
             self._loop = runner.get_loop()
-            runner.run(self._server.serve())
+            runner.run(self._serve())
 
     def __enter__(self) -> Self:
         self._thread.start()
-        assert self._server.is_up.wait(WAIT_S)
+        assert self._is_up.wait(WAIT_S)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.should_exit = True
+        self._stop()
         self._thread.join(WAIT_S)
         assert not self._thread.is_alive()
-
-    @property
-    def url(self) -> str:
-        return self._server.url
 
     def call(self, function: Callable[[], Any]) -> None:
         """Run in the server's loop, where the engine's events are."""
@@ -357,12 +362,28 @@ class LiveApp:
             ticking.cancel()
 
 
-class LiveServer(LiveApp):
+class LiveServer(LiveLoop):
     """The engine's server."""
 
     def __init__(self, service: Service) -> None:
-        super().__init__(build_app(service), service.limits)
+        super().__init__()
+        app, limits = build_app(service), service.limits
+        config = server_config(
+            app, limits, port=0, log_config=None, lifespan="off", timeout_graceful_shutdown=5
+        )
+        self._server = QuietServer(config)
+        self._is_up = self._server.is_up
         self.service = service
+
+    async def _serve(self) -> None:
+        await self._server.serve()
+
+    def _stop(self) -> None:
+        self._server.should_exit = True
+
+    @property
+    def url(self) -> str:
+        return self._server.url
 
     def reset(self, engine: ScriptedEngine) -> None:
         """Reset between tests, when no request runs."""
@@ -382,7 +403,31 @@ def read_stream(http: httpx.Client, path: str, **body: Any) -> list[dict[str, An
     return [json.loads(event) for event in events]
 
 
-def router_before(engine: LiveServer) -> LiveApp:
+class LiveRouter(LiveLoop):
+    """A router."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        super().__init__()
+        self._settings = settings
+        self._is_told = asyncio.Event()
+
+    async def _serve(self) -> None:
+        router = Router(self._settings)
+        port = await router.listen("127.0.0.1", 0)
+        router.start()
+        self._url = f"http://127.0.0.1:{port}"
+        self._is_up.set()
+        await self._is_told.wait()
+        await router.close(5.0)
+
+    def _stop(self) -> None:
+        self.call(self._is_told.set)
+
+    @property
+    def url(self) -> str:
+        return self._url
+
+
+def router_before(engine: LiveServer) -> LiveRouter:
     """A router that asks this engine for prefill and decode."""
-    settings = RouterSettings(prefill_urls=(engine.url,), decode_urls=(engine.url,))
-    return LiveApp(Router(settings).app(), settings.doors, lifespan="on")
+    return LiveRouter(RouterSettings(prefill_urls=(engine.url,), decode_urls=(engine.url,)))

@@ -1,160 +1,134 @@
-"""The router as an ASGI application.
+"""The router of one process: its parts, its life, and what each path answers.
 
-A client that goes away, in whatever phase, ends its request at once: `_attend` runs the work beside a
-listener on the connection and cancels whichever is left over. Cancelled work closes its leg; the engine
-aborts.
+A client that goes away, in whatever phase, ends its request at once: its legs are closed, and the engines
+abort.
 """
 
 import asyncio
 import logging
 import re
-import time
 import uuid
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager, suppress
+from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
-import httpx
 import msgspec
-from starlette.applications import Starlette
-from starlette.datastructures import Headers
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.requests import Request
-from starlette.responses import HTMLResponse, JSONResponse, Response
-from starlette.routing import Route
-from starlette.types import Message, Receive, Scope, Send
 
 import baton
 from baton.core.errors import UserError
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
-from baton.http.gate import Gate, send_error
+from baton.http.gate import Checks
 from baton.http.workers import WorkerPool
 from baton.router import machine
 from baton.router.answers import end_to_end
-from baton.router.errors import ClientGone, RouterError, error_event
+from baton.router.errors import RouterError
+from baton.router.events import Count
 from baton.router.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.legs import parse_body
-from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
+from baton.router.machine import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN, Machine
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
+from baton.router.shell.asking import Asker
+from baton.router.shell.client_http import REQUEST_ID, Incoming, Listener, Reply
 from baton.router.shell.dashboard import PAGE
-from baton.router.shell.incoming import Incoming
+from baton.router.shell.engine_http import EnginePool
 from baton.router.shell.introductions import Introducer
+from baton.router.shell.legs import Ask, Upstream
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
 from baton.router.shell.probes import Prober, ProberDied
-from baton.router.shell.requests import RequestDriver, Requests
-from baton.router.shell.upstream import KEEPALIVE_S, Upstream
+from baton.router.shell.requests import RequestDriver, Requests, forward
+from baton.router.shell.timers import TimerWheel
 from baton.router.turns import SESSION_HEADER, TurnTable
 
 logger = logging.getLogger(__name__)
 
-REQUEST_ID = "x-request-id"
 _GOOD_REQUEST_ID = re.compile(r"[!-~]{1,256}")
 LAST_PROBES_S = 0.5  # For probes in flight when the router is told to stop.
-CLOSING_S = 5.0  # For legs to be closed, once the client has its answer.
+CLOSING_S = 5.0  # For clients to have read their answers.
 CHAT_PATH = "/v1/chat/completions"
+JSON = {"content-type": "application/json"}
 
-
-def create_app(settings: RouterSettings) -> Starlette:
-    return Router(settings).app()
+Page = Callable[[], tuple[int, Mapping[str, str], bytes]]  # Status, headers, body.
 
 
 class Router:
-    """Owns what one router consists of, and its life."""
+    """Made and used in one event loop. `start` it, open its ports with `listen`, and `close` it."""
 
     def __init__(self, settings: RouterSettings) -> None:
         self._settings = settings
-        self._client = httpx.AsyncClient(
-            limits=httpx.Limits(
-                max_connections=None, max_keepalive_connections=64, keepalive_expiry=KEEPALIVE_S
-            ),
-            headers=_engine_key(settings),
-            trust_env=False,  # A proxy of the environment must not get between us and our engines.
-            follow_redirects=False,
-        )
         self.fleet = Fleet(settings)
         self._pairs = Pairs()
         self._metrics = RouterMetrics(self.fleet, self._pairs)
-        upstream = Upstream(self._client, settings)
+        self._pool = EnginePool(connect_s=settings.timeouts.connect_s)
+        self._wheel = TimerWheel()
+        self.asker = Asker(self._pool, settings.engine_api_key)
+        upstream = Upstream(self._pool, self._wheel, settings)
         timeout_s = settings.probe.timeout_s
-        self._introducer = Introducer(self._client, self.fleet, timeout_s, pushes=settings.mode == "push")
-        self._loans = LoanReturns(self._client, self._metrics, timeout_s)
+        self._introducer = Introducer(self.asker, self.fleet, timeout_s, pushes=settings.mode == "push")
+        self._loans = LoanReturns(self.asker, self._metrics, timeout_s)
         self._view = FleetView(settings, self.fleet, self._pairs, TurnTable(self._loans.give_back))
         self._requests = Requests(self._view, upstream, self._metrics, self._introducer, self._loans)
-        self._prober = Prober(self.fleet, self._client, settings.probe, self._introducer.hear_healthy)
+        self._prober = Prober(self.fleet, self.asker, settings.probe, self._introducer.hear_healthy)
+        self._watch: asyncio.Task[None] | None = None
         self._workers = WorkerPool()
         self._bodies = Bodies(settings.doors, self._workers)
+        self._checks = Checks(api_keys=settings.doors.api_keys, allowed_hosts=settings.checked_hosts)
+        self._listeners: list[Listener] = []
         self._fault: ProberDied | None = None
+        self._running: set[RequestDriver | Forwarding] = set()
         self._num_requests = 0
         self._is_draining = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._has_to_end = asyncio.Event()  # Requests that run are ended now.
+        admin: dict[str, Page] = {
+            "/metrics": self._exposition,
+            "/fleet": self._fleet_state,
+            "/": _dashboard,
+        }
+        self._pages: dict[str, Page] = {"/health": self._health, "/version": _version}
+        self._admin_pages = admin
 
-    def app(self, *, has_admin_port: bool = False) -> Starlette:
-        """The application of the main port; its lifespan is the router's. See `admin_app`."""
-        return Starlette(
-            middleware=self._gate,
-            routes=[
-                Route("/v1/completions", _Endpoint(self, is_handoff=True), methods=["POST"]),
-                Route("/v1/chat/completions", _Endpoint(self, is_handoff=True), methods=["POST"]),
-                Route("/v1/models", _Endpoint(self), methods=["GET"]),
-                Route("/tokenize", _Endpoint(self), methods=["POST"]),
-                Route("/detokenize", _Endpoint(self), methods=["POST"]),
-                Route("/health", self._health),
-                Route("/version", _version),
-                *(() if has_admin_port else self._admin_routes),
-            ],
-            lifespan=self._life,
-            exception_handlers={HTTPException: _refuse_http},
+    # --- Its life
+
+    def start(self) -> None:
+        self._watch = asyncio.create_task(self._prober.run(), name="baton-router-prober")
+        self._watch.add_done_callback(self._hear_prober)
+
+    async def listen(self, host: str, port: int, *, admin_port: int | None = None) -> int:
+        """Open the main port, and one for metrics, /fleet and the dashboard if `admin_port` is given.
+
+        Return the main port. Raises OSError.
+        """
+        if admin_port is not None:
+            await self._listener(self.serve_admin).listen(host, admin_port)
+        serve = self.serve if admin_port is not None else self.serve_all
+        return await self._listener(serve).listen(host, port)
+
+    def _listener(self, serve: Callable[[Incoming, Reply], None]) -> Listener:
+        settings, reads_in_s = self._settings, self._settings.timeouts.idle_s
+        listener = Listener(
+            serve, settings.doors, self._checks, self._bodies, self._wheel, reads_in_s=reads_in_s
         )
+        self._listeners.append(listener)
+        return listener
 
-    def admin_app(self) -> Starlette:
-        """Metrics, the fleet's state and the dashboard, for a port of their own."""
-        return Starlette(
-            middleware=self._gate,
-            routes=self._admin_routes,
-            exception_handlers={HTTPException: _refuse_http},
-        )
-
-    @property
-    def _gate(self) -> list[Middleware]:
-        return [
-            Middleware(
-                Gate,
-                api_keys=self._settings.doors.api_keys,
-                allowed_hosts=self._settings.checked_hosts,
-            )
-        ]
-
-    @property
-    def _admin_routes(self) -> list[Route]:
-        return [
-            Route("/metrics", self._exposition),
-            Route("/fleet", self._fleet_state),
-            Route("/", self._dashboard),
-        ]
-
-    @asynccontextmanager
-    async def _life(self, app: Starlette) -> AsyncIterator[None]:
-        watch = asyncio.create_task(self._prober.run(), name="baton-router-prober")
-        watch.add_done_callback(self._hear_prober)
-        try:
-            yield
-        finally:
-            self._prober.stop()
-            await asyncio.wait({watch}, timeout=LAST_PROBES_S)
-            watch.cancel()
+    async def close(self, timeout_s: float = 0.0) -> None:
+        """`timeout_s`: for answers to reach their clients."""
+        self.end_requests()
+        self._prober.stop()
+        await asyncio.gather(*(listener.close(timeout_s) for listener in self._listeners))
+        if self._watch is not None:
+            await asyncio.wait({self._watch}, timeout=LAST_PROBES_S)
+            self._watch.cancel()
             with suppress(asyncio.CancelledError, ExceptionGroup):  # Heard of already, see `_hear_prober`.
-                await watch
-            await self._introducer.close()
-            await self._loans.close()
-            await self._client.aclose()
-            self._workers.close()
+                await self._watch
+        await self._introducer.close()
+        await self._loans.close()
+        await self._pool.close()
+        self._workers.close()
 
     def _hear_prober(self, watch: asyncio.Task[None]) -> None:
         if watch.cancelled() or self._prober.is_stopping:
@@ -175,210 +149,219 @@ class Router:
         except TimeoutError:
             logger.warning("%d requests are ended after %g s", self._num_requests, timeout_s)
         self.end_requests()
-        with suppress(TimeoutError):
-            async with asyncio.timeout(CLOSING_S):
-                await self._is_idle.wait()
 
     def end_requests(self) -> None:
         self._is_draining = True
-        self._has_to_end.set()
+        for request in list(self._running):
+            request.stop()
 
-    async def _health(self, request: Request) -> Response:
-        if self._is_draining:
-            return JSONResponse(
-                {"status": "draining", "reason": "the router is shutting down"}, status_code=503
-            )
-        if self._fault is not None:
-            return JSONResponse({"status": "broken", "reason": str(self._fault)}, status_code=500)
-        if not self.fleet.can_serve:
-            return JSONResponse(
-                {"status": "unavailable", "reason": "no decode engine has answered"}, status_code=503
-            )
-        return JSONResponse({"status": "ok"})
+    @property
+    def paths(self) -> tuple[list[str], list[str]]:
+        """Methods and paths: of the main port, and of the administrator's pages."""
+        served = {**COMPLETIONS, **FORWARDED, **dict.fromkeys(self._pages, "GET")}
+        admin = [f"GET {path}" for path in self._admin_pages]
+        return [f"{method} {path}" for path, method in served.items()], admin
 
-    async def _exposition(self, request: Request) -> Response:
-        return Response(self._metrics.exposition(), media_type="text/plain; version=0.0.4; charset=utf-8")
+    # --- Requests
 
-    async def _fleet_state(self, request: Request) -> Response:
-        state = {
-            "mode": self._settings.mode,
-            "decode_leg": self._settings.decode_leg,
-            "first_token": self._settings.first_token,
-            "policy": self._settings.policy,
-            "on_prefill_failure": self._settings.on_prefill_failure,
-            "in_flight": self._num_requests,
-            "engines": self.fleet.snapshot(),
-            "pairs": self._pairs.snapshot(self.fleet.engines, asyncio.get_running_loop().time()),
-        }
-        return Response(msgspec.json.encode(state), media_type="application/json")
+    def serve(self, incoming: Incoming, reply: Reply) -> None:
+        """A request at the main port, if the administrator's pages have a port of their own."""
+        path = incoming.path
+        method = COMPLETIONS.get(path) or FORWARDED.get(path)
+        if method is not None and incoming.method != method:
+            _refuse_method(incoming, reply, method)
+        elif method is not None:
+            self._count_in(incoming, reply)
+        else:
+            _show(self._pages, incoming, reply)
 
-    async def _dashboard(self, request: Request) -> Response:
-        # The page is one file with its style and script in it, and talks to nobody but this router.
-        policy = (
-            "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-        )
-        return HTMLResponse(PAGE, headers={"content-security-policy": policy})
+    def serve_all(self, incoming: Incoming, reply: Reply) -> None:
+        if incoming.path in self._admin_pages:
+            _show(self._admin_pages, incoming, reply)
+        else:
+            self.serve(incoming, reply)
 
-    async def serve(self, scope: Scope, receive: Receive, send: Send, *, is_handoff: bool) -> None:
-        headers = Headers(scope=scope)
-        request_id = headers.get(REQUEST_ID, "")
+    def serve_admin(self, incoming: Incoming, reply: Reply) -> None:
+        _show(self._admin_pages, incoming, reply)
+
+    def _count_in(self, incoming: Incoming, reply: Reply) -> None:
+        request_id = incoming.headers.get(REQUEST_ID, "")
         if not _GOOD_REQUEST_ID.fullmatch(request_id):
             request_id = str(uuid.uuid4())
-        wire = _Wire(send)
+        reply.extra = {REQUEST_ID: request_id}
         self._num_requests += 1
         self._is_idle.clear()
         self._metrics.in_flight.set(self._num_requests)
-        status = CLIENT_CLOSED_REQUEST
         try:
-            status = await self._answer(scope, headers, request_id, receive, wire, is_handoff=is_handoff)
+            self._begin(incoming, reply, request_id)
         except UserError as error:
-            status = await _refuse(wire, ApiError.of_user(error), request_id)
+            self._refuse(reply, ApiError.of_user(error))
         except ApiError as error:
-            status = await _refuse(wire, error, request_id)
-        except ClientGone as error:
-            logger.info("%s: client: %s", request_id, error)
-        finally:
-            self._num_requests -= 1
-            if not self._num_requests:
-                self._is_idle.set()
-            self._metrics.in_flight.set(self._num_requests)
-            self._metrics.requests.labels(str(status)).inc()
+            self._refuse(reply, error)
 
-    async def _answer(
-        self,
-        scope: Scope,
-        headers: Headers,
-        request_id: str,
-        receive: Receive,
-        wire: "_Wire",
-        *,
-        is_handoff: bool,
-    ) -> int:
+    def _refuse(self, reply: Reply, error: ApiError) -> None:
+        reply.refuse(error)
+        self._count_out(error.status)
+
+    def _count_out(self, status: int) -> None:
+        self._num_requests -= 1
+        if not self._num_requests:
+            self._is_idle.set()
+        self._metrics.in_flight.set(self._num_requests)
+        self._metrics.requests.labels(str(status)).inc()
+
+    def _begin(self, incoming: Incoming, reply: Reply, request_id: str) -> None:
+        """Raises UserError, ApiError."""
+        path = incoming.path
         if self._is_draining:
-            raise RouterError.unavailable("the router is shutting down")
+            raise RouterError.unavailable(SHUTTING_DOWN)
+        if isinstance(incoming.body, ApiError):
+            raise incoming.body
         if self._num_requests > self._settings.max_requests:
             raise RouterError.unavailable(f"{self._settings.max_requests} requests are in flight; try again")
-        async with self._bodies.read(headers, receive) as raw:
-            body = parse_body(raw) if is_handoff else {}
-        query = scope["query_string"].decode("latin-1")
-        incoming = Incoming(
-            method=scope["method"],
-            path=scope["path"] + (f"?{query}" if query else ""),
-            headers={**self._passed_on(headers), REQUEST_ID: request_id},
-            request_id=request_id,
-            body=raw,
-            received_at_s=time.monotonic(),
-        )
-        if not is_handoff:
-            return await self._attend(self._requests.forward(incoming, wire), receive, wire)
+        headers = {**self._passed_on(incoming.headers), REQUEST_ID: request_id}
+        ends_at_s = incoming.received_at_s + self._settings.timeouts.total_s
+        ask = Ask(incoming.method, incoming.target, headers, ends_at_s)
+        if path in FORWARDED:
+            forwarding = Forwarding(self._requests, ask, incoming.body, incoming.received_at_s, reply)
+            self._run(forwarding, reply)
+            return forwarding.begin(lambda status: self._end(forwarding, status))
         request = machine.Request(
             id=request_id,
-            body=body,
-            is_chat=scope["path"] == CHAT_PATH,
-            session=headers.get(SESSION_HEADER),
-            received_at_s=asyncio.get_running_loop().time(),
+            body=parse_body(incoming.body),
+            is_chat=path == CHAT_PATH,
+            session=incoming.headers.get(SESSION_HEADER),
+            received_at_s=incoming.received_at_s,
         )
-        driver = RequestDriver(self._requests, Machine(self._view, request), incoming, wire)
-        return await self._attend(driver.run(), receive, wire, driver)
+        driver = RequestDriver(self._requests, Machine(self._view, request), ask, reply)
+        self._run(driver, reply)
+        return driver.begin(lambda status: self._end(driver, status))
 
-    async def _attend(
-        self,
-        work: Coroutine[Any, Any, int],
-        receive: Receive,
-        wire: "_Wire",
-        driver: RequestDriver | None = None,
-    ) -> int:
-        """Return the work's result. It ends early if the client goes away, or the router has to end."""
-        working = asyncio.create_task(work)
-        listening = asyncio.create_task(_wait_disconnect(receive))
-        ending = asyncio.create_task(self._has_to_end.wait())
-        try:
-            await asyncio.wait({working, listening, ending}, return_when=asyncio.FIRST_COMPLETED)
-            if not working.done() and wire.has_ended:
-                # A server calls that a disconnect too. What is left of the work is to close its legs.
-                await asyncio.wait({working}, timeout=CLOSING_S)
-            if not working.done() and driver is not None:
-                driver.client_gone() if listening.done() else driver.stop()
-                await asyncio.wait({working}, timeout=CLOSING_S)
-            if listening.done() and not wire.has_ended:
-                raise ClientGone("closed its connection")
-            if not working.done():
-                working.cancel()
-                await asyncio.wait({working})
-                return await _cut_short(wire)
-            return working.result()
-        finally:
-            for task in (working, listening, ending):
-                task.cancel()
-            await asyncio.gather(working, listening, ending, return_exceptions=True)
+    def _run(self, request: "RequestDriver | Forwarding", reply: Reply) -> None:
+        self._running.add(request)
+        reply.handler = request
 
-    def _passed_on(self, headers: Headers) -> dict[str, str]:
+    def _end(self, request: "RequestDriver | Forwarding", status: int) -> None:
+        self._running.discard(request)
+        self._count_out(status)
+
+    def _passed_on(self, headers: Mapping[str, str]) -> dict[str, str]:
         """A key for this router, or one that the engines' replaces, is not for engines."""
         passed = end_to_end(headers)
         if self._settings.doors.api_keys or self._settings.engine_api_key is not None:
             passed.pop("authorization", None)
         return passed
 
+    # --- Pages
 
-def _engine_key(settings: RouterSettings) -> dict[str, str]:
-    key = settings.engine_api_key
-    return {} if key is None else {"authorization": f"Bearer {key}"}
+    def _health(self) -> tuple[int, Mapping[str, str], bytes]:
+        if self._is_draining:
+            return _json({"status": "draining", "reason": SHUTTING_DOWN}, 503)
+        if self._fault is not None:
+            return _json({"status": "broken", "reason": str(self._fault)}, 500)
+        if not self.fleet.can_serve:
+            return _json({"status": "unavailable", "reason": "no decode engine has answered"}, 503)
+        return _json({"status": "ok"})
 
+    def _exposition(self) -> tuple[int, Mapping[str, str], bytes]:
+        headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+        return 200, headers, self._metrics.exposition()
 
-class _Endpoint:
-    """An ASGI application, so that starlette leaves the connection to us."""
-
-    def __init__(self, router: Router, *, is_handoff: bool = False) -> None:
-        self._router = router
-        self._is_handoff = is_handoff
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await self._router.serve(scope, receive, send, is_handoff=self._is_handoff)
-
-
-class _Wire:
-    """`send`, remembering whether the answer has begun, and whether all of it has been sent."""
-
-    def __init__(self, send: Send) -> None:
-        self._send = send
-        self.has_started = False
-        self.has_ended = False
-
-    async def __call__(self, message: Message) -> None:
-        self.has_started = True
-        await self._send(message)
-        self.has_ended = message["type"] == "http.response.body" and not message.get("more_body", False)
-
-
-async def _refuse(wire: _Wire, error: ApiError, request_id: str) -> int:
-    assert not wire.has_started, "an answer that has begun can only be ended by its stream"
-    await send_error(wire, error, {REQUEST_ID: request_id})
-    return error.status
-
-
-async def _cut_short(wire: _Wire) -> int:
-    """Raises RouterError if nothing has been sent."""
-    message = "the router is shutting down"
-    if not wire.has_started:
-        raise RouterError.unavailable(message)
-    if not wire.has_ended:
-        await wire(
-            {"type": "http.response.body", "body": error_event(message, status=503), "more_body": False}
+    def _fleet_state(self) -> tuple[int, Mapping[str, str], bytes]:
+        return _json(
+            {
+                "mode": self._settings.mode,
+                "decode_leg": self._settings.decode_leg,
+                "first_token": self._settings.first_token,
+                "policy": self._settings.policy,
+                "on_prefill_failure": self._settings.on_prefill_failure,
+                "in_flight": self._num_requests,
+                "engines": self.fleet.snapshot(),
+                "pairs": self._pairs.snapshot(self.fleet.engines, asyncio.get_running_loop().time()),
+            }
         )
-    return 200  # Only a stream can be here: what is whole is sent at once.
 
 
-async def _refuse_http(request: Request, error: Exception) -> Response:
-    """A path or a method that the router does not have."""
-    assert isinstance(error, HTTPException)
-    known = ApiError(error.status_code, f"{request.method} {request.url.path}: {error.detail}")
-    return JSONResponse(msgspec.to_builtins(known.body()), status_code=known.status, headers=error.headers)
+class Forwarding:
+    """A request that goes to a decode engine as it is. Implements `Handler`."""
+
+    def __init__(self, requests: Requests, ask: Ask, body: bytes, received_at_s: float, reply: Reply) -> None:
+        self._requests, self._ask, self._body, self._reply = requests, ask, body, reply
+        self._received_at_s = received_at_s
+        self._on_over: Callable[[int], None] = lambda status: None
+        self._task: asyncio.Task[None] | None = None
+
+    def begin(self, on_over: Callable[[int], None]) -> None:
+        self._on_over = on_over
+        self._task = asyncio.create_task(self._run())
+
+    def stop(self) -> None:
+        self._cut(RouterError.unavailable(SHUTTING_DOWN), 503)
+
+    def client_gone(self) -> None:
+        self._cut(None, CLIENT_CLOSED_REQUEST)
+
+    def pause(self) -> None: ...
+
+    def resume(self) -> None: ...
+
+    def _cut(self, error: ApiError | None, status: int) -> None:
+        assert self._task is not None
+        if not self._task.done():
+            self._task.cancel()
+            self._answer(error, status)
+
+    def _answer(self, error: ApiError | None, status: int) -> None:
+        on_over, self._on_over = self._on_over, lambda status: None
+        if error is not None:
+            self._reply.refuse(error)
+            self._reply.flush()
+        on_over(status)
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            answer = await forward(self._requests, self._ask, self._body)
+        except RouterError as error:
+            return self._answer(error, error.status)
+        waited_s = loop.time() - self._received_at_s
+        self._requests.metrics.count(Count("first_byte_seconds", value=waited_s))
+        headers = {**end_to_end(answer.headers), **self._reply.extra}
+        self._reply.whole(answer.status, headers, answer.body)
+        self._reply.flush()
+        return self._answer(None, answer.status)
 
 
-async def _version(request: Request) -> Response:
-    return JSONResponse({"version": baton.__version__})
+COMPLETIONS = {"/v1/completions": "POST", CHAT_PATH: "POST"}
+FORWARDED = {"/v1/models": "GET", "/tokenize": "POST", "/detokenize": "POST"}
 
 
-async def _wait_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+def _show(pages: Mapping[str, Page], incoming: Incoming, reply: Reply) -> None:
+    page = pages.get(incoming.path)
+    if page is None:
+        reply.refuse(ApiError(404, f"{incoming.method} {incoming.path}: Not Found"))
+    elif incoming.method not in ("GET", "HEAD"):
+        _refuse_method(incoming, reply, "GET, HEAD")
+    else:
+        status, headers, body = page()
+        reply.whole(status, headers, body)
+
+
+def _refuse_method(incoming: Incoming, reply: Reply, allowed: str) -> None:
+    reply.extra = {"allow": allowed}
+    reply.refuse(ApiError(405, f"{incoming.method} {incoming.path}: Method Not Allowed"))
+
+
+def _json(value: Any, status: int = 200) -> tuple[int, Mapping[str, str], bytes]:
+    return status, JSON, msgspec.json.encode(value)
+
+
+def _version() -> tuple[int, Mapping[str, str], bytes]:
+    return _json({"version": baton.__version__})
+
+
+def _dashboard() -> tuple[int, Mapping[str, str], bytes]:
+    # The page is one file with its style and script in it, and talks to nobody but this router.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": policy}
+    return 200, headers, PAGE.encode()

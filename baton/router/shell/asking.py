@@ -1,12 +1,14 @@
 """The router's own questions to engines: short requests with bounded answers."""
 
 import asyncio
+from collections.abc import Mapping
 from typing import Any, NamedTuple
+from urllib.parse import urlsplit, urlunsplit
 
-import httpx
 import msgspec
 
-from baton.router.shell.sending import send
+from baton.core.errors import BatonError
+from baton.router.shell.engine_http import EnginePool, header_lines, origin_of, request_bytes
 
 MAX_ANSWER_BYTES = 1 << 20  # An introduction has a few KiB; a list of models with many adapters has more.
 
@@ -16,29 +18,57 @@ class Answer(NamedTuple):
     body: bytes
 
 
-class AnswerTooLong(httpx.HTTPError):
-    """An engine answered one of the router's questions with more than MAX_ANSWER_BYTES."""
+class AskFailed(BatonError):
+    """An engine gave no answer. `is_refused`: it accepts no connection."""
+
+    def __init__(self, message: str, *, is_refused: bool = False) -> None:
+        super().__init__(message)
+        self.is_refused = is_refused
 
 
-async def ask(
-    client: httpx.AsyncClient, url: str, *, timeout_s: float, method: str = "GET", body: Any = None
-) -> Answer:
-    """`timeout_s` is of all of it. Raises TimeoutError, httpx.HTTPError."""
-    request = client.build_request(
-        method,
-        url,
-        content=None if body is None else msgspec.json.encode(body),
-        headers={} if body is None else {"content-type": "application/json"},
-        timeout=None,
-    )
-    async with asyncio.timeout(timeout_s):
-        response = await send(client, request)
+class _Question:
+    """Implements `Exchange`."""
+
+    def __init__(self) -> None:
+        self.answered: asyncio.Future[Answer] = asyncio.get_running_loop().create_future()
+        self._status = 0
+        self._whole = bytearray()
+
+    def on_head(self, status: int, headers: Mapping[str, str]) -> None:
+        self._status = status
+
+    def on_data(self, data: bytes) -> None:
+        self._whole += data
+        if len(self._whole) > MAX_ANSWER_BYTES and not self.answered.done():
+            self.answered.set_exception(AskFailed(f"answered with over {MAX_ANSWER_BYTES} bytes"))
+
+    def on_end(self) -> None:
+        if not self.answered.done():
+            self.answered.set_result(Answer(self._status, bytes(self._whole)))
+
+    def on_lost(self, why: str, *, was_sent: bool) -> None:
+        if not self.answered.done():
+            self.answered.set_exception(AskFailed(why, is_refused=not was_sent))
+
+
+class Asker:
+    """`engine_key`: for `Authorization`."""
+
+    def __init__(self, pool: EnginePool, engine_key: str | None) -> None:
+        self._pool = pool
+        self._authorization = None if engine_key is None else f"Bearer {engine_key}".encode()
+
+    async def ask(self, url: str, *, timeout_s: float, method: str = "GET", body: Any = None) -> Answer:
+        """`timeout_s` is of all of it. Raises TimeoutError, AskFailed."""
+        parts = urlsplit(url)
+        origin = origin_of(urlunsplit((parts.scheme, parts.netloc, "", "", "")))
+        headers = {} if body is None else {"content-type": "application/json"}
+        lines = header_lines(headers, self._authorization or origin.authorization)
+        content = b"" if body is None else msgspec.json.encode(body)
+        question = _Question()
+        sending = self._pool.send(origin, request_bytes(origin, method, parts.path, lines, content), question)
         try:
-            whole = bytearray()
-            async for chunk in response.aiter_bytes():
-                whole += chunk
-                if len(whole) > MAX_ANSWER_BYTES:
-                    raise AnswerTooLong(f"answered with over {MAX_ANSWER_BYTES} bytes")
-            return Answer(response.status_code, bytes(whole))
+            async with asyncio.timeout(timeout_s):
+                return await question.answered
         finally:
-            await response.aclose()
+            sending.cancel()

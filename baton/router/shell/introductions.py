@@ -14,13 +14,12 @@ import asyncio
 import logging
 from typing import TypeVar
 
-import httpx
 import msgspec
 
 from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet import Engine, Fleet, Identity, Introduction
 from baton.router.legs import PARAMS
-from baton.router.shell.asking import Answer, ask
+from baton.router.shell.asking import Answer, Asker, AskFailed
 
 logger = logging.getLogger(__name__)
 
@@ -49,8 +48,8 @@ class _Answer(msgspec.Struct):
 
 
 class Introducer:
-    def __init__(self, client: httpx.AsyncClient, fleet: Fleet, timeout_s: float, *, pushes: bool) -> None:
-        self._client = client
+    def __init__(self, asker: Asker, fleet: Fleet, timeout_s: float, *, pushes: bool) -> None:
+        self._asker = asker
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._pushes = pushes
@@ -90,14 +89,14 @@ class Introducer:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._ask(engine)
-        except (TimeoutError, httpx.HTTPError) as error:
+        except (TimeoutError, AskFailed) as error:
             # What it said before still holds: whether it lives, its probe decides.
             logger.info("%s did not introduce itself: %s", engine.url, repr(error))
         finally:
             engine.was_asked = True
 
     async def _ask(self, engine: Engine) -> None:
-        answer = await ask(self._client, engine.admin_address + PATH, timeout_s=self._timeout_s)
+        answer = await self._asker.ask(engine.admin_address + PATH, timeout_s=self._timeout_s)
         if answer.status >= 500:
             engine.is_introduced = False
             return
@@ -125,7 +124,7 @@ class Introducer:
     async def _ask_connector(self, engine: Engine) -> Introduction | None:
         asking = {**ASKING, PARAMS: {"baton_introduce": True}}
         url = f"{engine.address}/v1/completions"
-        answer = await ask(self._client, url, timeout_s=self._timeout_s, method="POST", body=asking)
+        answer = await self._asker.ask(url, timeout_s=self._timeout_s, method="POST", body=asking)
         said = _decode(engine, answer, _Answer)
         params = said.kv_transfer_params if said is not None else None
         if params is None or params.remote_engine_id is None or params.baton_introduction is None:
@@ -133,7 +132,7 @@ class Introducer:
         return Introduction(params.remote_engine_id, params.baton_introduction)
 
     async def _get(self, engine: Engine, path: str) -> Answer:
-        return await ask(self._client, engine.address + path, timeout_s=self._timeout_s)
+        return await self._asker.ask(engine.address + path, timeout_s=self._timeout_s)
 
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)

@@ -11,11 +11,9 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-import httpx
-
 from baton.router.fleet import Engine
 from baton.router.legs import PARAMS
-from baton.router.shell.asking import ask
+from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.introductions import ASKING
 from baton.router.shell.metrics import RouterMetrics
 
@@ -31,8 +29,8 @@ QUEUED_MAX = 8192  # Loans that wait for their turn; more than requests can be i
 class LoanReturns:
     """From the loop of the router; `close` ends what is under way."""
 
-    def __init__(self, client: httpx.AsyncClient, metrics: RouterMetrics, timeout_s: float) -> None:
-        self._client = client
+    def __init__(self, asker: Asker, metrics: RouterMetrics, timeout_s: float) -> None:
+        self._asker = asker
         self._metrics = metrics
         self._timeout_s = timeout_s
         self._under_way: set[asyncio.Task[None]] = set()
@@ -73,8 +71,8 @@ class LoanReturns:
         why = None
         for _ in range(ATTEMPTS):
             try:
-                answer = await ask(self._client, url, timeout_s=self._timeout_s, method="POST", body=body)
-            except (TimeoutError, httpx.HTTPError) as error:
+                answer = await self._asker.ask(url, timeout_s=self._timeout_s, method="POST", body=body)
+            except (TimeoutError, AskFailed) as error:
                 why = repr(error)
                 continue
             if answer.status < 300:

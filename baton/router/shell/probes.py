@@ -3,46 +3,15 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
-from types import TracebackType
-from typing import Annotated, Self
+from typing import Annotated
 
-import httpx
 import msgspec
 
 from baton.core.errors import BatonError
 from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet import Engine, Fleet
 from baton.router.settings import ProbeSettings
-from baton.router.shell.asking import ask
-
-
-class EngineWait:
-    """`with` it, wait for an engine, for at most `timeout_s`; less if the engine turns out to be silent.
-
-    Raises TimeoutError; `is_given_up` tells why.
-    """
-
-    def __init__(self, engine: Engine, timeout_s: float) -> None:
-        self._engine = engine
-        self._timeout = asyncio.timeout(timeout_s)
-        self.is_given_up = False
-
-    def give_up(self) -> None:
-        if not self._timeout.expired():
-            self.is_given_up = True
-            self._timeout.reschedule(asyncio.get_running_loop().time())
-
-    async def __aenter__(self) -> Self:
-        await self._timeout.__aenter__()
-        self._engine.waits.add(self)
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._engine.waits.discard(self)
-        await self._timeout.__aexit__(kind, error, trace)
-        self._engine.num_heard += 1
+from baton.router.shell.asking import Asker, AskFailed
 
 
 class Prober:
@@ -51,7 +20,7 @@ class Prober:
     def __init__(
         self,
         fleet: Fleet,
-        client: httpx.AsyncClient,
+        asker: Asker,
         settings: ProbeSettings,
         on_healthy: Callable[[Engine], Awaitable[None]] | None = None,
     ) -> None:
@@ -59,7 +28,7 @@ class Prober:
         self._on_healthy = on_healthy
         self._stopping = asyncio.Event()
         self._fleet = fleet
-        self._client = client
+        self._asker = asker
         self._settings = settings
 
     def stop(self) -> None:
@@ -89,16 +58,14 @@ class Prober:
         num_heard = engine.num_heard
         timeout_s = self._settings.timeout_s
         try:
-            answer = await ask(self._client, f"{engine.address}/health", timeout_s=timeout_s)
+            answer = await self._asker.ask(f"{engine.address}/health", timeout_s=timeout_s)
         except TimeoutError:
             if engine.num_heard == num_heard:
                 self._fleet.note_silence(engine, f"/health did not answer in {timeout_s:g} s")
             else:
                 engine.silent_in_row = 0  # It answers requests, and is only slow in this.
-        except httpx.ConnectError as error:
-            self._fleet.note_probe(engine, f"cannot connect: {error}", is_decisive=True)
-        except httpx.HTTPError as error:
-            self._fleet.note_probe(engine, f"/health failed: {type(error).__name__}: {error}")
+        except AskFailed as error:
+            self._fleet.note_probe(engine, f"/health failed: {error}", is_decisive=error.is_refused)
         else:
             if 200 <= answer.status < 300:
                 engine.admin_port = _admin_port_in(answer.body)

@@ -1,0 +1,526 @@
+"""HTTP/1.1 connections of clients: requests in, read whole within limits, and answers out.
+
+    Listener        one port: its connections, and what they share
+    _Connection     reads requests, one after the other; answers them in their order
+    Reply           the answer to one request: `start` and `write`, or `refuse`
+
+httptools parses. It refuses requests with two framings, and header lines that other parsers read differently
+(RFC 9112, 11.2); those with two lines of a name that must be single are refused here.
+"""
+
+import asyncio
+import logging
+import time
+from collections import deque
+from collections.abc import Awaitable, Callable, Mapping
+from email.utils import formatdate
+from http import HTTPStatus
+from typing import Protocol, cast
+
+import httptools
+import msgspec
+
+from baton.core.errors import UserError
+from baton.http.bodies import Bodies
+from baton.http.connections import BACKLOG, Crowd, max_connections
+from baton.http.errors import ApiError
+from baton.http.gate import Checks
+from baton.http.settings import HttpSettings
+from baton.router.shell.timers import TimerWheel
+
+logger = logging.getLogger(__name__)
+
+MAX_HEAD_BYTES = 64 << 10
+MAX_EARLY_BYTES = 64 << 10  # Of further requests, while one is being answered.
+LINGER_S = 1.0  # For a client that still sends to read why it was refused.
+REQUEST_ID = "x-request-id"
+_SINGLE = frozenset({"host", "content-length", "content-type", "authorization", "transfer-encoding"})
+_REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
+
+
+class Incoming(msgspec.Struct, frozen=True):
+    """A client's request, read whole."""
+
+    method: str
+    target: str  # Path and query.
+    headers: Mapping[str, str]  # Names in lower case.
+    body: bytes | ApiError  # Why it cannot be served.
+    received_at_s: float  # On the loop's clock.
+
+    @property
+    def path(self) -> str:
+        return self.target.partition("?")[0]
+
+
+class Handler(Protocol):
+    """Answers one request. Its calls come from the client's connection."""
+
+    def client_gone(self) -> None: ...
+
+    def pause(self) -> None:
+        """The client does not read: write no more than what is on its way."""
+
+    def resume(self) -> None: ...
+
+
+class Reply:
+    """What is written goes out with `flush`, or when the event loop next turns."""
+
+    def __init__(self, connection: "_Connection", method: str, version: str, *, keeps_alive: bool) -> None:
+        self._connection = connection
+        self._is_head = method == "HEAD"
+        self._is_old = version == "1.0"  # Knows no chunks.
+        self._keeps_alive = keeps_alive
+        self._is_chunked = False
+        self._pending: list[bytes] = []
+        self.handler: Handler | None = None
+        self.extra: Mapping[str, str] = {}  # Headers of a refusal.
+        self.status = 0
+        self.has_started = self.has_ended = self.is_gone = False
+
+    def start(self, status: int, headers: Mapping[str, str]) -> None:
+        assert not self.has_started
+        self.has_started, self.status = True, status
+        lines = [b"HTTP/1.1 %d %b\r\ndate: %b\r\n" % (status, _REASONS.get(status, b""), _date())]
+        names = set()
+        for name, value in headers.items():
+            names.add(name.lower())
+            lines.append(f"{name.lower()}: {value}\r\n".encode("latin-1"))
+        if "content-length" not in names:
+            if self._is_old:
+                self._keeps_alive = False
+            else:
+                self._is_chunked = True
+                lines.append(b"transfer-encoding: chunked\r\n")
+        if "connection" in names:
+            self._keeps_alive = False
+        elif not self._keeps_alive or self._connection.listener.is_closing:
+            self._keeps_alive = False
+            lines.append(b"connection: close\r\n")
+        elif self._is_old:
+            lines.append(b"connection: keep-alive\r\n")
+        lines.append(b"\r\n")
+        self._pending.append(b"".join(lines))
+
+    def write(self, data: bytes, *, is_last: bool = False) -> None:
+        assert self.has_started
+        assert not self.has_ended
+        if not self._is_head:
+            if not self._is_chunked:
+                self._pending.append(data)
+            elif data:
+                self._pending.append(b"%x\r\n%b\r\n" % (len(data), data))
+            if is_last and self._is_chunked:
+                self._pending.append(b"0\r\n\r\n")
+        self.has_ended = is_last
+
+    def whole(self, status: int, headers: Mapping[str, str], body: bytes) -> None:
+        self.start(status, {**headers, "content-length": str(len(body))})
+        self.write(body, is_last=True)
+
+    def refuse(self, error: ApiError) -> None:
+        """Nothing has been written."""
+        body = msgspec.json.encode(error.body())
+        headers = {"content-type": "application/json", **error.headers(), **self.extra}
+        self.whole(error.status, headers, body)
+
+    def flush(self) -> None:
+        if not self._pending:
+            return
+        data = self._pending[0] if len(self._pending) == 1 else b"".join(self._pending)
+        self._pending.clear()
+        if not self.is_gone:
+            self._connection.write(data)
+            if self.has_ended:
+                self._connection.answered(keeps_alive=self._keeps_alive)
+
+
+class Listener:
+    """One port. `serve` is called for each request, and has to answer by its `Reply`."""
+
+    def __init__(
+        self,
+        serve: Callable[[Incoming, Reply], None],
+        settings: HttpSettings,
+        checks: Checks,
+        bodies: Bodies,
+        wheel: TimerWheel,
+        *,
+        reads_in_s: float,
+    ) -> None:
+        """`reads_in_s`: how long a client may stop reading."""
+        self.serve = serve
+        self.settings = settings
+        self.checks = checks
+        self.bodies = bodies
+        self.wheel = wheel
+        self.reads_in_s = reads_in_s
+        self.loop = asyncio.get_running_loop()
+        self.connections: set[_Connection] = set()
+        self.crowd = Crowd(max_connections(settings))
+        self.tasks: set[asyncio.Task[None]] = set()  # Long bodies that are checked.
+        self.is_closing = False
+        self._server: asyncio.Server | None = None
+        self._is_empty = asyncio.Event()
+
+    async def listen(self, host: str, port: int) -> int:
+        """Return the port. Raises OSError."""
+        self._server = await self.loop.create_server(lambda: _Connection(self), host, port, backlog=BACKLOG)
+        bound: int = self._server.sockets[0].getsockname()[1]
+        return bound
+
+    async def close(self, timeout_s: float) -> None:
+        """Accept no more; end connections when they are idle, and all of them after this time."""
+        self.is_closing = True
+        if self._server is not None:
+            self._server.close()
+        for connection in list(self.connections):
+            connection.close_if_idle()
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self.connections:
+                    self._is_empty.clear()
+                    await self._is_empty.wait()
+        except TimeoutError:
+            logger.info("%d connections are closed after %g s", len(self.connections), timeout_s)
+        for connection in list(self.connections):
+            connection.abort()
+        for task in list(self.tasks):
+            task.cancel()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+
+    def forget(self, connection: "_Connection") -> None:
+        self.crowd.leave(connection)
+        self.connections.discard(connection)
+        self._is_empty.set()
+
+    def start(self, work: Awaitable[None]) -> None:
+        task = asyncio.ensure_future(work)
+        self.tasks.add(task)
+        task.add_done_callback(self.tasks.discard)
+
+
+class _Request:
+    """What has been read of one request."""
+
+    def __init__(self) -> None:
+        self.target = b""
+        self.lines: list[tuple[bytes, bytes]] = []
+        self.headers: dict[str, str] = {}
+        self.method = self.version = ""
+        self.keeps_alive = False
+        self.body = bytearray()
+        self.has_head = self.is_whole = False
+        self.refusal: ApiError | None = None
+
+
+class _Connection(asyncio.Protocol):
+    def __init__(self, listener: Listener) -> None:
+        self.listener = listener
+        self._transport: asyncio.Transport | None = None
+        self._parser = httptools.HttpRequestParser(self)
+        self._reading: _Request | None = None
+        self._queue: deque[_Request] = deque()  # Whole, or refused.
+        self._reply: Reply | None = None  # Of the request that is being answered.
+        self._num_early = self._num_head_bytes = 0
+        self._is_paused = self._is_full = self._is_last = self._is_lingering = False
+        self._on_late: Callable[[], None] = self._late_header
+        self._deadline = listener.wheel.deadline(lambda: self._on_late())
+        self._reading_deadline = listener.wheel.deadline(self._late_reader)
+
+    # --- Called by the transport
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self.listener.connections.add(self)
+        self._expect(self.listener.settings.header_s, self._late_header)
+        self.listener.crowd.join(self, len(self.listener.connections))
+
+    def data_received(self, data: bytes) -> None:
+        if self._is_lingering or self._is_last:
+            return
+        if self._reply is not None:
+            self._num_early += len(data)
+            if self._num_early > MAX_EARLY_BYTES:
+                self._pause_reading()
+        self._feed(data)
+        self._advance()
+
+    def eof_received(self) -> bool:
+        return False  # Also one that only ends its own half has gone, as for uvicorn.
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._deadline.cancel()
+        self._reading_deadline.cancel()
+        self.listener.forget(self)
+        for request in (*self._queue, *([self._reading] if self._reading is not None else [])):
+            self.listener.bodies.release(len(request.body))
+        self._queue.clear()
+        self._reading = None
+        self._leave_reply()
+
+    def pause_writing(self) -> None:
+        self._is_full = True
+        if self._reply is not None and not self._reply.has_ended:
+            self._reading_deadline.set(self.listener.reads_in_s)
+            if self._reply.handler is not None:
+                self._reply.handler.pause()
+
+    def resume_writing(self) -> None:
+        self._is_full = False
+        self._reading_deadline.cancel()
+        if self._reply is not None and self._reply.handler is not None:
+            self._reply.handler.resume()
+
+    # --- Reading
+
+    def _feed(self, data: bytes) -> None:
+        if self._reading is None or not self._reading.has_head:
+            self._num_head_bytes += len(data)
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            # To another protocol, which this server does not know: the request is answered as it is.
+            self._parser = httptools.HttpRequestParser(self)
+            return self._feed(data[upgrade.args[0] :])
+        except httptools.HttpParserCallbackError:
+            raise  # Our fault. The event loop logs it, and ends the connection.
+        except httptools.HttpParserError as error:
+            return self._refuse_rest(ApiError(400, f"is no HTTP/1.1 request: {error}"))
+        if self._num_head_bytes > MAX_HEAD_BYTES and (self._reading is None or not self._reading.has_head):
+            return self._refuse_rest(ApiError(431, f"has over {MAX_HEAD_BYTES} bytes of headers"))
+        return None
+
+    def _refuse_rest(self, error: ApiError) -> None:
+        """Nothing that follows can be read."""
+        request = self._reading or _Request()
+        request.refusal = request.refusal or error
+        request.keeps_alive = False
+        self._enqueue(request)
+        self._is_last = True
+
+    def _enqueue(self, request: _Request) -> None:
+        self._reading = None
+        self._queue.append(request)
+
+    def on_message_begin(self) -> None:
+        self._reading = _Request()
+
+    def on_url(self, url: bytes) -> None:
+        assert self._reading is not None
+        self._reading.target += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        assert self._reading is not None
+        if not self._reading.has_head:  # Otherwise they are trailers.
+            self._reading.lines.append((name, value))
+
+    def on_headers_complete(self) -> None:
+        request, parser = self._reading, self._parser
+        assert request is not None
+        if request.has_head:
+            return
+        request.has_head, self._num_head_bytes = True, 0
+        request.method = parser.get_method().decode("latin-1")
+        request.version = parser.get_http_version()
+        request.keeps_alive = parser.should_keep_alive()
+        try:
+            request.headers = _headers_of(request.lines)
+            path = request.target.partition(b"?")[0]
+            if not request.target.isascii() or not path.startswith(b"/"):
+                raise ApiError(400, "the request's target must be a path in ASCII")
+            self.listener.checks.check(request.method, path.decode(), request.headers)
+            self.listener.bodies.check_declared_length(request.headers)
+        except ApiError as error:
+            request.refusal = error
+            return
+        expects = request.headers.get("expect", "").lower() == "100-continue"
+        if expects and self._transport is not None and self._reply is None:
+            self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+
+    def on_body(self, body: bytes) -> None:
+        request = self._reading
+        assert request is not None
+        if request.refusal is None:
+            request.body += body
+            try:
+                self.listener.bodies.hold(len(body), len(request.body))
+            except ApiError as error:
+                request.refusal = error
+
+    def on_message_complete(self) -> None:
+        assert self._reading is not None
+        self._reading.is_whole = True
+        self._enqueue(self._reading)
+
+    # --- Answering, one request after the other
+
+    def _advance(self) -> None:
+        """Begin to answer, unless an answer is under way; and set the deadline of what is awaited."""
+        while self._reply is None and self._transport is not None and not self._is_lingering:
+            if self._queue:
+                self._serve(self._queue.popleft())
+            elif self._reading is not None and self._reading.refusal is not None:
+                self._is_last = True
+                request, self._reading = self._reading, None
+                self._serve(request)
+            elif self._reading is not None and self._reading.has_head:
+                if self._on_late != self._late_body:
+                    self.listener.crowd.receive(self)
+                    self._expect(self.listener.settings.body_s, self._late_body)
+                return
+            else:
+                if self._num_head_bytes and self._on_late != self._late_header:
+                    self._expect(self.listener.settings.header_s, self._late_header)
+                return
+
+    def _serve(self, request: _Request) -> None:
+        self._deadline.cancel()
+        self._on_late = _nothing
+        self.listener.crowd.leave(self)
+        body, num_held = bytes(request.body), len(request.body)
+        keeps_alive = request.keeps_alive and not self._is_last and not self.listener.is_closing
+        reply = self._reply = Reply(self, request.method, request.version, keeps_alive=keeps_alive)
+        bodies = self.listener.bodies
+        if request.refusal is not None:
+            bodies.release(num_held)
+            reply.refuse(request.refusal)
+            return reply.flush()
+        try:
+            is_cheap = bodies.is_cheap(body)
+        except UserError as error:
+            bodies.release(num_held)
+            return self._hand_over(request, ApiError.of_user(error), reply)
+        if is_cheap:
+            bodies.release(num_held)
+            return self._hand_over(request, body, reply)
+        return self.listener.start(self._serve_long(request, body, reply))
+
+    async def _serve_long(self, request: _Request, body: bytes, reply: Reply) -> None:
+        cheap: bytes | ApiError
+        try:
+            cheap = await self.listener.bodies.made_cheap(body)
+        except UserError as error:
+            cheap = ApiError.of_user(error)
+        finally:
+            self.listener.bodies.release(len(body))
+        if not reply.is_gone:
+            self._hand_over(request, cheap, reply)
+
+    def _hand_over(self, request: _Request, body: bytes | ApiError, reply: Reply) -> None:
+        now_s = self.listener.loop.time()
+        target = request.target.decode("ascii")
+        self.listener.serve(Incoming(request.method, target, request.headers, body, now_s), reply)
+        reply.flush()
+
+    # --- Called by the reply
+
+    def write(self, data: bytes) -> None:
+        if self._transport is not None:
+            self._transport.write(data)
+
+    def answered(self, *, keeps_alive: bool) -> None:
+        self._reply = None
+        self._reading_deadline.cancel()
+        if self._transport is None:
+            return
+        if not keeps_alive or self.listener.is_closing:
+            return self._linger()
+        self._num_early = 0
+        self._resume_reading()
+        self._expect(self.listener.settings.idle_s, self.abort)
+        self.listener.crowd.wait(self)
+        if self._queue or self._reading is not None:
+            self.listener.loop.call_soon(self._advance)  # The caller has not returned yet.
+        return None
+
+    def _linger(self) -> None:
+        """Close in order. A client that still sends would lose the answer to a reset."""
+        assert self._transport is not None
+        if not self._is_last:
+            return self._transport.close()
+        self._is_lingering = True
+        self._resume_reading()
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+        self._expect(LINGER_S, self.abort)
+        return None
+
+    # --- Ends
+
+    def drop(self, reason: str) -> None:
+        logger.warning("closed a connection: %s", reason)
+        self.abort()
+
+    def abort(self) -> None:
+        if self._transport is not None:
+            self._transport.abort()
+
+    def close_if_idle(self) -> None:
+        if self._reply is None and self._transport is not None:
+            self._transport.close()
+
+    def _leave_reply(self) -> None:
+        reply, self._reply = self._reply, None
+        if reply is not None:
+            reply.is_gone = True
+            if reply.handler is not None and not reply.has_ended:
+                reply.handler.client_gone()
+
+    def _expect(self, seconds: float, on_late: Callable[[], None]) -> None:
+        self._on_late = on_late
+        self._deadline.set(seconds)
+
+    def _late_header(self) -> None:
+        self.drop(f"no whole request in {self.listener.settings.header_s:g} s")
+
+    def _late_body(self) -> None:
+        seconds = self.listener.settings.body_s
+        self._refuse_rest(ApiError(408, f"the body did not arrive within {seconds:g} s", code="body_timeout"))
+        self._advance()
+
+    def _late_reader(self) -> None:
+        logger.info("closed a connection: the client does not read its answer")
+        self.abort()
+
+    def _pause_reading(self) -> None:
+        if not self._is_paused and self._transport is not None:
+            self._is_paused = True
+            self._transport.pause_reading()
+
+    def _resume_reading(self) -> None:
+        if self._is_paused and self._transport is not None and not self._transport.is_closing():
+            self._is_paused = False
+            self._transport.resume_reading()
+
+
+def _nothing() -> None:
+    pass
+
+
+def _headers_of(lines: list[tuple[bytes, bytes]]) -> dict[str, str]:
+    """Values of equal names are joined. Raises ApiError."""
+    headers: dict[str, str] = {}
+    for raw_name, raw_value in lines:
+        if not (raw_name.isascii() and raw_value.isascii()):
+            raise ApiError(400, "must be ASCII", param=raw_name.decode("latin-1"), code="bad_header")
+        name, value = raw_name.decode("ascii").lower(), raw_value.decode("ascii")
+        if name not in headers:
+            headers[name] = value
+        elif name in _SINGLE:
+            raise ApiError(400, "must be given once", param=name, code="bad_header")
+        else:
+            headers[name] += f", {value}"
+    return headers
+
+
+_date_cache: tuple[int, bytes] = (0, b"")
+
+
+def _date() -> bytes:
+    global _date_cache
+    now_s = int(time.time())
+    if _date_cache[0] != now_s:
+        _date_cache = (now_s, formatdate(now_s, usegmt=True).encode())
+    return _date_cache[1]

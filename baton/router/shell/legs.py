@@ -1,0 +1,151 @@
+"""One leg: a request to one engine, from the connection to the end of its answer, within deadlines.
+
+An answer that is not streamed is read whole before it is reported; of a stream the first piece has arrived.
+The engine aborts a leg that is closed early, since its connection ends.
+"""
+
+from collections.abc import Callable, Mapping
+
+from baton.router.answers import LegAnswer
+from baton.router.errors import FailureKind, LegFailure
+from baton.router.events import Closed, Event, Failed, Leg, Opened, Piece, StreamEnded
+from baton.router.settings import RouterSettings
+from baton.router.shell.engine_http import EnginePool, Sending, header_lines, origin_of, request_bytes
+from baton.router.shell.timers import TimerWheel
+
+
+class Upstream:
+    """What all legs share."""
+
+    def __init__(self, pool: EnginePool, wheel: TimerWheel, settings: RouterSettings) -> None:
+        self.pool = pool
+        self.wheel = wheel
+        self.max_answer_bytes = settings.max_answer_bytes
+        self.idle_s = settings.timeouts.idle_s
+        key = settings.engine_api_key
+        self.authorization = None if key is None else f"Bearer {key}".encode()
+
+
+class Ask:
+    """The request that a client's legs have in common."""
+
+    def __init__(self, method: str, path: str, headers: Mapping[str, str], ends_at_s: float) -> None:
+        """`ends_at_s`: the deadline of all legs together, on the loop's clock."""
+        self.method = method
+        self.path = path
+        self.headers = headers
+        self.ends_at_s = ends_at_s
+        self._lines: dict[bytes | None, bytes] = {}
+
+    def bytes_for(self, address: str, authorization: bytes | None, body: bytes) -> bytes:
+        origin = origin_of(address)
+        key = authorization or origin.authorization
+        lines = self._lines.get(key)
+        if lines is None:
+            lines = self._lines[key] = header_lines(self.headers, key)
+        return request_bytes(origin, self.method, self.path, lines, body)
+
+
+class WireLeg:
+    """Carries out one `Leg`: puts its events, `Closed` as the last one. An `Exchange` and a `fleet.Wait`."""
+
+    def __init__(self, upstream: Upstream, leg: Leg, put: Callable[[Event], None]) -> None:
+        self._upstream, self._leg, self._engine, self._put = upstream, leg, leg.engine, put
+        self._deadline = upstream.wheel.deadline(self._late)
+        self._sending: Sending | None = None
+        self._status = 0
+        self._headers: Mapping[str, str] = {}
+        self._is_stream = self._is_open = self._is_closed = False
+        self._whole = bytearray()
+        self._ends_at_s = self._wait_s = 0.0
+
+    def start(self, ask: Ask, body: bytes) -> None:
+        self._ends_at_s = ask.ends_at_s
+        self._engine.waits.add(self)
+        self._expect(self._leg.wait_s)
+        address = self._engine.address
+        data = ask.bytes_for(address, self._upstream.authorization, body)
+        self._sending = self._upstream.pool.send(origin_of(address), data, self)
+
+    def close(self) -> None:
+        self._finish()
+
+    def pause(self) -> None:
+        """The client does not read. The engine is not blamed for what does not come."""
+        if self._is_open and not self._is_closed:
+            assert self._sending is not None
+            self._sending.pause()
+            self._deadline.cancel()
+
+    def resume(self) -> None:
+        if self._is_open and not self._is_closed:
+            assert self._sending is not None
+            self._sending.resume()
+            self._expect(self._upstream.idle_s)
+
+    def give_up(self) -> None:
+        failure = self._failure("ejected", "given up, because the engine is silent")
+        failure.is_noted = True  # Its probes have counted this.
+        self._fail(failure)
+
+    def _expect(self, wait_s: float) -> None:
+        self._wait_s = max(0.0, min(wait_s, self._ends_at_s - self._upstream.wheel.now_s()))
+        self._deadline.set(self._wait_s)
+
+    def _late(self) -> None:
+        waited = f"for {self._wait_s:.3g} s in a stream" if self._is_open else f"in {self._wait_s:.3g} s"
+        self._fail(self._failure("timeout", f"no answer {waited}"))
+
+    # --- Exchange
+
+    def on_head(self, status: int, headers: Mapping[str, str]) -> None:
+        self._status, self._headers = status, headers
+        is_events = headers.get("content-type", "").startswith("text/event-stream")
+        self._is_stream = is_events and status < 400
+
+    def on_data(self, data: bytes) -> None:
+        self._engine.num_heard += 1
+        if not self._is_stream:
+            self._whole += data
+            if len(self._whole) > self._upstream.max_answer_bytes:
+                limit = f"over {self._upstream.max_answer_bytes} bytes"
+                failure = self._failure("too_large", f"answered with {limit}")
+                failure.is_noted = True  # The client has asked for it.
+                self._fail(failure)
+        elif self._is_open:
+            self._expect(self._upstream.idle_s)
+            self._put(Piece(self._leg, data))
+        else:
+            self._is_open = True
+            self._expect(self._upstream.idle_s)
+            self._put(Opened(self._leg, LegAnswer(self._status, self._headers, data, is_stream=True)))
+
+    def on_end(self) -> None:
+        self._engine.num_heard += 1
+        if not self._is_stream:
+            self._finish(Opened(self._leg, LegAnswer(self._status, self._headers, bytes(self._whole))))
+        elif self._is_open:
+            self._finish(StreamEnded(self._leg))
+        else:
+            self._fail(self._failure("broken", "ended the stream before its first event"))
+
+    def on_lost(self, why: str, *, was_sent: bool) -> None:
+        self._fail(self._failure("broken" if was_sent else "unreachable", why))
+
+    def _failure(self, kind: FailureKind, why: str) -> LegFailure:
+        return LegFailure(kind, self._engine.url, why, was_sent=kind != "unreachable")
+
+    def _fail(self, failure: LegFailure) -> None:
+        self._finish(Failed(self._leg, failure))
+
+    def _finish(self, last: Event | None = None) -> None:
+        if self._is_closed:
+            return
+        self._is_closed = True
+        self._engine.waits.discard(self)
+        self._deadline.cancel()
+        if self._sending is not None:
+            self._sending.cancel()
+        if last is not None:
+            self._put(last)
+        self._put(Closed(self._leg))

@@ -1,0 +1,96 @@
+"""One timer of the event loop for the deadlines of all connections and legs.
+
+Nearly every deadline is cancelled or put off before it comes. Here both cost a dictionary's entry and no
+timer. A deadline comes up to `TICK_S` late.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+TICK_S = 0.05
+
+
+class Deadline:
+    """Calls `on_late` once `at_s` of the loop's clock has passed, unless it was cancelled."""
+
+    __slots__ = ("_wheel", "at_s", "on_late", "slot")
+
+    def __init__(self, wheel: "TimerWheel", on_late: Callable[[], None]) -> None:
+        self._wheel = wheel
+        self.on_late = on_late
+        self.at_s = 0.0
+        self.slot: int | None = None
+
+    def set(self, seconds: float) -> None:
+        """From now on, instead of the time that was set before."""
+        self._wheel.put(self, seconds)
+
+    def cancel(self) -> None:
+        self.at_s = float("inf")
+        self._wheel.remove(self)
+
+
+class TimerWheel:
+    """Deadlines by slot (Varghese and Lauck, 1987). Used from one event loop.
+
+    A deadline that is put off stays in its slot until the slot's time comes.
+    """
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._slots: dict[int, dict[Deadline, None]] = {}
+        self._tick: asyncio.TimerHandle | None = None
+        self._next = 0  # The first slot whose time has not come.
+
+    def deadline(self, on_late: Callable[[], None]) -> Deadline:
+        return Deadline(self, on_late)
+
+    def now_s(self) -> float:
+        return self._loop.time()
+
+    def put(self, deadline: Deadline, seconds: float) -> None:
+        now_s = self._loop.time()
+        deadline.at_s = now_s + seconds
+        slot = int(deadline.at_s / TICK_S) + 1
+        if deadline.slot is not None:
+            if deadline.slot <= slot:
+                return  # It is looked at again when its present slot's time comes.
+            self.remove(deadline)
+        self._insert(deadline, slot)
+        if self._tick is None:
+            self._next = int(now_s / TICK_S)
+            self._tick = self._loop.call_later(TICK_S, self._turn)
+
+    def remove(self, deadline: Deadline) -> None:
+        if deadline.slot is not None:
+            slot = self._slots[deadline.slot]
+            del slot[deadline]
+            if not slot:
+                del self._slots[deadline.slot]
+            deadline.slot = None
+
+    def _insert(self, deadline: Deadline, slot: int) -> None:
+        self._slots.setdefault(slot, {})[deadline] = None
+        deadline.slot = slot
+
+    def _turn(self) -> None:
+        self._tick = None
+        now_s = self._loop.time()
+        first, self._next = self._next, int(now_s / TICK_S) + 1
+        if self._next - first > len(self._slots):  # The clock has jumped, or the loop stood still.
+            due = sorted(slot for slot in self._slots if slot < self._next)
+        else:
+            due = [slot for slot in range(first, self._next) if slot in self._slots]
+        late = []
+        for slot in due:
+            for deadline in self._slots.pop(slot):
+                deadline.slot = None
+                if deadline.at_s <= now_s:
+                    late.append(deadline)
+                else:
+                    self._insert(deadline, int(deadline.at_s / TICK_S) + 1)
+        if self._slots:
+            self._tick = self._loop.call_later(TICK_S, self._turn)
+        for deadline in late:
+            if deadline.slot is None and deadline.at_s <= now_s:  # Another one's end may have put it off.
+                deadline.on_late()
