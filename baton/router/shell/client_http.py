@@ -334,6 +334,7 @@ class _Connection(asyncio.Protocol):
             self.listener.bodies.check_declared_length(request.headers)
         except ApiError as error:
             request.refusal = error
+            request.keeps_alive = request.keeps_alive and request.method != "CONNECT"
             return
         expects = request.headers.get("expect", "").lower() == "100-continue"
         if expects and self._transport is not None and self._reply is None:
@@ -371,7 +372,8 @@ class _Connection(asyncio.Protocol):
                     self._expect(self.listener.settings.body_s, self._late_body)
                 return
             else:
-                if self._num_head_bytes and self._on_late != self._late_header:
+                has_begun = self._reading is not None or self._num_head_bytes
+                if has_begun and self._on_late != self._late_header:
                     self._expect(self.listener.settings.header_s, self._late_header)
                 return
 
