@@ -31,7 +31,7 @@ def error_event(message: str, *, status: int = 502) -> bytes:
     return sse_event(RouterError(status, message).body()) + b"data: [DONE]\n\n"
 
 
-# ejected: the engine was found to be silent meanwhile. too_large: a whole answer is over the router's limit.
+# ejected: the engine was ejected or removed meanwhile. too_large: a whole answer is over the router's limit.
 FailureKind = Literal["unreachable", "broken", "timeout", "ejected", "too_large"]
 
 

@@ -1,16 +1,13 @@
 """The engines that the router knows: which are up, how busy each is, and which gets the next request.
 
-    UNKNOWN --probe ok | answered--> UP
-    UNKNOWN, UP --connection refused | `failures_to_eject` failures in a row | silence--> DOWN
-    DOWN --probe ok--> UP
-
-An engine that has not answered yet is eligible: start-up order must not matter. An answer with an error
-status is not a failure of the engine: one request that every engine refuses must not eject them one by one.
+`health` has the states of one engine. An engine that has not answered yet is eligible: start-up order must
+not matter. An answer with an error status is not a failure of the engine: one request that every engine
+refuses must not eject them one by one.
 """
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, get_args
 from urllib.parse import urlsplit, urlunsplit
@@ -19,13 +16,11 @@ import msgspec
 
 from baton.core.layout import ModelFingerprint
 from baton.router.errors import LegFailure
+from baton.router.health import Health, Probe, Status
 from baton.router.policies import POLICIES, EngineState, RoutedRequest
 from baton.router.settings import Role, RouterSettings, without_credentials
 
 logger = logging.getLogger(__name__)
-
-Status = Literal["unknown", "up", "down"]
-
 
 Kind = Literal["baton", "vllm"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
@@ -81,12 +76,10 @@ def choose_identity(seats: Sequence[Seat], incumbent: Identity | None) -> Identi
 class Engine:
     address: str = field(repr=False)  # For requests. Only `url` is shown to anybody.
     role: Role
-    status: Status = "unknown"
+    health: Health = field(default_factory=Health, repr=False)
     in_flight: int = 0
     num_requests: int = 0
     num_failures: int = 0  # Legs without an answer, and answers of 500 and above.
-    failures_in_row: int = 0
-    silent_in_row: int = 0  # Probes without an answer, and nothing else heard meanwhile.
     num_heard: int = 0  # Pieces of answers that have come from it.
     waits: set["Wait"] = field(default_factory=set, repr=False)  # For its answers.
     last_error: str | None = None
@@ -114,8 +107,12 @@ class Engine:
         return urlunsplit(parts._replace(netloc=f"{host}:{self.admin_port}"))
 
     @property
+    def status(self) -> Status:
+        return self.health.status
+
+    @property
     def is_up(self) -> bool:
-        return self.status != "down"
+        return self.health.is_up
 
     @property
     def is_eligible(self) -> bool:
@@ -123,19 +120,21 @@ class Engine:
 
 
 class Wait(Protocol):
+    @property
+    def has_begun(self) -> bool:
+        """The client may have a part of the answer: no other engine can give the rest."""
+
     def give_up(self) -> None:
-        """End it, because the engine is silent."""
+        """End it, because the engine is ejected."""
 
 
 class Fleet:
     def __init__(self, settings: RouterSettings, *, unix_clock: Callable[[], float] = time.time) -> None:
         self._engines: dict[Role, list[Engine]] = {
-            "prefill": [Engine(url, "prefill") for url in settings.prefill_urls],
-            "decode": [Engine(url, "decode") for url in settings.decode_urls],
+            "prefill": [Engine(url, "prefill", Health(settings.probe)) for url in settings.prefill_urls],
+            "decode": [Engine(url, "decode", Health(settings.probe)) for url in settings.decode_urls],
         }
         self._policy = POLICIES[settings.policy]
-        self._failures_to_eject = settings.probe.failures_to_eject
-        self._silences_to_eject = settings.probe.silences_to_eject
         self._unix_clock = unix_clock
         self._serves: dict[Kind, Identity | None] = {}
 
@@ -159,6 +158,7 @@ class Fleet:
                 engine.url,
                 self.may_take(engine, request) and engine not in tried and is_fit(engine),
                 engine.in_flight,
+                engine.health.share(now_s),
             )
             for engine in engines
         ]
@@ -177,8 +177,7 @@ class Fleet:
         engine.in_flight -= 1
 
     def note_answer(self, engine: Engine, status: int, now_s: float) -> None:
-        engine.failures_in_row = engine.silent_in_row = 0
-        engine.status = "up"
+        engine.health.on_answer()
         if status >= 500:
             engine.num_failures += 1
             self._note_error(engine, f"answered with status {status}")
@@ -189,37 +188,40 @@ class Fleet:
             return
         failure.is_noted = True
         engine.num_failures += 1
-        self._count_against(engine, str(failure), is_decisive=failure.kind == "unreachable")
+        is_ejected = engine.health.on_failure(now_s, is_decisive=failure.kind == "unreachable")
+        self._count_against(engine, str(failure), is_ejected=is_ejected)
 
-    def note_probe(self, engine: Engine, error: str | None, *, is_decisive: bool = False) -> None:
-        if error is None:
-            if engine.status == "down":
-                logger.info("%s engine %s is back", engine.role, engine.url)
-            engine.failures_in_row = engine.silent_in_row = 0
-            engine.status = "up"
-        else:
-            self._count_against(engine, error, is_decisive=is_decisive)
+    def note_probe(self, engine: Engine, probe: Probe, now_s: float) -> None:
+        was_silent = engine.health.is_silent
+        is_changed = engine.health.on_probe(probe, now_s)
+        if probe.kind not in ("healthy", "slow"):
+            self._count_against(
+                engine, probe.why, is_ejected=is_changed, is_graceful=probe.kind == "unhealthy"
+            )
+        elif is_changed:
+            logger.info("%s engine %s is back", engine.role, engine.url)
+        if engine.health.is_silent and not was_silent:
+            # It is stopped, or hangs, with its connections open. Its legs would wait for as long.
+            self._give_up(engine.waits)
 
-    def note_silence(self, engine: Engine, error: str) -> None:
-        """A probe got no answer, and nothing else came from the engine meanwhile.
+    def _count_against(
+        self, engine: Engine, error: str, *, is_ejected: bool, is_graceful: bool = False
+    ) -> None:
+        """`is_graceful`: the engine reports that it takes no requests. It may finish its own.
 
-        An engine that is silent for too long is stopped, or hangs, with its connections open. So its legs are
-        given up, which would otherwise wait for as long as it is stopped. An engine that refuses connections
-        or requests may still finish what it has begun: its legs go on.
+        Legs that another engine can take over are given up when their engine is ejected otherwise.
         """
-        engine.silent_in_row += 1
-        self._count_against(engine, error, is_decisive=engine.silent_in_row >= self._silences_to_eject)
-        if engine.silent_in_row >= self._silences_to_eject:
-            for wait in list(engine.waits):  # Each one leaves the set.
-                wait.give_up()
-
-    def _count_against(self, engine: Engine, error: str, *, is_decisive: bool) -> None:
-        engine.failures_in_row += 1
         engine.is_introduced = False  # Perhaps it is another process when it is back.
         self._note_error(engine, error)
-        if engine.is_up and (is_decisive or engine.failures_in_row >= self._failures_to_eject):
-            engine.status = "down"
-            logger.warning("%s engine %s is down: %s", engine.role, engine.url, error)
+        if not is_ejected:
+            return
+        logger.warning("%s engine %s is down: %s", engine.role, engine.url, error)
+        if not is_graceful and any(other.is_eligible for other in self._engines[engine.role]):
+            self._give_up(wait for wait in engine.waits if not wait.has_begun)
+
+    def _give_up(self, waits: Iterable[Wait]) -> None:
+        for wait in list(waits):  # Each one leaves the set of its engine.
+            wait.give_up()
 
     def _note_error(self, engine: Engine, error: str) -> None:
         engine.last_error = error
@@ -279,7 +281,7 @@ class Fleet:
                     "in_flight": engine.in_flight,
                     "requests": engine.num_requests,
                     "failures": engine.num_failures,
-                    "failures_in_row": engine.failures_in_row,
+                    "failures_in_row": engine.health.failures_in_row,
                     "last_error": engine.last_error,
                     "last_error_unix_s": engine.last_error_unix_s,
                 }

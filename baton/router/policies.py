@@ -2,6 +2,9 @@
 
 A policy maps the states of one role's engines and a request to an index, or to None when none is eligible. It
 never returns an engine that is not eligible. Round robin needs no memory: the request carries its `turn`.
+
+An engine in slow start gets `share` of its requests: of its turns, of its prefixes, or of the load at which
+the least busy engine is chosen. Without another eligible engine it gets all of them.
 """
 
 import hashlib
@@ -13,6 +16,7 @@ from baton.router.settings import PolicyName
 
 # How much busier than the idlest engine the one that holds a prefix may be before the prefix is given up.
 AFFINITY_SLACK = 4
+_GOLDEN_RATIO = 0.618034
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +24,7 @@ class EngineState:
     url: str
     is_eligible: bool  # Up, and not tried by this request before.
     in_flight: int = 0
+    share: float = 1.0  # Of its usual requests. Less than 1 in slow start, and never 0.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +40,10 @@ Policy: TypeAlias = Callable[[Sequence[EngineState], RoutedRequest], int | None]
 def choose_round_robin(states: Sequence[EngineState], request: RoutedRequest) -> int | None:
     """The first eligible engine at or after the request's turn."""
     eligible = [index for index, state in enumerate(states) if state.is_eligible]
-    return min(eligible, key=lambda index: (index - request.turn) % len(states), default=None)
+    # Multiples of the golden ratio spread the turns of a share evenly.
+    luck = request.turn // max(1, len(states)) * _GOLDEN_RATIO % 1.0
+    taking = [index for index in eligible if luck < states[index].share] or eligible
+    return min(taking, key=lambda index: (index - request.turn) % len(states), default=None)
 
 
 def choose_least_in_flight(states: Sequence[EngineState], request: RoutedRequest) -> int | None:
@@ -43,7 +51,10 @@ def choose_least_in_flight(states: Sequence[EngineState], request: RoutedRequest
     eligible = [index for index, state in enumerate(states) if state.is_eligible]
     return min(
         eligible,
-        key=lambda index: (states[index].in_flight, (index - request.turn) % len(states)),
+        key=lambda index: (
+            (states[index].in_flight + 1) / states[index].share,
+            (index - request.turn) % len(states),
+        ),
         default=None,
     )
 
@@ -57,10 +68,14 @@ def choose_prefix_affinity(states: Sequence[EngineState], request: RoutedRequest
     if not eligible:
         return None
     busiest = min(states[index].in_flight for index in eligible) + AFFINITY_SLACK
-    return max(
-        (index for index in eligible if states[index].in_flight <= busiest),
-        key=lambda index: _weight(states[index].url, request.prefix_key),
-    )
+    weights = {
+        index: _weight(states[index].url, request.prefix_key)
+        for index in eligible
+        if states[index].in_flight <= busiest
+    }
+    # In slow start the prefixes come back one by one: the last bytes of the weight decide when.
+    taking = [index for index in weights if int.from_bytes(weights[index][-2:]) < states[index].share * 2**16]
+    return max(taking or weights, key=weights.__getitem__)
 
 
 def _weight(url: str, prefix_key: bytes) -> bytes:

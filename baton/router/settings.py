@@ -39,6 +39,7 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
     down_every_s: float = 0.5  # Of an engine that is down, which is used soon after it is back.
     failures_to_eject: int = 3  # In a row. A refused connection needs no second one.
     silences_to_eject: int = 2  # Probes in a row without an answer. Then its legs are given up, too.
+    slow_start_s: float = 3.0  # An engine that is back gets a share of its requests that grows this long.
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

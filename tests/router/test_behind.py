@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from baton.router.health import Probe
 from tests.router.baton_fakes import Streamed, baton, introduced_system, speaker, stream
 from tests.router.fakes import FakeEngine, after, dies, responds
 from tests.router.vllm_fakes import PROMPT, TOKENS, VllmSpeaker, refuses_tickets, vllm, vllm_speaker
@@ -328,7 +329,7 @@ async def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None
         asked = [len([c for c in engine.calls if c.path == "/v1/completions"]) for engine in (p, d)]
         assert asked == [1, 0]
         engine = s.router.fleet.engines[0]
-        s.router.fleet.note_probe(engine, "it did not answer")
+        s.router.fleet.note_probe(engine, Probe("broken", "it did not answer"), 0.0)
         await s.router._prober.probe(engine)
         assert len(p.calls) == 2, "perhaps it is another process"
 

@@ -10,6 +10,7 @@ from baton.core.errors import ConfigError
 from baton.http.settings import HttpSettings
 from baton.router.errors import LegFailure
 from baton.router.fleet import Engine, Fleet
+from baton.router.health import Probe
 from baton.router.policies import RoutedRequest
 from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
 from baton.router.shell.asking import Answer, Asker
@@ -75,9 +76,9 @@ def test_answers_of_500_are_counted_but_eject_nobody() -> None:
 def test_a_good_probe_readmits() -> None:
     fleet, engine = make_fleet()
     fail(fleet, engine, "unreachable")
-    fleet.note_probe(engine, None)
+    fleet.note_probe(engine, Probe("healthy"), 0.0)
     assert engine.status == "up"
-    assert engine.failures_in_row == 0
+    assert engine.health.failures_in_row == 0
 
 
 def test_an_engine_in_use_is_counted_until_its_leg_ends() -> None:
@@ -126,7 +127,7 @@ async def test_a_probe_believes_what_health_says(status: int, error: str | None)
 async def test_a_probe_that_hangs_is_given_up() -> None:
     fleet, engine = make_fleet()
     await Prober(fleet, Scripted(None), ProbeSettings()).probe(engine)
-    assert engine.failures_in_row == 1
+    assert engine.health.failures_in_row == 1
     assert engine.is_up
 
 

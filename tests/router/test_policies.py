@@ -91,3 +91,38 @@ def test_affinity_spreads_prefixes_over_all_engines() -> None:
     chosen = Counter(choose_prefix_affinity(states, RoutedRequest(0, b"%d" % key)) for key in range(400))
     assert set(chosen) == {0, 1, 2, 3}
     assert min(chosen.values()) > 50
+
+
+# --- Slow start -----------------------------------------------------------------------------------
+
+
+def with_share(share: float, *, busy: int = 0) -> list[EngineState]:
+    return [EngineState("http://slow", True, 0, share), EngineState("http://full", True, busy)]
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 1.0])
+def test_round_robin_gives_an_engine_its_share_of_turns(share: float) -> None:
+    chosen = Counter(choose_round_robin(with_share(share), RoutedRequest(turn)) for turn in range(2000))
+    assert chosen[0] == pytest.approx(1000 * share, abs=10)
+
+
+def test_an_engine_in_slow_start_is_chosen_when_its_load_is_its_share_of_the_others() -> None:
+    for busy, chosen in ((0, 1), (3, 1), (5, 0)):
+        assert choose_least_in_flight(with_share(0.2, busy=busy), RoutedRequest(0)) == chosen
+
+
+def test_prefixes_come_back_one_by_one_and_stay() -> None:
+    keys = [b"%d" % number for number in range(400)]
+    before: set[bytes] = set()
+    for share in (0.1, 0.4, 0.7, 1.0):
+        states = with_share(share)
+        mine = {key for key in keys if choose_prefix_affinity(states, RoutedRequest(0, key)) == 0}
+        assert before <= mine
+        assert len(mine) == pytest.approx(200 * share, abs=40)
+        before = mine
+
+
+@pytest.mark.parametrize("policy", POLICIES.values())
+def test_an_only_engine_gets_everything_in_slow_start_too(policy: Policy) -> None:
+    states = [EngineState("http://a", True, 9, 0.1), EngineState("http://b", False)]
+    assert {policy(states, RoutedRequest(turn)) for turn in range(50)} == {0}

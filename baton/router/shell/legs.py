@@ -83,8 +83,12 @@ class WireLeg:
             self._sending.resume()
             self._expect(self._upstream.idle_s)
 
+    @property
+    def has_begun(self) -> bool:
+        return self._is_open
+
     def give_up(self) -> None:
-        failure = self._failure("ejected", "given up, because the engine is silent")
+        failure = self._failure("ejected", "given up, because the engine is ejected")
         failure.is_noted = True  # Its probes have counted this.
         self._fail(failure)
 

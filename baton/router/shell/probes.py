@@ -1,4 +1,4 @@
-"""Questions to engines about their health, and waits for their answers."""
+"""Questions to engines about their health, when the engines' `health` wants them."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -10,6 +10,7 @@ import msgspec
 from baton.core.errors import BatonError
 from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet import Engine, Fleet
+from baton.router.health import Probe
 from baton.router.settings import ProbeSettings
 from baton.router.shell.asking import Asker, AskFailed
 
@@ -46,37 +47,34 @@ class Prober:
 
     async def _watch(self, engine: Engine) -> None:
         while not self._stopping.is_set():
-            await self.probe(engine)
-            if engine.is_up and engine.silent_in_row:
-                continue  # It has had its time. The second opinion is wanted at once.
-            wait_s = self._settings.every_s if engine.is_up else self._settings.down_every_s
+            wait_s = engine.health.probe_at_s - asyncio.get_running_loop().time()
+            if wait_s <= 0:
+                await self.probe(engine)
+                continue
+            # A request may eject the engine meanwhile, which then is probed earlier.
             with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
+                async with asyncio.timeout(min(wait_s, self._settings.down_every_s)):
                     await self._stopping.wait()
 
     async def probe(self, engine: Engine) -> None:
-        num_heard = engine.num_heard
-        timeout_s = self._settings.timeout_s
+        result = await self._ask(engine)
+        self._fleet.note_probe(engine, result, asyncio.get_running_loop().time())
+
+    async def _ask(self, engine: Engine) -> Probe:
+        num_heard, timeout_s = engine.num_heard, self._settings.timeout_s
         try:
             answer = await self._asker.ask(f"{engine.address}/health", timeout_s=timeout_s)
         except TimeoutError:
-            if engine.num_heard == num_heard:
-                self._fleet.note_silence(engine, f"/health did not answer in {timeout_s:g} s")
-            else:
-                engine.silent_in_row = 0  # It answers requests, and is only slow in this.
+            why = f"/health did not answer in {timeout_s:g} s"
+            return Probe("silent" if engine.num_heard == num_heard else "slow", why)
         except AskFailed as error:
-            self._fleet.note_probe(engine, f"/health failed: {error}", is_decisive=error.is_refused)
-        else:
-            if 200 <= answer.status < 300:
-                engine.admin_port = _admin_port_in(answer.body)
-                if self._on_healthy is not None:
-                    await self._on_healthy(engine)
-                self._fleet.note_probe(engine, None)
-            else:
-                # It reports itself that it cannot serve: nothing to count.
-                self._fleet.note_probe(
-                    engine, f"/health answered with status {answer.status}", is_decisive=True
-                )
+            return Probe("refused" if error.is_refused else "broken", f"/health failed: {error}")
+        if not 200 <= answer.status < 300:
+            return Probe("unhealthy", f"/health answered with status {answer.status}")
+        engine.admin_port = _admin_port_in(answer.body)
+        if self._on_healthy is not None:
+            await self._on_healthy(engine)
+        return Probe("healthy")
 
 
 class _Health(msgspec.Struct):
