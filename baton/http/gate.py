@@ -1,6 +1,7 @@
 """Checks of a request's headers: API key, Host, content type and bytes.
 
-401   no valid API key in `Authorization: Bearer KEY`, where keys are configured; /health needs none
+401   no valid API key in `Authorization: Bearer KEY` or `X-API-Key: KEY`, where keys are configured; /health
+      needs none
 403   a Host header that is not this machine's name (a web page can make a browser send requests to
       loopback under its own name: DNS rebinding)
 415   a POST whose content type is not JSON (a web page may send other types without asking: CSRF)
@@ -36,7 +37,7 @@ class Checks:
         if self._hosts is not None:
             self._check_host(headers.get("host"), self._hosts)
         if self._keys and path not in OPEN_PATHS:
-            self._check_key(headers.get("authorization", ""))
+            self._check_key(headers.get("authorization", ""), headers.get("x-api-key", ""))
         if method in _WITH_BODY:
             _check_content_type(headers.get("content-type", ""))
 
@@ -52,12 +53,12 @@ class Checks:
                 code="host_not_allowed",
             )
 
-    def _check_key(self, authorization: str) -> None:
+    def _check_key(self, authorization: str, other: str) -> None:
         scheme, _, given = authorization.partition(" ")
-        key = given.strip().encode()
+        key = (given if scheme.lower() == "bearer" else other).strip().encode()
         # Compares with every key in constant time, so that the time does not reveal a partial match.
         matches = [hmac.compare_digest(key, valid) for valid in self._keys]
-        if scheme.lower() != "bearer" or not any(matches):
+        if not any(matches):
             raise ApiError(
                 401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
             )

@@ -14,11 +14,12 @@ from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
+from baton.core.errors import ConfigError
 from baton.core.layout import ModelFingerprint
 from baton.router.errors import LegFailure
 from baton.router.health import Health, Probe, Status
 from baton.router.policies import POLICIES, EngineState, RoutedRequest
-from baton.router.settings import Role, RouterSettings, without_credentials
+from baton.router.settings import Role, RouterSettings, check_url, without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -91,6 +92,9 @@ class Engine:
     was_asked: bool = False  # For its introduction, at least once in this router's life.
     identity: Identity | None = None  # As last reported, also while it is down.
     refused: str | None = None  # Why it gets no requests: it serves another model than the fleet.
+    drain_until_s: float | None = None  # It gets no requests; those that run may end until then.
+    is_leaving: bool = False  # It is removed when it has drained.
+    is_removed: bool = False
     admin_port: int | None = None  # Of its /baton/*, as its /health reports; None: the main port.
     url: str = field(init=False)  # Without credentials.
 
@@ -116,7 +120,14 @@ class Engine:
 
     @property
     def is_eligible(self) -> bool:
-        return self.is_up and self.refused is None
+        return self.is_up and self.refused is None and self.drain_until_s is None
+
+    @property
+    def state(self) -> str:
+        """For operators."""
+        if self.drain_until_s is not None:
+            return "draining" if self.in_flight else "drained"
+        return "refused" if self.refused is not None else self.status
 
 
 class Wait(Protocol):
@@ -135,6 +146,8 @@ class Fleet:
             "decode": [Engine(url, "decode", Health(settings.probe)) for url in settings.decode_urls],
         }
         self._policy = POLICIES[settings.policy]
+        self._probe_settings = settings.probe
+        self.on_removed: list[Callable[[Engine], None]] = []
         self._unix_clock = unix_clock
         self._serves: dict[Kind, Identity | None] = {}
 
@@ -175,6 +188,56 @@ class Fleet:
 
     def note_end(self, engine: Engine) -> None:
         engine.in_flight -= 1
+        if engine.is_leaving and not engine.in_flight:
+            self._forget(engine)
+
+    # --- Members
+
+    def add(self, role: Role, address: str) -> Engine:
+        """A new engine, which gets requests after its first healthy probe; or one that drains, which returns.
+
+        Raises ConfigError.
+        """
+        check_url(address, "instance")
+        url = without_credentials(address)
+        known = next((engine for engine in self._engines[role] if engine.url == url), None)
+        if known is None:
+            known = Engine(address, role, Health(self._probe_settings, status="down"))
+            self._engines[role].append(known)
+            logger.info("%s engine %s is added", role, url)
+        elif known.drain_until_s is None:
+            raise ConfigError(f"{url} is a {role} engine already; remove it first", field="instance")
+        else:
+            known.drain_until_s, known.is_leaving = None, False
+            logger.info("%s engine %s is added again", role, url)
+        return known
+
+    def drain(self, engine: Engine, until_s: float, *, is_leaving: bool) -> None:
+        """No new requests. Call `end_drain` at `until_s`."""
+        engine.drain_until_s = until_s
+        engine.is_leaving = engine.is_leaving or is_leaving
+        logger.info("%s engine %s drains %d requests", engine.role, engine.url, engine.in_flight)
+        if engine.is_leaving and not engine.in_flight:
+            self._forget(engine)
+
+    def end_drain(self, engine: Engine, now_s: float) -> None:
+        """Give up the legs that are left. Nothing happens if the engine has returned or drains for longer."""
+        if engine.is_removed or engine.drain_until_s is None or now_s < engine.drain_until_s:
+            return
+        self._give_up(engine.waits)
+        if engine.is_leaving:
+            self._forget(engine)
+
+    def _forget(self, engine: Engine) -> None:
+        if engine.is_removed:
+            return
+        engine.is_removed = True
+        self._engines[engine.role].remove(engine)
+        logger.info("%s engine %s is removed", engine.role, engine.url)
+        for hear in self.on_removed:
+            hear(engine)
+
+    # --- Health
 
     def note_answer(self, engine: Engine, status: int, now_s: float) -> None:
         engine.health.on_answer()
@@ -230,7 +293,7 @@ class Fleet:
     @property
     def can_serve(self) -> bool:
         """A decode engine has said that it is there; without one nothing can be answered."""
-        return any(engine.status == "up" and engine.refused is None for engine in self._engines["decode"])
+        return any(engine.status == "up" and engine.is_eligible for engine in self._engines["decode"])
 
     def note_identity(self, engine: Engine, identity: Identity | None) -> None:
         """What the engine serves. Engines that serve something else than the fleet are refused from now on.
@@ -263,7 +326,9 @@ class Fleet:
         engines = self._engines[role]
         num_down = sum(not engine.is_up for engine in engines)
         num_refused = sum(engine.is_up and engine.refused is not None for engine in engines)
+        num_draining = sum(engine.is_up and engine.drain_until_s is not None for engine in engines)
         refused = f", {num_refused} serve another model" if num_refused else ""
+        refused += f", {num_draining} are draining" if num_draining else ""
         return f"no {role} engine can take the request ({num_down} of {len(engines)} are down{refused})"
 
     def snapshot(self) -> Mapping[str, Any]:

@@ -82,6 +82,10 @@ class Pairs:
         state.stopped_until_s = now_s + state.backoff_s
         return True
 
+    def forget(self, engine: Engine) -> None:
+        for pair in [pair for pair in self._states if engine in pair]:
+            del self._states[pair]
+
     def snapshot(self, engines: Sequence[Engine], now_s: float) -> list[dict[str, Any]]:
         """Of the pairs that did something, or that cannot."""
         shown = []

@@ -96,10 +96,19 @@ def _check_urls(urls: tuple[str, ...], field: str) -> None:
     if len({without_credentials(url) for url in urls}) != len(urls):
         raise ConfigError("names an engine twice", field=field)
     for url in urls:
+        check_url(url, field)
+
+
+def check_url(url: str, field: str) -> None:
+    """Raises ConfigError if this is not an engine's root."""
+    try:
         parts, shown = urlsplit(url), without_credentials(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{shown!r} is no http(s) URL; e.g. http://127.0.0.1:8100", field=field)
-        if parts.query or parts.fragment or url.endswith("/"):
-            raise ConfigError(f"{shown!r} must end before any query and without a slash", field=field)
-        if parts.path.endswith("/v1"):
-            raise ConfigError(f"{shown!r} must be the engine's root, without /v1", field=field)
+        is_known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError as error:
+        raise ConfigError(f"is no URL: {error}; e.g. http://127.0.0.1:8100", field=field) from error
+    if not is_known:
+        raise ConfigError(f"{shown!r} is no http(s) URL; e.g. http://127.0.0.1:8100", field=field)
+    if parts.query or parts.fragment or url.endswith("/"):
+        raise ConfigError(f"{shown!r} must end before any query and without a slash", field=field)
+    if parts.path.endswith("/v1"):
+        raise ConfigError(f"{shown!r} must be the engine's root, without /v1", field=field)

@@ -30,6 +30,7 @@ from baton.router.legs import parse_body
 from baton.router.machine import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN, Machine
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
+from baton.router.shell import admin
 from baton.router.shell.asking import Asker
 from baton.router.shell.client_http import REQUEST_ID, Incoming, Listener, Reply
 from baton.router.shell.dashboard import PAGE
@@ -72,6 +73,9 @@ class Router:
         self._view = FleetView(settings, self.fleet, self._pairs, TurnTable(self._loans.give_back))
         self._requests = Requests(self._view, upstream, self._metrics, self._introducer, self._loans)
         self._prober = Prober(self.fleet, self.asker, settings.probe, self._introducer.hear_healthy)
+        self._admin = admin.Admin(settings, self.fleet, self._prober)
+        self._admin_calls: set[asyncio.Task[None]] = set()
+        self.fleet.on_removed += [self._pairs.forget, self._metrics.forget]
         self._watch: asyncio.Task[None] | None = None
         self._workers = WorkerPool()
         self._bodies = Bodies(settings.doors, self._workers)
@@ -83,13 +87,12 @@ class Router:
         self._is_draining = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        admin: dict[str, Page] = {
+        self._pages: dict[str, Page] = {"/health": self._health, "/version": _version}
+        self._admin_pages: dict[str, Page] = {
             "/metrics": self._exposition,
             "/fleet": self._fleet_state,
             "/": _dashboard,
         }
-        self._pages: dict[str, Page] = {"/health": self._health, "/version": _version}
-        self._admin_pages = admin
 
     # --- Its life
 
@@ -125,6 +128,9 @@ class Router:
             self._watch.cancel()
             with suppress(asyncio.CancelledError, ExceptionGroup):  # Heard of already, see `_hear_prober`.
                 await self._watch
+        for call in self._admin_calls:
+            call.cancel()
+        await asyncio.gather(*self._admin_calls, return_exceptions=True)
         await self._introducer.close()
         await self._loans.close()
         await self._pool.close()
@@ -159,8 +165,10 @@ class Router:
     def paths(self) -> tuple[list[str], list[str]]:
         """Methods and paths: of the main port, and of the administrator's pages."""
         served = {**COMPLETIONS, **FORWARDED, **dict.fromkeys(self._pages, "GET")}
-        admin = [f"GET {path}" for path in self._admin_pages]
-        return [f"{method} {path}" for path, method in served.items()], admin
+        pages = {**dict.fromkeys(self._admin_pages, "GET"), **admin.METHODS}
+        return [f"{method} {path}" for path, method in served.items()], [
+            f"{method} {path}" for path, method in pages.items()
+        ]
 
     # --- Requests
 
@@ -176,13 +184,25 @@ class Router:
             _show(self._pages, incoming, reply)
 
     def serve_all(self, incoming: Incoming, reply: Reply) -> None:
-        if incoming.path in self._admin_pages:
-            _show(self._admin_pages, incoming, reply)
+        if incoming.path in self._admin_pages or incoming.path in admin.METHODS:
+            self.serve_admin(incoming, reply)
         else:
             self.serve(incoming, reply)
 
     def serve_admin(self, incoming: Incoming, reply: Reply) -> None:
-        _show(self._admin_pages, incoming, reply)
+        if incoming.path not in admin.METHODS:
+            return _show(self._admin_pages, incoming, reply)
+        if isinstance(incoming.body, ApiError):
+            return reply.refuse(incoming.body)
+        call = asyncio.create_task(self._administer(incoming, incoming.body, reply))
+        self._admin_calls.add(call)
+        return call.add_done_callback(self._admin_calls.discard)
+
+    async def _administer(self, incoming: Incoming, body: bytes, reply: Reply) -> None:
+        answer = await self._admin.answer(incoming.method, incoming.path, incoming.headers, body)
+        assert answer is not None
+        reply.whole(*answer)
+        reply.flush()
 
     def _count_in(self, incoming: Incoming, reply: Reply) -> None:
         request_id = incoming.headers.get(REQUEST_ID, "")
@@ -250,6 +270,7 @@ class Router:
         passed = end_to_end(headers)
         if self._settings.doors.api_keys or self._settings.engine_api_key is not None:
             passed.pop("authorization", None)
+            passed.pop("x-api-key", None)
         return passed
 
     # --- Pages

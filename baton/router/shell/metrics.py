@@ -8,14 +8,18 @@ from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from baton.router.events import Count
-from baton.router.fleet import Fleet
+from baton.router.fleet import Engine, Fleet
 from baton.router.pairs import Pairs
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_LEG_LABELS = ("role", "engine", "outcome")
+_HANDOFF_LABELS = ("prefill", "decode", "outcome")
 
 
 class RouterMetrics:
     def __init__(self, fleet: Fleet, pairs: Pairs) -> None:
+        self._fleet = fleet
+        self._gone: set[str] = set()
         self.registry = CollectorRegistry()
         self.requests = Counter(
             "baton:router_requests",
@@ -27,7 +31,7 @@ class RouterMetrics:
         self.legs = Counter(
             "baton:router_legs",
             "Legs to engines by outcome: an HTTP status, unreachable, broken, timeout or cancelled.",
-            ["role", "engine", "outcome"],
+            _LEG_LABELS,
             registry=self.registry,
         )
         self.prefills = Counter(
@@ -62,7 +66,7 @@ class RouterMetrics:
             "baton:router_handoffs",
             "Prompts that a prefill engine had lent, by what the decode engine did: handed_over, computed "
             "(by itself), or refused (the ticket or the introduction).",
-            ["prefill", "decode", "outcome"],
+            _HANDOFF_LABELS,
             registry=self.registry,
         )
         self.loan_returns = Counter(
@@ -92,8 +96,25 @@ class RouterMetrics:
         else:
             labelled.observe(effect.value)
 
+    def forget(self, engine: Engine) -> None:
+        """It is removed: so are its labels, with the next exposition, when its last leg has been counted."""
+        self._gone.add(engine.url)
+
+    def _drop_labels(self) -> None:
+        gone = self._gone - {engine.url for engine in self._fleet.engines}
+        self._gone.clear()
+        for metric, names in ((self.legs, _LEG_LABELS), (self.handoffs, _HANDOFF_LABELS)):
+            series = {
+                tuple(found.labels[name] for name in names) for found in next(iter(metric.collect())).samples
+            }
+            for labels in series:
+                if gone.intersection(labels):
+                    metric.remove(*labels)
+
     def exposition(self) -> bytes:
         """On the router's loop."""
+        if self._gone:
+            self._drop_labels()
         return generate_latest(self.registry)
 
 

@@ -28,6 +28,7 @@ class Prober:
         """`on_healthy`: what else to ask an engine that is well. It has a deadline of its own."""
         self._on_healthy = on_healthy
         self._stopping = asyncio.Event()
+        self._tasks = asyncio.TaskGroup()
         self._fleet = fleet
         self._asker = asker
         self._settings = settings
@@ -41,12 +42,17 @@ class Prober:
         return self._stopping.is_set()
 
     async def run(self) -> None:
-        async with asyncio.TaskGroup() as tasks:
+        async with self._tasks:
             for engine in self._fleet.engines:
-                tasks.create_task(self._watch(engine))
+                self.watch(engine)
+            await self._stopping.wait()
+
+    def watch(self, engine: Engine) -> None:
+        """Until it is removed."""
+        self._tasks.create_task(self._watch(engine))
 
     async def _watch(self, engine: Engine) -> None:
-        while not self._stopping.is_set():
+        while not self._stopping.is_set() and not engine.is_removed:
             wait_s = engine.health.probe_at_s - asyncio.get_running_loop().time()
             if wait_s <= 0:
                 await self.probe(engine)

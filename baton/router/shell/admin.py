@@ -1,0 +1,162 @@
+"""The operator's questions and orders: what the fleet is, and which engines belong to it.
+
+GET  /status              the fleet, in the form of vLLM's disaggregation proxies, and more
+POST /instances/add       {"type": "prefill" | "decode", "instance": "host:port" | URL}
+POST /instances/drain     {"instance": ...}: no new requests; those that run have `timeout_s` to end
+POST /instances/remove    the same, and then the engine is forgotten
+
+An engine is added if it answers a probe, and introduces itself before it gets requests.
+"""
+
+import asyncio
+import math
+from collections.abc import Mapping
+from typing import Any, Literal, NamedTuple
+
+import msgspec
+
+from baton.core.errors import UserError
+from baton.core.json_text import NotJson, decode_json
+from baton.http.errors import ApiError
+from baton.router.fleet import Engine, Fleet
+from baton.router.settings import Role, RouterSettings, without_credentials
+from baton.router.shell.probes import Prober
+
+METHODS = {
+    "/status": "GET",
+    "/instances/add": "POST",
+    "/instances/drain": "POST",
+    "/instances/remove": "POST",
+}
+JSON = {"content-type": "application/json"}
+
+
+class Reply(NamedTuple):
+    status: int
+    headers: Mapping[str, str]
+    body: bytes
+
+
+class _Order(msgspec.Struct):
+    instance: str
+    type: Literal["prefill", "decode"] | None = None
+    timeout_s: float | None = None
+
+
+class Admin:
+    def __init__(self, settings: RouterSettings, fleet: Fleet, prober: Prober) -> None:
+        self._settings = settings
+        self._fleet = fleet
+        self._prober = prober
+        # Without a key, only this machine may change the fleet. The Host is checked on loopback only.
+        self._is_open = bool(settings.doors.api_keys) or settings.checked_hosts is not None
+
+    async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply | None:
+        """None: a path of others. The keys in `headers` have been checked."""
+        if path not in METHODS:
+            return None
+        try:
+            if method != METHODS[path]:
+                raise ApiError(405, f"{method} {path}: Method Not Allowed")
+            if path == "/status":
+                return _json(self._status())
+            if not self._is_open:
+                why = "the fleet is changed with an API key only; start the router with --api-key-file"
+                raise ApiError(403, why, code="no_admin_key")
+            return _json({"message": await self._carry_out(path, _parse(body))})
+        except UserError as error:
+            return _refusal(ApiError.of_user(error))
+        except ApiError as error:
+            return _refusal(error)
+
+    async def _carry_out(self, path: str, order: _Order) -> str:
+        """Return what was done. Raises UserError, ApiError."""
+        address = order.instance if "://" in order.instance else f"http://{order.instance}"
+        address = address.rstrip("/")
+        if path == "/instances/add":
+            if order.type is None:
+                raise UserError('is missing; "prefill" or "decode"', field="type")
+            return await self._add(order.type, address)
+        url = without_credentials(address)
+        engines = [one for one in self._fleet.engines if one.url == url and order.type in (None, one.role)]
+        if not engines:
+            raise UserError(f"{url} is no engine of this router; GET /status lists them", field="instance")
+        timeout_s = self._settings.drain_timeout_s if order.timeout_s is None else order.timeout_s
+        if not 0 <= timeout_s < math.inf:
+            raise UserError("must be a number of seconds, at least 0", field="timeout_s")
+        done = [self._drain(one, timeout_s, is_leaving=path == "/instances/remove") for one in engines]
+        if not any(one.role == "decode" and one.is_eligible for one in self._fleet.engines):
+            done.append("No decode engine is left: /health answers 503.")
+        return " ".join(done)
+
+    async def _add(self, role: Role, address: str) -> str:
+        known = self._fleet.engines
+        engine = self._fleet.add(role, address)
+        if engine not in known:
+            await self._prober.probe(engine)
+            if not engine.is_up:
+                self._fleet.drain(engine, 0.0, is_leaving=True)
+                why = f"{engine.last_error}; start the engine first"
+                raise UserError(f"{engine.url} does not serve: {why}", field="instance")
+            self._prober.watch(engine)
+        added = f"Added {node_of(engine)} to {role}_instances."
+        return added if engine.refused is None else f"{added} It gets no requests: it {engine.refused}."
+
+    def _drain(self, engine: Engine, timeout_s: float, *, is_leaving: bool) -> str:
+        loop = asyncio.get_running_loop()
+        until_s = loop.time() + timeout_s
+        self._fleet.drain(engine, until_s, is_leaving=is_leaving)
+        node, what = node_of(engine), f"{engine.role}_instances"
+        if engine.is_removed:
+            return f"Removed {node} from {what}."
+        loop.call_at(until_s, self._fleet.end_drain, engine, until_s)
+        then = f", and is then removed from {what}" if engine.is_leaving else ""
+        return f"{node} drains {engine.in_flight} requests for at most {timeout_s:g} s{then}."
+
+    def _status(self) -> Mapping[str, Any]:
+        now_s = asyncio.get_running_loop().time()
+        nodes: dict[Role, list[str]] = {"prefill": [], "decode": []}
+        for engine in self._fleet.engines:
+            nodes[engine.role].append(node_of(engine))
+        return {
+            "prefill_node_count": len(nodes["prefill"]),
+            "decode_node_count": len(nodes["decode"]),
+            "prefill_nodes": nodes["prefill"],
+            "decode_nodes": nodes["decode"],
+            "mode": self._settings.mode,
+            "policy": self._settings.policy,
+            "engines": [
+                {
+                    "type": engine.role,
+                    "url": engine.url,
+                    "state": engine.state,
+                    "model": engine.identity.name if engine.identity is not None else None,
+                    "in_flight": engine.in_flight,
+                    "breaker": engine.health.breaker(now_s),
+                    "weight": round(engine.health.share(now_s), 3),
+                    "reason": engine.refused or engine.last_error,
+                }
+                for engine in self._fleet.engines
+            ],
+        }
+
+
+def node_of(engine: Engine) -> str:
+    """In the form of vLLM's proxies: host:port."""
+    return engine.url.removeprefix("http://")
+
+
+def _parse(body: bytes) -> _Order:
+    try:
+        return decode_json(body, _Order)
+    except NotJson as error:
+        wanted = '{"type": "prefill" or "decode", "instance": "host:port"}'
+        raise UserError(f"{error}; expected {wanted}", field="body") from error
+
+
+def _json(value: Mapping[str, Any]) -> Reply:
+    return Reply(200, JSON, msgspec.json.encode(value))
+
+
+def _refusal(error: ApiError) -> Reply:
+    return Reply(error.status, {**JSON, **error.headers()}, msgspec.json.encode(error.body()))
