@@ -9,14 +9,14 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, get_args
+from typing import Any, Literal, NamedTuple, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
 from baton.core.errors import ConfigError
 from baton.core.layout import ModelFingerprint
-from baton.router.errors import LegFailure
+from baton.router.errors import LegFailure, RouterError
 from baton.router.health import Health, Probe, Status
 from baton.router.policies import POLICIES, EngineState, RoutedRequest
 from baton.router.settings import Role, RouterSettings, check_url, without_credentials
@@ -24,7 +24,6 @@ from baton.router.settings import Role, RouterSettings, check_url, without_crede
 logger = logging.getLogger(__name__)
 
 Kind = Literal["baton", "vllm"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -37,6 +36,18 @@ class Introduction(msgspec.Struct, frozen=True):
     fingerprint: ModelFingerprint | None = None
     secret_ids: tuple[str, ...] | None = None  # Of the secret that it signs with, then of others it accepts.
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
+
+
+class ModelCard(msgspec.Struct, frozen=True):
+    """A model in the answer of /v1/models."""
+
+    id: str | None = None
+    object: Any = "model"
+    created: Any = None
+    owned_by: str | None = None
+    root: Any = None
+    parent: Any = None  # Of an adapter: the name of its model.
+    max_model_len: int | None = None
 
 
 class Identity(NamedTuple):
@@ -91,7 +102,8 @@ class Engine:
     is_introduced: bool = False  # It was asked, and answered; perhaps that it has none.
     was_asked: bool = False  # For its introduction, at least once in this router's life.
     identity: Identity | None = None  # As last reported, also while it is down.
-    refused: str | None = None  # Why it gets no requests: it serves another model than the fleet.
+    cards: Sequence[ModelCard] | None = field(default=None, repr=False)  # Of its model and its adapters.
+    refused: str | None = None  # Why its model keeps it from getting requests.
     drain_until_s: float | None = None  # It gets no requests; those that run may end until then.
     is_leaving: bool = False  # It is removed when it has drained.
     is_removed: bool = False
@@ -109,6 +121,11 @@ class Engine:
         parts = urlsplit(self.address)
         host = parts.netloc.removesuffix(f":{parts.port}")
         return urlunsplit(parts._replace(netloc=f"{host}:{self.admin_port}"))
+
+    @property
+    def names(self) -> tuple[str, ...] | None:
+        """Values of a request's `model` that it answers to. None: not known."""
+        return None if self.cards is None else tuple(card.id for card in self.cards if card.id is not None)
 
     @property
     def status(self) -> Status:
@@ -149,7 +166,7 @@ class Fleet:
         self._probe_settings = settings.probe
         self.on_removed: list[Callable[[Engine], None]] = []
         self._unix_clock = unix_clock
-        self._serves: dict[Kind, Identity | None] = {}
+        self._serves: dict[tuple[Kind, str], Identity | None] = {}
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -179,7 +196,8 @@ class Fleet:
         return None if index is None else engines[index]
 
     def may_take(self, engine: Engine, request: RoutedRequest) -> bool:
-        return engine.is_eligible
+        names, model = engine.names, request.model
+        return engine.is_eligible and (names is None or model is None or model == "" or model in names)
 
     def note_start(self, engine: Engine) -> None:
         """A leg to this engine begins. Its end is noted with `note_end`."""
@@ -234,6 +252,7 @@ class Fleet:
         engine.is_removed = True
         self._engines[engine.role].remove(engine)
         logger.info("%s engine %s is removed", engine.role, engine.url)
+        self._judge()
         for hear in self.on_removed:
             hear(engine)
 
@@ -295,31 +314,76 @@ class Fleet:
         """A decode engine has said that it is there; without one nothing can be answered."""
         return any(engine.status == "up" and engine.is_eligible for engine in self._engines["decode"])
 
-    def note_identity(self, engine: Engine, identity: Identity | None) -> None:
-        """What the engine serves. Engines that serve something else than the fleet are refused from now on.
-
-        Engines of different kinds are not compared: they report different things.
-        """
-        if engine.identity == identity:
+    def note_identity(
+        self, engine: Engine, identity: Identity | None, cards: Sequence[ModelCard] | None = None
+    ) -> None:
+        """What the engine serves. `cards`: of all names that it answers to; None: it does not report them."""
+        if engine.identity == identity and engine.cards == cards:
             return
-        engine.identity = identity
-        for kind in KINDS:
-            seats = [
-                Seat(other.identity, other.role == "decode")
-                for other in self.engines
-                if other.identity is not None and other.identity.kind == kind
-            ]
-            self._serves[kind] = choose_identity(seats, self._serves.get(kind))
-        for other in self.engines:
-            wanted = self._serves[other.identity.kind] if other.identity is not None else None
-            refused = None
-            if other.identity != wanted:
-                refused = f"serves {other.identity}, but the fleet serves {wanted}"
-            if refused is not None and other.refused is None:
-                logger.error("%s engine %s is refused: it %s", other.role, other.url, refused)
-            elif refused is None and other.refused is not None:
-                logger.info("%s engine %s is accepted: it serves %s", other.role, other.url, wanted)
-            other.refused = refused
+        engine.identity, engine.cards = identity, cards
+        self._judge()
+
+    def _judge(self) -> None:
+        """Refuse engines that do not fit the others.
+
+        Of the engines of one kind and name, those with another checkpoint than most; engines of different
+        kinds report different things. And prefill engines of a model that no decode engine serves.
+        """
+        groups: dict[tuple[Kind, str], list[Seat]] = {}
+        for engine in self.engines:
+            if (identity := engine.identity) is not None:
+                seat = Seat(identity, engine.role == "decode")
+                groups.setdefault((identity.kind, identity.name), []).append(seat)
+        self._serves = {key: choose_identity(seats, self._serves.get(key)) for key, seats in groups.items()}
+        decoded = self._decoded_names()
+        for engine in self.engines:
+            if (identity := engine.identity) is None:
+                refused = None
+            elif identity != (wanted := self._serves[identity.kind, identity.name]):
+                refused = f"serves {identity}, but the fleet serves {wanted}"
+            elif engine.role == "prefill" and decoded is not None and decoded.isdisjoint(engine.names or ()):
+                refused = f"serves {identity}, which no decode engine serves"
+            else:
+                refused = None
+            if refused is not None and engine.refused is None:
+                logger.error("%s engine %s is refused: it %s", engine.role, engine.url, refused)
+            elif refused is None and engine.refused is not None:
+                logger.info("%s engine %s is accepted: it serves %s", engine.role, engine.url, identity)
+            engine.refused = refused
+
+    def _decoded_names(self) -> set[str] | None:
+        """What the decode engines answer to. None: one of them may answer to more."""
+        names: set[str] = set()
+        for engine in self._engines["decode"]:
+            if engine.names is None:
+                return None
+            names.update(engine.names)
+        return names
+
+    def check_model(self, request: RoutedRequest) -> None:
+        """Raises RouterError if no decode engine serves the request's model, or it has to name one."""
+        names, model = self._decoded_names(), request.model
+        if model is None or model == "":
+            models = self._models()
+            if len(models) > 1:
+                raise RouterError(400, f"is needed here; one of {', '.join(sorted(models))}", param="model")
+        elif names and model not in tuple(names):
+            raise RouterError(
+                404, f"the model {model!r} does not exist", param="model", code="model_not_found"
+            )
+
+    def _models(self) -> set[str]:
+        """Without adapters and other names of the same engines."""
+        decoders = (engine for engine in self._engines["decode"] if engine.refused is None)
+        return {engine.identity.name for engine in decoders if engine.identity is not None}
+
+    def model_cards(self) -> Sequence[ModelCard] | None:
+        """For /v1/models. None: there is at most one model, and any decode engine knows its names."""
+        if len(self._models()) < 2:
+            return None
+        decoders = [engine for engine in self._engines["decode"] if engine.refused is None]
+        cards = [card for engine in decoders for card in engine.cards or ()]
+        return list({card.id: card for card in cards}.values())
 
     def why_none(self, role: Role) -> str:
         """For an error message; the engines' addresses are the operator's affair, not the client's."""
@@ -327,7 +391,7 @@ class Fleet:
         num_down = sum(not engine.is_up for engine in engines)
         num_refused = sum(engine.is_up and engine.refused is not None for engine in engines)
         num_draining = sum(engine.is_up and engine.drain_until_s is not None for engine in engines)
-        refused = f", {num_refused} serve another model" if num_refused else ""
+        refused = f", {num_refused} are refused" if num_refused else ""
         refused += f", {num_draining} are draining" if num_draining else ""
         return f"no {role} engine can take the request ({num_down} of {len(engines)} are down{refused})"
 
@@ -340,6 +404,7 @@ class Fleet:
                     "kind": engine.kind,
                     "introduced": engine.introduction is not None,
                     "model": engine.identity.name if engine.identity is not None else None,
+                    "names": engine.names,
                     "refused": engine.refused,
                     "engine_id": engine.introduction.engine_id if engine.introduction else None,
                     "lost_links": engine.introduction.lost_links if engine.introduction else {},

@@ -39,10 +39,12 @@ class FleetView:
         now_s: float,
         is_fit: Callable[[Engine], bool] = lambda engine: True,
     ) -> Engine | None:
-        """The next engine to try. None: there is none, or enough have been tried."""
+        """The next engine to try. None: there is none, or enough have been tried. Raises RouterError."""
         attempts = self.settings.prefill_attempts if role == "prefill" else self.settings.decode_attempts
         if len(tried) >= attempts:
             return None
+        if role == "decode" and not tried:
+            self.fleet.check_model(routed)
         return self.fleet.choose(role, routed, now_s, tried=tried, is_fit=is_fit)
 
     def no_engine(self, role: Role, failure: LegFailure | None, *, is_tried: bool = False) -> RouterError:

@@ -92,6 +92,18 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     return body
 
 
+class _Named(msgspec.Struct):
+    model: Any = None
+
+
+def model_of(raw: bytes) -> object:
+    """The model that a body names. None: it names none, or is no object."""
+    try:
+        return decode_json(raw, _Named).model
+    except NotJson:
+        return None
+
+
 def _decode_long(raw: bytes) -> Any:
     fields = decode_json(raw, dict[str, msgspec.Raw])
     return {

@@ -24,6 +24,8 @@ BACKOFF_MAX_S = 300.0
 
 def mismatch_of(producer: Engine, consumer: Engine) -> str | None:
     """None: they match, or one of them does not say enough to compare (an engine of another kind)."""
+    if consumer.names and producer.names and set(consumer.names).isdisjoint(producer.names):
+        return "different models: they have no name in common"
     ours, theirs = consumer.introduction, producer.introduction
     if ours is None or theirs is None:
         return None

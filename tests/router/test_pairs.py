@@ -39,16 +39,13 @@ def says(text: str) -> Respond:
     return responds(200, {"choices": [{"text": text}]})
 
 
-@pytest.mark.parametrize("other", [{"revision": "weights of B"}, {"model": "n"}])
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_two_checkpoints_never_answer_under_one_name(
-    other: dict[str, str], position: int, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_two_checkpoints_never_answer_under_one_name(position: int, caplog: pytest.LogCaptureFixture) -> None:
     """The smaller group is refused, wherever it stands in the configuration."""
 
     async def main() -> None:
         decode = [engine(says("A"), f"d{index}") for index in range(2)]
-        strange = engine(says("B"), "strange", **other)
+        strange = engine(says("B"), "strange", revision="weights of B")
         decode.insert(position, strange)
         async with system([engine(lends, "p")], list(decode), policy="round_robin") as s:
             while any(not one.is_introduced for one in s.router.fleet.engines):

@@ -123,6 +123,7 @@ class Admin:
             "decode_node_count": len(nodes["decode"]),
             "prefill_nodes": nodes["prefill"],
             "decode_nodes": nodes["decode"],
+            "models": sorted({name for engine in self._fleet.engines for name in engine.names or ()}),
             "mode": self._settings.mode,
             "policy": self._settings.policy,
             "engines": [

@@ -72,7 +72,7 @@ class Router:
         self._loans = LoanReturns(self.asker, self._metrics, timeout_s)
         self._view = FleetView(settings, self.fleet, self._pairs, TurnTable(self._loans.give_back))
         self._requests = Requests(self._view, upstream, self._metrics, self._introducer, self._loans)
-        self._prober = Prober(self.fleet, self.asker, settings.probe, self._introducer.hear_healthy)
+        self._prober = Prober(self.fleet, self.asker, settings.probe, self._introducer.refresh)
         self._admin = admin.Admin(settings, self.fleet, self._prober)
         self._admin_calls: set[asyncio.Task[None]] = set()
         self.fleet.on_removed += [self._pairs.forget, self._metrics.forget]
@@ -242,6 +242,9 @@ class Router:
         headers = {**self._passed_on(incoming.headers), REQUEST_ID: request_id}
         ends_at_s = incoming.received_at_s + self._settings.timeouts.total_s
         ask = Ask(incoming.method, incoming.target, headers, ends_at_s)
+        if path == "/v1/models" and (cards := self.fleet.model_cards()) is not None:
+            reply.whole(200, {**JSON, **reply.extra}, msgspec.json.encode({"object": "list", "data": cards}))
+            return self._count_out(200)
         if path in FORWARDED:
             forwarding = Forwarding(self._requests, ask, incoming.body, incoming.received_at_s, reply)
             self._run(forwarding, reply)

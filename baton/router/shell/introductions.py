@@ -7,7 +7,7 @@
 
 An introduction names one process. So Baton's engines are asked for it again with every probe of their health,
 and it is forgotten as soon as an engine fails: a successor introduces itself. A vLLM, which answers with a
-step of its model, is asked once in its life.
+step of its model, is asked once in its life, and with every probe for the names of its adapters only.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from typing import TypeVar
 import msgspec
 
 from baton.core.json_text import NotJson, decode_json
-from baton.router.fleet import Engine, Fleet, Identity, Introduction
+from baton.router.fleet import Engine, Fleet, Identity, Introduction, ModelCard
 from baton.router.legs import PARAMS
 from baton.router.shell.asking import Answer, Asker, AskFailed
 
@@ -28,14 +28,8 @@ MODELS_PATH = "/v1/models"
 ASKING = {"prompt": [1], "max_tokens": 1, "temperature": 0}  # A vLLM's connector is reached by requests only.
 
 
-class _Model(msgspec.Struct):
-    id: str | None = None
-    owned_by: str | None = None
-    max_model_len: int | None = None
-
-
 class _Models(msgspec.Struct):
-    data: list[_Model]
+    data: list[ModelCard]
 
 
 class _Said(msgspec.Struct):
@@ -54,22 +48,6 @@ class Introducer:
         self._timeout_s = timeout_s
         self._pushes = pushes
         self._asking: dict[Engine, asyncio.Task[None]] = {}
-
-    async def of(self, engine: Engine) -> Introduction | None:
-        """None: it has none (an engine without our connector), or does not answer."""
-        if not engine.is_introduced:
-            await self.refresh(engine)
-        return engine.introduction
-
-    async def meet(self, engine: Engine) -> None:
-        """Before the first request to this engine. Later on, its probes ask it."""
-        if not engine.was_asked and engine.is_up:
-            await self.refresh(engine)
-
-    async def hear_healthy(self, engine: Engine) -> None:
-        """With every probe that went well."""
-        if not (engine.kind == "vllm" and engine.is_introduced):
-            await self.refresh(engine)
 
     async def refresh(self, engine: Engine) -> None:
         """Requests that need the same engine's introduction at one moment share one question."""
@@ -96,6 +74,8 @@ class Introducer:
             engine.was_asked = True
 
     async def _ask(self, engine: Engine) -> None:
+        if engine.kind == "vllm" and engine.is_introduced:
+            return await self._ask_other(engine)  # For adapters that it has loaded meanwhile.
         answer = await self._asker.ask(engine.admin_address + PATH, timeout_s=self._timeout_s)
         if answer.status >= 500:
             engine.is_introduced = False
@@ -104,7 +84,8 @@ class Introducer:
         if introduction is not None:
             engine.kind, engine.introduction = "baton", introduction
             engine.max_model_len = introduction.max_model_len
-            self._fleet.note_identity(engine, _identity_of(introduction))
+            identity = _identity_of(introduction)
+            self._fleet.note_identity(engine, identity, _cards_of(introduction))
         else:
             await self._ask_other(engine)
         engine.is_introduced = True
@@ -112,14 +93,22 @@ class Introducer:
     async def _ask_other(self, engine: Engine) -> None:
         models = _decode(engine, await self._get(engine, MODELS_PATH), _Models)
         model = next((model for model in models.data if model.owned_by == "vllm"), None) if models else None
+        if model is not None and engine.is_introduced and engine.kind == "vllm":
+            return self._note_models(engine, model, models)
         introduction = None
         if model is not None and self._pushes and engine.role == "prefill":
             introduction = await self._ask_connector(engine)
         engine.kind = "vllm" if model is not None else None
         engine.max_model_len = model.max_model_len if model is not None else None
         engine.introduction = introduction
+        self._note_models(engine, model, models)
+
+    def _note_models(self, engine: Engine, model: ModelCard | None, models: _Models | None) -> None:
         name = model.id if model is not None else None
-        self._fleet.note_identity(engine, Identity("vllm", name) if name is not None else None)
+        identity = Identity("vllm", name) if name is not None else None
+        self._fleet.note_identity(
+            engine, identity, models.data if models is not None and models.data else None
+        )
 
     async def _ask_connector(self, engine: Engine) -> Introduction | None:
         asking = {**ASKING, PARAMS: {"baton_introduce": True}}
@@ -155,3 +144,8 @@ def _identity_of(introduction: Introduction) -> Identity | None:
     if fingerprint is None or name is None:
         return None
     return Identity("baton", name, (fingerprint.model, fingerprint.revision))
+
+
+def _cards_of(introduction: Introduction) -> list[ModelCard] | None:
+    name, length = introduction.served_model_name, introduction.max_model_len
+    return [ModelCard(name, owned_by="baton", root=name, max_model_len=length)] if name is not None else None

@@ -135,7 +135,7 @@ class _FleetCollector(Collector):
         )
         refused = GaugeMetricFamily(
             "baton:router_engine_refused",
-            "1: serves another model than the fleet, and gets no requests.",
+            "1: gets no requests because of the model that it serves.",
             labels=["role", "engine"],
         )
         usable = GaugeMetricFamily(

@@ -36,6 +36,7 @@ from baton.router.events import (
 )
 from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
+from baton.router.legs import model_of
 from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
 from baton.router.shell.client_http import Reply
 from baton.router.shell.introductions import Introducer
@@ -219,7 +220,7 @@ async def forward(requests: Requests, ask: Ask, body: bytes) -> LegAnswer:
     Raises RouterError.
     """
     view, now_s = requests.view, asyncio.get_running_loop().time
-    routed = view.route(b"")
+    routed = view.route(b"", model_of(body))
     tried: list[Engine] = []
     failure: LegFailure | None = None
     while (engine := view.choose("decode", routed, tried, now_s())) is not None:
