@@ -15,6 +15,8 @@ from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
+from msgspec import structs
+
 from baton.core.transfer_params import CACHED_TOKENS, cached_tokens
 from baton.engine.api import EngineOutput, EngineRequest, PromptLogprobs, TokenLogprobs
 from baton.engine.core.client import EngineClient
@@ -130,6 +132,7 @@ async def _pieces_of(
     sample: Sample, engine: EngineClient, metrics: ServerMetrics
 ) -> AsyncGenerator[Piece, None]:
     observer = metrics.observe(sample.request)
+    is_first = sample.names_first_token
     try:
         async with aclosing(engine.generate(sample.request)) as outputs:
             async for output in outputs:
@@ -137,24 +140,49 @@ async def _pieces_of(
                     engine.take_back(output.kv_transfer_params)
                 _raise_if_failed(output)
                 observer.tokens(len(output.new_token_ids))
-                piece = _piece(sample, output)
-                if (
-                    piece.finish is not None
-                    and sample.continues_elsewhere
-                    and piece.finish.reason is not None
-                ):
-                    piece.finish = _end_here(piece.finish, engine)
-                if piece.finish is not None:
-                    observer.finish(piece.finish.reason or "length")
-                yield piece
-                if piece.finish is not None:
-                    return  # Ended by a stop string: closing the iterator aborts the rest.
+                parts = _with_first_alone(output) if is_first else (output,)
+                is_first = is_first and not output.new_token_ids
+                for piece in (_piece(sample, part) for part in parts):
+                    ends = piece.finish is not None and piece.finish.reason is not None
+                    if ends and sample.continues_elsewhere:
+                        assert piece.finish is not None
+                        piece.finish = _end_here(piece.finish, engine)
+                    if piece.finish is not None:
+                        observer.finish(piece.finish.reason or "length")
+                    yield piece
+                    if piece.finish is not None:
+                        return  # Ended by a stop string: closing the iterator aborts the rest.
         raise AssertionError("the engine ended a request without a finish reason")
     except (GeneratorExit, asyncio.CancelledError):
         observer.finish("abort")
         raise
     finally:
         observer.finish("error")  # No effect if it has ended.
+
+
+def _with_first_alone(output: EngineOutput) -> Sequence[EngineOutput]:
+    """Split the first token off: a router compares it with the first token of another engine.
+
+    An engine that loads a prompt with tokens of its answer reports these and the next one at once.
+    """
+    if len(output.new_token_ids) < 2:
+        return (output,)
+    logprobs = output.new_logprobs
+    first = structs.replace(
+        output,
+        new_token_ids=output.new_token_ids[:1],
+        new_logprobs=None if logprobs is None else logprobs[:1],
+        finish_reason=None,
+        stop_token_id=None,
+        kv_transfer_params=None,
+    )
+    rest = structs.replace(
+        output,
+        new_token_ids=output.new_token_ids[1:],
+        new_logprobs=None if logprobs is None else logprobs[1:],
+        prompt_logprobs=None,
+    )
+    return first, rest
 
 
 def _raise_if_failed(output: EngineOutput) -> None:

@@ -123,6 +123,9 @@ class ScriptedEngine:
     unready_reason: str | None = None
     num_cached_tokens: int = 0
     num_transferred_tokens: int = 0
+    num_at_first: int = (
+        1  # Tokens of the first output: more if the prompt was loaded with tokens of the answer.
+    )
     on_stats: Callable[[SchedulerStats], None] | None = None
     requests: list[EngineRequest] = field(default_factory=list)
     events: list[str] = field(default_factory=list)  # Events in order.
@@ -175,6 +178,7 @@ class ScriptedEngine:
         params = request.sampling_params
         text = self.answer(request) if callable(self.answer) else self.answer
         token_ids = [ord(character) for character in text] + ([EOS] if self.end_with_eos else [])
+        new: list[int] = []
         for position, token in enumerate(token_ids):
             await self._step()
             if self.failure is not None and position == self.fail_at:
@@ -188,11 +192,17 @@ class ScriptedEngine:
                 reason, stop_id = "stop", token
             elif position + 1 == params.max_tokens or position + 1 == len(token_ids):
                 reason = "length"
+            new.append(token)
+            if position + 1 < self.num_at_first and reason is None:
+                continue
+            logprobs = None
+            if params.logprobs is not None:
+                logprobs = [_logprobs(each, params.logprobs) for each in new]
             yield EngineOutput(
                 request_id=request.request_id,
-                new_token_ids=[token],
-                new_logprobs=[_logprobs(token, params.logprobs)] if params.logprobs is not None else None,
-                prompt_logprobs=_prompt_logprobs(request) if position == 0 else None,
+                new_token_ids=new,
+                new_logprobs=logprobs,
+                prompt_logprobs=_prompt_logprobs(request) if position < self.num_at_first else None,
                 finish_reason=reason,
                 stop_token_id=stop_id,
                 kv_transfer_params=self.transfer_params if reason else None,
@@ -201,6 +211,7 @@ class ScriptedEngine:
             )
             if reason is not None:
                 return
+            new = []
 
     async def _step(self) -> None:
         if self.gate is None:

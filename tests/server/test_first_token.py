@@ -148,6 +148,21 @@ def test_without_a_transfer_the_flag_only_names_the_first_token(http: httpx.Clie
     assert found[-1]["choices"][0]["finish_reason"] == "length"
 
 
+@pytest.mark.parametrize(("path", "logprobs"), [("/v1/completions", 1), ("/v1/chat/completions", True)])
+@pytest.mark.parametrize("num_at_first", [2, 5])
+def test_the_first_token_has_a_chunk_of_its_own(
+    http: httpx.Client, engine: ScriptedEngine, path: str, logprobs: int, num_at_first: int
+) -> None:
+    """Also if D has loaded the prompt with tokens of the answer, and reports all of them at once."""
+    engine.num_at_first = num_at_first
+    found = chunks(http, path, max_tokens=5, logprobs=logprobs, kv_transfer_params={**D_LEG})
+    named = [chunk for chunk in found if chunk["choices"][0].get("token_ids")]
+    assert [chunk["choices"][0]["token_ids"] for chunk in named] == [[ord("H")]]
+    assert text_of(named) == "H"
+    assert text_of(found) == "Hello"
+    assert found[-1]["choices"][0]["finish_reason"] == "length"
+
+
 @pytest.mark.parametrize("is_stream", [True, False])
 def test_d_continues_after_a_token_of_another_engine(
     http: httpx.Client, engine: ScriptedEngine, is_stream: bool
