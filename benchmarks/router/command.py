@@ -6,10 +6,13 @@ front of them, in rounds, so that a change of the machine's speed meets all of t
     whole       answers that are not streamed
     16 chunks   each one written in a turn of the event loop of its own
     256 chunks  4 ms apart
+    pauses      16 chunks; each client waits 0 to 40 ms before it asks again, so no router is always busy
 
 Processor time is that of all processes of the router, from the kernel's accounts. Added latency is the
-router's percentile minus that of a client that sends both legs itself. Peers live in .venv-peers
-(scripts/setup-peers); a peer that is missing there is skipped.
+router's percentile minus that of a client that sends both legs itself. With `MANY` whole answers the memory
+of each router is compared with that after a tenth of them (the toy proxy is left out: it takes minutes).
+Peers live in .venv-peers (scripts/setup-peers); a peer that is missing there is skipped. The results go to
+docs/benchmarks/router.json and router.png.
 """
 
 import contextlib
@@ -38,13 +41,16 @@ START_TIMEOUT_S = 60.0
 ROUNDS = 3
 NUM_AT_ONCE = 8
 NUM_IDLE = 1_000
+MANY = 100_000
+RESULTS = ROOT / "docs" / "benchmarks" / "router.json"
 PROMPT = "word " * 1_024  # About 5 kB, as a prompt of 1,024 tokens.
 
 
 class Workload(NamedTuple):
     num_requests: int
     num_chunks: int  # 0: the answer is not streamed.
-    gap_ms: int
+    gap_ms: int = 0
+    pause_s: float = 0.0
 
     def body(self) -> str:
         fields = {"model": "fake", "prompt": PROMPT, "max_tokens": self.num_chunks or 16}
@@ -54,9 +60,10 @@ class Workload(NamedTuple):
 
 
 WORKLOADS = {
-    "whole": Workload(1_000, 0, 0),
-    "16 chunks": Workload(600, 16, 0),
-    "256 chunks": Workload(64, 256, 4),
+    "whole": Workload(1_000, 0),
+    "16 chunks": Workload(600, 16),
+    "256 chunks": Workload(64, 256, gap_ms=4),
+    "pauses": Workload(1_000, 16, pause_s=0.04),
 }
 
 
@@ -143,7 +150,15 @@ def rss_mib(pid: int) -> float:
 
 def measure(client: Client, workload: Workload, port: int, *, decode: int = 0, pid: int = 0) -> Measured:
     num_events = workload.num_chunks + 1 if workload.num_chunks else 0
-    job = Job(port, workload.body(), workload.num_requests, NUM_AT_ONCE, num_events, decode_port=decode)
+    job = Job(
+        port,
+        workload.body(),
+        workload.num_requests,
+        NUM_AT_ONCE,
+        num_events,
+        decode_port=decode,
+        pause_s=workload.pause_s,
+    )
     client.run(msgspec.structs.replace(job, num_requests=NUM_AT_ONCE * 4))  # Warm: connections, caches.
     before_s = cpu_s(pid) if pid else 0.0
     result = client.run(job)
@@ -168,6 +183,17 @@ def idle_mib(client: Client, port: int, pid: int) -> float:
     if num_bad := msgspec.json.decode(client.line(), type=Result).num_bad:
         raise RuntimeError(f"{num_bad} of {NUM_IDLE} streams did not begin")
     return taken
+
+
+def growth_mib(client: Client, port: int, pid: int) -> float:
+    """Return by how much the memory grows between a tenth of MANY whole answers and all of them."""
+    workload = WORKLOADS["whole"]
+    job = Job(port, workload.body(), MANY // 10, NUM_AT_ONCE, 0)
+    client.run(job)
+    before = rss_mib(pid)
+    if num_bad := client.run(msgspec.structs.replace(job, num_requests=MANY - MANY // 10)).num_bad:
+        raise RuntimeError(f"{num_bad} bad answers")
+    return rss_mib(pid) - before
 
 
 @contextlib.contextmanager
@@ -220,6 +246,35 @@ def table_of(workload: str, measured: Mapping[str, Measured], cpu_of_whole: Mapp
     return table
 
 
+def plot(results: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
+    """Draw the processor time of a request, and the latency that a router adds when it is not always busy."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
+    names = [name for name in results["whole"] if name != DIRECT]
+    for shift, title in enumerate(("whole", "16 chunks")):
+        at = [number + shift * 0.4 for number in range(len(names))]
+        left.bar(at, [results[title][name]["cpu_us"] for name in names], width=0.4, label=title)
+    for shift, percentile in enumerate(("median_ms", "p99_ms")):
+        at = [number + shift * 0.4 for number in range(len(names))]
+        added = [
+            results["pauses"][name][percentile] - results["pauses"][DIRECT][percentile] for name in names
+        ]
+        right.bar(at, added, width=0.4, label={"median_ms": "p50", "p99_ms": "p99"}[percentile])
+    left.set(ylabel="us", title="Processor time of a request", yscale="log")
+    right.set(ylabel="ms", title="Added time to the first byte, clients that pause", yscale="log")
+    for axes in (left, right):
+        axes.set_xticks([number + 0.2 for number in range(len(names))], names)
+        axes.grid(visible=True, axis="y", alpha=0.3)
+        axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+
+
 def main() -> None:
     console = Console()
     if not Path(PYTHON).exists():
@@ -233,6 +288,7 @@ def main() -> None:
         for name in ROUTERS.keys() - routers.keys():
             console.print(f"{name} is not installed (scripts/setup-peers); skipped")
         cpu_of_whole: dict[str, float] = {}
+        results: dict[str, dict[str, dict[str, float]]] = {}
         for title, workload in WORKLOADS.items():
             rounds: dict[str, list[Measured]] = {name: [] for name in (DIRECT, *routers)}
             for _ in range(ROUNDS):
@@ -243,11 +299,21 @@ def main() -> None:
             if not workload.num_chunks:
                 cpu_of_whole = {name: one.cpu_us for name, one in measured.items()}
             console.print(table_of(title, measured, cpu_of_whole))
+            results[title] = {name: one._asdict() for name, one in measured.items()}
             for name, one in measured.items():
                 if one.num_bad:
                     console.print(f"{name}: {one.num_bad} bad answers")
+        memory = results["memory"] = {}
         for name, (port, pid) in routers.items():
-            console.print(f"{name}: {idle_mib(client, port, pid):.0f} MiB more for {NUM_IDLE:,} idle streams")
+            memory[name] = {"idle_mib": idle_mib(client, port, pid)}
+            console.print(f"{name}: {memory[name]['idle_mib']:.0f} MiB more for {NUM_IDLE:,} idle streams")
+            if name != "toy proxy":
+                memory[name]["growth_mib"] = growth_mib(client, port, pid)
+                console.print(
+                    f"{name}: {memory[name]['growth_mib']:+.1f} MiB from {MANY // 10:,} to {MANY:,} answers"
+                )
+    RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
+    plot(results, RESULTS.with_suffix(".png"))
 
 
 if __name__ == "__main__":

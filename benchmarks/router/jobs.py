@@ -10,6 +10,7 @@ class Job(msgspec.Struct):
     num_at_once: int
     num_events: int  # `data:` lines of a good answer; 0: an answer that is no stream.
     decode_port: int = 0  # If set, the client sends both legs itself, the first one to `url_port`.
+    pause_s: float = 0.0  # Each client waits for up to this time before each request.
     hold_s: float = 0.0  # If set, each connection keeps its stream open for this time after the first event.
 
 

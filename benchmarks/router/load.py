@@ -4,6 +4,7 @@ A process of its own: it reads one `Job` per line and writes one `Result` per li
 """
 
 import asyncio
+import random
 import sys
 import time
 from collections import deque
@@ -80,11 +81,14 @@ async def run(job: Job) -> Result:
     left = deque(range(job.num_requests))
     began_s = time.perf_counter()
 
-    async def client() -> None:
+    async def client(number: int) -> None:
+        rng = random.Random(number)
         first = await connect(job.url_port)
         second = await connect(job.decode_port) if job.decode_port else first
         while left:
             left.pop()
+            if job.pause_s:
+                await asyncio.sleep(rng.uniform(0, job.pause_s))
             started_s = time.perf_counter()
             body = job.body.encode()
             if job.decode_port:
@@ -100,7 +104,7 @@ async def run(job: Job) -> Result:
             result.first_s.append(begun_s - started_s)
             result.total_s.append(time.perf_counter() - started_s)
 
-    await asyncio.gather(*(client() for _ in range(job.num_at_once)))
+    await asyncio.gather(*(client(number) for number in range(job.num_at_once)))
     result.wall_s = time.perf_counter() - began_s
     return result
 

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable
+from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
@@ -21,6 +22,7 @@ class RouterMetrics:
         self._fleet = fleet
         self._gone: set[str] = set()
         self.registry = CollectorRegistry()
+        self._children: dict[tuple[str, tuple[str, ...]], Any] = {}  # By metric and labels.
         self.requests = Counter(
             "baton:router_requests",
             "Requests of clients, by the status that they got (499: the client went away).",
@@ -89,8 +91,11 @@ class RouterMetrics:
 
     def count(self, effect: Count) -> None:
         """Carry out what a request's machine asks for."""
-        metric = getattr(self, effect.metric)
-        labelled = metric.labels(*effect.labels) if effect.labels else metric
+        key = (effect.metric, effect.labels)
+        labelled = self._children.get(key)
+        if labelled is None:
+            metric = getattr(self, effect.metric)
+            labelled = self._children[key] = metric.labels(*effect.labels) if effect.labels else metric
         if effect.value is None:
             labelled.inc()
         else:
