@@ -93,7 +93,7 @@ class Engine:
     num_requests: int = 0
     num_failures: int = 0  # Legs without an answer, and answers of 500 and above.
     num_heard: int = 0  # Pieces of answers that have come from it.
-    waits: set["Wait"] = field(default_factory=set, repr=False)  # For its answers.
+    waits: dict["Wait", None] = field(default_factory=dict, repr=False)  # For its answers, in order.
     last_error: str | None = None
     last_error_unix_s: float | None = None
     kind: Kind | None = None  # None: not known, or another one.

@@ -7,6 +7,7 @@ from typing import Literal
 from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine, Fleet
 from baton.router.late_leg import LateLegs
+from baton.router.legs import new_transfer_id
 from baton.router.pairs import Pairs
 from baton.router.policies import RoutedRequest
 from baton.router.settings import Role, RouterSettings
@@ -24,6 +25,7 @@ class FleetView:
         self.pairs = pairs
         self.turns = turns
         self.late_legs = LateLegs(settings.decode_leg)
+        self.new_transfer_id = new_transfer_id
         self._num_routed = 0
 
     def route(self, prefix_key: bytes, model: object = None) -> RoutedRequest:

@@ -70,7 +70,7 @@ from baton.router.first_token import FirstToken
 from baton.router.first_tokens import FirstTokens
 from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView, Outcome
-from baton.router.legs import PARAMS, new_transfer_id, push_params, shape_of
+from baton.router.legs import PARAMS, push_params, shape_of
 from baton.router.settings import Role
 from baton.router.turns import Turn
 
@@ -221,7 +221,7 @@ class Machine:
             self._first.choose(producer, consumer, is_push=False)
             return self._pull()
         hold_s = self._view.late_legs.hold_s(producer, consumer, self._num_prompt_tokens)
-        self._transfer_id = new_transfer_id()
+        self._transfer_id = self._view.new_transfer_id()
         self._push_params = push_params(
             self._transfer_id, engine_id=card.engine_id, introduction=card.introduction
         )
@@ -258,7 +258,7 @@ class Machine:
         if producer is not None and not producer.was_asked:
             return self._meet(producer, self._next_producer)
         if producer is not None:
-            self._transfer_id = new_transfer_id()
+            self._transfer_id = self._view.new_transfer_id()
             self._open_prefill(producer)
             self._state = State.PREFILLING
             return None

@@ -85,7 +85,7 @@ class Leg:
         self.end()
 
     def end(self) -> None:
-        self.engine.waits.discard(self)
+        self.engine.waits.pop(self, None)
         self.fleet.note_end(self.engine)
 
 
@@ -127,7 +127,7 @@ class World:
         if engine is not None:
             assert engine.is_up
             leg = Leg(self.fleet, engine)
-            engine.waits.add(leg)
+            engine.waits[leg] = None
             self.fleet.note_start(engine)
             self.legs.append(leg)
 

@@ -92,6 +92,10 @@ def _any_hold_counts(self: Machine, event: Any) -> None:
     self._push("late")
 
 
+def _tell_again(self: Machine, head: LegAnswer, first: Any, where: str) -> None:
+    TELL_FIRST(self, head, first, where) if self._status is None else self._send(first.events)
+
+
 def _relay_all(self: DecodeAnswer, lent: Any) -> bytes:
     ready = bytearray()
     while (event := self._events.next()) is not None:
@@ -107,6 +111,7 @@ def _believe_the_end(self: DecodeAnswer) -> None:
 ON_DECODE_FAILED = Machine._on_decode_failed
 ON_CLIENT_GONE = Machine._on_client_gone
 TAKE_LOAN = Machine._take_loan
+TELL_FIRST = Machine._tell_first
 
 MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "nothing is given back": (Machine, "_give_back", lambda self: setattr(self, "_lent", None)),
@@ -120,6 +125,8 @@ MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "a refused ticket is the client's error": (machine, "blames_params", _blame_nobody),
     "a client that leaves between attempts is ignored": (Machine, "_on_client_gone", _gone_is_ignored),
     "the end of an earlier hold counts": (Machine, "_on_hold_over", _any_hold_counts),
+    "the first token is told twice": (Machine, "_tell_first", _tell_again),
+    "a router that stops is ignored": (Machine, "_on_stopped", lambda self, event: None),
     "the client sees what is for the router": (DecodeAnswer, "ready", _relay_all),
     "a stream without [DONE] is complete": (DecodeAnswer, "finish", _believe_the_end),
 }

@@ -123,9 +123,7 @@ class ScriptedEngine:
     unready_reason: str | None = None
     num_cached_tokens: int = 0
     num_transferred_tokens: int = 0
-    num_at_first: int = (
-        1  # Tokens of the first output: more if the prompt was loaded with tokens of the answer.
-    )
+    num_at_first: int = 1  # Tokens of the first output. More: it has loaded tokens of the answer.
     on_stats: Callable[[SchedulerStats], None] | None = None
     requests: list[EngineRequest] = field(default_factory=list)
     events: list[str] = field(default_factory=list)  # Events in order.

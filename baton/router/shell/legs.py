@@ -61,7 +61,7 @@ class WireLeg:
 
     def start(self, ask: Ask, body: bytes) -> None:
         self._ends_at_s = ask.ends_at_s
-        self._engine.waits.add(self)
+        self._engine.waits[self] = None
         self._expect(self._leg.wait_s)
         address = self._engine.address
         data = ask.bytes_for(address, self._upstream.authorization, body)
@@ -146,7 +146,7 @@ class WireLeg:
         if self._is_closed:
             return
         self._is_closed = True
-        self._engine.waits.discard(self)
+        self._engine.waits.pop(self, None)
         self._deadline.cancel()
         if self._sending is not None:
             self._sending.cancel()

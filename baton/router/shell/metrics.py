@@ -108,6 +108,7 @@ class RouterMetrics:
     def _drop_labels(self) -> None:
         gone = self._gone - {engine.url for engine in self._fleet.engines}
         self._gone.clear()
+        self._children.clear()
         for metric, names in ((self.legs, _LEG_LABELS), (self.handoffs, _HANDOFF_LABELS)):
             series = {
                 tuple(found.labels[name] for name in names) for found in next(iter(metric.collect())).samples

@@ -48,6 +48,9 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     ticket_replay: float = 0.0
     ticket_alter: float = 0.0
     router_retry: float = 0.0  # A router gives up early on a leg and tries another engine.
+    router_stops: float = 0.0  # Expected number of times that a router ends its requests, and starts anew.
+    door_refuses: float = 0.0  # An engine's server answers 503 for the engine.
+    door_cuts: float = 0.0  # A piece of a stream arrives in two parts.
     id_clash: float = 0.0  # Two clients use one request id.
     prefill_fails: float = 0.0
     prefix_hit: float = 0.0  # D has some of the prompt already, or all of it.
@@ -161,5 +164,10 @@ LIES: Choices = {  # In every second world.
     "suspends": [0.0, 0.0, 0.05],
     "clock_steps": [0.0, 0.5],
     "hung_steps": [0.0, 0.0, 0.02],
+}
+FULL_ROUTER: Choices = {
+    "router_stops": [0.0, 0.0, 1.0],
+    "door_refuses": [0.0, 0.0, 0.1],
+    "door_cuts": [0.0, 0.5],
 }
 FULL_COPIES: Choices = {"copy_mean_s": [0.001, 0.05, 0.5], "copy_error": [0.0, 0.3]}

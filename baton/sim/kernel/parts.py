@@ -9,6 +9,7 @@ from typing import Any
 from baton.connectors.pull.control.agent import PRODUCTION as PRODUCTION_MACHINES
 from baton.connectors.pull.control.agent import Machines
 from baton.protocol.signed_frame import ProcessKey
+from baton.router.machine import Machine
 from baton.sim.kernel.connection import ALL_CHECKS, Checks
 
 
@@ -31,6 +32,7 @@ class Parts:
     process_key: type[ProcessKey] = ProcessKey
     tamper: Callable[[Any], None] | None = None  # Called with an Engine that has booted.
     verified_reads: bool = True  # Transport: bytes that were altered on the way are an error.
+    router: type[Machine] = Machine
     takes_back: bool = True  # Server: it takes back a loan whose ticket reaches no client.
 
 

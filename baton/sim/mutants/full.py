@@ -19,6 +19,9 @@ from baton.core.reasons import Fault
 from baton.protocol.messages import decode_envelope
 from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
 from baton.protocol.ticket import BadTicket, open_ticket
+from baton.router.answers import LegAnswer
+from baton.router.first_token import FirstToken
+from baton.router.machine import Machine
 from baton.sim.hosts.full.engine import Engine
 from baton.sim.kernel.parts import Parts, machines
 from baton.sim.kernel.windows import shortened
@@ -146,6 +149,18 @@ def _believe_half(engine: Engine) -> None:
     remote.settle = settle_as_one_table  # type: ignore[method-assign]
 
 
+# --- The router ------------------------------------------------------------------------------------
+
+
+class _TellsAll(Machine):
+    """What D answers again after the first token goes to the client again."""
+
+    def _tell_first(self, head: LegAnswer, first: FirstToken, where: str) -> None:
+        if self._status is None:
+            return super()._tell_first(head, first, where)
+        return self._send(first.events)
+
+
 PULL: dict[str, Parts] = {
     **SHARED,
     **OF_PULL,
@@ -167,6 +182,8 @@ PULL: dict[str, Parts] = {
     "window_drop": Parts(tamper=_drop_early),
     "window_keep": Parts(tamper=_keep_outside),
     "whole_load": Parts(tamper=_believe_half),
+    # The router
+    "tells_all": Parts(router=_TellsAll),
     # Offload and Multi
     "store_fence": Parts(offload_half=halves.StoresUnfenced),
     "store_failed": Parts(offload_half=halves.FindsFailedStores),

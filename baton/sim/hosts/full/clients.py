@@ -65,13 +65,17 @@ class Clients:
         self._turn(prompt, rng.choice([None, None, None, "salt"]), session, num_turns)
 
     def probe(self, way: tuple[str, str] | None = None) -> Ask:
-        """A new prompt: all of its KV has to be computed or handed over."""
+        """A new prompt: all of its KV has to be computed or handed over. Its answer has a token for D."""
         prompt = [3, *self._words(self._world.rng.randint(8, 20))]
-        return self._send(prompt, None, lambda ask: None, way=way)
+        while len(self._model.answer(prompt, None, ANSWER_MAX)) < 2:
+            prompt = [3, *self._words(self._world.rng.randint(8, 20))]
+        return self._send(prompt, None, lambda ask: None, way=way, tokens_min=2)
 
-    def make(self, prompt: list[int], salt: str | None, on_end: Callable[[Ask], None]) -> Ask:
+    def make(
+        self, prompt: list[int], salt: str | None, on_end: Callable[[Ask], None], tokens_min: int = 1
+    ) -> Ask:
         rng = self._world.rng
-        max_tokens = rng.randint(1, ANSWER_MAX)
+        max_tokens = rng.randint(tokens_min, ANSWER_MAX)
         ask = Ask(
             f"r{len(self.asks)}",
             prompt,
@@ -118,8 +122,9 @@ class Clients:
         on_end: Callable[[Ask], None],
         session: str = "",
         way: tuple[str, str] | None = None,
+        tokens_min: int = 1,
     ) -> Ask:
-        ask = self.make(prompt, salt, on_end)
+        ask = self.make(prompt, salt, on_end, tokens_min)
         ask.session, ask.way = session, way
         self._ask(ask)
         return ask

@@ -302,6 +302,11 @@ class Engine(Process):
         self._commands.append(abort)
         self.poke()
 
+    def take_back(self, params: dict[str, Any]) -> None:
+        """No consumer will come for this loan."""
+        self._commands.append(lambda: self.scheduler.connector.take_back(params))
+        self.poke()
+
     # --- Steps ------------------------------------------------------------------------------------
 
     def poke(self) -> None:
@@ -446,8 +451,7 @@ class Engine(Process):
             return
         self.world.count("answers dropped with a loan")
         if self.cluster.parts.takes_back:
-            self._commands.append(lambda: self.scheduler.connector.take_back(params))
-            self.poke()
+            self.take_back(params)
         check = partial(whole.check_dropped, self, params["baton_ticket"], self.world.paused_s)
         self.world.after(whole.TAKEN_BACK_S, check)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.engine.api import EngineOutput, EngineRequest
+from baton.router.errors import FailureKind
 from baton.sim.hosts.full.cluster import Cluster
 from baton.sim.hosts.full.engine import Engine
 
@@ -16,23 +17,21 @@ class Leg:
     def __init__(
         self,
         cluster: Cluster,
-        in_flight: dict[str, int],
         name: str,
         request: EngineRequest,
         *,
         first_s: float,
         on_output: Callable[[EngineOutput], None],
-        on_failure: Callable[[str, bool], None],
+        on_failure: Callable[[FailureKind, bool], None],
     ) -> None:
         """`on_failure(kind, whether the engine may have seen the request)`."""
         self._cluster, self._world = cluster, cluster.world
-        self._in_flight, self._name, self._request = in_flight, name, request
+        self._name, self._request = name, request
         self._on_output, self._on_failure = on_output, on_failure
         self._engine: Engine | None = None  # The one that has the request.
         self._is_open = True
         self._arrives_at = 0.0
         self._num_answered = 0
-        in_flight[name] += 1
         self._watch(first_s)
         world = self._world
         if not world.chance(world.faults.leg_loss):
@@ -78,7 +77,6 @@ class Leg:
         if not self._is_open:
             return
         self._is_open = False
-        self._in_flight[self._name] -= 1
         engine = self._engine
         if engine is not None:
             delay_s = self._world.spread(self._world.faults.leg_delay_s)
@@ -104,7 +102,7 @@ class Leg:
 
         self._world.after(for_s, check)
 
-    def _fail(self, kind: str, *, was_sent: bool) -> None:
+    def _fail(self, kind: FailureKind, *, was_sent: bool) -> None:
         if self._is_open:
             self.close()
             self._on_failure(kind, was_sent)

@@ -1,232 +1,200 @@
-"""The router: the real policies choose, and the legs go the way of `baton.router.machine`, without HTTP.
+"""The router of a full world: its real machine, fleet and policies, with doors of engines and clients around.
 
-    pull    ask --> prefill leg on P --ticket--> decode leg on D --> client
-    push    ask --> prefill leg on P, and decode leg on D with P's introduction, at once --> client
-
-    P unreachable, broken, late:       once more on another P with a new transfer id, else D prefills
-    D never saw the request:           the same ticket on another D
-    D refuses ticket or introduction:  once more without
-    D failed before its first token:   both legs again, with a new transfer id
-    D failed after it:                 an error
-
-In push a leg that fails takes the other one with it. Introductions are as old as the router's last look.
+What is modelled is the shell: legs are `door.Door`, probes find an engine that is back, and what the router
+knows of an engine is as old as its last probe.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+import json
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal
 
-import msgspec
-
-from baton.core.transfer_params import OFFLOAD_CHOICES
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
-from baton.router.policies import POLICIES, EngineState, RoutedRequest
+from baton.router.errors import FailureKind
+from baton.router.events import (
+    ClientGone,
+    Close,
+    Closed,
+    Count,
+    Effect,
+    Event,
+    GiveBack,
+    Head,
+    Hold,
+    HoldOver,
+    Meet,
+    Met,
+    Over,
+    Send,
+    Stopped,
+)
+from baton.router.events import Leg as RouterLeg
+from baton.router.fleet import Engine, Fleet, Introduction
+from baton.router.fleet_view import FleetView
+from baton.router.health import Probe
+from baton.router.machine import Machine, Request
+from baton.router.pairs import Pairs
+from baton.router.policies import POLICIES, RoutedRequest
+from baton.router.settings import LegTimeouts, RouterSettings
+from baton.router.sse import EventSplitter, data_of
+from baton.router.turns import TurnTable
 from baton.sim.hosts.full.clients import Ask
 from baton.sim.hosts.full.cluster import Cluster
+from baton.sim.hosts.full.door import Door
 from baton.sim.hosts.full.legs import Leg
+from baton.sim.kernel.process import SOON_S
 
 Role = Literal["prefill", "decode"]
 
 PREFILL_S = 20.0
 FIRST_TOKEN_S = 30.0
 IMPATIENT_S = 0.5
-ATTEMPTS = 2
-DOWN_S = 1.0  # Until a probe finds it again.
+PROBE_S = 2.0  # A probe waits so long for an answer.
+PROBES_END_S = 30.0  # Afterwards only engines that are down are probed: no fault comes any more.
 INTRODUCTION_MAX_S = 2.0  # How old what a router knows of an engine may be.
 PULL_AMONG_PUSH = 0.2  # One pair of engines serves both kinds of routers.
-PARAMS = "kv_transfer_params"
-
-
-@dataclass(slots=True, eq=False)
-class _Journey:
-    """One ask on its way through the router."""
-
-    ask: Ask
-    routed: RoutedRequest
-    is_push: bool
-    tried: dict[Role, list[str]] = field(default_factory=lambda: {"prefill": [], "decode": []})
-    is_prefilled: bool = False  # Or will not be: D does what is left.
-    ticket: dict[str, Any] | None = None
-    legs: list[Leg] = field(default_factory=list)
-    has_begun: bool = False  # The client has heard something of D.
 
 
 class Router:
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster, self.world = cluster, cluster.world
+    def __init__(self, cluster: Cluster, machine: type[Machine]) -> None:
+        self.cluster, self.world, self._machine = cluster, cluster.world, machine
         rng = self.world.rng
-        self._policy = POLICIES[rng.choice(sorted(POLICIES))]
-        self.in_flight = dict.fromkeys(cluster.specs, 0)
-        self.on_params: Callable[[Role, dict[str, Any], Ask], None] = lambda role, params, ask: None
-        self._down_until = dict.fromkeys(cluster.specs, 0.0)
-        self._introductions: dict[str, tuple[float, str, str]] = {}  # Looked up when, engine id, text.
-        self._turns: dict[str, dict[str, Any]] = {}  # What D keeps, by session.
-        self._journeys: dict[str, _Journey] = {}
-        self._num_turns = self._num_requests = 0
+        self._next_id = 0
+        timeouts = LegTimeouts(prefill_s=PREFILL_S, first_byte_s=FIRST_TOKEN_S, answer_s=FIRST_TOKEN_S)
+        settings: dict[str, Any] = {
+            "prefill_urls": tuple(map(_url, cluster.producers)),
+            "decode_urls": tuple(map(_url, cluster.consumers)),
+            "policy": rng.choice(sorted(POLICIES)),
+            "first_token": rng.random() < 0.7,
+            "decode_leg": rng.choice(["at_once", "at_once", "late"]),
+            "timeouts": timeouts,
+        }
+        self.settings = {mode: RouterSettings(**settings, mode=mode) for mode in ("pull", "push")}
+        self._answers: dict[str, _Answer] = {}
+        self._start()
+        self.on_params: Callable[[str, dict[str, Any], Ask], None] = lambda role, params, ask: None
+
+    def _start(self) -> None:
+        self.fleet = Fleet(self.settings["pull"], unix_clock=lambda: 0.0)
+        self._pairs = Pairs()
+        self._turns = TurnTable(self._give_back)
+        self._views = {mode: self._view(mode) for mode in self.settings}
+        self._met_at = dict.fromkeys(self.fleet.engines, -INTRODUCTION_MAX_S)
+        self._probed = set(self.fleet.engines)
+        for engine in self.fleet.engines:
+            self.world.after(self.world.rng.uniform(0, 1), partial(self._probe, engine))
+
+    def restart(self) -> None:
+        """End the requests that run, and forget everything."""
+        self.world.note("router", "restarts")
+        self.world.count("router restarts")
+        for answer in list(self._answers.values()):
+            answer.ask.causes.add("the router was told to stop")
+            answer.on(Stopped())
+        self._start()
+
+    def _view(self, mode: str, way: tuple[str, str] | None = None) -> FleetView:
+        view = _View(self.settings[mode], self.fleet, self._pairs, self._turns)
+        view.urls = None if way is None else set(map(_url, way))
+        view.new_transfer_id = self._new_id
+        return view
+
+    def _new_id(self) -> str:
+        return f"{self.world.rng.getrandbits(128):032x}"
 
     # --- Clients ----------------------------------------------------------------------------------
 
     def ask(self, ask: Ask) -> None:
-        self._num_turns += 1
-        prefix = repr((ask.salt, ask.prompt[:8])).encode()
-        is_push = self.cluster.mode == "push" and not self.world.chance(PULL_AMONG_PUSH)
-        journey = _Journey(ask, RoutedRequest(self._num_turns, prefix), is_push)
-        self._journeys[ask.name] = journey
-        self.world.note("client", f"asks {ask.name} with {len(ask.prompt)} tokens")
-        self._advance(journey)
+        world, rng = self.world, self.world.rng
+        is_push = self.cluster.mode == "push" and not world.chance(PULL_AMONG_PUSH)
+        mode = "push" if is_push else "pull"
+        view = self._views[mode] if ask.way is None else self._view(mode, ask.way)
+        world.note("client", f"asks {ask.name} with {len(ask.prompt)} tokens")
+        for engine in self.fleet.engines:
+            if engine.was_asked and world.now - self._met_at[engine] > INTRODUCTION_MAX_S:
+                self._introduce(engine)
+        body = {
+            "prompt": ask.prompt,
+            "max_tokens": ask.max_tokens,
+            "temperature": 0,
+            "stream": rng.random() < 0.7,
+            "return_token_ids": True,
+            "cache_salt": ask.salt,
+            "priority": ask.priority,
+        }
+        request = Request(ask.name, body, is_chat=False, session=ask.session or None, received_at_s=world.now)
+        answer = self._answers[ask.name] = _Answer(self, ask, self._machine(view, request))
+        answer.carry_out(answer.machine.begin(world.now))
 
     def hang_up(self, ask: Ask) -> None:
-        journey = self._journeys.pop(ask.name, None)
-        if journey is None:
+        answer = self._answers.get(ask.name)
+        if answer is None:
             return
         self.world.note("client", f"hangs up on {ask.name}")
         self.world.count("hung up")
-        self._close_legs(journey)
-        ask.end("gone")
+        answer.end("gone")
+        answer.on(ClientGone())
 
-    # --- The way ----------------------------------------------------------------------------------
+    def forget(self, ask: Ask) -> None:
+        self._answers.pop(ask.name, None)
 
-    def _advance(self, journey: _Journey) -> None:
-        if journey.ask.name not in self._journeys:
+    # --- Engines ----------------------------------------------------------------------------------
+
+    def meet(self, engine: Engine, then: Callable[[], None]) -> None:
+        def asked() -> None:
+            self._introduce(engine)
+            then()
+
+        self.world.after(self.world.spread(self.world.faults.leg_delay_s), asked)
+
+    def _introduce(self, engine: Engine) -> None:
+        engine.was_asked = True
+        host = self.cluster.hosts[_name(engine)]
+        if not host.is_alive:
             return
-        self._close_legs(journey)
-        if self._choose("decode", journey) is None:
-            self._end(journey, "error", "no decode engine can take the request")
-        elif journey.is_prefilled:
-            self._decode(journey, journey.ticket)
-        else:
-            self._prefill(journey)
+        self._met_at[engine] = self.world.now
+        engine.is_introduced, engine.kind, engine.max_model_len = True, "baton", 1 << 20
+        engine.introduction = Introduction(host.engine_id, host.half.introduction())
 
-    def _choose(self, role: Role, journey: _Journey) -> str | None:
-        if len(journey.tried[role]) >= ATTEMPTS:
-            return None
-        names = self.cluster.of_role(role)
-        if journey.ask.way is not None:
-            names = [journey.ask.way[role == "decode"]]
-        states = [
-            EngineState(
-                name,
-                self._down_until[name] <= self.world.now and name not in journey.tried[role],
-                self.in_flight[name],
+    def note_status(self, engine: Engine) -> None:
+        """After a failure: an engine that is down is probed until it is back."""
+        if not engine.is_up and engine not in self._probed:
+            self._probed.add(engine)
+            self.world.after(
+                max(0.0, engine.health.probe_at_s - self.world.now), partial(self._probe, engine)
             )
-            for name in names
-        ]
-        index = self._policy(states, journey.routed)
-        if index is None:
-            if any(not state.is_eligible and state.url not in journey.tried[role] for state in states):
-                journey.ask.causes.add("an engine is down")
-            return None
-        return names[index]
 
-    def _prefill(self, journey: _Journey) -> None:
-        name = self._choose("prefill", journey)
-        if name is None:
-            self.world.count("local prefill")
-            journey.is_prefilled, journey.ticket = True, None
-            self._advance(journey)
+    def _probe(self, engine: Engine) -> None:
+        host, world = self.cluster.hosts[_name(engine)], self.world
+        if host.is_alive and host.is_paused:
+            num_heard = engine.num_heard
+            world.after(PROBE_S, lambda: self._noted(engine, _silent(engine, num_heard)))
+        elif host.is_alive:
+            self._noted(engine, Probe("unhealthy", "draining") if host.is_draining else Probe("healthy"))
+        else:
+            self._noted(engine, Probe("refused", "dead"))
+
+    def _noted(self, engine: Engine, probe: Probe) -> None:
+        world = self.world
+        world.count(f"probe: {probe.kind}")
+        self.fleet.note_probe(engine, probe, world.now)
+        if (world.now < PROBES_END_S or not engine.is_up) and engine in self._probed:
+            world.after(max(SOON_S, engine.health.probe_at_s - world.now), partial(self._probe, engine))
+        else:
+            self._probed.discard(engine)
+
+    def _give_back(self, engine: Engine, params: Mapping[str, Any]) -> None:
+        if "baton_ticket" not in params:
             return
-        journey.tried["prefill"].append(name)
-        transfer_id = f"{self.world.rng.getrandbits(128):032x}"
-        last_turn = self._turns.pop(journey.ask.session, {})
-        self.world.count("turns resumed", bool(last_turn))
-        params = {
-            **last_turn,
-            "do_remote_decode": True,
-            "do_remote_prefill": False,
-            "transfer_id": transfer_id,
-        }
+        host = self.cluster.hosts[_name(engine)]
+        delay_s = self.world.spread(self.world.faults.leg_delay_s)
+        self.world.count("loans given back")
+        self.world.after(delay_s, lambda: host.when_awake(lambda: host.take_back(dict(params))))
 
-        def failed(kind: str, was_sent: bool) -> None:
-            self._note_failure(journey, name, kind)
-            self._take_prefill(journey, None)
-
-        def take_output(output: EngineOutput) -> None:
-            if output.finish_reason is None or output.finish_reason == "abort":
-                return
-            if output.error is not None:
-                self._note_error(journey, name, output)
-                self._take_prefill(journey, None)
-                return
-            if output.new_token_ids[:1] != journey.ask.expected[:1]:
-                journey.ask.hear(output.new_token_ids)  # Which the checker will not like.
-            self._take_prefill(journey, output)
-
-        if last_turn:
-            self.on_params("prefill", params, journey.ask)
-        introduction = self._introduction(name) if journey.is_push else None
-        leg = self.leg(name, journey.ask, params, PREFILL_S, take_output, failed, max_tokens=1)
-        journey.legs.append(leg)
-        if introduction is None:
-            return
-        engine_id, text = introduction
-        stream = {
-            "do_remote_decode": False,
-            "do_remote_prefill": True,
-            "remote_engine_id": engine_id,
-            "transfer_id": transfer_id,
-            "baton_introduction": text,
-        }
-        self.on_params("prefill", params, journey.ask)
-        self.on_params("decode", stream, journey.ask)
-        self._decode(journey, stream)
-
-    def _take_prefill(self, journey: _Journey, output: EngineOutput | None) -> None:
-        if journey.ask.name not in self._journeys or journey.has_begun:
-            return
-        is_streaming = len(journey.legs) > 1
-        if output is None:
-            self._advance(journey)  # Another P, or none.
-        elif not is_streaming:
-            journey.is_prefilled, journey.ticket = True, output.kv_transfer_params
-            if journey.ticket is not None:
-                self.on_params("decode", journey.ticket, journey.ask)
-            self._advance(journey)
-
-    def _decode(self, journey: _Journey, params: dict[str, Any] | None) -> None:
-        name = self._choose("decode", journey)
-        assert name is not None
-        journey.tried["decode"].append(name)
-
-        def again(*, without_params: bool = False) -> None:
-            journey.is_prefilled, journey.ticket = without_params, None
-            if not without_params:
-                journey.tried["prefill"].clear()
-            self._advance(journey)
-
-        def failed(kind: str, was_sent: bool) -> None:
-            self._note_failure(journey, name, kind)
-            if journey.has_begun:
-                self._end(journey, "error", f"the decode engine failed in the middle of the answer ({kind})")
-            elif was_sent or not journey.is_prefilled:
-                again()  # The ticket may be in use; a new dispatch gets a new one.
-            else:
-                self._advance(journey)
-
-        def take_output(output: EngineOutput) -> None:
-            ask = journey.ask
-            if output.error is not None and not journey.has_begun:
-                if params is not None and output.error.is_users and _blames_params(output):
-                    self.world.count("ticket refused with an error")
-                    journey.tried["decode"].remove(name)
-                    again(without_params=True)
-                else:
-                    self._note_error(journey, name, output)
-                    again()
-                return
-            journey.has_begun = journey.has_begun or bool(output.new_token_ids)
-            ask.num_transferred = max(ask.num_transferred, output.num_transferred_tokens)
-            ask.hear(output.new_token_ids)
-            if output.error is not None:
-                self._note_error(journey, name, output)
-                self._end(journey, "error", output.error.message)
-            elif output.finish_reason is not None:
-                if output.kv_transfer_params is not None and ask.session:
-                    self._turns[ask.session] = output.kv_transfer_params
-                self._end(journey, "answered")
-
-        journey.legs.append(self.leg(name, journey.ask, params, FIRST_TOKEN_S, take_output, failed))
+    def give_back(self, effect: GiveBack) -> None:
+        self._give_back(effect.engine, effect.params)
 
     def leg(
         self,
@@ -235,76 +203,131 @@ class Router:
         params: dict[str, Any] | None,
         first_s: float,
         on_output: Callable[[EngineOutput], None],
-        on_failure: Callable[[str, bool], None],
+        on_failure: Callable[[FailureKind, bool], None],
         *,
+        prompt: list[int] | None = None,
         max_tokens: int | None = None,
     ) -> Leg:
         world = self.world
-        self._num_requests += 1
+        self._next_id += 1
         step_s = world.rng.uniform(-1e3, 1e3) if world.chance(world.faults.wall_steps) else 0.0
         request = EngineRequest(
-            request_id=f"{ask.name}-{self._num_requests}",
-            prompt_token_ids=ask.prompt,
+            request_id=f"{ask.name}-{self._next_id}",
+            prompt_token_ids=ask.prompt if prompt is None else prompt,
             sampling_params=SamplingParams(max_tokens=max_tokens or ask.max_tokens, temperature=0.0),
             arrival_time_s=max(0.0, world.now + step_s),
             priority=ask.priority,
             cache_salt=ask.salt,
             kv_transfer_params=params,
         )
-        if world.rng_of_models.random() < 0.1:
-            choice = world.rng_of_models.choice(list(OFFLOAD_CHOICES))
-            request = msgspec.structs.replace(
-                request, kv_transfer_params={**(params or {}), "baton_offload": choice}
-            )
         if world.chance(world.faults.router_retry):
             first_s = IMPATIENT_S
-        return Leg(
-            self.cluster,
-            self.in_flight,
-            name,
-            request,
-            first_s=first_s,
-            on_output=on_output,
-            on_failure=on_failure,
+        return Leg(self.cluster, name, request, first_s=first_s, on_output=on_output, on_failure=on_failure)
+
+
+class _View(FleetView):
+    urls: set[str] | None = None  # A probe's engines.
+
+    def choose(
+        self,
+        role: Role,
+        routed: RoutedRequest,
+        tried: Sequence[Engine],
+        now_s: float,
+        is_fit: Callable[[Engine], bool] = lambda engine: True,
+    ) -> Engine | None:
+        urls = self.urls
+        return super().choose(
+            role, routed, tried, now_s, lambda engine: (urls is None or engine.url in urls) and is_fit(engine)
         )
 
-    def _introduction(self, name: str) -> tuple[str, str] | None:
-        now = self.world.now
-        looked_up = self._introductions.get(name)
-        if looked_up is None or now - looked_up[0] > INTRODUCTION_MAX_S:
-            engine = self.cluster.hosts[name]
-            text = engine.half.introduction() if engine.is_alive else None
-            if text is None:
-                return None
-            looked_up = self._introductions[name] = (now, engine.engine_id, text)
-        return looked_up[1], looked_up[2]
 
-    # --- Ends -------------------------------------------------------------------------------------
+class _Answer:
+    """The machine of one request, its legs, and what its client has been sent."""
 
-    def _close_legs(self, journey: _Journey) -> None:
-        for leg in journey.legs:
-            leg.close()
-        journey.legs.clear()
+    def __init__(self, router: Router, ask: Ask, machine: Machine) -> None:
+        self.router, self.ask, self.machine, self._world = router, ask, machine, router.world
+        self._doors: dict[RouterLeg, Door] = {}
+        self._events = EventSplitter()
+        self._is_stream = False
+        self._body = b""
+        self._error: str | None = None
 
-    def _end(self, journey: _Journey, outcome: str, message: str = "") -> None:
-        del self._journeys[journey.ask.name]
-        self._close_legs(journey)
-        self.world.count(f"client: {outcome}")
-        self.world.note("client", f"{journey.ask.name}: {outcome} {message}")
-        journey.ask.end(outcome, message)
+    def on(self, event: Event) -> None:
+        self.carry_out(self.machine.on(event, self._world.now))
 
-    def _note_failure(self, journey: _Journey, name: str, kind: str) -> None:
-        self.world.count(f"leg: {kind}")
-        journey.ask.causes.add(f"{name}: {kind}")
-        if kind == "unreachable":
-            self._down_until[name] = self.world.now + DOWN_S
+    def carry_out(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case RouterLeg():
+                    self._doors[effect] = Door(self, effect)
+                case Close(leg):
+                    self._doors[leg].close()
+                case Meet(engine):
+                    self.router.meet(engine, lambda: self.on(Met()))
+                case Hold(seconds, transfer_id):
+                    self._world.after(seconds, partial(self.on, HoldOver(transfer_id)))
+                case Head(_, headers):
+                    self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
+                case Send(data, is_last):
+                    self._take(data, is_last=is_last)
+                case GiveBack():
+                    self.router.give_back(effect)
+                case Count(metric, labels):
+                    shown = labels if metric == "prefills" else labels[:1]
+                    self._world.count(" ".join(("router:", metric, *shown)))
+                case Over(_, error):
+                    self.router.forget(self.ask)
+                    if error is not None:
+                        self.end("error", str(error))
 
-    def _note_error(self, journey: _Journey, name: str, output: EngineOutput) -> None:
-        """An engine that may fail loads may do so; nothing else in this world gives it a reason."""
-        assert output.error is not None
-        if self.cluster.specs[name].policy == "fail" and output.error.load_failure is not None:
-            journey.ask.causes.add(f"{name}: load failed")
+    def closed(self, leg: RouterLeg) -> None:
+        self.router.note_status(leg.engine)
+        self.on(Closed(leg))
+
+    def end(self, outcome: str, message: str = "") -> None:
+        if self.ask.outcome is not None:
+            return
+        if outcome == "error" and not all(engine.is_up for engine in self.router.fleet.engines):
+            self.ask.causes.add("an engine is down")
+        self._world.count(f"client: {outcome}")
+        self._world.note("client", f"{self.ask.name}: {outcome} {message}")
+        self.ask.end(outcome, message)
+
+    def _take(self, data: bytes, *, is_last: bool) -> None:
+        if self.ask.outcome is not None:
+            return
+        if not self._is_stream:
+            self._take_whole(json.loads(data))
+            return
+        self._events.push(data)
+        while (event := self._events.next()) is not None:
+            if (text := data_of(event)) != b"[DONE]":
+                self._take_chunk(json.loads(text))
+        if is_last:
+            self.end("answered" if self._error is None else "error", self._error or "")
+
+    def _take_whole(self, answer: dict[str, Any]) -> None:
+        if "error" in answer:
+            self.end("error", answer["error"]["message"])
+            return
+        self.ask.hear(answer["choices"][0]["token_ids"])
+        self.end("answered")
+
+    def _take_chunk(self, chunk: dict[str, Any]) -> None:
+        if "error" in chunk:
+            self._error = chunk["error"]["message"]
+        for choice in chunk.get("choices", []):
+            self.ask.hear(choice["token_ids"])
 
 
-def _blames_params(output: EngineOutput) -> bool:
-    return output.error is not None and (output.error.field or "").startswith(PARAMS)
+def _silent(engine: Engine, num_heard: int) -> Probe:
+    return Probe("silent" if engine.num_heard == num_heard else "slow", "no answer")
+
+
+def _url(name: str) -> str:
+    return f"http://{name}"
+
+
+def _name(engine: Engine) -> str:
+    return engine.url.removeprefix("http://")

@@ -11,7 +11,7 @@ from baton.sim.checkers import bounded, whole
 from baton.sim.hosts.full.clients import Ask, Clients
 from baton.sim.hosts.full.cluster import Cluster
 from baton.sim.hosts.full.router import FIRST_TOKEN_S, Router
-from baton.sim.kernel.faults import FULL, FULL_COPIES, HEALTHY_FULL
+from baton.sim.kernel.faults import FULL, FULL_COPIES, FULL_ROUTER, HEALTHY_FULL
 from baton.sim.kernel.lies import other_text
 from baton.sim.kernel.scenario import Scenario
 from baton.sim.kernel.wire import Way
@@ -29,13 +29,14 @@ class FullScenario(Scenario):
     def new_world(self, seed: int, *, traced: bool) -> World:
         world = World(seed, FULL, healthy=HEALTHY_FULL, events_max=EVENTS_MAX, traced=traced)
         world.faults = world.faults.drawn(world.rng_of_lies, FULL_COPIES)
+        world.faults = world.faults.drawn(world.rng_of_lies, FULL_ROUTER)
         return world
 
     def begin(self) -> None:
         world, rng = self.world, self.world.rng
         world.note("all", world.faults)
         self.cluster = Cluster(world, self.parts, self.mode)
-        self.router = Router(self.cluster)
+        self.router = Router(self.cluster, self.parts.router)
         self.clients = Clients(world, self.cluster.model, self._ask)
         self.router.on_params = self._params_seen
         self._probes: list[Ask] = []
@@ -53,6 +54,8 @@ class FullScenario(Scenario):
             if spec.offload is not None and world.rng_of_models.random() < 0.3:
                 reset = partial(cluster.reset_cache, spec.name)
                 world.after(world.rng_of_models.uniform(0, self.break_s), reset)
+        if world.rng_of_lies.random() < world.faults.router_stops:
+            world.after(world.rng_of_lies.uniform(0, self.break_s), self.router.restart)
         if world.chance(world.faults.clog):
             clog = partial(cluster.wire.clog, cluster.draw_way(), rng.choice([0.5, 4.0]))
             world.after(rng.uniform(0, self.break_s), clog)
