@@ -62,6 +62,16 @@ class Identity(NamedTuple):
         return f"{self.name!r}" + (f" (weights {digests[1][:12]}, {digests[0][:12]})" if digests else "")
 
 
+class Introduced(NamedTuple):
+    """What an engine has turned out to be."""
+
+    kind: Kind | None  # None: not known, or another one.
+    introduction: Introduction | None
+    max_model_len: int | None
+    identity: Identity | None
+    cards: tuple[ModelCard, ...] | None  # None: it reports no names.
+
+
 class Seat(NamedTuple):
     """One engine in the vote on what the fleet serves."""
 
@@ -102,7 +112,7 @@ class Engine:
     is_introduced: bool = False  # It was asked, and answered; perhaps that it has none.
     was_asked: bool = False  # For its introduction, at least once in this router's life.
     identity: Identity | None = None  # As last reported, also while it is down.
-    cards: Sequence[ModelCard] | None = field(default=None, repr=False)  # Of its model and its adapters.
+    cards: tuple[ModelCard, ...] | None = field(default=None, repr=False)  # Of its model and its adapters.
     refused: str | None = None  # Why its model keeps it from getting requests.
     drain_until_s: float | None = None  # It gets no requests; those that run may end until then.
     is_leaving: bool = False  # It is removed when it has drained.
@@ -314,8 +324,20 @@ class Fleet:
         """A decode engine has said that it is there; without one nothing can be answered."""
         return any(engine.status == "up" and engine.is_eligible for engine in self._engines["decode"])
 
+    def note_asked(self, engine: Engine) -> None:
+        """It was asked what it is, and may have answered."""
+        engine.was_asked = True
+
+    def note_introduced(self, engine: Engine, found: Introduced | None) -> None:
+        """None: it answered that it cannot introduce itself now."""
+        engine.is_introduced = found is not None
+        if found is not None:
+            engine.kind, engine.introduction = found.kind, found.introduction
+            engine.max_model_len = found.max_model_len
+            self.note_identity(engine, found.identity, found.cards)
+
     def note_identity(
-        self, engine: Engine, identity: Identity | None, cards: Sequence[ModelCard] | None = None
+        self, engine: Engine, identity: Identity | None, cards: tuple[ModelCard, ...] | None = None
     ) -> None:
         """What the engine serves. `cards`: of all names that it answers to; None: it does not report them."""
         if engine.identity == identity and engine.cards == cards:

@@ -138,7 +138,7 @@ def test_choices_among_models(known: list[Any], asked: str | None, down: set[int
     for number, (one, (kind, name, weights)) in enumerate(zip(fleet.engines, known, strict=True)):
         if name is not None:
             checkpoint = ("architecture", weights) if kind == "baton" else None
-            fleet.note_identity(one, Identity(kind, name, checkpoint), [ModelCard(name)])
+            fleet.note_identity(one, Identity(kind, name, checkpoint), (ModelCard(name),))
         if number in down:
             fleet.note_probe(one, Probe("refused"), 0.0)
     decoders = fleet.engines[2:]

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.router.fleet import Engine
+from baton.router.introductions import ASKING
 from baton.router.legs import PARAMS
 from baton.router.shell.asking import Asker, AskFailed
-from baton.router.shell.introductions import ASKING
 from baton.router.shell.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
