@@ -65,7 +65,9 @@ class RouterServer(Listener):
         self.workers = WorkerPool()
         self.clients: list[asyncio.StreamWriter] = []
         bodies = Bodies(settings, self.workers)
-        super().__init__(self.answer, settings, Checks(), bodies, TimerWheel(), reads_in_s=SOON_S)
+        super().__init__(
+            self.answer, settings, Checks(), bodies, TimerWheel(asyncio.get_running_loop()), reads_in_s=SOON_S
+        )
 
     def answer(self, incoming: Incoming, reply: Reply) -> None:
         assert isinstance(incoming.body, bytes)

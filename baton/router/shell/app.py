@@ -64,7 +64,7 @@ class Router:
         self._pairs = Pairs()
         self._metrics = RouterMetrics(self.fleet, self._pairs)
         self._pool = EnginePool(connect_s=settings.timeouts.connect_s)
-        self._wheel = TimerWheel()
+        self._wheel = TimerWheel(asyncio.get_running_loop())
         self.asker = Asker(self._pool, settings.engine_api_key)
         upstream = Upstream(self._pool, self._wheel, settings)
         timeout_s = settings.probe.timeout_s

@@ -191,9 +191,8 @@ class _Connection(asyncio.Protocol):
         if self._has_head:
             return
         self._status, self._has_head = status, True
-        encoding = self._headers.get("transfer-encoding", "")
         self._is_until_close = not (
-            "content-length" in self._headers or encoding.endswith("chunked") or status in _NO_BODY
+            "content-length" in self._headers or "transfer-encoding" in self._headers or status in _NO_BODY
         )
 
     def on_body(self, body: bytes) -> None:

@@ -4,10 +4,18 @@ Nearly every deadline is cancelled or put off before it comes. Here both cost a 
 timer. A deadline comes up to `TICK_S` late.
 """
 
-import asyncio
 from collections.abc import Callable
+from typing import Protocol
 
 TICK_S = 0.05
+
+
+class Clock(Protocol):
+    """What is used of an event loop."""
+
+    def time(self) -> float: ...
+
+    def call_later(self, delay: float, callback: Callable[[], None], /) -> object: ...
 
 
 class Deadline:
@@ -36,10 +44,10 @@ class TimerWheel:
     A deadline that is put off stays in its slot until the slot's time comes.
     """
 
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
+    def __init__(self, loop: Clock) -> None:
+        self._loop = loop
         self._slots: dict[int, dict[Deadline, None]] = {}
-        self._tick: asyncio.TimerHandle | None = None
+        self._tick: object | None = None
         self._next = 0  # The first slot whose time has not come.
 
     def deadline(self, on_late: Callable[[], None]) -> Deadline:
