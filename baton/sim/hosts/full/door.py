@@ -85,8 +85,8 @@ class Door:
         self._answer.ask.causes.add(f"{self._leg.engine.url}: {kind}")
         failure = LegFailure(kind, self._leg.engine.url, kind, was_sent=was_sent)
         failure.is_noted = is_noted
+        self.close()  # First: the failure may eject the engine, which gives up the legs that are open.
         self._answer.on(Failed(self._leg, failure))
-        self.close()
 
     def _hear(self, output: EngineOutput) -> None:
         self._leg.engine.num_heard += 1

@@ -7,6 +7,7 @@ knows of an engine is as old as its last probe.
 from __future__ import annotations
 
 import json
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal
@@ -248,13 +249,20 @@ class _Answer:
     def __init__(self, router: Router, ask: Ask, machine: Machine) -> None:
         self.router, self.ask, self.machine, self._world = router, ask, machine, router.world
         self._doors: dict[RouterLeg, Door] = {}
+        self._waiting: deque[Event] = deque()
         self._events = EventSplitter()
         self._is_stream = False
         self._body = b""
         self._error: str | None = None
 
     def on(self, event: Event) -> None:
-        self.carry_out(self.machine.on(event, self._world.now))
+        """An event that comes while effects are carried out has its turn after them."""
+        self._waiting.append(event)
+        if len(self._waiting) > 1:
+            return
+        while self._waiting:
+            self.carry_out(self.machine.on(self._waiting[0], self._world.now))
+            self._waiting.popleft()
 
     def carry_out(self, effects: Sequence[Effect]) -> None:
         for effect in effects:
