@@ -113,6 +113,7 @@ class Engine:
     was_asked: bool = False  # For its introduction, at least once in this router's life.
     identity: Identity | None = None  # As last reported, also while it is down.
     cards: tuple[ModelCard, ...] | None = field(default=None, repr=False)  # Of its model and its adapters.
+    names: tuple[str, ...] | None = None  # Values of a request's `model` that it answers to; None: not known.
     refused: str | None = None  # Why its model keeps it from getting requests.
     drain_until_s: float | None = None  # It gets no requests; those that run may end until then.
     is_leaving: bool = False  # It is removed when it has drained.
@@ -131,11 +132,6 @@ class Engine:
         parts = urlsplit(self.address)
         host = parts.netloc.removesuffix(f":{parts.port}")
         return urlunsplit(parts._replace(netloc=f"{host}:{self.admin_port}"))
-
-    @property
-    def names(self) -> tuple[str, ...] | None:
-        """Values of a request's `model` that it answers to. None: not known."""
-        return None if self.cards is None else tuple(card.id for card in self.cards if card.id is not None)
 
     @property
     def status(self) -> Status:
@@ -174,6 +170,8 @@ class Fleet:
         }
         self._policy = POLICIES[settings.policy]
         self._probe_settings = settings.probe
+        self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
+        self._models: set[str] = set()  # Without adapters and other names of the same engines.
         self.on_removed: list[Callable[[Engine], None]] = []
         self._unix_clock = unix_clock
         self._serves: dict[tuple[Kind, str], Identity | None] = {}
@@ -232,6 +230,7 @@ class Fleet:
         if known is None:
             known = Engine(address, role, Health(self._probe_settings, status="down"))
             self._engines[role].append(known)
+            self._judge()
             logger.info("%s engine %s is added", role, url)
         elif known.drain_until_s is None:
             raise ConfigError(f"{url} is a {role} engine already; remove it first", field="instance")
@@ -343,6 +342,7 @@ class Fleet:
         if engine.identity == identity and engine.cards == cards:
             return
         engine.identity, engine.cards = identity, cards
+        engine.names = None if cards is None else tuple(card.id for card in cards if card.id is not None)
         self._judge()
 
     def _judge(self) -> None:
@@ -357,7 +357,7 @@ class Fleet:
                 seat = Seat(identity, engine.role == "decode")
                 groups.setdefault((identity.kind, identity.name), []).append(seat)
         self._serves = {key: choose_identity(seats, self._serves.get(key)) for key, seats in groups.items()}
-        decoded = self._decoded_names()
+        self._names = decoded = self._decoded_names()
         for engine in self.engines:
             if (identity := engine.identity) is None:
                 refused = None
@@ -372,6 +372,8 @@ class Fleet:
             elif refused is None and engine.refused is not None:
                 logger.info("%s engine %s is accepted: it serves %s", engine.role, engine.url, identity)
             engine.refused = refused
+        decoders = (engine for engine in self._engines["decode"] if engine.refused is None)
+        self._models = {engine.identity.name for engine in decoders if engine.identity is not None}
 
     def _decoded_names(self) -> set[str] | None:
         """What the decode engines answer to. None: one of them may answer to more."""
@@ -384,24 +386,19 @@ class Fleet:
 
     def check_model(self, request: RoutedRequest) -> None:
         """Raises RouterError if no decode engine serves the request's model, or it has to name one."""
-        names, model = self._decoded_names(), request.model
+        model = request.model
         if model is None or model == "":
-            models = self._models()
-            if len(models) > 1:
-                raise RouterError(400, f"is needed here; one of {', '.join(sorted(models))}", param="model")
-        elif names and model not in tuple(names):
+            if len(self._models) > 1:
+                models = ", ".join(sorted(self._models))
+                raise RouterError(400, f"model: is needed here; one of {models}", param="model")
+        elif self._names and (not isinstance(model, str) or model not in self._names):
             raise RouterError(
                 404, f"the model {model!r} does not exist", param="model", code="model_not_found"
             )
 
-    def _models(self) -> set[str]:
-        """Without adapters and other names of the same engines."""
-        decoders = (engine for engine in self._engines["decode"] if engine.refused is None)
-        return {engine.identity.name for engine in decoders if engine.identity is not None}
-
     def model_cards(self) -> Sequence[ModelCard] | None:
         """For /v1/models. None: there is at most one model, and any decode engine knows its names."""
-        if len(self._models()) < 2:
+        if len(self._models) < 2:
             return None
         decoders = [engine for engine in self._engines["decode"] if engine.refused is None]
         cards = [card for engine in decoders for card in engine.cards or ()]
@@ -423,6 +420,7 @@ class Fleet:
                 {
                     "url": engine.url,
                     "status": engine.status,
+                    "state": engine.state,
                     "kind": engine.kind,
                     "introduced": engine.introduction is not None,
                     "model": engine.identity.name if engine.identity is not None else None,

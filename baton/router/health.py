@@ -60,7 +60,9 @@ class Health:
 
     def share(self, now_s: float) -> float:
         """The share of its usual requests that the engine gets."""
-        left = max(0.0, self._full_at_s - now_s) / self._settings.slow_start_s
+        if now_s >= self._full_at_s:
+            return 1.0
+        left = (self._full_at_s - now_s) / self._settings.slow_start_s
         return max(SHARE_FIRST, 1.0 - left * (1.0 - SHARE_FIRST))
 
     def on_answer(self) -> None:

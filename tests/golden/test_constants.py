@@ -3,7 +3,7 @@
 import json
 import re
 import tomllib
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import numpy as np
@@ -27,6 +27,7 @@ from baton.http.errors import TYPES
 from baton.http.workers import WorkerFailed
 from baton.protocol import handshake, introduction, messages, ticket
 from baton.router.errors import RouterError
+from baton.router.loans import Outcome as LoanOutcome
 from baton.router.shell import run as route_run
 from baton.server import run as serve_run
 from baton.server.errors import describe
@@ -136,6 +137,7 @@ def test_http() -> None:
             "value of x-baton-prompt": quoted(r"total=\{\}.*", *FRONTS),
             "health of the router": written(r'\{"status": "(\w+)"', "baton/router"),
             "router's labels": written(r'(?:\.\w+\.labels\(|_count\("\w+", |_push\()"(\w+)"', "baton/router"),
+            "outcomes of loan returns": " ".join(get_args(LoanOutcome)),
         },
     )
 

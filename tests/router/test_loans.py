@@ -139,7 +139,7 @@ async def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
 async def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """More loans than can be returned at once wait for their turn, and none is dropped silently."""
     at_once = 16
-    monkeypatch.setattr("baton.router.shell.loans.RETURNS_MAX", at_once)
+    monkeypatch.setattr("baton.router.loans.RETURNS_MAX", at_once)
     settings = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
     metrics = RouterMetrics(Fleet(settings), Pairs())
     pool = EnginePool(connect_s=30.0)

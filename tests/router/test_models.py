@@ -72,7 +72,7 @@ async def test_the_first_request_finds_out_that_its_model_is_not_served() -> Non
         await met(s)
         for one in s.router.fleet.engines:
             one.was_asked = one.is_introduced = False
-            one.identity = one.cards = None
+            s.router.fleet.note_identity(one, None)
         assert (await s.complete(model="c")).status_code == 404
         assert (await s.complete(model="a")).status_code == 200
 

@@ -22,8 +22,9 @@ PAGE = """<!doctype html>
 <p id="note">Loading ...</p>
 <main></main>
 <script>
-const columns = [["engine", ""], ["status", ""], ["in flight", "number"], ["requests", "number"],
-                 ["failures", "number"], ["last error", ""]];
+const columns = [["engine", ""], ["state", ""], ["model", ""], ["in flight", "number"],
+                 ["requests", "number"], ["failures", "number"], ["last error", ""]];
+const colours = {refused: "down", draining: "unknown", drained: "unknown"};
 function cell(row, text, kind, tag) {
   const made = document.createElement(tag || "td");
   made.textContent = text;
@@ -37,7 +38,8 @@ function table(engines) {
     const row = made.insertRow();
     const when = new Date(1000 * engine.last_error_unix_s).toLocaleTimeString();
     cell(row, engine.url);
-    cell(row, engine.refused ? "refused" : engine.status, engine.refused ? "down" : engine.status);
+    cell(row, engine.state, colours[engine.state] || engine.state);
+    cell(row, engine.model || "");
     cell(row, engine.in_flight, "number");
     cell(row, engine.requests, "number");
     cell(row, engine.failures, "number");
