@@ -1,5 +1,6 @@
 """Who is up: what ejects an engine, what brings it back, and what does not."""
 
+import asyncio
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from tests.router.fakes import (
     Servers,
     answers,
     dead_url,
+    hangs,
     hangs_till_late,
     lends,
     system,
@@ -163,6 +165,18 @@ async def test_the_fleet_and_the_metrics_show_who_is_down_and_why() -> None:
         metrics = (await s.client.get("/metrics")).text
     url = state["engines"]["prefill"][0]["url"]
     assert f'baton:router_engine_up{{engine="{url}",role="prefill"}} 0.0' in metrics
+
+
+async def test_a_request_is_answered_by_another_engine_when_its_own_is_ejected() -> None:
+    hanging, good = FakeEngine(hangs), FakeEngine(answers)
+    async with system([FakeEngine(lends)], [hanging, good], policy="round_robin") as s:
+        asking = [asyncio.create_task(s.complete()) for _ in range(2)]
+        await hanging.was_called.wait()
+        (engine,) = (one for one in s.router.fleet.engines if one.url == hanging.url)
+        s.router.fleet.note_probe(engine, Probe("refused", "gone"), asyncio.get_running_loop().time())
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
+        await hanging.saw_disconnect.wait()
+    assert len(hanging.calls) == 1
 
 
 async def test_an_engine_with_an_admin_port_is_asked_there_for_its_introduction() -> None:

@@ -96,6 +96,7 @@ class World:
     legs: list[Leg] = field(default_factory=list)
     fleet: Fleet = field(init=False)
     healthy_since_s: dict[Engine, float] = field(default_factory=dict)
+    drains: list[tuple[Engine, float]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         urls = ("http://p:1",)
@@ -118,18 +119,31 @@ class World:
             self.now_s = max(self.now_s, due.health.probe_at_s)
             self.probe(due, Probe("healthy"))
         self.now_s = until_s
+        for engine, ends_s in self.drains:
+            if ends_s <= self.now_s:
+                self.fleet.end_drain(engine, self.now_s)
 
     def request(self) -> None:
         self.turn += 1
         engine = self.fleet.choose("decode", RoutedRequest(self.turn), self.now_s)
-        candidates = [other for other in self.fleet.engines if other.role == "decode" and other.is_up]
+        candidates = [other for other in self.fleet.engines if other.role == "decode" and other.is_eligible]
         assert (engine is None) == (not candidates)
         if engine is not None:
-            assert engine.is_up
+            assert engine in candidates
             leg = Leg(self.fleet, engine)
             engine.waits[leg] = None
             self.fleet.note_start(engine)
             self.legs.append(leg)
+
+    def drain(self, engine: Engine, seconds: float, *, is_leaving: bool) -> None:
+        until_s = self.now_s + seconds
+        self.fleet.drain(engine, until_s, is_leaving=is_leaving)
+        self.drains.append((engine, until_s))
+
+    def add(self, url: str) -> None:
+        engine = next((known for known in self.fleet.engines if known.url == url), None)
+        if engine is None or engine.drain_until_s is not None:
+            assert self.fleet.add("decode", url).is_eligible == (engine is not None and engine.is_up)
 
     def fail(self, leg: Leg, kind: str) -> None:
         self.healthy_since_s.pop(leg.engine, None)
@@ -137,6 +151,14 @@ class World:
         self.fleet.note_failure(leg.engine, LegFailure(kind, "", "why", was_sent=True), self.now_s)
 
     def check(self) -> None:
+        for engine, until_s in self.drains:
+            if engine.is_removed:
+                assert engine not in self.fleet.engines
+                assert not engine.waits
+                self.healthy_since_s.pop(engine, None)
+            elif engine.drain_until_s == until_s <= self.now_s:
+                assert not engine.waits
+                assert not engine.is_leaving
         for engine in self.fleet.engines:
             assert engine.in_flight == len(engine.waits) >= 0
             since_s = self.healthy_since_s.get(engine)
@@ -153,6 +175,8 @@ steps = st.lists(
         st.tuples(st.just("fail"), st.integers(0, 9), st.sampled_from(["broken", "timeout", "unreachable"])),
         st.tuples(st.just("answer"), st.integers(0, 9), st.just("")),
         st.tuples(st.just("begin"), st.integers(0, 9), st.just("")),
+        st.tuples(st.sampled_from(["drain", "remove"]), st.integers(0, 2), st.sampled_from(["now", "later"])),
+        st.tuples(st.just("add"), st.integers(0, 1), st.just("")),
         st.tuples(st.just("time"), st.sampled_from([0, 1, 4, 20]), st.just("")),
     ),
     max_size=60,
@@ -165,9 +189,15 @@ def test_random_histories(steps: list[tuple[str, int, str]]) -> None:
     for what, number, kind in steps:
         open_legs = [leg for leg in world.legs if leg in leg.engine.waits]
         leg = open_legs[number % len(open_legs)] if open_legs else None
+        engines = world.fleet.engines
         match what:
-            case "probe":
-                world.probe(world.fleet.engines[number], Probe(kind))
+            case "probe" if number < len(engines):
+                world.probe(engines[number], Probe(kind))
+            case "drain" | "remove" if number < len(engines):
+                world.drain(engines[number], 0.0 if kind == "now" else 2.0, is_leaving=what == "remove")
+                world.pass_time(0.0)
+            case "add":
+                world.add(URLS[number])
             case "request":
                 world.request()
             case "time":
