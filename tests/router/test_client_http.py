@@ -14,7 +14,7 @@ from baton.http.settings import HttpSettings
 from baton.router.settings import LegTimeouts
 from baton.router.shell.client_http import MAX_EARLY_BYTES, MAX_HEAD_BYTES
 from tests.event_loop import pass_time, run
-from tests.router.fakes import LATER_S, Call, FakeEngine, System, answers, lends, system
+from tests.router.fakes import LATER_S, Call, FakeEngine, System, answers, lends, responds, system
 
 HOST = b"host: localhost\r\n"
 JSON = HOST + b"content-type: application/json\r\n"
@@ -255,6 +255,46 @@ async def test_a_client_that_does_not_read_holds_its_legs_only_so_long() -> None
         while "in_flight 0.0" not in (await s.client.get("/metrics")).text:
             pass
         assert 'status="499"} 1.0' in (await s.client.get("/metrics")).text
+
+
+@pytest.mark.parametrize("is_read_slowly", [True, False])
+async def test_a_long_whole_answer_has_the_time_that_its_reader_takes(is_read_slowly: bool) -> None:
+    long = {"choices": [{"text": "a" * (12 << 20)}]}
+    timeouts = LegTimeouts(idle_s=LATER_S)
+    async with connected(decode=FakeEngine(responds(200, long)), timeouts=timeouts) as (s, reader, writer):
+        writer.write(GOOD)
+        while not (connections := [c for c in s.router._listeners[0].connections if c._is_full]):
+            await s.client.get("/version")
+        length = int((await reader.readuntil(b"\r\n\r\n")).partition(b"content-length: ")[2].split()[0])
+        for _ in range(3):
+            pass_time(LATER_S)
+            if is_read_slowly:
+                await reader.readexactly(2 << 20)
+                length -= 2 << 20
+        if is_read_slowly:
+            assert len(await reader.readexactly(length)) == length
+            writer.write(SECOND)
+            assert b"version" in (await read_answer(reader))[2]
+        else:
+            while connections[0] in s.router._listeners[0].connections:
+                await s.client.get("/version")
+
+
+async def test_a_defect_of_the_router_costs_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = FakeEngine(answers)
+    async with connected(decode=decode) as (s, reader, writer):
+        for name in ("begin", "on"):
+            with monkeypatch.context() as patch:
+                patch.setattr(f"baton.router.machine.Machine.{name}", lambda *_: 1 / 0)
+                writer.write(GOOD)
+                assert (await read_answer(reader))[0] == 500
+        with monkeypatch.context() as patch:
+            patch.setattr("baton.router.shell.app.parse_body", lambda *_: 1 / 0)
+            writer.write(GOOD)
+            assert (await read_answer(reader))[0] == 500
+        writer.write(GOOD)
+        assert (await read_answer(reader))[0] == 200
+        assert "baton:router_in_flight 0.0" in (await s.client.get("/metrics")).text
 
 
 @settings(max_examples=30, deadline=None)

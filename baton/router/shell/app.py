@@ -40,7 +40,7 @@ from baton.router.shell.legs import Ask, Upstream
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
 from baton.router.shell.probes import Prober, ProberDied
-from baton.router.shell.requests import RequestDriver, Requests, forward
+from baton.router.shell.requests import DEFECT, RequestDriver, Requests, forward
 from baton.router.shell.timers import TimerWheel
 from baton.router.turns import SESSION_HEADER, TurnTable
 
@@ -218,6 +218,9 @@ class Router:
             self._refuse(reply, ApiError.of_user(error))
         except ApiError as error:
             self._refuse(reply, error)
+        except Exception:
+            logger.exception("%s: a request has failed", request_id)
+            self._refuse(reply, ApiError(500, DEFECT))
 
     def _refuse(self, reply: Reply, error: ApiError) -> None:
         reply.refuse(error)

@@ -222,7 +222,7 @@ class _Connection(asyncio.Protocol):
         self._reading: _Request | None = None
         self._queue: deque[_Request] = deque()  # Whole, or refused.
         self._reply: Reply | None = None  # Of the request that is being answered.
-        self._num_early = self._num_head_bytes = 0
+        self._num_early = self._num_head_bytes = self._num_unread = 0
         self._is_paused = self._is_full = self._is_last = self._is_lingering = False
         self._on_late: Callable[[], None] = self._late_header
         self._deadline = listener.wheel.deadline(lambda: self._on_late())
@@ -261,16 +261,18 @@ class _Connection(asyncio.Protocol):
         self._leave_reply()
 
     def pause_writing(self) -> None:
-        self._is_full = True
-        if self._reply is not None and not self._reply.has_ended:
-            self._reading_deadline.set(self.listener.reads_in_s)
-            if self._reply.handler is not None:
-                self._reply.handler.pause()
+        assert self._transport is not None
+        self._is_full, self._num_unread = True, self._transport.get_write_buffer_size()
+        self._reading_deadline.set(self.listener.reads_in_s)
+        if self._reply is not None and self._reply.handler is not None and not self._reply.has_ended:
+            self._reply.handler.pause()
 
     def resume_writing(self) -> None:
         self._is_full = False
         self._reading_deadline.cancel()
-        if self._reply is not None and self._reply.handler is not None:
+        if self._reply is None:
+            self._wait()
+        elif self._reply.handler is not None and not self._reply.has_ended:
             self._reply.handler.resume()
 
     # --- Reading
@@ -360,6 +362,8 @@ class _Connection(asyncio.Protocol):
     def _advance(self) -> None:
         """Begin to answer, unless an answer is under way; and set the deadline of what is awaited."""
         while self._reply is None and self._transport is not None and not self._is_lingering:
+            if self._is_full:
+                return  # Answers that a client does not read are not many.
             if self._queue:
                 self._serve(self._queue.popleft())
             elif self._reading is not None and self._reading.refusal is not None:
@@ -424,18 +428,24 @@ class _Connection(asyncio.Protocol):
 
     def answered(self, *, keeps_alive: bool) -> None:
         self._reply = None
-        self._reading_deadline.cancel()
         if self._transport is None:
             return
         if not keeps_alive or self.listener.is_closing:
             return self._linger()
+        if not self._is_full:
+            self._wait()
+        return None
+
+    def _wait(self) -> None:
+        """For the next request, now that the answer has been read."""
+        if self._is_last or self._transport is None or self._transport.is_closing():
+            return
         self._num_early = 0
         self._resume_reading()
         self._expect(self.listener.settings.idle_s, self.abort)
         self.listener.crowd.wait(self)
         if self._queue or self._reading is not None:
             self.listener.loop.call_soon(self._advance)  # The caller has not returned yet.
-        return None
 
     def _linger(self) -> None:
         """Close in order. A client that still sends would lose the answer to a reset."""
@@ -483,8 +493,13 @@ class _Connection(asyncio.Protocol):
         self._advance()
 
     def _late_reader(self) -> None:
+        assert self._transport is not None
+        num_unread = self._transport.get_write_buffer_size()
+        if num_unread < self._num_unread:  # It is slow, and reads.
+            self._num_unread = num_unread
+            return self._reading_deadline.set(self.listener.reads_in_s)
         logger.info("closed a connection: the client does not read its answer")
-        self.abort()
+        return self.abort()
 
     def _pause_reading(self) -> None:
         if not self._is_paused and self._transport is not None:
