@@ -123,7 +123,7 @@ def route(
     admin_port: Annotated[
         int | None,
         typer.Option(
-            help="Port for /metrics, /fleet and the dashboard (default: the main port).",
+            help="Port for /metrics, /fleet, /status, /instances and the dashboard (default: the main port).",
             min=0,
             max=65535,
         ),
