@@ -14,8 +14,8 @@ import msgspec
 
 from baton.core.errors import PeerError
 from baton.core.json_text import NotJson, decode_json
-from baton.router.behind_stream import BehindSieve, OverlapReader
 from baton.router.cached_tokens import event_with_prefill_hits, with_prefill_hits
+from baton.router.continued_stream import ContinuedSieve, OverlapReader
 from baton.router.first_token import FirstToken, FirstTokenReader
 from baton.router.first_tokens import FirstTokens
 from baton.router.legs import PARAMS, LocalReason
@@ -165,7 +165,7 @@ def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = Fa
     `is_kept`: the answer goes into the outcome.
     """
     if is_engines_fault(answer) or blames_params(answer):
-        return Unable(f"said {answer.status}")
+        return Unable(f"answered with {answer.status}")
     if answer.status != 200:
         return Refused(answer)
     try:
@@ -255,7 +255,7 @@ class DecodeAnswer:
 
     def __init__(self, first: FirstTokens) -> None:
         self._reader = first.reader_of_decode()
-        self._sieve: TurnSieve = BehindSieve() if first.continues_after_told else TurnSieve()
+        self._sieve: TurnSieve = ContinuedSieve() if first.continues_after_told else TurnSieve()
         self._events = EventSplitter()
         self._lent: Mapping[str, Any] | None = None  # By P, in push.
         self.found: FirstToken | bool | None = None  # What the comparison has found.

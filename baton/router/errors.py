@@ -1,4 +1,4 @@
-"""What the router itself says when a request cannot be answered, in OpenAI's error shape."""
+"""Errors of the router's own, in OpenAI's form."""
 
 from typing import Literal
 

@@ -14,7 +14,7 @@ from baton.router.settings import Role
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The engine has been asked who it is, and has answered or not."""
+    """The engine has been asked what it is, and has answered or not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ Event: TypeAlias = Met | Opened | Piece | StreamEnded | Failed | Closed | HoldOv
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Ask the engine who it is, unless that is under way; then `Met`."""
+    """Ask the engine what it is, unless that is under way; then `Met`."""
 
     engine: Engine
 

@@ -1,8 +1,8 @@
-"""Which answers two engines may say one after the other: P the first token, D the rest.
+"""Requests whose answer two engines may give one after the other: P the first token, D the rest.
 
-The two parts are what one engine says only if nothing in the request looks back at *output*, which D takes
-for prompt: no stop strings, seeds, output penalties, grammars. Here is what is known to be harmless; whatever
-is not on the list leaves all tokens to D.
+The two parts equal the answer of one engine only if nothing in the request looks back at *output*, which D
+takes for prompt: no stop strings, seeds, output penalties, grammars. The lists have the fields that are known
+to be harmless; with any other field D gives all tokens.
 """
 
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 
 DEFAULT_MAX_TOKENS = 16  # Of OpenAI's completions; a chat has none.
 
-# Fields that have no say in how a token follows from those before it, and those that have, but look at all of
-# them alike, be they prompt or output.
+# Fields that do not change how a token follows from those before it, and fields that do, but look at prompt
+# and output alike.
 _HARMLESS = frozenset(
     {
         "model",
@@ -46,7 +46,7 @@ _HARMLESS = frozenset(
         "return_token_ids",
     }
 )
-# With these values they ask for nothing; other values are not harmless.
+# Fields that ask for nothing with these values, and are not harmless with others.
 _IDLE: Mapping[str, Sequence[Any]] = {
     "n": (1,),
     "best_of": (1,),
@@ -67,8 +67,8 @@ _IDLE: Mapping[str, Sequence[Any]] = {
 }
 
 
-def can_go_behind(body: Mapping[str, Any], *, is_chat: bool) -> bool:
-    """Whether two engines may say this answer one after the other, and it is what one would say."""
+def can_split(body: Mapping[str, Any], *, is_chat: bool) -> bool:
+    """Whether two engines that answer one after the other give the answer of one."""
     if body.get("stream") is not True or limit_of(body, is_chat=is_chat) is None:
         return False  # A limit of D's own would count from D's first token.
     if body.get("seed") is not None and body.get("temperature") != 0:

@@ -1,6 +1,6 @@
 """The first token in a stream of events, found, and made fit for the client. Events in, values out.
 
-    data: {opening}                                 chat only: who speaks
+    data: {opening}                                 chat only: the role
     data: {..., "token_ids": [5], ...}              the event that is looked for
     data: {...} ... data: [DONE]                    the rest, which is left as it is
 
@@ -81,7 +81,7 @@ class FirstTokenReader:
 
 
 def _has_something_to_show(choice: dict[str, Any]) -> bool:
-    """As an engine decides it that nobody asked for the ids: text may be held back with the first token."""
+    """As an engine decides it without a request for ids: text may be held back with the first token."""
     delta = choice["delta"]
     text = delta.get("content") if isinstance(delta, dict) else choice["text"]
     return bool(text or choice["finish_reason"] or choice["logprobs"])

@@ -320,7 +320,7 @@ class Fleet:
 
     @property
     def can_serve(self) -> bool:
-        """A decode engine has said that it is there; without one nothing can be answered."""
+        """A decode engine has answered; without one no request can be answered."""
         return any(engine.status == "up" and engine.is_eligible for engine in self._engines["decode"])
 
     def note_asked(self, engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""What requests know of the fleet: engines to choose from, and what earlier requests have learned."""
+"""A request's view of the fleet: engines to choose from, and what earlier requests have learned."""
 
 import logging
 from collections.abc import Callable, Sequence

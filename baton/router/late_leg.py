@@ -1,8 +1,8 @@
-"""When the decode leg of a push leaves: with the prefill leg, or late, so that nobody spins beside that.
+"""Start of the decode leg of a push: with the prefill leg, or late, so that D does not slow the prefill.
 
 A vLLM with a request that waits for a remote prefill steps without pause, and its worker process spins for a
-second behind each step. On the producer's own machine that takes time from the very prefill it waits for,
-while the bytes that it could read early take milliseconds to read late. So there D's leg leaves
+second after each step. On the producer's machine that takes processor time from the prefill that D waits for,
+and the bytes that D could read early take milliseconds to read late. There D's leg leaves
 
     when P has answered        as a pull's: P's ticket is there, and its first token
     or a lead before that      for prompts that take long: D reads what is computed before P has ended
@@ -43,7 +43,7 @@ class LateLegs:
         size = max(1, num_tokens)
         seen = self._s_per_token.get((producer.url, size.bit_length()))
         if not seen or producer.in_flight:
-            return None  # Nobody knows how long it will wait for its turn.
+            return None  # How long it will wait for its turn is not known.
         expected_s = max(seen) * size
         lead_s = LEAD_SHARE * expected_s
         return expected_s - lead_s if lead_s >= LEAD_MIN_S else None

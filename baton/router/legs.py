@@ -6,7 +6,7 @@
 
     push    both at once, with one transfer id; D's params are `push_params`, which name P
 
-    first token    P gets `first_token_body`, which is the client's whole: P stops by itself behind one token
+    first token    P gets `first_token_body`, which is the client's whole: P stops by itself after one token
 
 Addresses and tickets come from engines only: a body that brings its own is refused.
 """
@@ -35,7 +35,7 @@ LONG_BODY_BYTES = 256 << 10  # Decoding less takes a few milliseconds at most.
 _IDS = re.compile(rb"\[\s*\d")
 _FIRST_IDS_BYTES = 16 << 10  # More than PREFIX_TOKENS ids and white space between them.
 
-# Meaningless or harmful on a leg that computes one token for nobody to read.
+# Meaningless or harmful on a leg that computes one token which no client reads.
 _NOT_FOR_PREFILL = frozenset(
     {
         "stream_options",

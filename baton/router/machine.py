@@ -94,7 +94,7 @@ class Request:
 
 
 class State(Enum):
-    MEETING = "an engine is asked who it is"
+    MEETING = "an engine is asked what it is"
     PREFILLING = "P computes the prompt"
     HELD = "push: P computes the prompt, and D's leg is held back"
     PUSHING = "push: both legs are under way"
@@ -432,7 +432,7 @@ class Machine:
         if not answer.is_stream:
             if self._status is not None:
                 raise RouterError.gateway(
-                    f"the decode engine refused to go on behind the first token ({answer.status})"
+                    f"the decode engine refused to continue after the first token ({answer.status})"
                 )
             reader = DecodeAnswer(self._first)
             body = reader.whole(answer.body, self._lent_in_push)

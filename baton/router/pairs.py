@@ -1,6 +1,6 @@
-"""Which prefill and decode engines hand over to each other.
+"""Pairs of prefill and decode engines that hand over to each other.
 
-    mismatch_of   why two engines cannot hand over, by what their introductions say
+    mismatch_of   why two engines cannot hand over, by their introductions
     Pairs         what pairs did. A pair that hands nothing over is not used for a while: D computes alone.
 
         USED --FAILURES_TO_STOP prompts in a row that D computed itself--> STOPPED

@@ -1,4 +1,4 @@
-"""Which engine gets a request: pure functions of what the router knows, so that they can be checked at rest.
+"""The choice of an engine for a request: pure functions of the engines' states.
 
 A policy maps the states of one role's engines and a request to an index, or to None when none is eligible. It
 never returns an engine that is not eligible. Round robin needs no memory: the request carries its `turn`.

@@ -1,4 +1,4 @@
-"""What an operator may set on the router: frozen, validated once, every number with its unit."""
+"""Settings of the router: frozen, validated once, every number with its unit."""
 
 from typing import Literal
 from urllib.parse import urlsplit, urlunsplit

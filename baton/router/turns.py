@@ -1,12 +1,12 @@
-"""What a decode engine keeps of a conversation, on its way to the next turn's prefill leg.
+"""The KV that a decode engine keeps of a conversation, and its way to the next turn's prefill leg.
 
     D's answer, with do_remote_decode --TurnSieve--> the client's answer, without
                                              +-----> TurnTable, under the client's X-Session-Id
     next prefill leg of that session <---------------+    once
 
-Engines that are not set up for turns say nothing of the kind, and nothing of this happens. A client is never
-shown the params: they are addresses of engines. Nor does the router judge them; the engine that gets them
-does, by signature and prompt, and computes what it cannot fetch.
+Engines that are not set up for turns send no such params. A client never gets the params, which are addresses
+of engines. The router does not judge them. The engine that gets them does, by signature and prompt, and
+computes what it cannot fetch.
 """
 
 from collections import OrderedDict
@@ -83,12 +83,12 @@ class TurnSieve:
         if _MARK not in text:
             return None
         try:
-            said = decode_json(text, RawObject)
-            if PARAMS not in said:
-                return None  # Somebody writes about them.
-            params = decode_json(said.pop(PARAMS))
+            parts = decode_json(text, RawObject)
+            if PARAMS not in parts:
+                return None  # The text mentions them.
+            params = decode_json(parts.pop(PARAMS))
         except NotJson:
-            return None  # For the client to make sense of, as without a router.
+            return None  # The client gets it as it is, as without a router.
         if isinstance(params, Mapping) and params.get("do_remote_decode") is True:
             self.params = dict(params)
-        return said
+        return parts

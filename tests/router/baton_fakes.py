@@ -11,7 +11,7 @@ import httpx
 
 from tests.router.fakes import TICKET, Call, FakeEngine, System, opened, system
 
-TOKENS = (72, 105, 33)  # "Hi!", whoever is asked.
+TOKENS = (72, 105, 33)  # "Hi!", of every engine.
 
 
 @dataclass
@@ -25,7 +25,7 @@ class Speaker:
     num_cached: int = 0  # As P reports it in what it lends.
     usage: dict[str, Any] = field(default_factory=dict)  # At the end, besides the number of tokens.
     gate: asyncio.Event | None = None  # Before it says anything.
-    rest_gate: asyncio.Event | None = None  # Behind the first token.
+    rest_gate: asyncio.Event | None = None  # After the first token.
     dies_after: int | None = None  # Chunks.
     legs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -41,7 +41,7 @@ class Speaker:
         else:
             await call.answer(200, self._whole(params, is_prefill=is_prefill))
 
-    def _said(self, params: dict[str, Any], *, is_prefill: bool) -> tuple[list[int], str | None, Any]:
+    def _kept(self, params: dict[str, Any], *, is_prefill: bool) -> tuple[list[int], str | None, Any]:
         tokens = list(self.tokens[:1] if self.ends_with_first or is_prefill else self.tokens)
         ends = not is_prefill or self.ends_with_first or not params.get("baton_first_token")
         lent = {**TICKET, "baton_cached_tokens": self.num_cached} if self.num_cached else TICKET
@@ -49,7 +49,7 @@ class Speaker:
         return tokens, self.finish if ends else None, ticket
 
     def _whole(self, params: dict[str, Any], *, is_prefill: bool) -> dict[str, Any]:
-        tokens, finish, ticket = self._said(params, is_prefill=is_prefill)
+        tokens, finish, ticket = self._kept(params, is_prefill=is_prefill)
         answer: dict[str, Any] = {"choices": [{"text": _text(tokens), "finish_reason": finish}]}
         if self.usage:
             answer["usage"] = {"completion_tokens": len(tokens), **self.usage}
@@ -58,8 +58,8 @@ class Speaker:
     async def _stream(
         self, call: Call, body: dict[str, Any], params: dict[str, Any], *, is_prefill: bool
     ) -> None:
-        tokens, finish, ticket = self._said(params, is_prefill=is_prefill)
-        await call.start(200, "text/event-stream", x_said_by=call.engine.introduces_as or "?")
+        tokens, finish, ticket = self._kept(params, is_prefill=is_prefill)
+        await call.start(200, "text/event-stream", x_engine=call.engine.introduces_as or "?")
         if "messages" in body:
             await call.piece(event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))
         for index, token in enumerate(tokens):
@@ -116,7 +116,7 @@ async def introduced_system(*engines: Any, **options: Any) -> AsyncIterator[Syst
 
 
 async def introduced(s: System) -> None:
-    """Until the router has asked all engines who they are."""
+    """Until the router has asked all engines what they are."""
     while any(not engine.is_introduced for engine in s.router.fleet.engines):
         await s.client.get("/fleet")
 

@@ -27,7 +27,7 @@ LATER_S = 600.0  # A deadline that passes only if a test lets it; see `event_loo
 
 
 class Servers:
-    """Apps behind real servers in this event loop, ended together.
+    """Apps of real servers in this event loop, ended together.
 
     uvicorn's own `serve` takes the process's signals and looks ten times a second whether it should end.
     """
@@ -264,7 +264,7 @@ def after(event: asyncio.Event, respond: Respond) -> Respond:
 
 
 async def dies(call: Call) -> None:
-    """Killed before it said a word."""
+    """Killed before it answers."""
     call.cut()
 
 
@@ -276,7 +276,7 @@ async def breaks(call: Call) -> None:
 
 
 def dead_url() -> str:
-    """Nobody listens here."""
+    """No process listens here."""
     return f"http://127.0.0.1:{free_ports(1)[0]}"
 
 

@@ -82,7 +82,7 @@ class Client:
         while (event := self.events.next()) is not None:
             assert not self.is_done, "nothing after [DONE]"
             self._take_event(data_of(event))
-        assert any("".join(said).startswith(self.text) for said in (TOKENS, OTHERS)), self.text
+        assert any("".join(tokens).startswith(self.text) for tokens in (TOKENS, OTHERS)), self.text
 
     def _take_event(self, data: bytes) -> None:
         if data == b"[DONE]":
@@ -242,7 +242,7 @@ class World:
         assert len(set(returned)) == len(returned), "a loan is given back once"
         assert not self.come_for & set(returned), "a loan that is used is not given back"
         kept = self.lent.keys() - self.come_for - set(returned)
-        assert not kept, f"nobody comes for {kept}"
+        assert not kept, f"no engine comes for {kept}"
         self._check_turn(returned)
         if self.has_left:
             return

@@ -1,4 +1,4 @@
-"""When an answer is over, so are its legs; and who has had all of it has not left early."""
+"""The end of an answer ends its legs. A client that has all of it has not left early."""
 
 import asyncio
 from typing import Any

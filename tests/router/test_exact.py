@@ -1,11 +1,11 @@
-"""What two engines may say one after the other, beside what the engine's table of fields knows."""
+"""Requests that two engines may answer one after the other, beside the engine's table of fields."""
 
 from typing import Any
 
 import pytest
 
 from baton.router import exact
-from baton.router.exact import can_go_behind
+from baton.router.exact import can_split
 from baton.server.protocol.fields import FIELDS
 
 BASE: dict[str, Any] = {"prompt": "a", "stream": True, "max_tokens": 9, "temperature": 0}
@@ -37,19 +37,19 @@ LOOKS_BACK: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", LOOKS_BACK)
 def test_a_field_that_looks_back_leaves_all_tokens_to_one_engine(name: str) -> None:
-    assert can_go_behind(BASE, is_chat=False)
-    assert not can_go_behind({**BASE, name: LOOKS_BACK[name]}, is_chat=False)
+    assert can_split(BASE, is_chat=False)
+    assert not can_split({**BASE, name: LOOKS_BACK[name]}, is_chat=False)
 
 
 def test_continuous_usage_leaves_all_tokens_to_one_engine() -> None:
     options = {"include_usage": True}
-    assert can_go_behind({**BASE, "stream_options": options}, is_chat=False)
+    assert can_split({**BASE, "stream_options": options}, is_chat=False)
     options["continuous_usage_stats"] = True
-    assert not can_go_behind({**BASE, "stream_options": options}, is_chat=False)
+    assert not can_split({**BASE, "stream_options": options}, is_chat=False)
 
 
 def test_allowed_tokens_look_at_no_token_before() -> None:
-    assert can_go_behind({**BASE, "allowed_token_ids": [5]}, is_chat=False)
+    assert can_split({**BASE, "allowed_token_ids": [5]}, is_chat=False)
 
 
 def test_the_engine_ignores_no_field_unseen_that_is_harmless_here() -> None:

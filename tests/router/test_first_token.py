@@ -30,8 +30,8 @@ def check_is_one_engines(got: Streamed) -> None:
     assert got.text == "Hi!"
     assert got.events[-1] == "[DONE]"
     assert got.events[-2]["choices"][0]["finish_reason"] == "length"
-    said = [choice for e in got.events[:-1] for choice in e["choices"]]
-    assert [c["finish_reason"] for c in said if "text" in c] == [None, None, "length"]
+    choices = [choice for e in got.events[:-1] for choice in e["choices"]]
+    assert [c["finish_reason"] for c in choices if "text" in c] == [None, None, "length"]
     assert not any("kv_transfer_params" in e for e in got.events[:-1])
 
 
@@ -58,7 +58,7 @@ async def test_the_first_token_is_shown_before_d_says_a_word(mode: str, path: st
         body = {"messages": [], "prompt": "a", "stream": True}
         body.pop("messages" if path == "/v1/completions" else "prompt")
         async with s.client.stream("POST", path, json=body) as answer:
-            assert answer.headers["x-said-by"] == "p"
+            assert answer.headers["x-engine"] == "p"
             chunks = answer.aiter_text()
             seen = ""
             while '"H"' not in seen:
@@ -161,7 +161,7 @@ async def test_where_one_cannot_or_shall_not_d_says_the_first_token_too(
     assert "seed" not in p.calls[0].body
 
 
-# ---- failures, behind the first token and before
+# ---- failures, after the first token and before
 
 
 FAILURES = [dies, breaks, hangs_till_late, responds(500, {}), responds(429, {})]

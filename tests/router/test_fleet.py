@@ -1,4 +1,4 @@
-"""Who is up: what ejects an engine, what brings it back, and what does not."""
+"""Engines that are up: events that eject an engine, that bring it back, and that do neither."""
 
 import asyncio
 from typing import Any

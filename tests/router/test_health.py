@@ -1,4 +1,4 @@
-"""Health of engines in random histories: who serves when, and that an engine that is back serves soon."""
+"""Health of engines in random histories: the engines that serve, and how soon one that is back serves."""
 
 from dataclasses import dataclass, field
 from typing import get_args, get_type_hints

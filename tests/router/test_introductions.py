@@ -1,4 +1,4 @@
-"""What engines are asked, and what they turn out to be, for whatever they answer."""
+"""Questions to engines, and what the engines are, for every possible answer."""
 
 import json
 from collections.abc import Callable

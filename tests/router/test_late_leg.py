@@ -10,7 +10,7 @@ from baton.router.fleet import Engine
 from baton.router.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, LateLegs
 from tests.router.baton_fakes import baton, introduced_system, stream
 from tests.router.fakes import FakeEngine, System, dies, responds
-from tests.router.test_behind import IDS, check_is_one_engines
+from tests.router.test_continuation import IDS, check_is_one_engines
 from tests.router.vllm_fakes import TOKENS, refuses_tickets, vllm, vllm_speaker
 
 P = Engine("http://10.0.0.1:8001", "prefill", kind="vllm")

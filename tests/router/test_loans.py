@@ -1,4 +1,4 @@
-"""What P has lent and nobody will come for: P hears of it, and only of that."""
+"""Loans of P that no engine will fetch are given back, and no others."""
 
 import asyncio
 from typing import Any

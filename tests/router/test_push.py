@@ -79,7 +79,7 @@ async def test_a_decode_engine_that_computes_the_prompt_itself_is_not_kept_waiti
         got = await stream(s)
         await p.saw_disconnect.wait()
     assert got.text == "Hi!"
-    assert got.headers["x-said-by"] == "d"
+    assert got.headers["x-engine"] == "d"
 
 
 async def test_an_unreachable_prefill_engine_costs_a_local_prefill() -> None:

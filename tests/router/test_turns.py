@@ -1,4 +1,4 @@
-"""What D keeps of a conversation goes to the next turn's prefill leg, once, and never to a client."""
+"""The KV that D keeps of a conversation goes to the next turn's prefill leg, once; no client gets it."""
 
 import json
 from typing import Any
@@ -41,8 +41,8 @@ async def test_the_next_prefill_leg_of_a_session_brings_it_once_and_the_client_n
         assert "decode-0" not in first.text
         assert "answer" in first.text
         if is_stream:
-            said = [line for line in first.text.splitlines() if line.startswith("data: {")]
-            assert json.loads(said[0][6:])["choices"][0]["text"] == 'it says "kv_transfer_params": {}'
+            lines = [line for line in first.text.splitlines() if line.startswith("data: {")]
+            assert json.loads(lines[0][6:])["choices"][0]["text"] == 'it says "kv_transfer_params": {}'
         decode.respond = answers_without
         for _ in range(2):
             await s.client.post("/v1/completions", json=body, headers=SESSION)
@@ -60,8 +60,8 @@ async def test_events_with_any_line_end_hide_the_params_also_when_two_arrive_at_
 
     async def keeps_in_one_chunk(call: Call) -> None:
         chunks = [{"choices": [{"text": "a"}]}, {"choices": [], "kv_transfer_params": KEPT}]
-        said = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"]
-        await call.stream("".join(f"data: {text}{end}{end}" for text in said).encode())
+        texts = [json.dumps(chunk) for chunk in chunks] + ["[DONE]"]
+        await call.stream("".join(f"data: {text}{end}{end}" for text in texts).encode())
 
     prefill, decode = FakeEngine(lends), FakeEngine(keeps_in_one_chunk)
     async with system([prefill], [decode], first_token=False) as s:

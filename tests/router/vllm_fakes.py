@@ -1,7 +1,7 @@
 """A fake engine that speaks as vLLM's server does: no introduction, whole answers with ids, streams without.
 
-Its model: a prompt is answered with `tokens`, less those that stand behind the prompt already; so an engine
-that is asked to go on behind a token says the rest and nothing else.
+Its model: a prompt is answered with `tokens`, less those at the end of the prompt; so an engine
+that is asked to continue after a token gives the rest.
 """
 
 import asyncio
@@ -13,19 +13,19 @@ from tests.router.baton_fakes import event
 from tests.router.fakes import TICKET, Call, FakeEngine, Respond, opened, responds
 
 PROMPT = "hello"
-TOKENS = (72, 105, 33)  # "Hi!", whoever is asked.
+TOKENS = (72, 105, 33)  # "Hi!", of every engine.
 EOS = 0
 
 
 @dataclass
 class VllmSpeaker:
     tokens: Sequence[int] = TOKENS
-    stops: bool = False  # Behind the last of them, by itself.
+    stops: bool = False  # After the last of them, by itself.
     lends: bool = True
     lends_always: bool = False  # Even if the first token ends the answer.
     introduces: bool = False  # Asked by the router, once for each process.
     gate: asyncio.Event | None = None  # Before it says anything.
-    rest_gate: asyncio.Event | None = None  # Behind its own first token.
+    rest_gate: asyncio.Event | None = None  # After its own first token.
     hurries: bool = False  # Two tokens in its first event.
     says: dict[int, str] = field(
         default_factory=dict
@@ -56,47 +56,47 @@ class VllmSpeaker:
         ids = list(map(ord, prompt)) if isinstance(prompt, str) else list(prompt)
         given = ids[len(PROMPT) :]
         assert given == list(self.tokens[: len(given)]), (
-            "it is told to go on behind another token than its own"
+            "it is told to continue after another token than its own"
         )
         left = list(self.tokens[len(given) :]) + ([EOS] if self.stops else [])
         limit = body.get("max_completion_tokens") or body.get("max_tokens", 16)
-        said = left[:limit]
-        reason = "stop" if said[-1] == EOS else "length"
+        given = left[:limit]
+        reason = "stop" if given[-1] == EOS else "length"
         answer = self._stream if body.get("stream") else self._whole
-        await answer(call, body, ids, said, reason)
+        await answer(call, body, ids, given, reason)
 
     def _text(self, token: int) -> str:
         return self.says.get(token, "" if token == EOS else chr(token))
 
     async def _whole(
-        self, call: Call, body: dict[str, Any], ids: list[int], said: list[int], reason: str
+        self, call: Call, body: dict[str, Any], ids: list[int], given: list[int], reason: str
     ) -> None:
-        text = "".join(map(self._text, said))
+        text = "".join(map(self._text, given))
         choice: dict[str, Any] = {"index": 0, "finish_reason": reason, "stop_reason": None}
-        answer: dict[str, Any] = {"id": "cmpl-1", "created": 5, "model": "m", "usage": _usage(ids, said)}
+        answer: dict[str, Any] = {"id": "cmpl-1", "created": 5, "model": "m", "usage": _usage(ids, given)}
         wants_ids = body.get("return_token_ids")
         if "messages" in body:
             choice["message"] = {"role": "assistant", "content": text, **self.message}
             answer["prompt_token_ids"] = ids if wants_ids else None
         else:
             choice |= {"text": text, "prompt_token_ids": ids if wants_ids else None}
-        choice["token_ids"] = said if wants_ids else None
+        choice["token_ids"] = given if wants_ids else None
         params = body.get("kv_transfer_params") or {}
         lends = self.lends and (reason == "length" or self.lends_always)
         lent = TICKET if params.get("do_remote_decode") and lends else None
         await call.answer(200, {**answer, "choices": [choice], "kv_transfer_params": lent})
 
     async def _stream(
-        self, call: Call, body: dict[str, Any], ids: list[int], said: list[int], reason: str
+        self, call: Call, body: dict[str, Any], ids: list[int], given: list[int], reason: str
     ) -> None:
         head = {"id": "cmpl-1", "created": 6, "model": "m"}
         wants_ids = body.get("return_token_ids")
-        await call.start(200, "text/event-stream; charset=utf-8", x_said_by=call.engine.url)
+        await call.start(200, "text/event-stream; charset=utf-8", x_engine=call.engine.url)
         if "messages" in body:
             opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             prompt_ids = {"prompt_token_ids": ids} if wants_ids else {}
             await call.piece(event({**head, "choices": [opening], **prompt_ids}))
-        groups = [said[:2], *([t] for t in said[2:])] if self.hurries else [[token] for token in said]
+        groups = [given[:2], *([t] for t in given[2:])] if self.hurries else [[token] for token in given]
         for index, group in enumerate(groups):
             is_last = index + 1 == len(groups)
             choice: dict[str, Any] = {"index": 0, "finish_reason": reason if is_last else None}
@@ -111,15 +111,15 @@ class VllmSpeaker:
             if index == 0 and self.rest_gate is not None:
                 await self.rest_gate.wait()
         if (body.get("stream_options") or {}).get("include_usage"):
-            await call.piece(event({**head, "choices": [], "usage": _usage(ids, said)}))
+            await call.piece(event({**head, "choices": [], "usage": _usage(ids, given)}))
         await call.piece(b"data: [DONE]\n\n", more=False)
 
 
-def _usage(ids: Sequence[int], said: Sequence[int]) -> dict[str, int]:
+def _usage(ids: Sequence[int], given: Sequence[int]) -> dict[str, int]:
     return {
         "prompt_tokens": len(ids),
-        "completion_tokens": len(said),
-        "total_tokens": len(ids) + len(said),
+        "completion_tokens": len(given),
+        "total_tokens": len(ids) + len(given),
     }
 
 

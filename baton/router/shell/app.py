@@ -388,7 +388,7 @@ def _version() -> tuple[int, Mapping[str, str], bytes]:
 
 
 def _dashboard() -> tuple[int, Mapping[str, str], bytes]:
-    # The page is one file with its style and script in it, and talks to nobody but this router.
+    # The page is one file with its style and script in it, and asks this router only.
     policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
     headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": policy}
     return 200, headers, PAGE.encode()

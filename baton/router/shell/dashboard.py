@@ -1,6 +1,6 @@
-"""One page that shows the fleet: plain HTML, style and script, served by the router and by nobody else.
+"""One page that shows the fleet: plain HTML, style and script, from the router alone.
 
-Everything that engines said is put in as text, never as HTML.
+All that engines report is put in as text, never as HTML.
 """
 
 PAGE = """<!doctype html>

@@ -1,4 +1,4 @@
-"""What the router counts, in a registry of its own (so that two routers fit into one process)."""
+"""Metrics of the router, in a registry of its own (so that two routers fit into one process)."""
 
 import asyncio
 from collections.abc import Iterable

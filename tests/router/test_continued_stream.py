@@ -1,4 +1,4 @@
-"""D's stream behind a token that P has said: right however the bytes are cut."""
+"""D's stream after a token of P: right however the bytes are cut."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.behind_stream import BehindSieve, OverlapReader
-from baton.router.said_token import SaidToken, read_said
+from baton.router.continued_stream import ContinuedSieve, OverlapReader
+from baton.router.kept_token import KeptToken, read_kept
 from baton.router.sse import EventSplitter
 from tests.router.baton_fakes import event
 
@@ -17,8 +17,8 @@ DONE = b"data: [DONE]\n\n"
 USAGE = {"prompt_tokens": 6, "completion_tokens": 2, "total_tokens": 8}
 
 
-def said(text: str = "Hi", *, is_chat: bool = False) -> SaidToken:
-    return SaidToken({}, is_chat, text, 7, [1, 2], None, None)
+def kept(text: str = "Hi", *, is_chat: bool = False) -> KeptToken:
+    return KeptToken({}, is_chat, text, 7, [1, 2], None, None)
 
 
 def text_event(text: str, finish: str | None = None, **fields: Any) -> bytes:
@@ -30,7 +30,7 @@ def chat_event(text: str | None, finish: str | None = None) -> bytes:
 
 
 def overlap(stream: bytes, *, cut: int = 0, is_chat: bool = False) -> tuple[bool | None, bytes]:
-    reader, events = OverlapReader(said(is_chat=is_chat)), EventSplitter()
+    reader, events = OverlapReader(kept(is_chat=is_chat)), EventSplitter()
     agrees, rest = None, b""
     for piece in (stream[:cut], stream[cut:]):
         events.push(piece)
@@ -92,7 +92,7 @@ def test_the_rest_of_a_chat_has_no_second_opening_and_the_counts_of_one_answer(c
     stream = (
         OPENING + chat_event("!") + chat_event("", "length") + event({"choices": [], "usage": USAGE}) + DONE
     )
-    sieve, splitter, told = BehindSieve(), EventSplitter(), b""
+    sieve, splitter, told = ContinuedSieve(), EventSplitter(), b""
     for begin, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(stream)], strict=True):
         splitter.push(stream[begin:end])
         while (one := splitter.next()) is not None:
@@ -109,7 +109,7 @@ def test_the_rest_of_a_chat_has_no_second_opening_and_the_counts_of_one_answer(c
 
 
 def test_text_about_usage_is_text() -> None:
-    sieve = BehindSieve()
+    sieve = ContinuedSieve()
     assert b'the \\"usage\\" of it' in sieve.event(text_event('the "usage" of it'))
     assert sieve.event(text_event('the "usage" of it')) == text_event('the "usage" of it')
 
@@ -133,5 +133,5 @@ def test_text_about_usage_is_text() -> None:
 def test_an_answer_of_p_that_does_not_hold_one_token_is_not_gone_behind(change: dict[str, Any]) -> None:
     body = {"prompt": "x", "stream": True, "max_tokens": 4}
     good = {"text": "a", "token_ids": [1], "prompt_token_ids": [1], "finish_reason": "length"}
-    assert read_said({"choices": [good]}, body, is_chat=False, max_model_len=9) is not None
-    assert read_said(change, body, is_chat=False, max_model_len=9) is None
+    assert read_kept({"choices": [good]}, body, is_chat=False, max_model_len=9) is not None
+    assert read_kept(change, body, is_chat=False, max_model_len=9) is None

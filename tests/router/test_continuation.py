@@ -112,7 +112,7 @@ async def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, token
     assert got.events[-2]["usage"]["completion_tokens"] == 1
     if tokens:
         assert not d.calls
-        assert "kv_transfer_params" not in vllm_speaker(p).legs[0], "nobody would come for it"
+        assert "kv_transfer_params" not in vllm_speaker(p).legs[0], "no engine would come for it"
 
 
 NOT_BEHIND: list[dict[str, Any]] = [
@@ -143,7 +143,7 @@ async def test_what_would_not_be_exact_comes_from_d_whole(mode: str, body: dict[
         async with introduced_system([p], [d], mode=mode) as s:
             got = await stream(s, **body)
         assert got.error is None
-        assert got.headers["x-said-by"] == d.url
+        assert got.headers["x-engine"] == d.url
         d_leg = vllm_speaker(d).legs[0]
         assert d_leg["prompt"] == PROMPT
         assert {name: d_leg[name] for name in body} == body
@@ -203,7 +203,7 @@ async def test_a_token_that_cannot_be_shown_rightly_is_left_to_d(
     p, d = vllm(introduces=True, **fields), vllm(**d_fields)
     async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s)
-    assert got.headers["x-said-by"] == d.url
+    assert got.headers["x-engine"] == d.url
     assert vllm_speaker(d).legs[0]["prompt"] == PROMPT
     assert vllm_speaker(d).legs[0]["max_tokens"] == 3
 
@@ -222,7 +222,7 @@ async def test_a_chat_whose_first_token_is_no_content_is_left_to_d(mode: str, fi
     async with introduced_system([p], [d], mode=mode) as s:
         got = await stream(s, **request(PATHS[1]))
     check_is_one_engines(got)
-    assert got.headers["x-said-by"] == d.url
+    assert got.headers["x-engine"] == d.url
 
 
 @pytest.mark.parametrize("content", [[{"type": "image_url", "image_url": {"url": "u"}}], 5])
@@ -259,7 +259,7 @@ def first_eligible(states: Any, request: Any) -> int | None:
     return next((index for index, state in enumerate(states) if state.is_eligible), None)
 
 
-# ---- failures behind the first token
+# ---- failures after the first token
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -270,7 +270,7 @@ async def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unn
     async with introduced_system([p], [bad, baton_d, good], mode=mode) as s:
         s.router.fleet._policy = first_eligible
         check_is_one_engines(await stream(s, shown=token_seen))
-    assert not baton_d.calls, "it cannot go on behind a token"
+    assert not baton_d.calls, "it cannot continue after a token"
     assert vllm_speaker(good).legs[0]["prompt"] == [*IDS, TOKENS[0]]
     ids = [leg["kv_transfer_params"]["transfer_id"] for leg in vllm_speaker(p).legs]
     assert len(set(ids)) == len(ids) == 2
@@ -315,7 +315,7 @@ async def test_without_another_vllm_the_stream_ends_with_an_error() -> None:
     assert got.error is not None
 
 
-# ---- who is a vLLM
+# ---- an engine that is a vLLM
 
 
 async def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None:
@@ -355,4 +355,4 @@ async def test_what_is_no_vllm_is_none(models: Any) -> None:
     async with introduced_system([vllm()], [d]) as s:
         assert s.router.fleet.engines[1].kind is None
         got = await stream(s)
-    assert got.headers["x-said-by"] == d.url
+    assert got.headers["x-engine"] == d.url

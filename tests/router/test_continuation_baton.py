@@ -1,4 +1,4 @@
-"""A vLLM prefills, a Baton decodes: the first token is the vLLM's, and Baton's engine goes on behind it."""
+"""A vLLM prefills, a Baton decodes: the first token is the vLLM's, and Baton's engine continues after it."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import pytest
 
 from tests.router.baton_fakes import introduced_system, stream
 from tests.router.fakes import FakeEngine, dies, responds
-from tests.router.test_behind import IDS, check_is_one_engines, request
+from tests.router.test_continuation import IDS, check_is_one_engines, request
 from tests.router.vllm_fakes import TOKENS, VllmSpeaker, vllm, vllm_speaker
 
 

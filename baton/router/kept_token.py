@@ -1,10 +1,10 @@
-"""The first token as P says it in a whole answer, and D going on *behind* it: for engines like vLLM.
+"""The first token out of P's whole answer, and D's continuation after it: for engines like vLLM.
 
-    client's body --said_body--> P            one token, with the ids of prompt and token
-    P's answer    --read_said--> SaidToken --opening--> client
-    client's body --behind_body--> D          its prompt is P's prompt and P's token; one token less is left
+    client's body --kept_body--> P             one token, with the ids of prompt and token
+    P's answer    --read_kept--> KeptToken --opening--> client
+    client's body --continuation_body--> D     its prompt is P's prompt and P's token; one token less is left
 
-D then computes exactly one position, the token's, as it would have after saying it. Pure functions of JSON.
+D then computes one position, the token's, as if it had given the token itself. Pure functions of JSON.
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,7 +17,7 @@ from baton.router.sse import choice_of, sse_event
 
 
 @dataclass(frozen=True, slots=True)
-class SaidToken:
+class KeptToken:
     """P's whole answer, and the one token of it."""
 
     answer: Mapping[str, Any]
@@ -25,7 +25,7 @@ class SaidToken:
     text: str
     token_id: int
     prompt_token_ids: Sequence[int]
-    finish_reason: str | None  # None: the answer goes on behind it.
+    finish_reason: str | None  # None: the answer continues after it.
     stop_reason: Any
 
     @property
@@ -33,22 +33,22 @@ class SaidToken:
         return self.finish_reason is not None
 
 
-def said_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
+def kept_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
     leg = prefill_body(body, transfer_id)
     leg["return_token_ids"] = True
     if (body.get("max_completion_tokens") or body.get("max_tokens")) == 1:
-        del leg[PARAMS]  # It is the whole answer: nobody would come for what P lends.
+        del leg[PARAMS]  # It is the whole answer: no engine would fetch what P lends.
     if body.get("min_tokens"):
         leg["min_tokens"] = 1  # The first token, too, must not end the answer.
     return leg
 
 
-def read_said(
+def read_kept(
     answer: Mapping[str, Any], body: Mapping[str, Any], *, is_chat: bool, max_model_len: int | None
-) -> SaidToken | None:
-    """None: D had better say it all, because this token cannot be shown, or not be gone behind.
+) -> KeptToken | None:
+    """None: D gives all tokens, because this one cannot be shown, or D cannot continue after it.
 
-    `max_model_len`: of the engine that is to go on.
+    `max_model_len`: of the engine that is to continue.
     """
     choice = choice_of(answer)
     if choice is None:
@@ -60,63 +60,65 @@ def read_said(
     if text is None or prompt is None or limit is None or token_id is None:
         return None
     if finish == "stop" or limit == 1:
-        return SaidToken(answer, is_chat, text, token_id, prompt, finish, choice.get("stop_reason"))
-    # An incomplete character is held back, and a special token has no text: only the engine that says the
-    # whole answer can show these right. Nor is a request that is too long for D ours to begin.
+        return KeptToken(answer, is_chat, text, token_id, prompt, finish, choice.get("stop_reason"))
+    # An incomplete character is held back, and a special token has no text: only the engine that gives the
+    # whole answer shows these right. A request that is too long for D is for D to refuse.
     if finish != "length" or not text or text.endswith("\ufffd"):
         return None
     if max_model_len is None or len(prompt) + limit > max_model_len:
         return None
-    return SaidToken(answer, is_chat, text, token_id, prompt, None, None)
+    return KeptToken(answer, is_chat, text, token_id, prompt, None, None)
 
 
-def opening(said: SaidToken, body: Mapping[str, Any]) -> bytes:
-    """What the client is shown of it: events of a stream."""
+def opening(kept: KeptToken, body: Mapping[str, Any]) -> bytes:
+    """The events for the client."""
     shows_ids = bool(body.get("return_token_ids"))
     choice: dict[str, Any] = {
         "index": 0,
         "logprobs": None,
-        "finish_reason": said.finish_reason,
-        "stop_reason": said.stop_reason,
+        "finish_reason": kept.finish_reason,
+        "stop_reason": kept.stop_reason,
     }
     if shows_ids:
-        choice["token_ids"] = [said.token_id]
-    if not said.is_chat:
+        choice["token_ids"] = [kept.token_id]
+    if not kept.is_chat:
         if shows_ids:
-            choice["prompt_token_ids"] = said.prompt_token_ids
-        return sse_event({**_head(said), "choices": [{**choice, "text": said.text}]})
+            choice["prompt_token_ids"] = kept.prompt_token_ids
+        return sse_event({**_head(kept), "choices": [{**choice, "text": kept.text}]})
     begin = {"index": 0, "delta": {"role": "assistant", "content": ""}, "logprobs": None}
-    first: dict[str, Any] = {**_head(said), "choices": [{**begin, "finish_reason": None}]}
+    first: dict[str, Any] = {**_head(kept), "choices": [{**begin, "finish_reason": None}]}
     if shows_ids:
-        first["prompt_token_ids"] = said.prompt_token_ids
+        first["prompt_token_ids"] = kept.prompt_token_ids
     return sse_event(first) + sse_event(
-        {**_head(said), "choices": [{**choice, "delta": {"content": said.text}}]}
+        {**_head(kept), "choices": [{**choice, "delta": {"content": kept.text}}]}
     )
 
 
-def ending(said: SaidToken, body: Mapping[str, Any]) -> bytes:
-    """Behind a token that is the last one."""
+def ending(kept: KeptToken, body: Mapping[str, Any]) -> bytes:
+    """After a token that is the last one."""
     usage = b""
     if (body.get("stream_options") or {}).get("include_usage"):
-        usage = sse_event({**_head(said), "choices": [], "usage": said.answer.get("usage")})
+        usage = sse_event({**_head(kept), "choices": [], "usage": kept.answer.get("usage")})
     return usage + b"data: [DONE]\n\n"
 
 
-def behind_body(body: Mapping[str, Any], said: SaidToken, params: Mapping[str, Any] | None) -> dict[str, Any]:
+def continuation_body(
+    body: Mapping[str, Any], kept: KeptToken, params: Mapping[str, Any] | None
+) -> dict[str, Any]:
     """`params`: where D finds the KV of the prompt; None: it computes it."""
     leg = {key: value for key, value in body.items() if key != PARAMS}
-    limit = limit_of(body, is_chat=said.is_chat)
+    limit = limit_of(body, is_chat=kept.is_chat)
     assert limit is not None
     assert limit > 1, "P's token is the last one"
     for name in ("max_tokens", "max_completion_tokens"):
         if leg.get(name) is not None:
             leg[name] = limit - 1
-    if not said.is_chat:
+    if not kept.is_chat:
         leg["max_tokens"] = limit - 1
     if leg.get("min_tokens"):
         leg["min_tokens"] = max(0, leg["min_tokens"] - 1)
-    prompt = [*said.prompt_token_ids, said.token_id]
-    if said.is_chat:
+    prompt = [*kept.prompt_token_ids, kept.token_id]
+    if kept.is_chat:
         # vLLM's way to give a chat's prompt in tokens; taken out again before anything else sees it.
         leg[PARAMS] = {**(params or {}), "prompt_token_ids": prompt}
         return leg
@@ -149,6 +151,6 @@ def _are_ids(ids: Any) -> bool:
     return isinstance(ids, list) and all(type(token_id) is int and token_id >= 0 for token_id in ids)
 
 
-def _head(said: SaidToken) -> dict[str, Any]:
-    head = {name: said.answer[name] for name in ("id", "created", "model") if name in said.answer}
-    return {**head, "object": "chat.completion.chunk" if said.is_chat else "text_completion"}
+def _head(kept: KeptToken) -> dict[str, Any]:
+    head = {name: kept.answer[name] for name in ("id", "created", "model") if name in kept.answer}
+    return {**head, "object": "chat.completion.chunk" if kept.is_chat else "text_completion"}

@@ -1,20 +1,20 @@
-"""D's stream for a client that has been shown the first token already, as P said it (see `said_token`).
+"""D's stream for a client that has the first token already, from P (see `kept_token`).
 
-BehindSieve      D went on behind P's token: its stream becomes the rest of the answer
-OverlapReader    D says the token too, because it began before P had said it: what is double is left out
+ContinuedSieve   D continued after P's token: its stream becomes the rest of the answer
+OverlapReader    D gives the token too, because it began before P had answered: its token is left out
 """
 
 from collections.abc import Mapping
 from typing import Any
 
-from baton.router.said_token import SaidToken
+from baton.router.kept_token import KeptToken
 from baton.router.sse import choice_of, chunk_of, data_of, sse_event
 from baton.router.turns import TurnSieve
 
 _USAGE = b'"usage"'
 
 
-class BehindSieve(TurnSieve):
+class ContinuedSieve(TurnSieve):
     """Makes D's stream the rest of an answer that has begun."""
 
     def __init__(self) -> None:
@@ -40,42 +40,42 @@ class BehindSieve(TurnSieve):
 
 
 class OverlapReader:
-    """D's whole answer to a client that has been shown the first token: look at events until D has said it.
+    """D's whole answer to a client that has the first token: look at events until D has given it.
 
-    `left_over` is then the event that the client is still to be shown, if D has said more than the token.
-    Compared is what can be seen: D's text begins with P's.
+    `left_over` is then the rest of that event for the client, if D has given more than the token. The texts
+    are compared: D's begins with P's.
     """
 
-    def __init__(self, said: SaidToken) -> None:
-        assert not said.is_last
-        self._said = said
-        self._left = said.text
+    def __init__(self, kept: KeptToken) -> None:
+        assert not kept.is_last
+        self._kept = kept
+        self._left = kept.text
         self.left_over = b""
 
     def look_at(self, event: bytes) -> bool | None:
-        """Whether D says the same; None: not known yet."""
-        return self._compare(chunk_of(event)) if data_of(event) else None  # A comment says nothing.
+        """Whether D gives the same; None: not known yet."""
+        return self._compare(chunk_of(event)) if data_of(event) else None  # A comment.
 
     def _compare(self, chunk: dict[str, Any] | None) -> bool | None:
         choice = choice_of(chunk)
         if chunk is None or choice is None:
             return False  # An end, or an error.
-        part = choice.get("delta") if self._said.is_chat else choice
+        part = choice.get("delta") if self._kept.is_chat else choice
         if not isinstance(part, dict):
             return False
-        name = "content" if self._said.is_chat else "text"
+        name = "content" if self._kept.is_chat else "text"
         text, ids, ends = (
             part.get(name) or "",
             choice.get("token_ids"),
             choice.get("finish_reason") is not None,
         )
-        if not isinstance(text, str) or (ids and ids[0] != self._said.token_id):
+        if not isinstance(text, str) or (ids and ids[0] != self._kept.token_id):
             return False
         if len(text) < len(self._left):
             self._left = self._left[len(text) :] if self._left.startswith(text) else ""
             return False if ends or not self._left else None
         if not text.startswith(self._left) or (ends and text == self._left):
-            return False  # It says something else, or ends where P goes on.
+            return False  # Another token, or an end where P's answer continues.
         if text != self._left:  # D was so quick that a second token is in the same event.
             part[name] = text[len(self._left) :]
             choice.pop("prompt_token_ids", None)
