@@ -143,7 +143,7 @@ class Machine:
         self._producer: Engine | None = None  # Of what the running decode leg is to load.
         self._has_come = False  # The D of the running decode leg, for what P lends.
         self._turn: Turn | None = None  # That the last answer of this session left, until a P has it.
-        self._was_turn_sent = False
+        self._was_turn_sent = self._is_first_counted = False
         self._answer: DecodeAnswer | None = None  # D's stream, once it has begun ...
         self._head = EVENT_STREAM  # ... with this status and these headers.
         self._status: int | None = None  # Of the client's answer, once it has begun.
@@ -498,10 +498,10 @@ class Machine:
                 self._tried.remove(leg.engine)  # It computes as it should, and can continue after P's token.
                 return self._again()
             case True:
-                self._count("first_tokens", "yes")
+                self._count_first("yes")
                 self._send(self._answer.left_over)
             case None if self._first.continues_after_told:
-                self._count("first_tokens", "unasked")
+                self._count_first("unasked")
             case None:
                 self._begin_answer(self._head, {"x-baton-prefill": self._prefilled.where})
         self._state = State.RELAYING
@@ -613,9 +613,15 @@ class Machine:
             self._count("first_tokens", "no")
             raise
         if not is_for_client:
-            return self._count("first_tokens", "yes")
+            return self._count_first("yes")
         self._begin_answer(head, {"x-baton-prefill": where})
         return self._send(first.events)
+
+    def _count_first(self, agreed: Literal["yes", "unasked"]) -> None:
+        """Once for each stream, also if several decode engines have to be asked."""
+        if not self._is_first_counted:
+            self._is_first_counted = True
+            self._count("first_tokens", agreed)
 
     def _tell_kept_answer(self, consumer: Engine | None) -> bool:
         """Send P's token out of its whole answer, if D can continue after it. True: it is all."""
@@ -784,7 +790,7 @@ class Machine:
         turn, self._turn = self._turn, None
         if turn is None:
             return
-        if self._was_turn_sent:
+        if self._was_turn_sent or self._prefill in self._open_legs:
             self._effects.append(GiveBack(*turn))
         else:
             self._view.turns.put(self._request.session, turn, self._now_s)

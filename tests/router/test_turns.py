@@ -1,5 +1,6 @@
 """The KV that D keeps of a conversation goes to the next turn's prefill leg, once; no client gets it."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 
 from baton.router.fleet import Engine
 from baton.router.turns import KEPT_S, SESSION_CHARS_MAX, TURNS_MAX, Turn, TurnSieve, TurnTable
-from tests.router.fakes import TICKET, Call, FakeEngine, lends, system
+from tests.router.fakes import TICKET, Call, FakeEngine, hangs, lends, system
 
 KEPT = {
     "do_remote_decode": True,
@@ -140,3 +141,18 @@ def test_other_params_are_taken_out_and_not_used(params: Any) -> None:
     sieve = TurnSieve()
     assert sieve.whole(msgspec.json.encode({"kv_transfer_params": params})) == b"{}"
     assert sieve.params is None
+
+
+async def test_a_turn_that_p_may_have_is_given_back_when_its_client_leaves() -> None:
+    """P still ran: the turn was kept for the next request, and then brought to P twice."""
+    prefill, decode = FakeEngine(lends, introduces_as="p"), FakeEngine(keeps, introduces_as="d")
+    async with system([prefill], [decode], first_token=False) as s:
+        body = {"prompt": [1, 2, 3]}
+        await s.client.post("/v1/completions", json=body, headers=SESSION)
+        prefill.respond = hangs
+        prefill.was_called.clear()
+        asking = asyncio.create_task(s.client.post("/v1/completions", json=body, headers=SESSION))
+        await prefill.was_called.wait()
+        asking.cancel()
+        await decode.heard_of_loan.wait()
+    assert decode.taken_back == [{"baton_ticket": "of D"}]
