@@ -800,6 +800,10 @@ class Machine:
         self._count("prefills", prefilled.where, prefilled.reason)
 
     def _count(self, metric: str, *labels: str, value: float | None = None) -> None:
+        if metric == "first_tokens" and labels != ("no",):
+            if self._is_first_counted:
+                return  # Once for each stream, also if several decode engines had to be asked.
+            self._is_first_counted = True
         self._effects.append(Count(metric, labels, value))
 
     def _log(self, message: str, *values: object) -> None:
