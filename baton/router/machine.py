@@ -498,10 +498,10 @@ class Machine:
                 self._tried.remove(leg.engine)  # It computes as it should, and can continue after P's token.
                 return self._again()
             case True:
-                self._count_first("yes")
+                self._count("first_tokens", "yes")
                 self._send(self._answer.left_over)
             case None if self._first.continues_after_told:
-                self._count_first("unasked")
+                self._count("first_tokens", "unasked")
             case None:
                 self._begin_answer(self._head, {"x-baton-prefill": self._prefilled.where})
         self._state = State.RELAYING
@@ -613,15 +613,9 @@ class Machine:
             self._count("first_tokens", "no")
             raise
         if not is_for_client:
-            return self._count_first("yes")
+            return self._count("first_tokens", "yes")
         self._begin_answer(head, {"x-baton-prefill": where})
         return self._send(first.events)
-
-    def _count_first(self, agreed: Literal["yes", "unasked"]) -> None:
-        """Once for each stream, also if several decode engines have to be asked."""
-        if not self._is_first_counted:
-            self._is_first_counted = True
-            self._count("first_tokens", agreed)
 
     def _tell_kept_answer(self, consumer: Engine | None) -> bool:
         """Send P's token out of its whole answer, if D can continue after it. True: it is all."""
