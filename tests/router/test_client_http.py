@@ -160,6 +160,24 @@ async def test_requests_of_one_connection_are_answered_in_their_order() -> None:
         assert b"status" in (await read_answer(reader))[2]
 
 
+@pytest.mark.parametrize("is_long", [True, False])
+async def test_garbage_after_a_request_is_refused_once_the_request_is_answered(is_long: bool) -> None:
+    gate = asyncio.Event()
+
+    async def waits(call: Call) -> None:
+        await gate.wait()
+        await call.answer(200, {"choices": [{"text": "a" * (12 << 20) * is_long}]})
+
+    decode = FakeEngine(waits)
+    async with connected(decode=decode) as (_, reader, writer):
+        writer.write(GOOD + b"no HTTP\r\n\r\n")
+        await decode.was_called.wait()
+        gate.set()
+        assert (await read_answer(reader))[0] == 200
+        assert (await read_answer(reader))[0] == 400
+        assert await reader.read() == b""
+
+
 async def test_a_client_that_sends_on_and_on_while_it_waits_is_not_read() -> None:
     gate, early = asyncio.Event(), 4 * MAX_EARLY_BYTES // len(SECOND)
 

@@ -386,7 +386,8 @@ class _Connection(asyncio.Protocol):
         self._on_late = _nothing
         self.listener.crowd.leave(self)
         body, num_held = bytes(request.body), len(request.body)
-        keeps_alive = request.keeps_alive and not self._is_last and not self.listener.is_closing
+        ends = self._is_last and not self._queue
+        keeps_alive = request.keeps_alive and not ends and not self.listener.is_closing
         reply = self._reply = Reply(self, request.method, request.version, keeps_alive=keeps_alive)
         bodies = self.listener.bodies
         if request.refusal is not None:
@@ -438,7 +439,7 @@ class _Connection(asyncio.Protocol):
 
     def _wait(self) -> None:
         """For the next request, now that the answer has been read."""
-        if self._is_last or self._transport is None or self._transport.is_closing():
+        if self._is_lingering or self._transport is None or self._transport.is_closing():
             return
         self._num_early = 0
         self._resume_reading()
