@@ -21,6 +21,8 @@ JSON = HOST + b"content-type: application/json\r\n"
 POST = b"POST /v1/completions HTTP/1.1\r\n"
 BODY = b'{"prompt": "hello"}'
 GOOD = POST + JSON + b"content-length: %d\r\n\r\n%b" % (len(BODY), BODY)
+LONG_BODY = b'{"prompt": "' + bytes(300 << 10).replace(b"\0", b"a") + b'"}'
+GOOD_AND_LONG = POST + JSON + b"content-length: %d\r\n\r\n%b" % (len(LONG_BODY), LONG_BODY)
 HEALTH = b"GET /health HTTP/1.1\r\n" + HOST
 SECOND = b"GET /version HTTP/1.1\r\n" + HOST + b"\r\n"
 
@@ -310,6 +312,15 @@ async def test_a_defect_of_the_router_costs_one_request(monkeypatch: pytest.Monk
             patch.setattr("baton.router.shell.app.parse_body", lambda *_: 1 / 0)
             writer.write(GOOD)
             assert (await read_answer(reader))[0] == 500
+        for name, sent in (
+            ("baton.router.shell.app.forward", b"GET /v1/models HTTP/1.1\r\n" + HOST + b"\r\n"),
+            ("baton.router.shell.admin.Admin.answer", b"GET /status HTTP/1.1\r\n" + HOST + b"\r\n"),
+            ("baton.http.json_body.is_cheap", GOOD_AND_LONG),
+        ):
+            with monkeypatch.context() as patch:
+                patch.setattr(name, lambda *_: 1 / 0)
+                writer.write(sent)
+                assert (await read_answer(reader))[0] == 500, name
         writer.write(GOOD)
         assert (await read_answer(reader))[0] == 200
         assert "baton:router_in_flight 0.0" in (await s.client.get("/metrics")).text

@@ -32,7 +32,7 @@ from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
 from baton.router.shell import admin
 from baton.router.shell.asking import Asker
-from baton.router.shell.client_http import REQUEST_ID, Incoming, Listener, Reply
+from baton.router.shell.client_http import DEFECT, REQUEST_ID, Incoming, Listener, Reply
 from baton.router.shell.dashboard import PAGE
 from baton.router.shell.engine_http import EnginePool
 from baton.router.shell.introductions import Introducer
@@ -40,7 +40,7 @@ from baton.router.shell.legs import Ask, Upstream
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
 from baton.router.shell.probes import Prober, ProberDied
-from baton.router.shell.requests import DEFECT, RequestDriver, Requests, forward
+from baton.router.shell.requests import RequestDriver, Requests, forward
 from baton.router.shell.timers import TimerWheel
 from baton.router.turns import SESSION_HEADER, TurnTable
 
@@ -199,9 +199,14 @@ class Router:
         return call.add_done_callback(self._admin_calls.discard)
 
     async def _administer(self, incoming: Incoming, body: bytes, reply: Reply) -> None:
-        answer = await self._admin.answer(incoming.method, incoming.path, incoming.headers, body)
-        assert answer is not None
-        reply.whole(*answer)
+        try:
+            answer = await self._admin.answer(incoming.method, incoming.path, incoming.headers, body)
+            assert answer is not None
+        except Exception:
+            logger.exception("%s: a request has failed", incoming.path)
+            reply.refuse(ApiError(500, DEFECT))
+        else:
+            reply.whole(*answer)
         reply.flush()
 
     def _count_in(self, incoming: Incoming, reply: Reply) -> None:
@@ -351,6 +356,9 @@ class Forwarding:
             answer = await forward(self._requests, self._ask, self._body)
         except RouterError as error:
             return self._answer(error, error.status)
+        except Exception:
+            logger.exception("%s: a request has failed", self._ask.path)
+            return self._answer(ApiError(500, DEFECT), 500)
         waited_s = loop.time() - self._received_at_s
         self._requests.metrics.count(Count("first_byte_seconds", value=waited_s))
         headers = {**end_to_end(answer.headers), **self._reply.extra}

@@ -34,6 +34,7 @@ MAX_HEAD_BYTES = 64 << 10
 MAX_EARLY_BYTES = 64 << 10  # Of further requests, while one is being answered.
 LINGER_S = 1.0  # For a client that still sends to read why it was refused.
 REQUEST_ID = "x-request-id"
+DEFECT = "the router has failed; this is a defect of Baton"
 _SINGLE = frozenset({"host", "content-length", "content-type", "authorization", "transfer-encoding"})
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
@@ -239,7 +240,7 @@ class _Connection(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         if self._is_lingering or self._is_last:
             return
-        if self._reply is not None:
+        if self._reply is not None or self._is_full:
             self._num_early += len(data)
             if self._num_early > MAX_EARLY_BYTES:
                 self._pause_reading()
@@ -410,6 +411,9 @@ class _Connection(asyncio.Protocol):
             cheap = await self.listener.bodies.made_cheap(body)
         except UserError as error:
             cheap = ApiError.of_user(error)
+        except Exception:
+            logger.exception("a long body cannot be checked")
+            cheap = ApiError(500, DEFECT)
         finally:
             self.listener.bodies.release(len(body))
         if not reply.is_gone:
@@ -503,7 +507,7 @@ class _Connection(asyncio.Protocol):
         return self.abort()
 
     def _pause_reading(self) -> None:
-        if not self._is_paused and self._transport is not None:
+        if not self._is_paused and self._transport is not None and not self._transport.is_closing():
             self._is_paused = True
             self._transport.pause_reading()
 

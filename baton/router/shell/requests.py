@@ -38,15 +38,13 @@ from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.legs import model_of
 from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
-from baton.router.shell.client_http import Reply
+from baton.router.shell.client_http import DEFECT, Reply
 from baton.router.shell.introductions import Introducer
 from baton.router.shell.legs import Ask, Upstream, WireLeg
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
-
-DEFECT = "the router has failed; this is a defect of Baton"
 
 
 class Requests:
