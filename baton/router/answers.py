@@ -95,6 +95,7 @@ class Complete:
     """P's first token is the whole answer, which was not to be streamed."""
 
     answer: LegAnswer
+    ticket: dict[str, Any] | None = None  # P has lent all the same.
 
 
 @dataclass(frozen=True, slots=True)
@@ -171,16 +172,16 @@ def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = Fa
     try:
         parts = decode_json(answer.body, RawObject)
         ticket = decode_json(parts.pop(PARAMS, _NULL))
+        if not isinstance(ticket, dict | None):
+            raise PeerError(
+                f"{PARAMS} in the prefill engine's answer is a {type(ticket).__name__}, not an object"
+            )
         if may_be_complete and decode_json(parts.get("choices", _NULL), list[_Choice])[0].finish_reason:
             body = answer.body if ticket is None else msgspec.json.encode(parts)
-            return Complete(LegAnswer(answer.status, answer.headers, body))
+            return Complete(LegAnswer(answer.status, answer.headers, body), ticket or None)
         kept = decode_json(answer.body, dict[str, Any]) if is_kept and len(answer.body) <= MAX_KEPT else None
     except (NotJson, IndexError) as error:
         raise PeerError(f"the prefill engine's answer is no completion: {error}") from error
-    if not isinstance(ticket, dict | None):
-        raise PeerError(
-            f"{PARAMS} in the prefill engine's answer is a {type(ticket).__name__}, not an object"
-        )
     return prefilled(ticket, kept)
 
 
@@ -203,6 +204,7 @@ class PrefillReader:
         self._events = EventSplitter()
         self._head: LegAnswer | None = None
         self._is_known = False
+        self.is_done = False  # [DONE] has come.
         self._rest = bytearray()
         self.rest: bytes | None = None  # After the first token: token counts and [DONE].
         self.lent: Mapping[str, Any] | None = None  # `kv_transfer_params` of P's answer.
@@ -236,8 +238,11 @@ class PrefillReader:
     def _read(self) -> PrefillOutcome | None:
         outcome: PrefillOutcome | None = None
         while (event := self._events.next()) is not None:
+            if self.is_done:
+                continue  # What an engine sends after [DONE] is for no client.
             if self._is_known:
                 self._rest += event
+                self.is_done = is_done(event)
                 if len(self._rest) > MAX_REST_BYTES:
                     raise PeerError("does not stop after one token")
             elif (first := self._first.look_at(event)) is not None:

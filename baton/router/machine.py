@@ -143,7 +143,9 @@ class Machine:
         self._producer: Engine | None = None  # Of what the running decode leg is to load.
         self._has_come = False  # The D of the running decode leg, for what P lends.
         self._turn: Turn | None = None  # That the last answer of this session left, until a P has it.
-        self._was_turn_sent = self._is_first_counted = False
+        self._is_turn_out = False  # In a prefill leg whose outcome is not known.
+        self._was_turn_sent = False  # In a prefill leg that failed or was closed: its P may have it.
+        self._is_first_counted = False
         self._answer: DecodeAnswer | None = None  # D's stream, once it has begun ...
         self._head = EVENT_STREAM  # ... with this status and these headers.
         self._status: int | None = None  # Of the client's answer, once it has begun.
@@ -320,10 +322,12 @@ class Machine:
             leg.outcome, leg.is_broken = outcome.kind, True
             self._note_failure(leg, outcome)
             self._effects.append(Close(leg))
-        if isinstance(outcome, Prefilled) and outcome.ticket:
+        if isinstance(outcome, Prefilled | Complete) and outcome.ticket:
             self._take_loan(leg, outcome.ticket)
         elif isinstance(outcome, FirstTokenRead) and outcome.first.params:
             self._take_loan(leg, outcome.first.params)
+        if outcome is not None:
+            self._settle_turn(outcome)
         return outcome
 
     def _on_late_prefill(self, event: Opened | Piece | StreamEnded | Failed) -> None:
@@ -336,7 +340,6 @@ class Machine:
         self._effects.append(Count("prefill_seconds", value=duration_s))
         match outcome:
             case LegFailure():
-                self._was_turn_sent = self._was_turn_sent or outcome.was_sent
                 self._log("prefill leg: %s", outcome)
                 self._failures["prefill"] = outcome
                 self._bad_producers.append(leg.engine)
@@ -353,7 +356,6 @@ class Machine:
                 return True
         if leg.was_alone:
             self._view.late_legs.note(leg.engine, self._num_prompt_tokens, duration_s)
-        self._turn = None  # This P has come for it.
         match outcome:
             case Complete(answer):
                 self._send_whole(answer, {"x-baton-prefill": "remote"})
@@ -387,6 +389,8 @@ class Machine:
     def _relay_end(self, leg: Leg) -> None:
         assert leg.reader is not None
         if (rest := leg.reader.rest) is not None:
+            if not leg.reader.is_done:
+                raise RouterError.gateway("the prefill engine ended the stream without [DONE]")
             self._send(rest, is_last=True)
             self._finish()
 
@@ -665,6 +669,8 @@ class Machine:
         body = ask.body
         if PARAMS in body:
             self._turn = self._turn or self._view.turns.take(self._request.session, self._now_s)
+            self._was_turn_sent = self._was_turn_sent or self._is_turn_out
+            self._is_turn_out = self._turn is not None
             if self._turn is not None:
                 body = {**body, PARAMS: {**self._turn.params, **body[PARAMS]}}
         reader = PrefillReader(
@@ -779,12 +785,20 @@ class Machine:
         if answer.kept_params is not None:
             self._view.turns.put(self._request.session, Turn(keeper, answer.kept_params), self._now_s)
 
+    def _settle_turn(self, outcome: PrefillOutcome | LegFailure) -> None:
+        self._is_turn_out = False
+        match outcome:
+            case LegFailure():
+                self._was_turn_sent = self._was_turn_sent or outcome.was_sent
+            case Prefilled() | Complete() | FirstTokenRead():
+                self._turn = None  # This P has come for it.
+
     def _leave_turn(self) -> None:
         """Of the last answer's blocks, if no P has come for them."""
         turn, self._turn = self._turn, None
         if turn is None:
             return
-        if self._was_turn_sent or self._prefill in self._open_legs:
+        if self._was_turn_sent or self._is_turn_out:
             self._effects.append(GiveBack(*turn))
         else:
             self._view.turns.put(self._request.session, turn, self._now_s)

@@ -5,7 +5,7 @@ Everything is drawn from one seed. An engine that answers well says TOKENS; one 
 
 import json
 import random
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -36,7 +36,7 @@ from baton.router.events import (
 )
 from baton.router.fleet import Engine, Fleet, Introduction
 from baton.router.fleet_view import FleetView
-from baton.router.machine import Machine, Request
+from baton.router.machine import LEG_EVENTS, Machine, Request, State
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
 from baton.router.sse import EventSplitter, data_of
@@ -56,6 +56,7 @@ class Client:
     """Checks that it gets one answer, whose text is what engines say."""
 
     is_stream: bool
+    num_tokens: int  # Of the whole answer.
     status: int | None = None
     gets_stream: bool = False  # An engine may answer otherwise.
     has_ended: bool = False
@@ -105,9 +106,13 @@ class Client:
         if self.gets_stream != self.is_stream:
             return False
         if self.is_stream:
-            return self.is_done and not self.has_error and self.text in ("".join(TOKENS), "".join(OTHERS))
+            return self.is_done and not self.has_error and self.text in self.answers
         answer = json.loads(self.body)
-        return bool(answer) and answer["choices"][0]["text"] in ("".join(TOKENS), "".join(OTHERS))
+        return bool(answer) and answer["choices"][0]["text"] in self.answers
+
+    @property
+    def answers(self) -> Sequence[str]:
+        return ["".join(tokens[: self.num_tokens]) for tokens in (TOKENS, OTHERS)]
 
 
 class World:
@@ -131,7 +136,7 @@ class World:
         self.kinds: dict[Engine, str] = {}
         for engine in self.fleet.engines:
             self.kinds[engine] = rng.choice(["baton", "baton", "vllm", "other"])
-        self.client = Client(is_stream=rng.random() < 0.7)
+        self.client = Client(is_stream=rng.random() < 0.7, num_tokens=rng.choice([1, 3, 3, 3]))
         self.session = rng.choice([None, "session"])
         body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": self.client.is_stream}
         request = Request("id", body, is_chat=False, session=self.session, received_at_s=0.0)
@@ -148,6 +153,8 @@ class World:
                 self.view.late_legs.note(engine, len(PROMPT), PREFILL_S)
         self.tickets_used: set[str] = set()  # By a decode engine that may have received them.
         self.turns_used: set[str] = set()
+        self.turn_legs: set[Leg] = set()  # That brought the turn to an engine which may have received it.
+        self.faults: Counter[str] = Counter()  # And other events, by what happened.
         self.turn: str | None = None  # What the last answer of the session left at an engine.
         if self.session is not None and rng.random() < 0.5:
             self.turn = "of the last turn"
@@ -168,8 +175,16 @@ class World:
                 del self.scripts[event.leg]
             elif isinstance(event, Opened):
                 self._note_opened(event)
+                if event.answer.status != 200:
+                    self.turn_legs.discard(event.leg)  # It has not used the turn.
             elif isinstance(event, Failed) and event.failure.was_sent:
                 self.tickets_used.add(_ticket_of(event.leg))
+            elif isinstance(event, Failed):
+                self.turn_legs.discard(event.leg)
+            if isinstance(event, LEG_EVENTS) and event.leg in self.closing and not isinstance(event, Closed):
+                self.faults["an event of a leg that is being closed"] += 1
+            if isinstance(event, Failed | Closed):
+                self.faults[f"{type(event).__name__} in {self.machine._state.name}"] += 1
             self._carry_out(self.machine.on(event, self.now_s))
         self._check_end()
 
@@ -179,11 +194,15 @@ class World:
 
     def _draw(self) -> Event:
         rng = self.rng
-        if not self.is_healthy and rng.random() < 0.02:
+        # ENDING is rare and short.
+        rate = 0.2 if self.machine._state is State.ENDING else 0.02
+        if not self.is_healthy and rng.random() < rate:
             self.has_left = True
+            self.faults[f"the client leaves in {self.machine._state.name}"] += 1
             return ClientGone()
-        if not self.is_healthy and rng.random() < 0.01:
+        if not self.is_healthy and rng.random() < rate / 2:
             self.was_stopped = True
+            self.faults[f"the router stops in {self.machine._state.name}"] += 1
             return Stopped()
         choices: list[Leg | Event] = [*self.scripts, *self.waiting]
         soon = [choice for choice in choices if not isinstance(choice, HoldOver)]
@@ -214,6 +233,8 @@ class World:
                     params = effect.body.get("kv_transfer_params") or {}
                     is_early = "baton_introduction" in params and params["transfer_id"] in self.held
                     assert not is_early, "a leg that is held leaves when its own time is up"
+                    if effect.role == "prefill" and self.turn is not None and _ticket_of(effect) == self.turn:
+                        self.turn_legs.add(effect)
                     self.scripts[effect] = deque(self._answer(effect))
                 case Close(leg):
                     self.closing.add(leg)
@@ -258,12 +279,14 @@ class World:
         is_known = self.view.turns.take(self.session, self.now_s) is not None
         if self.turn is not None:
             assert self.turn in self.turns_used or (self.turn in returned) != is_known
+            assert not (self.turn_legs and is_known), "a turn that an engine may have is not brought again"
 
     # --- Engines ---------------------------------------------------------------------------------------
 
     def _introduce(self, engine: Engine) -> None:
         engine.was_asked = True
         if self._fails():
+            self.faults["no introduction"] += 1
             return
         kind = self.kinds[engine]
         engine.is_introduced = True
@@ -284,7 +307,10 @@ class World:
         body = leg.body
         params = body.get("kv_transfer_params") or {}
         tokens = OTHERS if self.disagree and self.rng.random() < 0.5 else TOKENS
+        self.faults["other tokens"] += tokens is OTHERS
         is_prefill = bool(params.get("do_remote_decode")) or body.get("max_tokens") == 1
+        ends_at_first = self.client.num_tokens == 1
+        tokens = tokens[: self.client.num_tokens]
         if body["prompt"] != PROMPT:
             assert body["prompt"][: len(PROMPT)] == PROMPT
             (first,) = body["prompt"][len(PROMPT) :]
@@ -297,6 +323,7 @@ class World:
             yield from self._stream(leg, tokens[:1] if ends_early else tokens, params, ticket)
         else:
             finish = None if params.get("baton_first_token") else "length"
+            finish = "stop" if ends_at_first else finish
             if params.get("baton_first_token"):
                 tokens = tokens[:1]
             choice: dict[str, Any] = {"text": "".join(tokens), "finish_reason": finish}
@@ -313,7 +340,9 @@ class World:
         for index, token in enumerate(tokens):
             is_last = index + 1 == len(tokens)
             choice: dict[str, Any] = {"text": token, "finish_reason": "length" if is_last else None}
-            if is_split:
+            if self.client.num_tokens == 1:
+                choice["finish_reason"] = "stop"
+            elif is_split:
                 choice["finish_reason"] = None
             if params.get("baton_first_token") and index == 0 and self.kinds[leg.engine] == "baton":
                 choice["token_ids"] = [ord(token)]
@@ -325,6 +354,7 @@ class World:
         pieces = list(self._cut(data))
         fault = self.rng.choice(["cut", "ends early", "garbage"]) if self._fails() else None
         if fault is not None:
+            self.faults[f"a stream: {fault}"] += 1
             pieces = pieces[: self.rng.randint(1, len(pieces))]
             if fault == "garbage":
                 pieces.append(b"\n\ndata: {garbage\n\n")
@@ -342,7 +372,9 @@ class World:
             data = data[size:]
 
     def _failure(self, leg: Leg) -> Iterator[Event]:
-        match self.rng.randrange(8):
+        number = self.rng.randrange(8)
+        self.faults[f"failure {number}"] += 1
+        match number:
             case 0:
                 yield Failed(leg, LegFailure("unreachable", leg.engine.url, "refused", was_sent=False))
             case 1:
@@ -376,7 +408,8 @@ class World:
         params = event.leg.body.get("kv_transfer_params") or {}
         if event.answer.status != 200:
             return
-        if event.leg.role == "decode" and "transfer_id" in params and event.leg not in self.closing:
+        is_ignored = event.leg in self.closing or self.machine._state is State.ENDING  # P's answer is all.
+        if event.leg.role == "decode" and "transfer_id" in params and not is_ignored:
             self.come_for.add(f"of {params['transfer_id']}")
         elif event.leg.role == "prefill":
             self.turns_used.add(_ticket_of(event.leg))

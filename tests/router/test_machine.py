@@ -1,5 +1,6 @@
 """The machine of one request in simulated worlds, and the mutants that they notice."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from tests.router.machine_world import World
 
 WORLDS = 500
 MUTANT_WORLDS_MAX = 5000
+WORLDS_OF_FAULTS = 5000
+NO_CLOSED = ("MEETING", "HELD", "PUSHING", "ENDING")  # With a leg's last event these states end.
 
 
 def test_every_request_ends_and_leaves_nothing() -> None:
@@ -34,6 +37,24 @@ def test_faults_end_some_requests_and_not_all() -> None:
     rest = [world for world in worlds if not world.is_ending]
     num_right = sum(world.client.is_right for world in rest)
     assert 0.3 * len(rest) < num_right < len(rest)
+
+
+def test_every_fault_occurs() -> None:
+    """A fault that is never drawn proves nothing."""
+    faults: Counter[str] = Counter()
+    for seed in range(WORLDS_OF_FAULTS):
+        world = World(seed)
+        world.run()
+        faults += world.faults
+    states = [state.name for state in State if state is not State.OVER]
+    wanted = {f"the client leaves in {name}" for name in states}
+    wanted |= {f"the router stops in {name}" for name in states}
+    wanted |= {f"Failed in {name}" for name in states if name != "MEETING"}
+    wanted |= {f"Closed in {name}" for name in states if name not in NO_CLOSED}
+    wanted |= {f"failure {number}" for number in range(8)}
+    wanted |= {f"a stream: {fault}" for fault in ("cut", "ends early", "garbage")}
+    wanted |= {"no introduction", "other tokens", "an event of a leg that is being closed"}
+    assert wanted - faults.keys() == set()
 
 
 def test_every_state_can_end_early() -> None:
