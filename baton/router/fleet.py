@@ -9,89 +9,30 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
-import msgspec
-
 from baton.core.errors import ConfigError
-from baton.core.layout import ModelFingerprint
 from baton.router.errors import LegFailure, RouterError
 from baton.router.health import Health, Probe, Status
+from baton.router.identity import Identity, Introduced, Introduction, Kind, ModelCard, Seat, choose_identity
+from baton.router.notes import EngineKey, Erred, LegFailed, Note
 from baton.router.policies import POLICIES, EngineState, RoutedRequest
 from baton.router.settings import Role, RouterSettings, check_url, without_credentials
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["baton", "vllm"]
+
+class Counts(NamedTuple):
+    """Of one engine, in other processes of this router."""
+
+    in_flight: int = 0
+    num_requests: int = 0
+    num_failures: int = 0
+    num_heard: int = 0
 
 
-class Introduction(msgspec.Struct, frozen=True):
-    """What an engine reports of its connector and its model."""
-
-    engine_id: str
-    introduction: str | None  # Signed, for other engines; None: nothing can be pushed from here.
-    max_model_len: int | None = None  # This and the rest are reported by Baton's engines only.
-    served_model_name: str | None = None
-    fingerprint: ModelFingerprint | None = None
-    secret_ids: tuple[str, ...] | None = None  # Of the secret that it signs with, then of others it accepts.
-    lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
-
-
-class ModelCard(msgspec.Struct, frozen=True):
-    """A model in the answer of /v1/models."""
-
-    id: str | None = None
-    object: Any = "model"
-    created: Any = None
-    owned_by: str | None = None
-    root: Any = None
-    parent: Any = None  # Of an adapter: the name of its model.
-    max_model_len: int | None = None
-
-
-class Identity(NamedTuple):
-    """The model that an engine serves, as far as engines of its kind report it."""
-
-    kind: Kind
-    name: str
-    checkpoint: tuple[str, str] | None = None  # Digests of architecture and weights.
-
-    def __str__(self) -> str:
-        digests = self.checkpoint
-        return f"{self.name!r}" + (f" (weights {digests[1][:12]}, {digests[0][:12]})" if digests else "")
-
-
-class Introduced(NamedTuple):
-    """What an engine has turned out to be."""
-
-    kind: Kind | None  # None: not known, or another one.
-    introduction: Introduction | None
-    max_model_len: int | None
-    identity: Identity | None
-    cards: tuple[ModelCard, ...] | None  # None: it reports no names.
-
-
-class Seat(NamedTuple):
-    """One engine in the vote on what the fleet serves."""
-
-    identity: Identity
-    is_decode: bool
-
-
-def choose_identity(seats: Sequence[Seat], incumbent: Identity | None) -> Identity | None:
-    """What most decode engines serve; among equals most engines, the incumbent, the first seat."""
-    identities = list(dict.fromkeys(seat.identity for seat in seats))
-    return max(
-        identities,
-        key=lambda identity: (
-            sum(seat.identity == identity and seat.is_decode for seat in seats),
-            sum(seat.identity == identity for seat in seats),
-            identity == incumbent,
-            -identities.index(identity),
-        ),
-        default=None,
-    )
+NOWHERE = Counts()
 
 
 @dataclass(slots=True, eq=False)
@@ -103,6 +44,7 @@ class Engine:
     num_requests: int = 0
     num_failures: int = 0  # Legs without an answer, and answers of 500 and above.
     num_heard: int = 0  # Pieces of answers that have come from it.
+    elsewhere: Counts = NOWHERE
     waits: dict["Wait", None] = field(default_factory=dict, repr=False)  # For its answers, in order.
     last_error: str | None = None
     last_error_unix_s: float | None = None
@@ -123,6 +65,16 @@ class Engine:
 
     def __post_init__(self) -> None:
         self.url = without_credentials(self.address)
+
+    @property
+    def key(self) -> EngineKey:
+        """Its name in every process of this router."""
+        return self.role, self.url
+
+    @property
+    def load(self) -> int:
+        """Requests in flight, in all processes of this router."""
+        return self.in_flight + self.elsewhere.in_flight
 
     @property
     def admin_address(self) -> str:
@@ -149,7 +101,7 @@ class Engine:
     def state(self) -> str:
         """For operators."""
         if self.drain_until_s is not None:
-            return "draining" if self.in_flight else "drained"
+            return "draining" if self.load else "drained"
         return "refused" if self.refused is not None else self.status
 
 
@@ -173,6 +125,8 @@ class Fleet:
         self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
         self._models: set[str] = set()  # Without adapters and other names of the same engines.
         self.on_removed: list[Callable[[Engine], None]] = []
+        self.tell: Callable[[Note], None] = lambda note: None  # The other processes of this router.
+        self.on_load: Callable[[], None] = lambda: None  # An engine's number of requests has changed.
         self._unix_clock = unix_clock
         self._serves: dict[tuple[Kind, str], Identity | None] = {}
 
@@ -195,7 +149,7 @@ class Fleet:
             EngineState(
                 engine.url,
                 self.may_take(engine, request) and engine not in tried and is_fit(engine),
-                engine.in_flight,
+                engine.load,
                 engine.health.share(now_s),
             )
             for engine in engines
@@ -211,11 +165,22 @@ class Fleet:
         """A leg to this engine begins. Its end is noted with `note_end`."""
         engine.in_flight += 1
         engine.num_requests += 1
+        self.on_load()
 
     def note_end(self, engine: Engine) -> None:
         engine.in_flight -= 1
-        if engine.is_leaving and not engine.in_flight:
-            self._forget(engine)
+        self._end_leave(engine)
+        self.on_load()
+
+    def note_elsewhere(self, engine: Engine, counts: Counts) -> None:
+        if counts.num_heard > engine.elsewhere.num_heard:
+            engine.health.on_answer()
+        engine.elsewhere = counts
+        self._end_leave(engine)
+
+    def find(self, key: EngineKey) -> Engine | None:
+        role, url = key
+        return next((engine for engine in self._engines[role] if engine.url == url), None)
 
     # --- Members
 
@@ -226,7 +191,7 @@ class Fleet:
         """
         check_url(address, "instance")
         url = without_credentials(address)
-        known = next((engine for engine in self._engines[role] if engine.url == url), None)
+        known = self.find((role, url))
         if known is None:
             known = Engine(address, role, Health(self._probe_settings, status="down"))
             self._engines[role].append(known)
@@ -243,9 +208,8 @@ class Fleet:
         """No new requests. Call `end_drain` at `until_s`."""
         engine.drain_until_s = until_s
         engine.is_leaving = engine.is_leaving or is_leaving
-        logger.info("%s engine %s drains %d requests", engine.role, engine.url, engine.in_flight)
-        if engine.is_leaving and not engine.in_flight:
-            self._forget(engine)
+        logger.info("%s engine %s drains %d requests", engine.role, engine.url, engine.load)
+        self._end_leave(engine)
 
     def end_drain(self, engine: Engine, now_s: float) -> None:
         """Give up the legs that are left. Nothing happens if the engine has returned or drains for longer."""
@@ -253,6 +217,10 @@ class Fleet:
             return
         self._give_up(engine.waits)
         if engine.is_leaving:
+            self._forget(engine)
+
+    def _end_leave(self, engine: Engine) -> None:
+        if engine.is_leaving and not engine.load:
             self._forget(engine)
 
     def _forget(self, engine: Engine) -> None:
@@ -271,7 +239,8 @@ class Fleet:
         engine.health.on_answer()
         if status >= 500:
             engine.num_failures += 1
-            self._note_error(engine, f"answered with status {status}")
+            self.note_error(engine, why := f"answered with status {status}")
+            self.tell(Erred(engine.key, why))
 
     def note_failure(self, engine: Engine, failure: LegFailure, now_s: float) -> None:
         """Once for each failure, through however many hands it goes."""
@@ -279,8 +248,14 @@ class Fleet:
             return
         failure.is_noted = True
         engine.num_failures += 1
-        is_ejected = engine.health.on_failure(now_s, is_decisive=failure.kind == "unreachable")
-        self._count_against(engine, str(failure), is_ejected=is_ejected)
+        is_decisive = failure.kind == "unreachable"
+        self.note_leg_failed(engine, str(failure), now_s, is_decisive=is_decisive)
+        self.tell(LegFailed(engine.key, str(failure), is_decisive))
+
+    def note_leg_failed(self, engine: Engine, why: str, now_s: float, *, is_decisive: bool) -> None:
+        """In this process, or in another one of this router."""
+        is_ejected = engine.health.on_failure(now_s, is_decisive=is_decisive)
+        self._count_against(engine, why, is_ejected=is_ejected)
 
     def note_probe(self, engine: Engine, probe: Probe, now_s: float) -> None:
         was_silent = engine.health.is_silent
@@ -303,7 +278,7 @@ class Fleet:
         Legs that another engine can take over are given up when their engine is ejected otherwise.
         """
         engine.is_introduced = False  # Perhaps it is another process when it is back.
-        self._note_error(engine, error)
+        self.note_error(engine, error)
         if not is_ejected:
             return
         logger.warning("%s engine %s is down: %s", engine.role, engine.url, error)
@@ -314,7 +289,7 @@ class Fleet:
         for wait in list(waits):  # Each one leaves the set of its engine.
             wait.give_up()
 
-    def _note_error(self, engine: Engine, error: str) -> None:
+    def note_error(self, engine: Engine, error: str) -> None:
         engine.last_error = error
         engine.last_error_unix_s = self._unix_clock()
 
@@ -428,9 +403,9 @@ class Fleet:
                     "refused": engine.refused,
                     "engine_id": engine.introduction.engine_id if engine.introduction else None,
                     "lost_links": engine.introduction.lost_links if engine.introduction else {},
-                    "in_flight": engine.in_flight,
-                    "requests": engine.num_requests,
-                    "failures": engine.num_failures,
+                    "in_flight": engine.load,
+                    "requests": engine.num_requests + engine.elsewhere.num_requests,
+                    "failures": engine.num_failures + engine.elsewhere.num_failures,
                     "failures_in_row": engine.health.failures_in_row,
                     "last_error": engine.last_error,
                     "last_error_unix_s": engine.last_error_unix_s,

@@ -2,20 +2,18 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Literal
 
 from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine, Fleet
 from baton.router.late_leg import LateLegs
 from baton.router.legs import new_transfer_id
+from baton.router.notes import Handoff, Outcome
 from baton.router.pairs import Pairs
 from baton.router.policies import RoutedRequest
 from baton.router.settings import Role, RouterSettings
 from baton.router.turns import TurnTable
 
 logger = logging.getLogger(__name__)
-
-Outcome = Literal["handed_over", "computed", "refused"]
 
 
 class FleetView:
@@ -64,6 +62,11 @@ class FleetView:
 
     def note_handoff(self, producer: Engine, consumer: Engine, outcome: Outcome, now_s: float) -> None:
         """What D did with a prompt that P had lent."""
+        self.learn_handoff(producer, consumer, outcome, now_s)
+        self.fleet.tell(Handoff(producer.key, consumer.key, outcome))
+
+    def learn_handoff(self, producer: Engine, consumer: Engine, outcome: Outcome, now_s: float) -> None:
+        """Of this process, or of another one of this router."""
         if outcome == "handed_over":
             self.pairs.note_handed_over(producer, consumer)
             return

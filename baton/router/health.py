@@ -17,6 +17,7 @@ from baton.router.settings import ProbeSettings
 
 Status = Literal["unknown", "up", "down"]
 Breaker = Literal["closed", "half_open", "open"]
+ProbeKind = Literal["healthy", "refused", "unhealthy", "broken", "silent", "slow"]
 
 SHARE_FIRST = 0.1
 BACKOFF_FIRST_S = 0.5
@@ -30,7 +31,7 @@ class Probe(NamedTuple):
     answer, and nothing else from the engine meanwhile. slow: no answer, but the engine answers requests.
     """
 
-    kind: Literal["healthy", "refused", "unhealthy", "broken", "silent", "slow"]
+    kind: ProbeKind
     why: str = ""
 
 

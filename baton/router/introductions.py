@@ -17,7 +17,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar
 import msgspec
 
 from baton.core.json_text import NotJson, decode_json
-from baton.router.fleet import Engine, Identity, Introduced, Introduction, ModelCard
+from baton.router.fleet import Engine
+from baton.router.identity import Identity, Introduced, Introduction, ModelCard
 from baton.router.legs import PARAMS
 
 logger = logging.getLogger(__name__)

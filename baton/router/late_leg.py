@@ -42,7 +42,7 @@ class LateLegs:
             return 0.0
         size = max(1, num_tokens)
         seen = self._s_per_token.get((producer.url, size.bit_length()))
-        if not seen or producer.in_flight:
+        if not seen or producer.load:
             return None  # How long it will wait for its turn is not known.
         expected_s = max(seen) * size
         lead_s = LEAD_SHARE * expected_s

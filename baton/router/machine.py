@@ -69,8 +69,9 @@ from baton.router.events import (
 from baton.router.first_token import FirstToken
 from baton.router.first_tokens import FirstTokens
 from baton.router.fleet import Engine
-from baton.router.fleet_view import FleetView, Outcome
+from baton.router.fleet_view import FleetView
 from baton.router.legs import PARAMS, push_params, shape_of
+from baton.router.notes import Outcome
 from baton.router.settings import Role
 from baton.router.turns import Turn
 
@@ -700,7 +701,7 @@ class Machine:
         wait_s: float,
         reader: PrefillReader | None = None,
     ) -> Leg:
-        leg = Leg(role, engine, body, wait_s, self._now_s, was_alone=not engine.in_flight, reader=reader)
+        leg = Leg(role, engine, body, wait_s, self._now_s, was_alone=not engine.load, reader=reader)
         self._view.fleet.note_start(engine)
         self._open_legs.append(leg)
         self._effects.append(leg)

@@ -11,7 +11,8 @@ OVERLAP    As CONTINUE, but D's leg left before P had answered: D gives the toke
 
 from enum import Enum, auto
 
-from baton.router.fleet import Engine, Kind
+from baton.router.fleet import Engine
+from baton.router.identity import Kind
 
 
 class FirstTokenMode(Enum):

@@ -18,6 +18,7 @@ import msgspec
 from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet import Engine
 from baton.router.legs import PARAMS
+from baton.router.notes import Note, TurnKept, TurnTaken
 from baton.router.sse import RawObject, data_of, sse_event
 
 SESSION_HEADER = "x-session-id"
@@ -36,8 +37,14 @@ class Turn(NamedTuple):
 class TurnTable:
     """Not thread-safe. A turn that no prefill leg will bring is given back to its keeper."""
 
-    def __init__(self, give_back: Callable[[Engine, dict[str, Any]], None]) -> None:
+    def __init__(
+        self,
+        give_back: Callable[[Engine, dict[str, Any]], None],
+        tell: Callable[[Note], None] = lambda note: None,
+    ) -> None:
+        """`tell`: the other processes of this router, which keep copies."""
         self._give_back = give_back
+        self._tell = tell
         self._kept: OrderedDict[str, tuple[float, Turn]] = OrderedDict()
 
     def put(self, session: str | None, turn: Turn, now_s: float) -> None:
@@ -50,6 +57,7 @@ class TurnTable:
         if len(self._kept) > TURNS_MAX:
             _, (_, oldest) = self._kept.popitem(last=False)
             self._give_back(*oldest)
+        self._tell(TurnKept(session, turn.keeper.key, turn.params))
 
     def take(self, session: str | None, now_s: float) -> Turn | None:
         """Once: a ticket is good for one fetch."""
@@ -57,7 +65,20 @@ class TurnTable:
         if turn is not None and now_s >= until:
             self._give_back(*turn)
             return None
+        if turn is not None:
+            self._tell(TurnTaken(session or ""))
         return turn
+
+    def learn(self, session: str, turn: Turn | None, now_s: float) -> None:
+        """From another process: it has put this turn, or taken the last one. It gives back, not this one."""
+        self._kept.pop(session, None)
+        if turn is not None:
+            self._kept[session] = (now_s + KEPT_S, turn)
+            if len(self._kept) > TURNS_MAX:
+                self._kept.popitem(last=False)
+
+    def kept(self) -> list[tuple[str, Turn]]:
+        return [(session, turn) for session, (_, turn) in self._kept.items()]
 
 
 class TurnSieve:

@@ -26,8 +26,8 @@ from baton.engine.api import FinishReason
 from baton.router.answers import Prefilled
 from baton.router.errors import FailureKind
 from baton.router.fleet import Fleet
-from baton.router.fleet_view import Outcome
 from baton.router.legs import LocalReason
+from baton.router.notes import Outcome
 from baton.router.pairs import Pairs
 from baton.router.settings import Role, RouterSettings
 from baton.router.shell.metrics import RouterMetrics

@@ -34,8 +34,9 @@ from baton.router.events import (
     Stopped,
     StreamEnded,
 )
-from baton.router.fleet import Engine, Fleet, Introduction
+from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
+from baton.router.identity import Introduction
 from baton.router.machine import LEG_EVENTS, Machine, Request, State
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings

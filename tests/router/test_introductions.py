@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.fleet import Engine, Introduced, Introduction, ModelCard
+from baton.router.fleet import Engine
+from baton.router.identity import Introduced, Introduction, ModelCard
 from baton.router.introductions import COMPLETIONS_PATH, MODELS_PATH, PATH, Answer, introduce
 
 NOT_FOUND = (404, b"")

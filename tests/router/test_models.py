@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.errors import RouterError
-from baton.router.fleet import Fleet, Identity, ModelCard
+from baton.router.fleet import Fleet
 from baton.router.health import Probe
+from baton.router.identity import Identity, ModelCard
 from baton.router.pairs import mismatch_of
 from baton.router.policies import RoutedRequest
 from baton.router.settings import RouterSettings
@@ -99,7 +100,7 @@ async def test_an_adapter_that_a_vllm_loads_later_is_found_by_its_probes() -> No
         await met(s)
         assert (await s.complete(model="adapter")).status_code == 404
         d.models["data"].append({"id": "adapter", "owned_by": "vllm", "parent": "a"})
-        await s.router._prober.probe(s.router.fleet.engines[1])
+        await s.router.control.prober.probe(s.router.fleet.engines[1])
         assert (await s.complete(model="adapter")).status_code == 200
 
 

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.fleet import Engine, Identity, Introduction, Seat, choose_identity
+from baton.router.fleet import Engine
+from baton.router.identity import Identity, Introduction, Seat, choose_identity
 from baton.router.pairs import BACKOFF_FIRST_S, BACKOFF_MAX_S, FAILURES_TO_STOP, Pairs, mismatch_of
 from tests.event_loop import pass_time, run
 from tests.router.fakes import Call, FakeEngine, Respond, answers, lends, responds, system

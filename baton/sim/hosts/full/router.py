@@ -32,9 +32,10 @@ from baton.router.events import (
     Stopped,
 )
 from baton.router.events import Leg as RouterLeg
-from baton.router.fleet import Engine, Fleet, Introduction
+from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.health import Probe
+from baton.router.identity import Introduction
 from baton.router.machine import Machine, Request
 from baton.router.pairs import Pairs
 from baton.router.policies import POLICIES, RoutedRequest

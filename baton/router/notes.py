@@ -1,0 +1,96 @@
+"""What the processes of one router tell each other: what one of them has seen, or has been ordered to do.
+
+A note is told once it has been applied where it comes from. Notes of one process arrive in their order; notes
+of different processes may cross. What differs between processes thereby lasts until the next probe, and costs
+a choice that is not the best, never a wrong answer.
+"""
+
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from baton.router.health import ProbeKind
+from baton.router.identity import Introduced
+from baton.router.settings import Role
+
+EngineKey: TypeAlias = tuple[Role, str]  # The URL has no credentials.
+Outcome = Literal["handed_over", "computed", "refused"]
+
+
+class _Note(msgspec.Struct, frozen=True, array_like=True): ...
+
+
+class Joined(_Note, frozen=True, tag="Joined"):
+    """The operator has added an engine, or has added one again that drains."""
+
+    role: Role
+    address: str
+
+
+class Drains(_Note, frozen=True, tag="Drains"):
+    engine: EngineKey
+    for_s: float
+    is_leaving: bool
+
+
+class Probed(_Note, frozen=True, tag="Probed"):
+    engine: EngineKey
+    kind: ProbeKind
+    why: str
+    admin_port: int | None
+
+
+class Introduces(_Note, frozen=True, tag="Introduces"):
+    engine: EngineKey
+    found: Introduced | None
+
+
+class LegFailed(_Note, frozen=True, tag="LegFailed"):
+    engine: EngineKey
+    why: str
+    is_decisive: bool  # One failure is enough to eject the engine.
+
+
+class Erred(_Note, frozen=True, tag="Erred"):
+    """An answer of 500 and above, which is not a failure of the engine's health."""
+
+    engine: EngineKey
+    why: str
+
+
+class Handoff(_Note, frozen=True, tag="Handoff"):
+    """What D did with a prompt that P had lent."""
+
+    producer: EngineKey
+    consumer: EngineKey
+    outcome: Outcome
+
+
+class TurnKept(_Note, frozen=True, tag="TurnKept"):
+    session: str
+    keeper: EngineKey
+    params: dict[str, Any]
+
+
+class TurnTaken(_Note, frozen=True, tag="TurnTaken"):
+    session: str
+
+
+class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
+    engine: EngineKey
+    in_flight: int
+    num_requests: int  # This and the rest: since the process has started.
+    num_failures: int
+    num_heard: int  # Pieces of answers.
+
+
+class Load(_Note, frozen=True, tag="Load"):
+    """Of one process; or of all others together, when it comes from the coordinator."""
+
+    num_requests: int  # Of clients, in flight.
+    engines: list[EngineLoad]
+
+
+Note: TypeAlias = (
+    Joined | Drains | Probed | Introduces | LegFailed | Erred | Handoff | TurnKept | TurnTaken | Load
+)

@@ -1,0 +1,160 @@
+"""One process's copy of what the processes of a router know, kept in step by notes.
+
+    worker --its notes--> coordinator --to the other workers--> worker
+    coordinator --probes, introductions, orders, the load of the others--> worker
+
+Pure: notes and time are arguments. `shell/link` moves them.
+"""
+
+import msgspec
+
+from baton.router.fleet import Counts, Engine
+from baton.router.fleet_view import FleetView
+from baton.router.health import Probe, ProbeKind
+from baton.router.identity import Introduced
+from baton.router.notes import (
+    Drains,
+    EngineKey,
+    EngineLoad,
+    Erred,
+    Handoff,
+    Introduces,
+    Joined,
+    LegFailed,
+    Load,
+    Note,
+    Probed,
+    TurnKept,
+    TurnTaken,
+)
+from baton.router.settings import without_credentials
+from baton.router.turns import Turn
+
+
+class Replica:
+    def __init__(self, view: FleetView) -> None:
+        self._view = view
+        self._fleet = view.fleet
+        self.num_requests_elsewhere = 0
+
+    def apply(self, note: Note, now_s: float) -> None:
+        """A note of another process. One about an engine that is not known here any more changes nothing."""
+        fleet, find = self._fleet, self._fleet.find
+        match note:
+            case Joined(role, address):
+                known = find((role, without_credentials(address)))
+                if known is None or known.drain_until_s is not None:
+                    fleet.add(role, address)
+            case Load(num_requests, rows):
+                self._learn_load(num_requests, rows)
+            case Handoff(producer_key, consumer_key, outcome):
+                producer, consumer = find(producer_key), find(consumer_key)
+                if producer is not None and consumer is not None:
+                    self._view.learn_handoff(producer, consumer, outcome, now_s)
+            case TurnKept(session, key, params):
+                keeper = find(key)
+                turn = None if keeper is None else Turn(keeper, params)
+                self._view.turns.learn(session, turn, now_s)
+            case TurnTaken(session):
+                self._view.turns.learn(session, None, now_s)
+            case _:
+                if (engine := find(note.engine)) is not None:
+                    self._apply_to(engine, note, now_s)
+
+    def _apply_to(
+        self, engine: Engine, note: Drains | Probed | Introduces | LegFailed | Erred, now_s: float
+    ) -> None:
+        fleet = self._fleet
+        match note:
+            case Drains(_, for_s, is_leaving):
+                fleet.drain(engine, now_s + for_s, is_leaving=is_leaving)
+                if not for_s:
+                    fleet.end_drain(engine, now_s)
+            case Probed(_, kind, why, admin_port):
+                engine.admin_port = admin_port
+                fleet.note_probe(engine, Probe(kind, why), now_s)
+            case Introduces(_, found):
+                fleet.note_asked(engine)
+                fleet.note_introduced(engine, found)
+            case LegFailed(_, why, is_decisive):
+                fleet.note_leg_failed(engine, why, now_s, is_decisive=is_decisive)
+            case Erred(_, why):
+                fleet.note_error(engine, why)
+
+    def _learn_load(self, num_requests: int, rows: list[EngineLoad]) -> None:
+        self.num_requests_elsewhere = num_requests
+        for row in rows:
+            if (engine := self._fleet.find(row.engine)) is not None:
+                counts = Counts(row.in_flight, row.num_requests, row.num_failures, row.num_heard)
+                self._fleet.note_elsewhere(engine, counts)
+
+    def load(self, num_requests: int) -> Load:
+        """Of this process alone."""
+        rows = [
+            EngineLoad(one.key, one.in_flight, one.num_requests, one.num_failures, one.num_heard)
+            for one in self._fleet.engines
+        ]
+        return Load(num_requests, rows)
+
+    def history(self, now_s: float) -> list[Note]:
+        """What a process has missed that starts now, with the engines of the settings."""
+        fleet, settings = self._fleet, self._view.settings
+        first: set[EngineKey] = {("prefill", without_credentials(url)) for url in settings.prefill_urls}
+        first |= {("decode", without_credentials(url)) for url in settings.decode_urls}
+        notes: list[Note] = [Drains(key, 0.0, is_leaving=True) for key in first if fleet.find(key) is None]
+        for engine in fleet.engines:
+            if engine.key not in first:
+                notes.append(Joined(engine.role, engine.address))
+            if engine.is_introduced:
+                found = Introduced(
+                    engine.kind, engine.introduction, engine.max_model_len, engine.identity, engine.cards
+                )
+                notes.append(Introduces(engine.key, found))
+            if engine.status != "unknown":
+                kind: ProbeKind = "healthy" if engine.is_up else "unhealthy"
+                notes.append(Probed(engine.key, kind, engine.last_error or "", engine.admin_port))
+            if engine.drain_until_s is not None:
+                for_s = max(0.0, engine.drain_until_s - now_s)
+                notes.append(Drains(engine.key, for_s, engine.is_leaving))
+        kept = self._view.turns.kept()
+        return notes + [TurnKept(session, turn.keeper.key, turn.params) for session, turn in kept]
+
+
+class Loads:
+    """The loads of the router's processes, in the coordinator. Counts of a process outlive it."""
+
+    def __init__(self) -> None:
+        self._loads: dict[int, Load] = {}
+        self._ended: dict[EngineKey, EngineLoad] = {}
+
+    def put(self, process: int, load: Load) -> None:
+        self._loads[process] = load
+
+    def end(self, process: int) -> None:
+        """The process has ended, and its requests with it."""
+        for row in self._loads.pop(process, Load(0, [])).engines:
+            _add(self._ended, msgspec.structs.replace(row, in_flight=0))
+
+    def beside(self, process: int | None) -> Load:
+        """Of all processes but this one."""
+        total = dict(self._ended)
+        loads = [load for name, load in self._loads.items() if name != process]
+        for load in loads:
+            for row in load.engines:
+                _add(total, row)
+        return Load(sum(load.num_requests for load in loads), list(total.values()))
+
+
+def _add(total: dict[EngineKey, EngineLoad], row: EngineLoad) -> None:
+    before = total.get(row.engine)
+    total[row.engine] = (
+        row
+        if before is None
+        else EngineLoad(
+            row.engine,
+            before.in_flight + row.in_flight,
+            before.num_requests + row.num_requests,
+            before.num_failures + row.num_failures,
+            before.num_heard + row.num_heard,
+        )
+    )

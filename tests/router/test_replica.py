@@ -1,0 +1,237 @@
+"""The processes of one router: whatever crosses on the way between them, they end up with the same fleet."""
+
+from collections import deque
+from typing import Any
+
+import msgspec
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.router.errors import LegFailure
+from baton.router.fleet import Engine, Fleet
+from baton.router.fleet_view import FleetView
+from baton.router.health import Probe
+from baton.router.notes import Drains, Joined, Load, Note, Probed
+from baton.router.pairs import FAILURES_TO_STOP, Pairs
+from baton.router.replica import Loads, Replica
+from baton.router.settings import RouterSettings
+from baton.router.turns import Turn, TurnTable
+
+SETTINGS = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1", "http://u:k@d:2"))
+NEW = "http://d:3"
+NUM_WORKERS = 3
+
+
+class Process:
+    """A worker, or the coordinator."""
+
+    def __init__(self) -> None:
+        self.given_back: list[Any] = []
+        self.told: list[Note] = []
+        self.fleet = Fleet(SETTINGS)
+        turns = TurnTable(lambda engine, params: self.given_back.append(params), self.told.append)
+        self.view = FleetView(SETTINGS, self.fleet, Pairs(), turns)
+        self.fleet.tell = self.told.append
+        self.replica = Replica(self.view)
+        self.running: list[Engine] = []
+
+    def apply(self, note: Note, now_s: float) -> None:
+        """As it comes from the wire."""
+        self.replica.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(note), type=Note), now_s)
+
+
+class Router:
+    """Notes wait between the processes until they are delivered, in the order of each direction."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.hub, self.loads = Process(), Loads()
+        self.workers = {number: Process() for number in range(NUM_WORKERS)}
+        self.up: dict[int, deque[Note]] = {number: deque() for number in self.workers}
+        self.down: dict[int, deque[Note]] = {number: deque() for number in self.workers}
+
+    def send(self) -> None:
+        """What has been told is on its way."""
+        for number, worker in self.workers.items():
+            self.up[number].extend(worker.told)
+            worker.told.clear()
+        for way in self.down.values():
+            way.extend(self.hub.told)
+        self.hub.told.clear()
+
+    def report(self, number: int) -> None:
+        worker = self.workers[number]
+        self.up[number].append(worker.replica.load(len(worker.running)))
+
+    def deliver(self, number: int, *, is_up: bool) -> None:
+        self.send()
+        way = (self.up if is_up else self.down)[number]
+        if not way:
+            return
+        note = way.popleft()
+        if not is_up:
+            return self.workers[number].apply(note, self.now_s)
+        if not isinstance(note, Load):
+            self.hub.apply(note, self.now_s)
+            for other, down in self.down.items():
+                if other != number:
+                    down.append(note)
+            return None
+        self.loads.put(number, note)
+        self.hub.apply(self.loads.beside(None), self.now_s)
+        for other, down in self.down.items():
+            down.append(self.loads.beside(other))
+        return None
+
+    def settle(self) -> None:
+        self.send()
+        while any(self.up.values()) or any(self.down.values()):
+            for number in self.workers:
+                self.deliver(number, is_up=True)
+                self.deliver(number, is_up=False)
+
+    def probe(self, engine: Engine, probe: Probe) -> None:
+        self.hub.fleet.note_probe(engine, probe, self.now_s)
+        self.hub.fleet.tell(Probed(engine.key, probe.kind, probe.why, engine.admin_port))
+
+    def restart(self, number: int) -> None:
+        self.send()
+        self.loads.end(number)
+        self.hub.apply(self.loads.beside(None), self.now_s)
+        worker = self.workers[number] = Process()
+        self.up[number].clear()
+        self.down[number].clear()
+        for note in self.hub.replica.history(self.now_s):
+            worker.apply(note, self.now_s)
+        for other, down in self.down.items():
+            down.append(self.loads.beside(other))
+
+
+WORKERS = st.integers(0, NUM_WORKERS - 1)
+STEPS = st.one_of(
+    st.tuples(st.just("start"), WORKERS, st.integers(0, 3)),
+    st.tuples(st.just("end"), WORKERS, st.just(0)),
+    st.tuples(st.just("fail"), WORKERS, st.integers(0, 3)),
+    st.tuples(st.just("report"), WORKERS, st.just(0)),
+    st.tuples(st.just("up"), WORKERS, st.just(0)),
+    st.tuples(st.just("down"), WORKERS, st.just(0)),
+    st.tuples(st.just("restart"), WORKERS, st.just(0)),
+    st.tuples(st.sampled_from(["refused", "healthy", "silent"]), st.just(0), st.integers(0, 3)),
+    st.tuples(st.sampled_from(["add", "drain", "remove"]), st.just(0), st.integers(0, 3)),
+)
+
+
+def carry_out(router: Router, what: str, number: int, index: int) -> None:
+    worker, hub = router.workers[number], router.hub
+    router.now_s += 0.1
+
+    def picked(fleet: Fleet) -> Engine | None:
+        engines = fleet.engines
+        return engines[index % len(engines)] if engines else None
+
+    match what:
+        case "start":
+            if (engine := picked(worker.fleet)) is not None:
+                worker.fleet.note_start(engine)
+                worker.running.append(engine)
+        case "end":
+            if worker.running:
+                worker.fleet.note_end(worker.running.pop())
+        case "fail":
+            if (engine := picked(worker.fleet)) is not None:
+                failure = LegFailure("unreachable", engine.url, "it is away", was_sent=False)
+                worker.fleet.note_failure(engine, failure, router.now_s)
+        case "report":
+            router.report(number)
+        case "up" | "down":
+            router.deliver(number, is_up=what == "up")
+        case "restart":
+            router.restart(number)
+        case "refused" | "healthy" | "silent":
+            if (engine := picked(hub.fleet)) is not None:
+                router.probe(engine, Probe(what))
+        case "add":
+            known = hub.fleet.find(("decode", NEW))
+            if known is None or known.drain_until_s is not None:
+                hub.fleet.add("decode", NEW)
+                hub.fleet.tell(Joined("decode", NEW))
+        case "drain" | "remove":
+            if (engine := picked(hub.fleet)) is not None:
+                hub.fleet.drain(engine, router.now_s + 1.0, is_leaving=what == "remove")
+                hub.fleet.tell(Drains(engine.key, 1.0, is_leaving=what == "remove"))
+
+
+@given(st.lists(STEPS, max_size=60))
+def test_all_processes_end_up_with_one_fleet(steps: list[tuple[str, int, int]]) -> None:
+    router = Router()
+    for step in steps:
+        carry_out(router, *step)
+    for worker in router.workers.values():
+        while worker.running:
+            worker.fleet.note_end(worker.running.pop())
+    for _ in range(2):  # The first reports of the last ends, then what followed from them.
+        for number in router.workers:
+            router.report(number)
+        router.settle()
+    router.now_s += 10.0
+    for engine in router.hub.fleet.engines:
+        router.probe(engine, Probe("healthy"))
+    router.settle()
+    hub = {engine.key: engine for engine in router.hub.fleet.engines}
+    for worker in router.workers.values():
+        seen = {engine.key: engine for engine in worker.fleet.engines}
+        assert seen.keys() == hub.keys()
+        for key, engine in seen.items():
+            assert (engine.status, engine.is_eligible) == (hub[key].status, hub[key].is_eligible)
+            assert (engine.load, hub[key].load) == (0, 0)
+            totals = engine.num_requests + engine.elsewhere.num_requests
+            assert totals == hub[key].elsewhere.num_requests
+
+
+def test_a_process_knows_how_busy_the_others_keep_an_engine() -> None:
+    router = Router()
+    for number, count in ((0, 3), (1, 2)):
+        for _ in range(count):
+            carry_out(router, "start", number, 1)
+        router.report(number)
+    router.settle()
+    assert [worker.fleet.engines[1].load for worker in router.workers.values()] == [5, 5, 5]
+    assert router.hub.fleet.engines[1].load == 5
+    assert [worker.replica.num_requests_elsewhere for worker in router.workers.values()] == [2, 3, 5]
+    router.restart(0)
+    router.settle()
+    assert [worker.fleet.engines[1].load for worker in router.workers.values()] == [2, 2, 2]
+
+
+def test_a_session_goes_on_in_another_process_and_its_turn_is_used_once() -> None:
+    router = Router()
+    one, two, three = router.workers.values()
+    keeper = one.fleet.engines[2]
+    one.view.turns.put("s", Turn(keeper, {"n": 1}), 0.0)
+    router.settle()
+    turn = two.view.turns.take("s", 1.0)
+    assert turn is not None
+    assert (turn.keeper, turn.params) == (two.fleet.engines[2], {"n": 1})
+    router.settle()
+    assert [worker.view.turns.take("s", 1.0) for worker in (one, three)] == [None, None]
+    two.view.turns.put("s", Turn(two.fleet.engines[2], {"n": 2}), 2.0)
+    router.settle()
+    three.view.turns.put("s", Turn(three.fleet.engines[2], {"n": 3}), 3.0)
+    router.settle()
+    assert [worker.given_back for worker in (one, two, three)] == [[], [], [{"n": 2}]]  # By one process only.
+    router.restart(0)
+    turn = router.workers[0].view.turns.take("s", 4.0)
+    assert turn is not None
+    assert turn.params == {"n": 3}
+
+
+def test_what_a_pair_does_not_do_is_learned_by_all() -> None:
+    router = Router()
+    for number in range(FAILURES_TO_STOP):
+        worker = router.workers[number % NUM_WORKERS]
+        producer, consumer, _ = worker.fleet.engines
+        worker.view.note_handoff(producer, consumer, "computed", 1.0)
+    router.settle()
+    for process in (router.hub, *router.workers.values()):
+        producer, consumer, _ = process.fleet.engines
+        assert process.view.pairs.why_not(producer, consumer, 2.0) is not None
