@@ -128,6 +128,15 @@ def route(
             max=65535,
         ),
     ] = None,
+    workers: Annotated[
+        int,
+        typer.Option(
+            help="Processes that serve clients on the port (SO_REUSEPORT). 0: one for each four engines, "
+            "at most one for each core.",
+            min=0,
+            max=64,
+        ),
+    ] = 0,
     api_key_file: Annotated[str | None, typer.Option(help=API_KEY_HELP, metavar="FILE")] = None,
     engine_api_key_file: Annotated[
         str | None,
@@ -160,7 +169,7 @@ def route(
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.router.settings import LegTimeouts, RouterSettings
-    from baton.router.shell.run import serve
+    from baton.router.shell.run import num_workers_for, serve
 
     options = context.params  # Most have the names of the settings.
     wanted = {
@@ -197,7 +206,14 @@ def route(
         typer.echo(show_route_config(context))
         return
     warn_if_open(host, keys, is_loopback=is_loopback(host))
-    status = serve(settings, host=host, port=port, admin_port=admin_port, log_config=_log_config(log_level))
+    status = serve(
+        settings,
+        host=host,
+        port=port,
+        admin_port=admin_port,
+        num_workers=workers or num_workers_for(settings, len(os.sched_getaffinity(0))),
+        log_config=_log_config(log_level),
+    )
     raise typer.Exit(status)
 
 

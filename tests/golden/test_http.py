@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 
 from baton.http.errors import ErrorBody
-from baton.router.fleet import Introduction as SeenIntroduction
+from baton.router.identity import Introduction as SeenIntroduction
 from baton.router.settings import RouterSettings
 from baton.router.shell.app import Router
 from baton.server.app import build_admin_app, build_app
@@ -105,7 +105,7 @@ async def answers(app: Any, *asked: str) -> dict[str, Any]:
 async def answers_of_the_router() -> dict[str, Any]:
     router = Router(RouterSettings(prefill_urls=("http://p",), decode_urls=("http://d",)))
     producer, consumer = router.fleet.engines
-    router._pairs.note_handed_over(producer, consumer)
+    router._parts.pairs.note_handed_over(producer, consumer)
     producer.introduction = SeenIntroduction("p", None, lost_links={"d": 1})
     port = await router.listen("127.0.0.1", 0)
     async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:

@@ -322,7 +322,7 @@ async def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None
     p, d = vllm(introduces=True), vllm(introduces=True)
     async with introduced_system([p], [d], mode="push") as s:
         for engine in s.router.fleet.engines:
-            await s.router._prober.probe(engine)
+            await s.router.control.prober.probe(engine)
         state = (await s.client.get("/fleet")).json()["engines"]
         assert [state[role][0]["kind"] for role in ("prefill", "decode")] == ["vllm", "vllm"]
         assert [state[role][0]["introduced"] for role in ("prefill", "decode")] == [True, False]
@@ -330,7 +330,7 @@ async def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None
         assert asked == [1, 0]
         engine = s.router.fleet.engines[0]
         s.router.fleet.note_probe(engine, Probe("broken", "it did not answer"), 0.0)
-        await s.router._prober.probe(engine)
+        await s.router.control.prober.probe(engine)
         assert len(p.calls) == 2, "perhaps it is another process"
 
 

@@ -128,7 +128,7 @@ async def test_a_request_that_d_says_whole_gets_ps_ticket_too() -> None:
 async def test_a_leg_that_leaves_before_p_has_answered_is_a_pushs() -> None:
     p, d = vllm(introduces=True), vllm()
     async with introduced_system([p], [d], mode="push", decode_leg="auto") as s:
-        late = s.router._view.late_legs
+        late = s.router._parts.view.late_legs
         late.note(s.router.fleet.engines[0], 1, LEAD_MIN_S / LEAD_SHARE)  # The shortest with a lead.
         vllm_speaker(p).gate = gate = asyncio.Event()
         asking = asyncio.create_task(stream(s))
@@ -144,7 +144,7 @@ async def test_a_leg_that_leaves_before_p_has_answered_is_a_pushs() -> None:
 async def test_how_long_prefills_take_is_learnt_from_those_that_succeed() -> None:
     p, d = vllm(introduces=True), vllm()
     async with introduced_system([p], [d], mode="push", decode_leg="auto") as s:
-        late, engine = s.router._view.late_legs, s.router.fleet.engines[0]
+        late, engine = s.router._parts.view.late_legs, s.router.fleet.engines[0]
         good, p.respond = p.respond, responds(500, {})
         check_is_one_engines(await stream(s))
         assert not late._s_per_token

@@ -28,7 +28,7 @@ PROBE_S = 300.0
 async def probe(s: System, known: FakeEngine) -> asyncio.Task[None]:
     """A probe that has reached the engine. The router's own prober asks once and then stays quiet."""
     (engine,) = (one for one in s.router.fleet.engines if one.url == known.url)
-    prober = Prober(s.router.fleet, s.router.asker, ProbeSettings(timeout_s=PROBE_S))
+    prober = Prober(s.router.fleet, s.router._parts.asker, ProbeSettings(timeout_s=PROBE_S))
     num_probes = known.num_probes
     probing = asyncio.create_task(prober.probe(engine))
     while known.num_probes == num_probes:

@@ -19,6 +19,7 @@ from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
 from baton.router.fleet import Engine, Fleet
+from baton.router.notes import Drains, Joined
 from baton.router.settings import Role, RouterSettings, without_credentials
 from baton.router.shell.probes import Prober
 
@@ -51,13 +52,11 @@ class Admin:
         # Without a key, only this machine may change the fleet. The Host is checked on loopback only.
         self._is_open = bool(settings.doors.api_keys) or settings.checked_hosts is not None
 
-    async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply | None:
-        """None: a path of others. The keys in `headers` have been checked."""
-        if path not in METHODS:
-            return None
+    async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
+        """`path` is one of METHODS. The keys in `headers` have been checked."""
         try:
             if method != METHODS[path]:
-                raise ApiError(405, f"{method} {path}: Method Not Allowed")
+                raise not_allowed(method, path)
             if path == "/status":
                 return _json(self._status())
             if not self._is_open:
@@ -65,9 +64,9 @@ class Admin:
                 raise ApiError(403, why, code="no_admin_key")
             return _json({"message": await self._carry_out(path, _parse(body))})
         except UserError as error:
-            return _refusal(ApiError.of_user(error))
+            return refusal(ApiError.of_user(error))
         except ApiError as error:
-            return _refusal(error)
+            return refusal(error)
 
     async def _carry_out(self, path: str, order: _Order) -> str:
         """Return what was done. Raises UserError, ApiError."""
@@ -92,10 +91,11 @@ class Admin:
     async def _add(self, role: Role, address: str) -> str:
         known = self._fleet.engines
         engine = self._fleet.add(role, address)
+        self._fleet.tell(Joined(role, address))
         if engine not in known:
             await self._prober.probe(engine)
             if not engine.is_up:
-                self._fleet.drain(engine, 0.0, is_leaving=True)
+                self._drain(engine, 0.0, is_leaving=True)
                 why = f"{engine.last_error}; start the engine first"
                 raise UserError(f"{engine.url} does not serve: {why}", field="instance")
             self._prober.watch(engine)
@@ -106,12 +106,13 @@ class Admin:
         loop = asyncio.get_running_loop()
         until_s = loop.time() + timeout_s
         self._fleet.drain(engine, until_s, is_leaving=is_leaving)
+        self._fleet.tell(Drains(engine.key, timeout_s, is_leaving))
         node, what = node_of(engine), f"{engine.role}_instances"
         if engine.is_removed:
             return f"Removed {node} from {what}."
         loop.call_at(until_s, self._fleet.end_drain, engine, until_s)
         then = f", and is then removed from {what}" if engine.is_leaving else ""
-        return f"{node} drains {engine.in_flight} requests for at most {timeout_s:g} s{then}."
+        return f"{node} drains {engine.load} requests for at most {timeout_s:g} s{then}."
 
     def _status(self) -> Mapping[str, Any]:
         now_s = asyncio.get_running_loop().time()
@@ -132,7 +133,7 @@ class Admin:
                     "url": engine.url,
                     "state": engine.state,
                     "model": engine.identity.name if engine.identity is not None else None,
-                    "in_flight": engine.in_flight,
+                    "in_flight": engine.load,
                     "breaker": engine.health.breaker(now_s),
                     "weight": round(engine.health.share(now_s), 3),
                     "reason": engine.refused or engine.last_error,
@@ -159,5 +160,9 @@ def _json(value: Mapping[str, Any]) -> Reply:
     return Reply(200, JSON, msgspec.json.encode(value))
 
 
-def _refusal(error: ApiError) -> Reply:
-    return Reply(error.status, {**JSON, **error.headers()}, msgspec.json.encode(error.body()))
+def refusal(error: ApiError, **headers: str) -> Reply:
+    return Reply(error.status, {**JSON, **error.headers(), **headers}, msgspec.json.encode(error.body()))
+
+
+def not_allowed(method: str, path: str) -> ApiError:
+    return ApiError(405, f"{method} {path}: Method Not Allowed")

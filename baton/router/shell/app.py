@@ -9,7 +9,6 @@ import logging
 import re
 import uuid
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -24,30 +23,24 @@ from baton.router import machine
 from baton.router.answers import end_to_end
 from baton.router.errors import RouterError
 from baton.router.events import Count
-from baton.router.fleet import Fleet
-from baton.router.fleet_view import FleetView
 from baton.router.legs import parse_body
 from baton.router.machine import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN, Machine
-from baton.router.pairs import Pairs
+from baton.router.replica import Replica
 from baton.router.settings import RouterSettings
-from baton.router.shell import admin
-from baton.router.shell.asking import Asker
+from baton.router.shell.admin import not_allowed
 from baton.router.shell.client_http import DEFECT, REQUEST_ID, Incoming, Listener, Reply
-from baton.router.shell.dashboard import PAGE
-from baton.router.shell.engine_http import EnginePool
-from baton.router.shell.introductions import Introducer
+from baton.router.shell.control import PATHS as ADMIN_PATHS
+from baton.router.shell.control import Administration, AdminPages, Control, not_found
 from baton.router.shell.legs import Ask, Upstream
-from baton.router.shell.loans import LoanReturns
-from baton.router.shell.metrics import RouterMetrics
-from baton.router.shell.probes import Prober, ProberDied
+from baton.router.shell.parts import Parts
 from baton.router.shell.requests import RequestDriver, Requests, forward
 from baton.router.shell.timers import TimerWheel
-from baton.router.turns import SESSION_HEADER, TurnTable
+from baton.router.turns import SESSION_HEADER
 
 logger = logging.getLogger(__name__)
 
+LOGS_LIMITED = ("baton.router.shell.app", "baton.router.shell.client_http", "asyncio")
 _GOOD_REQUEST_ID = re.compile(r"[!-~]{1,256}")
-LAST_PROBES_S = 0.5  # For probes in flight when the router is told to stop.
 CLOSING_S = 5.0  # For clients to have read their answers.
 CHAT_PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
@@ -58,47 +51,45 @@ Page = Callable[[], tuple[int, Mapping[str, str], bytes]]  # Status, headers, bo
 class Router:
     """Made and used in one event loop. `start` it, open its ports with `listen`, and `close` it."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, *, administration: Administration | None = None) -> None:
+        """`administration`: of the coordinator. None: this is the router's only process."""
         self._settings = settings
-        self.fleet = Fleet(settings)
-        self._pairs = Pairs()
-        self._metrics = RouterMetrics(self.fleet, self._pairs)
-        self._pool = EnginePool(connect_s=settings.timeouts.connect_s)
+        self._parts = parts = Parts(settings)
+        self.fleet, self.metrics, self.replica = parts.fleet, parts.metrics, Replica(parts.view)
         self._wheel = TimerWheel(asyncio.get_running_loop())
-        self.asker = Asker(self._pool, settings.engine_api_key)
-        upstream = Upstream(self._pool, self._wheel, settings)
-        timeout_s = settings.probe.timeout_s
-        self._introducer = Introducer(self.asker, self.fleet, timeout_s, pushes=settings.mode == "push")
-        self._loans = LoanReturns(self.asker, self._metrics, timeout_s)
-        self._view = FleetView(settings, self.fleet, self._pairs, TurnTable(self._loans.give_back))
-        self._requests = Requests(self._view, upstream, self._metrics, self._introducer, self._loans)
-        self._prober = Prober(self.fleet, self.asker, settings.probe, self._introducer.refresh)
-        self._admin = admin.Admin(settings, self.fleet, self._prober)
-        self._admin_calls: set[asyncio.Task[None]] = set()
-        self.fleet.on_removed += [self._pairs.forget, self._metrics.forget]
-        self._watch: asyncio.Task[None] | None = None
+        upstream = Upstream(parts.pool, self._wheel, settings)
+        self._requests = Requests(parts.view, upstream, parts.metrics, parts.introducer, parts.loans)
+        self.control = None
+        if administration is None:
+            administration = self.control = Control(
+                parts,
+                num_requests=lambda: self.num_requests,
+                exposition=self._exposition,
+                on_fault=self.note_fault,
+            )
+        self._admin_pages = AdminPages(administration)
         self._workers = WorkerPool()
         self._bodies = Bodies(settings.doors, self._workers)
         self._checks = Checks(api_keys=settings.doors.api_keys, allowed_hosts=settings.checked_hosts)
         self._listeners: list[Listener] = []
-        self._fault: ProberDied | None = None
+        self._fault: str | None = None
         self._running: set[RequestDriver | Forwarding] = set()
-        self._num_requests = 0
+        self.num_requests = 0  # In flight.
         self._is_draining = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
-        self._pages: dict[str, Page] = {"/health": self._health, "/version": _version}
-        self._admin_pages: dict[str, Page] = {
-            "/metrics": self._exposition,
-            "/fleet": self._fleet_state,
-            "/": _dashboard,
-        }
 
     # --- Its life
 
+    async def open(self, host: str, port: int, admin_port: int | None) -> int:
+        """`listen`, and watch the engines. Return the main port. Raises OSError."""
+        bound = await self.listen(host, port, admin_port=admin_port)
+        self.start()
+        return bound
+
     def start(self) -> None:
-        self._watch = asyncio.create_task(self._prober.run(), name="baton-router-prober")
-        self._watch.add_done_callback(self._hear_prober)
+        if self.control is not None:
+            self.control.start()
 
     async def listen(self, host: str, port: int, *, admin_port: int | None = None) -> int:
         """Open the main port, and one for metrics, /fleet and the dashboard if `admin_port` is given.
@@ -106,9 +97,14 @@ class Router:
         Return the main port. Raises OSError.
         """
         if admin_port is not None:
-            await self._listener(self.serve_admin).listen(host, admin_port)
+            await self._listener(self._admin_pages.serve).listen(host, admin_port)
         serve = self.serve if admin_port is not None else self.serve_all
         return await self._listener(serve).listen(host, port)
+
+    async def listen_beside_others(self, host: str, port: int, *, serves_admin: bool) -> None:
+        """On a port that other processes of this router listen on as well. Raises OSError."""
+        serve = self.serve_all if serves_admin else self.serve
+        await self._listener(serve).listen(host, port, is_shared=True)
 
     def _listener(self, serve: Callable[[Incoming, Reply], None]) -> Listener:
         settings, reads_in_s = self._settings, self._settings.timeouts.idle_s
@@ -121,26 +117,18 @@ class Router:
     async def close(self, timeout_s: float = 0.0) -> None:
         """`timeout_s`: for answers to reach their clients."""
         self.end_requests()
-        self._prober.stop()
+        if self.control is not None:
+            self.control.prober.stop()
         await asyncio.gather(*(listener.close(timeout_s) for listener in self._listeners))
-        if self._watch is not None:
-            await asyncio.wait({self._watch}, timeout=LAST_PROBES_S)
-            self._watch.cancel()
-            with suppress(asyncio.CancelledError, ExceptionGroup):  # Heard of already, see `_hear_prober`.
-                await self._watch
-        for call in self._admin_calls:
-            call.cancel()
-        await asyncio.gather(*self._admin_calls, return_exceptions=True)
-        await self._introducer.close()
-        await self._loans.close()
-        await self._pool.close()
+        if self.control is not None:
+            await self.control.close()
+        await self._admin_pages.close()
+        await self._parts.close()
         self._workers.close()
 
-    def _hear_prober(self, watch: asyncio.Task[None]) -> None:
-        if watch.cancelled() or self._prober.is_stopping:
-            return
-        self._fault = ProberDied(f"the task that watches the engines has ended: {watch.exception()!r}")
-        logger.critical("%s", self._fault, exc_info=watch.exception())
+    def note_fault(self, why: str) -> None:
+        """The router must not go on blind: /health says so."""
+        self._fault = why
 
     async def drain(self, timeout_s: float) -> None:
         """Refuse new requests, and return when the running ones have ended, by themselves or after that time.
@@ -148,12 +136,12 @@ class Router:
         A stream that is ended gets an error event and [DONE]; a request without an answer gets a 503.
         """
         self._is_draining = True
-        logger.info("draining for at most %g s: %d requests are running", timeout_s, self._num_requests)
+        logger.info("draining for at most %g s: %d requests are running", timeout_s, self.num_requests)
         try:
             async with asyncio.timeout(timeout_s):
                 await self._is_idle.wait()
         except TimeoutError:
-            logger.warning("%d requests are ended after %g s", self._num_requests, timeout_s)
+            logger.warning("%d requests are ended after %g s", self.num_requests, timeout_s)
         self.end_requests()
 
     def end_requests(self) -> None:
@@ -164,10 +152,9 @@ class Router:
     @property
     def paths(self) -> tuple[list[str], list[str]]:
         """Methods and paths: of the main port, and of the administrator's pages."""
-        served = {**COMPLETIONS, **FORWARDED, **dict.fromkeys(self._pages, "GET")}
-        pages = {**dict.fromkeys(self._admin_pages, "GET"), **admin.METHODS}
+        served = {**COMPLETIONS, **FORWARDED, "/health": "GET", "/version": "GET"}
         return [f"{method} {path}" for path, method in served.items()], [
-            f"{method} {path}" for path, method in pages.items()
+            f"{method} {path}" for path, method in ADMIN_PATHS.items()
         ]
 
     # --- Requests
@@ -180,43 +167,27 @@ class Router:
             _refuse_method(incoming, reply, method)
         elif method is not None:
             self._count_in(incoming, reply)
+        elif path == "/health":
+            _show(self._health, incoming, reply)
+        elif path == "/version":
+            _show(_version, incoming, reply)
         else:
-            _show(self._pages, incoming, reply)
+            reply.refuse(not_found(incoming))
 
     def serve_all(self, incoming: Incoming, reply: Reply) -> None:
-        if incoming.path in self._admin_pages or incoming.path in admin.METHODS:
-            self.serve_admin(incoming, reply)
+        if incoming.path in ADMIN_PATHS:
+            self._admin_pages.serve(incoming, reply)
         else:
             self.serve(incoming, reply)
-
-    def serve_admin(self, incoming: Incoming, reply: Reply) -> None:
-        if incoming.path not in admin.METHODS:
-            return _show(self._admin_pages, incoming, reply)
-        if isinstance(incoming.body, ApiError):
-            return reply.refuse(incoming.body)
-        call = asyncio.create_task(self._administer(incoming, incoming.body, reply))
-        self._admin_calls.add(call)
-        return call.add_done_callback(self._admin_calls.discard)
-
-    async def _administer(self, incoming: Incoming, body: bytes, reply: Reply) -> None:
-        try:
-            answer = await self._admin.answer(incoming.method, incoming.path, incoming.headers, body)
-            assert answer is not None
-        except Exception:
-            logger.exception("%s: a request has failed", incoming.path)
-            reply.refuse(ApiError(500, DEFECT))
-        else:
-            reply.whole(*answer)
-        reply.flush()
 
     def _count_in(self, incoming: Incoming, reply: Reply) -> None:
         request_id = incoming.headers.get(REQUEST_ID, "")
         if not _GOOD_REQUEST_ID.fullmatch(request_id):
             request_id = str(uuid.uuid4())
         reply.extra = {REQUEST_ID: request_id}
-        self._num_requests += 1
+        self.num_requests += 1
         self._is_idle.clear()
-        self._metrics.in_flight.set(self._num_requests)
+        self.metrics.in_flight.set(self.num_requests)
         try:
             self._begin(incoming, reply, request_id)
         except UserError as error:
@@ -232,11 +203,11 @@ class Router:
         self._count_out(error.status)
 
     def _count_out(self, status: int) -> None:
-        self._num_requests -= 1
-        if not self._num_requests:
+        self.num_requests -= 1
+        if not self.num_requests:
             self._is_idle.set()
-        self._metrics.in_flight.set(self._num_requests)
-        self._metrics.requests.labels(str(status)).inc()
+        self.metrics.in_flight.set(self.num_requests)
+        self.metrics.requests.labels(str(status)).inc()
 
     def _begin(self, incoming: Incoming, reply: Reply, request_id: str) -> None:
         """Raises UserError, ApiError."""
@@ -245,7 +216,7 @@ class Router:
             raise RouterError.unavailable(SHUTTING_DOWN)
         if isinstance(incoming.body, ApiError):
             raise incoming.body
-        if self._num_requests > self._settings.max_requests:
+        if self.num_requests + self.replica.num_requests_elsewhere > self._settings.max_requests:
             raise RouterError.unavailable(f"{self._settings.max_requests} requests are in flight; try again")
         headers = {**self._passed_on(incoming.headers), REQUEST_ID: request_id}
         ends_at_s = incoming.received_at_s + self._settings.timeouts.total_s
@@ -264,7 +235,7 @@ class Router:
             session=incoming.headers.get(SESSION_HEADER),
             received_at_s=incoming.received_at_s,
         )
-        driver = RequestDriver(self._requests, Machine(self._view, request), ask, reply)
+        driver = RequestDriver(self._requests, Machine(self._parts.view, request), ask, reply)
         self._run(driver, reply)
         return driver.begin(lambda status: self._end(driver, status))
 
@@ -290,28 +261,13 @@ class Router:
         if self._is_draining:
             return _json({"status": "draining", "reason": SHUTTING_DOWN}, 503)
         if self._fault is not None:
-            return _json({"status": "broken", "reason": str(self._fault)}, 500)
+            return _json({"status": "broken", "reason": self._fault}, 500)
         if not self.fleet.can_serve:
             return _json({"status": "unavailable", "reason": "no decode engine has answered"}, 503)
         return _json({"status": "ok"})
 
-    def _exposition(self) -> tuple[int, Mapping[str, str], bytes]:
-        headers = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
-        return 200, headers, self._metrics.exposition()
-
-    def _fleet_state(self) -> tuple[int, Mapping[str, str], bytes]:
-        return _json(
-            {
-                "mode": self._settings.mode,
-                "decode_leg": self._settings.decode_leg,
-                "first_token": self._settings.first_token,
-                "policy": self._settings.policy,
-                "on_prefill_failure": self._settings.on_prefill_failure,
-                "in_flight": self._num_requests,
-                "engines": self.fleet.snapshot(),
-                "pairs": self._pairs.snapshot(self.fleet.engines, asyncio.get_running_loop().time()),
-            }
-        )
+    async def _exposition(self) -> bytes:
+        return self.metrics.exposition()
 
 
 class Forwarding:
@@ -371,20 +327,16 @@ COMPLETIONS = {"/v1/completions": "POST", CHAT_PATH: "POST"}
 FORWARDED = {"/v1/models": "GET", "/tokenize": "POST", "/detokenize": "POST"}
 
 
-def _show(pages: Mapping[str, Page], incoming: Incoming, reply: Reply) -> None:
-    page = pages.get(incoming.path)
-    if page is None:
-        reply.refuse(ApiError(404, f"{incoming.method} {incoming.path}: Not Found"))
-    elif incoming.method not in ("GET", "HEAD"):
+def _show(page: Page, incoming: Incoming, reply: Reply) -> None:
+    if incoming.method not in ("GET", "HEAD"):
         _refuse_method(incoming, reply, "GET, HEAD")
     else:
-        status, headers, body = page()
-        reply.whole(status, headers, body)
+        reply.whole(*page())
 
 
 def _refuse_method(incoming: Incoming, reply: Reply, allowed: str) -> None:
     reply.extra = {"allow": allowed}
-    reply.refuse(ApiError(405, f"{incoming.method} {incoming.path}: Method Not Allowed"))
+    reply.refuse(not_allowed(incoming.method, incoming.path))
 
 
 def _json(value: Any, status: int = 200) -> tuple[int, Mapping[str, str], bytes]:
@@ -393,10 +345,3 @@ def _json(value: Any, status: int = 200) -> tuple[int, Mapping[str, str], bytes]
 
 def _version() -> tuple[int, Mapping[str, str], bytes]:
     return _json({"version": baton.__version__})
-
-
-def _dashboard() -> tuple[int, Mapping[str, str], bytes]:
-    # The page is one file with its style and script in it, and asks this router only.
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": policy}
-    return 200, headers, PAGE.encode()

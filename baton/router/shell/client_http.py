@@ -164,9 +164,11 @@ class Listener:
         self._server: asyncio.Server | None = None
         self._is_empty = asyncio.Event()
 
-    async def listen(self, host: str, port: int) -> int:
-        """Return the port. Raises OSError."""
-        self._server = await self.loop.create_server(lambda: _Connection(self), host, port, backlog=BACKLOG)
+    async def listen(self, host: str, port: int, *, is_shared: bool = False) -> int:
+        """Return the port. `is_shared`: with other processes. Raises OSError."""
+        self._server = await self.loop.create_server(
+            lambda: _Connection(self), host, port, backlog=BACKLOG, reuse_port=is_shared or None
+        )
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
 

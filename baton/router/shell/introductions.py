@@ -5,6 +5,7 @@ import logging
 
 from baton.router.fleet import Engine, Fleet
 from baton.router.introductions import introduce
+from baton.router.notes import Introduces
 from baton.router.shell.asking import Asker, AskFailed
 
 logger = logging.getLogger(__name__)
@@ -52,3 +53,4 @@ class Introducer:
                 question = dialogue.send(answer)
         except StopIteration as end:
             self._fleet.note_introduced(engine, end.value)
+            self._fleet.tell(Introduces(engine.key, end.value))

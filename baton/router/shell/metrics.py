@@ -1,17 +1,23 @@
 """Metrics of the router, in a registry of its own (so that two routers fit into one process)."""
 
 import asyncio
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from itertools import chain
+from typing import Any, TypeAlias
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from baton.router.events import Count
 from baton.router.fleet import Engine, Fleet
 from baton.router.pairs import Pairs
 
+Family: TypeAlias = list[tuple[str, dict[str, str], float]]  # Of one metric: name, labels, value.
+Samples: TypeAlias = dict[str, Family]  # Of one process, by metric.
+
+_SUMMED = ("counter", "histogram")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _LEG_LABELS = ("role", "engine", "outcome")
 _HANDOFF_LABELS = ("prefill", "decode", "outcome")
@@ -117,11 +123,59 @@ class RouterMetrics:
                 if gone.intersection(labels):
                     metric.remove(*labels)
 
-    def exposition(self) -> bytes:
-        """On the router's loop."""
+    def exposition(self, others: Sequence[Samples] = ()) -> bytes:
+        """On the router's loop. `others`: counted in other processes."""
         if self._gone:
             self._drop_labels()
-        return generate_latest(self.registry)
+        if not others:
+            return generate_latest(self.registry)
+        merged = CollectorRegistry(auto_describe=False)
+        merged.register(_Merged(self.registry, others))
+        return generate_latest(merged)
+
+    def samples(self) -> Samples:
+        """Of the counters and histograms, for the exposition of another process."""
+        if self._gone:
+            self._drop_labels()
+        return {
+            family.name: [(name, labels, value) for name, labels, value, *_ in family.samples]
+            for family in self.registry.collect()
+            if family.type in _SUMMED
+        }
+
+
+class _Merged(Collector):
+    """Sums of one registry's counters and histograms with those of other processes."""
+
+    def __init__(self, registry: CollectorRegistry, others: Sequence[Samples]) -> None:
+        self._registry = registry
+        self._others = others
+
+    def collect(self) -> Iterable[Metric]:
+        for family in self._registry.collect():
+            if family.type in _SUMMED:
+                own = [(name, labels, value) for name, labels, value, *_ in family.samples]
+                total = _sum([own, *(other.get(family.name, []) for other in self._others)])
+                family.samples = [Sample(*one) for one in total]
+            yield family
+
+
+def sum_families(parts: Sequence[Samples]) -> Samples:
+    """The samples of several processes as those of one."""
+    names = dict.fromkeys(chain.from_iterable(parts))
+    return {name: _sum([part.get(name, []) for part in parts]) for name in names}
+
+
+def _sum(parts: Iterable[Family]) -> Family:
+    """By name and labels. Times of creation: the earliest."""
+    total: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
+    for name, labels, value in chain.from_iterable(parts):
+        key = name, tuple(labels.items())
+        if key not in total:
+            total[key] = value
+        else:
+            total[key] = min(total[key], value) if name.endswith("_created") else total[key] + value
+    return [(name, dict(labels), value) for (name, labels), value in total.items()]
 
 
 class _FleetCollector(Collector):
@@ -153,6 +207,6 @@ class _FleetCollector(Collector):
             usable.add_metric([pair["prefill"], pair["decode"]], float(pair["usable"]))
         for engine in self._fleet.engines:
             up.add_metric([engine.role, engine.url], float(engine.is_up))
-            in_flight.add_metric([engine.role, engine.url], engine.in_flight)
+            in_flight.add_metric([engine.role, engine.url], engine.load)
             refused.add_metric([engine.role, engine.url], float(engine.refused is not None))
         return [up, in_flight, refused, usable]

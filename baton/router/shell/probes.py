@@ -11,6 +11,7 @@ from baton.core.errors import BatonError
 from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet import Engine, Fleet
 from baton.router.health import Probe
+from baton.router.notes import Probed
 from baton.router.settings import ProbeSettings
 from baton.router.shell.asking import Asker, AskFailed
 
@@ -65,14 +66,15 @@ class Prober:
     async def probe(self, engine: Engine) -> None:
         result = await self._ask(engine)
         self._fleet.note_probe(engine, result, asyncio.get_running_loop().time())
+        self._fleet.tell(Probed(engine.key, result.kind, result.why, engine.admin_port))
 
     async def _ask(self, engine: Engine) -> Probe:
-        num_heard, timeout_s = engine.num_heard, self._settings.timeout_s
+        num_heard, timeout_s = _num_heard(engine), self._settings.timeout_s
         try:
             answer = await self._asker.ask(f"{engine.address}/health", timeout_s=timeout_s)
         except TimeoutError:
             why = f"/health did not answer in {timeout_s:g} s"
-            return Probe("silent" if engine.num_heard == num_heard else "slow", why)
+            return Probe("silent" if _num_heard(engine) == num_heard else "slow", why)
         except AskFailed as error:
             return Probe("refused" if error.is_refused else "broken", f"/health failed: {error}")
         if not 200 <= answer.status < 300:
@@ -81,6 +83,10 @@ class Prober:
         if self._on_healthy is not None:
             await self._on_healthy(engine)
         return Probe("healthy")
+
+
+def _num_heard(engine: Engine) -> int:
+    return engine.num_heard + engine.elsewhere.num_heard
 
 
 class _Health(msgspec.Struct):

@@ -246,7 +246,7 @@ async def _forward_to(requests: Requests, engine: Engine, ask: Ask, body: bytes)
             answered.set_exception(event.failure)
 
     wait_s = requests.view.settings.timeouts.first_byte_s
-    leg = Leg("decode", engine, {}, wait_s, loop.time(), was_alone=not engine.in_flight)
+    leg = Leg("decode", engine, {}, wait_s, loop.time(), was_alone=not engine.load)
     wire = WireLeg(requests.upstream, leg, hear)
     fleet.note_start(engine)
     try:

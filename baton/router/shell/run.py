@@ -11,29 +11,51 @@ import uvloop
 from baton.http.connections import raise_descriptor_limit
 from baton.http.log_limit import limit_logs
 from baton.router.settings import RouterSettings
-from baton.router.shell.app import CLOSING_S, Router
+from baton.router.shell.app import CLOSING_S, LOGS_LIMITED, Router
+from baton.router.shell.coordinator import Coordinator, NotStarted
 
 logger = logging.getLogger(__name__)
 
+ENGINES_PER_WORKER = 4
 EXIT_STOPPED = 0
 EXIT_NOT_STARTED = 3
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
+def num_workers_for(settings: RouterSettings, num_cores: int) -> int:
+    """One process for each ENGINES_PER_WORKER engines, on a core each."""
+    num_engines = len(settings.prefill_urls) + len(settings.decode_urls)
+    return max(1, min(num_cores, -(-num_engines // ENGINES_PER_WORKER)))
+
+
 def serve(
-    settings: RouterSettings, *, host: str, port: int, admin_port: int | None, log_config: dict[str, Any]
+    settings: RouterSettings,
+    *,
+    host: str,
+    port: int,
+    admin_port: int | None,
+    num_workers: int,
+    log_config: dict[str, Any],
 ) -> int:
     """Returns the exit status after a signal. `admin_port`: for metrics, /fleet and the dashboard."""
     logging.config.dictConfig(log_config)
     raise_descriptor_limit()
-    limit_logs("baton.router.shell.app", "baton.router.shell.client_http", "asyncio")
-    status: int = uvloop.run(_serve(settings, host, port, admin_port))
+    limit_logs(*LOGS_LIMITED)
+    run = _serve(settings, host, port, admin_port, num_workers, log_config)
+    status: int = uvloop.run(run)
     return status
 
 
-async def _serve(settings: RouterSettings, host: str, port: int, admin_port: int | None) -> int:
+async def _serve(
+    settings: RouterSettings,
+    host: str,
+    port: int,
+    admin_port: int | None,
+    num_workers: int,
+    log_config: dict[str, Any],
+) -> int:
     """The first signal drains the router and then ends it; the second one ends it at once."""
-    router = Router(settings)
+    router = Router(settings) if num_workers == 1 else Coordinator(settings, num_workers, log_config)
     is_told = asyncio.Event()
 
     def hear() -> None:
@@ -46,11 +68,10 @@ async def _serve(settings: RouterSettings, host: str, port: int, admin_port: int
         loop.add_signal_handler(number, hear)
     try:
         try:
-            bound = await router.listen(host, port, admin_port=admin_port)
-        except OSError as error:
+            bound = await router.open(host, port, admin_port)
+        except (OSError, NotStarted) as error:
             logger.error("cannot listen on %s port %d: %s", host, port, error)
             return EXIT_NOT_STARTED
-        router.start()
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, bound)
         await is_told.wait()
         await router.drain(settings.drain_timeout_s)

@@ -1,0 +1,132 @@
+"""The part of a router that exists once: it watches the engines, and answers the administrator."""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from typing import Any, Protocol
+
+import msgspec
+
+from baton.http.errors import ApiError
+from baton.router.shell import admin
+from baton.router.shell.client_http import DEFECT, Incoming, Reply
+from baton.router.shell.dashboard import PAGE
+from baton.router.shell.parts import Parts
+from baton.router.shell.probes import Prober, ProberDied
+
+logger = logging.getLogger(__name__)
+
+LAST_PROBES_S = 0.5  # For probes in flight when the router is told to stop.
+PAGES = ("/metrics", "/fleet", "/")
+PATHS = {**dict.fromkeys(PAGES, "GET"), **admin.METHODS}
+
+
+class Administration(Protocol):
+    async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> admin.Reply:
+        """`path` is one of PATHS. The keys in `headers` have been checked."""
+
+
+class AdminPages:
+    """Serves the administrator's requests of a listener. Implements the listener's `serve`."""
+
+    def __init__(self, administration: Administration) -> None:
+        self._administration = administration
+        self._calls: set[asyncio.Task[None]] = set()
+
+    def serve(self, incoming: Incoming, reply: Reply) -> None:
+        if incoming.path not in PATHS:
+            return reply.refuse(not_found(incoming))
+        if isinstance(incoming.body, ApiError):
+            return reply.refuse(incoming.body)
+        call = asyncio.create_task(self._answer(incoming, incoming.body, reply))
+        self._calls.add(call)
+        return call.add_done_callback(self._calls.discard)
+
+    async def _answer(self, incoming: Incoming, body: bytes, reply: Reply) -> None:
+        method, path, headers = incoming.method, incoming.path, incoming.headers
+        reply.whole(*await self._administration.answer(method, path, headers, body))
+        reply.flush()
+
+    async def close(self) -> None:
+        for call in self._calls:
+            call.cancel()
+        await asyncio.gather(*self._calls, return_exceptions=True)
+
+
+def not_found(incoming: Incoming) -> ApiError:
+    return ApiError(404, f"{incoming.method} {incoming.path}: Not Found")
+
+
+class Control:
+    """Implements `Administration`. `start` it, and `close` it."""
+
+    def __init__(
+        self,
+        parts: Parts,
+        *,
+        num_requests: Callable[[], int],
+        exposition: Callable[[], Awaitable[bytes]],
+        on_fault: Callable[[str], None],
+    ) -> None:
+        """`num_requests`: of clients, in flight. `on_fault`: the task that watches the engines has ended."""
+        self._parts = parts
+        self._num_requests, self._exposition, self._on_fault = num_requests, exposition, on_fault
+        settings = parts.settings
+        self.prober = Prober(parts.fleet, parts.asker, settings.probe, parts.introducer.refresh)
+        self._admin = admin.Admin(settings, parts.fleet, self.prober)
+        self._watch: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        self._watch = asyncio.create_task(self.prober.run(), name="baton-router-prober")
+        self._watch.add_done_callback(self._hear_prober)
+
+    def _hear_prober(self, watch: asyncio.Task[None]) -> None:
+        if watch.cancelled() or self.prober.is_stopping:
+            return
+        fault = ProberDied(f"the task that watches the engines has ended: {watch.exception()!r}")
+        logger.critical("%s", fault, exc_info=watch.exception())
+        self._on_fault(str(fault))
+
+    async def close(self) -> None:
+        self.prober.stop()
+        if self._watch is not None:
+            await asyncio.wait({self._watch}, timeout=LAST_PROBES_S)
+            self._watch.cancel()
+            with suppress(asyncio.CancelledError, ExceptionGroup):  # Heard of already, see `_hear_prober`.
+                await self._watch
+
+    async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> admin.Reply:
+        try:
+            if path not in PAGES:
+                return await self._admin.answer(method, path, headers, body)
+            if method not in ("GET", "HEAD"):
+                return admin.refusal(admin.not_allowed(method, path), allow="GET, HEAD")
+            if path == "/metrics":
+                kind = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
+                return admin.Reply(200, kind, await self._exposition())
+            return _dashboard() if path == "/" else self._fleet_state()
+        except Exception:
+            logger.exception("%s: a request has failed", path)
+            return admin.refusal(ApiError(500, DEFECT))
+
+    def _fleet_state(self) -> admin.Reply:
+        settings, parts = self._parts.settings, self._parts
+        state: dict[str, Any] = {
+            "mode": settings.mode,
+            "decode_leg": settings.decode_leg,
+            "first_token": settings.first_token,
+            "policy": settings.policy,
+            "on_prefill_failure": settings.on_prefill_failure,
+            "in_flight": self._num_requests(),
+            "engines": parts.fleet.snapshot(),
+            "pairs": parts.pairs.snapshot(parts.fleet.engines, asyncio.get_running_loop().time()),
+        }
+        return admin.Reply(200, admin.JSON, msgspec.json.encode(state))
+
+
+def _dashboard() -> admin.Reply:
+    # The page is one file with its style and script in it, and asks this router only.
+    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
+    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": policy}
+    return admin.Reply(200, headers, PAGE.encode())

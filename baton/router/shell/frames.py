@@ -1,0 +1,120 @@
+"""Messages between the coordinator and a worker: MessagePack, each after its length, on a socket pair."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeAlias, cast
+
+import msgspec
+
+from baton.router.notes import Note
+from baton.router.settings import RouterSettings
+from baton.router.shell.metrics import Samples
+
+LENGTH_BYTES = 4
+UNREAD_BYTES_MAX = 64 << 20  # The other side does not read any more: it hangs.
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True): ...
+
+
+class Welcome(_Frame, frozen=True, tag="Welcome"):
+    """To a worker, once, as the first frame."""
+
+    settings: RouterSettings
+    host: str
+    port: int
+    has_admin_port: bool  # In the coordinator; else workers pass the administrator's requests on.
+    log_config: dict[str, Any]
+    history: list[Note]
+
+
+class Listening(_Frame, frozen=True, tag="Listening"):
+    """From a worker that accepts connections."""
+
+
+class Drain(_Frame, frozen=True, tag="Drain"):
+    """To a worker: serve no new requests, and end when the running ones have."""
+
+    timeout_s: float
+
+
+class EndRequests(_Frame, frozen=True, tag="EndRequests"):
+    """To a worker that drains: at once."""
+
+
+class Fault(_Frame, frozen=True, tag="Fault"):
+    """To a worker: the router is broken, as /health has to say."""
+
+    why: str
+
+
+class Collect(_Frame, frozen=True, tag="Collect"):
+    """To a worker: send your metrics."""
+
+
+class Collected(_Frame, frozen=True, tag="Collected"):
+    samples: Samples
+
+
+class Asks(_Frame, frozen=True, tag="Asks"):
+    """From a worker: an administrator's request, whose key has been checked."""
+
+    number: int
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class Answers(_Frame, frozen=True, tag="Answers"):
+    number: int
+    status: int
+    headers: dict[str, str]
+    body: bytes
+
+
+Frame: TypeAlias = (
+    Welcome | Listening | Drain | EndRequests | Fault | Collect | Collected | Asks | Answers | Note
+)
+
+_decoder = msgspec.msgpack.Decoder(Frame)
+
+
+class FrameStream(asyncio.Protocol):
+    """One end of the socket pair."""
+
+    def __init__(self, on_frame: Callable[[Frame], None], on_lost: Callable[[], None]) -> None:
+        self._on_frame, self._on_lost = on_frame, on_lost
+        self._transport: asyncio.Transport | None = None
+        self._received = bytearray()
+
+    def send(self, frame: Frame) -> None:
+        if self._transport is None or self._transport.is_closing():
+            return
+        payload = msgspec.msgpack.encode(frame)
+        self._transport.write(len(payload).to_bytes(LENGTH_BYTES, "little") + payload)
+        if self._transport.get_write_buffer_size() > UNREAD_BYTES_MAX:
+            self._transport.abort()
+
+    def close(self) -> None:
+        if self._transport is not None:
+            self._transport.close()
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's have another base.
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        while len(self._received) >= LENGTH_BYTES:
+            end = LENGTH_BYTES + int.from_bytes(self._received[:LENGTH_BYTES], "little")
+            if len(self._received) < end:
+                return
+            payload = bytes(self._received[LENGTH_BYTES:end])
+            del self._received[:end]
+            self._on_frame(_decoder.decode(payload))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        self._on_lost()

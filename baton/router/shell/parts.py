@@ -1,0 +1,35 @@
+"""What every process of a router has, whether it serves requests, watches the engines, or does both."""
+
+from baton.router.fleet import Fleet
+from baton.router.fleet_view import FleetView
+from baton.router.pairs import Pairs
+from baton.router.settings import RouterSettings
+from baton.router.shell.asking import Asker
+from baton.router.shell.engine_http import EnginePool
+from baton.router.shell.introductions import Introducer
+from baton.router.shell.loans import LoanReturns
+from baton.router.shell.metrics import RouterMetrics
+from baton.router.turns import TurnTable
+
+
+class Parts:
+    """Made and used in one event loop; `close` ends what is under way."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self.settings = settings
+        self.fleet = Fleet(settings)
+        self.pairs = Pairs()
+        self.metrics = RouterMetrics(self.fleet, self.pairs)
+        self.pool = EnginePool(connect_s=settings.timeouts.connect_s)
+        self.asker = Asker(self.pool, settings.engine_api_key)
+        timeout_s = settings.probe.timeout_s
+        self.introducer = Introducer(self.asker, self.fleet, timeout_s, pushes=settings.mode == "push")
+        self.loans = LoanReturns(self.asker, self.metrics, timeout_s)
+        turns = TurnTable(self.loans.give_back, lambda note: self.fleet.tell(note))
+        self.view = FleetView(settings, self.fleet, self.pairs, turns)
+        self.fleet.on_removed += [self.pairs.forget, self.metrics.forget]
+
+    async def close(self) -> None:
+        await self.introducer.close()
+        await self.loans.close()
+        await self.pool.close()

@@ -1,0 +1,173 @@
+"""A router of several processes on one port: real processes, as `baton route --workers` starts them."""
+
+import asyncio
+import os
+import select
+import signal
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from baton.router.settings import RouterSettings
+from baton.router.shell.metrics import sum_families
+from baton.router.shell.run import EXIT_NOT_STARTED, num_workers_for
+from tests.router.fakes import FakeEngine, Servers, answers, dead_url, lends
+from tests.router.test_drain import ASKED, EVENT, streams
+
+WAIT_S = 60.0  # The longest that anything here may take on a busy machine.
+
+
+class Workers:
+    def __init__(self, url: str, process: asyncio.subprocess.Process) -> None:
+        self.url = url
+        self.process = process
+
+    @property
+    def pids(self) -> set[int]:
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        return {int(pid) for pid in children.read_text().split()}
+
+    def client(self) -> httpx.AsyncClient:
+        """Each request on a connection of its own: any worker may get it."""
+        limits = httpx.Limits(max_keepalive_connections=0)
+        return httpx.AsyncClient(
+            base_url=self.url, timeout=WAIT_S, verify=False, trust_env=False, limits=limits
+        )
+
+    async def status_of(self, path: str) -> int:
+        """0: the connection failed."""
+        async with self.client() as client:
+            try:
+                return (await client.get(path)).status_code
+            except httpx.TransportError:
+                return 0
+
+    async def count(self) -> float:
+        """Completions that all workers together have answered with 200."""
+        async with self.client() as client:
+            lines = (await client.get("/metrics")).text.splitlines()
+        found = [line for line in lines if line.startswith('baton:router_requests_total{status="200"}')]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+
+def command_for(url: str, prefill: str, decode: str) -> list[str]:
+    command = [sys.executable, "-m", "baton.cli", "route", "--port", url.rpartition(":")[2], "--workers", "2"]
+    return [*command, "--prefill", prefill, "--decode", decode]
+
+
+@asynccontextmanager
+async def two_workers(servers: Servers, prefill: FakeEngine, decode: FakeEngine) -> AsyncIterator[Workers]:
+    url = dead_url()
+    prefill.url, decode.url = await servers.start(prefill), await servers.start(decode)
+    command = command_for(url, prefill.url, decode.url)
+    process = await asyncio.create_subprocess_exec(*command)
+    workers = Workers(url, process)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while await workers.status_of("/health") != 200:
+                assert process.returncode is None
+        yield workers
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+        await servers.stop()
+
+
+async def until_gone(pids: set[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            descriptor = os.pidfd_open(pid)
+            try:
+                ended, _, _ = await asyncio.to_thread(select.select, [descriptor], [], [], WAIT_S)
+            finally:
+                os.close(descriptor)
+            assert ended
+
+
+async def test_workers_share_a_port_a_fleet_and_the_metrics_and_are_replaced() -> None:
+    servers, decode, new = Servers(), FakeEngine(answers), FakeEngine(answers)
+    async with two_workers(servers, FakeEngine(lends), decode) as router, router.client() as client:
+        first = router.pids
+        assert len(first) == 2
+        for _ in range(20):
+            assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        assert await router.count() == 20
+
+        order = {"type": "decode", "instance": await servers.start(new)}
+        assert (await client.post("/instances/add", json=order)).status_code == 200
+        order["instance"] = decode.url
+        assert (await client.post("/instances/remove", json=order)).status_code == 200
+        num_before = len(decode.calls)
+        for _ in range(20):
+            assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        assert (len(decode.calls), len(new.calls)) == (num_before, 20)
+
+        assert await router.count() == 40
+        os.kill(min(first), signal.SIGKILL)
+        async with asyncio.timeout(WAIT_S):
+            while len(router.pids - first) != 1:
+                await router.status_of("/health")
+            while await router.count() != 40:  # What has been shown stays.
+                pass
+            second = router.pids
+            os.kill(min(second & first), signal.SIGKILL)  # Its successor knows the engine that was added.
+            while len(router.pids - first) != 2 or await router.status_of("/health") != 200:
+                pass
+        assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        assert len(new.calls) == 21
+        left = router.pids
+        router.process.kill()
+        await until_gone(left)
+
+
+async def test_a_router_that_is_terminated_lets_its_streams_end_and_exits_with_0() -> None:
+    gate, servers = asyncio.Event(), Servers()
+    async with two_workers(servers, FakeEngine(lends), streams(gate)) as router, router.client() as client:
+        pids = router.pids
+        async with client.stream("POST", "/v1/completions", json=ASKED) as answer:
+            pieces = answer.aiter_bytes()
+            text = await anext(pieces)
+            for pid in (*pids, router.process.pid):  # As a terminal's Ctrl-C, to the whole group.
+                os.kill(pid, signal.SIGTERM)
+            async with asyncio.timeout(WAIT_S):
+                while await router.status_of("/health") == 200:
+                    pass
+            gate.set()
+            text += b"".join([piece async for piece in pieces])
+        assert text == 2 * EVENT + b"data: [DONE]\n\n"
+        assert await router.process.wait() == 0
+        await until_gone(pids)
+
+
+async def test_a_port_that_another_router_has_is_refused() -> None:
+    servers = Servers()
+    async with two_workers(servers, FakeEngine(lends), FakeEngine(answers)) as router:
+        second = await asyncio.create_subprocess_exec(*command_for(router.url, "http://p:1", "http://d:1"))
+        assert await second.wait() == EXIT_NOT_STARTED
+        assert await router.status_of("/health") == 200
+
+
+@pytest.mark.parametrize(
+    ("num_prefill", "num_decode", "num_cores", "expected"), [(1, 1, 8, 1), (2, 3, 8, 2), (16, 16, 4, 4)]
+)
+def test_a_worker_for_each_four_engines_on_a_core_each(
+    num_prefill: int, num_decode: int, num_cores: int, expected: int
+) -> None:
+    settings = RouterSettings(
+        prefill_urls=tuple(f"http://p:{n + 1}" for n in range(num_prefill)),
+        decode_urls=tuple(f"http://d:{n + 1}" for n in range(num_decode)),
+    )
+    assert num_workers_for(settings, num_cores) == expected
+
+
+def test_samples_of_processes_are_added_by_name_and_labels() -> None:
+    one = {"m": [("m_total", {"a": "x"}, 1.0), ("m_created", {"a": "x"}, 20.0)]}
+    two = {"m": [("m_total", {"a": "x"}, 2.0), ("m_created", {"a": "x"}, 10.0), ("m_total", {"a": "y"}, 5.0)]}
+    assert sum_families([one, two, {}]) == {
+        "m": [("m_total", {"a": "x"}, 3.0), ("m_created", {"a": "x"}, 10.0), ("m_total", {"a": "y"}, 5.0)]
+    }
