@@ -1,4 +1,4 @@
-"""What an engine is: the introduction of its connector, its model, and the names that it answers to."""
+"""Identity of an engine: the introduction of its connector, its model, and the names that it answers to."""
 
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple

@@ -1,4 +1,4 @@
-"""What the processes of one router tell each other: what one of them has seen, or has been ordered to do.
+"""Notes between the processes of one router, about what one of them has seen or has been ordered to do.
 
 A note is told once it has been applied where it comes from. Notes of one process arrive in their order; notes
 of different processes may cross. What differs between processes thereby lasts until the next probe, and costs

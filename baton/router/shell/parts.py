@@ -1,4 +1,4 @@
-"""What every process of a router has, whether it serves requests, watches the engines, or does both."""
+"""The parts of every process of a router, whether it serves requests, watches the engines, or does both."""
 
 from baton.router.fleet import Fleet
 from baton.router.fleet_view import FleetView
