@@ -133,6 +133,8 @@ class Coordinator:
         self._control.start()
         self._tasks = [asyncio.create_task(self._keep(first)) for first in self._first_ones]
         self._tasks.append(asyncio.create_task(self._tick()))
+        for task in self._tasks:
+            task.add_done_callback(self._hear_end)
         try:
             async with asyncio.timeout(START_S):
                 await asyncio.gather(*self._first_ones)
@@ -170,12 +172,25 @@ class Coordinator:
         for reserved in self._reserved:
             reserved.close()
 
+    def _hear_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("a task that watches the workers has ended", exc_info=error)
+            self._note_fault(f"a task that watches the workers has ended: {error!r}")
+
     # --- The workers
 
     async def _keep(self, first: asyncio.Future[None]) -> None:
         """One worker and its successors. `first` has a result when the first one listens."""
         while self._drain is None:
-            worker = await self._start_worker(first)
+            try:
+                worker = await self._start_worker(first)
+            except OSError as error:  # No memory, or no descriptors, for now.
+                if not first.done():
+                    first.set_exception(NotStarted(f"a worker cannot be started: {error}"))
+                    return
+                logger.error("a worker cannot be started: %s", error)
+                await asyncio.sleep(RESTART_S)
+                continue
             try:
                 status = await worker.process.wait()
             finally:
