@@ -211,7 +211,7 @@ def route(
         host=host,
         port=port,
         admin_port=admin_port,
-        num_workers=workers or num_workers_for(settings, len(os.sched_getaffinity(0))),
+        num_workers=workers or num_workers_for(settings, os.cpu_count() or 1),
         log_config=_log_config(log_level),
     )
     raise typer.Exit(status)
