@@ -3,7 +3,7 @@
     worker --its notes--> coordinator --to the other workers--> worker
     coordinator --probes, introductions, orders, the load of the others--> worker
 
-Pure: notes and time are arguments. `shell/link` moves them.
+Pure: notes and time are arguments. `shell/frames.py` moves them.
 """
 
 import msgspec

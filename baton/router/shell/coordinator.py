@@ -19,13 +19,14 @@ from baton.core.errors import BatonError
 from baton.http.bodies import Bodies
 from baton.http.gate import Checks
 from baton.http.workers import WorkerPool
-from baton.router.notes import Load, Note
+from baton.router.notes import Load
 from baton.router.replica import Loads, Replica
 from baton.router.settings import RouterSettings
 from baton.router.shell.app import CLOSING_S
 from baton.router.shell.client_http import Listener
 from baton.router.shell.control import AdminPages, Control
 from baton.router.shell.frames import (
+    LOAD_EVERY_S,
     Answers,
     Asks,
     Collect,
@@ -47,7 +48,6 @@ logger = logging.getLogger(__name__)
 START_S = 60.0  # To start a Python process on a busy machine.
 RESTART_S = 1.0  # From the end of a worker to the start of its successor.
 COLLECT_S = 1.0  # For the workers' metrics; the last ones of a worker that is late stand in.
-LOAD_EVERY_S = 0.005
 TICK_S = 1.0
 SILENT_TICKS = 10  # Workers report every second. Ticks, not seconds: a machine may have stood still.
 EXIT_S = 5.0  # From the end of a worker's requests to that of its process.
@@ -87,7 +87,7 @@ class Coordinator:
         self._log_config = log_config
         self._loop = asyncio.get_running_loop()
         self._parts = Parts(settings)
-        self._parts.fleet.tell = self._tell_all
+        self._parts.fleet.tell = self._send_all
         self._replica = Replica(self._parts.view)
         self._loads = Loads()
         self._is_load_due = False
@@ -273,9 +273,6 @@ class Coordinator:
     def _send_all(self, frame: Frame) -> None:
         for worker in self._workers.values():
             worker.stream.send(frame)
-
-    def _tell_all(self, note: Note) -> None:
-        self._send_all(note)
 
     def _note_fault(self, why: str) -> None:
         self._fault = why

@@ -11,6 +11,7 @@ from baton.router.settings import RouterSettings
 from baton.router.shell.metrics import Samples
 
 LENGTH_BYTES = 4
+LOAD_EVERY_S = 0.005  # At most: how old a picture of the others' load may be, on each of the two ways.
 UNREAD_BYTES_MAX = 64 << 20  # The other side does not read any more: it hangs.
 
 

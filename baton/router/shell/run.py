@@ -4,6 +4,7 @@ import asyncio
 import logging
 import logging.config
 import signal
+from collections.abc import Callable
 from typing import Any
 
 import uvloop
@@ -41,21 +42,19 @@ def serve(
     logging.config.dictConfig(log_config)
     raise_descriptor_limit()
     limit_logs(*LOGS_LIMITED)
-    run = _serve(settings, host, port, admin_port, num_workers, log_config)
-    status: int = uvloop.run(run)
+
+    def make() -> Router | Coordinator:
+        return Router(settings) if num_workers == 1 else Coordinator(settings, num_workers, log_config)
+
+    status: int = uvloop.run(_serve(make, host, port, admin_port, settings.drain_timeout_s))
     return status
 
 
 async def _serve(
-    settings: RouterSettings,
-    host: str,
-    port: int,
-    admin_port: int | None,
-    num_workers: int,
-    log_config: dict[str, Any],
+    make: Callable[[], Router | Coordinator], host: str, port: int, admin_port: int | None, drain_s: float
 ) -> int:
     """The first signal drains the router and then ends it; the second one ends it at once."""
-    router = Router(settings) if num_workers == 1 else Coordinator(settings, num_workers, log_config)
+    router = make()
     is_told = asyncio.Event()
 
     def hear() -> None:
@@ -74,7 +73,7 @@ async def _serve(
             return EXIT_NOT_STARTED
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, bound)
         await is_told.wait()
-        await router.drain(settings.drain_timeout_s)
+        await router.drain(drain_s)
         return EXIT_STOPPED
     finally:
         await router.close(CLOSING_S)

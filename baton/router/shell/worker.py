@@ -19,6 +19,7 @@ from baton.router.notes import Drains, Note
 from baton.router.shell import admin
 from baton.router.shell.app import CLOSING_S, LOGS_LIMITED, Router
 from baton.router.shell.frames import (
+    LOAD_EVERY_S,
     Answers,
     Asks,
     Collect,
@@ -34,7 +35,6 @@ from baton.router.shell.frames import (
 
 logger = logging.getLogger(__name__)
 
-LOAD_EVERY_S = 0.005  # At most: how old a worker's picture of the others' load may be.
 ALIVE_EVERY_S = 1.0  # At least: the coordinator ends a worker that it does not hear.
 ANSWER_S = 30.0  # For the coordinator to carry out an administrator's order.
 EXIT_ORPHANED = 1
