@@ -73,8 +73,8 @@ def can_split(body: Mapping[str, Any], *, is_chat: bool) -> bool:
         return False  # A limit of D's own would count from D's first token.
     if body.get("seed") is not None and body.get("temperature") != 0:
         return False  # D's draws would begin again.
-    if not _is_count(body.get("min_tokens", 0) or 0) or not _is_text(body.get("messages")):
-        return False  # D is given a chat in tokens, which vLLM takes for chats of text only.
+    if not _is_count(body.get("min_tokens", 0) or 0):
+        return False
     options = body.get("stream_options")
     if options is not None and not (isinstance(options, Mapping) and set(options) <= {"include_usage"}):
         return False
@@ -96,16 +96,6 @@ def limit_of(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_text(messages: Any) -> bool:
-    """A chat without media; or none at all."""
-    if messages is None:
-        return True
-    return isinstance(messages, list) and all(
-        isinstance(message, Mapping) and isinstance(message.get("content"), str | None)
-        for message in messages
-    )
 
 
 def _is_idle(name: str, value: Any) -> bool:

@@ -46,12 +46,13 @@ class Told:
 
 
 class FirstTokens:
-    def __init__(self, body: Mapping[str, Any], *, is_chat: bool, may_split: bool) -> None:
+    def __init__(self, body: Mapping[str, Any], *, is_chat: bool, is_text: bool, may_split: bool) -> None:
         self._body = dict(body)
         self._seeded = with_seed(body)
         self._is_chat = is_chat
         self._may_verify = may_split and is_one_answer(body)
-        self._may_continue = self._may_verify and can_split(body, is_chat=is_chat)
+        # D is given a chat in tokens to continue it, which vLLM takes for chats of text only.
+        self._may_continue = self._may_verify and is_text and can_split(body, is_chat=is_chat)
         self._mode = FirstTokenMode.WHOLE
         self._first: FirstToken | None = None  # As the client has it ...
         self._kept: KeptToken | None = None  # ... from either kind of engine.

@@ -30,8 +30,42 @@ SEED_BITS = 63  # Seeds are signed 64-bit numbers.
 PREFIX_CHARS = 1024  # Of the prompt's beginning: what "begins alike" means to the affinity policy.
 PREFIX_TOKENS = 256
 CHARS_PER_TOKEN = 4  # A guess, good enough for a threshold.
-LONG_BODY_BYTES = 256 << 10  # Decoding less takes a few milliseconds at most.
 
+# The fields that routing looks at, besides the prompt. They are decoded, and encoded anew for each leg.
+_ROUTED = frozenset(
+    {
+        PARAMS,
+        "vllm_xargs",
+        "model",
+        "cache_salt",
+        "stream",
+        "stream_options",
+        "max_tokens",
+        "max_completion_tokens",
+        "min_tokens",
+        "n",
+        "best_of",
+        "temperature",
+        "seed",
+        "echo",
+        "logprobs",
+        "top_logprobs",
+        "prompt_logprobs",
+        "return_token_ids",
+        "presence_penalty",
+        "frequency_penalty",
+        "length_penalty",
+        "use_beam_search",
+        "include_stop_str_in_output",
+        "stop",
+        "tools",
+        "tool_choice",
+        "response_format",
+        "bad_words",
+        "suffix",
+    }
+)
+_NULL = msgspec.Raw(b"null")
 _IDS = re.compile(rb"\[\s*\d")
 _FIRST_IDS_BYTES = 16 << 10  # More than PREFIX_TOKENS ids and white space between them.
 
@@ -71,25 +105,34 @@ class Shape:
     num_prompt_tokens: int  # Exact for token ids, a guess for text.
     prefix_key: bytes
     direct_reason: LocalReason | None  # Why this request cannot be handed over, if it cannot.
+    is_text: bool  # Not a chat with images or other media.
 
 
 def parse_body(raw: bytes) -> dict[str, Any]:
     """Raises UserError naming the field.
 
-    A long prompt of token ids stays JSON (`msgspec.Raw`): the router only passes it on, and decoding and
-    encoding 2^20 ids for each leg would stop its event loop for 100 ms.
+    What routing does not look at stays as the client wrote it (`msgspec.Raw`), and so do prompt and
+    messages: the legs carry these bytes. Decoding and encoding 2^20 token ids for each leg would stop the
+    event loop for 100 ms.
     """
     try:
-        body = decode_json(raw) if len(raw) < LONG_BODY_BYTES else _decode_long(raw)
-    except NotJson as error:
-        raise UserError(f"is not JSON: {error}", field="body") from error
-    if not isinstance(body, dict):
-        raise UserError(f"must be a JSON object, not {type(body).__name__}", field="body")
+        str(raw, "utf-8")  # What stays encoded is not checked by the decoder.
+        fields = decode_json(raw, dict[str, msgspec.Raw])
+        body = {name: _look_at(name, value) for name, value in fields.items()}
+    except (NotJson, UnicodeDecodeError) as error:
+        raise UserError(f"is not a JSON object: {error}", field="body") from error
     extra = body.get("vllm_xargs")
     for holder, field in ((body, PARAMS), (extra, f"vllm_xargs.{PARAMS}")):
         if isinstance(holder, Mapping) and holder.get(PARAMS) is not None:
             raise UserError("is set by the router, never by a client; leave it out", field=field)
     return body
+
+
+def _look_at(name: str, value: msgspec.Raw) -> Any:
+    """Raises NotJson."""
+    if name in _ROUTED:
+        return decode_json(value)
+    return None if value == _NULL else value
 
 
 class _Named(msgspec.Struct):
@@ -102,14 +145,6 @@ def model_of(raw: bytes) -> object:
         return decode_json(raw, _Named).model
     except NotJson:
         return None
-
-
-def _decode_long(raw: bytes) -> Any:
-    fields = decode_json(raw, dict[str, msgspec.Raw])
-    return {
-        name: value if name == "prompt" and _IDS.match(value) else decode_json(value)
-        for name, value in fields.items()
-    }
 
 
 def _first_ids(prompt: msgspec.Raw) -> list[Any]:
@@ -178,31 +213,48 @@ def decode_body(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> di
 
 def shape_of(body: Mapping[str, Any]) -> Shape:
     """Never raises: what is malformed is for an engine to refuse, in its own words."""
-    messages, prompt = body.get("messages"), body.get("prompt")
-    direct_reason = _direct_reason(body)
+    messages, prompt = _decoded(body.get("messages")), body.get("prompt")
+    if isinstance(prompt, msgspec.Raw) and _IDS.match(prompt):
+        key = _key(body, repr(_first_ids(prompt)[:PREFIX_TOKENS]))
+        return Shape(bytes(prompt).count(b",") + 1, key, _direct_reason(body, None), _is_text(messages))
+    prompt = _decoded(prompt)
+    direct_reason, is_text = _direct_reason(body, prompt), _is_text(messages)
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
+    num_tokens, leading = 0, ""
     if isinstance(messages, list):
         texts = list(_texts(messages))
-        num_chars = sum(len(text) for text in texts)
-        return Shape(num_chars // CHARS_PER_TOKEN, _key(body, _leading(texts)), direct_reason)
-    if isinstance(prompt, msgspec.Raw):
-        key = _key(body, repr(_first_ids(prompt)[:PREFIX_TOKENS]))
-        return Shape(bytes(prompt).count(b",") + 1, key, direct_reason)
-    if isinstance(prompt, str):
-        return Shape(len(prompt) // CHARS_PER_TOKEN, _key(body, prompt[:PREFIX_CHARS]), direct_reason)
-    if isinstance(prompt, list):
-        return Shape(len(prompt), _key(body, repr(prompt[:PREFIX_TOKENS])), direct_reason)
-    return Shape(0, _key(body, ""), direct_reason)
+        num_tokens, leading = sum(len(text) for text in texts) // CHARS_PER_TOKEN, _leading(texts)
+    elif isinstance(prompt, str):
+        num_tokens, leading = len(prompt) // CHARS_PER_TOKEN, prompt[:PREFIX_CHARS]
+    elif isinstance(prompt, list):
+        num_tokens, leading = len(prompt), repr(prompt[:PREFIX_TOKENS])
+    return Shape(num_tokens, _key(body, leading), direct_reason, is_text)
 
 
-def _direct_reason(body: Mapping[str, Any]) -> LocalReason | None:
-    prompt = body.get("prompt")
+def _decoded(value: Any) -> Any:
+    try:
+        return decode_json(value) if isinstance(value, msgspec.Raw) else value
+    except NotJson:
+        return None
+
+
+def _direct_reason(body: Mapping[str, Any], prompt: Any) -> LocalReason | None:
     if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(part, int) for part in prompt):
         return "several_prompts"  # A ticket is for one prompt.
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
         return "prompt_logprobs"  # They need the prompt to be computed where they are asked for.
     return None
+
+
+def _is_text(messages: Any) -> bool:
+    return messages is None or (
+        isinstance(messages, list)
+        and all(
+            isinstance(message, Mapping) and isinstance(message.get("content"), str | None)
+            for message in messages
+        )
+    )
 
 
 def _texts(messages: Iterable[Any]) -> Iterator[str]:

@@ -125,6 +125,7 @@ class Machine:
         self._first = FirstTokens(
             request.body,
             is_chat=request.is_chat,
+            is_text=shape.is_text,
             may_split=self._settings.first_token and self._local_reason is None,
         )
         self._consumer: Engine | None = None  # Of this attempt.

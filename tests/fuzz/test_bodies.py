@@ -13,8 +13,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import UserError
+from baton.core.json_text import decode_json
 from baton.http.settings import HttpSettings
-from baton.router import legs
+from baton.router import exact, legs
+from baton.router.kept_token import kept_body
 from baton.server.protocol.chat import ChatRequest
 from baton.server.protocol.completion import CompletionRequest
 from tests.server.fakes import JSON, LiveLoop, LiveServer, ScriptedEngine, router_before, service_around
@@ -123,22 +125,38 @@ def test_any_header_is_answered_or_refused(client: httpx.Client, name: str, valu
     assert client.get("/health").status_code == 200
 
 
-@settings(max_examples=100 * SCALE)
-@given(body=bodies)
+@settings(max_examples=300 * SCALE)
+@given(body=bodies | st.dictionaries(st.sampled_from(sorted(exact._HARMLESS | exact._IDLE.keys())), scalars))
 @example(body={"prompt": [7] * 300})
 @example(body={"prompt": list(range(10_000))})
-def test_a_long_body_is_routed_as_a_short_one(body: dict[str, Any]) -> None:
-    """The router keeps a long prompt of token ids encoded; this must not change the legs or the routing."""
+@example(body={"prompt": "a", "stream": True, "suffix": None, "stop": [], "unknown": None})
+def test_a_body_that_stays_bytes_is_routed_as_one_that_is_decoded(body: dict[str, Any]) -> None:
+    """The router leaves most of a body encoded; this must not change the legs or the routing."""
     raw = msgspec.json.encode(body)
     try:
-        short = legs.parse_body(raw)
+        kept = legs.parse_body(raw)
     except UserError:
         return
-    patch = pytest.MonkeyPatch()
-    with patch.context() as context:
-        context.setattr(legs, "LONG_BODY_BYTES", 0)
-        long = legs.parse_body(raw)
-    assert msgspec.json.decode(msgspec.json.encode(long)) == msgspec.json.decode(msgspec.json.encode(short))
+    decoded = decode_json(raw)
     prompt = body.get("prompt")
-    if isinstance(prompt, list) and len(prompt) > 1 and all(type(part) is int for part in prompt):
-        assert legs.shape_of(long) == legs.shape_of(short)
+    are_ids = isinstance(prompt, list) and all(type(part) is int for part in prompt)
+    if not isinstance(prompt, list) or (are_ids and len(prompt) > 1 and "messages" not in body):
+        assert legs.shape_of(kept) == legs.shape_of(decoded)
+    for is_chat in (False, True):
+        assert exact.can_split(kept, is_chat=is_chat) == exact.can_split(decoded, is_chat=is_chat)
+        assert exact.limit_of(kept, is_chat=is_chat) == exact.limit_of(decoded, is_chat=is_chat)
+    assert legs.is_one_answer(kept) == legs.is_one_answer(decoded)
+    assert legs.is_one_token(kept) == legs.is_one_token(decoded)
+    assert (legs.with_seed(kept).keys() - kept.keys()) == (legs.with_seed(decoded).keys() - decoded.keys())
+    for leg in (legs.prefill_body, legs.first_token_body, kept_body):
+        assert decode_json(msgspec.json.encode(leg(kept, "id"))) == leg(decoded, "id")
+    assert decode_json(msgspec.json.encode(legs.decode_body(kept, None))) == legs.decode_body(decoded, None)
+
+
+def test_a_leg_carries_the_clients_own_bytes() -> None:
+    messages = b'[ {"role":"user",  "content":"\\u0041 \\/"} ]'
+    raw = b'{"model": "m", "messages": ' + messages + b', "metadata": {"a" : 1e2}, "max_tokens": 5}'
+    leg = msgspec.json.encode(legs.decode_body(legs.parse_body(raw), {"do_remote_prefill": True}))
+    assert messages in leg
+    assert b'{"a" : 1e2}' in leg
+    assert leg.endswith(b'"kv_transfer_params":{"do_remote_prefill":true}}')
