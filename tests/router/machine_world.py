@@ -161,6 +161,8 @@ class World:
             self.turn = "of the last turn"
             params = {"do_remote_decode": True, "baton_ticket": self.turn}
             turns.put(self.session, Turn(self.fleet.engines[-1], params), 0.0)
+        # Decode engines never accept what P says of itself.
+        self.refuses_introductions = not is_healthy and rng.random() < 0.1
         self.legs: list[Leg] = []
         self.has_left = self.was_stopped = False
         self.over: Over | None = None
@@ -307,6 +309,10 @@ class World:
             return
         body = leg.body
         params = body.get("kv_transfer_params") or {}
+        if self.refuses_introductions and "baton_introduction" in params:
+            self.faults["an introduction is refused"] += 1
+            yield self._refusal(leg, 400, "kv_transfer_params.baton_introduction")
+            return
         tokens = OTHERS if self.disagree and self.rng.random() < 0.5 else TOKENS
         self.faults["other tokens"] += tokens is OTHERS
         is_prefill = bool(params.get("do_remote_decode")) or body.get("max_tokens") == 1

@@ -53,7 +53,8 @@ def test_every_fault_occurs() -> None:
     wanted |= {f"Closed in {name}" for name in states if name not in NO_CLOSED}
     wanted |= {f"failure {number}" for number in range(8)}
     wanted |= {f"a stream: {fault}" for fault in ("cut", "ends early", "garbage")}
-    wanted |= {"no introduction", "other tokens", "an event of a leg that is being closed"}
+    wanted |= {"no introduction", "an introduction is refused", "other tokens"}
+    wanted.add("an event of a leg that is being closed")
     assert wanted - faults.keys() == set()
 
 
@@ -150,6 +151,8 @@ MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "a router that stops is ignored": (Machine, "_on_stopped", lambda self, event: None),
     "the client sees what is for the router": (DecodeAnswer, "ready", _relay_all),
     "a stream without [DONE] is complete": (DecodeAnswer, "finish", _believe_the_end),
+    "introductions are offered without end": (machine, "INTRODUCTIONS_MAX", 10**9),
+    "a stream that breaks is begun again": (Machine, "_break_stream", lambda self, *_: self._again()),
 }
 
 
