@@ -10,6 +10,7 @@ from baton.connectors.pull.control.agent import PRODUCTION as PRODUCTION_MACHINE
 from baton.connectors.pull.control.agent import Machines
 from baton.protocol.signed_frame import ProcessKey
 from baton.router.machine import Machine
+from baton.router.replica import Replica
 from baton.sim.kernel.connection import ALL_CHECKS, Checks
 
 
@@ -33,6 +34,7 @@ class Parts:
     tamper: Callable[[Any], None] | None = None  # Called with an Engine that has booted.
     verified_reads: bool = True  # Transport: bytes that were altered on the way are an error.
     router: type[Machine] = Machine
+    replica: type[Replica] = Replica
     takes_back: bool = True  # Server: it takes back a loan whose ticket reaches no client.
 
 

@@ -28,6 +28,7 @@ class World:
         # Draws of models and of lies have generators of their own and leave the rest of a world as it is.
         self.rng_of_models = random.Random(f"models {seed}")
         self.rng_of_lies = random.Random(f"lies {seed}")
+        self.rng_of_router = random.Random(f"router {seed}")
         self.faults = self._healthy = healthy
         for table in choices:
             self.faults = self.faults.drawn(self.rng, table)

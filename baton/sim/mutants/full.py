@@ -22,6 +22,8 @@ from baton.protocol.ticket import BadTicket, open_ticket
 from baton.router.answers import LegAnswer
 from baton.router.first_token import FirstToken
 from baton.router.machine import Machine
+from baton.router.notes import Note, Probed
+from baton.router.replica import Replica
 from baton.sim.hosts.full.engine import Engine
 from baton.sim.kernel.parts import Parts, machines
 from baton.sim.kernel.windows import shortened
@@ -161,6 +163,14 @@ class _TellsAll(Machine):
         return self._send(first.events)
 
 
+class _HearsNoProbes(Replica):
+    """A worker does not learn that an engine is back."""
+
+    def apply(self, note: Note, now_s: float) -> None:
+        if not isinstance(note, Probed):
+            super().apply(note, now_s)
+
+
 PULL: dict[str, Parts] = {
     **SHARED,
     **OF_PULL,
@@ -184,6 +194,7 @@ PULL: dict[str, Parts] = {
     "whole_load": Parts(tamper=_believe_half),
     # The router
     "tells_all": Parts(router=_TellsAll),
+    "probes_told": Parts(replica=_HearsNoProbes),
     # Offload and Multi
     "store_fence": Parts(offload_half=halves.StoresUnfenced),
     "store_failed": Parts(offload_half=halves.FindsFailedStores),

@@ -19,11 +19,12 @@ TRIES = 60
 SEEDS = {
     ("pull", "bound_ops"): 180,
     ("pull", "counters"): 41,
-    ("pull", "store_fence"): 60,
+    ("pull", "store_fence"): 20,
     ("push", "bound_ops"): 400,
     ("push", "counters"): 2520,
-    ("push", "preempted"): 100,
-    ("push", "run"): 690,
+    ("push", "fence"): 270,
+    ("push", "preempted"): 390,
+    ("push", "run"): 40,
 }
 
 EVERYWHERE = {
@@ -70,6 +71,10 @@ EVERYWHERE = {
     "pieces cut",
     "preempted",
     "prefix hits",
+    "note: Handoff",
+    "note: LegFailed",
+    "note: TurnKept",
+    "note: TurnTaken",
     "read: corrupt",
     "read: error",
     "read: hang",
@@ -82,6 +87,7 @@ EVERYWHERE = {
     "router: prefills local ticket_refused",
     "router: retries decode",
     "router: retries prefill",
+    "router: workers killed",
     "ticket refused: in use",
     "ticket refused: layout",
     "ticket refused: prompt",

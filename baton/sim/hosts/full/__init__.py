@@ -4,5 +4,6 @@ cluster  hosts and restarts         engine    one incarnation
 ranks    what computes              memory    bytes, and who wrote them
 wire     signs control frames       port      the transport of a rank
 model    tokens from the KV read    clients   conversations
-router   clients' requests          scenario  what a world begins with, and its probes
+router   clients' requests          processes of the router, and their notes
+scenario what a world begins with, and its probes
 """

@@ -32,20 +32,20 @@ from baton.router.events import (
     Stopped,
 )
 from baton.router.events import Leg as RouterLeg
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.health import Probe
 from baton.router.identity import Introduction
 from baton.router.machine import Machine, Request
-from baton.router.pairs import Pairs
+from baton.router.notes import Probed
 from baton.router.policies import POLICIES, RoutedRequest
 from baton.router.settings import LegTimeouts, RouterSettings
 from baton.router.sse import EventSplitter, data_of
-from baton.router.turns import TurnTable
 from baton.sim.hosts.full.clients import Ask
 from baton.sim.hosts.full.cluster import Cluster
 from baton.sim.hosts.full.door import Door
 from baton.sim.hosts.full.legs import Leg
+from baton.sim.hosts.full.processes import Process, Processes
 from baton.sim.kernel.process import SOON_S
 
 Role = Literal["prefill", "decode"]
@@ -75,18 +75,24 @@ class Router:
         }
         self.settings = {mode: RouterSettings(**settings, mode=mode) for mode in ("pull", "push")}
         self._answers: dict[str, _Answer] = {}
+        self._num_workers = self.world.rng_of_router.choice([0, 0, 0, 2, 3])
         self._start()
         self.on_params: Callable[[str, dict[str, Any], Ask], None] = lambda role, params, ask: None
 
     def _start(self) -> None:
-        self.fleet = Fleet(self.settings["pull"], unix_clock=lambda: 0.0)
-        self._pairs = Pairs()
-        self._turns = TurnTable(self._give_back)
-        self._views = {mode: self._view(mode) for mode in self.settings}
-        self._met_at = dict.fromkeys(self.fleet.engines, -INTRODUCTION_MAX_S)
-        self._probed = set(self.fleet.engines)
-        for engine in self.fleet.engines:
+        self._met_at: dict[Engine, float] = {}
+        self._probed: set[Engine] = set()
+        self.processes = Processes(self.world, self._new_process, self._num_workers, self._note_all)
+        self.hub = self.processes.hub
+        self._probed.update(self.hub.fleet.engines)
+        for engine in self.hub.fleet.engines:
             self.world.after(self.world.rng.uniform(0, 1), partial(self._probe, engine))
+
+    def _new_process(self) -> Process:
+        process = Process(self.settings, _View, self.cluster.parts.replica, self._give_back)
+        for view in process.views.values():
+            view.new_transfer_id = self._new_id
+        return process
 
     def restart(self) -> None:
         """End the requests that run, and forget everything."""
@@ -95,11 +101,27 @@ class Router:
         for answer in list(self._answers.values()):
             answer.ask.causes.add("the router was told to stop")
             answer.on(Stopped())
+        self.processes.stop()
         self._start()
 
-    def _view(self, mode: str, way: tuple[str, str] | None = None) -> FleetView:
-        view = _View(self.settings[mode], self.fleet, self._pairs, self._turns)
-        view.urls = None if way is None else set(map(_url, way))
+    def kill_worker(self) -> None:
+        """Its clients and its legs lose their connections. Another worker takes its place."""
+        if self.processes.is_alone or len(self.processes.workers) < 2:
+            return
+        worker = self.world.rng_of_router.choice(self.processes.workers)
+        self.world.note("router", "a worker is killed")
+        self.world.count("router: workers killed")
+        for answer in [answer for answer in self._answers.values() if answer.process is worker]:
+            answer.ask.causes.add("a process of the router was killed")
+            answer.kill()
+        self.processes.end(worker)
+
+    def _view(self, process: Process, mode: str, way: tuple[str, str] | None) -> FleetView:
+        if way is None:
+            return process.views[mode]
+        view = process.view(mode)
+        assert isinstance(view, _View)
+        view.urls = set(map(_url, way))
         view.new_transfer_id = self._new_id
         return view
 
@@ -112,10 +134,12 @@ class Router:
         world, rng = self.world, self.world.rng
         is_push = self.cluster.mode == "push" and not world.chance(PULL_AMONG_PUSH)
         mode = "push" if is_push else "pull"
-        view = self._views[mode] if ask.way is None else self._view(mode, ask.way)
+        process = self.hub if self.processes.is_alone else world.rng_of_router.choice(self.processes.workers)
+        view = self._view(process, mode, ask.way)
         world.note("client", f"asks {ask.name} with {len(ask.prompt)} tokens")
-        for engine in self.fleet.engines:
-            if engine.was_asked and world.now - self._met_at[engine] > INTRODUCTION_MAX_S:
+        for engine in process.fleet.engines:
+            met_at = self._met_at.get(engine, -INTRODUCTION_MAX_S)
+            if engine.was_asked and world.now - met_at > INTRODUCTION_MAX_S:
                 self._introduce(engine)
         body = {
             "prompt": ask.prompt,
@@ -127,7 +151,8 @@ class Router:
             "priority": ask.priority,
         }
         request = Request(ask.name, body, is_chat=False, session=ask.session or None, received_at_s=world.now)
-        answer = self._answers[ask.name] = _Answer(self, ask, self._machine(view, request))
+        answer = self._answers[ask.name] = _Answer(self, process, ask, self._machine(view, request))
+        process.num_requests += 1
         answer.carry_out(answer.machine.begin(world.now))
 
     def hang_up(self, ask: Ask) -> None:
@@ -139,8 +164,10 @@ class Router:
         answer.end("gone")
         answer.on(ClientGone())
 
-    def forget(self, ask: Ask) -> None:
-        self._answers.pop(ask.name, None)
+    def forget(self, answer: _Answer) -> None:
+        if self._answers.get(answer.ask.name) is answer:
+            del self._answers[answer.ask.name]
+            answer.process.num_requests -= 1
 
     # --- Engines ----------------------------------------------------------------------------------
 
@@ -160,6 +187,10 @@ class Router:
         engine.is_introduced, engine.kind, engine.max_model_len = True, "baton", 1 << 20
         engine.introduction = Introduction(host.engine_id, host.half.introduction())
 
+    def _note_all(self) -> None:
+        for engine in self.hub.fleet.engines:
+            self.note_status(engine)
+
     def note_status(self, engine: Engine) -> None:
         """After a failure: an engine that is down is probed until it is back."""
         if not engine.is_up and engine not in self._probed:
@@ -171,7 +202,7 @@ class Router:
     def _probe(self, engine: Engine) -> None:
         host, world = self.cluster.hosts[_name(engine)], self.world
         if host.is_alive and host.is_paused:
-            num_heard = engine.num_heard
+            num_heard = _num_heard(engine)
             world.after(PROBE_S, lambda: self._noted(engine, _silent(engine, num_heard)))
         elif host.is_alive:
             self._noted(engine, Probe("unhealthy", "draining") if host.is_draining else Probe("healthy"))
@@ -181,7 +212,8 @@ class Router:
     def _noted(self, engine: Engine, probe: Probe) -> None:
         world = self.world
         world.count(f"probe: {probe.kind}")
-        self.fleet.note_probe(engine, probe, world.now)
+        self.hub.fleet.note_probe(engine, probe, world.now)
+        self.hub.fleet.tell(Probed(engine.key, probe.kind, probe.why, None))
         if (world.now < PROBES_END_S or not engine.is_up) and engine in self._probed:
             world.after(max(SOON_S, engine.health.probe_at_s - world.now), partial(self._probe, engine))
         else:
@@ -247,8 +279,10 @@ class _View(FleetView):
 class _Answer:
     """The machine of one request, its legs, and what its client has been sent."""
 
-    def __init__(self, router: Router, ask: Ask, machine: Machine) -> None:
-        self.router, self.ask, self.machine, self._world = router, ask, machine, router.world
+    def __init__(self, router: Router, process: Process, ask: Ask, machine: Machine) -> None:
+        self.router, self.process, self.ask, self.machine = router, process, ask, machine
+        self._world = router.world
+        self._is_killed = False
         self._doors: dict[RouterLeg, Door] = {}
         self._waiting: deque[Event] = deque()
         self._events = EventSplitter()
@@ -258,6 +292,8 @@ class _Answer:
 
     def on(self, event: Event) -> None:
         """An event that comes while effects are carried out has its turn after them."""
+        if self._is_killed:
+            return
         self._waiting.append(event)
         if len(self._waiting) > 1:
             return
@@ -286,18 +322,26 @@ class _Answer:
                     shown = labels if metric == "prefills" else labels[:1]
                     self._world.count(" ".join(("router:", metric, *shown)))
                 case Over(_, error):
-                    self.router.forget(self.ask)
+                    self.router.forget(self)
                     if error is not None:
                         self.end("error", str(error))
 
     def closed(self, leg: RouterLeg) -> None:
-        self.router.note_status(leg.engine)
+        if self.process is self.router.hub:
+            self.router.note_status(leg.engine)
         self.on(Closed(leg))
+
+    def kill(self) -> None:
+        self._is_killed = True
+        for door in self._doors.values():
+            door.close()
+        self.router.forget(self)
+        self.end("error", "connection lost")
 
     def end(self, outcome: str, message: str = "") -> None:
         if self.ask.outcome is not None:
             return
-        if outcome == "error" and not all(engine.is_up for engine in self.router.fleet.engines):
+        if outcome == "error" and not all(engine.is_up for engine in self.process.fleet.engines):
             self.ask.causes.add("an engine is down")
         self._world.count(f"client: {outcome}")
         self._world.note("client", f"{self.ask.name}: {outcome} {message}")
@@ -330,8 +374,12 @@ class _Answer:
             self.ask.hear(choice["token_ids"])
 
 
+def _num_heard(engine: Engine) -> int:
+    return engine.num_heard + engine.elsewhere.num_heard
+
+
 def _silent(engine: Engine, num_heard: int) -> Probe:
-    return Probe("silent" if engine.num_heard == num_heard else "slow", "no answer")
+    return Probe("silent" if _num_heard(engine) == num_heard else "slow", "no answer")
 
 
 def _url(name: str) -> str:

@@ -18,6 +18,7 @@ from baton.sim.kernel.wire import Way
 from baton.sim.kernel.world import World
 
 EVENTS_MAX = 100_000
+WORKER_DIES = 0.3  # Of a router with several.
 
 
 class FullScenario(Scenario):
@@ -56,6 +57,8 @@ class FullScenario(Scenario):
                 world.after(world.rng_of_models.uniform(0, self.break_s), reset)
         if world.rng_of_lies.random() < world.faults.router_stops:
             world.after(world.rng_of_lies.uniform(0, self.break_s), self.router.restart)
+        if world.rng_of_router.random() < WORKER_DIES:
+            world.after(world.rng_of_router.uniform(0, self.break_s), self.router.kill_worker)
         if world.chance(world.faults.clog):
             clog = partial(cluster.wire.clog, cluster.draw_way(), rng.choice([0.5, 4.0]))
             world.after(rng.uniform(0, self.break_s), clog)

@@ -1,0 +1,139 @@
+"""The processes of a simulated router: workers, which serve clients, and a coordinator, which probes engines.
+
+A router of one process does both. Notes between processes take time; those of one process arrive in order.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+from baton.router.fleet import Engine, Fleet
+from baton.router.fleet_view import FleetView
+from baton.router.notes import Load, Note
+from baton.router.pairs import Pairs
+from baton.router.replica import Loads, Replica
+from baton.router.settings import RouterSettings
+from baton.router.turns import TurnTable
+from baton.sim.kernel.world import World
+
+NOTE_S = 0.02
+LOAD_S = 0.05
+ALIVE_S = 1.0
+
+
+class Process:
+    """What one process of a router knows."""
+
+    def __init__(
+        self,
+        settings: Mapping[str, RouterSettings],
+        new_view: type[FleetView],
+        new_replica: type[Replica],
+        give_back: Callable[[Engine, Mapping[str, Any]], None],
+    ) -> None:
+        self.settings, self._new_view = settings, new_view
+        self.tell: Callable[[Note], None] = lambda note: None
+        self.fleet = Fleet(settings["pull"], unix_clock=lambda: 0.0)
+        self.fleet.tell = self._tell
+        self.pairs = Pairs()
+        self.turns = TurnTable(give_back, self._tell)
+        self.views = {mode: self.view(mode) for mode in settings}
+        self.replica = new_replica(self.views["pull"])
+        self.num_requests = 0
+        self.is_alive = True
+        self.hears_at = self.tells_at = 0.0  # When the last note on each way arrives.
+
+    def view(self, mode: str) -> FleetView:
+        return self._new_view(self.settings[mode], self.fleet, self.pairs, self.turns)
+
+    def _tell(self, note: Note) -> None:
+        self.tell(note)
+
+
+class Processes:
+    def __init__(
+        self, world: World, new_process: Callable[[], Process], num_workers: int, on_hub: Callable[[], None]
+    ) -> None:
+        """`num_workers`: 0: one process is all. `on_hub`: a note has changed what the coordinator knows."""
+        self._world, self._new_process, self._on_hub = world, new_process, on_hub
+        self.hub = new_process()
+        self.is_alone = not num_workers
+        self._loads = Loads()
+        self.workers = [self.hub] if self.is_alone else [self._start() for _ in range(num_workers)]
+        if not self.is_alone:
+            self.hub.tell = self._tell_all
+
+    def end(self, worker: Process) -> None:
+        """Its process is killed. The coordinator starts another one when it has read its last notes."""
+        worker.is_alive = False
+        self.workers.remove(worker)
+        self._world.at(worker.tells_at, partial(self._replace, worker))
+
+    def stop(self) -> None:
+        for process in (self.hub, *self.workers):
+            process.is_alive = False
+
+    def _replace(self, worker: Process) -> None:
+        if self.hub.is_alive:
+            self._loads.end(id(worker))
+            self.workers.append(self._start())
+            self._share_loads()
+
+    def _start(self) -> Process:
+        worker = self._new_process()
+        for note in self.hub.replica.history(self._world.now):
+            worker.replica.apply(note, self._world.now)
+        worker.hears_at = worker.tells_at = self._world.now
+        worker.tell = partial(self._tell_hub, worker)
+        is_due = False
+
+        def report() -> None:
+            nonlocal is_due
+            is_due = False
+            if worker.is_alive:
+                worker.tell(worker.replica.load(worker.num_requests))
+                if worker.num_requests:
+                    report_in(ALIVE_S)
+
+        def report_in(seconds: float) -> None:
+            nonlocal is_due
+            if not is_due:
+                is_due = True
+                self._world.after(seconds, report)
+
+        worker.fleet.on_load = lambda: report_in(LOAD_S)
+        return worker
+
+    # --- Notes
+
+    def _tell_hub(self, worker: Process, note: Note) -> None:
+        worker.tells_at = max(worker.tells_at, self._world.now + self._world.spread(NOTE_S))
+        self._world.at(worker.tells_at, lambda: self._read(worker, note))
+
+    def _read(self, worker: Process, note: Note) -> None:
+        if not self.hub.is_alive:
+            return
+        self._world.count(f"note: {type(note).__name__}")
+        if isinstance(note, Load):
+            self._loads.put(id(worker), note)
+            self._share_loads()
+        else:
+            self.hub.replica.apply(note, self._world.now)
+            for other in self.workers:
+                if other is not worker:
+                    self._deliver(other, note)
+        self._on_hub()
+
+    def _share_loads(self) -> None:
+        self.hub.replica.apply(self._loads.beside(None), self._world.now)
+        for worker in self.workers:
+            self._deliver(worker, self._loads.beside(id(worker)))
+
+    def _tell_all(self, note: Note) -> None:
+        for worker in self.workers:
+            self._deliver(worker, note)
+
+    def _deliver(self, worker: Process, note: Note) -> None:
+        world = self._world
+        worker.hears_at = max(worker.hears_at, world.now + world.spread(NOTE_S))
+        world.at(worker.hears_at, lambda: worker.replica.apply(note, world.now) if worker.is_alive else None)
