@@ -101,7 +101,11 @@ def route(
         ),
     ] = True,
     policy: Annotated[
-        str, typer.Option(help="least_in_flight, round_robin or prefix_affinity.")
+        str,
+        typer.Option(
+            help="least_in_flight, round_robin, prefix_affinity, or cost: where the first token is expected "
+            "soonest, with little harm to others; a prompt may stay with a decode engine."
+        ),
     ] = "least_in_flight",
     on_prefill_failure: Annotated[
         str, typer.Option(help="local: the decode engine computes the prompt; fail: the request fails.")

@@ -92,6 +92,7 @@ class Leg:
     wait_s: float  # For a whole answer, or for the first piece of a stream.
     started_at_s: float
     was_alone: bool  # The engine had no other request at the leg's start.
+    num_queued_tokens: int = 0  # Of its prompt, until the engine has computed it or is left.
     reader: PrefillReader | None = None
     outcome: str = "cancelled"  # For the metrics.
     is_broken: bool = False  # It sent what is no answer; what follows is not read.

@@ -13,11 +13,14 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from baton.core.errors import ConfigError
+from baton.router.cost import EXPECTED_OUTPUT, IDLE, PREFILL_TOKENS_PER_S, Candidate
+from baton.router.cost import choose as choose_placement
 from baton.router.errors import LegFailure, RouterError
 from baton.router.health import Health, Probe, Status
 from baton.router.identity import Identity, Introduced, Introduction, Kind, ModelCard, Seat, choose_identity
 from baton.router.notes import EngineKey, Erred, LegFailed, Note
-from baton.router.policies import POLICIES, EngineState, RoutedRequest
+from baton.router.policies import POLICIES, EngineState, RoutedRequest, choose_least_cost
+from baton.router.rates import Rate
 from baton.router.settings import Role, RouterSettings, check_url, without_credentials
 
 logger = logging.getLogger(__name__)
@@ -30,6 +33,7 @@ class Counts(NamedTuple):
     num_requests: int = 0
     num_failures: int = 0
     num_heard: int = 0
+    num_queued_tokens: int = 0
 
 
 NOWHERE = Counts()
@@ -44,6 +48,8 @@ class Engine:
     num_requests: int = 0
     num_failures: int = 0  # Legs without an answer, and answers of 500 and above.
     num_heard: int = 0  # Pieces of answers that have come from it.
+    num_queued_tokens: int = 0  # Of prompts that it has still to compute, for this process.
+    prefill_rate: Rate = field(default_factory=Rate, repr=False)  # Tokens per second.
     elsewhere: Counts = NOWHERE
     waits: dict["Wait", None] = field(default_factory=dict, repr=False)  # For its answers, in order.
     last_error: str | None = None
@@ -75,6 +81,11 @@ class Engine:
     def load(self) -> int:
         """Requests in flight, in all processes of this router."""
         return self.in_flight + self.elsewhere.in_flight
+
+    @property
+    def queued_tokens(self) -> int:
+        """Of prompts that it has still to compute, for all processes of this router."""
+        return self.num_queued_tokens + self.elsewhere.num_queued_tokens
 
     @property
     def admin_address(self) -> str:
@@ -145,26 +156,83 @@ class Fleet:
     ) -> Engine | None:
         """An engine of this role that is up, fit and not in `tried`."""
         engines = self._engines[role]
+        by_cost = self._policy is choose_least_cost
         states = [
             EngineState(
                 engine.url,
                 self.may_take(engine, request) and engine not in tried and is_fit(engine),
                 engine.load,
                 engine.health.share(now_s),
+                role,
+                self._candidate(engine) if by_cost else IDLE,
             )
             for engine in engines
         ]
         index = self._policy(states, request)
         return None if index is None else engines[index]
 
+    def place(
+        self,
+        request: RoutedRequest,
+        tried: Sequence[Engine],
+        bad_producers: Sequence[Engine],
+        is_fit: Callable[[Engine], bool],
+    ) -> tuple[Engine, bool] | None:
+        """The decode engine of least cost, and whether it had better compute the prompt itself.
+
+        None: the policy is another one, or there is no such engine.
+        """
+        if self._policy is not choose_least_cost:
+            return None
+        consumers = [
+            engine
+            for engine in self._engines["decode"]
+            if self.may_take(engine, request) and engine not in tried and is_fit(engine)
+        ]
+        producers = [
+            engine
+            for engine in self._engines["prefill"]
+            if self.may_take(engine, request) and engine not in bad_producers
+        ]
+        found = choose_placement(
+            request.num_tokens,
+            EXPECTED_OUTPUT,
+            [self._candidate(engine) for engine in producers],
+            [self._candidate(engine) for engine in consumers],
+        )
+        return None if found is None else (consumers[found.consumer], found.producer is None)
+
+    def _candidate(self, engine: Engine) -> Candidate:
+        return Candidate(
+            num_queued_tokens=engine.queued_tokens,
+            num_running=engine.load,
+            prefill_tokens_per_s=self.prefill_rate(engine),
+        )
+
+    def prefill_rate(self, engine: Engine) -> float:
+        """Tokens per second; of an engine that is not known, the mean of those that are."""
+        if (rate := engine.prefill_rate.value) is not None:
+            return rate
+        known = [one.prefill_rate.value for one in self.engines if one.prefill_rate.value is not None]
+        return sum(known) / len(known) if known else PREFILL_TOKENS_PER_S
+
     def may_take(self, engine: Engine, request: RoutedRequest) -> bool:
         names, model = engine.names, request.model
         return engine.is_eligible and (names is None or model is None or model == "" or model in names)
 
-    def note_start(self, engine: Engine) -> None:
-        """A leg to this engine begins. Its end is noted with `note_end`."""
+    def note_start(self, engine: Engine, num_tokens: int = 0) -> None:
+        """A leg to this engine begins, with so many tokens of a prompt to compute.
+
+        Its end is noted with `note_end`, that of the prompt with `note_computed`.
+        """
         engine.in_flight += 1
         engine.num_requests += 1
+        engine.num_queued_tokens += num_tokens
+        self.on_load()
+
+    def note_computed(self, engine: Engine, num_tokens: int) -> None:
+        """Or given up."""
+        engine.num_queued_tokens -= num_tokens
         self.on_load()
 
     def note_end(self, engine: Engine) -> None:

@@ -26,10 +26,10 @@ class FleetView:
         self.new_transfer_id = new_transfer_id
         self._num_routed = 0
 
-    def route(self, prefix_key: bytes, model: object = None) -> RoutedRequest:
-        """`model`: of the request's body, as it is."""
+    def route(self, prefix_key: bytes, model: object = None, num_tokens: int = 0) -> RoutedRequest:
+        """`model`: of the request's body, as it is. `num_tokens`: of its prompt."""
         self._num_routed += 1
-        return RoutedRequest(self._num_routed, prefix_key, model)
+        return RoutedRequest(self._num_routed, prefix_key, model, num_tokens)
 
     def choose(
         self,
@@ -46,6 +46,21 @@ class FleetView:
         if role == "decode" and not tried:
             self.fleet.check_model(routed)
         return self.fleet.choose(role, routed, now_s, tried=tried, is_fit=is_fit)
+
+    def place(
+        self,
+        routed: RoutedRequest,
+        tried: Sequence[Engine],
+        bad_producers: Sequence[Engine],
+        is_fit: Callable[[Engine], bool],
+    ) -> tuple[Engine, bool] | None:
+        """By cost: the decode engine, and whether it computes the prompt itself. None: choose by role."""
+        if (
+            len(tried) >= self.settings.decode_attempts
+            or len(bad_producers) >= self.settings.prefill_attempts
+        ):
+            return None
+        return self.fleet.place(routed, tried, bad_producers, is_fit)
 
     def no_engine(self, role: Role, failure: LegFailure | None, *, is_tried: bool = False) -> RouterError:
         if failure is None and not is_tried:

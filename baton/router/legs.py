@@ -89,6 +89,7 @@ LocalReason = Literal[
     "several_prompts",
     "prompt_logprobs",
     "short_prompt",
+    "cheaper",
     "no_pair",
     "prefill_failed",
     "nothing_lent",

@@ -77,6 +77,7 @@ from baton.router.turns import Turn
 
 logger = logging.getLogger(__name__)
 
+LEARNED_TOKENS_MIN = 64  # A shorter prompt takes no longer than its request.
 INTRODUCTIONS_MAX = 2  # Times that D is offered one; the second one is fresh from P.
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, the client does not receive it.
 SHUTTING_DOWN = "the router is shutting down"
@@ -117,9 +118,9 @@ class Machine:
         self._effects: list[Effect] = []
         self._then: Callable[[], None] = self._attempt  # After MEETING or CLOSING.
         shape = shape_of(request.body)
-        self._routed = view.route(shape.prefix_key, request.body.get("model"))
+        self._routed = view.route(shape.prefix_key, request.body.get("model"), shape.num_prompt_tokens)
         self._num_prompt_tokens = shape.num_prompt_tokens
-        self._local_reason = shape.direct_reason
+        self._local_reason = shape.direct_reason  # Or of this attempt: "cheaper".
         if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
             self._local_reason = "short_prompt"
         self._first = FirstTokens(
@@ -181,10 +182,24 @@ class Machine:
 
     def _attempt(self) -> None:
         # D is chosen before the prefill: without a decode engine there is nothing to prefill for.
-        self._consumer = consumer = self._choose_consumer()
+        self._consumer = consumer = self._place() or self._choose_consumer()
         if consumer is None:
             raise self._view.no_engine("decode", self._failures.get("decode"))
         self._meet(consumer, self._find_producer)
+
+    def _place(self) -> Engine | None:
+        """By cost: the decode engine, which may be the one to compute the prompt. None: choose by role."""
+        if self._local_reason == "cheaper":
+            self._local_reason = None
+        if self._prefilled is not None or self._local_reason is not None or self._status is not None:
+            return None
+        found = self._view.place(self._routed, self._tried, self._bad_producers, self._first.can_continue)
+        if found is None:
+            return None
+        consumer, is_alone = found
+        if is_alone:
+            self._local_reason = "cheaper"
+        return consumer
 
     def _meet(self, engine: Engine, then: Callable[[], None], *, is_again: bool = False) -> None:
         if engine.is_up and (is_again or not engine.was_asked):
@@ -681,7 +696,8 @@ class Machine:
             keeps_answer=ask.keeps_answer,
         )
         self._producer, self._has_come = engine, False
-        self._prefill = self._open("prefill", engine, body, self._settings.timeouts.prefill_s, reader)
+        wait_s = self._settings.timeouts.prefill_s
+        self._prefill = self._open("prefill", engine, body, wait_s, self._num_prompt_tokens, reader)
 
     def _open_decode(self, engine: Engine, params: Mapping[str, Any] | None, *, is_pushed: bool) -> None:
         if self._tried:
@@ -692,7 +708,9 @@ class Machine:
         wait_s = timeouts.first_byte_s if self._first.is_stream else timeouts.answer_s
         if is_pushed:
             wait_s += timeouts.prefill_s  # D waits for P as well.
-        self._decode = self._open("decode", engine, self._first.decode_body(engine, params), wait_s)
+        num_tokens = self._num_prompt_tokens if params is None else 0
+        body = self._first.decode_body(engine, params)
+        self._decode = self._open("decode", engine, body, wait_s, num_tokens)
 
     def _open(
         self,
@@ -700,10 +718,13 @@ class Machine:
         engine: Engine,
         body: Mapping[str, Any],
         wait_s: float,
+        num_tokens: int,
         reader: PrefillReader | None = None,
     ) -> Leg:
-        leg = Leg(role, engine, body, wait_s, self._now_s, was_alone=not engine.load, reader=reader)
-        self._view.fleet.note_start(engine)
+        """`num_tokens`: that the engine has to compute."""
+        was_alone = not engine.load
+        leg = Leg(role, engine, body, wait_s, self._now_s, was_alone, num_tokens, reader)
+        self._view.fleet.note_start(engine, num_tokens)
         self._open_legs.append(leg)
         self._effects.append(leg)
         return leg
@@ -711,6 +732,17 @@ class Machine:
     def _note_answer(self, leg: Leg, answer: LegAnswer) -> None:
         leg.outcome = str(answer.status)
         self._view.fleet.note_answer(leg.engine, answer.status, self._now_s)
+        is_prompt_alone = leg.role == "prefill" or answer.is_stream  # D's whole answer takes longer.
+        is_long = leg.num_queued_tokens >= LEARNED_TOKENS_MIN
+        if answer.status == 200 and leg.was_alone and is_long and is_prompt_alone:
+            took_s = self._now_s - leg.started_at_s
+            leg.engine.prefill_rate.note(leg.num_queued_tokens / took_s if took_s else 0.0)
+        self._note_computed(leg)
+
+    def _note_computed(self, leg: Leg) -> None:
+        num_tokens, leg.num_queued_tokens = leg.num_queued_tokens, 0
+        if num_tokens:
+            self._view.fleet.note_computed(leg.engine, num_tokens)
 
     def _note_failure(self, leg: Leg, failure: LegFailure) -> None:
         if leg.outcome == "cancelled":
@@ -736,6 +768,7 @@ class Machine:
             then()
 
     def _on_closed(self, event: Closed) -> None:
+        self._note_computed(event.leg)
         self._view.fleet.note_end(event.leg.engine)
         self._open_legs.remove(event.leg)
         self._count("legs", event.leg.role, event.leg.engine.url, event.leg.outcome)

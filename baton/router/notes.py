@@ -82,6 +82,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     num_requests: int  # This and the rest: since the process has started.
     num_failures: int
     num_heard: int  # Pieces of answers.
+    num_queued_tokens: int  # Of prompts that the engine has still to compute.
 
 
 class Load(_Note, frozen=True, tag="Load"):

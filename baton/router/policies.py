@@ -12,11 +12,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from baton.router.settings import PolicyName
+from baton.router.cost import EXPECTED_OUTPUT, IDLE, Candidate, later_s, prefill_s
+from baton.router.settings import PolicyName, Role
 
 # How much busier than the idlest engine the one that holds a prefix may be before the prefix is given up.
 AFFINITY_SLACK = 4
 _GOLDEN_RATIO = 0.618034
+LEAST_COST_S = 1e-3  # Of any request: in slow start an idle engine costs more than another idle one.
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +27,8 @@ class EngineState:
     is_eligible: bool  # Up, and not tried by this request before.
     in_flight: int = 0
     share: float = 1.0  # Of its usual requests. Less than 1 in slow start, and never 0.
+    role: Role = "decode"
+    candidate: Candidate = IDLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class RoutedRequest:
     turn: int  # Counts the router's requests.
     prefix_key: bytes = b""  # Equal for prompts that begin alike.
     model: object = None  # As the client has written it; None: the request names none.
+    num_tokens: int = 0  # Of its prompt; for text a guess.
 
 
 Policy: TypeAlias = Callable[[Sequence[EngineState], RoutedRequest], int | None]
@@ -78,6 +83,26 @@ def choose_prefix_affinity(states: Sequence[EngineState], request: RoutedRequest
     return max(taking or weights, key=weights.__getitem__)
 
 
+def choose_least_cost(states: Sequence[EngineState], request: RoutedRequest) -> int | None:
+    """The engine at which the prompt is computed first, or the answer is given fastest; see `cost`."""
+    eligible = [index for index, state in enumerate(states) if state.is_eligible]
+
+    def cost_s(index: int) -> float:
+        state = states[index]
+        if state.role == "prefill":
+            return prefill_s(state.candidate, request.num_tokens)
+        return later_s(state.candidate, EXPECTED_OUTPUT)
+
+    return min(
+        eligible,
+        key=lambda index: (
+            (cost_s(index) + LEAST_COST_S) / states[index].share,
+            (index - request.turn) % len(states),
+        ),
+        default=None,
+    )
+
+
 def _weight(url: str, prefix_key: bytes) -> bytes:
     return hashlib.blake2b(url.encode(), key=prefix_key[:64], digest_size=16).digest()
 
@@ -86,4 +111,5 @@ POLICIES: dict[PolicyName, Policy] = {
     "round_robin": choose_round_robin,
     "least_in_flight": choose_least_in_flight,
     "prefix_affinity": choose_prefix_affinity,
+    "cost": choose_least_cost,
 }

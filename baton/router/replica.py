@@ -85,13 +85,22 @@ class Replica:
         self.num_requests_elsewhere = num_requests
         for row in rows:
             if (engine := self._fleet.find(row.engine)) is not None:
-                counts = Counts(row.in_flight, row.num_requests, row.num_failures, row.num_heard)
+                counts = Counts(
+                    row.in_flight, row.num_requests, row.num_failures, row.num_heard, row.num_queued_tokens
+                )
                 self._fleet.note_elsewhere(engine, counts)
 
     def load(self, num_requests: int) -> Load:
         """Of this process alone."""
         rows = [
-            EngineLoad(one.key, one.in_flight, one.num_requests, one.num_failures, one.num_heard)
+            EngineLoad(
+                one.key,
+                one.in_flight,
+                one.num_requests,
+                one.num_failures,
+                one.num_heard,
+                one.num_queued_tokens,
+            )
             for one in self._fleet.engines
         ]
         return Load(num_requests, rows)
@@ -133,7 +142,7 @@ class Loads:
     def end(self, process: int) -> None:
         """The process has ended, and its requests with it."""
         for row in self._loads.pop(process, Load(0, [])).engines:
-            _add(self._ended, msgspec.structs.replace(row, in_flight=0))
+            _add(self._ended, msgspec.structs.replace(row, in_flight=0, num_queued_tokens=0))
 
     def beside(self, process: int | None) -> Load:
         """Of all processes but this one."""
@@ -156,5 +165,6 @@ def _add(total: dict[EngineKey, EngineLoad], row: EngineLoad) -> None:
             before.num_requests + row.num_requests,
             before.num_failures + row.num_failures,
             before.num_heard + row.num_heard,
+            before.num_queued_tokens + row.num_queued_tokens,
         )
     )

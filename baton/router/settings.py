@@ -12,7 +12,7 @@ Role = Literal["prefill", "decode"]
 Mode = Literal["pull", "push"]  # push: both legs start at once, and KV moves while it is computed.
 # Of a push. late: when P has answered, or shortly before; auto: late for a vLLM on its producer's host.
 DecodeLegStart = Literal["auto", "at_once", "late"]
-PolicyName = Literal["least_in_flight", "round_robin", "prefix_affinity"]
+PolicyName = Literal["least_in_flight", "round_robin", "prefix_affinity", "cost"]
 
 
 class LegTimeouts(msgspec.Struct, frozen=True, kw_only=True):

@@ -129,6 +129,7 @@ class World:
             decode_leg=rng.choice(["at_once", "late"]),
             first_token=rng.random() < 0.7,
             on_prefill_failure=rng.choice(["local", "local", "fail"]),
+            policy=random.Random(f"policy {seed}").choice(["least_in_flight", "cost"]),
         )
         self.fleet = Fleet(settings, unix_clock=lambda: 0.0)
         self.given_back: list[Mapping[str, Any]] = []
@@ -150,6 +151,8 @@ class World:
         self.come_for: set[str] = set()
         self.held: set[str] = set()  # Transfers whose decode leg is held back for a time.
         for engine in self.fleet.engines:
+            if engine.role == "prefill":
+                engine.prefill_rate.note(random.Random(f"rate {seed}").choice([1e4, 1e8]))
             if engine.role == "prefill" and rng.random() < 0.5:
                 self.view.late_legs.note(engine, len(PROMPT), PREFILL_S)
         self.tickets_used: set[str] = set()  # By a decode engine that may have received them.
@@ -197,8 +200,8 @@ class World:
 
     def _draw(self) -> Event:
         rng = self.rng
-        # ENDING is rare and short.
-        rate = 0.2 if self.machine._state is State.ENDING else 0.02
+        # These are rare and short.
+        rate = 0.2 if self.machine._state in (State.ENDING, State.COMPARING) else 0.02
         if not self.is_healthy and rng.random() < rate:
             self.has_left = True
             self.faults[f"the client leaves in {self.machine._state.name}"] += 1
@@ -262,6 +265,7 @@ class World:
         assert self.over is not None, "every request ends"
         assert not self.scripts, "every leg is closed"
         assert all(engine.in_flight == 0 for engine in self.fleet.engines)
+        assert all(engine.num_queued_tokens == 0 for engine in self.fleet.engines)
         returned = [params["baton_ticket"] for params in self.given_back]
         assert len(set(returned)) == len(returned), "a loan is given back once"
         assert not self.come_for & set(returned), "a loan that is used is not given back"

@@ -134,6 +134,8 @@ class Admin:
                     "state": engine.state,
                     "model": engine.identity.name if engine.identity is not None else None,
                     "in_flight": engine.load,
+                    "queued_tokens": engine.queued_tokens,
+                    "prefill_tokens_per_s": engine.prefill_rate.value,
                     "breaker": engine.health.breaker(now_s),
                     "weight": round(engine.health.share(now_s), 3),
                     "reason": engine.refused or engine.last_error,

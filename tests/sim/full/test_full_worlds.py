@@ -21,10 +21,12 @@ SEEDS = {
     ("pull", "counters"): 41,
     ("pull", "store_fence"): 20,
     ("push", "bound_ops"): 400,
-    ("push", "counters"): 2520,
+    ("push", "counters"): 1000,
     ("push", "fence"): 270,
     ("push", "preempted"): 390,
-    ("push", "run"): 40,
+    ("push", "run"): 430,
+    ("push", "ticket_hash"): 70,
+    ("push", "ticket_windows"): 90,
 }
 
 EVERYWHERE = {
@@ -83,6 +85,7 @@ EVERYWHERE = {
     "router restarts",
     "router: broken_streams",
     "router: first_tokens yes",
+    "router: prefills local cheaper",
     "router: prefills local prefill_failed",
     "router: prefills local ticket_refused",
     "router: retries decode",

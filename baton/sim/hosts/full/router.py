@@ -56,6 +56,7 @@ IMPATIENT_S = 0.5
 PROBE_S = 2.0  # A probe waits so long for an answer.
 PROBES_END_S = 30.0  # Afterwards only engines that are down are probed: no fault comes any more.
 INTRODUCTION_MAX_S = 2.0  # How old what a router knows of an engine may be.
+PREFILL_RATE = 1e4
 PULL_AMONG_PUSH = 0.2  # One pair of engines serves both kinds of routers.
 
 
@@ -75,6 +76,8 @@ class Router:
         }
         self.settings = {mode: RouterSettings(**settings, mode=mode) for mode in ("pull", "push")}
         self._answers: dict[str, _Answer] = {}
+        # `cost` hands a prompt over always, or unless P has a queue.
+        self._decode_rate = self.world.rng_of_router.choice([1.0, PREFILL_RATE / 2])
         self._num_workers = self.world.rng_of_router.choice([0, 0, 0, 2, 3])
         self._start()
         self.on_params: Callable[[str, dict[str, Any], Ask], None] = lambda role, params, ask: None
@@ -90,6 +93,8 @@ class Router:
 
     def _new_process(self) -> Process:
         process = Process(self.settings, _View, self.cluster.parts.replica, self._give_back)
+        for engine in process.fleet.engines:
+            engine.prefill_rate.note(PREFILL_RATE if engine.role == "prefill" else self._decode_rate)
         for view in process.views.values():
             view.new_transfer_id = self._new_id
         return process
@@ -261,6 +266,10 @@ class Router:
 
 class _View(FleetView):
     urls: set[str] | None = None  # A probe's engines.
+
+    def place(self, *args: Any) -> tuple[Engine, bool] | None:
+        """A probe tests its engines, not the choice."""
+        return None if self.urls is not None else super().place(*args)
 
     def choose(
         self,

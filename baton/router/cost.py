@@ -1,0 +1,84 @@
+"""Where a request is computed: the placement with the least predicted cost. Pure functions.
+
+    P, then D   the prompt waits for P's queue; D loads the KV while P's first token is on its way
+    D alone     the prompt waits for D's queue, and the answers that D is giving wait for the prompt
+
+Cost is in seconds: the time to the first token, and what the request adds to the time of those that run.
+Every number of an engine is what the router knows: queues are of its own requests, cached tokens are the
+index's.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+# Of the time that a prompt takes on a decode engine, for each answer that it delays there.
+HARM = 0.05
+EXPECTED_OUTPUT = 300  # Tokens of an answer.
+PREFILL_TOKENS_PER_S = 10_000.0  # Of an engine, as long as no engine's speed is known.
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """An engine, as one request sees it."""
+
+    num_queued_tokens: int = 0  # Of prompts that it has still to compute.
+    num_running: int = 0  # Requests that it is answering.
+    num_cached_tokens: int = 0  # Of this prompt.
+    prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
+    token_s: float = 0.000_15  # That one more answer adds to each step of the others.
+    load_tokens_per_s: float = 75_000.0  # KV from another engine.
+
+
+IDLE = Candidate()
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """`producer` and `consumer`: numbers of candidates. `producer` None: the consumer computes the prompt."""
+
+    producer: int | None
+    consumer: int
+    ttft_s: float
+    cost_s: float
+
+
+def prefill_s(candidate: Candidate, num_tokens: int) -> float:
+    """From now to the first token, if this engine computes the prompt."""
+    num_computed = max(1, num_tokens - candidate.num_cached_tokens)
+    return (candidate.num_queued_tokens + num_computed) / candidate.prefill_tokens_per_s
+
+
+def later_s(candidate: Candidate, num_output_tokens: int) -> float:
+    """What the tokens after the first one take longer because of the engine's other requests."""
+    busy_s = candidate.num_queued_tokens / candidate.prefill_tokens_per_s
+    return num_output_tokens * candidate.token_s * candidate.num_running + HARM * busy_s
+
+
+def placements(
+    num_tokens: int, num_output_tokens: int, producers: Sequence[Candidate], consumers: Sequence[Candidate]
+) -> list[Placement]:
+    """For each consumer: alone, and with the producer that computes the prompt first.
+
+    `num_output_tokens`: expected. Takes time in proportion to all candidates together.
+    """
+    found: list[Placement] = []
+    best = min(range(len(producers)), key=lambda one: prefill_s(producers[one], num_tokens), default=None)
+    for number, candidate in enumerate(consumers):
+        busy_s = candidate.num_queued_tokens / candidate.prefill_tokens_per_s
+        rest_s = later_s(candidate, num_output_tokens)
+        alone_s = prefill_s(candidate, num_tokens)
+        harm_s = HARM * candidate.num_running * (alone_s - busy_s)
+        found.append(Placement(None, number, alone_s, alone_s + harm_s + rest_s))
+        if best is not None:
+            ttft_s = prefill_s(producers[best], num_tokens)
+            load_s = max(0, num_tokens - candidate.num_cached_tokens) / candidate.load_tokens_per_s
+            found.append(Placement(best, number, ttft_s, ttft_s + load_s + rest_s))
+    return found
+
+
+def choose(
+    num_tokens: int, num_output_tokens: int, producers: Sequence[Candidate], consumers: Sequence[Candidate]
+) -> Placement | None:
+    """None: there is no consumer."""
+    found = placements(num_tokens, num_output_tokens, producers, consumers)
+    return min(found, key=lambda one: one.cost_s, default=None)

@@ -1,0 +1,133 @@
+"""The policy `cost` through the router: a prompt goes where its first token is expected soonest."""
+
+import asyncio
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.router.cost import Candidate
+from baton.router.fleet import Counts, Engine
+from baton.router.policies import EngineState, RoutedRequest, choose_least_cost
+from baton.router.rates import FAR, STRANGE_MAX, Rate
+from tests.router.fakes import FakeEngine, System, answers, lends, system
+
+LONG = "word " * 2000
+SLOW, FAST = 100.0, 10_000.0  # Tokens a second.
+
+
+def set_rates(s: System, prefill: float, decode: float) -> tuple[list[Engine], list[Engine]]:
+    engines = s.router.fleet.engines
+    for engine in engines:
+        engine.prefill_rate.note(prefill if engine.role == "prefill" else decode)
+    by_role = [[one for one in engines if one.role == role] for role in ("prefill", "decode")]
+    return by_role[0], by_role[1]
+
+
+async def test_an_idle_decode_engine_computes_the_prompt_as_fast_as_a_prefill_engine() -> None:
+    p, d = FakeEngine(lends), FakeEngine(answers)
+    async with system([p], [d], policy="cost") as s:
+        set_rates(s, FAST, FAST)
+        answer = await s.complete(prompt=LONG)
+        metrics = (await s.client.get("/metrics")).text
+    assert answer.headers["x-baton-prefill"] == "local"
+    assert p.calls == []
+    assert 'baton:router_prefills_total{reason="cheaper",where="local"} 1.0' in metrics
+
+
+async def test_a_slower_decode_engine_gets_the_kv() -> None:
+    p, d = FakeEngine(lends), FakeEngine(answers)
+    async with system([p], [d], policy="cost") as s:
+        set_rates(s, FAST, SLOW)
+        answer = await s.complete(prompt=LONG)
+    assert answer.headers["x-baton-prefill"] == "remote"
+    assert len(p.calls) == 1
+
+
+async def test_a_prompt_does_not_wait_behind_a_long_queue() -> None:
+    p, other, d = FakeEngine(lends), FakeEngine(lends), FakeEngine(answers)
+    async with system([p, other], [d], policy="cost") as s:
+        (busy, _), _ = set_rates(s, FAST, SLOW)
+        busy.elsewhere = Counts(in_flight=1, num_queued_tokens=50_000)
+        for _ in range(3):
+            await s.complete(prompt=LONG)
+    assert (len(p.calls), len(other.calls)) == (0, 3)
+
+
+async def test_a_prompt_under_way_counts_until_its_engine_has_answered() -> None:
+    gate = asyncio.Event()
+
+    async def lends_late(call: object) -> None:
+        await gate.wait()
+        await lends(call)  # type: ignore[arg-type]
+
+    p, d = FakeEngine(lends_late), FakeEngine(answers)
+    async with system([p], [d], policy="cost") as s:
+        producer, consumer = s.router.fleet.engines
+        consumer.elsewhere = Counts(num_queued_tokens=100_000)
+        asking = asyncio.create_task(s.complete(prompt=LONG))
+        await p.was_called.wait()
+        during = producer.queued_tokens
+        gate.set()
+        await asking
+        assert (during, producer.queued_tokens, consumer.queued_tokens) == (len(LONG) // 4, 0, 100_000)
+        status = (await s.client.get("/status")).json()["engines"]
+    assert [one["queued_tokens"] for one in status] == [0, 100_000]
+    assert status[0]["prefill_tokens_per_s"] > 0
+    assert status[1]["prefill_tokens_per_s"] is None  # It has computed nothing.
+
+
+async def test_when_the_decode_engine_fails_the_choice_is_made_again() -> None:
+    p, dead, d = FakeEngine(lends), "http://127.0.0.1:1", FakeEngine(answers)
+    async with system([p], [dead, d], policy="cost") as s:
+        set_rates(s, FAST, FAST)
+        answers_got = [await s.complete(prompt=LONG) for _ in range(2)]
+    assert [answer.status_code for answer in answers_got] == [200, 200]
+    assert len(d.calls) == 2
+
+
+CANDIDATES = st.builds(
+    Candidate,
+    num_queued_tokens=st.integers(0, 20_000),
+    num_running=st.integers(0, 20),
+    prefill_tokens_per_s=st.sampled_from([SLOW, FAST]),
+)
+
+
+@given(candidates=st.lists(CANDIDATES, min_size=1, max_size=5), num_tokens=st.integers(0, 5000))
+def test_no_prefill_engine_has_the_first_token_sooner(candidates: list[Candidate], num_tokens: int) -> None:
+    states = [
+        EngineState(f"http://e{number}", True, role="prefill", candidate=one)
+        for number, one in enumerate(candidates)
+    ]
+    chosen = choose_least_cost(states, RoutedRequest(0, num_tokens=num_tokens))
+    assert chosen is not None
+    times = [(one.num_queued_tokens + max(1, num_tokens)) / one.prefill_tokens_per_s for one in candidates]
+    assert times[chosen] == min(times)
+
+
+def test_an_engine_in_slow_start_gets_fewer_prompts() -> None:
+    states = [EngineState("http://a", True, share=0.1), EngineState("http://b", True)]
+    assert {choose_least_cost(states, RoutedRequest(turn)) for turn in range(9)} == {1}
+
+
+@given(st.lists(st.floats(90.0, 110.0), min_size=30, max_size=30), st.sampled_from([1e-3, 1e9]))
+def test_a_rate_follows_its_samples_and_not_a_strange_one(samples: list[float], strange: float) -> None:
+    rate = Rate()
+    for sample in samples:
+        rate.note(sample)
+        rate.note(strange)
+    assert rate.value is not None
+    assert 90.0 <= rate.value <= 110.0
+
+
+def test_a_new_speed_is_learned_after_some_samples() -> None:
+    rate = Rate()
+    rate.note(100.0)
+    for _ in range(STRANGE_MAX - 1):
+        rate.note(100.0 * FAR * 2)
+    assert rate.value == 100.0
+    rate.note(100.0 * FAR * 2)
+    assert rate.value == 100.0 * FAR * 2
+    rate.note(0.0)
+    rate.note(float("nan"))
+    assert rate.value == 100.0 * FAR * 2
