@@ -14,6 +14,7 @@ ALL = {
     **BENCHMARKS,
     "cross-layer": "benchmarks.cross_layer",
     "decode-graphs": "benchmarks.decode_graphs",
+    "fleet": "benchmarks.fleet.command",
     "offload": "benchmarks.offload",
     "router": "benchmarks.router.command",
     "shared-storage": "benchmarks.shared_storage",

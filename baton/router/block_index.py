@@ -1,0 +1,239 @@
+"""The prefixes that engines have in their caches, learned from their KV events.
+
+    prompt --prefix_keys--> one key for each CHUNK_TOKENS tokens
+    engine's events --BlockIndex--> for each key the engines and tiers that have this prefix
+    match: for each engine, how many tokens of the prompt it has from the beginning
+
+Engines hash their blocks in ways of their own (vLLM's depend on PYTHONHASHSEED). The index therefore hashes
+the token ids of the events itself, in a chain over blocks of the engine's size; engines with blocks of one
+size share keys. Adapter and salt begin the chain, so prompts of two tenants never match.
+
+What the index says is a prediction: an engine that lacks a block computes it.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any, NamedTuple
+
+from baton.contract.events import (
+    MEDIUM_CPU,
+    MEDIUM_GPU,
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    ExternalBlockHash,
+    KVCacheEvent,
+)
+
+CHUNK_TOKENS = 256  # A chunk counts when its last block is there.
+ENGINES_MAX = 512
+_KEY_BYTES = 8
+# An entry is one integer: key, the number of the block in its prompt, and the tiers that have it.
+_NUM_TIERS = 3  # GPU, CPU, others.
+_POSITION_BITS = 24
+_KEY_SHIFT = _POSITION_BITS + _NUM_TIERS
+_TIERS_MASK = (1 << _NUM_TIERS) - 1
+_POSITION_MASK = (1 << _POSITION_BITS) - 1
+
+
+class Match(NamedTuple):
+    """Tokens of a prompt, from its beginning, that an engine has in its GPU cache, and in any tier."""
+
+    num_gpu_tokens: int
+    num_tokens: int
+
+
+NO_MATCH = Match(0, 0)
+
+
+def root_key(adapter: str | None, salt: str | None) -> int:
+    """The beginning of a chain: prompts with another adapter or salt share no block."""
+    return _hash(repr((adapter, salt)).encode("utf-8", "surrogatepass"))
+
+
+def prefix_keys(token_ids: Sequence[int], block_size: int, root: int) -> list[int]:
+    """One key for each whole chunk of the prompt. `block_size`: tokens in an engine's block.
+
+    Raises OverflowError for ids that have no 32 bits.
+    """
+    ids = array("I", token_ids).tobytes()
+    num_bytes, per_chunk = 4 * block_size, blocks_per_chunk(block_size)
+    key, keys = root, []
+    num_blocks = len(token_ids) // block_size // per_chunk * per_chunk
+    for number in range(num_blocks):
+        key = _hash(key.to_bytes(_KEY_BYTES), ids[number * num_bytes : (number + 1) * num_bytes])
+        if (number + 1) % per_chunk == 0:
+            keys.append(key)
+    return keys
+
+
+def blocks_per_chunk(block_size: int) -> int:
+    return max(1, CHUNK_TOKENS // block_size)
+
+
+def _hash(*parts: bytes) -> int:
+    return int.from_bytes(blake2b(b"".join(parts), digest_size=_KEY_BYTES).digest())
+
+
+class _Engine:
+    def __init__(self, bit: int) -> None:
+        self.bit = bit
+        self.bits = 1 << bit | 1 << bit + ENGINES_MAX  # In the GPU tier, and in any tier.
+        self.block_size: int | None = None
+        self.group: int | None = None  # The KV-cache group whose blocks are counted.
+        self.entries: dict[ExternalBlockHash, int] = {}
+
+
+class BlockIndex:
+    """Not thread-safe. Engines have names, such as their URLs."""
+
+    def __init__(self) -> None:
+        self._engines: dict[str, _Engine] = {}
+        self._free_bits = list(range(ENGINES_MAX - 1, -1, -1))
+        # By key: a bit for each engine in the GPU tier, and above these for each engine in any tier.
+        self._holders: dict[int, int] = {}
+        self._all_bits = 0  # Of all engines.
+
+    @property
+    def num_blocks(self) -> int:
+        return sum(len(engine.entries) for engine in self._engines.values())
+
+    def block_sizes(self) -> Mapping[str, int]:
+        """Of the engines that have reported blocks."""
+        return {
+            name: engine.block_size for name, engine in self._engines.items() if engine.block_size is not None
+        }
+
+    # --- Events
+
+    def apply(self, name: str, events: Iterable[KVCacheEvent]) -> None:
+        """Events that make no sense, such as a block after an unknown one, change nothing."""
+        engine = self._engines.get(name)
+        if engine is None:
+            if not self._free_bits:
+                return
+            engine = self._engines[name] = _Engine(self._free_bits.pop())
+            self._all_bits |= engine.bits
+        for event in events:
+            match event:
+                case BlockStored():
+                    self._store(engine, event)
+                case BlockRemoved():
+                    if event.group_idx == engine.group:
+                        self._remove(engine, event.block_hashes, _tier_of(event.medium))
+                case AllBlocksCleared():
+                    self._clear(engine)
+
+    def forget(self, name: str) -> None:
+        """The engine is gone, or events were lost."""
+        engine = self._engines.pop(name, None)
+        if engine is not None:
+            self._clear(engine)
+            self._all_bits &= ~engine.bits
+            self._free_bits.append(engine.bit)
+
+    def _store(self, engine: _Engine, event: BlockStored) -> None:
+        size, hashes = event.block_size, event.block_hashes
+        if size <= 0 or len(event.token_ids) != size * len(hashes):
+            return  # vLLM's events of offloaded chunks may name a chunk without its tokens.
+        if event.kv_cache_spec_kind not in (None, "full_attention", "mla_attention"):
+            return  # A window's blocks leave the cache early.
+        if engine.block_size is None:
+            engine.block_size, engine.group = size, event.group_idx
+        if (size, event.group_idx) != (engine.block_size, engine.group):
+            return
+        position, extra = 0, event.extra_keys or [None] * len(hashes)
+        if event.parent_block_hash is None:
+            key = root_key(event.lora_name, _salt_in(extra[0], event.lora_name))
+        else:
+            parent = engine.entries.get(event.parent_block_hash)
+            if parent is None:
+                return
+            key, position = parent >> _KEY_SHIFT, (parent >> _NUM_TIERS & _POSITION_MASK) + 1
+        try:
+            ids = array("I", event.token_ids).tobytes()
+        except (OverflowError, TypeError):
+            return
+        tier, num_bytes = 1 << _tier_of(event.medium), 4 * size
+        for number, (block_hash, one) in enumerate(zip(hashes, extra, strict=False)):
+            begin = number * num_bytes
+            parts = [key.to_bytes(_KEY_BYTES), ids[begin : begin + num_bytes]]
+            if one and any(isinstance(part, list | tuple) for part in one):
+                parts.append(repr(one).encode())  # Images and the like.
+            key = _hash(*parts)
+            tiers = engine.entries.get(block_hash, 0) & _TIERS_MASK | tier
+            engine.entries[block_hash] = key << _KEY_SHIFT | (position + number) << _NUM_TIERS | tiers
+            self._note(engine, key, position + number, tiers)
+
+    def _remove(self, engine: _Engine, hashes: Iterable[ExternalBlockHash], tier: int) -> None:
+        for block_hash in hashes:
+            entry = engine.entries.get(block_hash)
+            if entry is None:
+                continue
+            entry &= ~(1 << tier)
+            if entry & _TIERS_MASK:
+                engine.entries[block_hash] = entry
+            else:
+                del engine.entries[block_hash]
+            self._note(engine, entry >> _KEY_SHIFT, entry >> _NUM_TIERS & _POSITION_MASK, entry & _TIERS_MASK)
+
+    def _clear(self, engine: _Engine) -> None:
+        entries, engine.entries = engine.entries, {}
+        for entry in entries.values():
+            self._note(engine, entry >> _KEY_SHIFT, entry >> _NUM_TIERS & _POSITION_MASK, 0)
+
+    def _note(self, engine: _Engine, key: int, position: int, tiers: int) -> None:
+        """A block of the engine is in these tiers now."""
+        assert engine.block_size is not None
+        if (position + 1) % blocks_per_chunk(engine.block_size):
+            return
+        holders = self._holders.get(key, 0) & ~engine.bits
+        if tiers:
+            holders |= engine.bits if tiers & 1 else 1 << engine.bit + ENGINES_MAX
+        if holders:
+            self._holders[key] = holders
+        else:
+            self._holders.pop(key, None)
+
+    def match(self, keys: Sequence[int], block_size: int) -> dict[str, Match]:
+        """For each engine with blocks of this size that has the beginning of the prompt.
+
+        `keys`: of `prefix_keys`. Takes 100 ns for each key.
+        """
+        holders, alive = self._holders.get, self._all_bits
+        lengths: dict[int, int] = {}  # In chunks, by bit.
+        for number, key in enumerate(keys):
+            left = alive & holders(key, 0)
+            if left != alive:
+                if number:
+                    lengths |= dict.fromkeys(_bits_of(alive ^ left), number)
+                alive = left
+                if not alive:
+                    break
+        lengths |= dict.fromkeys(_bits_of(alive), len(keys))
+        per_chunk = blocks_per_chunk(block_size) * block_size
+        return {
+            name: Match(lengths.get(engine.bit, 0) * per_chunk, any_tier * per_chunk)
+            for name, engine in self._engines.items()
+            if (any_tier := lengths.get(engine.bit + ENGINES_MAX, 0))
+        }
+
+
+def _bits_of(mask: int) -> Iterable[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest
+
+
+def _tier_of(medium: str | None) -> int:
+    return {MEDIUM_GPU: 0, None: 0, MEDIUM_CPU: 1}.get(medium, 2)
+
+
+def _salt_in(extra: tuple[Any, ...] | None, adapter: str | None) -> str | None:
+    """Of a first block: the adapter, (id, offset) of media, the salt, digests of embeddings, as in vLLM."""
+    texts = [part for part in extra or () if isinstance(part, str)]
+    if adapter is not None and texts[:1] == [adapter]:
+        texts = texts[1:]
+    return texts[0] if texts else None

@@ -1,0 +1,1 @@
+"""Routing policies on recorded traces, in a simulated fleet."""

@@ -1,0 +1,97 @@
+"""Policies of the simulated fleet: this router's, and others' as they are published."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from baton.router import cost
+from baton.router.policies import POLICIES, EngineState, RoutedRequest
+from baton.router.settings import PolicyName
+from benchmarks.fleet.engine import LOAD_TOKENS_PER_S, PREFILL_TOKENS_PER_S, TOKEN_S
+from benchmarks.fleet.world import Choose, Request, World
+
+Pick = Callable[[World, Request, Sequence[str]], str]
+EXPECTED_OUTPUT = 300  # Tokens; a router cannot know.
+# Of vllm-router 0.1.17 (`cache_aware`), its defaults.
+CACHE_THRESHOLD, BALANCE_ABS, BALANCE_REL = 0.3, 64, 1.5
+
+
+def by_state(name: PolicyName) -> Pick:
+    policy = POLICIES[name]
+
+    def pick(world: World, request: Request, names: Sequence[str]) -> str:
+        states = [EngineState(one, is_eligible=True, in_flight=world.seen[one].in_flight) for one in names]
+        key = str(request.keys[:1]).encode()
+        number = policy(states, RoutedRequest(world.num_routed, key))
+        assert number is not None
+        return names[number]
+
+    return pick
+
+
+def cache_aware() -> Pick:
+    """vllm-router: the longest prefix in its own tree of what it has sent, unless loads are unbalanced."""
+    trees: dict[str, set[int]] = {}
+
+    def pick(world: World, request: Request, names: Sequence[str]) -> str:
+        loads = {one: world.seen[one].in_flight for one in names}
+        busiest, idlest = max(loads.values()), min(loads.values())
+        if busiest - idlest > BALANCE_ABS and busiest > idlest * BALANCE_REL:
+            chosen = min(names, key=loads.__getitem__)
+        else:
+            lengths = {one: _length(trees.get(one, set()), request.blocks) for one in names}
+            chosen = max(names, key=lengths.__getitem__)
+            if lengths[chosen] <= CACHE_THRESHOLD * max(1, len(request.blocks)):
+                chosen = min(names, key=lambda one: len(trees.get(one, ())))
+        trees.setdefault(chosen, set()).update(request.blocks)
+        return chosen
+
+    return pick
+
+
+def _length(tree: set[int], blocks: Sequence[int]) -> int:
+    count = 0
+    for block in blocks:
+        if block not in tree:
+            break
+        count += 1
+    return count
+
+
+def alone(pick: Pick) -> Choose:
+    """Never disaggregate."""
+    return lambda world, request: (None, pick(world, request, world.consumers))
+
+
+def always(pick: Pick) -> Choose:
+    """Always disaggregate: a producer by this policy, the consumer with the fewest requests."""
+    return lambda world, request: (
+        pick(world, request, world.producers),
+        min(world.consumers, key=lambda one: world.seen[one].in_flight),
+    )
+
+
+def by_cost(*, without: str = "") -> Choose:
+    """`without`: "cache" or "queue", a term of the cost that is left out."""
+
+    def choose(world: World, request: Request) -> tuple[str | None, str]:
+        cached = {} if without == "cache" else world.cached(request)
+
+        def candidate(name: str) -> cost.Candidate:
+            seen = world.seen[name]
+            return cost.Candidate(
+                num_queued_tokens=0 if without == "queue" else seen.num_queued_tokens,
+                num_running=seen.num_running,
+                num_cached_tokens=cached.get(name, 0),
+                prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
+                token_s=TOKEN_S,
+                load_tokens_per_s=LOAD_TOKENS_PER_S,
+            )
+
+        producers, consumers = [*map(candidate, world.producers)], [*map(candidate, world.consumers)]
+        chosen = cost.choose(request.num_tokens, EXPECTED_OUTPUT, producers, consumers)
+        assert chosen is not None
+        producer = None if chosen.producer is None else world.producers[chosen.producer]
+        return producer, world.consumers[chosen.consumer]
+
+    return choose

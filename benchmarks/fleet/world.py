@@ -1,0 +1,177 @@
+"""A simulated fleet that serves a trace: engines, a router with a policy, and what clients wait for.
+
+The router knows an engine's cache through its own index, from events that are EVENT_LAG_S late, and an
+engine's load from the requests that it has sent there.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from baton.contract.events import KVCacheEvent
+from baton.router.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
+from benchmarks.fleet.engine import BLOCK, LOAD_TOKENS_PER_S, Engine, Job
+
+EVENT_LAG_S = 0.1
+ROOT = root_key(None, None)
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    arrives_s: float
+    num_tokens: int
+    num_output: int
+    blocks: Sequence[int]  # Whole ones.
+    keys: Sequence[int]  # For the index.
+
+
+def read_trace(path: Path, num_requests: int) -> list[Request]:
+    """The first requests of a Mooncake trace: blocks of 512 tokens, equal ids for equal prefixes."""
+    requests = []
+    with path.open() as lines:
+        for line in itertools.islice(lines, num_requests):
+            one = json.loads(line)
+            num_tokens = max(1, one["input_length"])
+            blocks = one["hash_ids"][: num_tokens // BLOCK]
+            ids = [block for block in blocks for _ in range(BLOCK)]
+            keys = prefix_keys(ids, BLOCK, ROOT)
+            requests.append(
+                Request(one["timestamp"] / 1e3, num_tokens, max(1, one["output_length"]), blocks, keys)
+            )
+    return requests
+
+
+@dataclass
+class Seen:
+    """What the router knows of an engine's load."""
+
+    num_queued_tokens: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        return self.num_running + self.num_waiting
+
+
+@dataclass
+class Outcome:
+    ttft_s: list[float] = field(default_factory=list)
+    token_s: list[float] = field(default_factory=list)  # Mean time between tokens of a request.
+    num_tokens: int = 0
+    num_cached: int = 0
+    num_handed_over: int = 0
+    num_requests: int = 0
+
+    @property
+    def hit_rate(self) -> float:
+        return self.num_cached / self.num_tokens
+
+
+Choose = Callable[["World", Request], tuple[str | None, str]]  # Producer, and consumer.
+
+
+class World:
+    def __init__(
+        self,
+        producers: Sequence[str],
+        consumers: Sequence[str],
+        choose: Choose,
+        *,
+        knows_all: bool = False,
+        lag_s: float = EVENT_LAG_S,
+    ) -> None:
+        """`knows_all`: the router sees the caches themselves (an oracle)."""
+        self.producers, self.consumers, self._choose = producers, consumers, choose
+        self._knows_all, self._lag_s = knows_all, lag_s
+        self.now_s = 0.0
+        self._queue: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+        self.index = BlockIndex()
+        self.engines = {name: Engine(name, self._at, self._heard) for name in (*producers, *consumers)}
+        self.seen = {name: Seen() for name in self.engines}
+        self.outcome = Outcome()
+        self.num_routed = 0
+
+    def _at(self, when_s: float, action: Callable[[], None]) -> None:
+        heapq.heappush(self._queue, (when_s, next(self._numbers), action))
+
+    def _heard(self, name: str, events: list[KVCacheEvent]) -> None:
+        if not self._knows_all:
+            self._at(self.now_s + self._lag_s, lambda: self.index.apply(name, events))
+
+    def cached(self, request: Request) -> dict[str, int]:
+        """Tokens of the prompt that each engine has, as far as the router knows."""
+        if self._knows_all:
+            return {name: engine.num_cached(request.blocks) for name, engine in self.engines.items()}
+        found = self.index.match(request.keys, BLOCK)
+        return {name: found.get(name, NO_MATCH).num_tokens for name in self.engines}
+
+    def run(self, requests: Sequence[Request], speed: float) -> Outcome:
+        """`speed`: how much faster than in the trace the requests come."""
+        for request in requests:
+            self._at(request.arrives_s / speed, lambda request=request: self._route(request))  # type: ignore[misc]
+        while self._queue:
+            self.now_s, _, action = heapq.heappop(self._queue)
+            action()
+        return self.outcome
+
+    def _route(self, request: Request) -> None:
+        self.num_routed += 1
+        self.outcome.num_requests += 1
+        self.outcome.num_tokens += request.num_tokens
+        producer, consumer = self._choose(self, request)
+        first = consumer if producer is None else producer
+        seen, began_s = self.seen[first], self.now_s
+        num_left = max(1, request.num_tokens - self.cached(request)[first])
+        seen.num_queued_tokens += num_left
+        seen.num_waiting += 1
+
+        def on_first(now_s: float, num_cached: int) -> None:
+            seen.num_queued_tokens -= num_left
+            seen.num_waiting -= 1
+            self.outcome.ttft_s.append(now_s - began_s)
+            self.outcome.num_cached += num_cached
+            if producer is None:
+                seen.num_running += 1
+            elif request.num_output > 1:
+                self._load(request, consumer, now_s)
+
+        def on_end(now_s: float) -> None:
+            if producer is None:
+                seen.num_running -= 1
+                self._note_end(request, began_s + self.outcome.ttft_s[-1], now_s)
+
+        num_output = 1 if producer is not None else request.num_output
+        self.engines[first].submit(
+            Job(request.num_tokens, request.blocks, num_output, on_first, on_end), self.now_s
+        )
+        self.outcome.num_handed_over += producer is not None
+
+    def _load(self, request: Request, consumer: str, first_s: float) -> None:
+        engine, seen = self.engines[consumer], self.seen[consumer]
+        seen.num_running += 1
+        num_loaded = request.num_tokens - engine.num_cached(request.blocks)
+
+        def on_end(now_s: float) -> None:
+            seen.num_running -= 1
+            self._note_end(request, first_s, now_s)
+
+        job = Job(
+            request.num_tokens,
+            request.blocks,
+            request.num_output - 1,
+            lambda now_s, num_cached: None,
+            on_end,
+            is_loaded=True,
+        )
+        self._at(first_s + num_loaded / LOAD_TOKENS_PER_S, lambda: engine.submit(job, self.now_s))
+
+    def _note_end(self, request: Request, first_s: float, now_s: float) -> None:
+        if request.num_output > 1:
+            self.outcome.token_s.append((now_s - first_s) / (request.num_output - 1))
