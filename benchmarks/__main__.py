@@ -14,6 +14,7 @@ ALL = {
     **BENCHMARKS,
     "cross-layer": "benchmarks.cross_layer",
     "decode-graphs": "benchmarks.decode_graphs",
+    "choice": "benchmarks.fleet.choice",
     "fleet": "benchmarks.fleet.command",
     "offload": "benchmarks.offload",
     "router": "benchmarks.router.command",

@@ -107,6 +107,17 @@ def route(
             "soonest, with little harm to others; a prompt may stay with a decode engine."
         ),
     ] = "least_in_flight",
+    kv_events: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Where an engine publishes KV events, for --policy cost: URL=ENDPOINT[,REPLAY_ENDPOINT], "
+            "such as http://10.0.0.7:8100=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558; repeat for more."
+        ),
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(help="Folder with the model's tokenizer.json, to find texts in the engines' caches."),
+    ] = None,
     on_prefill_failure: Annotated[
         str, typer.Option(help="local: the decode engine computes the prompt; fail: the request fails.")
     ] = "local",
@@ -180,6 +191,7 @@ def route(
         **{name: options[name] for name in RouterSettings.__struct_fields__ if name in options},
         "prefill_urls": [url.rstrip("/") for url in prefill],
         "decode_urls": [url.rstrip("/") for url in decode],
+        "kv_events": [_kv_events_source(text) for text in kv_events or ()],
         "timeouts": {
             name: options[f"{name.removesuffix('_s')}_timeout_s"] for name in LegTimeouts.__struct_fields__
         },
@@ -219,6 +231,14 @@ def route(
         log_config=_log_config(log_level),
     )
     raise typer.Exit(status)
+
+
+def _kv_events_source(text: str) -> dict[str, str | None]:
+    url, _, endpoints = text.partition("=")
+    endpoint, _, replay_endpoint = endpoints.partition(",")
+    if not endpoint:
+        raise typer.BadParameter(f"kv_events: must be URL=ENDPOINT[,REPLAY_ENDPOINT], is {text!r}")
+    return {"url": url.rstrip("/"), "endpoint": endpoint, "replay_endpoint": replay_endpoint or None}
 
 
 def _log_config(level: str) -> dict[str, Any]:

@@ -49,7 +49,7 @@ NO_MATCH = Match(0, 0)
 
 def root_key(adapter: str | None, salt: str | None) -> int:
     """The beginning of a chain: prompts with another adapter or salt share no block."""
-    return _hash(repr((adapter, salt)).encode("utf-8", "surrogatepass"))
+    return _hash(repr((adapter, salt or None)).encode("utf-8", "surrogatepass"))
 
 
 def prefix_keys(token_ids: Sequence[int], block_size: int, root: int) -> list[int]:
@@ -95,9 +95,10 @@ class BlockIndex:
         self._holders: dict[int, int] = {}
         self._all_bits = 0  # Of all engines.
 
-    @property
-    def num_blocks(self) -> int:
-        return sum(len(engine.entries) for engine in self._engines.values())
+    def num_blocks(self, name: str) -> int:
+        """Of an engine, in all tiers together."""
+        engine = self._engines.get(name)
+        return 0 if engine is None else len(engine.entries)
 
     def block_sizes(self) -> Mapping[str, int]:
         """Of the engines that have reported blocks."""
@@ -162,9 +163,13 @@ class BlockIndex:
             if one and any(isinstance(part, list | tuple) for part in one):
                 parts.append(repr(one).encode())  # Images and the like.
             key = _hash(*parts)
-            tiers = engine.entries.get(block_hash, 0) & _TIERS_MASK | tier
-            engine.entries[block_hash] = key << _KEY_SHIFT | (position + number) << _NUM_TIERS | tiers
-            self._note(engine, key, position + number, tiers)
+            entry = engine.entries.get(block_hash)
+            if entry is None:
+                entry = key << _KEY_SHIFT | (position + number) << _NUM_TIERS
+            # A block of another tier may be reported without its salt.
+            key = entry >> _KEY_SHIFT
+            engine.entries[block_hash] = entry | tier
+            self._note(engine, key, position + number, entry & _TIERS_MASK | tier)
 
     def _remove(self, engine: _Engine, hashes: Iterable[ExternalBlockHash], tier: int) -> None:
         for block_hash in hashes:

@@ -9,7 +9,8 @@ index's.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import msgspec
 
 # Of the time that a prompt takes on a decode engine, for each answer that it delays there.
 HARM = 0.05
@@ -17,8 +18,7 @@ EXPECTED_OUTPUT = 300  # Tokens of an answer.
 PREFILL_TOKENS_PER_S = 10_000.0  # Of an engine, as long as no engine's speed is known.
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, gc=False):
     """An engine, as one request sees it."""
 
     num_queued_tokens: int = 0  # Of prompts that it has still to compute.
@@ -32,8 +32,7 @@ class Candidate:
 IDLE = Candidate()
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(msgspec.Struct, frozen=True, gc=False):
     """`producer` and `consumer`: numbers of candidates. `producer` None: the consumer computes the prompt."""
 
     producer: int | None
@@ -62,7 +61,9 @@ def placements(
     `num_output_tokens`: expected. Takes time in proportion to all candidates together.
     """
     found: list[Placement] = []
-    best = min(range(len(producers)), key=lambda one: prefill_s(producers[one], num_tokens), default=None)
+    times_s = [prefill_s(producer, num_tokens) for producer in producers]
+    ttft_s = min(times_s, default=0.0)
+    best = times_s.index(ttft_s) if times_s else None
     for number, candidate in enumerate(consumers):
         busy_s = candidate.num_queued_tokens / candidate.prefill_tokens_per_s
         rest_s = later_s(candidate, num_output_tokens)
@@ -70,7 +71,6 @@ def placements(
         harm_s = HARM * candidate.num_running * (alone_s - busy_s)
         found.append(Placement(None, number, alone_s, alone_s + harm_s + rest_s))
         if best is not None:
-            ttft_s = prefill_s(producers[best], num_tokens)
             load_s = max(0, num_tokens - candidate.num_cached_tokens) / candidate.load_tokens_per_s
             found.append(Placement(best, number, ttft_s, ttft_s + load_s + rest_s))
     return found

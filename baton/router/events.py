@@ -70,7 +70,17 @@ class Stopped:
     """The router shuts down, and this request's time is up."""
 
 
-Event: TypeAlias = Met | Opened | Piece | StreamEnded | Failed | Closed | HoldOver | ClientGone | Stopped
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The answer to `Look`."""
+
+    num_tokens: int  # Of the prompt; 0: not known.
+    cached: Mapping[str, int]  # Tokens that an engine has, by its URL.
+
+
+Event: TypeAlias = (
+    Found | Met | Opened | Piece | StreamEnded | Failed | Closed | HoldOver | ClientGone | Stopped
+)
 
 # --- Effects ----------------------------------------------------------------------------------------
 
@@ -80,6 +90,15 @@ class Meet:
     """Ask the engine what it is, unless that is under way; then `Met`."""
 
     engine: Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Ask which engines have the beginning of this prompt; then `Found`, soon and in any case."""
+
+    prompt: Any  # As in the request's body.
+    adapter: str | None
+    salt: str | None
 
 
 @dataclass(slots=True, eq=False)
@@ -154,4 +173,4 @@ class Over:
     error: RouterError | None = None
 
 
-Effect: TypeAlias = Meet | Leg | Close | Hold | Head | Send | GiveBack | Count | Over
+Effect: TypeAlias = Look | Meet | Leg | Close | Hold | Head | Send | GiveBack | Count | Over

@@ -49,6 +49,7 @@ class Engine:
     num_failures: int = 0  # Legs without an answer, and answers of 500 and above.
     num_heard: int = 0  # Pieces of answers that have come from it.
     num_queued_tokens: int = 0  # Of prompts that it has still to compute, for this process.
+    num_indexed_blocks: int | None = None  # Of its cache, known from its KV events.
     prefill_rate: Rate = field(default_factory=Rate, repr=False)  # Tokens per second.
     elsewhere: Counts = NOWHERE
     waits: dict["Wait", None] = field(default_factory=dict, repr=False)  # For its answers, in order.
@@ -136,6 +137,7 @@ class Fleet:
         self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
         self._models: set[str] = set()  # Without adapters and other names of the same engines.
         self.on_removed: list[Callable[[Engine], None]] = []
+        self.on_ejected: list[Callable[[Engine], None]] = []
         self.tell: Callable[[Note], None] = lambda note: None  # The other processes of this router.
         self.on_load: Callable[[], None] = lambda: None  # An engine's number of requests has changed.
         self._unix_clock = unix_clock
@@ -157,6 +159,7 @@ class Fleet:
         """An engine of this role that is up, fit and not in `tried`."""
         engines = self._engines[role]
         by_cost = self._policy is choose_least_cost
+        rate = self._usual_prefill_rate() if by_cost else 0.0
         states = [
             EngineState(
                 engine.url,
@@ -164,7 +167,7 @@ class Fleet:
                 engine.load,
                 engine.health.share(now_s),
                 role,
-                self._candidate(engine) if by_cost else IDLE,
+                self._candidate(engine, request, rate) if by_cost else IDLE,
             )
             for engine in engines
         ]
@@ -194,25 +197,25 @@ class Fleet:
             for engine in self._engines["prefill"]
             if self.may_take(engine, request) and engine not in bad_producers
         ]
+        rate = self._usual_prefill_rate()
         found = choose_placement(
             request.num_tokens,
             EXPECTED_OUTPUT,
-            [self._candidate(engine) for engine in producers],
-            [self._candidate(engine) for engine in consumers],
+            [self._candidate(engine, request, rate) for engine in producers],
+            [self._candidate(engine, request, rate) for engine in consumers],
         )
         return None if found is None else (consumers[found.consumer], found.producer is None)
 
-    def _candidate(self, engine: Engine) -> Candidate:
+    def _candidate(self, engine: Engine, request: RoutedRequest, usual_rate: float) -> Candidate:
         return Candidate(
+            num_cached_tokens=request.num_cached(engine.url),
             num_queued_tokens=engine.queued_tokens,
             num_running=engine.load,
-            prefill_tokens_per_s=self.prefill_rate(engine),
+            prefill_tokens_per_s=engine.prefill_rate.value or usual_rate,
         )
 
-    def prefill_rate(self, engine: Engine) -> float:
-        """Tokens per second; of an engine that is not known, the mean of those that are."""
-        if (rate := engine.prefill_rate.value) is not None:
-            return rate
+    def _usual_prefill_rate(self) -> float:
+        """For an engine whose speed is not known: the mean of the others', in tokens per second."""
         known = [one.prefill_rate.value for one in self.engines if one.prefill_rate.value is not None]
         return sum(known) / len(known) if known else PREFILL_TOKENS_PER_S
 
@@ -350,6 +353,8 @@ class Fleet:
         if not is_ejected:
             return
         logger.warning("%s engine %s is down: %s", engine.role, engine.url, error)
+        for hear in self.on_ejected:
+            hear(engine)
         if not is_graceful and any(other.is_eligible for other in self._engines[engine.role]):
             self._give_up(wait for wait in engine.waits if not wait.has_begun)
 
@@ -438,6 +443,11 @@ class Fleet:
             raise RouterError(
                 404, f"the model {model!r} does not exist", param="model", code="model_not_found"
             )
+
+    def adapter_of(self, request: RoutedRequest) -> str | None:
+        """The adapter that the request names. None: it asks the model itself."""
+        cards = (card for engine in self.engines for card in engine.cards or ())
+        return next((one.id for one in cards if one.parent is not None and one.id == request.model), None)
 
     def model_cards(self) -> Sequence[ModelCard] | None:
         """For /v1/models. None: there is at most one model, and any decode engine knows its names."""

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 
+from baton.router.block_index import CHUNK_TOKENS
 from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine, Fleet
 from baton.router.late_leg import LateLegs
@@ -24,6 +25,8 @@ class FleetView:
         self.turns = turns
         self.late_legs = LateLegs(settings.decode_leg)
         self.new_transfer_id = new_transfer_id
+        # Of a prompt that is looked up in the engines' caches. None: there is no index.
+        self.look_min_tokens = CHUNK_TOKENS if settings.kv_events else None
         self._num_routed = 0
 
     def route(self, prefix_key: bytes, model: object = None, num_tokens: int = 0) -> RoutedRequest:

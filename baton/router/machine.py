@@ -22,7 +22,7 @@ the answer, P's answer is the answer.
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Any, Literal
 
@@ -52,11 +52,13 @@ from baton.router.events import (
     Effect,
     Event,
     Failed,
+    Found,
     GiveBack,
     Head,
     Hold,
     HoldOver,
     Leg,
+    Look,
     Meet,
     Met,
     Opened,
@@ -96,6 +98,7 @@ class Request:
 
 
 class State(Enum):
+    LOOKING = "the engines that have the prompt are looked up"
     MEETING = "an engine is asked what it is"
     PREFILLING = "P computes the prompt"
     HELD = "push: P computes the prompt, and D's leg is held back"
@@ -155,7 +158,25 @@ class Machine:
         self._error: RouterError | None = None  # For a client that has been sent nothing.
 
     def begin(self, now_s: float) -> Sequence[Effect]:
-        return self._run(now_s, self._attempt)
+        return self._run(now_s, self._look if self._is_worth_a_look else self._attempt)
+
+    @property
+    def _is_worth_a_look(self) -> bool:
+        least = self._view.look_min_tokens
+        has_prompt = not self._request.is_chat and self._request.body.get("prompt") is not None
+        is_long = least is not None and self._num_prompt_tokens >= least
+        return is_long and has_prompt and self._local_reason is None
+
+    def _look(self) -> None:
+        body, salt = self._request.body, self._request.body.get("cache_salt")
+        self._state = State.LOOKING
+        adapter = self._view.fleet.adapter_of(self._routed)
+        self._effects.append(Look(body["prompt"], adapter, salt if isinstance(salt, str) else None))
+
+    def _on_found(self, event: Found) -> None:
+        self._num_prompt_tokens = event.num_tokens or self._num_prompt_tokens
+        self._routed = replace(self._routed, num_tokens=self._num_prompt_tokens, cached=event.cached)
+        self._attempt()
 
     def on(self, event: Event, now_s: float) -> Sequence[Effect]:
         role = None
@@ -697,7 +718,7 @@ class Machine:
         )
         self._producer, self._has_come = engine, False
         wait_s = self._settings.timeouts.prefill_s
-        self._prefill = self._open("prefill", engine, body, wait_s, self._num_prompt_tokens, reader)
+        self._prefill = self._open("prefill", engine, body, wait_s, self._num_to_compute(engine), reader)
 
     def _open_decode(self, engine: Engine, params: Mapping[str, Any] | None, *, is_pushed: bool) -> None:
         if self._tried:
@@ -708,7 +729,7 @@ class Machine:
         wait_s = timeouts.first_byte_s if self._first.is_stream else timeouts.answer_s
         if is_pushed:
             wait_s += timeouts.prefill_s  # D waits for P as well.
-        num_tokens = self._num_prompt_tokens if params is None else 0
+        num_tokens = self._num_to_compute(engine) if params is None else 0
         body = self._first.decode_body(engine, params)
         self._decode = self._open("decode", engine, body, wait_s, num_tokens)
 
@@ -738,6 +759,9 @@ class Machine:
             took_s = self._now_s - leg.started_at_s
             leg.engine.prefill_rate.note(leg.num_queued_tokens / took_s if took_s else 0.0)
         self._note_computed(leg)
+
+    def _num_to_compute(self, engine: Engine) -> int:
+        return max(0, self._num_prompt_tokens - self._routed.num_cached(engine.url))
 
     def _note_computed(self, leg: Leg) -> None:
         num_tokens, leg.num_queued_tokens = leg.num_queued_tokens, 0
@@ -863,6 +887,7 @@ _LATE = (_S.DECODING, _S.COMPARING, _S.RELAYING, _S.CLOSING, _S.OVER)
 _UNDER_WAY = tuple(state for state in State if state is not State.OVER)
 
 TABLE: Mapping[tuple[State, type, Role | None], Callable[[Machine, Any], None]] = {
+    (_S.LOOKING, Found, None): Machine._on_found,
     (_S.MEETING, Met, None): Machine._on_met,
     (_S.HELD, HoldOver, None): Machine._on_hold_over,
     **{

@@ -8,8 +8,8 @@ the least busy engine is chosen. Without another eligible engine it gets all of 
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from baton.router.cost import EXPECTED_OUTPUT, IDLE, Candidate, later_s, prefill_s
@@ -37,6 +37,10 @@ class RoutedRequest:
     prefix_key: bytes = b""  # Equal for prompts that begin alike.
     model: object = None  # As the client has written it; None: the request names none.
     num_tokens: int = 0  # Of its prompt; for text a guess.
+    cached: Mapping[str, int] = field(default_factory=dict)  # Tokens of it that engines have, by URL.
+
+    def num_cached(self, url: str) -> int:
+        return min(self.cached.get(url, 0), self.num_tokens)
 
 
 Policy: TypeAlias = Callable[[Sequence[EngineState], RoutedRequest], int | None]

@@ -47,6 +47,14 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("must be positive", field=f"probe.{name}")
 
 
+class KVEventsSource(msgspec.Struct, frozen=True):
+    """Where an engine publishes its KV events (vLLM's `--kv-events-config`)."""
+
+    url: str  # The engine's, without credentials.
+    endpoint: str  # ZeroMQ's, such as tcp://10.0.0.7:5557.
+    replay_endpoint: str | None = None  # Without one, a lost event costs all that is known of the engine.
+
+
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_urls: tuple[str, ...]
     decode_urls: tuple[str, ...]
@@ -58,6 +66,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_prefill_tokens: int = 0  # Shorter prompts (estimated) go straight to a decode engine; 0: none does.
     prefill_attempts: int = 2
     decode_attempts: int = 2
+    kv_events: tuple[KVEventsSource, ...] = ()  # For the policy `cost`.
+    tokenizer: str | None = None  # Folder with tokenizer.json: to find prompts that are texts in the caches.
     max_answer_bytes: int = 32 << 20  # Of an answer that is not streamed: it is held whole.
     drain_timeout_s: float = 30.0  # For running requests to end, once the router is told to stop.
     max_requests: int = 4096  # In flight at once; more get 503.
@@ -78,6 +88,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         ):
             if getattr(self, name) < 1:
                 raise ConfigError("must be at least 1", field=name)
+        urls = {without_credentials(url) for url in (*self.prefill_urls, *self.decode_urls)}
+        for source in self.kv_events:
+            if source.url not in urls:
+                raise ConfigError(f"{source.url} is no engine of this router", field="kv_events")
+        if self.kv_events and self.policy != "cost":
+            raise ConfigError('is used with policy "cost" only', field="kv_events")
         if self.drain_timeout_s < 0:
             raise ConfigError("must not be negative", field="drain_timeout_s")
         if self.min_prefill_tokens < 0:

@@ -16,6 +16,7 @@ from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
 from baton.engine.core.kv_event_publisher import END, KVEventPublisher
 from baton.engine.llm import LLM
+from baton.router.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
 from examples.kv_event_subscriber import CacheView, Subscriber
 from tests.engine_sched.world import BLOCK, World
 
@@ -235,6 +236,23 @@ def test_the_examples_subscriber_follows_an_engine_and_replays_what_it_missed(
         assert {block for block, _, _ in subscriber.view.blocks} == set(cached)
         assert len(cached) > 3
         subscriber.close()
+
+
+def test_a_router_finds_prompts_where_an_engine_has_them() -> None:
+    world, index = World(num_blocks=500, max_model_len=700, events=True), BlockIndex()
+    plain, salted = ([step * i % 47 + 1 for i in range(600)] for step in (3, 5))
+    world.add("plain", plain)
+    world.add("salted", salted, salt="theirs")
+    while world.scheduler.requests:
+        world.step()
+        index.apply("e", world.scheduler.take_events())
+
+    def found(ids: list[int], salt: str | None) -> int:
+        matches = index.match(prefix_keys(ids, BLOCK, root_key(None, salt)), BLOCK)
+        return matches.get("e", NO_MATCH).num_tokens
+
+    assert (found(plain, None), found(plain, "theirs")) == (512, 0)
+    assert (found(salted, None), found(salted, "theirs"), found(salted, "ours")) == (0, 512, 0)
 
 
 # --- Events of connectors ------------------------------------------------------------------------------

@@ -20,11 +20,13 @@ from baton.router.events import (
     Effect,
     Event,
     Failed,
+    Found,
     GiveBack,
     Head,
     Hold,
     HoldOver,
     Leg,
+    Look,
     Meet,
     Met,
     Opened,
@@ -135,6 +137,7 @@ class World:
         self.given_back: list[Mapping[str, Any]] = []
         turns = TurnTable(lambda engine, params: self.given_back.append(params))
         self.view = FleetView(settings, self.fleet, Pairs(), turns)
+        self.view.look_min_tokens = 0 if settings.policy == "cost" else None
         self.kinds: dict[Engine, str] = {}
         for engine in self.fleet.engines:
             self.kinds[engine] = rng.choice(["baton", "baton", "vllm", "other"])
@@ -244,6 +247,10 @@ class World:
                     self.scripts[effect] = deque(self._answer(effect))
                 case Close(leg):
                     self.closing.add(leg)
+                case Look():
+                    urls = [engine.url for engine in self.fleet.engines]
+                    cached = {url: self.rng.randint(0, 500) for url in urls}
+                    self.waiting.append(Found(self.rng.choice([0, 300]), cached))
                 case Meet(engine):
                     self._introduce(engine)
                     self.waiting.append(Met())

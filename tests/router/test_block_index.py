@@ -126,7 +126,7 @@ def test_it_finds_what_the_engines_have(steps: list[tuple[Any, ...]], asked: lis
         assert found == {name: match for name, match in wanted.items() if match.num_tokens}
     for name in NAMES:
         index.forget(name)
-    assert index.num_blocks == 0
+    assert [index.num_blocks(name) for name in NAMES] == [0] * len(NAMES)
     assert index._holders == {}
     assert index._all_bits == 0
 

@@ -1,9 +1,8 @@
 """The placement with the least cost, beside a search of every placement."""
 
-from dataclasses import replace
-
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from baton.router.cost import HARM, Candidate, Placement, choose, placements, prefill_s
 
@@ -67,12 +66,12 @@ def test_a_busy_decode_engine_does_not_compute_a_long_prompt() -> None:
     assert (chosen.producer, chosen.ttft_s) == (0, 0.8)
 
 
-def test_a_short_queue_is_better_than_a_cache_behind_a_long_one() -> None:
-    behind = replace(IDLE, num_queued_tokens=20_000, num_cached_tokens=8_000)
-    chosen = choose(8000, 100, [behind, IDLE], [replace(IDLE, num_running=40)])
+def test_a_short_queue_is_better_than_a_cache_after_a_long_one() -> None:
+    busy = replace(IDLE, num_queued_tokens=20_000, num_cached_tokens=8_000)
+    chosen = choose(8000, 100, [busy, IDLE], [replace(IDLE, num_running=40)])
     assert chosen is not None
     assert chosen.producer == 1
-    waiting = replace(behind, num_queued_tokens=2_000)
+    waiting = replace(busy, num_queued_tokens=2_000)
     chosen = choose(8000, 100, [waiting, IDLE], [replace(IDLE, num_running=40)])
     assert chosen is not None
     assert chosen.producer == 0

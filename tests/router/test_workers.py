@@ -60,10 +60,14 @@ def command_for(url: str, prefill: str, decode: str) -> list[str]:
 
 
 @asynccontextmanager
-async def two_workers(servers: Servers, prefill: FakeEngine, decode: FakeEngine) -> AsyncIterator[Workers]:
+async def two_workers(
+    servers: Servers, prefill: FakeEngine, decode: FakeEngine, *options: str
+) -> AsyncIterator[Workers]:
+    """In `options` {prefill} is the engine's URL."""
     url = dead_url()
     prefill.url, decode.url = await servers.start(prefill), await servers.start(decode)
     command = command_for(url, prefill.url, decode.url)
+    command += [option.format(prefill=prefill.url) for option in options]
     process = await asyncio.create_subprocess_exec(*command)
     workers = Workers(url, process)
     try:

@@ -3,14 +3,22 @@
 from typing import Any
 
 import msgspec
+import pytest
 import zmq
 from vllm.distributed import kv_events as theirs
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.request import Request
 
 from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from baton.core.config import KVEventsConfig
 from baton.engine.core.kv_event_publisher import END, KVEventPublisher
+from baton.router.block_index import BlockIndex, Match, prefix_keys, root_key
 
 WAIT_MS = 30_000
+BLOCK = 16
 OURS = [
     BlockStored(
         block_hashes=[b"a" * 32, b"b" * 32],
@@ -67,3 +75,34 @@ def test_our_bytes_equal_vllms() -> None:
 
 def test_the_end_of_a_replay_is_theirs() -> None:
     assert END == theirs.ZmqEventPublisher.END_SEQ
+
+
+def stored_by_vllm(tokens: list[int], salt: str | None) -> list[Any]:
+    """The events of vLLM's own block pool, as a router decodes them."""
+    init_none_hash(sha256)
+    asked = Request(
+        request_id="r",
+        prompt_token_ids=tokens,
+        sampling_params=SamplingParams(max_tokens=2),
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(BLOCK, sha256),
+        cache_salt=salt,
+    )
+    num_blocks = len(tokens) // BLOCK
+    pool = BlockPool(
+        num_gpu_blocks=num_blocks + 2, enable_caching=True, hash_block_size=BLOCK, enable_kv_cache_events=True
+    )
+    blocks = pool.get_new_blocks(num_blocks)
+    pool.cache_full_blocks(asked, blocks, 0, num_blocks, BLOCK, 0)
+    batch = theirs.KVEventBatch(ts=0.0, events=pool.take_events())
+    return list(msgspec.msgpack.decode(msgspec.msgpack.encode(batch), type=KVEventBatch).events)
+
+
+@pytest.mark.parametrize("salt", [None, "theirs"])
+def test_a_router_finds_a_prompt_where_vllm_has_it(salt: str | None) -> None:
+    tokens = list(range(1, 601))
+    index = BlockIndex()
+    index.apply("e", stored_by_vllm(tokens, salt))
+    for asked in (None, "theirs", "ours"):
+        found = index.match(prefix_keys(tokens, BLOCK, root_key(None, asked)), BLOCK)
+        assert found == ({"e": Match(512, 512)} if asked == salt else {})

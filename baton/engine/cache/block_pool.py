@@ -9,6 +9,7 @@ Events report the blocks that the cache gained and lost. They are built only if 
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from baton.contract.events import MEDIUM_GPU, AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from baton.core.hashing import BlockHash
@@ -249,12 +250,16 @@ class BlockPool:
 
     def _stored(self, request: Request, indices: range, group: int) -> BlockStored:
         size, hashes = self.block_size, request.block_hashes
+        extra_keys: list[tuple[Any, ...] | None] | None = None
+        if request.cache_salt:  # In the first block of a prompt, as in vLLM.
+            extra_keys = [(request.cache_salt,) if index == 0 else None for index in indices]
         return BlockStored(
             block_hashes=[*hashes[indices.start : indices.stop]],
             parent_block_hash=hashes[indices.start - 1] if indices.start else None,
             token_ids=request.all_token_ids[indices.start * size : indices.stop * size],
             block_size=size,
             medium=MEDIUM_GPU,
+            extra_keys=extra_keys,
             group_idx=self._group_in_events(group),
         )
 

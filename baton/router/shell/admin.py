@@ -135,6 +135,7 @@ class Admin:
                     "model": engine.identity.name if engine.identity is not None else None,
                     "in_flight": engine.load,
                     "queued_tokens": engine.queued_tokens,
+                    "indexed_blocks": engine.num_indexed_blocks,
                     "prefill_tokens_per_s": engine.prefill_rate.value,
                     "breaker": engine.health.breaker(now_s),
                     "weight": round(engine.health.share(now_s), 3),

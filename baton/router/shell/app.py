@@ -31,6 +31,7 @@ from baton.router.shell.admin import not_allowed
 from baton.router.shell.client_http import DEFECT, REQUEST_ID, Incoming, Listener, Reply
 from baton.router.shell.control import PATHS as ADMIN_PATHS
 from baton.router.shell.control import Administration, AdminPages, Control, not_found
+from baton.router.shell.index_client import IndexClient, IndexOwner
 from baton.router.shell.legs import Ask, Upstream
 from baton.router.shell.parts import Parts
 from baton.router.shell.requests import RequestDriver, Requests, forward
@@ -44,6 +45,7 @@ _GOOD_REQUEST_ID = re.compile(r"[!-~]{1,256}")
 CLOSING_S = 5.0  # For clients to have read their answers.
 CHAT_PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
+NO_LOG = {"version": 1}
 
 Page = Callable[[], tuple[int, Mapping[str, str], bytes]]  # Status, headers, body.
 
@@ -51,14 +53,31 @@ Page = Callable[[], tuple[int, Mapping[str, str], bytes]]  # Status, headers, bo
 class Router:
     """Made and used in one event loop. `start` it, open its ports with `listen`, and `close` it."""
 
-    def __init__(self, settings: RouterSettings, *, administration: Administration | None = None) -> None:
-        """`administration`: of the coordinator. None: this is the router's only process."""
+    def __init__(
+        self,
+        settings: RouterSettings,
+        *,
+        administration: Administration | None = None,
+        index_path: str | None = None,
+        log_config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`administration`: of the coordinator. None: this is the router's only process.
+
+        `index_path`: of the coordinator's index process.
+        """
         self._settings = settings
         self._parts = parts = Parts(settings)
         self.fleet, self.metrics, self.replica = parts.fleet, parts.metrics, Replica(parts.view)
         self._wheel = TimerWheel(asyncio.get_running_loop())
         upstream = Upstream(parts.pool, self._wheel, settings)
-        self._requests = Requests(parts.view, upstream, parts.metrics, parts.introducer, parts.loans)
+        self._index_owner = None
+        if administration is None and settings.kv_events:
+            self._index_owner = IndexOwner(parts.fleet, settings, log_config or NO_LOG)
+            index_path = self._index_owner.path
+        self._index = None if index_path is None else IndexClient(index_path)
+        self._requests = Requests(
+            parts.view, upstream, parts.metrics, parts.introducer, parts.loans, self._index
+        )
         self.control = None
         if administration is None:
             administration = self.control = Control(
@@ -88,6 +107,10 @@ class Router:
         return bound
 
     def start(self) -> None:
+        if self._index_owner is not None:
+            self._index_owner.start()
+        if self._index is not None:
+            self._index.connect()
         if self.control is not None:
             self.control.start()
 
@@ -123,6 +146,10 @@ class Router:
         if self.control is not None:
             await self.control.close()
         await self._admin_pages.close()
+        if self._index is not None:
+            await self._index.close()
+        if self._index_owner is not None:
+            await self._index_owner.close()
         await self._parts.close()
         self._workers.close()
 

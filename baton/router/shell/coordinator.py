@@ -39,6 +39,7 @@ from baton.router.shell.frames import (
     Listening,
     Welcome,
 )
+from baton.router.shell.index_client import IndexOwner
 from baton.router.shell.metrics import Samples, sum_families
 from baton.router.shell.parts import Parts
 from baton.router.shell.timers import TimerWheel
@@ -98,6 +99,7 @@ class Coordinator:
             on_fault=self._note_fault,
         )
         self._pages = AdminPages(self._control)
+        self._index = IndexOwner(self._parts.fleet, settings, log_config) if settings.kv_events else None
         self._pool = WorkerPool()
         self._listener: Listener | None = None
         self._where: tuple[str, int, bool] = ("", 0, False)  # Host, port, and whether there is an admin port.
@@ -131,6 +133,8 @@ class Coordinator:
             await self._listener.listen(host, admin_port)
         self._where = host, port, admin_port is not None
         self._control.start()
+        if self._index is not None:
+            self._index.start()
         self._tasks = [asyncio.create_task(self._keep(first)) for first in self._first_ones]
         self._tasks.append(asyncio.create_task(self._tick()))
         for task in self._tasks:
@@ -164,6 +168,8 @@ class Coordinator:
             await self._listener.close(timeout_s)
         await self._control.close()
         await self._pages.close()
+        if self._index is not None:
+            await self._index.close()
         for task in self._answering:
             task.cancel()
         await asyncio.gather(*self._answering, return_exceptions=True)
@@ -218,7 +224,8 @@ class Coordinator:
         worker = self._workers[number] = _Worker(number, stream, process)
         log_config = with_name(self._log_config, f"worker {number}")
         history = self._replica.history(self._loop.time())
-        stream.send(Welcome(self._settings, *self._where, log_config, history))
+        index_path = None if self._index is None else self._index.path
+        stream.send(Welcome(self._settings, *self._where, log_config, history, index_path))
         if self._fault is not None:
             stream.send(Fault(self._fault))
         return worker

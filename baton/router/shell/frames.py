@@ -27,6 +27,7 @@ class Welcome(_Frame, frozen=True, tag="Welcome"):
     has_admin_port: bool  # In the coordinator; else workers pass the administrator's requests on.
     log_config: dict[str, Any]
     history: list[Note]
+    index_path: str | None = None  # Of the index process's socket.
 
 
 class Listening(_Frame, frozen=True, tag="Listening"):
@@ -82,14 +83,19 @@ _decoder = msgspec.msgpack.Decoder(Frame)
 
 
 class FrameStream(asyncio.Protocol):
-    """One end of the socket pair."""
+    """One end of a socket between two of our processes."""
 
-    def __init__(self, on_frame: Callable[[Frame], None], on_lost: Callable[[], None]) -> None:
-        self._on_frame, self._on_lost = on_frame, on_lost
+    def __init__(
+        self,
+        on_frame: Callable[[Any], None],
+        on_lost: Callable[[], None],
+        decode: Callable[[bytes], Any] = _decoder.decode,
+    ) -> None:
+        self._on_frame, self._on_lost, self._decode = on_frame, on_lost, decode
         self._transport: asyncio.Transport | None = None
         self._received = bytearray()
 
-    def send(self, frame: Frame) -> None:
+    def send(self, frame: msgspec.Struct) -> None:
         if self._transport is None or self._transport.is_closing():
             return
         payload = msgspec.msgpack.encode(frame)
@@ -114,7 +120,7 @@ class FrameStream(asyncio.Protocol):
                 return
             payload = bytes(self._received[LENGTH_BYTES:end])
             del self._received[:end]
-            self._on_frame(_decoder.decode(payload))
+            self._on_frame(self._decode(payload))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None

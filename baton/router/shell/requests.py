@@ -7,7 +7,7 @@ client does not read, no leg is read either. So a client that reads slowly delay
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any
 
 import msgspec
@@ -22,11 +22,13 @@ from baton.router.events import (
     Effect,
     Event,
     Failed,
+    Found,
     GiveBack,
     Head,
     Hold,
     HoldOver,
     Leg,
+    Look,
     Meet,
     Met,
     Opened,
@@ -39,6 +41,7 @@ from baton.router.fleet_view import FleetView
 from baton.router.legs import model_of
 from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
 from baton.router.shell.client_http import DEFECT, Reply
+from baton.router.shell.index_client import IndexClient, as_json
 from baton.router.shell.introductions import Introducer
 from baton.router.shell.legs import Ask, Upstream, WireLeg
 from baton.router.shell.loans import LoanReturns
@@ -57,12 +60,15 @@ class Requests:
         metrics: RouterMetrics,
         introducer: Introducer,
         loans: LoanReturns,
+        index: IndexClient | None = None,
     ) -> None:
+        """`index`: None if the settings name no KV events."""
         self.view = view
         self.upstream = upstream
         self.metrics = metrics
         self.introducer = introducer
         self.loans = loans
+        self.index = index
 
 
 class RequestDriver:
@@ -145,6 +151,9 @@ class RequestDriver:
                 self._legs[leg].close()
             case Head(status, headers):
                 self._reply.start(status, headers)
+            case Look(prompt, adapter, salt):
+                assert self._requests.index is not None
+                self._requests.index.look(as_json(prompt), adapter, salt, self._found)
             case Meet(engine):
                 self._start(self._meet(engine))
             case Hold(seconds, transfer_id):
@@ -166,6 +175,9 @@ class RequestDriver:
         task = self._loop.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    def _found(self, num_tokens: int, cached: Mapping[str, int]) -> None:
+        self._put(Found(num_tokens, cached))
 
     async def _meet(self, engine: Engine) -> None:
         await self._requests.introducer.refresh(engine)

@@ -44,7 +44,9 @@ def serve(
     limit_logs(*LOGS_LIMITED)
 
     def make() -> Router | Coordinator:
-        return Router(settings) if num_workers == 1 else Coordinator(settings, num_workers, log_config)
+        if num_workers == 1:
+            return Router(settings, log_config=log_config)
+        return Coordinator(settings, num_workers, log_config)
 
     status: int = uvloop.run(_serve(make, host, port, admin_port, settings.drain_timeout_s))
     return status

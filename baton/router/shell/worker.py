@@ -61,7 +61,7 @@ class Worker:
         logging.config.dictConfig(welcome.log_config)
         raise_descriptor_limit()
         limit_logs(*LOGS_LIMITED)
-        router = self._router = Router(welcome.settings, administration=self)
+        router = self._router = Router(welcome.settings, administration=self, index_path=welcome.index_path)
         for note in welcome.history:
             self._apply(note)
         router.fleet.tell = self._stream.send
@@ -70,6 +70,7 @@ class Worker:
             await router.listen_beside_others(
                 welcome.host, welcome.port, serves_admin=not welcome.has_admin_port
             )
+            router.start()
             self._stream.send(Listening())
             self._send_load()
             drain = await self._drain

@@ -18,10 +18,10 @@ TRIES = 60
 # `python -m baton.sim full --mutants --mode MODE` finds another.
 SEEDS = {
     ("pull", "bound_ops"): 180,
-    ("pull", "counters"): 41,
+    ("pull", "counters"): 1890,
     ("pull", "store_fence"): 20,
     ("push", "bound_ops"): 400,
-    ("push", "counters"): 1000,
+    ("push", "counters"): 1530,
     ("push", "fence"): 270,
     ("push", "preempted"): 390,
     ("push", "run"): 430,
@@ -77,6 +77,7 @@ EVERYWHERE = {
     "note: LegFailed",
     "note: TurnKept",
     "note: TurnTaken",
+    "prompts looked up",
     "read: corrupt",
     "read: error",
     "read: hang",

@@ -21,10 +21,12 @@ from baton.router.events import (
     Count,
     Effect,
     Event,
+    Found,
     GiveBack,
     Head,
     Hold,
     HoldOver,
+    Look,
     Meet,
     Met,
     Over,
@@ -45,7 +47,7 @@ from baton.sim.hosts.full.clients import Ask
 from baton.sim.hosts.full.cluster import Cluster
 from baton.sim.hosts.full.door import Door
 from baton.sim.hosts.full.legs import Leg
-from baton.sim.hosts.full.processes import Process, Processes
+from baton.sim.hosts.full.processes import NOTE_S, Process, Processes
 from baton.sim.kernel.process import SOON_S
 
 Role = Literal["prefill", "decode"]
@@ -97,6 +99,7 @@ class Router:
             engine.prefill_rate.note(PREFILL_RATE if engine.role == "prefill" else self._decode_rate)
         for view in process.views.values():
             view.new_transfer_id = self._new_id
+            view.look_min_tokens = 0 if self.settings["pull"].policy == "cost" else None
         return process
 
     def restart(self) -> None:
@@ -182,6 +185,15 @@ class Router:
             then()
 
         self.world.after(self.world.spread(self.world.faults.leg_delay_s), asked)
+
+    def look(self, prompt: list[int], then: Callable[[Found], None]) -> None:
+        """The index has lost events, or missed that a cache was reset: it says anything."""
+        rng = self.world.rng_of_router
+        # In health a prompt is handed over: the prefix that D reports must not be worth more.
+        names = self.cluster.producers if self._decode_rate > 1.0 else self.cluster.hosts
+        cached = {_url(name): rng.randint(0, len(prompt)) for name in names}
+        self.world.count("prompts looked up")
+        self.world.after(self.world.spread(NOTE_S), lambda: then(Found(rng.choice([0, len(prompt)]), cached)))
 
     def _introduce(self, engine: Engine) -> None:
         engine.was_asked = True
@@ -317,6 +329,8 @@ class _Answer:
                     self._doors[effect] = Door(self, effect)
                 case Close(leg):
                     self._doors[leg].close()
+                case Look(prompt):
+                    self.router.look(prompt, lambda found: self.on(found))
                 case Meet(engine):
                     self.router.meet(engine, lambda: self.on(Met()))
                 case Hold(seconds, transfer_id):

@@ -1,0 +1,165 @@
+"""The router's side of the index process: questions with a deadline, and the life of the process.
+
+A question that is not answered in time finds nothing: the request is routed without the caches.
+"""
+
+import asyncio
+import json
+import logging
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from baton.router.fleet import Engine, Fleet
+from baton.router.settings import RouterSettings
+from baton.router.shell.frames import FrameStream
+from baton.router.shell.index_process import Begin, Found, IndexFrame, Known, Look, Ready, Reset, decode_frame
+
+logger = logging.getLogger(__name__)
+
+LOOK_S = 0.05
+PROMPT_BYTES_MAX = 4 << 20  # More is not looked up in time.
+RETRY_S = 1.0  # From a lost connection to the next one, and from the end of the process to its successor.
+START_S = 60.0
+
+OnFound = Callable[[int, Mapping[str, int]], None]  # Tokens of the prompt, and those that engines have.
+
+_BOOTSTRAP = (
+    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "from baton.router.shell.index_process import main; main(int(sys.argv[2]))"
+)
+
+
+class IndexClient:
+    """Of one process of the router. `connect` returns at once and never gives up."""
+
+    def __init__(self, path: str) -> None:
+        self._path = path
+        self._loop = asyncio.get_running_loop()
+        self._stream: FrameStream | None = None
+        self._connecting: asyncio.Task[None] | None = None
+        self._asked: dict[int, tuple[OnFound, asyncio.TimerHandle]] = {}
+        self._num_asked = 0
+
+    def connect(self) -> None:
+        self._connecting = self._loop.create_task(self._connect())
+
+    async def _connect(self) -> None:
+        while True:
+            lost = asyncio.Event()
+            stream = FrameStream(self._on_frame, lost.set, decode_frame)
+            with suppress(OSError):
+                await self._loop.create_unix_connection(lambda: stream, self._path)  # noqa: B023
+                self._stream = stream
+                await lost.wait()
+                self._stream = None
+            await asyncio.sleep(RETRY_S)
+
+    async def close(self) -> None:
+        for _, timer in self._asked.values():
+            timer.cancel()
+        self._asked.clear()
+        if self._connecting is not None:
+            self._connecting.cancel()
+            await asyncio.gather(self._connecting, return_exceptions=True)
+        if self._stream is not None:
+            self._stream.close()
+
+    def look(self, prompt: bytes, adapter: str | None, salt: str | None, on_found: OnFound) -> None:
+        """`on_found` is called later, once, in at most LOOK_S."""
+        self._num_asked += 1
+        number = self._num_asked
+        is_asked = self._stream is not None and len(prompt) <= PROMPT_BYTES_MAX
+        wait_s = LOOK_S if is_asked else 0.0
+        timer = self._loop.call_later(wait_s, self._answer, Found(number, 0, {}))
+        self._asked[number] = (on_found, timer)
+        if self._stream is not None and is_asked:
+            self._stream.send(Look(number, prompt, adapter, salt))
+
+    def _on_frame(self, frame: IndexFrame) -> None:
+        if isinstance(frame, Found):
+            self._answer(frame)
+
+    def _answer(self, found: Found) -> None:
+        if (asked := self._asked.pop(found.number, None)) is not None:
+            on_found, timer = asked
+            timer.cancel()
+            on_found(found.num_tokens, found.cached)
+
+
+class IndexOwner:
+    """Starts the index process, again if it ends, and ends it."""
+
+    def __init__(self, fleet: Fleet, settings: RouterSettings, log_config: Mapping[str, Any]) -> None:
+        fleet.on_ejected.append(self.reset)
+        self._fleet = fleet
+        self._settings, self._log_config = settings, dict(log_config)
+        self._folder = tempfile.mkdtemp(prefix="baton-index-")
+        self.path = str(Path(self._folder) / "socket")
+        self._keeping: asyncio.Task[None] | None = None
+        self._stream: FrameStream | None = None
+
+    def start(self) -> None:
+        self._keeping = asyncio.create_task(self._keep(), name="baton-router-index")
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def reset(self, engine: Engine) -> None:
+        """The engine is down: it may come back without its cache."""
+        if self._stream is not None:
+            self._stream.send(Reset(engine.url))
+
+    async def _keep(self) -> None:
+        while True:
+            try:
+                await self._run()
+            except OSError as error:
+                logger.error("the index of prefixes cannot be started: %s", error)
+            await asyncio.sleep(RETRY_S)
+
+    async def _run(self) -> None:
+        """One process, until it ends. Raises OSError."""
+        settings = self._settings
+        stream = FrameStream(self._on_frame, lambda: None, decode_frame)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=ours)
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())),
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+            )
+        try:
+            stream.send(Begin(self.path, settings.kv_events, settings.tokenizer, self._log_config))
+            self._stream = stream
+            status = await process.wait()
+            logger.error("the index of prefixes has ended with status %d; another one starts", status)
+        finally:
+            self._stream = None
+            stream.close()
+            with suppress(ProcessLookupError):
+                process.kill()
+            await asyncio.shield(process.wait())
+
+    def _on_frame(self, frame: IndexFrame) -> None:
+        if isinstance(frame, Ready):
+            logger.info("the index of prefixes reads KV events of %d engines", len(self._settings.kv_events))
+        elif isinstance(frame, Known):
+            for engine in self._fleet.engines:
+                engine.num_indexed_blocks = frame.blocks.get(engine.url)
+
+
+def as_json(prompt: Any) -> bytes:
+    """A prompt of a request's body: as the client wrote it, if it is still encoded."""
+    return bytes(prompt) if isinstance(prompt, msgspec.Raw) else msgspec.json.encode(prompt)

@@ -1,0 +1,283 @@
+"""The process that knows which prefixes engines have: it reads their KV events and answers the router.
+
+    engines --ZeroMQ: PUB, and ROUTER for replays--> index process
+    router processes --Unix socket: Look--> index process --Found--> router processes
+
+Tokenising and hashing of prompts happen here too, so that a long prompt stops no router's event loop. Events
+hold token ids and are not authenticated: the endpoints are the operator's choice. A wrong event costs a
+choice that is not the best. The process ends with its parent.
+"""
+
+import asyncio
+import logging
+import logging.config
+import os
+import signal
+import socket
+import sys
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from baton.contract.events import KVEventBatch
+from baton.core.json_text import NotJson, decode_json
+from baton.router.block_index import BlockIndex, prefix_keys, root_key
+from baton.router.event_feed import Apply, EventFeed, FeedEffect, Forget, Replay
+from baton.router.settings import KVEventsSource
+from baton.router.shell.frames import FrameStream
+
+logger = logging.getLogger(__name__)
+
+CHECK_S = 10.0  # Without an event for so long, the engine is asked whether one was missed.
+REPLAY_S = 10.0
+REPORT_S = 1.0
+BREATH = 64  # Batches that are applied before others have a turn.
+NUMBER_BYTES = 8
+TASKS_MAX = 512  # More questions are not answered: the router has given up by then.
+END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
+
+
+class _Frame(msgspec.Struct, frozen=True, array_like=True): ...
+
+
+class Begin(_Frame, frozen=True, tag="Begin"):
+    """From the parent, once."""
+
+    path: str  # Of the Unix socket.
+    sources: tuple[KVEventsSource, ...]
+    tokenizer: str | None
+    log_config: dict[str, Any]
+
+
+class Ready(_Frame, frozen=True, tag="Ready"):
+    """To the parent: the socket is there."""
+
+
+class Known(_Frame, frozen=True, tag="Known"):
+    """To the parent, every second: the number of blocks by engine."""
+
+    blocks: dict[str, int]
+
+
+class Reset(_Frame, frozen=True, tag="Reset"):
+    """From the parent: this engine may be another process now."""
+
+    url: str
+
+
+class Look(_Frame, frozen=True, tag="Look"):
+    """Which engines have the beginning of this prompt?"""
+
+    number: int
+    prompt: bytes  # JSON: token ids, or a text.
+    adapter: str | None
+    salt: str | None
+
+
+class Found(_Frame, frozen=True, tag="Found"):
+    number: int
+    num_tokens: int  # Of the prompt; 0: not known.
+    cached: dict[str, int]  # Tokens, by the engine's URL.
+
+
+IndexFrame: TypeAlias = Begin | Ready | Known | Reset | Look | Found
+decode_frame = msgspec.msgpack.Decoder(IndexFrame).decode
+_decode_batch = msgspec.msgpack.Decoder(KVEventBatch).decode
+
+
+class _Source:
+    """The events of one engine. `follow` runs until it is cancelled."""
+
+    def __init__(self, source: KVEventsSource, index: BlockIndex, context: "zmq.asyncio.Context") -> None:
+        self._source, self._index, self._context = source, index, context
+        self._feed = EventFeed(can_replay=source.replay_endpoint is not None)
+        self._replaying: asyncio.Task[None] | None = None
+
+    async def follow(self) -> None:
+        with self._context.socket(zmq.SUB) as events:
+            events.connect(self._source.endpoint)
+            events.subscribe(b"")
+            self.reset()
+            num_read = 0
+            while True:
+                if not await events.poll(CHECK_S * 1e3):
+                    self._carry_out(self._feed.check())
+                    continue
+                frames = await events.recv_multipart()
+                if len(frames) == 3 and (batch := self._decode(frames[2])) is not None:
+                    number = int.from_bytes(frames[1], "big")
+                    self._carry_out(self._feed.on_live(number, batch.events))
+                num_read += 1
+                if num_read % BREATH == 0:
+                    await asyncio.sleep(0)
+
+    def reset(self) -> None:
+        self._carry_out(self._feed.begin())
+
+    def _carry_out(self, effects: Iterable[FeedEffect]) -> None:
+        for effect in effects:
+            match effect:
+                case Apply(events):
+                    self._index.apply(self._source.url, events)
+                case Forget():
+                    self._index.forget(self._source.url)
+                case Replay(first):
+                    self._replaying = asyncio.create_task(self._replay(first))
+
+    async def _replay(self, first: int) -> None:
+        assert self._source.replay_endpoint is not None
+        try:
+            with self._context.socket(zmq.DEALER) as asking:
+                asking.setsockopt(zmq.LINGER, 0)
+                asking.connect(self._source.replay_endpoint)
+                async with asyncio.timeout(REPLAY_S):
+                    await asking.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
+                    await self._read_replay(asking)
+        except TimeoutError:
+            logger.warning("%s did not repeat its KV events", self._source.url)
+        finally:
+            self._carry_out(self._feed.on_replay_end())
+
+    async def _read_replay(self, asking: "zmq.asyncio.Socket") -> None:
+        num_read = 0
+        while True:
+            frames = await asking.recv_multipart()
+            if len(frames) != 4 or frames[2] == END:
+                return
+            if (batch := self._decode(frames[3])) is not None:
+                number = int.from_bytes(frames[2], "big")
+                self._carry_out(self._feed.on_replayed(number, batch.events))
+            num_read += 1
+            if num_read % BREATH == 0:
+                await asyncio.sleep(0)
+
+    def _decode(self, payload: bytes) -> KVEventBatch | None:
+        """A batch that cannot be read counts as lost."""
+        try:
+            return _decode_batch(payload)
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            logger.warning("%s sent KV events that cannot be read: %s", self._source.url, error)
+            return None
+
+
+class IndexProcess:
+    def __init__(self, begin: Begin) -> None:
+        self._index = BlockIndex()
+        self._context = zmq.asyncio.Context()
+        self._sources = {one.url: _Source(one, self._index, self._context) for one in begin.sources}
+        self._path = begin.path
+        self._tokenizer: Any = None
+        if begin.tokenizer is not None:
+            from tokenizers import Tokenizer
+
+            self._tokenizer = Tokenizer.from_file(str(Path(begin.tokenizer) / "tokenizer.json"))
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def report(self, parent: FrameStream) -> None:
+        while True:
+            parent.send(Known({url: self._index.num_blocks(url) for url in self._sources}))
+            await asyncio.sleep(REPORT_S)
+
+    async def start(self, parent: FrameStream) -> None:
+        """Open the socket, follow the engines, and report to the parent."""
+        for source in self._sources.values():
+            self._keep(source.follow())
+        loop = asyncio.get_running_loop()
+        await loop.create_unix_server(self._connection, self._path)
+        parent.send(Ready())
+        self._keep(self.report(parent))
+
+    def reset(self, url: str) -> None:
+        if (source := self._sources.get(url)) is not None:
+            source.reset()
+
+    def _keep(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: "asyncio.Task[None]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("the index of prefixes has failed", exc_info=error)
+            os._exit(1)  # The parent starts another one.
+
+    def _connection(self) -> FrameStream:
+        def on_frame(frame: IndexFrame) -> None:
+            if isinstance(frame, Look) and len(self._tasks) < TASKS_MAX:
+                self._keep(self._answer(stream, frame))
+
+        stream = FrameStream(on_frame, lambda: None, decode_frame)
+        return stream
+
+    async def _answer(self, stream: FrameStream, look: Look) -> None:
+        ids = await self._ids_of(look.prompt)
+        cached: dict[str, int] = {}
+        with suppress(OverflowError, TypeError):  # The engine refuses such ids.
+            for size in set(self._index.block_sizes().values()):
+                keys = prefix_keys(ids, size, root_key(look.adapter, look.salt))
+                found = self._index.match(keys, size)
+                cached |= {url: match.num_tokens for url, match in found.items()}
+        stream.send(Found(look.number, len(ids), cached))
+
+    async def _ids_of(self, prompt: bytes) -> list[int]:
+        try:
+            value = decode_json(prompt)
+        except NotJson:
+            return []
+        if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str | list):
+            value = value[0]
+        if isinstance(value, str) and self._tokenizer is not None:
+            return await asyncio.to_thread(self._encode, value)
+        return value if isinstance(value, list) else []
+
+    def _encode(self, text: str) -> list[int]:
+        """Nothing for a text at which the library fails: the engine will say so."""
+        try:
+            return list(self._tokenizer.encode(text).ids)
+        except Exception:
+            return []
+        except BaseException as error:
+            if type(error).__name__ != "PanicException":  # Of Rust; it is no Exception.
+                raise
+            return []
+
+
+async def _run(stream: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ended = asyncio.Event()
+    running: list[IndexProcess] = []
+
+    async def begin(frame: Begin) -> None:
+        logging.config.dictConfig(frame.log_config)
+        process = IndexProcess(frame)
+        await process.start(parent)
+        running.append(process)
+
+    def on_frame(frame: IndexFrame) -> None:
+        if isinstance(frame, Begin):
+            starting = loop.create_task(begin(frame))
+            starting.add_done_callback(lambda task: ended.set() if task.exception() is not None else None)
+        elif isinstance(frame, Reset) and running:
+            running[0].reset(frame.url)
+
+    parent = FrameStream(on_frame, ended.set, decode_frame)
+    await loop.create_unix_connection(lambda: parent, sock=stream)
+    await ended.wait()
+
+
+def main(descriptor: int) -> None:
+    # A signal to the process group is the parent's to obey.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+    asyncio.run(_run(socket.socket(fileno=descriptor)))
+    os._exit(0)  # Sockets of ZeroMQ may still have peers.
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,192 @@
+"""KV events of real publishers, the index process, and requests that go where their prompt is cached."""
+
+import asyncio
+from collections import defaultdict
+from collections.abc import AsyncIterator
+from contextlib import ExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from baton.contract.events import AllBlocksCleared, BlockStored
+from baton.core.config import KVEventsConfig
+from baton.engine.checkpoints.random_tokenizer import write_tokenizer
+from baton.engine.core.kv_event_publisher import KVEventPublisher
+from baton.engine.text.tokenizer import Tokenizer
+from baton.router.health import Probe
+from baton.router.settings import KVEventsSource
+from tests.router.fakes import FakeEngine, Servers, System, answers, lends
+from tests.router.fakes import system as router_system
+from tests.router.test_workers import two_workers
+
+pytestmark = [pytest.mark.processes, pytest.mark.slow]
+
+BLOCK, PROMPT = 16, list(range(1, 1025))
+LOCAL = "tcp://127.0.0.1:*"
+WAIT_S = 60.0
+
+
+class Publishers:
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+
+    def start(self) -> KVEventPublisher:
+        config = KVEventsConfig(enable_kv_cache_events=True, endpoint=LOCAL, replay_endpoint=LOCAL)
+        publisher = KVEventPublisher(config, clock=lambda: 0.0)
+        self._stack.callback(publisher.close)
+        return publisher
+
+
+@pytest.fixture
+def publishers() -> Any:
+    with ExitStack() as stack:
+        yield Publishers(stack)
+
+
+class Fleet:
+    def __init__(self, system: System, p: list[FakeEngine], publishers: list[KVEventPublisher]) -> None:
+        self.system, self.p, self.publishers = system, p, publishers
+
+    async def indexed(self) -> list[int | None]:
+        status = (await self.system.client.get("/status")).json()
+        return [one["indexed_blocks"] for one in status["engines"] if one["type"] == "prefill"]
+
+    async def until_indexed(self, *wanted: int) -> None:
+        async with asyncio.timeout(WAIT_S):
+            while await self.indexed() != list(wanted):
+                pass
+
+    async def asks(self, prompt: Any, **body: Any) -> list[int]:
+        """The calls of each prefill engine."""
+        before = [len(one.calls) for one in self.p]
+        assert (await self.system.complete(prompt=prompt, **body)).status_code == 200
+        return [len(one.calls) - number for one, number in zip(self.p, before, strict=True)]
+
+
+@asynccontextmanager
+async def fleet(publishers: Publishers, num_producers: int = 2, **settings: Any) -> AsyncIterator[Fleet]:
+    """Prefill engines that publish, and a decode engine that is too slow to compute a prompt."""
+    servers, decode = Servers(), FakeEngine(answers)
+    producers = [FakeEngine(lends) for _ in range(num_producers)]
+    made = [publishers.start() for _ in producers]
+    try:
+        for engine in (*producers, decode):
+            engine.url, engine.prefills = await servers.start(engine), defaultdict(asyncio.Event)
+        sources = tuple(
+            KVEventsSource(engine.url, publisher.endpoint, publisher.replay_endpoint)
+            for engine, publisher in zip(producers, made, strict=True)
+        )
+        urls = [engine.url for engine in producers]
+        how = {"policy": "cost", "kv_events": sources, **settings}
+        async with router_system([*urls], [decode.url], **how) as system:
+            for engine in system.router.fleet.engines:
+                engine.prefill_rate.note(1e4 if engine.role == "prefill" else 1.0)
+            yield Fleet(system, producers, made)
+    finally:
+        await servers.stop()
+
+
+def stored(ids: list[int], name: str = "a", **fields: Any) -> BlockStored:
+    names: list[Any] = [f"{name} {number}".encode() for number in range(len(ids) // BLOCK)]
+    ids = ids[: len(names) * BLOCK]
+    how = {"parent_block_hash": None, "medium": "GPU", **fields}
+    return BlockStored(block_hashes=names, token_ids=ids, block_size=BLOCK, **how)
+
+
+async def test_a_prompt_goes_to_the_engine_that_has_it(publishers: Publishers) -> None:
+    async with fleet(publishers) as f:
+        f.publishers[1].publish([stored(PROMPT)])
+        await f.until_indexed(0, len(PROMPT) // BLOCK)
+        for _ in range(3):
+            assert await f.asks(PROMPT) == [0, 1]
+        f.publishers[0].publish([stored(PROMPT)])
+        f.publishers[1].publish([AllBlocksCleared()])
+        await f.until_indexed(len(PROMPT) // BLOCK, 0)
+        for _ in range(3):
+            assert await f.asks(PROMPT) == [1, 0]
+
+
+async def test_events_from_before_the_router_are_replayed(publishers: Publishers) -> None:
+    class Early(Publishers):
+        def start(self) -> KVEventPublisher:
+            publisher = super().start()
+            publisher.publish([stored(PROMPT[:512])])
+            return publisher
+
+    with ExitStack() as stack:
+        async with fleet(Early(stack), 1) as f:
+            await f.until_indexed(32)
+
+
+async def test_tenants_have_prefixes_of_their_own(publishers: Publishers) -> None:
+    async with fleet(publishers) as f:
+        extra = [("theirs",), *[None] * 63]
+        f.publishers[1].publish([stored(PROMPT, extra_keys=extra)])
+        await f.until_indexed(0, 64)
+        assert await f.asks(PROMPT, cache_salt="theirs") == [0, 1]
+        counts = [await f.asks(PROMPT, cache_salt="ours") for _ in range(4)]
+    assert [sum(column) for column in zip(*counts, strict=True)] == [2, 2]  # In turns.
+
+
+async def test_a_text_is_found_by_the_ids_that_an_engine_gives_it(
+    publishers: Publishers, tmp_path: Path
+) -> None:
+    write_tokenizer(tmp_path, vocab=512, with_bos=True, max_position=4096)
+    text = "Once upon a time there was a router. " * 100
+    ids = Tokenizer.from_folder(tmp_path).encode(text)
+    async with fleet(publishers, tokenizer=str(tmp_path)) as f:
+        f.publishers[1].publish([stored(ids)])
+        await f.until_indexed(0, len(ids) // BLOCK)
+        for _ in range(3):
+            assert await f.asks(text) == [0, 1]
+
+
+async def test_an_engine_that_goes_down_is_forgotten(publishers: Publishers) -> None:
+    async with fleet(publishers) as f:
+        f.publishers[1].publish([stored(PROMPT)])
+        await f.until_indexed(0, 64)
+        f.publishers[1].close()
+        engine = f.system.router.fleet.engines[1]
+        f.system.router.fleet.note_probe(engine, Probe("refused", "it is away"), 0.0)
+        await f.until_indexed(0, 0)
+
+
+async def test_the_index_process_is_started_again_and_meanwhile_requests_are_served(
+    publishers: Publishers,
+) -> None:
+    async with fleet(publishers) as f:
+        f.publishers[1].publish([stored(PROMPT)])
+        await f.until_indexed(0, 64)
+        (process,) = [one for one in psutil.Process().children() if "index_process" in str(one.cmdline())]
+        process.kill()
+        process.wait(WAIT_S)
+        assert sum(await f.asks(PROMPT)) == 1
+        f.publishers[1].publish([stored(PROMPT, "b", parent_block_hash=b"a 63")])
+        await f.until_indexed(0, 128)
+        assert await f.asks(PROMPT) == [0, 1]
+
+
+async def test_all_workers_of_a_router_ask_one_index(publishers: Publishers) -> None:
+    """The decode engine would compute the prompt itself, if the prefill engine did not have it."""
+    publisher, servers, p = publishers.start(), Servers(), FakeEngine(lends)
+    events = f"{{prefill}}={publisher.endpoint},{publisher.replay_endpoint}"
+    options = ("--policy", "cost", "--kv-events", events)
+    async with two_workers(servers, p, FakeEngine(answers), *options) as router, router.client() as client:
+        assert len(router.pids) == 3
+        publisher.publish([stored(PROMPT)])
+        async with asyncio.timeout(WAIT_S):
+            while (await client.get("/status")).json()["engines"][0]["indexed_blocks"] != 64:
+                pass
+        for _ in range(20):
+            assert (await client.post("/v1/completions", json={"prompt": PROMPT})).status_code == 200
+        assert len(p.calls) == 20
+
+
+@pytest.mark.parametrize("prompt", ["a" * 2000, [[1] * 600], [2**40] * 600, ["a" * 2000], {"a": "b" * 2000}])
+async def test_what_cannot_be_looked_up_is_served(publishers: Publishers, prompt: Any) -> None:
+    async with fleet(publishers, 1) as f:
+        f.publishers[0].publish([stored(PROMPT)])
+        await f.until_indexed(64)
+        assert sum(await f.asks(prompt)) <= 1
