@@ -1,7 +1,7 @@
 """The events that a request's machine takes, and the effects that it asks for. See `machine`."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from baton.router.answers import LegAnswer, PrefillReader
@@ -96,9 +96,11 @@ class Meet:
 class Look:
     """Ask which engines have the beginning of this prompt; then `Found`, soon and in any case."""
 
-    prompt: Any  # As in the request's body.
+    prompt: Any  # As in the request's body; None: of a chat, which `tokenizer` gives token ids.
     adapter: str | None
     salt: str | None
+    tokenizer: Engine | None = None
+    chat: Mapping[str, Any] = field(default_factory=dict)  # For its /tokenize.
 
 
 @dataclass(slots=True, eq=False)

@@ -79,6 +79,17 @@ from baton.router.turns import Turn
 
 logger = logging.getLogger(__name__)
 
+# Of a chat: what makes its prompt, and /tokenize takes.
+TOKENIZED = (
+    "model",
+    "messages",
+    "add_generation_prompt",
+    "continue_final_message",
+    "add_special_tokens",
+    "chat_template",
+    "chat_template_kwargs",
+    "tools",
+)
 LEARNED_TOKENS_MIN = 64  # A shorter prompt takes no longer than its request.
 INTRODUCTIONS_MAX = 2  # Times that D is offered one; the second one is fresh from P.
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, the client does not receive it.
@@ -126,6 +137,7 @@ class Machine:
         self._local_reason = shape.direct_reason  # Or of this attempt: "cheaper".
         if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
             self._local_reason = "short_prompt"
+        self._is_text = shape.is_text
         self._first = FirstTokens(
             request.body,
             is_chat=request.is_chat,
@@ -163,15 +175,23 @@ class Machine:
     @property
     def _is_worth_a_look(self) -> bool:
         least = self._view.look_min_tokens
-        has_prompt = not self._request.is_chat and self._request.body.get("prompt") is not None
+        has_prompt = self._request.body.get("messages" if self._request.is_chat else "prompt") is not None
         is_long = least is not None and self._num_prompt_tokens >= least
         return is_long and has_prompt and self._local_reason is None
 
     def _look(self) -> None:
         body, salt = self._request.body, self._request.body.get("cache_salt")
+        prompt, tokenizer, chat = body.get("prompt"), None, {}
+        if self._request.is_chat:
+            prompt, tokenizer = None, self._choose_consumer()
+            if tokenizer is None or not self._is_text:
+                return self._attempt()
+            chat = {name: body[name] for name in TOKENIZED if name in body}
         self._state = State.LOOKING
         adapter = self._view.fleet.adapter_of(self._routed)
-        self._effects.append(Look(body["prompt"], adapter, salt if isinstance(salt, str) else None))
+        salt = salt if isinstance(salt, str) else None
+        self._effects.append(Look(prompt, adapter, salt, tokenizer, chat))
+        return None
 
     def _on_found(self, event: Found) -> None:
         self._num_prompt_tokens = event.num_tokens or self._num_prompt_tokens

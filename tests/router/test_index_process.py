@@ -17,7 +17,7 @@ from baton.engine.core.kv_event_publisher import KVEventPublisher
 from baton.engine.text.tokenizer import Tokenizer
 from baton.router.health import Probe
 from baton.router.settings import KVEventsSource
-from tests.router.fakes import FakeEngine, Servers, System, answers, lends
+from tests.router.fakes import Call, FakeEngine, Respond, Servers, System, answers, lends
 from tests.router.fakes import system as router_system
 from tests.router.test_workers import two_workers
 
@@ -66,13 +66,15 @@ class Fleet:
 
 
 @asynccontextmanager
-async def fleet(publishers: Publishers, num_producers: int = 2, **settings: Any) -> AsyncIterator[Fleet]:
+async def fleet(
+    publishers: Publishers, num_producers: int = 2, decode: Respond = answers, **settings: Any
+) -> AsyncIterator[Fleet]:
     """Prefill engines that publish, and a decode engine that is too slow to compute a prompt."""
-    servers, decode = Servers(), FakeEngine(answers)
+    servers, consumer = Servers(), FakeEngine(decode)
     producers = [FakeEngine(lends) for _ in range(num_producers)]
     made = [publishers.start() for _ in producers]
     try:
-        for engine in (*producers, decode):
+        for engine in (*producers, consumer):
             engine.url, engine.prefills = await servers.start(engine), defaultdict(asyncio.Event)
         sources = tuple(
             KVEventsSource(engine.url, publisher.endpoint, publisher.replay_endpoint)
@@ -80,7 +82,7 @@ async def fleet(publishers: Publishers, num_producers: int = 2, **settings: Any)
         )
         urls = [engine.url for engine in producers]
         how = {"policy": "cost", "kv_events": sources, **settings}
-        async with router_system([*urls], [decode.url], **how) as system:
+        async with router_system([*urls], [consumer.url], **how) as system:
             for engine in system.router.fleet.engines:
                 engine.prefill_rate.note(1e4 if engine.role == "prefill" else 1.0)
             yield Fleet(system, producers, made)
@@ -141,6 +143,36 @@ async def test_a_text_is_found_by_the_ids_that_an_engine_gives_it(
         await f.until_indexed(0, len(ids) // BLOCK)
         for _ in range(3):
             assert await f.asks(text) == [0, 1]
+
+
+CHAT = {
+    "messages": [{"role": "user", "content": "Once upon a time. " * 100}],
+    "tools": [],
+    "metadata": {"not": "for the template"},
+}
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+async def test_a_chat_is_found_by_the_ids_that_an_engine_gives_it(
+    publishers: Publishers, is_known: bool
+) -> None:
+    tokenized: list[Any] = []
+
+    async def tokenizes(call: Call) -> None:
+        if call.received.path != "/tokenize":
+            return await answers(call)
+        tokenized.append(call.received.body)
+        answer = {"tokens": PROMPT, "count": len(PROMPT), "max_model_len": 4096}
+        return await (call.answer(200, answer) if is_known else call.answer(404, {}))
+
+    async with fleet(publishers, decode=tokenizes) as f:
+        f.publishers[1].publish([stored(PROMPT)])
+        await f.until_indexed(0, 64)
+        for _ in range(4):
+            answer = await f.system.client.post("/v1/chat/completions", json=CHAT)
+            assert answer.status_code == 200
+        assert [len(one.calls) for one in f.p] == ([0, 4] if is_known else [2, 2])  # Otherwise in turns.
+    assert tokenized == [{"messages": CHAT["messages"], "tools": []}] * 4
 
 
 async def test_an_engine_that_goes_down_is_forgotten(publishers: Publishers) -> None:
