@@ -74,11 +74,3 @@ def placements(
             load_s = max(0, num_tokens - candidate.num_cached_tokens) / candidate.load_tokens_per_s
             found.append(Placement(best, number, ttft_s, ttft_s + load_s + rest_s))
     return found
-
-
-def choose(
-    num_tokens: int, num_output_tokens: int, producers: Sequence[Candidate], consumers: Sequence[Candidate]
-) -> Placement | None:
-    """None: there is no consumer."""
-    found = placements(num_tokens, num_output_tokens, producers, consumers)
-    return min(found, key=lambda one: one.cost_s, default=None)

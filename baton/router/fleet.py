@@ -13,8 +13,14 @@ from typing import Any, NamedTuple, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from baton.core.errors import ConfigError
-from baton.router.cost import EXPECTED_OUTPUT, IDLE, PREFILL_TOKENS_PER_S, Candidate
-from baton.router.cost import choose as choose_placement
+from baton.router.cost import (
+    EXPECTED_OUTPUT,
+    IDLE,
+    PREFILL_TOKENS_PER_S,
+    Candidate,
+    Placement,
+    placements,
+)
 from baton.router.errors import LegFailure, RouterError
 from baton.router.health import Health, Probe, Status
 from baton.router.identity import Identity, Introduced, Introduction, Kind, ModelCard, Seat, choose_identity
@@ -197,14 +203,34 @@ class Fleet:
             for engine in self._engines["prefill"]
             if self.may_take(engine, request) and engine not in bad_producers
         ]
+        found = min(self._placements(request, producers, consumers), key=lambda one: one.cost_s, default=None)
+        return None if found is None else (consumers[found.consumer], found.producer is None)
+
+    def _placements(
+        self, request: RoutedRequest, producers: Sequence[Engine], consumers: Sequence[Engine]
+    ) -> Sequence[Placement]:
         rate = self._usual_prefill_rate()
-        found = choose_placement(
+        return placements(
             request.num_tokens,
             EXPECTED_OUTPUT,
             [self._candidate(engine, request, rate) for engine in producers],
             [self._candidate(engine, request, rate) for engine in consumers],
         )
-        return None if found is None else (consumers[found.consumer], found.producer is None)
+
+    def explain(self, request: RoutedRequest) -> list[dict[str, Any]]:
+        """For operators: what each placement would cost, the cheapest one first."""
+        producers = [one for one in self._engines["prefill"] if self.may_take(one, request)]
+        consumers = [one for one in self._engines["decode"] if self.may_take(one, request)]
+        found = sorted(self._placements(request, producers, consumers), key=lambda one: one.cost_s)
+        return [
+            {
+                "prefill": None if one.producer is None else producers[one.producer].url,
+                "decode": consumers[one.consumer].url,
+                "ttft_s": one.ttft_s,
+                "cost_s": one.cost_s,
+            }
+            for one in found
+        ]
 
     def _candidate(self, engine: Engine, request: RoutedRequest, usual_rate: float) -> Candidate:
         return Candidate(

@@ -58,7 +58,6 @@ from baton.router.events import (
     Hold,
     HoldOver,
     Leg,
-    Look,
     Meet,
     Met,
     Opened,
@@ -73,23 +72,13 @@ from baton.router.first_tokens import FirstTokens
 from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.legs import PARAMS, push_params, shape_of
+from baton.router.lookups import look_for
 from baton.router.notes import Outcome
 from baton.router.settings import Role
 from baton.router.turns import Turn
 
 logger = logging.getLogger(__name__)
 
-# Of a chat: what makes its prompt, and /tokenize takes.
-TOKENIZED = (
-    "model",
-    "messages",
-    "add_generation_prompt",
-    "continue_final_message",
-    "add_special_tokens",
-    "chat_template",
-    "chat_template_kwargs",
-    "tools",
-)
 LEARNED_TOKENS_MIN = 64  # A shorter prompt takes no longer than its request.
 INTRODUCTIONS_MAX = 2  # Times that D is offered one; the second one is fresh from P.
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, the client does not receive it.
@@ -131,13 +120,12 @@ class Machine:
         self._now_s = 0.0
         self._effects: list[Effect] = []
         self._then: Callable[[], None] = self._attempt  # After MEETING or CLOSING.
-        shape = shape_of(request.body)
+        self._shape = shape = shape_of(request.body)
         self._routed = view.route(shape.prefix_key, request.body.get("model"), shape.num_prompt_tokens)
         self._num_prompt_tokens = shape.num_prompt_tokens
         self._local_reason = shape.direct_reason  # Or of this attempt: "cheaper".
         if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
             self._local_reason = "short_prompt"
-        self._is_text = shape.is_text
         self._first = FirstTokens(
             request.body,
             is_chat=request.is_chat,
@@ -170,27 +158,16 @@ class Machine:
         self._error: RouterError | None = None  # For a client that has been sent nothing.
 
     def begin(self, now_s: float) -> Sequence[Effect]:
-        return self._run(now_s, self._look if self._is_worth_a_look else self._attempt)
-
-    @property
-    def _is_worth_a_look(self) -> bool:
-        least = self._view.look_min_tokens
-        has_prompt = self._request.body.get("messages" if self._request.is_chat else "prompt") is not None
-        is_long = least is not None and self._num_prompt_tokens >= least
-        return is_long and has_prompt and self._local_reason is None
+        return self._run(now_s, self._look)
 
     def _look(self) -> None:
-        body, salt = self._request.body, self._request.body.get("cache_salt")
-        prompt, tokenizer, chat = body.get("prompt"), None, {}
-        if self._request.is_chat:
-            prompt, tokenizer = None, self._choose_consumer()
-            if tokenizer is None or not self._is_text:
-                return self._attempt()
-            chat = {name: body[name] for name in TOKENIZED if name in body}
+        body, is_chat, look = self._request.body, self._request.is_chat, None
+        if self._local_reason is None:
+            look = look_for(self._view, body, self._shape, self._routed, self._now_s, is_chat=is_chat)
+        if look is None:
+            return self._attempt()
         self._state = State.LOOKING
-        adapter = self._view.fleet.adapter_of(self._routed)
-        salt = salt if isinstance(salt, str) else None
-        self._effects.append(Look(prompt, adapter, salt, tokenizer, chat))
+        self._effects.append(look)
         return None
 
     def _on_found(self, event: Found) -> None:

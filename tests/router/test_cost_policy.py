@@ -34,6 +34,27 @@ async def test_an_idle_decode_engine_computes_the_prompt_as_fast_as_a_prefill_en
     assert 'baton:router_prefills_total{reason="cheaper",where="local"} 1.0' in metrics
 
 
+async def test_the_placements_of_a_request_are_explained() -> None:
+    p, first, second = FakeEngine(lends), FakeEngine(answers), FakeEngine(answers)
+    async with system([p], [first, second], policy="cost") as s:
+        _, (busy, _) = set_rates(s, FAST, FAST)
+        busy.elsewhere = Counts(num_queued_tokens=5_000)
+        explained = (await s.client.post("/explain", json={"prompt": LONG})).json()
+        refused = await s.client.post("/explain", json={"prompt": LONG, "kv_transfer_params": {}})
+    assert explained["num_prompt_tokens"] == len(LONG) // 4
+    assert (explained["not_handed_over"], explained["cached_tokens"]) == (None, {})
+    order = [(one["prefill"], one["decode"]) for one in explained["candidates"]]
+    assert order == [(None, second.url), (p.url, second.url), (p.url, first.url), (None, first.url)]
+    assert explained["candidates"][0]["ttft_s"] == len(LONG) // 4 / FAST
+    assert refused.status_code == 400
+    assert (p.calls, first.calls, second.calls) == ([], [], [])
+
+
+async def test_only_the_policy_cost_explains() -> None:
+    async with system([FakeEngine(lends)], [FakeEngine(answers)]) as s:
+        assert (await s.client.post("/explain", json={"prompt": "a"})).status_code == 400
+
+
 async def test_a_slower_decode_engine_gets_the_kv() -> None:
     p, d = FakeEngine(lends), FakeEngine(answers)
     async with system([p], [d], policy="cost") as s:

@@ -103,6 +103,10 @@ async def test_a_prompt_goes_to_the_engine_that_has_it(publishers: Publishers) -
         await f.until_indexed(0, len(PROMPT) // BLOCK)
         for _ in range(3):
             assert await f.asks(PROMPT) == [0, 1]
+        explained = (await f.system.client.post("/explain", json={"prompt": PROMPT})).json()
+        assert explained["num_prompt_tokens"] == len(PROMPT)
+        assert explained["cached_tokens"] == {f.p[1].url: len(PROMPT)}
+        assert [one["prefill"] for one in explained["candidates"]] == [f.p[1].url, None]
         f.publishers[0].publish([stored(PROMPT)])
         f.publishers[1].publish([AllBlocksCleared()])
         await f.until_indexed(len(PROMPT) // BLOCK, 0)

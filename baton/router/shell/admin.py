@@ -1,6 +1,7 @@
 """The operator's questions and orders: what the fleet is, and which engines belong to it.
 
 GET  /status              the fleet, in the form of vLLM's disaggregation proxies, and more
+POST /explain             a client's completion or chat: what each placement would cost (policy `cost`)
 POST /instances/add       {"type": "prefill" | "decode", "instance": "host:port" | URL}
 POST /instances/drain     {"instance": ...}: no new requests; those that run have `timeout_s` to end
 POST /instances/remove    the same, and then the engine is forgotten
@@ -11,6 +12,7 @@ An engine is added if it answers a probe, and introduces itself before it gets r
 import asyncio
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -18,13 +20,18 @@ import msgspec
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet import Engine
+from baton.router.fleet_view import FleetView
+from baton.router.legs import parse_body, shape_of
+from baton.router.lookups import look_for
 from baton.router.notes import Drains, Joined
-from baton.router.settings import Role, RouterSettings, without_credentials
+from baton.router.settings import Role, without_credentials
+from baton.router.shell.index_client import IndexClient
 from baton.router.shell.probes import Prober
 
 METHODS = {
     "/status": "GET",
+    "/explain": "POST",
     "/instances/add": "POST",
     "/instances/drain": "POST",
     "/instances/remove": "POST",
@@ -45,10 +52,10 @@ class _Order(msgspec.Struct):
 
 
 class Admin:
-    def __init__(self, settings: RouterSettings, fleet: Fleet, prober: Prober) -> None:
-        self._settings = settings
-        self._fleet = fleet
-        self._prober = prober
+    def __init__(self, view: FleetView, prober: Prober, index: IndexClient | None) -> None:
+        self._view, self._settings, self._fleet = view, view.settings, view.fleet
+        self._prober, self._index = prober, index
+        settings = view.settings
         # Without a key, only this machine may change the fleet. The Host is checked on loopback only.
         self._is_open = bool(settings.doors.api_keys) or settings.checked_hosts is not None
 
@@ -59,6 +66,8 @@ class Admin:
                 raise not_allowed(method, path)
             if path == "/status":
                 return _json(self._status())
+            if path == "/explain":
+                return _json(await self._explain(parse_body(body)))
             if not self._is_open:
                 why = "the fleet is changed with an API key only; start the router with --api-key-file"
                 raise ApiError(403, why, code="no_admin_key")
@@ -67,6 +76,25 @@ class Admin:
             return refusal(ApiError.of_user(error))
         except ApiError as error:
             return refusal(error)
+
+    async def _explain(self, body: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Raises UserError, ApiError."""
+        view, now_s = self._view, asyncio.get_running_loop().time()
+        if self._settings.policy != "cost":
+            raise ApiError(400, "only --policy cost weighs placements")
+        shape, is_chat = shape_of(body), body.get("messages") is not None
+        routed = view.route(shape.prefix_key, body.get("model"), shape.num_prompt_tokens)
+        look = look_for(view, body, shape, routed, now_s, is_chat=is_chat)
+        if look is not None and self._index is not None:
+            found = await self._index.find(look)
+            num_tokens = found.num_tokens or shape.num_prompt_tokens
+            routed = replace(routed, num_tokens=num_tokens, cached=found.cached)
+        return {
+            "num_prompt_tokens": routed.num_tokens,
+            "not_handed_over": shape.direct_reason,
+            "cached_tokens": routed.cached,
+            "candidates": self._fleet.explain(routed),
+        }
 
     async def _carry_out(self, path: str, order: _Order) -> str:
         """Return what was done. Raises UserError, ApiError."""

@@ -74,7 +74,7 @@ class Router:
         if administration is None and settings.kv_events:
             self._index_owner = IndexOwner(parts.fleet, settings, log_config or NO_LOG)
             index_path = self._index_owner.path
-        self._index = None if index_path is None else IndexClient(index_path)
+        self._index = None if index_path is None else IndexClient(index_path, parts.asker)
         self._requests = Requests(
             parts.view, upstream, parts.metrics, parts.introducer, parts.loans, self._index
         )
@@ -85,6 +85,7 @@ class Router:
                 num_requests=lambda: self.num_requests,
                 exposition=self._exposition,
                 on_fault=self.note_fault,
+                index=self._index,
             )
         self._admin_pages = AdminPages(administration)
         self._workers = WorkerPool()

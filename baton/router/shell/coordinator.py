@@ -39,7 +39,7 @@ from baton.router.shell.frames import (
     Listening,
     Welcome,
 )
-from baton.router.shell.index_client import IndexOwner
+from baton.router.shell.index_client import IndexClient, IndexOwner
 from baton.router.shell.metrics import Samples, sum_families
 from baton.router.shell.parts import Parts
 from baton.router.shell.timers import TimerWheel
@@ -92,14 +92,19 @@ class Coordinator:
         self._replica = Replica(self._parts.view)
         self._loads = Loads()
         self._is_load_due = False
+        self._index: IndexOwner | None = None
+        self._lookups: IndexClient | None = None
+        if settings.kv_events:
+            self._index = IndexOwner(self._parts.fleet, settings, log_config)
+            self._lookups = IndexClient(self._index.path, self._parts.asker)
         self._control = Control(
             self._parts,
             num_requests=lambda: self._replica.num_requests_elsewhere,
             exposition=self._exposition,
             on_fault=self._note_fault,
+            index=self._lookups,
         )
         self._pages = AdminPages(self._control)
-        self._index = IndexOwner(self._parts.fleet, settings, log_config) if settings.kv_events else None
         self._pool = WorkerPool()
         self._listener: Listener | None = None
         self._where: tuple[str, int, bool] = ("", 0, False)  # Host, port, and whether there is an admin port.
@@ -133,8 +138,9 @@ class Coordinator:
             await self._listener.listen(host, admin_port)
         self._where = host, port, admin_port is not None
         self._control.start()
-        if self._index is not None:
+        if self._index is not None and self._lookups is not None:
             self._index.start()
+            self._lookups.connect()
         self._tasks = [asyncio.create_task(self._keep(first)) for first in self._first_ones]
         self._tasks.append(asyncio.create_task(self._tick()))
         for task in self._tasks:
@@ -168,7 +174,8 @@ class Coordinator:
             await self._listener.close(timeout_s)
         await self._control.close()
         await self._pages.close()
-        if self._index is not None:
+        if self._index is not None and self._lookups is not None:
+            await self._lookups.close()
             await self._index.close()
         for task in self._answering:
             task.cancel()

@@ -10,26 +10,31 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from baton.core.json_text import NotJson, decode_json
+from baton.router.events import Found, Look
 from baton.router.fleet import Engine, Fleet
 from baton.router.settings import RouterSettings
+from baton.router.shell import index_process as wire
+from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.frames import FrameStream
-from baton.router.shell.index_process import Begin, Found, IndexFrame, Known, Look, Ready, Reset, decode_frame
+from baton.router.shell.index_process import decode_frame
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05
+TOKENIZE_S = 0.2  # For an engine to give a chat's token ids; longer than that is not worth it.
 PROMPT_BYTES_MAX = 4 << 20  # More is not looked up in time.
 RETRY_S = 1.0  # From a lost connection to the next one, and from the end of the process to its successor.
 START_S = 60.0
 
-OnFound = Callable[[int, Mapping[str, int]], None]  # Tokens of the prompt, and those that engines have.
+NOTHING = Found(0, {})
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
@@ -37,15 +42,19 @@ _BOOTSTRAP = (
 )
 
 
+class _Tokenized(msgspec.Struct):
+    tokens: msgspec.Raw
+
+
 class IndexClient:
     """Of one process of the router. `connect` returns at once and never gives up."""
 
-    def __init__(self, path: str) -> None:
-        self._path = path
+    def __init__(self, path: str, asker: Asker) -> None:
+        self._path, self._asker = path, asker
         self._loop = asyncio.get_running_loop()
         self._stream: FrameStream | None = None
         self._connecting: asyncio.Task[None] | None = None
-        self._asked: dict[int, tuple[OnFound, asyncio.TimerHandle]] = {}
+        self._asked: dict[int, asyncio.Future[Found]] = {}
         self._num_asked = 0
 
     def connect(self) -> None:
@@ -63,35 +72,49 @@ class IndexClient:
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
-        for _, timer in self._asked.values():
-            timer.cancel()
-        self._asked.clear()
         if self._connecting is not None:
             self._connecting.cancel()
             await asyncio.gather(self._connecting, return_exceptions=True)
         if self._stream is not None:
             self._stream.close()
 
-    def look(self, prompt: bytes, adapter: str | None, salt: str | None, on_found: OnFound) -> None:
-        """`on_found` is called later, once, in at most LOOK_S."""
+    async def find(self, look: Look) -> Found:
+        """Finds nothing if it takes too long."""
+        prompt = look.prompt
+        try:
+            if look.tokenizer is not None:
+                prompt = await self._tokenized(look.tokenizer, look.chat)
+            async with asyncio.timeout(LOOK_S):
+                return await self._ask(as_json(prompt), look)
+        except (TimeoutError, AskFailed, NotJson) as error:
+            logger.debug("a prompt was not looked up: %r", error)
+            return NOTHING
+
+    async def _tokenized(self, engine: Engine, chat: Mapping[str, Any]) -> msgspec.Raw:
+        """Only an engine knows which template the model has. Raises TimeoutError, AskFailed, NotJson."""
+        url = f"{engine.address}/tokenize"
+        answer = await self._asker.ask(url, timeout_s=TOKENIZE_S, method="POST", body=chat)
+        return decode_json(answer.body, _Tokenized).tokens
+
+    async def _ask(self, prompt: bytes, look: Look) -> Found:
+        if self._stream is None or len(prompt) > PROMPT_BYTES_MAX:
+            return NOTHING
         self._num_asked += 1
         number = self._num_asked
-        is_asked = self._stream is not None and len(prompt) <= PROMPT_BYTES_MAX
-        wait_s = LOOK_S if is_asked else 0.0
-        timer = self._loop.call_later(wait_s, self._answer, Found(number, 0, {}))
-        self._asked[number] = (on_found, timer)
-        if self._stream is not None and is_asked:
-            self._stream.send(Look(number, prompt, adapter, salt))
+        found: asyncio.Future[Found] = self._loop.create_future()
+        self._asked[number] = found
+        try:
+            self._stream.send(wire.Look(number, prompt, look.adapter, look.salt))
+            return await found
+        finally:
+            del self._asked[number]
 
-    def _on_frame(self, frame: IndexFrame) -> None:
-        if isinstance(frame, Found):
-            self._answer(frame)
-
-    def _answer(self, found: Found) -> None:
-        if (asked := self._asked.pop(found.number, None)) is not None:
-            on_found, timer = asked
-            timer.cancel()
-            on_found(found.num_tokens, found.cached)
+    def _on_frame(self, frame: wire.IndexFrame) -> None:
+        if not isinstance(frame, wire.Found):
+            return
+        asked = self._asked.get(frame.number)
+        if asked is not None and not asked.done():
+            asked.set_result(Found(frame.num_tokens, frame.cached))
 
 
 class IndexOwner:
@@ -118,7 +141,7 @@ class IndexOwner:
     def reset(self, engine: Engine) -> None:
         """The engine is down: it may come back without its cache."""
         if self._stream is not None:
-            self._stream.send(Reset(engine.url))
+            self._stream.send(wire.Reset(engine.url))
 
     async def _keep(self) -> None:
         while True:
@@ -141,7 +164,7 @@ class IndexOwner:
                 stdin=asyncio.subprocess.DEVNULL,
             )
         try:
-            stream.send(Begin(self.path, settings.kv_events, settings.tokenizer, self._log_config))
+            stream.send(wire.Begin(self.path, settings.kv_events, settings.tokenizer, self._log_config))
             self._stream = stream
             status = await process.wait()
             logger.error("the index of prefixes has ended with status %d; another one starts", status)
@@ -152,10 +175,10 @@ class IndexOwner:
                 process.kill()
             await asyncio.shield(process.wait())
 
-    def _on_frame(self, frame: IndexFrame) -> None:
-        if isinstance(frame, Ready):
+    def _on_frame(self, frame: wire.IndexFrame) -> None:
+        if isinstance(frame, wire.Ready):
             logger.info("the index of prefixes reads KV events of %d engines", len(self._settings.kv_events))
-        elif isinstance(frame, Known):
+        elif isinstance(frame, wire.Known):
             for engine in self._fleet.engines:
                 engine.num_indexed_blocks = frame.blocks.get(engine.url)
 

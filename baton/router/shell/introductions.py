@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 class Introducer:
     def __init__(self, asker: Asker, fleet: Fleet, timeout_s: float, *, pushes: bool) -> None:
-        self.asker = asker
+        self._asker = asker
         self._fleet = fleet
         self._timeout_s = timeout_s
         self._pushes = pushes
@@ -49,7 +49,7 @@ class Introducer:
             question = next(dialogue)
             while True:
                 url, method, body = question
-                answer = await self.asker.ask(url, timeout_s=self._timeout_s, method=method, body=body)
+                answer = await self._asker.ask(url, timeout_s=self._timeout_s, method=method, body=body)
                 question = dialogue.send(answer)
         except StopIteration as end:
             self._fleet.note_introduced(engine, end.value)

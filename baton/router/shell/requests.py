@@ -7,12 +7,11 @@ client does not read, no leg is read either. So a client that reads slowly delay
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 import msgspec
 
-from baton.core.json_text import NotJson, decode_json
 from baton.router.answers import LegAnswer, is_engines_fault
 from baton.router.errors import LegFailure, RouterError, error_event
 from baton.router.events import (
@@ -23,7 +22,6 @@ from baton.router.events import (
     Effect,
     Event,
     Failed,
-    Found,
     GiveBack,
     Head,
     Hold,
@@ -41,21 +39,14 @@ from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.legs import model_of
 from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
-from baton.router.shell.asking import AskFailed
 from baton.router.shell.client_http import DEFECT, Reply
-from baton.router.shell.index_client import IndexClient, as_json
+from baton.router.shell.index_client import IndexClient
 from baton.router.shell.introductions import Introducer
 from baton.router.shell.legs import Ask, Upstream, WireLeg
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
 
 logger = logging.getLogger(__name__)
-
-TOKENIZE_S = 0.2  # For an engine to give a chat's token ids; longer than that is not worth it.
-
-
-class _Tokenized(msgspec.Struct):
-    tokens: msgspec.Raw
 
 
 class Requests:
@@ -159,11 +150,8 @@ class RequestDriver:
                 self._legs[leg].close()
             case Head(status, headers):
                 self._reply.start(status, headers)
-            case Look(tokenizer=None):
-                self._look(as_json(effect.prompt), effect)
-            case Look(tokenizer=engine, chat=chat):
-                assert engine is not None
-                self._start(self._look_chat(engine, chat, effect))
+            case Look():
+                self._start(self._look(effect))
             case Meet(engine):
                 self._start(self._meet(engine))
             case Hold(seconds, transfer_id):
@@ -186,23 +174,9 @@ class RequestDriver:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    def _look(self, prompt: bytes, look: Look) -> None:
+    async def _look(self, look: Look) -> None:
         assert self._requests.index is not None
-        self._requests.index.look(prompt, look.adapter, look.salt, self._found)
-
-    async def _look_chat(self, engine: Engine, chat: Mapping[str, Any], look: Look) -> None:
-        """Only an engine knows which template the model has."""
-        try:
-            answer = await self._requests.introducer.asker.ask(
-                f"{engine.address}/tokenize", timeout_s=TOKENIZE_S, method="POST", body=chat
-            )
-            self._look(bytes(decode_json(answer.body, _Tokenized).tokens), look)
-        except (TimeoutError, AskFailed, NotJson) as error:
-            logger.debug("%s did not tokenize a chat: %r", engine.url, error)
-            self._found(0, {})
-
-    def _found(self, num_tokens: int, cached: Mapping[str, int]) -> None:
-        self._put(Found(num_tokens, cached))
+        self._put(await self._requests.index.find(look))
 
     async def _meet(self, engine: Engine) -> None:
         await self._requests.introducer.refresh(engine)
