@@ -186,6 +186,8 @@ def route(
     from baton.router.settings import LegTimeouts, RouterSettings
     from baton.router.shell.run import num_workers_for, serve
 
+    if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
+        raise typer.BadParameter(f"tokenizer: {tokenizer} has no tokenizer.json")
     options = context.params  # Most have the names of the settings.
     wanted = {
         **{name: options[name] for name in RouterSettings.__struct_fields__ if name in options},

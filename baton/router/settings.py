@@ -1,5 +1,6 @@
 """Settings of the router: frozen, validated once, every number with its unit."""
 
+import re
 from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
@@ -7,6 +8,8 @@ import msgspec
 
 from baton.core.errors import ConfigError
 from baton.http.settings import HttpSettings
+
+_ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}|ipc://\S+")
 
 Role = Literal["prefill", "decode"]
 Mode = Literal["pull", "push"]  # push: both legs start at once, and KV moves while it is computed.
@@ -53,6 +56,13 @@ class KVEventsSource(msgspec.Struct, frozen=True):
     url: str  # The engine's, without credentials.
     endpoint: str  # ZeroMQ's, such as tcp://10.0.0.7:5557.
     replay_endpoint: str | None = None  # Without one, a lost event costs all that is known of the engine.
+
+    def __post_init__(self) -> None:
+        for endpoint in (self.endpoint, self.replay_endpoint):
+            if endpoint is not None and not _ENDPOINT.fullmatch(endpoint):
+                raise ConfigError(
+                    f"{endpoint!r} is no endpoint of ZeroMQ; e.g. tcp://10.0.0.7:5557", field="kv_events"
+                )
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):

@@ -123,6 +123,10 @@ def test_keys_hosts_and_limits_reach_the_doors(tmp_path: Path, started: list[Any
     [
         (["--limits", '{"body_s": 0}'], "limits.body_s: must be positive"),
         (["--limits", "{"], "limits: is not JSON"),
+        (["--policy", "cost", "--kv-events", "http://p:1"], "must be URL=ENDPOINT"),
+        (["--policy", "cost", "--kv-events", "http://p:9=tcp://p:1"], "is no engine of this router"),
+        (["--policy", "cost", "--kv-events", "http://p:1=p:1"], "is no endpoint of ZeroMQ"),
+        (["--tokenizer", "/nowhere"], "has no tokenizer.json"),
         (["--limits", '{"bodies": 1}'], "bodies"),
         (["--api-key-file", "/nowhere"], "api_key_file"),
     ],

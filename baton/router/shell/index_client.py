@@ -56,6 +56,11 @@ class IndexClient:
         self._connecting: asyncio.Task[None] | None = None
         self._asked: dict[int, asyncio.Future[Found]] = {}
         self._num_asked = 0
+        self._asks_at_s = 0.0
+
+    @property
+    def is_connected(self) -> bool:
+        return self._stream is not None
 
     def connect(self) -> None:
         self._connecting = self._loop.create_task(self._connect())
@@ -84,8 +89,7 @@ class IndexClient:
         try:
             if look.tokenizer is not None:
                 prompt = await self._tokenized(look.tokenizer, look.chat)
-            async with asyncio.timeout(LOOK_S):
-                return await self._ask(as_json(prompt), look)
+            return await self._ask(as_json(prompt), look)
         except (TimeoutError, AskFailed, NotJson) as error:
             logger.debug("a prompt was not looked up: %r", error)
             return NOTHING
@@ -97,7 +101,7 @@ class IndexClient:
         return decode_json(answer.body, _Tokenized).tokens
 
     async def _ask(self, prompt: bytes, look: Look) -> Found:
-        if self._stream is None or len(prompt) > PROMPT_BYTES_MAX:
+        if self._stream is None or len(prompt) > PROMPT_BYTES_MAX or self._loop.time() < self._asks_at_s:
             return NOTHING
         self._num_asked += 1
         number = self._num_asked
@@ -105,7 +109,11 @@ class IndexClient:
         self._asked[number] = found
         try:
             self._stream.send(wire.Look(number, prompt, look.adapter, look.salt))
-            return await found
+            async with asyncio.timeout(LOOK_S):
+                return await found
+        except TimeoutError:
+            self._asks_at_s = self._loop.time() + RETRY_S  # Others need not wait for it as well.
+            raise
         finally:
             del self._asked[number]
 

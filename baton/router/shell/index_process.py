@@ -38,6 +38,7 @@ REPLAY_S = 10.0
 REPORT_S = 1.0
 BREATH = 64  # Batches that are applied before others have a turn.
 NUMBER_BYTES = 8
+BATCHES_MAX = 100_000  # That wait to be read, as vLLM's publisher keeps.
 TASKS_MAX = 512  # More questions are not answered: the router has given up by then.
 END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
@@ -100,6 +101,8 @@ class _Source:
 
     async def follow(self) -> None:
         with self._context.socket(zmq.SUB) as events:
+            events.setsockopt(zmq.IPV6, 1)
+            events.setsockopt(zmq.RCVHWM, BATCHES_MAX)
             events.connect(self._source.endpoint)
             events.subscribe(b"")
             self.reset()
@@ -134,6 +137,7 @@ class _Source:
         try:
             with self._context.socket(zmq.DEALER) as asking:
                 asking.setsockopt(zmq.LINGER, 0)
+                asking.setsockopt(zmq.IPV6, 1)
                 asking.connect(self._source.replay_endpoint)
                 async with asyncio.timeout(REPLAY_S):
                     await asking.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
@@ -248,10 +252,12 @@ class IndexProcess:
             return []
 
 
-async def _run(stream: socket.socket) -> None:
+async def _run(stream: socket.socket) -> int:
+    """Return the exit status."""
     loop = asyncio.get_running_loop()
-    ended = asyncio.Event()
+    ended: asyncio.Future[int] = loop.create_future()
     running: list[IndexProcess] = []
+    starting: list[asyncio.Task[None]] = []
 
     async def begin(frame: Begin) -> None:
         logging.config.dictConfig(frame.log_config)
@@ -259,24 +265,32 @@ async def _run(stream: socket.socket) -> None:
         await process.start(parent)
         running.append(process)
 
+    def hear_start(task: asyncio.Task[None]) -> None:
+        if (error := task.exception()) is not None:
+            logger.critical("the index of prefixes cannot be started", exc_info=error)
+            end(1)
+
+    def end(status: int) -> None:
+        if not ended.done():
+            ended.set_result(status)
+
     def on_frame(frame: IndexFrame) -> None:
         if isinstance(frame, Begin):
-            starting = loop.create_task(begin(frame))
-            starting.add_done_callback(lambda task: ended.set() if task.exception() is not None else None)
+            starting.append(loop.create_task(begin(frame)))
+            starting[0].add_done_callback(hear_start)
         elif isinstance(frame, Reset) and running:
             running[0].reset(frame.url)
 
-    parent = FrameStream(on_frame, ended.set, decode_frame)
+    parent = FrameStream(on_frame, lambda: end(0), decode_frame)
     await loop.create_unix_connection(lambda: parent, sock=stream)
-    await ended.wait()
+    return await ended
 
 
 def main(descriptor: int) -> None:
     # A signal to the process group is the parent's to obey.
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    asyncio.run(_run(socket.socket(fileno=descriptor)))
-    os._exit(0)  # Sockets of ZeroMQ may still have peers.
+    os._exit(asyncio.run(_run(socket.socket(fileno=descriptor))))  # ZeroMQ would wait for its peers.
 
 
 if __name__ == "__main__":
