@@ -1,4 +1,4 @@
-"""Which requests are looked up in the engines' caches, and by what."""
+"""The look into the engines' caches that a request is worth."""
 
 from collections.abc import Mapping
 from typing import Any
