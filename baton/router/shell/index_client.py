@@ -31,8 +31,8 @@ logger = logging.getLogger(__name__)
 LOOK_S = 0.05
 TOKENIZE_S = 0.2  # For an engine to give a chat's token ids; longer than that is not worth it.
 PROMPT_BYTES_MAX = 4 << 20  # More is not looked up in time.
-RETRY_S = 1.0  # From a lost connection to the next one, and from the end of the process to its successor.
-START_S = 60.0
+CONNECT_S = 0.1  # From one attempt to connect to the next one.
+RETRY_S = 1.0  # From the end of the process to its successor, and from a late answer to the next question.
 
 NOTHING = Found(0, {})
 
@@ -74,7 +74,7 @@ class IndexClient:
                 self._stream = stream
                 await lost.wait()
                 self._stream = None
-            await asyncio.sleep(RETRY_S)
+            await asyncio.sleep(CONNECT_S)
 
     async def close(self) -> None:
         if self._connecting is not None:

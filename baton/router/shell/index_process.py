@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 CHECK_S = 10.0  # Without an event for so long, the engine is asked whether one was missed.
 REPLAY_S = 10.0
-REPORT_S = 1.0
+REPORT_S = 0.25
 BREATH = 64  # Batches that are applied before others have a turn.
 NUMBER_BYTES = 8
 BATCHES_MAX = 100_000  # That wait to be read, as vLLM's publisher keeps.
@@ -60,7 +60,7 @@ class Ready(_Frame, frozen=True, tag="Ready"):
 
 
 class Known(_Frame, frozen=True, tag="Known"):
-    """To the parent, every second: the number of blocks by engine."""
+    """To the parent, every REPORT_S: the number of blocks by engine."""
 
     blocks: dict[str, int]
 
