@@ -65,6 +65,13 @@ class Owner:
         while sum(connection.is_peer for connection in list(tcp_owner._connections)) < count:
             pause.wait(0.001)
 
+    def wait_for_strangers(self, at_most: int) -> None:
+        """Waits until those that have lost their slots have ended; many of them turn new connections away."""
+        tcp_owner, pause = self.transport._owner, threading.Event()
+        assert tcp_owner is not None
+        while sum(not connection.is_peer for connection in list(tcp_owner._connections)) > at_most:
+            pause.wait(0.001)
+
     def still_serves(self) -> bool:
         target = np.zeros_like(self.memory)
         with closing(TcpTransport(new_address("reader"), secret=SECRET)) as reader:
@@ -316,6 +323,7 @@ def test_strangers_do_not_exclude_peers(monkeypatch: pytest.MonkeyPatch) -> None
         for _ in range(12):
             strangers.append(stack.enter_context(owner.dial()))
             strangers[-1].recv(1)  # The challenge shows that it has a slot.
+            owner.wait_for_strangers(4)
         assert owner.still_serves()
         assert all(receive_until_closed(stranger) is not None for stranger in strangers[:8])
         peer.settimeout(0.0)
