@@ -9,7 +9,7 @@ from baton.router.cost import Candidate
 from baton.router.fleet import Counts, Engine
 from baton.router.policies import EngineState, RoutedRequest, choose_least_cost
 from baton.router.rates import FAR, STRANGE_MAX, Rate
-from tests.router.fakes import FakeEngine, System, answers, lends, system
+from tests.router.fakes import Call, FakeEngine, System, answers, lends, system
 
 LONG = "word " * 2000
 SLOW, FAST = 100.0, 10_000.0  # Tokens a second.
@@ -77,9 +77,9 @@ async def test_a_prompt_does_not_wait_behind_a_long_queue() -> None:
 async def test_a_prompt_under_way_counts_until_its_engine_has_answered() -> None:
     gate = asyncio.Event()
 
-    async def lends_late(call: object) -> None:
+    async def lends_late(call: Call) -> None:
         await gate.wait()
-        await lends(call)  # type: ignore[arg-type]
+        await lends(call)
 
     p, d = FakeEngine(lends_late), FakeEngine(answers)
     async with system([p], [d], policy="cost") as s:

@@ -7,10 +7,8 @@ A worker that ends, or that is silent, is replaced. Its requests are lost with i
 
 import asyncio
 import copy
-import json
 import logging
 import socket
-import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -38,6 +36,7 @@ from baton.router.shell.frames import (
     FrameStream,
     Listening,
     Welcome,
+    start_process,
 )
 from baton.router.shell.index_client import IndexClient, IndexOwner
 from baton.router.shell.metrics import Samples, sum_families
@@ -52,11 +51,6 @@ COLLECT_S = 1.0  # For the workers' metrics; the last ones of a worker that is l
 TICK_S = 1.0
 SILENT_TICKS = 10  # Workers report every second. Ticks, not seconds: a machine may have stood still.
 EXIT_S = 5.0  # From the end of a worker's requests to that of its process.
-
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from baton.router.shell.worker import main; main(int(sys.argv[2]))"
-)
 
 
 class NotStarted(BatonError):
@@ -220,14 +214,7 @@ class Coordinator:
         self._num_started += 1
         number = self._num_started
         stream = FrameStream(lambda frame: self._on_frame(number, frame, first), lambda: None)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            await self._loop.create_unix_connection(lambda: stream, sock=ours)
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-            )
+        process = await start_process("baton.router.shell.worker", stream)
         worker = self._workers[number] = _Worker(number, stream, process)
         log_config = with_name(self._log_config, f"worker {number}")
         history = self._replica.history(self._loop.time())

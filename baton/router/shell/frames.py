@@ -1,6 +1,9 @@
 """Messages between the coordinator and a worker: MessagePack, each after its length, on a socket pair."""
 
 import asyncio
+import json
+import socket
+import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
 
@@ -80,6 +83,27 @@ Frame: TypeAlias = (
 )
 
 _decoder = msgspec.msgpack.Decoder(Frame)
+
+
+_BOOTSTRAP = (
+    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
+    "importlib.import_module(sys.argv[2]).main(int(sys.argv[3]))"
+)
+
+
+async def start_process(module: str, stream: "FrameStream") -> asyncio.subprocess.Process:
+    """A Python process that runs the module's `main(descriptor)`: with the other end of `stream`.
+
+    Raises OSError.
+    """
+    ours, theirs = socket.socketpair()
+    with theirs:
+        await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=ours)
+        return await asyncio.create_subprocess_exec(
+            *(sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), module, str(theirs.fileno())),
+            pass_fds=[theirs.fileno()],
+            stdin=asyncio.subprocess.DEVNULL,
+        )
 
 
 class FrameStream(asyncio.Protocol):

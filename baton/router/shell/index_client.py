@@ -4,11 +4,8 @@ A question that is not answered in time finds nothing: the request is routed wit
 """
 
 import asyncio
-import json
 import logging
 import shutil
-import socket
-import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -23,7 +20,7 @@ from baton.router.fleet import Engine, Fleet
 from baton.router.settings import RouterSettings
 from baton.router.shell import index_process as wire
 from baton.router.shell.asking import Asker, AskFailed
-from baton.router.shell.frames import FrameStream
+from baton.router.shell.frames import FrameStream, start_process
 from baton.router.shell.index_process import decode_frame
 
 logger = logging.getLogger(__name__)
@@ -35,11 +32,6 @@ CONNECT_S = 0.1  # From one attempt to connect to the next one.
 RETRY_S = 1.0  # From the end of the process to its successor, and from a late answer to the next question.
 
 NOTHING = Found(0, {})
-
-_BOOTSTRAP = (
-    "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "from baton.router.shell.index_process import main; main(int(sys.argv[2]))"
-)
 
 
 class _Tokenized(msgspec.Struct):
@@ -163,14 +155,7 @@ class IndexOwner:
         """One process, until it ends. Raises OSError."""
         settings = self._settings
         stream = FrameStream(self._on_frame, lambda: None, decode_frame)
-        ours, theirs = socket.socketpair()
-        with theirs:
-            await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=ours)
-            process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), str(theirs.fileno())),
-                pass_fds=[theirs.fileno()],
-                stdin=asyncio.subprocess.DEVNULL,
-            )
+        process = await start_process("baton.router.shell.index_process", stream)
         try:
             stream.send(wire.Begin(self.path, settings.kv_events, settings.tokenizer, self._log_config))
             self._stream = stream

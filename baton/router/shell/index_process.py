@@ -14,8 +14,7 @@ import logging.config
 import os
 import signal
 import socket
-import sys
-from collections.abc import Iterable
+from collections.abc import Coroutine, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -200,7 +199,7 @@ class IndexProcess:
         if (source := self._sources.get(url)) is not None:
             source.reset()
 
-    def _keep(self, work: Any) -> None:
+    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._end)
@@ -291,7 +290,3 @@ def main(descriptor: int) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     os._exit(asyncio.run(_run(socket.socket(fileno=descriptor))))  # ZeroMQ would wait for its peers.
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
