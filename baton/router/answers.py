@@ -15,12 +15,13 @@ import msgspec
 from baton.core.errors import PeerError
 from baton.core.json_text import NotJson, decode_json
 from baton.router.cached_tokens import event_with_prefill_hits, with_prefill_hits
-from baton.router.continued_stream import ContinuedSieve, OverlapReader
+from baton.router.continued_stream import OverlapReader
 from baton.router.first_token import FirstToken, FirstTokenReader
 from baton.router.first_tokens import FirstTokens
+from baton.router.fleet import Engine
 from baton.router.legs import PARAMS, LocalReason
 from baton.router.sse import EventSplitter, RawObject, is_done
-from baton.router.turns import TurnSieve
+from baton.router.token_record import is_engines_error
 
 # Not the client's fault, though in the 4xx range: another engine may have room.
 _RETRYABLE_4XX = frozenset({408, 425, 429})
@@ -258,13 +259,16 @@ class DecodeAnswer:
     `compare`, until it returns True; then `push` and `ready`.
     """
 
-    def __init__(self, first: FirstTokens) -> None:
+    def __init__(self, first: FirstTokens, consumer: Engine) -> None:
         self._reader = first.reader_of_decode()
-        self._sieve: TurnSieve = ContinuedSieve() if first.continues_after_told else TurnSieve()
+        self._record = first.record
+        self._sieve = first.sieve_of_decode(consumer)
         self._events = EventSplitter()
         self._lent: Mapping[str, Any] | None = None  # By P, in push.
         self.found: FirstToken | bool | None = None  # What the comparison has found.
         self.is_done = False  # [DONE] has come out.
+        self._has_erred = False
+        self._error: bytes | None = None
 
     @property
     def kept_params(self) -> dict[str, Any] | None:
@@ -288,7 +292,17 @@ class DecodeAnswer:
     @property
     def left_over(self) -> bytes:
         """What the event with the first token has for the client after that token."""
-        return self._sieve.event(self._reader.left_over) if isinstance(self._reader, OverlapReader) else b""
+        if not isinstance(self._reader, OverlapReader) or not self._reader.left_over:
+            return b""
+        return self._sieve.event(self._recorded(self._reader.left_over))
+
+    def _recorded(self, event: bytes) -> bytes:
+        return event if self._record is None else self._record.event(event)
+
+    def take_error(self) -> bytes | None:
+        """The event in which D reports that it cannot go on, once."""
+        error, self._error = self._error, None
+        return error
 
     def push(self, data: bytes) -> None:
         self._events.push(data)
@@ -297,9 +311,14 @@ class DecodeAnswer:
         self._events.finish()
 
     def ready(self, lent: Mapping[str, Any] | None) -> bytes:
-        """Whole events for the client, up to [DONE]. Raises PeerError."""
+        """Whole events for the client, up to [DONE] or an event for `take_error`. Raises PeerError."""
         ready = bytearray()
         while not self.is_done and (event := self._events.next()) is not None:
+            if self._record is not None:
+                if not self._has_erred and is_engines_error(event):
+                    self._has_erred, self._error = True, event
+                    break
+                event = self._record.event(event)
             ready += event_with_prefill_hits(self._sieve.event(event), lent)
             self.is_done = is_done(event)
         return bytes(ready)

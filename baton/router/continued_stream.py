@@ -17,8 +17,10 @@ _USAGE = b'"usage"'
 class ContinuedSieve(TurnSieve):
     """Makes D's stream the rest of an answer that has begun."""
 
-    def __init__(self) -> None:
+    def __init__(self, num_given: int) -> None:
+        """`num_given`: tokens of the answer that D takes for prompt."""
         super().__init__()
+        self._num_given = num_given
         self._is_at_start = True
 
     def event(self, event: bytes) -> bytes:
@@ -35,7 +37,7 @@ class ContinuedSieve(TurnSieve):
             if (choice := choice_of(chunk)) is not None:
                 choice.pop("prompt_token_ids", None)  # The client has them, and without the first token.
         if isinstance(usage := chunk.get("usage"), dict):
-            chunk["usage"] = _of_one_answer(usage)
+            chunk["usage"] = _of_one_answer(usage, self._num_given)
         return sse_event(chunk)
 
 
@@ -90,11 +92,11 @@ def _is_opening(chunk: Mapping[str, Any]) -> bool:
     return isinstance(delta, dict) and "role" in delta and not delta.get("content")
 
 
-def _of_one_answer(usage: Mapping[str, Any]) -> dict[str, Any]:
-    """What D took for its prompt's last token is the answer's first."""
+def _of_one_answer(usage: Mapping[str, Any], num_given: int) -> dict[str, Any]:
+    """What D took for the end of its prompt is the beginning of the answer."""
     counts = dict(usage)
     if isinstance(counts.get("prompt_tokens"), int):
-        counts["prompt_tokens"] -= 1
+        counts["prompt_tokens"] -= num_given
     if isinstance(counts.get("completion_tokens"), int):
-        counts["completion_tokens"] += 1
+        counts["completion_tokens"] += num_given
     return counts

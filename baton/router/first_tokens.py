@@ -1,23 +1,35 @@
-"""The first token of one request: the engine that gives it, and what both engines are asked for. No I/O.
+"""The tokens of one answer that several engines give, one after the other: what each is asked for. No I/O.
 
-`choose` takes the mode of a pair of engines. It may change until a token has been sent to the client. From
-then on the rest comes from an engine that can continue the answer, whatever fails. A token is sent once: an
-engine that gives it again has to agree, or is told to continue after it.
+`choose` takes the mode of a pair of engines, which says where the first token comes from. It may change until
+a token has been sent to the client. From then on the rest comes from an engine that can continue the answer,
+whatever fails. A token is sent once: an engine that gives it again has to agree, or is told to continue after
+it. When a stream breaks, `resume_after` takes what the client has of it, and the bodies that follow ask for
+the rest.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.router.continued_stream import OverlapReader
+from baton.router.continued_stream import ContinuedSieve, OverlapReader
 from baton.router.errors import RouterError
 from baton.router.exact import can_split
 from baton.router.first_token import FirstToken, FirstTokenReader
 from baton.router.fleet import Engine
-from baton.router.kept_token import KeptToken, continuation_body, ending, kept_body, opening, read_kept
+from baton.router.identity import Kind
+from baton.router.kept_token import (
+    KeptToken,
+    PromptIds,
+    continuation_body,
+    ending,
+    kept_body,
+    opening,
+    read_kept,
+)
 from baton.router.legs import (
     FIRST_TOKEN,
-    GOES_ON,
+    OUTPUT_TOKEN_IDS,
+    TOKEN_IDS,
     decode_body,
     first_token_body,
     is_one_answer,
@@ -26,6 +38,8 @@ from baton.router.legs import (
     with_seed,
 )
 from baton.router.modes import FirstTokenMode, can_continue, choose_mode
+from baton.router.token_record import TokenRecord
+from baton.router.turns import TurnSieve
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,23 +59,55 @@ class Told:
     is_last: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Given:
+    """What the client has of an answer whose stream broke.
+
+    `kind`: of the engines that gave it. `has_begun`: the client has an event, perhaps without a token.
+    """
+
+    kind: Kind
+    has_begun: bool
+    token_ids: Sequence[int]
+    prompt_token_ids: PromptIds | None
+
+
 class FirstTokens:
-    def __init__(self, body: Mapping[str, Any], *, is_chat: bool, is_text: bool, may_split: bool) -> None:
+    def __init__(
+        self,
+        body: Mapping[str, Any],
+        *,
+        is_chat: bool,
+        is_text: bool,
+        may_split: bool,
+        may_resume: bool = False,
+    ) -> None:
+        """`may_split`: into P's first token and the rest. `may_resume`: where a stream breaks."""
         self._body = dict(body)
         self._seeded = with_seed(body)
         self._is_chat = is_chat
         self._may_verify = may_split and is_one_answer(body)
         # D is given a chat in tokens to continue it, which vLLM takes for chats of text only.
-        self._may_continue = self._may_verify and is_text and can_split(body, is_chat=is_chat)
+        is_exact = is_text and can_split(body, is_chat=is_chat)
+        self._may_continue = self._may_verify and is_exact
+        self._may_resume_vllm = may_resume and is_exact
+        self._may_resume = may_resume and body.get("stream") is True and is_one_answer(body)
         self._mode = FirstTokenMode.WHOLE
         self._first: FirstToken | None = None  # As the client has it ...
         self._kept: KeptToken | None = None  # ... from either kind of engine.
+        self._given: Given | None = None
+        self._record: TokenRecord | None = None  # Of the running decode leg's stream.
         self.is_stream = body.get("stream") is True
 
     @property
     def is_told(self) -> bool:
-        """The client has a token that D has to continue after."""
-        return self._kept is not None
+        """The client has what D has to continue after."""
+        return self._kept is not None or self._given is not None
+
+    @property
+    def is_resumed(self) -> bool:
+        """A stream has broken, and what follows is the rest of it."""
+        return self._given is not None
 
     @property
     def shows_token_ids(self) -> bool:
@@ -74,12 +120,14 @@ class FirstTokens:
 
     def can_continue(self, engine: Engine) -> bool:
         """Whether this decode engine can give what is left of the answer."""
-        if self._kept is not None:
-            return can_continue(engine, is_chat=self._is_chat)
+        if self._given is not None and self._given.kind == "baton":
+            return engine.kind == "baton"
+        if self.is_told:
+            return can_continue(engine)
         return self._first is None or engine.kind == "baton"
 
     def choose(self, producer: Engine | None, consumer: Engine, *, is_push: bool) -> None:
-        if self._kept is not None:
+        if self.is_told:
             self._mode = FirstTokenMode.CONTINUE
         elif self._first is None:
             self._mode = choose_mode(
@@ -87,7 +135,7 @@ class FirstTokens:
                 consumer.kind,
                 is_push=is_push,
                 may_verify=self._may_verify,
-                may_continue=self._may_continue and can_continue(consumer, is_chat=self._is_chat),
+                may_continue=self._may_continue and can_continue(consumer),
             )
 
     def settle(self, consumer: Engine) -> None:
@@ -99,7 +147,7 @@ class FirstTokens:
         match self._mode:
             case FirstTokenMode.VERIFY if producer.kind == "baton":
                 return PrefillAsk(first_token_body(self._seeded, transfer_id), reads_first_token=True)
-            case FirstTokenMode.CONTINUE | FirstTokenMode.OVERLAP if self._kept is None:
+            case FirstTokenMode.CONTINUE | FirstTokenMode.OVERLAP if not self.is_told:
                 body = self._seeded if self._mode is FirstTokenMode.OVERLAP else self._body
                 return PrefillAsk(kept_body(body, transfer_id), keeps_answer=True)
             case FirstTokenMode.VERIFY:
@@ -108,18 +156,46 @@ class FirstTokens:
                 return PrefillAsk(prefill_body(self._body, transfer_id))
 
     def decode_body(self, consumer: Engine, params: Mapping[str, Any] | None) -> dict[str, Any]:
-        match self._mode:
-            case FirstTokenMode.CONTINUE if self._kept is not None and consumer.kind == "baton":
-                return continuation_body(self._body, self._kept, {**(params or {}), GOES_ON: True})
-            case FirstTokenMode.VERIFY:
-                asked = {**(params or {}), FIRST_TOKEN: True} if self.is_stream else params
-                return decode_body(self._seeded, asked)
-            case FirstTokenMode.CONTINUE if self._kept is not None:
-                return continuation_body(self._body, self._kept, params)
-            case FirstTokenMode.OVERLAP:
-                return decode_body(self._seeded, params)
-            case _:
-                return decode_body(self._body, params)
+        self._record, body = None, self._body
+        if consumer.kind == "baton":
+            asked = dict(params or {})
+            if self._may_resume or self.is_told:  # Another engine draws the same tokens from the same seed.
+                body = self._seeded
+            if self._may_resume:
+                asked[TOKEN_IDS] = True
+                self._record = TokenRecord(consumer.kind, shows_token_ids=self.shows_token_ids)
+            if self.is_told and (told_ids := self._told_ids):
+                asked[OUTPUT_TOKEN_IDS] = told_ids
+            elif self._mode is FirstTokenMode.VERIFY:
+                body = self._seeded
+                if self.is_stream:
+                    asked[FIRST_TOKEN] = True
+            return decode_body(body, asked or None)
+        if self._mode in (FirstTokenMode.VERIFY, FirstTokenMode.OVERLAP):
+            body = self._seeded
+        if consumer.kind == "vllm" and self._may_resume_vllm:
+            body = {**body, "return_token_ids": True}
+            self._record = TokenRecord(consumer.kind, shows_token_ids=self.shows_token_ids)
+        if self.is_told and (told_ids := self._told_ids):
+            prompt = self._prompt_token_ids
+            assert prompt is not None
+            return continuation_body(body, prompt, told_ids, params, is_chat=self._is_chat)
+        return decode_body(body, params)
+
+    @property
+    def _told_ids(self) -> list[int]:
+        """What the client has of the answer when a decode leg begins, or when its stream does."""
+        if self._given is not None:
+            return list(self._given.token_ids)
+        if self._kept is not None:
+            return [self._kept.token_id]
+        return [] if self._first is None else list(self._first.token_ids)
+
+    @property
+    def _prompt_token_ids(self) -> PromptIds | None:
+        if self._given is not None:
+            return self._given.prompt_token_ids
+        return None if self._kept is None else self._kept.prompt_token_ids
 
     # --- P's token -----------------------------------------------------------------------------------
 
@@ -145,7 +221,7 @@ class FirstTokens:
             or self._mode not in (FirstTokenMode.CONTINUE, FirstTokenMode.OVERLAP)
         ):
             return None
-        is_fit = consumer is not None and can_continue(consumer, is_chat=self._is_chat)
+        is_fit = consumer is not None and can_continue(consumer)
         max_model_len = consumer.max_model_len if consumer is not None and is_fit else None
         kept = read_kept(answer, self._body, is_chat=self._is_chat, max_model_len=max_model_len)
         if kept is None:
@@ -159,6 +235,8 @@ class FirstTokens:
 
     def reader_of_decode(self) -> FirstTokenReader | OverlapReader | None:
         """How the first token in D's stream is found. None: the client gets the stream from its beginning."""
+        if self.continues_after_told:
+            return None
         if self._mode is FirstTokenMode.VERIFY and self.is_stream:
             return FirstTokenReader(shows_token_ids=self.shows_token_ids)
         if self._mode is FirstTokenMode.OVERLAP and self._kept is not None:
@@ -168,4 +246,49 @@ class FirstTokens:
     @property
     def continues_after_told(self) -> bool:
         """D's stream is the rest of an answer that has begun."""
-        return self._mode is FirstTokenMode.CONTINUE and self._kept is not None
+        return self._mode is FirstTokenMode.CONTINUE and self.is_told
+
+    def sieve_of_decode(self, consumer: Engine) -> TurnSieve:
+        if not self.continues_after_told or (self._given is not None and not self._given.has_begun):
+            return TurnSieve()
+        # An engine of ours counts the tokens that it was given, vLLM takes them for prompt.
+        return ContinuedSieve(0 if consumer.kind == "baton" else len(self._told_ids))
+
+    @property
+    def is_finished(self) -> bool:
+        """The client has the whole answer, and waits for no token counts."""
+        has_usage = bool((self._body.get("stream_options") or {}).get("include_usage"))
+        return self._record is not None and self._record.is_finished and not has_usage
+
+    @property
+    def record(self) -> TokenRecord | None:
+        """Of the running decode leg's stream. None: it cannot be resumed."""
+        return self._record
+
+    def resume_after(self) -> bool:
+        """D's stream has broken, and the client keeps what it has. False: no engine can give just the rest.
+
+        An engine of ours takes the tokens as output of its own. vLLM takes them for
+        prompt, so its text must not end inside a character.
+        """
+        record = self._record
+        if record is None or not record.is_complete or record.is_finished:
+            return False
+        kind = record.kind
+        told_ids, prompt = self._told_ids, self._prompt_token_ids or record.prompt_token_ids
+        num_new = len(record.token_ids)
+        if "vllm" in (kind, self._origin):
+            kind, num_new = "vllm", record.num_shown
+            if prompt is None or (self.shows_token_ids and num_new < len(record.token_ids)):
+                return False
+        has_begun = bool(told_ids or record.num_events or (self._given and self._given.has_begun))
+        self._given = Given(kind, has_begun, [*told_ids, *record.token_ids[:num_new]], prompt)
+        self._mode, self._record = FirstTokenMode.CONTINUE, None
+        return True
+
+    @property
+    def _origin(self) -> Kind | None:
+        """Of what the client has."""
+        if self._given is not None:
+            return self._given.kind
+        return "vllm" if self._kept is not None else None

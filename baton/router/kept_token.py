@@ -9,11 +9,15 @@ D then computes one position, the token's, as if it had given the token itself. 
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
+
+import msgspec
 
 from baton.router.exact import limit_of
 from baton.router.legs import PARAMS, prefill_body
 from baton.router.sse import choice_of, sse_event
+
+PromptIds: TypeAlias = Sequence[int] | msgspec.Raw  # Raw: a JSON array that is not empty.
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,26 +107,38 @@ def ending(kept: KeptToken, body: Mapping[str, Any]) -> bytes:
 
 
 def continuation_body(
-    body: Mapping[str, Any], kept: KeptToken, params: Mapping[str, Any] | None
+    body: Mapping[str, Any],
+    prompt: PromptIds,
+    token_ids: Sequence[int],
+    params: Mapping[str, Any] | None,
+    *,
+    is_chat: bool,
 ) -> dict[str, Any]:
-    """`params`: where D finds the KV of the prompt; None: it computes it."""
+    """For vLLM, which is to continue after these tokens of the answer.
+
+    `params`: where D finds the KV of the prompt; None: it computes it.
+    """
     leg = {key: value for key, value in body.items() if key != PARAMS}
-    limit = limit_of(body, is_chat=kept.is_chat)
+    limit, num_given = limit_of(body, is_chat=is_chat), len(token_ids)
     assert limit is not None
-    assert limit > 1, "P's token is the last one"
+    assert limit > num_given, "the tokens are the whole answer"
     for name in ("max_tokens", "max_completion_tokens"):
         if leg.get(name) is not None:
-            leg[name] = limit - 1
-    if not kept.is_chat:
-        leg["max_tokens"] = limit - 1
+            leg[name] = limit - num_given
+    if not is_chat:
+        leg["max_tokens"] = limit - num_given
     if leg.get("min_tokens"):
-        leg["min_tokens"] = max(0, leg["min_tokens"] - 1)
-    prompt = [*kept.prompt_token_ids, kept.token_id]
-    if kept.is_chat:
+        leg["min_tokens"] = max(0, leg["min_tokens"] - num_given)
+    ids: PromptIds
+    if isinstance(prompt, msgspec.Raw):
+        ids = msgspec.Raw(bytes(prompt).rstrip()[:-1] + b"," + msgspec.json.encode(token_ids)[1:])
+    else:
+        ids = [*prompt, *token_ids]
+    if is_chat:
         # vLLM's way to give a chat's prompt in tokens; taken out again before anything else sees it.
-        leg[PARAMS] = {**(params or {}), "prompt_token_ids": prompt}
+        leg[PARAMS] = {**(params or {}), "prompt_token_ids": ids}
         return leg
-    leg["prompt"] = prompt
+    leg["prompt"] = ids
     if params is not None:
         leg[PARAMS] = dict(params)
     return leg

@@ -6,6 +6,8 @@
 
     push    both at once, with one transfer id; D's params are `push_params`, which name P
 
+    continuation   D of ours gets the client's body, and OUTPUT_TOKEN_IDS: what the client has of the answer
+
     first token    P gets `first_token_body`, which is the client's whole: P stops by itself after one token
 
 Addresses and tickets come from engines only: a body that brings its own is refused.
@@ -25,7 +27,8 @@ from baton.core.json_text import NotJson, decode_json
 
 PARAMS = "kv_transfer_params"
 FIRST_TOKEN = "baton_first_token"
-GOES_ON = "baton_goes_on"
+TOKEN_IDS = "baton_token_ids"
+OUTPUT_TOKEN_IDS = "baton_output_token_ids"
 SEED_BITS = 63  # Seeds are signed 64-bit numbers.
 PREFIX_CHARS = 1024  # Of the prompt's beginning: what "begins alike" means to the affinity policy.
 PREFIX_TOKENS = 256

@@ -9,13 +9,13 @@
     D refuses the ticket:             once more without it; it is no fault of the client
     D refuses the introduction:       once more with a fresh one, then without
     D failed before its first byte:   both legs again, with a new transfer id
-    D failed in a stream:             an error event and [DONE]
+    D failed in a stream:             another D gives the rest, if that is the same answer; else an error
+                                      event and [DONE]
 
 In a push a leg that fails takes the other one with it, and D's leg may be held back (`late_leg`): if P has
 answered meanwhile, the rest goes as in pull. The client gets nothing before D's first byte except the first
-token, which P may give (`modes`), and nothing is retried after D's first byte. If D, or P itself, fails after
-the first token, the rest is tried again from an engine that can continue the answer. If P's first token ends
-the answer, P's answer is the answer.
+token, which P may give (`modes`). After that only an engine that can continue the answer is asked, and only
+for the rest (`first_tokens`). If P's first token ends the answer, P's answer is the answer.
 
 `TABLE` has the transitions. An event of a leg that has been closed changes nothing.
 """
@@ -27,6 +27,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from baton.core.errors import PeerError
+from baton.router import sse
 from baton.router.answers import (
     Complete,
     DecodeAnswer,
@@ -131,11 +132,13 @@ class Machine:
             is_chat=request.is_chat,
             is_text=shape.is_text,
             may_split=self._settings.first_token and self._local_reason is None,
+            may_resume=self._settings.resumes > 0 and shape.direct_reason is None,
         )
         self._consumer: Engine | None = None  # Of this attempt.
         self._tried: list[Engine] = []  # To decode.
         self._bad_producers: list[Engine] = []
         self._num_refused_introductions = 0
+        self._broken: list[Engine] = []  # Whose stream another engine has had to continue.
         self._prefilled: Prefilled | None = None
         self._failures: dict[Role, LegFailure] = {}  # The last one of each role.
         self._prefill: Leg | None = None  # The last one of either role.
@@ -473,12 +476,12 @@ class Machine:
                 raise RouterError.gateway(
                     f"the decode engine refused to continue after the first token ({answer.status})"
                 )
-            reader = DecodeAnswer(self._first)
+            reader = DecodeAnswer(self._first, leg.engine)
             body = reader.whole(answer.body, self._lent_in_push)
             self._send_whole(answer, {"x-baton-prefill": where}, body=body)
             self._keep_turn(leg.engine, reader)
             return self._finish()
-        self._answer, self._head = DecodeAnswer(self._first), answer
+        self._answer, self._head = DecodeAnswer(self._first, leg.engine), answer
         self._state = State.COMPARING
         return self._compare(leg, answer.body)
 
@@ -539,6 +542,8 @@ class Machine:
             case True:
                 self._count("first_tokens", "yes")
                 self._send(self._answer.left_over)
+            case None if self._first.is_resumed:
+                pass
             case None if self._first.continues_after_told:
                 self._count("first_tokens", "unasked")
             case None:
@@ -564,14 +569,14 @@ class Machine:
                     return None
                 if self._answer.is_done:
                     return self._end_answer(event.leg)
-                return self._break_stream("the decode engine ended the stream without [DONE]", event.leg)
+                return self._resume_or_break("the decode engine ended the stream without [DONE]", event.leg)
             case Failed(failure=failure):
                 self._note_failure(event.leg, failure)
                 if self._answer.is_done:
                     return self._end_answer(event.leg)  # All that matters had arrived.
                 self._log("decode leg, in the stream: %s", failure)
                 message = f"the decode engine failed in the middle of the answer ({failure.kind})"
-                return self._break_stream(message, event.leg)
+                return self._resume_or_break(message, event.leg)
 
     def _relay(self) -> None:
         assert self._answer is not None
@@ -581,14 +586,40 @@ class Machine:
         except PeerError as error:
             self._log("decode leg, in the stream: %s", error)
             message = f"the decode engine failed in the middle of the answer ({error})"
-            return self._break_stream(message, self._decode)
-        return self._send(ready)
+            return self._resume_or_break(message, self._decode)
+        self._send(ready)
+        event = self._answer.take_error()
+        if event is None or self._resume(self._decode):
+            return None
+        self._send(event)
+        return self._relay()
+
+    def _resume_or_break(self, message: str, leg: Leg) -> None:
+        if self._first.is_finished:
+            self._send(sse.DONE_EVENT)  # Nothing else is missing.
+            return self._end_answer(leg)
+        if self._resume(leg):
+            return None
+        return self._break_stream(message)
+
+    def _resume(self, leg: Leg) -> bool:
+        """D's stream has broken: another engine gives the rest, if that is the same answer."""
+        if len(self._broken) >= self._settings.resumes or not self._first.resume_after():
+            return False
+        self._broken.append(leg.engine)
+        self._tried = []
+        if self._choose_consumer() is None:
+            return False
+        self._count("resumed_streams")
+        self._prefilled, self._bad_producers = None, []
+        self._again()
+        return True
 
     def _end_answer(self, leg: Leg) -> None:
         self._send(b"", is_last=True)
         self._finish()
 
-    def _break_stream(self, message: str, leg: Leg) -> None:
+    def _break_stream(self, message: str) -> None:
         self._count("broken_streams")
         self._send(error_event(message), is_last=True)
         self._finish()
@@ -682,7 +713,10 @@ class Machine:
 
     def _choose_consumer(self, producer: Engine | None = None) -> Engine | None:
         """`producer`: one that it can hand over to, if there is such a one."""
-        choose, can_continue, now_s = self._view.choose, self._first.can_continue, self._now_s
+        choose, now_s = self._view.choose, self._now_s
+
+        def can_continue(consumer: Engine) -> bool:
+            return self._first.can_continue(consumer) and consumer not in self._broken
 
         def is_fit(consumer: Engine) -> bool:
             return can_continue(consumer) and (

@@ -40,8 +40,6 @@ def choose_mode(
     return FirstTokenMode.WHOLE
 
 
-def can_continue(consumer: Engine, *, is_chat: bool) -> bool:
-    """After another engine's token. Baton's server takes no chat in ids, and reports its length if it can."""
-    if consumer.kind == "baton":
-        return consumer.max_model_len is not None and not is_chat
-    return consumer.kind == "vllm"
+def can_continue(consumer: Engine) -> bool:
+    """After tokens of another engine. Baton's server reports its length if it can."""
+    return consumer.kind == "vllm" or (consumer.kind == "baton" and consumer.max_model_len is not None)

@@ -76,6 +76,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     min_prefill_tokens: int = 0  # Shorter prompts (estimated) go straight to a decode engine; 0: none does.
     prefill_attempts: int = 2
     decode_attempts: int = 2
+    resumes: int = 2  # Times that another decode engine continues a stream whose engine fails; 0: never.
     kv_events: tuple[KVEventsSource, ...] = ()  # For the policy `cost`.
     tokenizer: str | None = None  # Folder with tokenizer.json: to find prompts that are texts in the caches.
     max_answer_bytes: int = 32 << 20  # Of an answer that is not streamed: it is held whole.
@@ -104,6 +105,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{source.url} is no engine of this router", field="kv_events")
         if self.kv_events and self.policy != "cost":
             raise ConfigError('is used with policy "cost" only', field="kv_events")
+        if self.resumes < 0:
+            raise ConfigError("must not be negative", field="resumes")
         if self.drain_timeout_s < 0:
             raise ConfigError("must not be negative", field="drain_timeout_s")
         if self.min_prefill_tokens < 0:

@@ -19,6 +19,7 @@ from baton.core.json_text import NotJson, decode_json
 
 END = b"\n\n"  # Of an event.
 DONE = b"[DONE]"  # The data of OpenAI's last event.
+DONE_EVENT = b"data: [DONE]" + END
 MAX_EVENT_BYTES = 32 << 20  # The longest body that a client may send, echoed as one event.
 
 RawObject = dict[str, msgspec.Raw]  # An object whose members are decoded only where they are looked at.

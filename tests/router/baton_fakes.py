@@ -59,19 +59,24 @@ class Speaker:
         self, call: Call, body: dict[str, Any], params: dict[str, Any], *, is_prefill: bool
     ) -> None:
         tokens, finish, ticket = self._kept(params, is_prefill=is_prefill)
+        given = params.get("baton_output_token_ids", [])
+        assert tokens[: len(given)] == given, "it is told to continue after other tokens than its own"
         await call.start(200, "text/event-stream", x_engine=call.engine.introduces_as or "?")
-        if "messages" in body:
+        if "messages" in body and not given:
             await call.piece(event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))
         for index, token in enumerate(tokens):
             if index == self.dies_after:
                 return call.cut()
+            if index < len(given):
+                continue
             is_last = index + 1 == len(tokens)
             choice: dict[str, Any] = {"finish_reason": finish if is_last else None}
             if "messages" in body:
                 choice["delta"] = {"content": _text([token])}
             else:
                 choice["text"] = _text([token])
-            if body.get("return_token_ids") or (index == 0 and params.get("baton_first_token")):
+            names_ids = params.get("baton_token_ids") or (index == 0 and params.get("baton_first_token"))
+            if body.get("return_token_ids") or names_ids:
                 choice["token_ids"] = [token]
             chunk: dict[str, Any] = {"choices": [choice]}
             if (body.get("stream_options") or {}).get("continuous_usage_stats"):

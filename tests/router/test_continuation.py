@@ -26,7 +26,7 @@ def check_is_one_engines(got: Streamed, text: str = "Hi!", finish: str = "length
     assert got.error is None
     assert got.text == text
     assert got.events[-1] == "[DONE]"
-    reasons = [choice["finish_reason"] for e in got.events[:-1] for choice in e["choices"]]
+    reasons = [choice.get("finish_reason") for e in got.events[:-1] for choice in e["choices"]]
     assert [reason for reason in reasons if reason] == [finish]
     roles = [
         c["delta"]["role"] for e in got.events[:-1] for c in e["choices"] if "role" in c.get("delta", {})

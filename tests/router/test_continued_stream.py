@@ -92,7 +92,7 @@ def test_the_rest_of_a_chat_has_no_second_opening_and_the_counts_of_one_answer(c
     stream = (
         OPENING + chat_event("!") + chat_event("", "length") + event({"choices": [], "usage": USAGE}) + DONE
     )
-    sieve, splitter, told = ContinuedSieve(), EventSplitter(), b""
+    sieve, splitter, told = ContinuedSieve(1), EventSplitter(), b""
     for begin, end in zip([0, *sorted(cuts)], [*sorted(cuts), len(stream)], strict=True):
         splitter.push(stream[begin:end])
         while (one := splitter.next()) is not None:
@@ -109,7 +109,7 @@ def test_the_rest_of_a_chat_has_no_second_opening_and_the_counts_of_one_answer(c
 
 
 def test_text_about_usage_is_text() -> None:
-    sieve = ContinuedSieve()
+    sieve = ContinuedSieve(1)
     assert b'the \\"usage\\" of it' in sieve.event(text_event('the "usage" of it'))
     assert sieve.event(text_event('the "usage" of it')) == text_event('the "usage" of it')
 

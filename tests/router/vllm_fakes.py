@@ -27,6 +27,7 @@ class VllmSpeaker:
     gate: asyncio.Event | None = None  # Before it says anything.
     rest_gate: asyncio.Event | None = None  # After its own first token.
     hurries: bool = False  # Two tokens in its first event.
+    dies_after: int | None = None  # Events with tokens.
     says: dict[int, str] = field(
         default_factory=dict
     )  # Text of tokens, where it is not that of the character.
@@ -54,12 +55,13 @@ class VllmSpeaker:
             or "".join(message["content"] for message in body["messages"])
         )
         ids = list(map(ord, prompt)) if isinstance(prompt, str) else list(prompt)
-        given = ids[len(PROMPT) :]
+        output = params.get("baton_output_token_ids", [])  # If it stands for an engine of Baton's.
+        given = [*ids[len(PROMPT) :], *output]
         assert given == list(self.tokens[: len(given)]), (
             "it is told to continue after another token than its own"
         )
         left = list(self.tokens[len(given) :]) + ([EOS] if self.stops else [])
-        limit = body.get("max_completion_tokens") or body.get("max_tokens", 16)
+        limit = (body.get("max_completion_tokens") or body.get("max_tokens", 16)) - len(output)
         given = left[:limit]
         reason = "stop" if given[-1] == EOS else "length"
         answer = self._stream if body.get("stream") else self._whole
@@ -90,29 +92,34 @@ class VllmSpeaker:
         self, call: Call, body: dict[str, Any], ids: list[int], given: list[int], reason: str
     ) -> None:
         head = {"id": "cmpl-1", "created": 6, "model": "m"}
-        wants_ids = body.get("return_token_ids")
+        params = body.get("kv_transfer_params") or {}
+        output = params.get("baton_output_token_ids", [])
+        wants_ids = body.get("return_token_ids") or params.get("baton_token_ids")
         await call.start(200, "text/event-stream; charset=utf-8", x_engine=call.engine.url)
-        if "messages" in body:
+        if "messages" in body and not output:
             opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             prompt_ids = {"prompt_token_ids": ids} if wants_ids else {}
             await call.piece(event({**head, "choices": [opening], **prompt_ids}))
         groups = [given[:2], *([t] for t in given[2:])] if self.hurries else [[token] for token in given]
         for index, group in enumerate(groups):
+            if index == self.dies_after:
+                return call.cut()
             is_last = index + 1 == len(groups)
             choice: dict[str, Any] = {"index": 0, "finish_reason": reason if is_last else None}
             text = "".join(map(self._text, group))
             choice |= {"delta": {"content": text}} if "messages" in body else {"text": text}
             if wants_ids:
                 choice["token_ids"] = group
-                if index == 0 and "messages" not in body:
+                if index == 0 and "messages" not in body and body.get("return_token_ids"):
                     choice["prompt_token_ids"] = ids
             last = {"kv_transfer_params": self.keeps} if is_last and self.keeps else {}
             await call.piece(event({**head, "choices": [choice], **last}))
             if index == 0 and self.rest_gate is not None:
                 await self.rest_gate.wait()
         if (body.get("stream_options") or {}).get("include_usage"):
-            await call.piece(event({**head, "choices": [], "usage": _usage(ids, given)}))
+            await call.piece(event({**head, "choices": [], "usage": _usage(ids, [*output, *given])}))
         await call.piece(b"data: [DONE]\n\n", more=False)
+        return None
 
 
 def _usage(ids: Sequence[int], given: Sequence[int]) -> dict[str, int]:

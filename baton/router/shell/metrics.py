@@ -63,6 +63,11 @@ class RouterMetrics:
             "Streams that ended with an error event because the decode engine failed.",
             registry=self.registry,
         )
+        self.resumed_streams = Counter(
+            "baton:router_resumed_streams",
+            "Streams whose decode engine failed, and which another one has continued.",
+            registry=self.registry,
+        )
         self.first_tokens = Counter(
             "baton:router_first_tokens",
             "First tokens of streams that came from the prefill engine, and that the decode engine agreed "
