@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
+
 from baton.router.answers import LegAnswer
 from baton.router.errors import FailureKind, LegFailure
 from baton.router.events import (
@@ -52,6 +54,7 @@ WHOLE = {"content-type": "application/json"}
 EVENTS_MAX = 400
 PREFILL_S = 5.0  # Of earlier prompts: how long a decode leg is held back follows from it.
 LEGS_MAX = 14  # Two attempts at each engine, two introductions, and one for each kind of refusal.
+RESUMED_LEGS_MAX = 4  # Two attempts at each role, for the rest of a stream.
 
 
 @dataclass
@@ -99,6 +102,7 @@ class Client:
             return
         self.has_error = self.has_error or "error" in chunk
         for choice in chunk.get("choices", []):
+            assert "token_ids" not in choice, "the client has not asked for them"
             self.text += choice["text"]
 
     @property
@@ -167,9 +171,14 @@ class World:
             self.turn = "of the last turn"
             params = {"do_remote_decode": True, "baton_ticket": self.turn}
             turns.put(self.session, Turn(self.fleet.engines[-1], params), 0.0)
+        if random.Random(f"known {seed}").random() < 0.5:
+            for engine in self.fleet.engines:
+                engine.was_asked = True
+                self._note_introduced(engine)
         # Decode engines never accept what P says of itself.
         self.refuses_introductions = not is_healthy and rng.random() < 0.1
         self.legs: list[Leg] = []
+        self.num_resumed = 0
         self.has_left = self.was_stopped = False
         self.over: Over | None = None
 
@@ -236,7 +245,7 @@ class World:
                 case Leg():
                     assert not self.is_ending, "nothing new for a request that ends"
                     self.legs.append(effect)
-                    assert len(self.legs) <= LEGS_MAX
+                    assert len(self.legs) <= LEGS_MAX + RESUMED_LEGS_MAX * self.num_resumed
                     is_used = effect.role == "decode" and _ticket_of(effect) in self.tickets_used - {""}
                     assert not is_used, "two decode engines never use one ticket"
                     params = effect.body.get("kv_transfer_params") or {}
@@ -263,6 +272,9 @@ class World:
                     self.client.take(effect)
                 case GiveBack(_, params):
                     self.given_back.append(params)
+                case Count(metric="resumed_streams"):
+                    self.num_resumed += 1
+                    self.faults["a stream is resumed"] += 1
                 case Count():
                     pass
                 case Over():
@@ -302,6 +314,9 @@ class World:
         if self._fails():
             self.faults["no introduction"] += 1
             return
+        self._note_introduced(engine)
+
+    def _note_introduced(self, engine: Engine) -> None:
         kind = self.kinds[engine]
         engine.is_introduced = True
         if kind == "other":
@@ -328,11 +343,14 @@ class World:
         self.faults["other tokens"] += tokens is OTHERS
         is_prefill = bool(params.get("do_remote_decode")) or body.get("max_tokens") == 1
         ends_at_first = self.client.num_tokens == 1
-        tokens = tokens[: self.client.num_tokens]
-        if body["prompt"] != PROMPT:
-            assert body["prompt"][: len(PROMPT)] == PROMPT
-            (first,) = body["prompt"][len(PROMPT) :]
-            tokens = (TOKENS if first == ord(TOKENS[0]) else OTHERS)[1:]
+        prompt = json.loads(msgspec.json.encode(body["prompt"]))
+        assert prompt[: len(PROMPT)] == PROMPT
+        given = [*prompt[len(PROMPT) :], *params.get("baton_output_token_ids", ())]
+        if given:
+            tokens = TOKENS if given[0] == ord(TOKENS[0]) else OTHERS
+            assert given == [ord(token) for token in tokens[: len(given)]]
+        tokens = tokens[len(given) : self.client.num_tokens]
+        assert tokens, "an answer that is whole is not continued"
         if is_prefill and not params.get("baton_first_token"):
             tokens = tokens[:1]
         ticket = self._ticket(leg) if params.get("do_remote_decode") else None
@@ -362,8 +380,13 @@ class World:
                 choice["finish_reason"] = "stop"
             elif is_split:
                 choice["finish_reason"] = None
-            if params.get("baton_first_token") and index == 0 and self.kinds[leg.engine] == "baton":
+            is_first = bool(params.get("baton_first_token")) and index == 0
+            if self.kinds[leg.engine] == "baton" and (is_first or params.get("baton_token_ids")):
                 choice["token_ids"] = [ord(token)]
+            elif self.kinds[leg.engine] == "vllm" and leg.body.get("return_token_ids"):
+                choice["token_ids"] = [ord(token)]
+                if index == 0:
+                    choice["prompt_token_ids"] = leg.body["prompt"]
             chunk: dict[str, Any] = {"choices": [choice]}
             if is_last and ticket:
                 chunk["kv_transfer_params"] = ticket

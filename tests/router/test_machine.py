@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from baton.router.answers import DecodeAnswer, LegAnswer
 from baton.router.events import ClientGone, Close
 from baton.router.first_tokens import FirstTokens
 from baton.router.machine import TABLE, Machine, State
+from baton.router.token_record import TokenRecord
 from tests.router.machine_world import World
 
 WORLDS = 500
@@ -54,7 +56,7 @@ def test_every_fault_occurs() -> None:
     wanted |= {f"Closed in {name}" for name in states if name not in NO_CLOSED}
     wanted |= {f"failure {number}" for number in range(8)}
     wanted |= {f"a stream: {fault}" for fault in ("cut", "ends early", "garbage")}
-    wanted |= {"no introduction", "an introduction is refused", "other tokens"}
+    wanted |= {"no introduction", "an introduction is refused", "other tokens", "a stream is resumed"}
     wanted.add("an event of a leg that is being closed")
     assert wanted - faults.keys() == set()
 
@@ -131,6 +133,32 @@ def _believe_the_end(self: DecodeAnswer) -> None:
     self.is_done = True
 
 
+def _resume_one_token_early(self: FirstTokens) -> bool:
+    can_resume = RESUME_AFTER(self)
+    if can_resume and self._given is not None:
+        self._given = replace(self._given, token_ids=self._given.token_ids[:-1])
+    return can_resume
+
+
+def _resume_with_what_came_from_d(self: FirstTokens) -> bool:
+    record = self._record
+    can_resume = RESUME_AFTER(self)
+    if can_resume and self._given is not None and record is not None:
+        self._given = replace(self._given, token_ids=list(record.token_ids))
+    return can_resume
+
+
+def _resume_as_if_nothing_was_told(self: FirstTokens) -> bool:
+    return self._record is not None
+
+
+def _show_ids(self: TokenRecord, event: bytes) -> bytes:
+    self._shows_token_ids = True
+    return RECORD_EVENT(self, event)
+
+
+RESUME_AFTER = FirstTokens.resume_after
+RECORD_EVENT = TokenRecord.event
 ON_DECODE_FAILED = Machine._on_decode_failed
 ON_CLIENT_GONE = Machine._on_client_gone
 TAKE_LOAN = Machine._take_loan
@@ -154,6 +182,10 @@ MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "a stream without [DONE] is complete": (DecodeAnswer, "finish", _believe_the_end),
     "introductions are offered without end": (machine, "INTRODUCTIONS_MAX", 10**9),
     "a stream that breaks is begun again": (Machine, "_break_stream", lambda self, *_: self._again()),
+    "a stream is resumed one token early": (FirstTokens, "resume_after", _resume_one_token_early),
+    "a stream is resumed without P's token": (FirstTokens, "resume_after", _resume_with_what_came_from_d),
+    "a stream is resumed from its beginning": (FirstTokens, "resume_after", _resume_as_if_nothing_was_told),
+    "token ids that the client did not want are shown": (TokenRecord, "event", _show_ids),
 }
 
 
