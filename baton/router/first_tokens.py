@@ -256,9 +256,13 @@ class FirstTokens:
 
     @property
     def is_finished(self) -> bool:
-        """The client has the whole answer, and waits for no token counts."""
-        has_usage = bool((self._body.get("stream_options") or {}).get("include_usage"))
-        return self._record is not None and self._record.is_finished and not has_usage
+        """The client has all tokens and the finish reason."""
+        is_first_last = self._first is not None and self._first.is_last
+        return is_first_last or (self._record is not None and self._record.is_finished)
+
+    @property
+    def wants_usage(self) -> bool:
+        return bool((self._body.get("stream_options") or {}).get("include_usage"))
 
     @property
     def record(self) -> TokenRecord | None:
@@ -272,7 +276,7 @@ class FirstTokens:
         prompt, so its text must not end inside a character.
         """
         record = self._record
-        if record is None or not record.is_complete or record.is_finished:
+        if record is None or not record.is_complete or self.is_finished:
             return False
         kind = record.kind
         told_ids, prompt = self._told_ids, self._prompt_token_ids or record.prompt_token_ids

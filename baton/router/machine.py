@@ -595,7 +595,7 @@ class Machine:
         return self._relay()
 
     def _resume_or_break(self, message: str, leg: Leg) -> None:
-        if self._first.is_finished:
+        if self._first.is_finished and not self._first.wants_usage:
             self._send(sse.DONE_EVENT)  # Nothing else is missing.
             return self._end_answer(leg)
         if self._resume(leg):

@@ -386,7 +386,7 @@ class World:
             elif self.kinds[leg.engine] == "vllm" and leg.body.get("return_token_ids"):
                 choice["token_ids"] = [ord(token)]
                 if index == 0:
-                    choice["prompt_token_ids"] = leg.body["prompt"]
+                    choice["prompt_token_ids"] = json.loads(msgspec.json.encode(leg.body["prompt"]))
             chunk: dict[str, Any] = {"choices": [choice]}
             if is_last and ticket:
                 chunk["kv_transfer_params"] = ticket
