@@ -213,7 +213,8 @@ class World:
     def _draw(self) -> Event:
         rng = self.rng
         # These are rare and short.
-        rate = 0.2 if self.machine._state in (State.ENDING, State.COMPARING) else 0.02
+        is_short = self.machine._state in (State.ENDING, State.COMPARING)
+        rate = 0.2 if is_short else 0.02
         if not self.is_healthy and rng.random() < rate:
             self.has_left = True
             self.faults[f"the client leaves in {self.machine._state.name}"] += 1
@@ -236,6 +237,9 @@ class World:
         script = self.scripts[chosen]
         if chosen in self.closing and rng.random() < 0.5:
             script.clear()  # What is left was not read.
+        elif is_short and script and rng.random() < self.fault_rate / 2:
+            script.clear()
+            script.append(self._failed(chosen, "broken"))
         return script.popleft() if script else Closed(chosen)
 
     def _carry_out(self, effects: Sequence[Effect]) -> None:
