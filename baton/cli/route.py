@@ -100,6 +100,14 @@ def route(
             "--first-token/--no-first-token", help="Stream the prefill engine's first token immediately."
         ),
     ] = True,
+    resumes: Annotated[
+        int,
+        typer.Option(
+            help="Times that another engine continues a stream whose decode engine fails, where it gives the "
+            "same answer; 0: the stream ends with an error.",
+            min=0,
+        ),
+    ] = 2,
     policy: Annotated[
         str,
         typer.Option(

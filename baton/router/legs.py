@@ -94,6 +94,7 @@ LocalReason = Literal[
     "short_prompt",
     "cheaper",
     "no_pair",
+    "no_decode_engine",
     "prefill_failed",
     "nothing_lent",
     "ticket_refused",

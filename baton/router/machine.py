@@ -206,6 +206,8 @@ class Machine:
         self._consumer = consumer = self._place() or self._choose_consumer()
         if consumer is None:
             raise self._view.no_engine("decode", self._failures.get("decode"))
+        if consumer.role == "prefill":
+            self._local_reason = "no_decode_engine"
         self._meet(consumer, self._find_producer)
 
     def _place(self) -> Engine | None:
@@ -724,7 +726,11 @@ class Machine:
             )
 
         engine = choose("decode", self._routed, self._tried, now_s, is_fit)
-        return engine or choose("decode", self._routed, self._tried, now_s, can_continue)
+        engine = engine or choose("decode", self._routed, self._tried, now_s, can_continue)
+        if engine is None and self._first.is_resumed:
+            # A prefill engine can decode as well, though others wait for it.
+            engine = choose("prefill", self._routed, self._tried, now_s, can_continue)
+        return engine
 
     def _why_no_pair(self, producer: Engine, consumer: Engine) -> str | None:
         return self._view.pairs.why_not(producer, consumer, self._now_s)

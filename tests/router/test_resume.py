@@ -80,8 +80,18 @@ async def test_a_client_that_wants_token_ids_gets_them_once(path: str) -> None:
         assert ids == list(TOKENS)
 
 
+@pytest.mark.parametrize("mode", MODES)
+async def test_a_prefill_engine_gives_the_rest_if_no_decode_engine_is_left(mode: str) -> None:
+    for p, dying in ((baton("p"), baton("d0", dies_after=2)), (vllm(introduces=True), vllm(dies_after=1))):
+        async with introduced_system([p], [dying], mode=mode) as s:
+            got = await stream(s)
+            metrics = (await s.client.get("/metrics")).text
+        check_is_one_engines(got)
+        assert 'prefills_total{reason="no_decode_engine",where="local"} 1.0' in metrics
+
+
 async def test_without_another_engine_the_stream_ends_with_an_error() -> None:
-    p, dying = baton("p"), baton("d0", dies_after=2)
+    p, dying = vllm(), baton("d0", dies_after=2)
     async with introduced_system([p], [dying]) as s:
         got = await stream(s)
         metrics = (await s.client.get("/metrics")).text
