@@ -22,10 +22,18 @@ class Answer(msgspec.Struct):
     failure: str | None = None  # The connection failed, or a body could not be read.
     was_left: bool = False  # The client closed the connection on purpose.
     is_hung: bool = False  # The client gave up after its time limit.
+    last_event_s: float | None = None  # Instant of the last event of a stream.
+    longest_pause_s: float = 0.0  # Between two events of a stream.
 
     @property
     def waited_s(self) -> float:
         return self.ended_s - self.started_s
+
+    def note_event(self, now_s: float) -> None:
+        """Note the arrival of an event of a stream."""
+        if self.last_event_s is not None:
+            self.longest_pause_s = max(self.longest_pause_s, now_s - self.last_event_s)
+        self.last_event_s = now_s
 
     def add(self, document: object) -> None:
         """Add a body, or one event of a stream: its error, or its tokens and text."""

@@ -53,6 +53,7 @@ class Record(msgspec.Struct, kw_only=True):
         found = []
         if self.counts is not None:
             numbers = {"wrong": self.counts.wrong, "hung": self.counts.hung, "unclear": self.counts.unclear}
+            numbers["streams not continued"] = self.counts.broken_streams
             found += [f"{number} {name}" for name, number in numbers.items() if number]
         found += [f"held: {', '.join(self.held)}"] if self.held else []
         found += [f"no handoff any more: {', '.join(self.silent_pairs)}"] if self.silent_pairs else []
@@ -102,7 +103,9 @@ def run_cell(
         system.network.replace_rules(())
     answers = load.stop()
     stopped_s = time.monotonic()
-    record.counts = count(answers, expected, began_s=began_s, ended_s=ended_s)
+    kind = system.mode.kind
+    whole = {one.index for one in questions if fault.keeps_streams and one.can_be_continued(kind)}
+    record.counts = count(answers, expected, began_s=began_s, ended_s=ended_s, whole=whole)
     record.held = wait_until_empty(system.not_at_rest, AT_REST_MAX_S)
     if not record.held:
         record.rest_s = time.monotonic() - stopped_s

@@ -129,6 +129,8 @@ async def _receive(client: httpx.AsyncClient, question: Question, answer: Answer
         answer.status = response.status_code
         if question.is_streamed and response.status_code == 200:
             async for line in response.aiter_lines():
+                if line.startswith("data:"):
+                    answer.note_event(time.monotonic())
                 read_event(answer, line)
         else:
             read_body(answer, await response.aread())

@@ -44,6 +44,13 @@ class Question:
     def path(self) -> str:
         return "/v1/completions" if self.api == "completions" else "/v1/chat/completions"
 
+    def can_be_continued(self, kind: str) -> bool:
+        """Whether the router continues its stream when an engine of this kind fails.
+
+        vLLM's logprobs would be computed in another batch as those of a prompt.
+        """
+        return self.is_streamed and (kind == "baton" or "logprobs" not in self.body)
+
 
 def make_questions(
     count: int = NUM_QUESTIONS, *, model: str = MODEL_NAME, seed: int = 0

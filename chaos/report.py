@@ -12,6 +12,8 @@ SERVES_GOAL_S = 2.0
 RESET_GOAL_S = 1.0  # Time beyond the median wait for a request that was open when the fault began.
 SILENCE_GOAL_S = 11.0  # The same for faults that reset no connection: `silence_s`, and the answer.
 RESETTING = ("kill-", "core-", "front-", "reset")
+PAUSE_GOAL_S = 1.0  # After kill -9; the prefill or the pull comes on top.
+STALL_GOAL_S = 7.0  # Of a stopped engine: until the router gives its streams up, and a second.
 SILENT = ("cut-", "partition", "vanish-")
 
 _PREFACE = (
@@ -22,7 +24,8 @@ _PREFACE = (
     "and *hung* must be 0. After the load all blocks must be free, with no process and no file left.",
     "",
     "*Median wait*: of right answers before the fault. *Open at begin*: from the fault's begin to the end",
-    "of the last request that was open then. *Right after begin (end)*: from then to the first right",
+    "of the last request that was open then. *Pause*: the longest one in a stream that was open then and is",
+    "right: another engine has continued it. *Right after begin (end)*: from then to the first right",
     "answer to a request sent since. *Serves again*: from the first healthy answer of the fault's target",
     "engine to its first token. *Hands over again*: from then, or from the fault's end, until every pair of",
     "a prefill and a decode engine has moved KV. *Pools whole*: from the last answer until all blocks were",
@@ -40,6 +43,7 @@ _COLUMNS = (
     "median wait, s",
     "longest wait, s",
     "open at begin, s",
+    "pause, s",
     "right after begin, s",
     "right after end, s",
     "serves again, s",
@@ -143,6 +147,7 @@ def _row(record: Record) -> str:
         _seconds(counts.median_wait_s),
         _seconds(counts.longest_wait_s),
         _seconds(counts.open_longest_s),
+        _seconds(counts.open_pause_s),
         _seconds(counts.after_begin_s),
         _seconds(counts.after_end_s),
         _seconds(record.serves_again_s),
@@ -175,6 +180,14 @@ def _missed_goals(record: Record) -> list[str]:
         missed.append(f"{cell}: open requests ended {late_s:.1f} s late (goal {RESET_GOAL_S:g})")
     if record.fault.startswith(SILENT) and late_s > SILENCE_GOAL_S:
         missed.append(f"{cell}: open requests ended {late_s:.1f} s late (goal {SILENCE_GOAL_S:g})")
+    pause_s = record.counts.open_pause_s if record.counts is not None else None
+    pause_goal_s = STALL_GOAL_S if record.fault.startswith("stop-d") else PAUSE_GOAL_S
+    if (
+        record.fault.startswith(("kill-d", "core-d", "stop-d"))
+        and pause_s is not None
+        and pause_s > pause_goal_s
+    ):
+        missed.append(f"{cell}: a stream paused {pause_s:.1f} s (goal {pause_goal_s:g})")
     if record.serves_again_s is not None and record.serves_again_s > SERVES_GOAL_S:
         missed.append(f"{cell}: served {record.serves_again_s:.1f} s after healthy (goal {SERVES_GOAL_S:g})")
     if record.strikes == 0:

@@ -9,7 +9,7 @@ left         the client closed the connection; any text before that is the begin
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from typing import Literal
 
 import msgspec
@@ -39,6 +39,8 @@ class Counts(msgspec.Struct, frozen=True):
     after_begin_s: float | None
     after_end_s: float | None  # From the fault's end, likewise.
     details: tuple[str, ...]
+    broken_streams: int = 0  # That ended with an error after a token, although they could be continued.
+    open_pause_s: float | None = None  # The longest pause of a right stream that was open at the begin.
     errors: tuple[str, ...] = ()  # Messages of clear errors, each once, most frequent first.
 
 
@@ -71,9 +73,17 @@ def _begins_as(answer: Answer, expected: Answer) -> bool:
 
 
 def count(
-    answers: Sequence[Answer], expected: Mapping[int, Answer], *, began_s: float, ended_s: float
+    answers: Sequence[Answer],
+    expected: Mapping[int, Answer],
+    *,
+    began_s: float,
+    ended_s: float,
+    whole: Set[int] = frozenset(),
 ) -> Counts:
-    """Count the answers of one cell. `began_s` and `ended_s` are the instants of the fault."""
+    """Count the answers of one cell. `began_s` and `ended_s` are the instants of the fault.
+
+    `whole`: questions whose streams the fault must not break.
+    """
     verdicts = [(verdict_on(answer, expected[answer.question]), answer) for answer in answers]
     tally = Counter(verdict for verdict, _ in verdicts)
     right = [answer for verdict, answer in verdicts if verdict == "right"]
@@ -98,6 +108,14 @@ def count(
             for verdict, answer in verdicts
             if verdict in ("wrong", "unclear", "hung")
         )[:DETAILS_MAX],
+        broken_streams=sum(
+            verdict == "clear error" and bool(answer.token_ids) and answer.question in whole
+            for verdict, answer in verdicts
+        ),
+        open_pause_s=max(
+            (a.longest_pause_s for a in right if a.started_s < began_s < a.ended_s and a.last_event_s),
+            default=None,
+        ),
         errors=_messages([answer for verdict, answer in verdicts if verdict == "clear error"]),
     )
 

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from chaos.answers import Answer, read_body, read_event
+from chaos.cell import Record
 from chaos.verdicts import LOGPROB_DIFFERENCE_MAX, count, verdict_on
 
 EXPECTED = Answer(
@@ -136,6 +137,25 @@ def test_counts_of_a_cell() -> None:
     assert counts.errors == ("died",)
     assert any("token 1 is 9, not 6" in detail for detail in counts.details)
     assert any("cut" in detail for detail in counts.details)
+
+
+def test_streams_that_had_to_be_continued_are_counted() -> None:
+    def broken(question: int, **fields: object) -> Answer:
+        return answer(
+            question=question, started_s=9.0, ended_s=11.0, is_complete=False, error="died", **fields
+        )
+
+    answers = [broken(0), broken(0, token_ids=[]), broken(1)]
+    for gap_s in (0.25, 0.75):
+        right = answer(started_s=9.0, ended_s=11.0)
+        for instant_s in (9.5, 9.5 + gap_s, 9.75 + gap_s):
+            right.note_event(instant_s)
+        answers.append(right)
+    counts = count(answers, {0: EXPECTED, 1: EXPECTED}, began_s=10.0, ended_s=15.0, whole={0})
+    assert (counts.broken_streams, counts.open_pause_s) == (1, 0.75)
+    assert Record(mode="pull", fault="kill-d", commit="abc", counts=counts).defects == [
+        "1 streams not continued"
+    ]
 
 
 def test_counts_of_no_answers() -> None:
