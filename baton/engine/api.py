@@ -78,6 +78,8 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     priority: int = 0  # Lower runs first (policy "priority").
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    # The beginning of the answer, from another engine. Counts as if this engine had sampled it.
+    output_token_ids: list[int] = []
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

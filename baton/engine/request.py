@@ -138,7 +138,7 @@ class Request:
         eos = () if sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
 
-        self._all_token_ids = list(asked.prompt_token_ids)
+        self._all_token_ids = [*asked.prompt_token_ids, *asked.output_token_ids]
         self._block_size = block_size
         self._hash_seed = hash_seed
         self._extra = extra_key(cache_salt=asked.cache_salt)

@@ -68,7 +68,8 @@ class ChatWork:
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
         count = TokenCount(self.samples)
-        begun: set[int] = set()
+        begun = {sample.index for sample in self.samples if sample.output}
+        held: dict[int, list[int]] = {}  # By choice: tokens without a chunk so far.
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             async for piece in running.pieces():
                 count.add(piece)
@@ -80,8 +81,11 @@ class ChatWork:
                     yield self._opening(piece.sample, is_first=not begun)
                     begun.add(index)
                 usage = count.usage_of(piece.sample) if self.request.includes_continuous_usage else None
-                if (chunk := self._chunk(piece, usage, is_first=is_first)) is not None:
+                token_ids = held.pop(index, []) + piece.token_ids
+                if (chunk := self._chunk(piece, token_ids, usage, is_first=is_first)) is not None:
                     yield chunk
+                else:
+                    held[index] = token_ids
         if self.request.includes_usage:
             yield self._body([], usage=count.usage())
 
@@ -93,8 +97,13 @@ class ChatWork:
             fields["usage"] = Usage.of(len(sample.request.prompt_token_ids), 0)
         return self._body([opening], prompt_token_ids=self._prompt_token_ids if is_first else UNSET, **fields)
 
-    def _chunk(self, piece: Piece, usage: Usage | None, *, is_first: bool) -> ChatChunk | None:
-        """Return None if the piece has nothing to show yet. `usage`: so far, if wanted continuously."""
+    def _chunk(
+        self, piece: Piece, token_ids: list[int], usage: Usage | None, *, is_first: bool
+    ) -> ChatChunk | None:
+        """Return None if the piece has nothing to show yet.
+
+        `token_ids`: since the last chunk. `usage`: so far, if wanted continuously.
+        """
         wants_ids = self.request.return_token_ids or (is_first and piece.sample.names_first_token)
         finish = piece.finish
         if not (piece.text or finish or wants_ids or self.request.logprobs):
@@ -106,7 +115,7 @@ class ChatWork:
             logprobs=self._logprobs(piece.logprobs),
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish and has_ended else UNSET,
-            token_ids=piece.token_ids if wants_ids else UNSET,
+            token_ids=token_ids if wants_ids or piece.sample.names_token_ids else UNSET,
         )
         fields: dict[str, Any] = {} if usage is None else {"usage": usage}
         return self._body(

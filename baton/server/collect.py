@@ -43,7 +43,7 @@ class TokenCount:
     def __init__(self, samples: Sequence[Sample]) -> None:
         by_prompt = {sample.prompt_index: len(sample.request.prompt_token_ids) for sample in samples}
         self._num_prompt = sum(by_prompt.values())
-        self._num_generated: Counter[int] = Counter()  # By sample.
+        self._num_generated = Counter({sample.index: len(sample.output) for sample in samples})
         self._cached: dict[int, Finish] = {}  # By prompt: the finish of its first sample.
         self._firsts = {sample.prompt_index: sample.index for sample in reversed(samples)}
 

@@ -108,6 +108,12 @@ class CompletionWork:
         shown = () if self.shows_prompt_only else logprobs
         return await self._format.echo(first_token_id, prompt_logprobs, shown, num_top=num_top)
 
+    def num_chars(self, token_ids: Sequence[int]) -> int:
+        """Return the length of the tokens as their logprobs show them."""
+        if self.request.logprobs is None:
+            return 0
+        return sum(len(self._format.token(token_id)) for token_id in token_ids)
+
     @property
     def _format(self) -> LogprobFormat:
         return LogprobFormat(
@@ -124,7 +130,11 @@ class _ChunkStream:
     def __init__(self, work: CompletionWork, count: TokenCount) -> None:
         self._work = work
         self._count = count
-        self._num_shown: dict[int, int] = {}  # By choice: characters of its tokens so far, for offsets.
+        # By choice: characters of its tokens so far, for offsets.
+        self._num_shown = {
+            sample.index: work.num_chars(sample.output) for sample in work.samples if sample.output
+        }
+        self._held: dict[int, list[int]] = {}  # By choice: tokens without a chunk so far.
 
     async def chunk(self, piece: Piece) -> Completion | None:
         """Return None if the piece has nothing to show yet."""
@@ -133,7 +143,9 @@ class _ChunkStream:
         text = work.text(sample, piece.text, is_first=is_first)
         wants_ids = work.request.return_token_ids or (is_first and sample.names_first_token)
         wants_tokens = wants_ids or work.request.logprobs is not None
+        token_ids = self._held.pop(sample.index, []) + piece.token_ids
         if not (text or piece.finish or wants_tokens):
+            self._held[sample.index] = token_ids
             return None
         offset = self._num_shown.get(sample.index, 0)
         logprobs = await work.logprobs(sample, piece.logprobs, piece.prompt_logprobs, offset=offset)
@@ -150,7 +162,7 @@ class _ChunkStream:
                     logprobs=logprobs,
                     finish_reason=finish.reason if finish else None,
                     stop_reason=finish.stop_reason if finish else None,
-                    token_ids=piece.token_ids if wants_ids else UNSET,
+                    token_ids=token_ids if wants_ids or sample.names_token_ids else UNSET,
                     prompt_token_ids=work.prompt_token_ids(sample) if is_first else UNSET,
                 )
             ],

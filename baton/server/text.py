@@ -73,12 +73,6 @@ class SampleText:
     def stopped_by(self) -> str | None:
         return self._stops.found
 
-    def skip(self, token_id: int) -> None:
-        """Take a token that another engine generated and showed; it affects only how the next one is
-        decoded.
-        """
-        self._detokenizer.push([token_id])
-
     def feed(self, token_id: int) -> str:
         """Return the text that may be shown now."""
         self._num_tokens += 1

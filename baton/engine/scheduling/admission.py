@@ -114,7 +114,7 @@ class Admission:
         self._state.queues.run(request)
         self._state.kv_cache.cache_blocks(request, request.num_computed_tokens + num_new)
         if request.num_cached_tokens < 0:
-            request.num_cached_tokens = request.num_computed_tokens
+            request.num_cached_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         if request.is_known_to_ranks:
             request.needs_resend = True
             step.run_known(request, num_new, None)

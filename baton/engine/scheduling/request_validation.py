@@ -16,6 +16,7 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
     pool ends there with finish reason "length".
     """
     prompt, max_tokens = asked.prompt_token_ids, asked.sampling_params.max_tokens
+    output = asked.output_token_ids
     context = config.model_config.max_model_len
     if not prompt:
         raise UserError("must have at least one token", field="prompt")
@@ -23,6 +24,13 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
         raise UserError(
             f"has a token id outside the vocabulary, [0, {config.model_config.vocab_size})", field="prompt"
         )
+    if output and (min(output) < 0 or max(output) >= config.model_config.vocab_size):
+        raise UserError(
+            f"has a token id outside the vocabulary, [0, {config.model_config.vocab_size})",
+            field="output_token_ids",
+        )
+    if len(output) >= max_tokens:
+        raise UserError(f"has {len(output)} tokens, of max_tokens {max_tokens}", field="output_token_ids")
     _check_tokens_left(asked.sampling_params, config.model_config)
     if len(prompt) >= context:
         raise UserError(
@@ -39,7 +47,9 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
     cache = config.cache_config
     groups = config.kv_cache_groups
     num_needed = sum(
-        group.blocks_at_most(len(prompt) + 1, block_size=cache.block_size, chunk=config.max_chunk)
+        group.blocks_at_most(
+            len(prompt) + len(output) + 1, block_size=cache.block_size, chunk=config.max_chunk
+        )
         for group in groups
     )
     num_usable = cache.num_gpu_blocks - is_hybrid(groups)

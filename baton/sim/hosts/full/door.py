@@ -11,7 +11,7 @@ from baton.engine.api import EngineOutput
 from baton.router.answers import PROMPT_HEADER, LegAnswer
 from baton.router.errors import FailureKind, LegFailure
 from baton.router.events import Event, Failed, Leg, Opened, Piece, StreamEnded
-from baton.router.legs import FIRST_TOKEN, GOES_ON, PARAMS
+from baton.router.legs import FIRST_TOKEN, OUTPUT_TOKEN_IDS, PARAMS, TOKEN_IDS
 from baton.router.sse import sse_event
 from baton.sim.hosts.full.legs import Leg as EngineLeg
 from baton.sim.kernel.process import SOON_S
@@ -19,6 +19,7 @@ from baton.sim.kernel.process import SOON_S
 if TYPE_CHECKING:
     from baton.sim.hosts.full.router import _Answer
 
+OF_THE_SERVER = (FIRST_TOKEN, TOKEN_IDS, OUTPUT_TOKEN_IDS)
 DONE = b"data: [DONE]\n\n"
 STREAM, WHOLE = {"content-type": "text/event-stream"}, {"content-type": "application/json"}
 
@@ -42,7 +43,7 @@ class Door:
             self._world.after(self._world.spread(self._world.faults.leg_delay_s), self._refuse_for_engine)
             return
         if params is not None:
-            params = {name: value for name, value in params.items() if name not in (FIRST_TOKEN, GOES_ON)}
+            params = {name: value for name, value in params.items() if name not in OF_THE_SERVER}
             answer.router.on_params(leg.role, params, answer.ask)
             self._world.count("turns resumed", self._is_prefill and "baton_ticket" in params)
         self._engine_leg = answer.router.leg(
@@ -54,6 +55,7 @@ class Door:
             self._failed,
             prompt=body["prompt"],
             max_tokens=1 if self._ends_early else body["max_tokens"],
+            output=flags.get(OUTPUT_TOKEN_IDS, []),
         )
 
     @property

@@ -258,6 +258,7 @@ class Router:
         *,
         prompt: list[int] | None = None,
         max_tokens: int | None = None,
+        output: Sequence[int] = (),
     ) -> Leg:
         world = self.world
         self._next_id += 1
@@ -270,6 +271,7 @@ class Router:
             priority=ask.priority,
             cache_salt=ask.salt,
             kv_transfer_params=params,
+            output_token_ids=list(output),
         )
         if world.chance(world.faults.router_retry):
             first_s = IMPATIENT_S
