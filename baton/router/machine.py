@@ -727,9 +727,10 @@ class Machine:
 
         engine = choose("decode", self._routed, self._tried, now_s, is_fit)
         engine = engine or choose("decode", self._routed, self._tried, now_s, can_continue)
-        if engine is None and self._first.is_resumed:
-            # A prefill engine can decode as well, though others wait for it.
-            engine = choose("prefill", self._routed, self._tried, now_s, can_continue)
+        if engine is None and self._status is not None:
+            # The answer has begun. A prefill engine can decode as well, though others wait for it.
+            tried = [engine for engine in self._tried if engine.role == "prefill"]
+            engine = choose("prefill", self._routed, tried, now_s, can_continue)
         return engine
 
     def _why_no_pair(self, producer: Engine, consumer: Engine) -> str | None:

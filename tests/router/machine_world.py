@@ -249,7 +249,8 @@ class World:
                 case Leg():
                     assert not self.is_ending, "nothing new for a request that ends"
                     self.legs.append(effect)
-                    assert len(self.legs) <= LEGS_MAX + RESUMED_LEGS_MAX * self.num_resumed
+                    usual = [leg for leg in self.legs if leg.role == leg.engine.role]
+                    assert len(usual) <= LEGS_MAX + RESUMED_LEGS_MAX * self.num_resumed
                     is_used = effect.role == "decode" and _ticket_of(effect) in self.tickets_used - {""}
                     assert not is_used, "two decode engines never use one ticket"
                     params = effect.body.get("kv_transfer_params") or {}

@@ -305,14 +305,13 @@ async def test_in_push_engines_that_disagree_cost_a_second_leg_and_no_error() ->
     assert 'first_tokens_total{agreed="no"} 1.0' in metrics
 
 
-async def test_without_another_vllm_the_stream_ends_with_an_error() -> None:
+async def test_without_another_vllm_p_gives_the_rest() -> None:
     p, d = vllm(), vllm()
     d.respond = dies
     async with introduced_system([p], [d, baton("d")]) as s:
         s.router.fleet._policy = first_eligible
-        got = await stream(s)
-    assert got.text == "H"
-    assert got.error is not None
+        check_is_one_engines(await stream(s))
+    assert vllm_speaker(p).legs[-1]["prompt"] == [*IDS, TOKENS[0]]
 
 
 # ---- an engine that is a vLLM
