@@ -11,7 +11,8 @@ front of them, in rounds, so that a change of the machine's speed meets all of t
 Processor time is that of all processes of the router, from the kernel's accounts. Added latency is the
 router's percentile minus that of a client that sends both legs itself. With `MANY` whole answers the memory
 of each router is compared with that after a tenth of them (the toy proxy is left out: it takes minutes).
-Peers live in .venv-peers (scripts/setup-peers); a peer that is missing there is skipped. The results go to
+"without resumes" is `baton route --resumes 0`: it does not ask engines for token ids, so it cannot
+continue a broken stream. Peers live in .venv-peers (scripts/setup-peers); a peer that is missing there is skipped. The results go to
 docs/benchmarks/router.json and router.png.
 """
 
@@ -82,6 +83,11 @@ PROXIES = stock_proxies_folder() or ROOT / "no-proxies"
 ROUTERS = {
     "baton route": Router(
         f"{sys.executable} -m baton.cli route --port {{port}} --policy round_robin"
+        " --prefill http://127.0.0.1:{prefill} --decode http://127.0.0.1:{decode}",
+        "health",
+    ),
+    "without resumes": Router(
+        f"{sys.executable} -m baton.cli route --port {{port}} --policy round_robin --resumes 0"
         " --prefill http://127.0.0.1:{prefill} --decode http://127.0.0.1:{decode}",
         "health",
     ),

@@ -7,13 +7,15 @@ ticket. `max_tokens` is the number of chunks; `user` says when they are written:
     ""          each in a turn of the event loop of its own
     "gap 4"     4 ms apart
     "hold"      the first one; the rest when the client closes the connection, i.e. never
+
+With `return_token_ids` each chunk has its token id, and the first one those of the prompt, as vLLM's.
 """
 
 import asyncio
 import json
 import sys
 from collections.abc import Callable
-from typing import cast
+from typing import NamedTuple, cast
 
 import httptools
 import msgspec
@@ -34,11 +36,25 @@ TICKET = {
 COMPLETION = {"id": "cmpl-0", "object": "text_completion", "created": 0, "model": MODEL}
 CHOICE = {"index": 0, "text": " token", "logprobs": None, "finish_reason": None}
 USAGE = {"prompt_tokens": 1024, "completion_tokens": 16, "total_tokens": 1040}
-EVENT = b"data: " + json.dumps({**COMPLETION, "choices": [CHOICE]}).encode() + b"\n\n"
-LAST_EVENT = (
-    b"data: "
-    + json.dumps({**COMPLETION, "choices": [{**CHOICE, "finish_reason": "length"}]}).encode()
-    + b"\n\n"
+PROMPT_TOKEN_IDS = list(range(1024))
+
+
+def event(**choice: object) -> bytes:
+    chunk = {**COMPLETION, "choices": [{**CHOICE, **choice}]}
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"
+
+
+class Events(NamedTuple):
+    first: bytes
+    next: bytes
+    last: bytes
+
+
+PLAIN = Events(event(), event(), event(finish_reason="length"))
+WITH_IDS = Events(
+    event(prompt_token_ids=PROMPT_TOKEN_IDS, token_ids=[5]),
+    event(prompt_token_ids=None, token_ids=[5]),
+    event(prompt_token_ids=None, token_ids=[5], finish_reason="length"),
 )
 DONE = b"data: [DONE]\n\n"
 
@@ -47,6 +63,7 @@ class Body(msgspec.Struct):
     max_tokens: int = 16
     stream: bool = False
     user: str = ""
+    return_token_ids: bool = False
     kv_transfer_params: dict[str, object] | None = None
 
 
@@ -125,15 +142,17 @@ class Connection(asyncio.Protocol):
 
     def _complete(self, transport: asyncio.Transport, body: Body) -> None:
         if body.stream:
-            transport.write(STREAM_HEAD + chunk(EVENT))
+            events = WITH_IDS if body.return_token_ids else PLAIN
+            transport.write(STREAM_HEAD + chunk(events.first))
             if body.user != "hold":
-                self._stream(transport, body.max_tokens - 1, float(body.user.removeprefix("gap ") or 0) / 1e3)
+                gap_s = float(body.user.removeprefix("gap ") or 0) / 1e3
+                self._stream(transport, events, body.max_tokens - 1, gap_s)
         elif body.max_tokens == 1 and body.kv_transfer_params is not None:
             transport.write(PREFILLED)
         else:
             transport.write(ANSWER)
 
-    def _stream(self, transport: asyncio.Transport, num_left: int, gap_s: float) -> None:
+    def _stream(self, transport: asyncio.Transport, events: Events, num_left: int, gap_s: float) -> None:
         loop = asyncio.get_running_loop()
         later: Callable[[Callable[[], None]], asyncio.Handle] = (
             (lambda write: loop.call_later(gap_s, write)) if gap_s else loop.call_soon
@@ -143,10 +162,10 @@ class Connection(asyncio.Protocol):
             nonlocal num_left
             num_left -= 1
             if num_left:
-                transport.write(chunk(EVENT))
+                transport.write(chunk(events.next))
                 self._later = later(write)
             else:
-                transport.write(chunk(LAST_EVENT) + chunk(DONE) + b"0\r\n\r\n")
+                transport.write(chunk(events.last) + chunk(DONE) + b"0\r\n\r\n")
 
         self._later = later(write)
 
