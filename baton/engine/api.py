@@ -73,13 +73,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str  # Unique inside this engine.
     prompt_token_ids: list[int]
+    # The answer's first tokens, which another engine has given: they count as output of this one. They do not
+    # end the answer, and are not reported again.
+    output_token_ids: list[int] = []
     sampling_params: SamplingParams
     arrival_time_s: float  # The front end's monotonic clock; for ordering and metrics only.
     priority: int = 0  # Lower runs first (policy "priority").
     cache_salt: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
-    # The beginning of the answer, from another engine. Counts as if this engine had sampled it.
-    output_token_ids: list[int] = []
 
 
 class TokenLogprob(msgspec.Struct, frozen=True):

@@ -20,7 +20,7 @@ class NewRequestData:
     sampling_params: SamplingParams
     block_ids: tuple[list[int], ...]  # Per KV-cache group; the embedded engine has one.
     num_computed_tokens: int
-    output_token_ids: list[int] = field(default_factory=list)  # Handed over by the prefill engine.
+    output_token_ids: list[int] = field(default_factory=list)  # Given by another engine.
     # vLLM's, for connectors that read them. This engine has no multimodal inputs and no adapters.
     mm_features: tuple[Any, ...] = ()
     lora_request: None = None

@@ -91,7 +91,8 @@ class FirstTokens:
         is_exact = is_text and can_split(body, is_chat=is_chat)
         self._may_continue = self._may_verify and is_exact
         self._may_resume_vllm = may_resume and is_exact
-        self._may_resume = may_resume and body.get("stream") is True and is_one_answer(body)
+        is_alone = is_one_answer(body) and not body.get("echo")
+        self._may_resume = may_resume and body.get("stream") is True and is_alone
         self._mode = FirstTokenMode.WHOLE
         self._first: FirstToken | None = None  # As the client has it ...
         self._kept: KeptToken | None = None  # ... from either kind of engine.

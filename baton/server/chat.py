@@ -10,7 +10,7 @@ from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
 from baton.engine.api import PromptLogprobs, TokenLogprobs
-from baton.server.collect import TokenCount, collect, prompt_header
+from baton.server.collect import TokenCount, TokenNames, collect, prompt_header
 from baton.server.logprobs import LogprobFormat
 from baton.server.protocol.chat import (
     ChatChoice,
@@ -68,8 +68,9 @@ class ChatWork:
 
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
         count = TokenCount(self.samples)
-        begun = {sample.index for sample in self.samples if sample.output}
-        held: dict[int, list[int]] = {}  # By choice: tokens without a chunk so far.
+        names = TokenNames(wants_all=bool(self.request.return_token_ids))
+        # Also by another engine.
+        begun = {sample.index for sample in self.samples if sample.request.output_token_ids}
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             async for piece in running.pieces():
                 count.add(piece)
@@ -81,11 +82,8 @@ class ChatWork:
                     yield self._opening(piece.sample, is_first=not begun)
                     begun.add(index)
                 usage = count.usage_of(piece.sample) if self.request.includes_continuous_usage else None
-                token_ids = held.pop(index, []) + piece.token_ids
-                if (chunk := self._chunk(piece, token_ids, usage, is_first=is_first)) is not None:
+                if (chunk := self._chunk(piece, usage, names, is_first=is_first)) is not None:
                     yield chunk
-                else:
-                    held[index] = token_ids
         if self.request.includes_usage:
             yield self._body([], usage=count.usage())
 
@@ -98,15 +96,12 @@ class ChatWork:
         return self._body([opening], prompt_token_ids=self._prompt_token_ids if is_first else UNSET, **fields)
 
     def _chunk(
-        self, piece: Piece, token_ids: list[int], usage: Usage | None, *, is_first: bool
+        self, piece: Piece, usage: Usage | None, names: TokenNames, *, is_first: bool
     ) -> ChatChunk | None:
-        """Return None if the piece has nothing to show yet.
-
-        `token_ids`: since the last chunk. `usage`: so far, if wanted continuously.
-        """
-        wants_ids = self.request.return_token_ids or (is_first and piece.sample.names_first_token)
+        """Return None if the piece has nothing to show yet. `usage`: so far, if wanted continuously."""
+        names_ids = names.add(piece, is_first=is_first)
         finish = piece.finish
-        if not (piece.text or finish or wants_ids or self.request.logprobs):
+        if not (piece.text or finish or names_ids or self.request.logprobs):
             return None
         has_ended = finish is not None and finish.reason is not None
         choice = ChatChunkChoice(
@@ -115,7 +110,7 @@ class ChatWork:
             logprobs=self._logprobs(piece.logprobs),
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish and has_ended else UNSET,
-            token_ids=token_ids if wants_ids or piece.sample.names_token_ids else UNSET,
+            token_ids=names.take(piece),
         )
         fields: dict[str, Any] = {} if usage is None else {"usage": usage}
         return self._body(
@@ -175,4 +170,5 @@ async def admit_chat(service: Service, request: ChatRequest, request_id: str) ->
         prompt_logprobs=request.checked_prompt_logprobs,
         bad_words=await service.encoder.encode_bad_words(request.checked_bad_words),
     )
+    await service.replay_given(samples)
     return ChatWork(service, request, samples, f"chatcmpl-{request_id}", int(time.time()))

@@ -43,7 +43,8 @@ class TokenCount:
     def __init__(self, samples: Sequence[Sample]) -> None:
         by_prompt = {sample.prompt_index: len(sample.request.prompt_token_ids) for sample in samples}
         self._num_prompt = sum(by_prompt.values())
-        self._num_generated = Counter({sample.index: len(sample.output) for sample in samples})
+        # By sample, with what another engine has generated.
+        self._num_generated = Counter({s.index: len(s.request.output_token_ids) for s in samples})
         self._cached: dict[int, Finish] = {}  # By prompt: the finish of its first sample.
         self._firsts = {sample.prompt_index: sample.index for sample in reversed(samples)}
 
@@ -67,6 +68,29 @@ class TokenCount:
                 transferred_tokens=sum(finish.num_transferred_tokens for finish in self._cached.values()),
             ),
         )
+
+
+class TokenNames:
+    """Token ids in the chunks of a stream, as the client wants them or a router needs them.
+
+    `wants_all`: the client wants them. A chunk that is not sent leaves its ids to the next one of its sample.
+    """
+
+    def __init__(self, *, wants_all: bool) -> None:
+        self._wants_all = wants_all
+        self._waiting: dict[int, list[int]] = {}  # By sample.
+
+    def add(self, piece: Piece, *, is_first: bool) -> bool:
+        """Add the piece's ids. Returns whether its chunk is sent even if it has nothing else."""
+        sample = piece.sample
+        is_sent = self._wants_all or (is_first and sample.names_first_token)
+        if is_sent or (sample.names_tokens and piece.token_ids):
+            self._waiting.setdefault(sample.index, []).extend(piece.token_ids)
+        return is_sent
+
+    def take(self, piece: Piece) -> list[int] | UnsetType:
+        """Return the ids for the chunk of this piece."""
+        return self._waiting.pop(piece.sample.index, UNSET)
 
 
 PROMPT_HEADER = "X-Baton-Prompt"

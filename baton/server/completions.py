@@ -3,13 +3,14 @@
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from msgspec import UNSET, UnsetType
 
 from baton.core.errors import UserError
 from baton.engine.api import PromptLogprobs, TokenLogprobs
-from baton.server.collect import TokenCount, collect, prompt_header
+from baton.server.collect import TokenCount, TokenNames, collect, prompt_header
 from baton.server.logprobs import LogprobFormat
 from baton.server.protocol.completion import (
     DEFAULT_MAX_TOKENS,
@@ -65,7 +66,7 @@ class CompletionWork:
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         count = TokenCount(self.samples)
-        stream = _ChunkStream(self, count)
+        stream = _ChunkStream(self, count, await self._num_chars_given())
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             async for piece in running.pieces():
                 count.add(piece)
@@ -108,11 +109,16 @@ class CompletionWork:
         shown = () if self.shows_prompt_only else logprobs
         return await self._format.echo(first_token_id, prompt_logprobs, shown, num_top=num_top)
 
-    def num_chars(self, token_ids: Sequence[int]) -> int:
-        """Return the length of the tokens as their logprobs show them."""
-        if self.request.logprobs is None:
-            return 0
-        return sum(len(self._format.token(token_id)) for token_id in token_ids)
+    async def _num_chars_given(self) -> dict[int, int]:
+        """By choice that another engine has begun: characters of the tokens that the client has."""
+        chars: dict[int, int] = {}
+        for sample in self.samples:
+            if given := sample.request.output_token_ids:
+                counted = given if self.request.logprobs is not None else []
+                chars[sample.index] = await self.service.encoder.in_thread(
+                    partial(self._format.num_chars, counted)
+                )
+        return chars
 
     @property
     def _format(self) -> LogprobFormat:
@@ -127,25 +133,19 @@ class CompletionWork:
 class _ChunkStream:
     """Makes the chunks of a stream, with the state of each choice."""
 
-    def __init__(self, work: CompletionWork, count: TokenCount) -> None:
+    def __init__(self, work: CompletionWork, count: TokenCount, num_chars_given: dict[int, int]) -> None:
         self._work = work
         self._count = count
-        # By choice: characters of its tokens so far, for offsets.
-        self._num_shown = {
-            sample.index: work.num_chars(sample.output) for sample in work.samples if sample.output
-        }
-        self._held: dict[int, list[int]] = {}  # By choice: tokens without a chunk so far.
+        self._num_shown = num_chars_given  # By choice begun: characters of its tokens so far, for offsets.
+        self._names = TokenNames(wants_all=bool(work.request.return_token_ids))
 
     async def chunk(self, piece: Piece) -> Completion | None:
         """Return None if the piece has nothing to show yet."""
         work, sample = self._work, piece.sample
         is_first = sample.index not in self._num_shown
         text = work.text(sample, piece.text, is_first=is_first)
-        wants_ids = work.request.return_token_ids or (is_first and sample.names_first_token)
-        wants_tokens = wants_ids or work.request.logprobs is not None
-        token_ids = self._held.pop(sample.index, []) + piece.token_ids
-        if not (text or piece.finish or wants_tokens):
-            self._held[sample.index] = token_ids
+        names_ids = self._names.add(piece, is_first=is_first)
+        if not (text or piece.finish or names_ids or work.request.logprobs is not None):
             return None
         offset = self._num_shown.get(sample.index, 0)
         logprobs = await work.logprobs(sample, piece.logprobs, piece.prompt_logprobs, offset=offset)
@@ -162,7 +162,7 @@ class _ChunkStream:
                     logprobs=logprobs,
                     finish_reason=finish.reason if finish else None,
                     stop_reason=finish.stop_reason if finish else None,
-                    token_ids=token_ids if wants_ids or sample.names_token_ids else UNSET,
+                    token_ids=self._names.take(piece),
                     prompt_token_ids=work.prompt_token_ids(sample) if is_first else UNSET,
                 )
             ],
@@ -205,6 +205,7 @@ async def admit_completion(service: Service, request: CompletionRequest, request
         prompt_logprobs=prompt_logprobs,
         bad_words=await service.encoder.encode_bad_words(request.checked_bad_words),
     )
+    await service.replay_given(samples)
     echoes = [""] * len(prompts)
     if request.echo and not request.return_token_ids:  # As in vLLM, the ids replace the text.
         echoes = [

@@ -33,14 +33,18 @@ class LogprobFormat:
         self._tokenizer = tokenizer
         self._as_token_ids = as_token_ids
 
-    def token(self, token_id: int) -> str:
+    def _token(self, token_id: int) -> str:
         return f"token_id:{token_id}" if self._as_token_ids else self._tokenizer.token_text(token_id)
+
+    def num_chars(self, token_ids: Sequence[int]) -> int:
+        """Return the characters of tokens, for the offset of those after them."""
+        return sum(len(self._token(token_id)) for token_id in token_ids)
 
     def completion(
         self, logprobs: Sequence[TokenLogprobs], *, num_top: int, offset: int = 0
     ) -> CompletionLogprobs:
         """`offset`: characters of the tokens before these."""
-        tokens = [self.token(entry.chosen.token_id) for entry in logprobs]
+        tokens = [self._token(entry.chosen.token_id) for entry in logprobs]
         return CompletionLogprobs(
             text_offset=_offsets(tokens, offset),
             token_logprobs=[_finite(entry.chosen) for entry in logprobs],
@@ -52,7 +56,7 @@ class LogprobFormat:
         self, first_token_id: int, prompt: PromptLogprobs, output: Sequence[TokenLogprobs], *, num_top: int
     ) -> CompletionLogprobs:
         """Format a whole prompt, whose first token has no log-probability, and the output after it."""
-        tokens = [self.token(first_token_id)]
+        tokens = [self._token(first_token_id)]
         token_logprobs: list[float | None] = [None]
         top_logprobs: list[dict[str, float] | None] = [None]
         async for entries in _slices(prompt, output):
@@ -90,13 +94,13 @@ class LogprobFormat:
         shown: dict[str, float] = {}
         for candidate in (*entry.top[:num_top], entry.chosen):
             # Two tokens can have the same text; the likelier one is kept.
-            shown.setdefault(self.token(candidate.token_id), _finite(candidate))
+            shown.setdefault(self._token(candidate.token_id), _finite(candidate))
         return shown
 
     def chat(self, logprobs: Sequence[TokenLogprobs], *, num_top: int) -> ChatLogprobs:
         content = []
         for entry in logprobs:
-            token = self.token(entry.chosen.token_id)
+            token = self._token(entry.chosen.token_id)
             top = [self._top(candidate) for candidate in entry.top[:num_top]]
             # As in vLLM, the bytes are those of the text.
             text = self._tokenizer.token_text(entry.chosen.token_id)
@@ -104,7 +108,7 @@ class LogprobFormat:
         return ChatLogprobs(content)
 
     def _top(self, candidate: TokenLogprob) -> TopLogprob:
-        token = self.token(candidate.token_id)
+        token = self._token(candidate.token_id)
         return TopLogprob(token, _finite(candidate), list(token.encode()))
 
 

@@ -36,15 +36,10 @@ class Sample:
     include_stop: bool = False  # Show the stop token or string that ended it.
     waits_for_first: bool = False  # Submit once the first sample has its first token.
     names_first_token: bool = False  # Its first chunk is sent in any case, with its token ids.
-    names_token_ids: bool = False  # Each chunk has the ids of its tokens, and of those that had no chunk.
+    names_tokens: bool = False  # Each chunk has the token ids since the last one.
     # Tokens of the prompt that the prefill engine had in its cache. None: there is no prefill engine.
     num_cached_at_prefill: int | None = None
     continues_elsewhere: bool = False  # Reaching the limit does not end the answer.
-
-    @property
-    def output(self) -> Sequence[int]:
-        """The beginning of the answer, which the client has from another engine."""
-        return self.request.output_token_ids
 
 
 @dataclass(frozen=True, slots=True)

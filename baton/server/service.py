@@ -7,6 +7,7 @@ import secrets
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import msgspec
@@ -21,7 +22,7 @@ from baton.engine.text.tokenizer import Tokenizer
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.settings import HttpSettings
-from baton.server import split_answer
+from baton.server import continuation, first_token
 from baton.server.introduction import Introduction
 from baton.server.metrics import ServerMetrics
 from baton.server.protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingFields
@@ -114,18 +115,16 @@ class Service:
         if len(prompts) * n > MAX_CHOICES:
             raise UserError(f"at most {MAX_CHOICES} choices; are {len(prompts)} prompts times {n}", field="n")
         self._check_transfer(fields, num_prompts=len(prompts))
-        names_first = split_answer.is_asked(fields.kv_transfer_params)
+        names_first = first_token.is_asked(fields.kv_transfer_params)
         is_prefill_leg = names_first and _is_set(fields, "do_remote_decode")
-        names_ids = split_answer.names_token_ids(fields.kv_transfer_params)
-        output = split_answer.output_of(fields.kv_transfer_params)
-        if (names_first or names_ids or output) and len(prompts) * n > 1:
-            key = split_answer.KEY if names_first else split_answer.TOKEN_IDS
-            key = split_answer.OUTPUT_TOKEN_IDS if output else key
+        if names_first and len(prompts) * n > 1:
             raise UserError(
-                "needs a request for one answer (one prompt, n=1)", field=f"{TRANSFER_FIELD}.{key}"
+                "needs a request for one answer (one prompt, n=1)",
+                field=f"{TRANSFER_FIELD}.{first_token.KEY}",
             )
-        if output and (not fields.stream or prompt_logprobs is not None):
-            raise split_answer.bad_output("needs stream: true, and no logprobs of the prompt")
+        names_tokens = continuation.names_tokens(fields.kv_transfer_params)
+        given = continuation.given_tokens(fields, self.model_config.vocab_size, len(prompts) * n)
+        transfer_params = continuation.without_given(fields.kv_transfer_params)
         allowed_token_ids = fields.checked_allowed_ids(self.model_config.vocab_size, len(prompts) * n)
         num_shown = sum(map(len, prompts)) * n * (1 + (prompt_logprobs or 0))
         if prompt_logprobs is not None and num_shown > MAX_PROMPT_LOGPROBS:
@@ -163,58 +162,49 @@ class Service:
             params = whole
             if room != whole.max_tokens:
                 params = msgspec.structs.replace(whole, max_tokens=room)
+            if given:
+                continuation.check_goes_on(
+                    given,
+                    max_tokens=room,
+                    min_tokens=params.min_tokens,
+                    stop_token_ids=self._stop_token_ids(params),
+                )
             continues = is_prefill_leg and room > 1
             if continues:
-                params = split_answer.first_of(params)
+                params = first_token.first_of(params)
             # An answer of one token ends here, so no other engine needs its KV.
             hands_over = continues or not is_prefill_leg
             for sample_index in range(n):
                 index = prompt_index * n + sample_index
                 is_first = sample_index == 0
-                text = self._text(fields)
-                if output:
-                    self._continue(text, output, params)
                 seed = None if params.seed is None else params.seed + sample_index
                 request = EngineRequest(
                     # The client may send one X-Request-Id twice; the engine never sees an id twice.
                     request_id=f"{request_id}-{index}-{secrets.token_hex(4)}",
                     prompt_token_ids=token_ids,
+                    output_token_ids=given,
                     sampling_params=msgspec.structs.replace(params, seed=seed),
                     arrival_time_s=arrival_time_s,
                     priority=fields.checked_priority,
                     cache_salt=fields.checked_cache_salt,
-                    kv_transfer_params=fields.kv_transfer_params if is_first and hands_over else None,
-                    output_token_ids=output,
+                    kv_transfer_params=transfer_params if is_first and hands_over else None,
                 )
                 samples.append(
                     Sample(
                         index=index,
                         prompt_index=prompt_index,
                         request=request,
-                        text=text,
+                        text=self._text(fields),
                         include_stop=bool(fields.include_stop_str_in_output),
                         # The first fetches the KV; the others find it in the prefix cache.
                         waits_for_first=not is_first and _is_set(fields, "do_remote_prefill"),
                         names_first_token=names_first,
-                        names_token_ids=names_ids,
+                        names_tokens=names_tokens,
                         continues_elsewhere=continues,
                         num_cached_at_prefill=num_cached_at_prefill,
                     )
                 )
         return samples
-
-    def _continue(self, text: SampleText, output: Sequence[int], params: SamplingParams) -> None:
-        """Bring the text to where another engine has left it. Raises UserError."""
-        config = self.model_config
-        split_answer.check_output(
-            output, params, vocab_size=config.vocab_size, eos_token_ids=config.eos_token_ids
-        )
-        for token_id in output:
-            text.feed(token_id)
-            if text.stopped_by is not None:
-                raise split_answer.bad_output(
-                    f"has the stop string {text.stopped_by!r}; nothing comes after it"
-                )
 
     def _check_transfer(self, fields: SamplingFields, *, num_prompts: int) -> None:
         self.check_params(fields.kv_transfer_params)
@@ -223,6 +213,16 @@ class Service:
             raise UserError("is for one prompt; send each prompt in its own request", field=TRANSFER_FIELD)
         if lends and fields.num_samples > 1:
             raise UserError("must be 1 with do_remote_decode: one prefill lends once", field="n")
+
+    async def replay_given(self, samples: Sequence[Sample]) -> None:
+        """Let the text of samples that another engine has begun follow its tokens. Raises UserError."""
+        for sample in samples:
+            if given := sample.request.output_token_ids:
+                await self.encoder.in_thread(partial(continuation.replay, given, sample.text))
+
+    def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
+        eos = () if params.ignore_eos else self.model_config.eos_token_ids
+        return frozenset((*eos, *params.stop_token_ids))
 
     def _text(self, fields: SamplingFields) -> SampleText:
         return SampleText(

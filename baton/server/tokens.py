@@ -132,6 +132,10 @@ class PromptEncoder:
         """Encode each word, as at the beginning of a text and within one. Raises UserError."""
         return await self._run(sum(map(len, words)), lambda: bad_words_in_tokens(words, self._tokenizer))
 
+    async def in_thread(self, work: Callable[[], T]) -> T:
+        """Run work on many tokens, each decoded alone."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
     def _check_chars(self, num_chars: int, field: str) -> None:
         """Refuse a text that is far too long before it is encoded: all requests share the threads."""
         if num_chars > self._max_chars:

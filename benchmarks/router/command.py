@@ -12,8 +12,8 @@ Processor time is that of all processes of the router, from the kernel's account
 router's percentile minus that of a client that sends both legs itself. With `MANY` whole answers the memory
 of each router is compared with that after a tenth of them (the toy proxy is left out: it takes minutes).
 "without resumes" is `baton route --resumes 0`: it does not ask engines for token ids, so it cannot
-continue a broken stream. Peers live in .venv-peers (scripts/setup-peers); a peer that is missing there is skipped. The results go to
-docs/benchmarks/router.json and router.png.
+continue a broken stream. Peers live in .venv-peers (scripts/setup-peers); a peer that is missing there is
+skipped. The results go to docs/benchmarks/router.json and router.png.
 """
 
 import contextlib

@@ -161,35 +161,3 @@ def test_the_first_token_has_a_chunk_of_its_own(
     assert text_of(named) == "H"
     assert text_of(found) == "Hello"
     assert found[-1]["choices"][0]["finish_reason"] == "length"
-
-
-@pytest.mark.parametrize("is_stream", [True, False])
-def test_d_continues_after_a_token_of_another_engine(
-    http: httpx.Client, engine: ScriptedEngine, is_stream: bool
-) -> None:
-    """As in the middle of an answer: here, the second half of a character."""
-    engine.answer = "\u2002!"
-    body = {"prompt": [72, 0x2001], "max_tokens": 9, "kv_transfer_params": {"baton_goes_on": True}}
-    if is_stream:
-        assert text_of(chunks(http, **body)) == "€!"
-    else:
-        assert http.post("/v1/completions", json=body).json()["choices"][0]["text"] == "€!"
-    (request,) = engine.requests
-    assert request.prompt_token_ids == [72, 0x2001], "for the engine it is part of the prompt"
-    assert text_of(chunks(http, prompt=body["prompt"], max_tokens=9)) != "€!"
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"kv_transfer_params": {"baton_goes_on": 1}},
-        {"kv_transfer_params": {"baton_goes_on": True}, "n": 2},
-        {"kv_transfer_params": {"baton_goes_on": True, "baton_first_token": True}},
-    ],
-)
-def test_a_continuation_is_one_answer_with_a_first_token(
-    http: httpx.Client, engine: ScriptedEngine, body: dict[str, Any]
-) -> None:
-    answer = http.post("/v1/completions", json={"prompt": "a", **body})
-    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "kv_transfer_params.baton_goes_on")
-    assert not engine.requests

@@ -16,7 +16,6 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
     pool ends there with finish reason "length".
     """
     prompt, max_tokens = asked.prompt_token_ids, asked.sampling_params.max_tokens
-    output = asked.output_token_ids
     context = config.model_config.max_model_len
     if not prompt:
         raise UserError("must have at least one token", field="prompt")
@@ -24,13 +23,17 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
         raise UserError(
             f"has a token id outside the vocabulary, [0, {config.model_config.vocab_size})", field="prompt"
         )
-    if output and (min(output) < 0 or max(output) >= config.model_config.vocab_size):
+    given = asked.output_token_ids
+    if given and not (min(given) >= 0 and max(given) < config.model_config.vocab_size):
         raise UserError(
             f"has a token id outside the vocabulary, [0, {config.model_config.vocab_size})",
             field="output_token_ids",
         )
-    if len(output) >= max_tokens:
-        raise UserError(f"has {len(output)} tokens, of max_tokens {max_tokens}", field="output_token_ids")
+    if len(given) >= max_tokens:
+        raise UserError(
+            f"has {len(given)} tokens; the answer has at most {max_tokens}, so none is left",
+            field="output_token_ids",
+        )
     _check_tokens_left(asked.sampling_params, config.model_config)
     if len(prompt) >= context:
         raise UserError(
@@ -46,16 +49,15 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
         )
     cache = config.cache_config
     groups = config.kv_cache_groups
+    num_tokens = len(prompt) + len(given)
     num_needed = sum(
-        group.blocks_at_most(
-            len(prompt) + len(output) + 1, block_size=cache.block_size, chunk=config.max_chunk
-        )
+        group.blocks_at_most(num_tokens + 1, block_size=cache.block_size, chunk=config.max_chunk)
         for group in groups
     )
     num_usable = cache.num_gpu_blocks - is_hybrid(groups)
     if num_needed > num_usable:
         raise UserError(
-            f"has {len(prompt)} tokens, which need {num_needed} KV blocks of {cache.block_size} tokens; "
+            f"has {num_tokens} tokens, which need {num_needed} KV blocks of {cache.block_size} tokens; "
             f"this engine has {num_usable}: shorten the prompt, or give the engine more blocks",
             field="prompt",
         )
