@@ -30,8 +30,8 @@ from baton.router.errors import RouterError
 from baton.router.loans import Outcome as LoanOutcome
 from baton.router.shell import run as route_run
 from baton.server import run as serve_run
+from baton.server.continuation import GIVEN, NAMES_TOKENS
 from baton.server.errors import describe
-from baton.server.first_token import GOES_ON
 from baton.server.first_token import KEY as FIRST_TOKEN
 from baton.transport import cuda_ipc, nixl, tcp_wire
 from baton.transport.registry import PREFERENCE
@@ -162,7 +162,7 @@ def test_engines() -> None:
             "offload": " ".join(OFFLOAD_CHOICES),
             "cached tokens": CACHED_TOKENS,
             "first token": FIRST_TOKEN,
-            "generation that goes on": GOES_ON,
+            "tokens of an answer": f"{GIVEN} {NAMES_TOKENS}",
             "hidden states": f"{PATH_KEY} {OUTPUT_KEY}",
             "synthetic tokens": ANSWERED,
             "drawn seed": seed_of(7, "request", 0),
