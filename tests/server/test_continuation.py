@@ -33,7 +33,7 @@ USAGE = {"stream_options": {"include_usage": True}}
 
 
 class CoreEngine(ScriptedEngine):
-    """An engine core, stepped by whoever waits for its outputs."""
+    """An engine core, stepped by the task that waits for its outputs."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
