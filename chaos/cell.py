@@ -34,6 +34,7 @@ class Record(msgspec.Struct, kw_only=True):
     skipped: str | None = None  # Reason why the cell was not run.
     broken: str | None = None  # Reason why the cell could not be completed.
     counts: Counts | None = None
+    may_fail: bool = True  # Requests may end with a clear error.
     serves_again_s: float | None = None  # From the target's first healthy answer to its first token.
     # From then, or the fault's end, until all pairs of engines move KV again.
     hands_over_again_s: float | None = None
@@ -54,6 +55,7 @@ class Record(msgspec.Struct, kw_only=True):
         if self.counts is not None:
             numbers = {"wrong": self.counts.wrong, "hung": self.counts.hung, "unclear": self.counts.unclear}
             numbers["streams not continued"] = self.counts.broken_streams
+            numbers["failed"] = 0 if self.may_fail else self.counts.clear_errors
             found += [f"{number} {name}" for name, number in numbers.items() if number]
         found += [f"held: {', '.join(self.held)}"] if self.held else []
         found += [f"no handoff any more: {', '.join(self.silent_pairs)}"] if self.silent_pairs else []
@@ -103,6 +105,7 @@ def run_cell(
         system.network.replace_rules(())
     answers = load.stop()
     stopped_s = time.monotonic()
+    record.may_fail = not fault.is_planned
     kind = system.mode.kind
     whole = {one.index for one in questions if fault.keeps_streams and one.can_be_continued(kind)}
     record.counts = count(answers, expected, began_s=began_s, ended_s=ended_s, whole=whole)

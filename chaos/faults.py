@@ -9,7 +9,7 @@ from typing import Any
 from chaos.load import Load
 from chaos.modes import DECODE, ENGINES, PREFILL, Feature
 from chaos.rules import FRONT, Rule
-from chaos.system import END_S, PLAIN, EngineProcess, System, Variant
+from chaos.system import END_S, PLAIN, EngineProcess, System, SystemFailed, Variant, wait_until
 
 RESTART_S = 60.0  # Time limit for an engine that was asked to end; a drain takes at most 30 s.
 SHORT_S = 4.0
@@ -49,6 +49,7 @@ class Fault:
     variant: Variant = PLAIN
     open_defects: str = ""  # A known defect that is not fixed yet; shown in the report's table.
     keeps_streams: bool = False  # Other engines continue the streams of those that fail.
+    is_planned: bool = False  # No request may fail.
     strikes: bool = False  # The switch counts affected packets; with a count of 0 the cell shows nothing.
 
 
@@ -101,6 +102,16 @@ def _send(name: str, number: signal.Signals) -> Action:
 
 def _ask_to_end(name: str) -> Action:
     return lambda context: context.engine(name).child.send_signal(signal.SIGTERM)
+
+
+def _restart_all_in_turn(context: FaultContext) -> None:
+    """Ask one engine after the other to end, and start it again; the next one when the router uses it."""
+    system = context.system
+    for name, engine in system.engines.items():
+        engine.child.send_signal(signal.SIGTERM)
+        engine.restart(RESTART_S)
+        if not wait_until(lambda: engine.is_healthy() and system.is_in_use(name), system.start_s):  # noqa: B023
+            raise SystemFailed(f"the router does not use {name} {system.start_s:g} s after its restart")
 
 
 def _signal_router(number: signal.Signals) -> Action:
@@ -216,6 +227,14 @@ FAULTS: Sequence[Fault] = (
         for name in ("p0", "d0")
     ),
     *(_death("term", "SIGTERM of {}", name, _ask_to_end(name), _restart(name)) for name in ("p0", "d0")),
+    Fault(
+        "rolling",
+        "SIGTERM of each engine and restart, one after the other",
+        _restart_all_in_turn,
+        _nothing,
+        keeps_streams=True,
+        is_planned=True,
+    ),
     _death(
         "front",
         "kill -9 of the front end of {} while its core is stopped",

@@ -203,6 +203,16 @@ class System:
             self.stop()
             raise
 
+    def is_in_use(self, name: str) -> bool:
+        """Whether the router sends requests to this engine."""
+        url = self.engines[name].url
+        try:
+            fleet = httpx.get(f"{self.router_url}/fleet", timeout=PROBE_S).raise_for_status().json()
+        except httpx.HTTPError:
+            return False
+        states = [one["state"] for role in ("prefill", "decode") for one in fleet[role] if one["url"] == url]
+        return states == ["up"]
+
     def stop(self) -> None:
         for engine in self.engines.values():
             engine.close()
