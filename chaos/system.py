@@ -210,7 +210,9 @@ class System:
             fleet = httpx.get(f"{self.router_url}/fleet", timeout=PROBE_S).raise_for_status().json()
         except httpx.HTTPError:
             return False
-        states = [one["state"] for role in ("prefill", "decode") for one in fleet[role] if one["url"] == url]
+        states = [
+            one["state"] for engines in fleet["engines"].values() for one in engines if one["url"] == url
+        ]
         return states == ["up"]
 
     def stop(self) -> None:

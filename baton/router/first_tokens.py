@@ -249,6 +249,11 @@ class FirstTokens:
         """D's stream is the rest of an answer that has begun."""
         return self._mode is FirstTokenMode.CONTINUE and self.is_told
 
+    @property
+    def num_given(self) -> int:
+        """Tokens of the answer that an engine of ours is told to continue after."""
+        return len(self._told_ids) if self.continues_after_told else 0
+
     def sieve_of_decode(self, consumer: Engine) -> TurnSieve:
         if not self.continues_after_told or (self._given is not None and not self._given.has_begun):
             return TurnSieve()

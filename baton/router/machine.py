@@ -29,6 +29,7 @@ from typing import Any, Literal
 from baton.core.errors import PeerError
 from baton.router import sse
 from baton.router.answers import (
+    GIVEN_HEADER,
     Complete,
     DecodeAnswer,
     FirstTokenRead,
@@ -483,6 +484,10 @@ class Machine:
             self._send_whole(answer, {"x-baton-prefill": where}, body=body)
             self._keep_turn(leg.engine, reader)
             return self._finish()
+        num_given = self._first.num_given if leg.engine.kind == "baton" else 0
+        if num_given and answer.headers.get(GIVEN_HEADER) != str(num_given):
+            why = "it does not continue answers; it is of an older version"
+            return self._on_decode_failed(Failed(leg, _broken(leg, why)))
         self._answer, self._head = DecodeAnswer(self._first, leg.engine), answer
         self._state = State.COMPARING
         return self._compare(leg, answer.body)

@@ -94,16 +94,23 @@ class TokenNames:
 
 
 PROMPT_HEADER = "X-Baton-Prompt"
+GIVEN_HEADER = "X-Baton-Given"  # Tokens of the answer that this engine continues after.
 
 
 def prompt_header(piece: Piece) -> dict[str, str]:
     """Return the header with numbers for routers: tokens of the prompt, those cached here, those transferred.
 
+    And the number of tokens that another engine has given of the answer. An engine that does not know them
+    would begin the answer again, and has no such header.
+
     In a header, because a stream's usage comes last, and only if the client asks for it.
     """
+    headers = {}
+    if given := piece.sample.request.output_token_ids:
+        headers[GIVEN_HEADER] = str(len(given))
     total, transferred = len(piece.sample.request.prompt_token_ids), piece.num_transferred_tokens
     local = max(0, piece.num_cached_tokens - transferred)
-    return {PROMPT_HEADER: f"total={total}; local={local}; transferred={transferred}"}
+    return {**headers, PROMPT_HEADER: f"total={total}; local={local}; transferred={transferred}"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -159,11 +159,13 @@ class Legs:
         prompt: list[int],
         sampling: SamplingParams = GREEDY,
         params: dict[str, Any] | None = None,
+        given: Sequence[int] = (),
     ) -> Completion:
         completion = self.completions[id(core), request_id] = Completion(request_id, prompt)
         asked = EngineRequest(
             request_id=request_id,
             prompt_token_ids=prompt,
+            output_token_ids=list(given),
             sampling_params=sampling,
             arrival_time_s=0.0,
             kv_transfer_params=params,

@@ -27,6 +27,7 @@ class Speaker:
     gate: asyncio.Event | None = None  # Before it says anything.
     rest_gate: asyncio.Event | None = None  # After the first token.
     dies_after: int | None = None  # Chunks.
+    is_old: bool = False  # It ignores what it is given of an answer.
     legs: list[dict[str, Any]] = field(default_factory=list)
 
     async def __call__(self, call: Call) -> None:
@@ -61,13 +62,14 @@ class Speaker:
         tokens, finish, ticket = self._kept(params, is_prefill=is_prefill)
         given = params.get("baton_output_token_ids", [])
         assert tokens[: len(given)] == given, "it is told to continue after other tokens than its own"
-        await call.start(200, "text/event-stream", x_engine=call.engine.introduces_as or "?")
+        headers = {"x_baton_given": str(len(given))} if given and not self.is_old else {}
+        await call.start(200, "text/event-stream", x_engine=call.engine.introduces_as or "?", **headers)
         if "messages" in body and not given:
             await call.piece(event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))
         for index, token in enumerate(tokens):
             if index == self.dies_after:
                 return call.cut()
-            if index < len(given):
+            if index < len(given) and not self.is_old:
                 continue
             is_last = index + 1 == len(tokens)
             choice: dict[str, Any] = {"finish_reason": finish if is_last else None}

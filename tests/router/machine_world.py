@@ -406,7 +406,9 @@ class World:
                 pieces.append(b"\n\ndata: {garbage\n\n")
             elif pieces[-1].endswith(b"[DONE]\n\n"):
                 pieces[-1] = pieces[-1][:-3]
-        yield Opened(leg, LegAnswer(200, STREAM, pieces[0], is_stream=True))
+        given = params.get("baton_output_token_ids")
+        headers = {**STREAM, **({"x-baton-given": str(len(given))} if given else {})}
+        yield Opened(leg, LegAnswer(200, headers, pieces[0], is_stream=True))
         for piece in pieces[1:]:
             yield Piece(leg, piece)
         yield self._failed(leg, "broken") if fault == "cut" else StreamEnded(leg)

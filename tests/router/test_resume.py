@@ -101,6 +101,13 @@ async def test_without_another_engine_the_stream_ends_with_an_error() -> None:
     assert "broken_streams_total 1" in metrics
 
 
+async def test_an_engine_that_would_begin_the_answer_again_is_not_heard() -> None:
+    engines = [baton("d2"), baton("d0", dies_after=2), baton("d1", is_old=True)]
+    async with introduced_system([baton("p")], engines, policy="round_robin") as s:
+        check_is_one_engines(await stream(s))
+    assert all(speaker(engine).legs for engine in engines)
+
+
 async def test_a_stream_is_continued_as_often_as_the_settings_allow() -> None:
     for resumes, is_whole in ((2, True), (1, False), (0, False)):
         # Round robin begins with the second one.

@@ -95,7 +95,8 @@ class VllmSpeaker:
         params = body.get("kv_transfer_params") or {}
         output = params.get("baton_output_token_ids", [])
         wants_ids = body.get("return_token_ids") or params.get("baton_token_ids")
-        await call.start(200, "text/event-stream; charset=utf-8", x_engine=call.engine.url)
+        headers = {"x_baton_given": str(len(output))} if output else {}
+        await call.start(200, "text/event-stream; charset=utf-8", x_engine=call.engine.url, **headers)
         if "messages" in body and not output:
             opening = {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
             prompt_ids = {"prompt_token_ids": ids} if wants_ids else {}

@@ -14,7 +14,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.core.config import CacheConfig, EngineConfig, SchedulerConfig
+from baton.core.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from baton.engine.api import EngineOutput, EngineRequest
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
@@ -29,11 +29,12 @@ from tests.server.fakes import ScriptedEngine, service_around
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 IDS = re.compile(rb',"token_ids":\[[0-9,]*\]')
 OWN = re.compile(rb'"id":"[^"]*"|"created":\d+|"cached_tokens":\d+')
+TWO_RANKS = ParallelConfig(tensor_parallel_size=2, executor="multiprocess", max_concurrent_batches=2)
 USAGE = {"stream_options": {"include_usage": True}}
 
 
 class CoreEngine(ScriptedEngine):
-    """An engine core, stepped by the task that waits for its outputs."""
+    """An engine core, stepped by each request that waits for its outputs."""
 
     def __init__(self, config: EngineConfig) -> None:
         super().__init__()
@@ -105,12 +106,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def door_of(folder: Path, num_blocks: int = 200, **scheduling: Any) -> Iterator[Door]:
+def door_of(
+    folder: Path, num_blocks: int = 200, is_parallel: bool = False, **scheduling: Any
+) -> Iterator[Door]:
     model = load_model_config(folder, max_model_len=256)
     config = EngineConfig(
         model_config=model,
         cache_config=CacheConfig(num_gpu_blocks=num_blocks, block_size=4),
         scheduler_config=SchedulerConfig(**scheduling),
+        parallel_config=TWO_RANKS if is_parallel else ParallelConfig(),
     )
     engine, tokenizer, workers = CoreEngine(config), Tokenizer.from_folder(folder), WorkerPool()
     encoder = PromptEncoder(tokenizer, model, workers)
@@ -238,17 +242,19 @@ def test_tokens_that_another_engine_cuts_at_any_place_make_the_same_text(door: D
 
 
 @pytest.mark.parametrize(
-    ("scheduling", "num_blocks"),
+    "scheduling",
     [
-        ({"max_num_batched_tokens": 5}, 200),
-        ({"max_num_batched_tokens": 256, "enable_chunked_prefill": False}, 200),
+        {"max_num_batched_tokens": 5},
+        {"max_num_batched_tokens": 256, "enable_chunked_prefill": False},
+        pytest.param(
+            {"max_num_batched_tokens": 5, "is_parallel": True},
+            marks=[pytest.mark.processes, pytest.mark.slow],
+        ),
     ],
-    ids=["chunks", "no chunks"],
+    ids=["chunks", "no chunks", "two ranks, two steps in flight"],
 )
-def test_however_the_given_tokens_are_computed(
-    folder: Path, scheduling: dict[str, Any], num_blocks: int
-) -> None:
-    for door in door_of(folder, num_blocks, **scheduling):
+def test_however_the_given_tokens_are_computed(folder: Path, scheduling: dict[str, Any]) -> None:
+    for door in door_of(folder, **scheduling):
         check_cut_anywhere(door, COMPLETIONS, request_of(COMPLETIONS, "penalties"), 3)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from baton.engine.api import EngineOutput
-from baton.router.answers import PROMPT_HEADER, LegAnswer
+from baton.router.answers import GIVEN_HEADER, PROMPT_HEADER, LegAnswer
 from baton.router.errors import FailureKind, LegFailure
 from baton.router.events import Event, Failed, Leg, Opened, Piece, StreamEnded
 from baton.router.legs import FIRST_TOKEN, OUTPUT_TOKEN_IDS, PARAMS, TOKEN_IDS
@@ -189,7 +189,11 @@ class Door:
     def _counts(self, output: EngineOutput) -> Mapping[str, str]:
         total, transferred = len(self._leg.body["prompt"]), output.num_transferred_tokens
         local = max(0, output.num_cached_tokens - transferred)
-        return {PROMPT_HEADER: f"total={total}; local={local}; transferred={transferred}"}
+        given = (self._leg.body.get(PARAMS) or {}).get(OUTPUT_TOKEN_IDS)
+        return {
+            **({GIVEN_HEADER: str(len(given))} if given else {}),
+            PROMPT_HEADER: f"total={total}; local={local}; transferred={transferred}",
+        }
 
     def _note(self, output: EngineOutput) -> None:
         ask = self._answer.ask
