@@ -47,6 +47,13 @@ class Failed:
 
 
 @dataclass(frozen=True, slots=True)
+class Draining:
+    """The leg's engine drains. The leg may stay; it is better continued elsewhere."""
+
+    leg: "Leg"
+
+
+@dataclass(frozen=True, slots=True)
 class Closed:
     """A leg has left its engine, after `Close`."""
 
@@ -79,7 +86,7 @@ class Found:
 
 
 Event: TypeAlias = (
-    Found | Met | Opened | Piece | StreamEnded | Failed | Closed | HoldOver | ClientGone | Stopped
+    Found | Met | Opened | Piece | StreamEnded | Failed | Draining | Closed | HoldOver | ClientGone | Stopped
 )
 
 # --- Effects ----------------------------------------------------------------------------------------

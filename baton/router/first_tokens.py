@@ -3,8 +3,8 @@
 `choose` takes the mode of a pair of engines, which says where the first token comes from. It may change until
 a token has been sent to the client. From then on the rest comes from an engine that can continue the answer,
 whatever fails. A token is sent once: an engine that gives it again has to agree, or is told to continue after
-it. When a stream breaks, `resume_after` takes what the client has of it, and the bodies that follow ask for
-the rest.
+it. When a stream breaks, `given` is what the client has of it; after `resume_after` the bodies ask for the
+rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,6 +72,11 @@ class Given:
     prompt_token_ids: PromptIds | None
 
 
+def can_follow(given: Given, engine: Engine) -> bool:
+    """Whether this engine gives just the rest."""
+    return engine.kind == "baton" if given.kind == "baton" else can_continue(engine)
+
+
 class FirstTokens:
     def __init__(
         self,
@@ -121,8 +126,8 @@ class FirstTokens:
 
     def can_continue(self, engine: Engine) -> bool:
         """Whether this decode engine can give what is left of the answer."""
-        if self._given is not None and self._given.kind == "baton":
-            return engine.kind == "baton"
+        if self._given is not None:
+            return can_follow(self._given, engine)
         if self.is_told:
             return can_continue(engine)
         return self._first is None or engine.kind == "baton"
@@ -275,26 +280,28 @@ class FirstTokens:
         """Of the running decode leg's stream. None: it cannot be resumed."""
         return self._record
 
-    def resume_after(self) -> bool:
-        """D's stream has broken, and the client keeps what it has. False: no engine can give just the rest.
+    def given(self) -> Given | None:
+        """What the client has now, of D's stream and before it. None: no engine can give just the rest.
 
         An engine of ours takes the tokens as output of its own. vLLM takes them for
         prompt, so its text must not end inside a character.
         """
         record = self._record
         if record is None or not record.is_complete or self.is_finished:
-            return False
+            return None
         kind = record.kind
         told_ids, prompt = self._told_ids, self._prompt_token_ids or record.prompt_token_ids
         num_new = len(record.token_ids)
         if "vllm" in (kind, self._origin):
             kind, num_new = "vllm", record.num_shown
             if prompt is None or (self.shows_token_ids and num_new < len(record.token_ids)):
-                return False
+                return None
         has_begun = bool(told_ids or record.num_events or (self._given and self._given.has_begun))
-        self._given = Given(kind, has_begun, [*told_ids, *record.token_ids[:num_new]], prompt)
-        self._mode, self._record = FirstTokenMode.CONTINUE, None
-        return True
+        return Given(kind, has_begun, [*told_ids, *record.token_ids[:num_new]], prompt)
+
+    def resume_after(self, given: Given) -> None:
+        """Another engine is asked for the rest."""
+        self._given, self._mode, self._record = given, FirstTokenMode.CONTINUE, None
 
     @property
     def _origin(self) -> Kind | None:

@@ -32,6 +32,9 @@ from baton.router.settings import Role, RouterSettings, check_url, without_crede
 logger = logging.getLogger(__name__)
 
 
+DRAIN_GRACE_S = 2.0  # After that other engines continue the streams of an engine that drains.
+
+
 class Counts(NamedTuple):
     """Of one engine, in other processes of this router."""
 
@@ -130,6 +133,9 @@ class Wait(Protocol):
 
     def give_up(self) -> None:
         """End it, because the engine is ejected."""
+
+    def hand_over(self) -> None:
+        """Let another engine go on, if one can, because this one drains."""
 
 
 class Fleet:
@@ -302,11 +308,17 @@ class Fleet:
         return known
 
     def drain(self, engine: Engine, until_s: float, *, is_leaving: bool) -> None:
-        """No new requests. Call `end_drain` at `until_s`."""
+        """No new requests. Call `hand_over` after DRAIN_GRACE_S, and `end_drain` at `until_s`."""
         engine.drain_until_s = until_s
         engine.is_leaving = engine.is_leaving or is_leaving
         logger.info("%s engine %s drains %d requests", engine.role, engine.url, engine.load)
         self._end_leave(engine)
+
+    def hand_over(self, engine: Engine, until_s: float) -> None:
+        """Let other engines continue its streams, those that they can continue exactly."""
+        if engine.drain_until_s == until_s:
+            for wait in [wait for wait in engine.waits if wait.has_begun]:
+                wait.hand_over()
 
     def end_drain(self, engine: Engine, now_s: float) -> None:
         """Give up the legs that are left. Nothing happens if the engine has returned or drains for longer."""

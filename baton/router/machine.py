@@ -9,7 +9,7 @@
     D refuses the ticket:             once more without it; it is no fault of the client
     D refuses the introduction:       once more with a fresh one, then without
     D failed before its first byte:   both legs again, with a new transfer id
-    D failed in a stream:             another D gives the rest, if that is the same answer; else an error
+    D failed in a stream, or drains:  another D gives the rest, if that is the same answer; else an error
                                       event and [DONE]
 
 In a push a leg that fails takes the other one with it, and D's leg may be held back (`late_leg`): if P has
@@ -51,6 +51,7 @@ from baton.router.events import (
     Close,
     Closed,
     Count,
+    Draining,
     Effect,
     Event,
     Failed,
@@ -70,7 +71,7 @@ from baton.router.events import (
     StreamEnded,
 )
 from baton.router.first_token import FirstToken
-from baton.router.first_tokens import FirstTokens
+from baton.router.first_tokens import FirstTokens, can_follow
 from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.legs import PARAMS, push_params, shape_of
@@ -139,7 +140,7 @@ class Machine:
         self._tried: list[Engine] = []  # To decode.
         self._bad_producers: list[Engine] = []
         self._num_refused_introductions = 0
-        self._broken: list[Engine] = []  # Whose stream another engine has had to continue.
+        self._broken: list[Engine] = []  # That have failed in this stream.
         self._prefilled: Prefilled | None = None
         self._failures: dict[Role, LegFailure] = {}  # The last one of each role.
         self._prefill: Leg | None = None  # The last one of either role.
@@ -609,16 +610,29 @@ class Machine:
             return None
         return self._break_stream(message)
 
-    def _resume(self, leg: Leg) -> bool:
-        """D's stream has broken: another engine gives the rest, if that is the same answer."""
-        if len(self._broken) >= self._settings.resumes or not self._first.resume_after():
+    def _on_draining(self, event: Draining) -> None:
+        self._resume(event.leg, is_planned=True)
+
+    def _resume(self, leg: Leg, *, is_planned: bool = False) -> bool:
+        """Another engine gives the rest of D's stream, if one can give the same answer.
+
+        `is_planned`: D could go on. Only another decode engine takes its place then.
+        """
+        given = self._first.given()
+        if given is None or (not is_planned and len(self._broken) >= self._settings.resumes):
             return False
-        self._broken.append(leg.engine)
-        self._tried = []
-        if self._choose_consumer() is None:
+
+        def is_fit(engine: Engine) -> bool:
+            return engine is not leg.engine and engine not in self._broken and can_follow(given, engine)
+
+        roles: tuple[Role, ...] = ("decode",) if is_planned else ("decode", "prefill")
+        if not any(self._view.choose(role, self._routed, [], self._now_s, is_fit) for role in roles):
             return False
-        self._count("resumed_streams")
-        self._prefilled, self._bad_producers = None, []
+        self._first.resume_after(given)
+        if not is_planned:
+            self._broken.append(leg.engine)
+        self._count("resumed_streams", "planned" if is_planned else "broken")
+        self._prefilled, self._tried, self._bad_producers = None, [], []
         self._again()
         return True
 
@@ -924,7 +938,7 @@ def _broken(leg: Leg, why: str) -> LegFailure:
     return LegFailure("broken", leg.engine.url, why, was_sent=True)
 
 
-LEG_EVENTS = (Opened, Piece, StreamEnded, Failed, Closed)
+LEG_EVENTS = (Opened, Piece, StreamEnded, Failed, Draining, Closed)
 _S = State
 _LATE = (_S.DECODING, _S.COMPARING, _S.RELAYING, _S.CLOSING, _S.OVER)
 _UNDER_WAY = tuple(state for state in State if state is not State.OVER)
@@ -952,6 +966,7 @@ TABLE: Mapping[tuple[State, type, Role | None], Callable[[Machine, Any], None]] 
     (_S.COMPARING, Piece, "decode"): Machine._on_compared_piece,
     (_S.COMPARING, StreamEnded, "decode"): Machine._on_compared_end,
     **{(_S.RELAYING, event, "decode"): Machine._on_relayed for event in (Piece, StreamEnded, Failed)},
+    (_S.RELAYING, Draining, "decode"): Machine._on_draining,
     **{(state, Closed, role): Machine._on_closed for state in State for role in ("prefill", "decode")},
     **{(state, ClientGone, None): Machine._on_client_gone for state in _UNDER_WAY},
     **{(state, Stopped, None): Machine._on_stopped for state in _UNDER_WAY},

@@ -19,6 +19,7 @@ from baton.router.events import (
     Close,
     Closed,
     Count,
+    Draining,
     Effect,
     Event,
     Failed,
@@ -52,6 +53,7 @@ TOKENS, OTHERS = ("H", "i", "!"), ("X", "y", "z")
 STREAM = {"content-type": "text/event-stream"}
 WHOLE = {"content-type": "application/json"}
 EVENTS_MAX = 400
+DRAINS = 0.1
 PREFILL_S = 5.0  # Of earlier prompts: how long a decode leg is held back follows from it.
 LEGS_MAX = 14  # Two attempts at each engine, two introductions, and one for each kind of refusal.
 RESUMED_LEGS_MAX = 4  # Two attempts at each role, for the rest of a stream.
@@ -235,6 +237,9 @@ class World:
                 self.held.remove(chosen.transfer_id)
             return chosen
         script = self.scripts[chosen]
+        if self.machine._state is State.RELAYING and chosen.role == "decode" and rng.random() < DRAINS:
+            self.faults["an engine drains"] += 1
+            return Draining(chosen)
         if chosen in self.closing and rng.random() < 0.5:
             script.clear()  # What is left was not read.
         elif is_short and script and rng.random() < self.fault_rate / 2:

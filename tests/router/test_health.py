@@ -84,6 +84,9 @@ class Leg:
         self.is_given_up = True
         self.end()
 
+    def hand_over(self) -> None:
+        raise AssertionError("no drain here hands streams over")
+
     def end(self) -> None:
         self.engine.waits.pop(self, None)
         self.fleet.note_end(self.engine)

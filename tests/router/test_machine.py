@@ -11,7 +11,7 @@ import pytest
 from baton.router import machine
 from baton.router.answers import DecodeAnswer, LegAnswer
 from baton.router.events import ClientGone, Close
-from baton.router.first_tokens import FirstTokens
+from baton.router.first_tokens import FirstTokens, Given
 from baton.router.machine import TABLE, Machine, State
 from baton.router.token_record import TokenRecord
 from tests.router.machine_world import World
@@ -57,6 +57,7 @@ def test_every_fault_occurs() -> None:
     wanted |= {f"failure {number}" for number in range(8)}
     wanted |= {f"a stream: {fault}" for fault in ("cut", "ends early", "garbage")}
     wanted |= {"no introduction", "an introduction is refused", "other tokens", "a stream is resumed"}
+    wanted.add("an engine drains")
     wanted.add("an event of a leg that is being closed")
     assert wanted - faults.keys() == set()
 
@@ -133,23 +134,17 @@ def _believe_the_end(self: DecodeAnswer) -> None:
     self.is_done = True
 
 
-def _resume_one_token_early(self: FirstTokens) -> bool:
-    can_resume = RESUME_AFTER(self)
-    if can_resume and self._given is not None:
-        self._given = replace(self._given, token_ids=self._given.token_ids[:-1])
-    return can_resume
+def _resume_one_token_early(self: FirstTokens, given: Given) -> None:
+    RESUME_AFTER(self, replace(given, token_ids=given.token_ids[:-1]))
 
 
-def _resume_with_what_came_from_d(self: FirstTokens) -> bool:
-    record = self._record
-    can_resume = RESUME_AFTER(self)
-    if can_resume and self._given is not None and record is not None:
-        self._given = replace(self._given, token_ids=list(record.token_ids))
-    return can_resume
+def _resume_with_what_came_from_d(self: FirstTokens, given: Given) -> None:
+    assert self._record is not None
+    RESUME_AFTER(self, replace(given, token_ids=list(self._record.token_ids)))
 
 
-def _resume_as_if_nothing_was_told(self: FirstTokens) -> bool:
-    return self._record is not None
+def _resume_as_if_nothing_was_told(self: FirstTokens, given: Given) -> None:
+    pass
 
 
 def _show_ids(self: TokenRecord, event: bytes) -> bytes:

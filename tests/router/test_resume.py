@@ -1,5 +1,6 @@
 """A stream whose decode engine fails, continued by another one: the client sees one answer."""
 
+import asyncio
 import json
 from typing import Any
 
@@ -26,8 +27,8 @@ async def broken_once(s: System, dying: FakeEngine, **body: Any) -> Streamed:
 
 
 def resumed(metrics: str) -> float:
-    (line,) = [one for one in metrics.splitlines() if one.startswith("baton:router_resumed_streams_total")]
-    return float(line.split()[-1])
+    found = [one for one in metrics.splitlines() if one.startswith("baton:router_resumed_streams_total")]
+    return sum(float(line.split()[-1]) for line in found)
 
 
 @pytest.mark.parametrize("num_tokens", [0, 1, 2])
@@ -106,6 +107,23 @@ async def test_an_engine_that_would_begin_the_answer_again_is_not_heard() -> Non
     async with introduced_system([baton("p")], engines, policy="round_robin") as s:
         check_is_one_engines(await stream(s))
     assert all(speaker(engine).legs for engine in engines)
+
+
+@pytest.mark.parametrize("other", [baton, vllm])
+async def test_an_engine_that_drains_hands_its_streams_over(other: Any) -> None:
+    gate = asyncio.Event()
+    slow, d = baton("d0", rest_gate=gate), baton("d1") if other is baton else vllm()
+    async with introduced_system([baton("p")], [d, slow], policy="round_robin") as s:
+        asking, engine = asyncio.create_task(stream(s)), s.router.fleet.engines[2]
+        while not any(wait.has_begun for wait in engine.waits):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        s.router.fleet.drain(engine, 1e9, is_leaving=False)
+        s.router.fleet.hand_over(engine, 1e9)
+        if other is not baton:
+            gate.set()  # Only this engine can give the rest.
+        check_is_one_engines(await asking)
+        metrics = (await s.client.get("/metrics")).text
+    assert resumed(metrics) == (other is baton)
 
 
 async def test_a_stream_is_continued_as_often_as_the_settings_allow() -> None:

@@ -20,7 +20,7 @@ import msgspec
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
-from baton.router.fleet import Engine
+from baton.router.fleet import DRAIN_GRACE_S, Engine, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.legs import parse_body, shape_of
 from baton.router.lookups import look_for
@@ -49,6 +49,14 @@ class _Order(msgspec.Struct):
     instance: str
     type: Literal["prefill", "decode"] | None = None
     timeout_s: float | None = None
+
+
+def watch_drain(loop: asyncio.AbstractEventLoop, fleet: Fleet, engine: Engine) -> None:
+    """Let other engines continue its streams soon, and end what is left at the drain's deadline."""
+    until_s = engine.drain_until_s
+    assert until_s is not None
+    loop.call_at(min(until_s, loop.time() + DRAIN_GRACE_S), fleet.hand_over, engine, until_s)
+    loop.call_at(until_s, fleet.end_drain, engine, until_s)
 
 
 class Admin:
@@ -138,7 +146,7 @@ class Admin:
         node, what = node_of(engine), f"{engine.role}_instances"
         if engine.is_removed:
             return f"Removed {node} from {what}."
-        loop.call_at(until_s, self._fleet.end_drain, engine, until_s)
+        watch_drain(loop, self._fleet, engine)
         then = f", and is then removed from {what}" if engine.is_leaving else ""
         return f"{node} drains {engine.load} requests for at most {timeout_s:g} s{then}."
 

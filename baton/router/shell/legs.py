@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 
 from baton.router.answers import LegAnswer
 from baton.router.errors import FailureKind, LegFailure
-from baton.router.events import Closed, Event, Failed, Leg, Opened, Piece, StreamEnded
+from baton.router.events import Closed, Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
 from baton.router.settings import RouterSettings
 from baton.router.shell.engine_http import EnginePool, Sending, header_lines, origin_of, request_bytes
 from baton.router.shell.timers import TimerWheel
@@ -91,6 +91,9 @@ class WireLeg:
         failure = self._failure("ejected", "given up, because the engine is ejected")
         failure.is_noted = True  # Its probes have counted this.
         self._fail(failure)
+
+    def hand_over(self) -> None:
+        self._put(Draining(self._leg))
 
     def _expect(self, wait_s: float) -> None:
         self._wait_s = max(0.0, min(wait_s, self._ends_at_s - self._upstream.wheel.now_s()))

@@ -65,7 +65,9 @@ class RouterMetrics:
         )
         self.resumed_streams = Counter(
             "baton:router_resumed_streams",
-            "Streams whose decode engine failed, and which another one has continued.",
+            "Streams that another decode engine has continued: broken (the first one failed), or planned (it "
+            "drains).",
+            ["why"],
             registry=self.registry,
         )
         self.first_tokens = Counter(

@@ -114,8 +114,7 @@ class Worker:
         fleet = self._router.fleet
         self._router.replica.apply(note, self._loop.time())
         if isinstance(note, Drains) and (engine := fleet.find(note.engine)) is not None:
-            assert engine.drain_until_s is not None
-            self._loop.call_at(engine.drain_until_s, fleet.end_drain, engine, engine.drain_until_s)
+            admin.watch_drain(self._loop, fleet, engine)
 
     def _on_lost(self) -> None:
         """The coordinator has ended without a word."""

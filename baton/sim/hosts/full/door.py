@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from baton.engine.api import EngineOutput
 from baton.router.answers import GIVEN_HEADER, PROMPT_HEADER, LegAnswer
 from baton.router.errors import FailureKind, LegFailure
-from baton.router.events import Event, Failed, Leg, Opened, Piece, StreamEnded
+from baton.router.events import Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
 from baton.router.legs import FIRST_TOKEN, OUTPUT_TOKEN_IDS, PARAMS, TOKEN_IDS
 from baton.router.sse import sse_event
 from baton.sim.hosts.full.legs import Leg as EngineLeg
@@ -64,6 +64,9 @@ class Door:
 
     def give_up(self) -> None:
         self._failed("ejected", was_sent=True, is_noted=True)
+
+    def hand_over(self) -> None:
+        self._put(Draining(self._leg))
 
     def close(self) -> None:
         if not self._is_closed:
