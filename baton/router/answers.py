@@ -125,6 +125,7 @@ class _Choice(msgspec.Struct):
 
 class _ErrorBody(msgspec.Struct):
     param: str | None = None
+    code: str | int | None = None
 
 
 class _ErrorAnswer(msgspec.Struct):
@@ -134,6 +135,16 @@ class _ErrorAnswer(msgspec.Struct):
 def is_engines_fault(answer: LegAnswer) -> bool:
     """Another engine may do better."""
     return answer.status >= 500 or answer.status in _RETRYABLE_4XX
+
+
+def is_draining(answer: LegAnswer) -> bool:
+    """The engine ends in order and takes no new requests: it is not overloaded."""
+    if answer.status != 503:
+        return False
+    try:
+        return decode_json(answer.body, _ErrorAnswer).error.code == "draining"
+    except NotJson:
+        return False
 
 
 def blames_params(answer: LegAnswer) -> bool:

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Sequence
 
 from baton.router.block_index import CHUNK_TOKENS
+from baton.router.budget import RetryBudget
 from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine, Fleet
 from baton.router.late_leg import LateLegs
@@ -24,6 +25,7 @@ class FleetView:
         self.pairs = pairs
         self.turns = turns
         self.late_legs = LateLegs(settings.decode_leg)
+        self.retries = RetryBudget()
         self.new_transfer_id = new_transfer_id
         # Of a prompt that is looked up in the engines' caches. None: there is no index.
         self.look_min_tokens = CHUNK_TOKENS if settings.kv_events else None

@@ -41,6 +41,7 @@ from baton.router.answers import (
     Unable,
     blames_params,
     end_to_end,
+    is_draining,
     is_engines_fault,
     is_handed_over,
     prefilled,
@@ -163,6 +164,7 @@ class Machine:
         self._error: RouterError | None = None  # For a client that has been sent nothing.
 
     def begin(self, now_s: float) -> Sequence[Effect]:
+        self._view.retries.note_request(now_s)
         return self._run(now_s, self._look)
 
     def _look(self) -> None:
@@ -466,7 +468,8 @@ class Machine:
         if is_refused:
             return self._take_refusal(leg.engine, answer)
         is_params_fault = blames_params(answer)  # Of what the router adds without a ticket.
-        if (is_engines_fault(answer) or is_params_fault) and self._choose_consumer() is not None:
+        is_free = is_params_fault or is_draining(answer)
+        if (is_engines_fault(answer) or is_params_fault) and self._may_ask_another(is_free=is_free):
             self._log("%s answered with %d", leg.engine.url, answer.status)
             self._prefilled = None
             return self._again()
@@ -521,11 +524,22 @@ class Machine:
         self._failures["decode"] = failure
         if failure.kind == "too_large":
             raise self._view.no_engine("decode", failure)  # Another engine would fail in the same way.
+        if failure.kind == "timeout" and not self._may_ask_another():
+            raise self._view.no_engine("decode", failure)
         if self._is_pushed or failure.was_sent:
             if self._is_pushed:
                 self._give_back()
             self._prefilled = None  # The ticket may be in use; a new dispatch gets a new one.
         return self._again()
+
+    def _may_ask_another(self, *, is_free: bool = False) -> bool:
+        """Whether there is another decode engine, and a retry left: this one may have too much to do."""
+        if self._choose_consumer() is None:
+            return False
+        if is_free or self._view.retries.take(self._now_s):
+            return True
+        self._count("retries_refused")
+        return False
 
     def _on_compared_piece(self, event: Piece) -> None:
         self._compare(event.leg, event.data)

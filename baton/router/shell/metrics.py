@@ -58,6 +58,11 @@ class RouterMetrics:
         self.retries = Counter(
             "baton:router_retries", "Legs tried again on another engine.", ["role"], registry=self.registry
         )
+        self.retries_refused = Counter(
+            "baton:router_retries_refused",
+            "Decode legs not tried again, because too many requests had been.",
+            registry=self.registry,
+        )
         self.broken_streams = Counter(
             "baton:router_broken_streams",
             "Streams that ended with an error event because the decode engine failed.",

@@ -1,0 +1,70 @@
+"""The budget of retries, and what a request gets when it is spent."""
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.router.budget import PER_S, SHARE, WINDOW_S, RetryBudget
+from tests.router.baton_fakes import baton, introduced_system
+from tests.router.fakes import FakeEngine, System, dies, responds
+
+
+@given(st.lists(st.tuples(st.floats(0.0, 3.0), st.booleans()), max_size=200))
+def test_retries_of_a_window_are_a_share_of_its_requests(steps: list[tuple[float, bool]]) -> None:
+    budget, now_s = RetryBudget(), 0.0
+    requests: list[float] = []
+    retries: list[float] = []
+    for pause_s, wants in steps:
+        now_s += pause_s
+        requests.append(now_s)
+        budget.note_request(now_s)
+        if wants and budget.take(now_s):
+            retries.append(now_s)
+    for end_s in retries:
+        num_retries = sum(end_s - WINDOW_S < at_s <= end_s for at_s in retries)
+        num_requests = sum(end_s - 2 * WINDOW_S < at_s <= end_s for at_s in requests)
+        assert num_retries <= SHARE * num_requests + 2 * PER_S * WINDOW_S
+
+
+def test_when_all_fail_only_a_share_is_tried_again() -> None:
+    budget, rate = RetryBudget(), 100
+    taken = []
+    for number in range(60 * rate):
+        budget.note_request(number / rate)
+        taken.append(budget.take(number / rate))
+    assert sum(taken[-20 * rate :]) / (20 * rate) < SHARE + 2 * PER_S / rate
+
+
+def test_a_few_requests_are_always_tried_again() -> None:
+    budget = RetryBudget()
+    for number in range(100):
+        budget.note_request(float(number))
+        assert budget.take(float(number))
+
+
+def spend(s: System) -> None:
+    while s.router._parts.view.retries.take(asyncio.get_running_loop().time()):
+        pass
+
+
+@pytest.mark.parametrize("code", ["busy", "draining"])
+async def test_without_a_budget_the_client_gets_the_engines_error(code: str) -> None:
+    busy = FakeEngine(responds(503, {"error": {"message": "no", "code": code}}), introduces_as="d0")
+    async with introduced_system([baton("p")], [baton("d1"), busy], policy="round_robin") as s:
+        spend(s)
+        answer = await s.complete()
+        metrics = (await s.client.get("/metrics")).text
+    if code == "draining":
+        assert answer.status_code == 200
+    else:
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "busy")
+        assert "retries_refused_total 1.0" in metrics
+
+
+async def test_a_dead_engine_costs_no_retry() -> None:
+    dead, d = FakeEngine(dies, introduces_as="d0"), baton("d1")
+    async with introduced_system([baton("p")], [d, dead], policy="round_robin") as s:
+        spend(s)
+        assert (await s.complete()).status_code == 200
