@@ -123,6 +123,19 @@ class _Choice(msgspec.Struct):
     finish_reason: str | None = None
 
 
+class _Cached(msgspec.Struct):
+    cached_tokens: int = 0
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int = 0
+    prompt_tokens_details: _Cached | None = None
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+
+
 class _ErrorBody(msgspec.Struct):
     param: str | None = None
     code: str | int | None = None
@@ -164,13 +177,40 @@ def is_handed_over(answer: LegAnswer) -> bool | None:
     Baton's engines report in a header what they did with the prompt, because a stream's usage comes last, if
     at all.
     """
-    found = _PROMPT_COUNTS.fullmatch(answer.headers.get(PROMPT_HEADER, ""))
-    if found is None:
+    if (counts := _prompt_counts(answer)) is None:
         return None
-    total, local, transferred = map(int, found.groups())
+    total, local, transferred = counts
     if transferred:
         return True
     return None if 2 * local >= total else False
+
+
+def num_transferred(answer: LegAnswer) -> int:
+    """Tokens of the prompt that the engine has loaded; 0: none, or it does not report it."""
+    counts = _prompt_counts(answer)
+    return 0 if counts is None else counts[2]
+
+
+def num_computed(answer: LegAnswer) -> int | None:
+    """Tokens of the prompt that the engine has computed. None: it does not report it."""
+    if (counts := _prompt_counts(answer)) is not None:
+        total, local, transferred = counts
+        return max(0, total - local - transferred)
+    if answer.is_stream or len(answer.body) > MAX_KEPT:
+        return None  # A stream's usage comes last.
+    try:
+        usage = decode_json(answer.body, _Counted).usage
+    except NotJson:
+        return None
+    if usage is None or usage.prompt_tokens_details is None:
+        return None
+    return max(0, usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)
+
+
+def _prompt_counts(answer: LegAnswer) -> tuple[int, int, int] | None:
+    """All tokens of the prompt, those that the engine had, and those that it has loaded."""
+    found = _PROMPT_COUNTS.fullmatch(answer.headers.get(PROMPT_HEADER, ""))
+    return None if found is None else (int(found[1]), int(found[2]), int(found[3]))
 
 
 def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = False) -> PrefillOutcome:

@@ -3,12 +3,18 @@
     P, then D   the prompt waits for P's queue; D loads the KV while P's first token is on its way
     D alone     the prompt waits for D's queue, and the answers that D is giving wait for the prompt
 
-Cost is in seconds: the time to the first token, and what the request adds to the time of those that run.
+Cost is in seconds: the time to the first token, the load, the steps of the answer, and what the request adds
+to the time of those that run. In push KV moves while P computes, so only what is left of the load counts.
 Every number of an engine is what the router knows: queues are of its own requests, cached tokens are the
-index's.
+index's, speeds are learned (`rates`) and start as those of a modelled engine.
+
+A request waits for a busy engine that has its prefix if that is sooner than to compute the prefix elsewhere.
+Pull or push is not weighed: `--mode` says which. Push has the first token at the same time and the second
+one never later.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 import msgspec
 
@@ -16,6 +22,8 @@ import msgspec
 HARM = 0.05
 EXPECTED_OUTPUT = 300  # Tokens of an answer.
 PREFILL_TOKENS_PER_S = 10_000.0  # Of an engine, as long as no engine's speed is known.
+TOKEN_S = 0.000_15  # That one more answer adds to each step of the others, as long as it is not known.
+LOAD_TOKENS_PER_S = 75_000.0  # KV from another engine, as long as no pair's speed is known.
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -25,8 +33,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     num_running: int = 0  # Requests that it is answering.
     num_cached_tokens: int = 0  # Of this prompt.
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
-    token_s: float = 0.000_15  # That one more answer adds to each step of the others.
-    load_tokens_per_s: float = 75_000.0  # KV from another engine.
+    step_s: float = 0.0  # Time of a step without other answers; 0: not known of any engine.
+    token_s: float = TOKEN_S  # That one more answer adds to each step of the others.
 
 
 IDLE = Candidate()
@@ -41,6 +49,13 @@ class Placement(msgspec.Struct, frozen=True, gc=False):
     cost_s: float
 
 
+LoadTime: TypeAlias = Callable[[int, int, int], float]  # Numbers of P and D, and tokens, to seconds.
+
+
+def usual_load_s(producer: int, consumer: int, num_tokens: int) -> float:
+    return num_tokens / LOAD_TOKENS_PER_S
+
+
 def prefill_s(candidate: Candidate, num_tokens: int) -> float:
     """From now to the first token, if this engine computes the prompt."""
     num_computed = max(1, num_tokens - candidate.num_cached_tokens)
@@ -48,22 +63,31 @@ def prefill_s(candidate: Candidate, num_tokens: int) -> float:
 
 
 def later_s(candidate: Candidate, num_output_tokens: int) -> float:
-    """What the tokens after the first one take longer because of the engine's other requests."""
+    """The tokens after the first one: the engine's steps, and what its queue adds to them."""
     busy_s = candidate.num_queued_tokens / candidate.prefill_tokens_per_s
-    return num_output_tokens * candidate.token_s * candidate.num_running + HARM * busy_s
+    return num_output_tokens * (candidate.step_s + candidate.token_s * candidate.num_running) + HARM * busy_s
 
 
 def placements(
-    num_tokens: int, num_output_tokens: int, producers: Sequence[Candidate], consumers: Sequence[Candidate]
+    num_tokens: int,
+    num_output_tokens: int,
+    producers: Sequence[Candidate],
+    consumers: Sequence[Candidate],
+    load_s: LoadTime = usual_load_s,
+    *,
+    is_push: bool = False,
 ) -> list[Placement]:
     """For each consumer: alone, and with the producer that computes the prompt first.
 
-    `num_output_tokens`: expected. Takes time in proportion to all candidates together.
+    `num_output_tokens`: expected. Takes time in proportion to all candidates together: how fast the pairs are
+    does not change the choice of the producer.
     """
     found: list[Placement] = []
     times_s = [prefill_s(producer, num_tokens) for producer in producers]
-    ttft_s = min(times_s, default=0.0)
+    ttft_s, hidden_s = min(times_s, default=0.0), 0.0
     best = times_s.index(ttft_s) if times_s else None
+    if best is not None and is_push:
+        hidden_s = ttft_s - producers[best].num_queued_tokens / producers[best].prefill_tokens_per_s
     for number, candidate in enumerate(consumers):
         busy_s = candidate.num_queued_tokens / candidate.prefill_tokens_per_s
         rest_s = later_s(candidate, num_output_tokens)
@@ -71,6 +95,7 @@ def placements(
         harm_s = HARM * candidate.num_running * (alone_s - busy_s)
         found.append(Placement(None, number, alone_s, alone_s + harm_s + rest_s))
         if best is not None:
-            load_s = max(0, num_tokens - candidate.num_cached_tokens) / candidate.load_tokens_per_s
-            found.append(Placement(best, number, ttft_s, ttft_s + load_s + rest_s))
+            num_loaded = max(0, num_tokens - candidate.num_cached_tokens)
+            left_s = max(0.0, load_s(best, number, num_loaded) - hidden_s)
+            found.append(Placement(best, number, ttft_s, ttft_s + left_s + rest_s))
     return found

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 from baton.router.answers import LegAnswer, PrefillReader
 from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine
+from baton.router.rates import Window
 from baton.router.settings import Role
 
 # --- Events -----------------------------------------------------------------------------------------
@@ -121,6 +122,9 @@ class Leg:
     started_at_s: float
     was_alone: bool  # The engine had no other request at the leg's start.
     num_queued_tokens: int = 0  # Of its prompt, until the engine has computed it or is left.
+    num_tokens_before: int = 0  # Of other prompts, that the engine had to compute at the leg's start.
+    num_chunks: int = 0  # Of its stream, since `window` began.
+    window: Window | None = None  # Of a sample of its stream.
     reader: PrefillReader | None = None
     outcome: str = "cancelled"  # For the metrics.
     is_broken: bool = False  # It sent what is no answer; what follows is not read.

@@ -9,14 +9,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
 from baton.core.errors import ConfigError
 from baton.router.cost import (
     EXPECTED_OUTPUT,
     IDLE,
+    LOAD_TOKENS_PER_S,
     PREFILL_TOKENS_PER_S,
+    TOKEN_S,
     Candidate,
     Placement,
     placements,
@@ -24,12 +26,14 @@ from baton.router.cost import (
 from baton.router.errors import LegFailure, RouterError
 from baton.router.health import Health, Probe, Status
 from baton.router.identity import Identity, Introduced, Introduction, Kind, ModelCard, Seat, choose_identity
-from baton.router.notes import EngineKey, Erred, LegFailed, Note
+from baton.router.notes import EngineKey, Erred, LegFailed, Note, Speeds
 from baton.router.policies import POLICIES, EngineState, RoutedRequest, choose_least_cost
-from baton.router.rates import Rate
+from baton.router.rates import BusyTime, Line, Rate
 from baton.router.settings import Role, RouterSettings, check_url, without_credentials
 
 logger = logging.getLogger(__name__)
+
+LEAST_LOAD_GAP = 3.0  # Of running answers, for two steps to tell what one more answer adds.
 
 
 DRAIN_GRACE_S = 2.0  # After that other engines continue the streams of an engine that drains.
@@ -43,6 +47,7 @@ class Counts(NamedTuple):
     num_failures: int = 0
     num_heard: int = 0
     num_queued_tokens: int = 0
+    speeds: Speeds | None = None  # For operators.
 
 
 NOWHERE = Counts()
@@ -60,6 +65,11 @@ class Engine:
     num_queued_tokens: int = 0  # Of prompts that it has still to compute, for this process.
     num_indexed_blocks: int | None = None  # Of its cache, known from its KV events.
     prefill_rate: Rate = field(default_factory=Rate, repr=False)  # Tokens per second.
+    busy: BusyTime = field(default_factory=BusyTime, repr=False)  # With this process's prompts.
+    steps: Line = field(
+        default_factory=lambda: Line(TOKEN_S, LEAST_LOAD_GAP), repr=False
+    )  # By other answers.
+    next_step_sample_s: float = 0.0
     elsewhere: Counts = NOWHERE
     waits: dict["Wait", None] = field(default_factory=dict, repr=False)  # For its answers, in order.
     last_error: str | None = None
@@ -96,6 +106,14 @@ class Engine:
     def queued_tokens(self) -> int:
         """Of prompts that it has still to compute, for all processes of this router."""
         return self.num_queued_tokens + self.elsewhere.num_queued_tokens
+
+    @property
+    def speeds(self) -> Speeds | None:
+        """As learned by this process. None: nothing is."""
+        rate, step_s = self.prefill_rate.value, self.steps.base_s
+        if rate is None and step_s is None:
+            return None
+        return Speeds(rate, step_s, None if step_s is None else self.steps.slope_s)
 
     @property
     def admin_address(self) -> str:
@@ -138,6 +156,13 @@ class Wait(Protocol):
         """Let another engine go on, if one can, because this one drains."""
 
 
+LoadSeconds: TypeAlias = Callable[[Engine, Engine, int], float]  # P, D, tokens.
+
+
+def usual_load_s(producer: Engine, consumer: Engine, num_tokens: int) -> float:
+    return num_tokens / LOAD_TOKENS_PER_S
+
+
 class Fleet:
     def __init__(self, settings: RouterSettings, *, unix_clock: Callable[[], float] = time.time) -> None:
         self._engines: dict[Role, list[Engine]] = {
@@ -145,6 +170,7 @@ class Fleet:
             "decode": [Engine(url, "decode", Health(settings.probe)) for url in settings.decode_urls],
         }
         self._policy = POLICIES[settings.policy]
+        self._is_push = settings.mode == "push"
         self._probe_settings = settings.probe
         self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
         self._models: set[str] = set()  # Without adapters and other names of the same engines.
@@ -171,7 +197,7 @@ class Fleet:
         """An engine of this role that is up, fit and not in `tried`."""
         engines = self._engines[role]
         by_cost = self._policy is choose_least_cost
-        rate = self._usual_prefill_rate() if by_cost else 0.0
+        usual = self._usual() if by_cost else IDLE
         states = [
             EngineState(
                 engine.url,
@@ -179,7 +205,7 @@ class Fleet:
                 engine.load,
                 engine.health.share(now_s),
                 role,
-                self._candidate(engine, request, rate) if by_cost else IDLE,
+                self._candidate(engine, request, usual) if by_cost else IDLE,
             )
             for engine in engines
         ]
@@ -192,6 +218,7 @@ class Fleet:
         tried: Sequence[Engine],
         bad_producers: Sequence[Engine],
         is_fit: Callable[[Engine], bool],
+        load_s: LoadSeconds = usual_load_s,
     ) -> tuple[Engine, bool] | None:
         """The decode engine of least cost, and whether it had better compute the prompt itself.
 
@@ -209,25 +236,32 @@ class Fleet:
             for engine in self._engines["prefill"]
             if self.may_take(engine, request) and engine not in bad_producers
         ]
-        found = min(self._placements(request, producers, consumers), key=lambda one: one.cost_s, default=None)
+        costs = self._placements(request, producers, consumers, load_s)
+        found = min(costs, key=lambda one: one.cost_s, default=None)
         return None if found is None else (consumers[found.consumer], found.producer is None)
 
     def _placements(
-        self, request: RoutedRequest, producers: Sequence[Engine], consumers: Sequence[Engine]
+        self,
+        request: RoutedRequest,
+        producers: Sequence[Engine],
+        consumers: Sequence[Engine],
+        load_s: LoadSeconds,
     ) -> Sequence[Placement]:
-        rate = self._usual_prefill_rate()
+        usual = self._usual()
         return placements(
             request.num_tokens,
             EXPECTED_OUTPUT,
-            [self._candidate(engine, request, rate) for engine in producers],
-            [self._candidate(engine, request, rate) for engine in consumers],
+            [self._candidate(engine, request, usual) for engine in producers],
+            [self._candidate(engine, request, usual) for engine in consumers],
+            lambda first, second, num_tokens: load_s(producers[first], consumers[second], num_tokens),
+            is_push=self._is_push,
         )
 
-    def explain(self, request: RoutedRequest) -> list[dict[str, Any]]:
+    def explain(self, request: RoutedRequest, load_s: LoadSeconds) -> list[dict[str, Any]]:
         """For operators: what each placement would cost, the cheapest one first."""
         producers = [one for one in self._engines["prefill"] if self.may_take(one, request)]
         consumers = [one for one in self._engines["decode"] if self.may_take(one, request)]
-        found = sorted(self._placements(request, producers, consumers), key=lambda one: one.cost_s)
+        found = sorted(self._placements(request, producers, consumers, load_s), key=lambda one: one.cost_s)
         return [
             {
                 "prefill": None if one.producer is None else producers[one.producer].url,
@@ -238,18 +272,33 @@ class Fleet:
             for one in found
         ]
 
-    def _candidate(self, engine: Engine, request: RoutedRequest, usual_rate: float) -> Candidate:
+    def _candidate(self, engine: Engine, request: RoutedRequest, usual: Candidate) -> Candidate:
+        steps = engine.steps
+        is_known = steps.base_s is not None
         return Candidate(
-            num_cached_tokens=request.num_cached(engine.url),
-            num_queued_tokens=engine.queued_tokens,
-            num_running=engine.load,
-            prefill_tokens_per_s=engine.prefill_rate.value or usual_rate,
+            engine.num_queued_tokens + engine.elsewhere.num_queued_tokens,
+            engine.in_flight + engine.elsewhere.in_flight,
+            request.num_cached(engine.url),
+            engine.prefill_rate.value or usual.prefill_tokens_per_s,
+            steps.base_s if steps.base_s is not None else usual.step_s,
+            steps.slope_s if is_known else usual.token_s,
         )
 
-    def _usual_prefill_rate(self) -> float:
-        """For an engine whose speed is not known: the mean of the others', in tokens per second."""
-        known = [one.prefill_rate.value for one in self.engines if one.prefill_rate.value is not None]
-        return sum(known) / len(known) if known else PREFILL_TOKENS_PER_S
+    def _usual(self) -> Candidate:
+        """For an engine whose speeds are not known: the means of the others'."""
+        rates, bases_s, slopes_s = [], [], []
+        for engines in self._engines.values():
+            for engine in engines:
+                if (rate := engine.prefill_rate.value) is not None:
+                    rates.append(rate)
+                if (base_s := engine.steps.base_s) is not None:
+                    bases_s.append(base_s)
+                    slopes_s.append(engine.steps.slope_s)
+        return Candidate(
+            prefill_tokens_per_s=sum(rates) / len(rates) if rates else PREFILL_TOKENS_PER_S,
+            step_s=sum(bases_s) / len(bases_s) if bases_s else 0.0,
+            token_s=sum(slopes_s) / len(slopes_s) if slopes_s else TOKEN_S,
+        )
 
     def may_take(self, engine: Engine, request: RoutedRequest) -> bool:
         names, model = engine.names, request.model

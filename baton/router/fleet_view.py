@@ -65,7 +65,7 @@ class FleetView:
             or len(bad_producers) >= self.settings.prefill_attempts
         ):
             return None
-        return self.fleet.place(routed, tried, bad_producers, is_fit)
+        return self.fleet.place(routed, tried, bad_producers, is_fit, self.pairs.load_s)
 
     def no_engine(self, role: Role, failure: LegFailure | None, *, is_tried: bool = False) -> RouterError:
         if failure is None and not is_tried:
@@ -80,13 +80,31 @@ class FleetView:
             return RouterError.too_late(f"no {role} engine answered in time")
         return RouterError.gateway(f"the {role} engine failed before the first byte of an answer")
 
-    def note_handoff(self, producer: Engine, consumer: Engine, outcome: Outcome, now_s: float) -> None:
-        """What D did with a prompt that P had lent."""
-        self.learn_handoff(producer, consumer, outcome, now_s)
-        self.fleet.tell(Handoff(producer.key, consumer.key, outcome))
+    def note_handoff(
+        self,
+        producer: Engine,
+        consumer: Engine,
+        outcome: Outcome,
+        now_s: float,
+        num_loaded: int = 0,
+        took_s: float = 0.0,
+    ) -> None:
+        """What D did with a prompt that P had lent; if it has loaded it, how many tokens in which time."""
+        self.learn_handoff(producer, consumer, outcome, now_s, num_loaded, took_s)
+        self.fleet.tell(Handoff(producer.key, consumer.key, outcome, num_loaded, took_s))
 
-    def learn_handoff(self, producer: Engine, consumer: Engine, outcome: Outcome, now_s: float) -> None:
+    def learn_handoff(
+        self,
+        producer: Engine,
+        consumer: Engine,
+        outcome: Outcome,
+        now_s: float,
+        num_loaded: int = 0,
+        took_s: float = 0.0,
+    ) -> None:
         """Of this process, or of another one of this router."""
+        if num_loaded:
+            self.pairs.note_load(producer, consumer, num_loaded, took_s)
         if outcome == "handed_over":
             self.pairs.note_handed_over(producer, consumer)
             return

@@ -75,6 +75,14 @@ from baton.router.first_token import FirstToken
 from baton.router.first_tokens import FirstTokens, can_follow
 from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
+from baton.router.learning import (
+    SAMPLE_CHUNKS,
+    loaded,
+    note_answer,
+    note_chunks,
+    note_given_up,
+    note_start,
+)
 from baton.router.legs import PARAMS, push_params, shape_of
 from baton.router.lookups import look_for
 from baton.router.notes import Outcome
@@ -83,7 +91,6 @@ from baton.router.turns import Turn
 
 logger = logging.getLogger(__name__)
 
-LEARNED_TOKENS_MIN = 64  # A shorter prompt takes no longer than its request.
 INTRODUCTIONS_MAX = 2  # Times that D is offered one; the second one is fresh from P.
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, the client does not receive it.
 SHUTTING_DOWN = "the router is shutting down"
@@ -581,7 +588,10 @@ class Machine:
         """RELAYING: whole events go to the client as they come."""
         assert self._answer is not None
         match event:
-            case Piece(data=data):
+            case Piece(leg=leg, data=data):
+                leg.num_chunks += data.count(b"\n\n")
+                if leg.num_chunks >= SAMPLE_CHUNKS:
+                    note_chunks(leg, self._now_s)
                 self._answer.push(data)
                 return self._relay()
             case StreamEnded():
@@ -815,7 +825,10 @@ class Machine:
     ) -> Leg:
         """`num_tokens`: that the engine has to compute."""
         was_alone = not engine.load
-        leg = Leg(role, engine, body, wait_s, self._now_s, was_alone, num_tokens, reader)
+        num_before = engine.queued_tokens
+        leg = Leg(role, engine, body, wait_s, self._now_s, was_alone, num_tokens, num_before, reader=reader)
+        # D's whole answer takes longer than its prompt.
+        note_start(leg, self._now_s, shows_first=role == "prefill" or self._first.is_stream)
         self._view.fleet.note_start(engine, num_tokens)
         self._open_legs.append(leg)
         self._effects.append(leg)
@@ -824,11 +837,7 @@ class Machine:
     def _note_answer(self, leg: Leg, answer: LegAnswer) -> None:
         leg.outcome = str(answer.status)
         self._view.fleet.note_answer(leg.engine, answer.status, self._now_s)
-        is_prompt_alone = leg.role == "prefill" or answer.is_stream  # D's whole answer takes longer.
-        is_long = leg.num_queued_tokens >= LEARNED_TOKENS_MIN
-        if answer.status == 200 and leg.was_alone and is_long and is_prompt_alone:
-            took_s = self._now_s - leg.started_at_s
-            leg.engine.prefill_rate.note(leg.num_queued_tokens / took_s if took_s else 0.0)
+        note_answer(leg, answer, self._now_s)
         self._note_computed(leg)
 
     def _num_to_compute(self, engine: Engine) -> int:
@@ -863,6 +872,7 @@ class Machine:
             then()
 
     def _on_closed(self, event: Closed) -> None:
+        note_given_up(event.leg)
         self._note_computed(event.leg)
         self._view.fleet.note_end(event.leg.engine)
         self._open_legs.remove(event.leg)
@@ -901,15 +911,19 @@ class Machine:
             self._give_back()
             return
         if handed_over:
-            self._note_handoff(engine, "handed_over")
+            assert self._decode is not None
+            sample = (0, 0.0) if self._is_pushed else loaded(self._decode, answer, self._now_s)
+            self._note_handoff(engine, "handed_over", *sample)
         if self._lending is not self._prefill:
             self._give_back()  # Of an attempt before this one.
         self._lent, self._has_come = None, True
 
-    def _note_handoff(self, engine: Engine, outcome: Outcome) -> None:
+    def _note_handoff(
+        self, engine: Engine, outcome: Outcome, num_loaded: int = 0, took_s: float = 0.0
+    ) -> None:
         if self._producer is not None:
             self._count("handoffs", self._producer.url, engine.url, outcome)
-            self._view.note_handoff(self._producer, engine, outcome, self._now_s)
+            self._view.note_handoff(self._producer, engine, outcome, self._now_s, num_loaded, took_s)
 
     def _keep_turn(self, keeper: Engine, answer: DecodeAnswer) -> None:
         if answer.kept_params is not None:

@@ -64,6 +64,8 @@ class Handoff(_Note, frozen=True, tag="Handoff"):
     producer: EngineKey
     consumer: EngineKey
     outcome: Outcome
+    num_loaded: int = 0  # Tokens, of a sample of the pair's speed; 0: there is none.
+    took_s: float = 0.0
 
 
 class TurnKept(_Note, frozen=True, tag="TurnKept"):
@@ -76,6 +78,14 @@ class TurnTaken(_Note, frozen=True, tag="TurnTaken"):
     session: str
 
 
+class Speeds(msgspec.Struct, frozen=True, array_like=True):
+    """Of an engine, as one process has learned them. None: it has not."""
+
+    prefill_tokens_per_s: float | None
+    step_s: float | None  # Of an answer that runs alone.
+    token_s: float | None  # That one more answer adds to each step.
+
+
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     engine: EngineKey
     in_flight: int
@@ -83,6 +93,7 @@ class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     num_failures: int
     num_heard: int  # Pieces of answers.
     num_queued_tokens: int  # Of prompts that the engine has still to compute.
+    speeds: Speeds | None = None
 
 
 class Load(_Note, frozen=True, tag="Load"):

@@ -11,15 +11,18 @@ Time is an argument. Nothing here knows HTTP.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.core.layout import differences
+from baton.router.cost import LOAD_TOKENS_PER_S
 from baton.router.fleet import Engine
+from baton.router.rates import Line
 
 FAILURES_TO_STOP = 3  # One prompt may be computed for a reason of its own: a lease that lapsed, a full pool.
 BACKOFF_FIRST_S = 5.0
 BACKOFF_MAX_S = 300.0
+LEAST_TOKENS_GAP = 256.0  # Of two loads, to tell what one more token takes.
 
 
 def mismatch_of(producer: Engine, consumer: Engine) -> str | None:
@@ -42,6 +45,11 @@ def mismatch_of(producer: Engine, consumer: Engine) -> str | None:
     return None
 
 
+def new_load_line() -> Line:
+    """Seconds from D's leg to its answer, without the step that gives the token, by loaded tokens."""
+    return Line(1 / LOAD_TOKENS_PER_S, LEAST_TOKENS_GAP)
+
+
 @dataclass(slots=True)
 class PairState:
     num_handed_over: int = 0
@@ -50,6 +58,7 @@ class PairState:
     stopped_until_s: float = 0.0
     backoff_s: float = 0.0  # Of the last stop; 0: it was never stopped since it last handed over.
     why: str | None = None
+    loads: Line = field(default_factory=new_load_line)
 
 
 class Pairs:
@@ -57,6 +66,17 @@ class Pairs:
 
     def __init__(self) -> None:
         self._states: dict[tuple[Engine, Engine], PairState] = {}
+        self._loads = new_load_line()  # Of all pairs, for one that is not known.
+
+    def load_s(self, producer: Engine, consumer: Engine, num_tokens: int) -> float:
+        """For D to load so many tokens from P, as learned from the pair's loads, or from those of all."""
+        state = self._states.get((producer, consumer))
+        loads = self._loads if state is None or state.loads.base_s is None else state.loads
+        return loads.at(num_tokens) if num_tokens else 0.0
+
+    def note_load(self, producer: Engine, consumer: Engine, num_tokens: int, took_s: float) -> None:
+        self._state(producer, consumer).loads.note(num_tokens, took_s)
+        self._loads.note(num_tokens, took_s)
 
     def why_not(self, producer: Engine, consumer: Engine, now_s: float) -> str | None:
         """None: the pair may be used."""
@@ -106,6 +126,7 @@ class Pairs:
                         "reason": why,
                         "handed_over": state.num_handed_over,
                         "computed": state.num_computed,
+                        **_load_speed(state.loads),
                         "retry_in_s": round(max(0.0, state.stopped_until_s - now_s), 1),
                     }
                 )
@@ -113,3 +134,10 @@ class Pairs:
 
     def _state(self, producer: Engine, consumer: Engine) -> PairState:
         return self._states.setdefault((producer, consumer), PairState())
+
+
+def _load_speed(loads: Line) -> dict[str, float | None]:
+    """For operators. None: not learned."""
+    is_known = loads.base_s is not None
+    rate = 1 / loads.slope_s if is_known and loads.slope_s else None
+    return {"load_base_s": loads.base_s, "load_tokens_per_s": rate}

@@ -1,27 +1,109 @@
-"""Speeds of engines, learned from the requests that pass."""
+"""Speeds of engines and of pairs, learned from the requests that pass. Strange samples change little.
 
-SHARE = 0.2  # Of a new sample in the average.
-FAR = 4.0  # A sample that is so many times more or less than the average is strange.
-STRANGE_MAX = 3  # So many strange samples in a row are a new speed.
+Rate       the median of the last samples
+Line       seconds as a base and a slope: of a decode step by the answers that run, of a load by its tokens
+BusyTime   how fast an engine computes prompts, also while others wait there
+"""
+
+from collections import deque
+from statistics import median
+from typing import NamedTuple
+
+NUM_SAMPLES = 15  # Of a rate.
+NUM_POINTS = 48  # Of a line.
+BASE_POINTS_MIN = 4  # Fewer say nothing.
+SLOPE_PAIRS_MIN = 8  # Of points that are far enough apart.
+SLOPE_SHARE = 0.1  # Of a newly fitted slope: one window of samples says little about it.
+SAMPLE_TOKENS_MIN = 64  # A shorter prompt takes no longer than its request.
+SAMPLE_TOKENS_MAX = 4096  # So many are a sample, also if the engine stays busy.
+
+
+class Window(NamedTuple):
+    """The beginning of a sample of a stream."""
+
+    since_s: float
+    num_running: int
+    is_clear: bool  # The engine has no prompt to compute.
 
 
 class Rate:
-    """A moving average without outliers. `value` is None until there is a sample."""
+    """`value` is None until there is a sample. Samples that are no positive numbers are dropped."""
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._num_strange = 0
+        self._samples: deque[float] = deque(maxlen=NUM_SAMPLES)
 
     def note(self, sample: float) -> None:
-        if not 0.0 < sample < float("inf"):
+        if 0.0 < sample < float("inf"):
+            self._samples.append(sample)
+            self.value = median(self._samples)
+
+
+class Line:
+    """Seconds = `base_s` + `slope_s` * x, both at least 0; fitted to the median of the last points.
+
+    `base_s` is None until there are points. The slope starts as the given one and stays so while the x of
+    the points differ by less than `least_gap`.
+    """
+
+    def __init__(self, slope_s: float, least_gap: float) -> None:
+        self.base_s: float | None = None
+        self.slope_s = slope_s
+        self._least_gap = least_gap
+        self._points: deque[tuple[float, float]] = deque(maxlen=NUM_POINTS)
+
+    def note(self, x: float, seconds: float) -> None:
+        """Takes time in proportion to NUM_POINTS. What is no positive time is dropped."""
+        if not (0.0 < seconds < float("inf") and 0.0 <= x < float("inf")):
             return
-        if self.value is None:
-            self.value = sample
+        self._points.append((x, seconds))
+        if len(self._points) < BASE_POINTS_MIN:
             return
-        if self.value / FAR <= sample <= self.value * FAR:
-            self.value += SHARE * (sample - self.value)
-            self._num_strange = 0
-            return
-        self._num_strange += 1
-        if self._num_strange >= STRANGE_MAX:
-            self.value, self._num_strange = sample, 0
+        ordered = sorted(self._points)
+        # Each point is in one pair only, so a strange one spoils one slope.
+        pairs = zip(ordered, ordered[(len(ordered) + 1) // 2 :], strict=False)
+        slopes = [
+            (late_s - early_s) / (far - near)
+            for (near, early_s), (far, late_s) in pairs
+            if far - near >= self._least_gap
+        ]
+        if len(slopes) >= SLOPE_PAIRS_MIN:
+            self.slope_s += SLOPE_SHARE * (max(0.0, median(slopes)) - self.slope_s)
+        base_s = median(seconds - self.slope_s * x for x, seconds in ordered)
+        if base_s < 0.0:  # The slope alone is more than all that was seen.
+            self.slope_s = median(seconds / x for x, seconds in ordered if x > 0.0)
+        self.base_s = max(0.0, base_s)
+
+    def at(self, x: float) -> float:
+        """Seconds; without points those of the slope alone."""
+        return (self.base_s or 0.0) + self.slope_s * x
+
+
+class BusyTime:
+    """Time in which an engine computes prompts without a pause, and the tokens that it computes in it.
+
+    Prompts that end in one step are one sample, and those that wait for others count no waiting.
+    """
+
+    def __init__(self) -> None:
+        self._since_s: float | None = None  # None: not known until the engine has no prompt left.
+        self._num_tokens = 0
+
+    def start(self, now_s: float, *, is_idle: bool) -> None:
+        """A prompt leaves for the engine, which has no other one to compute if `is_idle`."""
+        if is_idle:
+            self._since_s, self._num_tokens = now_s, 0
+
+    def end(self, num_tokens: int, now_s: float, *, is_last: bool) -> float | None:
+        """A prompt of so many tokens is computed. Return a sample in tokens per second, if there is one."""
+        self._num_tokens += num_tokens
+        least = SAMPLE_TOKENS_MIN if is_last else SAMPLE_TOKENS_MAX
+        if self._since_s is None or self._num_tokens < least or now_s <= self._since_s:
+            return None
+        sample = self._num_tokens / (now_s - self._since_s)
+        self._since_s, self._num_tokens = now_s, 0
+        return sample
+
+    def spoil(self) -> None:
+        """How long a prompt takes is not known: it is given up, or its answer shows only its own end."""
+        self._since_s = None

@@ -47,10 +47,10 @@ class Replica:
                     fleet.add(role, address)
             case Load(num_requests, rows):
                 self._learn_load(num_requests, rows)
-            case Handoff(producer_key, consumer_key, outcome):
+            case Handoff(producer_key, consumer_key, outcome, num_loaded, took_s):
                 producer, consumer = find(producer_key), find(consumer_key)
                 if producer is not None and consumer is not None:
-                    self._view.learn_handoff(producer, consumer, outcome, now_s)
+                    self._view.learn_handoff(producer, consumer, outcome, now_s, num_loaded, took_s)
             case TurnKept(session, key, params):
                 keeper = find(key)
                 turn = None if keeper is None else Turn(keeper, params)
@@ -86,7 +86,12 @@ class Replica:
         for row in rows:
             if (engine := self._fleet.find(row.engine)) is not None:
                 counts = Counts(
-                    row.in_flight, row.num_requests, row.num_failures, row.num_heard, row.num_queued_tokens
+                    row.in_flight,
+                    row.num_requests,
+                    row.num_failures,
+                    row.num_heard,
+                    row.num_queued_tokens,
+                    row.speeds,
                 )
                 self._fleet.note_elsewhere(engine, counts)
 
@@ -100,6 +105,7 @@ class Replica:
                 one.num_failures,
                 one.num_heard,
                 one.num_queued_tokens,
+                one.speeds,
             )
             for one in self._fleet.engines
         ]
@@ -142,7 +148,7 @@ class Loads:
     def end(self, process: int) -> None:
         """The process has ended, and its requests with it."""
         for row in self._loads.pop(process, Load(0, [])).engines:
-            _add(self._ended, msgspec.structs.replace(row, in_flight=0, num_queued_tokens=0))
+            _add(self._ended, msgspec.structs.replace(row, in_flight=0, num_queued_tokens=0, speeds=None))
 
     def beside(self, process: int | None) -> Load:
         """Of all processes but this one."""
@@ -166,5 +172,6 @@ def _add(total: dict[EngineKey, EngineLoad], row: EngineLoad) -> None:
             before.num_failures + row.num_failures,
             before.num_heard + row.num_heard,
             before.num_queued_tokens + row.num_queued_tokens,
+            before.speeds or row.speeds,  # They are alike: one engine.
         )
     )

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from baton.router.cost import HARM, Candidate, Placement, placements, prefill_s
+from baton.router.cost import HARM, Candidate, LoadTime, Placement, placements, prefill_s, usual_load_s
 
 CANDIDATES = st.builds(
     Candidate,
@@ -13,25 +13,42 @@ CANDIDATES = st.builds(
     num_cached_tokens=st.integers(0, 30_000),
     prefill_tokens_per_s=st.sampled_from([3_000.0, 12_000.0]),
     token_s=st.sampled_from([0.0, 0.0002]),
-    load_tokens_per_s=st.sampled_from([10_000.0, 75_000.0]),
+    step_s=st.sampled_from([0.0, 0.015, 0.03]),
 )
-IDLE = Candidate(0, 0, 0, 10_000.0, 0.0001, 100_000.0)
+IDLE = Candidate(0, 0, 0, 10_000.0, 0.0, 0.0001)
 
 
 def choose(
-    num_tokens: int, num_output: int, producers: list[Candidate], consumers: list[Candidate]
+    num_tokens: int,
+    num_output: int,
+    producers: list[Candidate],
+    consumers: list[Candidate],
+    load_s: LoadTime = usual_load_s,
+    *,
+    is_push: bool = False,
 ) -> Placement | None:
-    found = placements(num_tokens, num_output, producers, consumers)
+    found = placements(num_tokens, num_output, producers, consumers, load_s, is_push=is_push)
     return min(found, key=lambda one: one.cost_s, default=None)
 
 
-def cost_of(producer: Candidate | None, consumer: Candidate, num_tokens: int, num_output: int) -> float:
+def cost_of(
+    producer: Candidate | None,
+    consumer: Candidate,
+    num_tokens: int,
+    num_output: int,
+    load_s: float,
+    *,
+    is_push: bool,
+) -> float:
     """As the module describes it, for one placement."""
     queue_s = consumer.num_queued_tokens / consumer.prefill_tokens_per_s
-    later_s = num_output * consumer.token_s * consumer.num_running + HARM * queue_s
+    token_s = consumer.step_s + consumer.token_s * consumer.num_running
+    later_s = num_output * token_s + HARM * queue_s
     if producer is not None:
-        load_s = max(0, num_tokens - consumer.num_cached_tokens) / consumer.load_tokens_per_s
-        return prefill_s(producer, num_tokens) + load_s + later_s
+        ttft_s = prefill_s(producer, num_tokens)
+        if is_push:
+            load_s = max(0.0, load_s - (ttft_s - producer.num_queued_tokens / producer.prefill_tokens_per_s))
+        return ttft_s + load_s + later_s
     alone_s = prefill_s(consumer, num_tokens)
     return alone_s + HARM * consumer.num_running * (alone_s - queue_s) + later_s
 
@@ -39,26 +56,93 @@ def cost_of(producer: Candidate | None, consumer: Candidate, num_tokens: int, nu
 @given(
     producers=st.lists(CANDIDATES, max_size=4),
     consumers=st.lists(CANDIDATES, max_size=4),
+    # Base time and tokens per second, for each consumer.
+    wires=st.lists(
+        st.tuples(st.sampled_from([0.0, 0.01]), st.sampled_from([1e4, 7.5e4])), min_size=4, max_size=4
+    ),
     num_tokens=st.integers(1, 30_000),
     num_output=st.integers(1, 1000),
+    is_push=st.booleans(),
 )
 def test_no_placement_costs_less(
-    producers: list[Candidate], consumers: list[Candidate], num_tokens: int, num_output: int
+    producers: list[Candidate],
+    consumers: list[Candidate],
+    wires: list[tuple[float, float]],
+    num_tokens: int,
+    num_output: int,
+    is_push: bool,
 ) -> None:
-    chosen = choose(num_tokens, num_output, producers, consumers)
+    def load_s(producer: int, consumer: int, num_tokens: int) -> float:
+        base_s, tokens_per_s = wires[consumer]
+        return base_s + num_tokens / tokens_per_s
+
+    def whole_s(producer: int | None, consumer: int) -> float:
+        num_loaded = max(0, num_tokens - consumers[consumer].num_cached_tokens)
+        return cost_of(
+            None if producer is None else producers[producer],
+            consumers[consumer],
+            num_tokens,
+            num_output,
+            load_s(0, consumer, num_loaded),
+            is_push=is_push,
+        )
+
+    chosen = choose(num_tokens, num_output, producers, consumers, load_s, is_push=is_push)
     if not consumers:
         assert chosen is None
         return
     assert chosen is not None
-    every = [
-        cost_of(producer, consumer, num_tokens, num_output)
-        for consumer in consumers
-        for producer in (None, *producers)
-    ]
-    assert chosen.cost_s <= min(every) * (1 + 1e-9)
-    producer = None if chosen.producer is None else producers[chosen.producer]
-    assert chosen.cost_s == cost_of(producer, consumers[chosen.consumer], num_tokens, num_output)
-    assert chosen.ttft_s == prefill_s(producer or consumers[chosen.consumer], num_tokens)
+    first = min(
+        range(len(producers)), key=lambda number: prefill_s(producers[number], num_tokens), default=None
+    )
+    numbers = range(len(consumers))
+    every = [whole_s(producer, number) for number in numbers for producer in {None, first}]
+    if not is_push:  # In push a slower producer hides more of the load. The first token comes first.
+        every += [whole_s(producer, number) for number in numbers for producer in range(len(producers))]
+    assert chosen.cost_s <= min(every) + 1e-9
+    assert abs(chosen.cost_s - whole_s(chosen.producer, chosen.consumer)) < 1e-9
+    computer = consumers[chosen.consumer] if chosen.producer is None else producers[chosen.producer]
+    assert chosen.ttft_s == prefill_s(computer, num_tokens)
+
+
+@given(num_ahead=st.integers(0, 20_000), num_cached=st.integers(0, 8_000))
+def test_a_prompt_waits_for_the_engine_with_its_prefix_if_that_is_sooner(
+    num_ahead: int, num_cached: int
+) -> None:
+    has_it = replace(IDLE, num_queued_tokens=num_ahead, num_cached_tokens=num_cached)
+    busy = replace(IDLE, num_running=40)  # It does not compute a prompt of this length.
+    chosen = choose(8_000, 100, [IDLE, has_it], [busy])
+    assert chosen is not None
+    assert chosen.producer == (1 if num_ahead < min(num_cached, 7_999) else 0)
+    chosen = choose(8_000, 100, [], [IDLE, has_it])  # The same where no prompt is handed over.
+    assert chosen is not None
+    waits = num_ahead + HARM * num_ahead < min(num_cached, 7_999)
+    assert chosen.consumer == (1 if waits else 0)
+
+
+def test_an_idle_decode_engine_computes_a_prompt_while_the_prefill_engines_are_busy() -> None:
+    chosen = choose(8_000, 100, [replace(IDLE, num_queued_tokens=50_000)], [replace(IDLE, num_running=5)])
+    assert chosen is not None
+    assert chosen.producer is None
+
+
+def test_a_slow_decode_engine_gets_no_answer_that_a_fast_one_can_give() -> None:
+    slow = replace(IDLE, step_s=0.03)
+    for num_running, consumer in ((0, 1), (100, 1), (200, 0)):
+        chosen = choose(100, 100, [IDLE], [slow, replace(IDLE, step_s=0.015, num_running=num_running)])
+        assert chosen is not None
+        assert chosen.consumer == consumer
+
+
+def test_a_slow_wire_keeps_a_prompt_where_it_is_decoded() -> None:
+    busy = replace(IDLE, num_running=20)
+    for tokens_per_s, producer in ((100_000.0, 0), (1_000.0, None)):
+        chosen = choose(8_000, 100, [IDLE], [busy], lambda *ends: ends[2] / tokens_per_s)  # noqa: B023
+        assert chosen is not None
+        assert chosen.producer == producer
+    chosen = choose(8_000, 100, [IDLE], [busy], lambda *ends: ends[2] / 1e4, is_push=True)
+    assert chosen is not None
+    assert chosen.producer == 0  # KV moves while it is computed.
 
 
 def test_an_idle_decode_engine_computes_a_prompt_that_it_has() -> None:

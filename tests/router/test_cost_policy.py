@@ -8,7 +8,6 @@ from hypothesis import strategies as st
 from baton.router.cost import Candidate
 from baton.router.fleet import Counts, Engine
 from baton.router.policies import EngineState, RoutedRequest, choose_least_cost
-from baton.router.rates import FAR, STRANGE_MAX, Rate
 from tests.router.fakes import Call, FakeEngine, System, answers, lends, system
 
 LONG = "word " * 2000
@@ -129,26 +128,3 @@ def test_no_prefill_engine_has_the_first_token_sooner(candidates: list[Candidate
 def test_an_engine_in_slow_start_gets_fewer_prompts() -> None:
     states = [EngineState("http://a", True, share=0.1), EngineState("http://b", True)]
     assert {choose_least_cost(states, RoutedRequest(turn)) for turn in range(9)} == {1}
-
-
-@given(st.lists(st.floats(90.0, 110.0), min_size=30, max_size=30), st.sampled_from([1e-3, 1e9]))
-def test_a_rate_follows_its_samples_and_not_a_strange_one(samples: list[float], strange: float) -> None:
-    rate = Rate()
-    for sample in samples:
-        rate.note(sample)
-        rate.note(strange)
-    assert rate.value is not None
-    assert 90.0 <= rate.value <= 110.0
-
-
-def test_a_new_speed_is_learned_after_some_samples() -> None:
-    rate = Rate()
-    rate.note(100.0)
-    for _ in range(STRANGE_MAX - 1):
-        rate.note(100.0 * FAR * 2)
-    assert rate.value == 100.0
-    rate.note(100.0 * FAR * 2)
-    assert rate.value == 100.0 * FAR * 2
-    rate.note(0.0)
-    rate.note(float("nan"))
-    assert rate.value == 100.0 * FAR * 2

@@ -24,7 +24,7 @@ from baton.router.fleet import DRAIN_GRACE_S, Engine, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.legs import parse_body, shape_of
 from baton.router.lookups import look_for
-from baton.router.notes import Drains, Joined
+from baton.router.notes import Drains, Joined, Speeds
 from baton.router.settings import Role, without_credentials
 from baton.router.shell.index_client import IndexClient
 from baton.router.shell.probes import Prober
@@ -101,7 +101,7 @@ class Admin:
             "num_prompt_tokens": routed.num_tokens,
             "not_handed_over": shape.direct_reason,
             "cached_tokens": routed.cached,
-            "candidates": self._fleet.explain(routed),
+            "candidates": self._fleet.explain(routed, view.pairs.load_s),
         }
 
     async def _carry_out(self, path: str, order: _Order) -> str:
@@ -172,7 +172,7 @@ class Admin:
                     "in_flight": engine.load,
                     "queued_tokens": engine.queued_tokens,
                     "indexed_blocks": engine.num_indexed_blocks,
-                    "prefill_tokens_per_s": engine.prefill_rate.value,
+                    **_speeds(engine),
                     "breaker": engine.health.breaker(now_s),
                     "weight": round(engine.health.share(now_s), 3),
                     "reason": engine.refused or engine.last_error,
@@ -180,6 +180,12 @@ class Admin:
                 for engine in self._fleet.engines
             ],
         }
+
+
+def _speeds(engine: Engine) -> Mapping[str, float | None]:
+    """As this process has learned them, or another one of this router."""
+    speeds = engine.speeds or engine.elsewhere.speeds or Speeds(None, None, None)
+    return msgspec.structs.asdict(speeds)
 
 
 def node_of(engine: Engine) -> str:

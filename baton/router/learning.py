@@ -1,0 +1,70 @@
+"""Samples of engines' speeds, from the legs of requests: pure, time is an argument.
+
+prefill   tokens that an engine has computed, and the time in which it was busy with prompts
+decode    time of a step, from SAMPLE_CHUNKS chunks of a stream while no prompt is computed there
+wire      tokens that D has loaded, and its leg's time to the first byte; in pull only: in push, KV moves
+          while P computes it
+"""
+
+from baton.router.answers import LegAnswer, num_computed, num_transferred
+from baton.router.events import Leg
+from baton.router.rates import Window
+
+SAMPLE_CHUNKS = 16
+SAMPLE_EVERY_S = 0.25  # At most one of an engine, so that its samples are of different loads.
+LOADED_TOKENS_MIN = 64
+
+
+def note_start(leg: Leg, now_s: float, *, shows_first: bool) -> None:
+    """A leg begins; its tokens are not counted in its engine's queue yet.
+
+    `shows_first`: its answer begins with the first token.
+    """
+    if not leg.num_queued_tokens:
+        return
+    engine = leg.engine
+    engine.busy.start(now_s, is_idle=not engine.queued_tokens)
+    if not shows_first:
+        engine.busy.spoil()
+
+
+def note_answer(leg: Leg, answer: LegAnswer, now_s: float) -> None:
+    """A leg's answer has begun. Its tokens are in its engine's queue still."""
+    if not leg.num_queued_tokens:
+        return
+    engine = leg.engine
+    if answer.status != 200 or engine.elsewhere.num_queued_tokens:
+        return engine.busy.spoil()
+    exact = num_computed(answer)
+    is_last = engine.num_queued_tokens == leg.num_queued_tokens
+    sample = engine.busy.end(leg.num_queued_tokens if exact is None else exact, now_s, is_last=is_last)
+    if sample is not None:
+        engine.prefill_rate.note(sample)
+    return None
+
+
+def note_given_up(leg: Leg) -> None:
+    """A leg is closed."""
+    if leg.num_queued_tokens:
+        leg.engine.busy.spoil()
+
+
+def note_chunks(leg: Leg, now_s: float) -> None:
+    """SAMPLE_CHUNKS or more have come since the last call."""
+    engine, before, num_chunks = leg.engine, leg.window, leg.num_chunks
+    now = Window(now_s, engine.load, not engine.queued_tokens)
+    leg.window, leg.num_chunks = now, 0
+    if before is None or not (before.is_clear and now.is_clear) or now_s < engine.next_step_sample_s:
+        return
+    engine.next_step_sample_s = now_s + SAMPLE_EVERY_S
+    num_others = max(0.0, (before.num_running + now.num_running) / 2 - 1)
+    engine.steps.note(num_others, (now_s - before.since_s) / num_chunks)
+
+
+def loaded(leg: Leg, answer: LegAnswer, now_s: float) -> tuple[int, float]:
+    """Tokens that D has loaded, and the seconds that it took. (0, 0.0): no sample."""
+    num_tokens, engine = num_transferred(answer), leg.engine
+    took_s = now_s - leg.started_at_s - engine.steps.at(engine.load)
+    if num_tokens < LOADED_TOKENS_MIN or took_s <= 0.0 or leg.num_tokens_before or engine.queued_tokens:
+        return 0, 0.0
+    return num_tokens, took_s
