@@ -17,6 +17,7 @@ ALL = {
     "choice": "benchmarks.fleet.choice",
     "fleet": "benchmarks.fleet.command",
     "offload": "benchmarks.offload",
+    "policies": "benchmarks.fleet.real",
     "router": "benchmarks.router.command",
     "shared-storage": "benchmarks.shared_storage",
     "stalls": "benchmarks.stalls",

@@ -8,7 +8,8 @@ refuses must not eject them one by one.
 import logging
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import compress
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
@@ -26,8 +27,9 @@ from baton.router.cost import (
 from baton.router.errors import LegFailure, RouterError
 from baton.router.health import Health, Probe, Status
 from baton.router.identity import Identity, Introduced, Introduction, Kind, ModelCard, Seat, choose_identity
+from baton.router.legs import PREFIX_TOKENS
 from baton.router.notes import EngineKey, Erred, LegFailed, Note, Speeds
-from baton.router.policies import POLICIES, EngineState, RoutedRequest, choose_least_cost
+from baton.router.policies import POLICIES, EngineState, RoutedRequest, choose_least_cost, prefix_holder
 from baton.router.rates import BusyTime, Line, Rate
 from baton.router.settings import Role, RouterSettings, check_url, without_credentials
 
@@ -196,18 +198,15 @@ class Fleet:
     ) -> Engine | None:
         """An engine of this role that is up, fit and not in `tried`."""
         engines = self._engines[role]
-        by_cost = self._policy is choose_least_cost
-        usual = self._usual() if by_cost else IDLE
+        are_eligible = [
+            self.may_take(engine, request) and engine not in tried and is_fit(engine) for engine in engines
+        ]
+        candidates = [IDLE] * len(engines)
+        if self._policy is choose_least_cost:
+            candidates = self.candidates(engines, request, are_eligible)
         states = [
-            EngineState(
-                engine.url,
-                self.may_take(engine, request) and engine not in tried and is_fit(engine),
-                engine.load,
-                engine.health.share(now_s),
-                role,
-                self._candidate(engine, request, usual) if by_cost else IDLE,
-            )
-            for engine in engines
+            EngineState(engine.url, is_eligible, engine.load, engine.health.share(now_s), role, candidate)
+            for engine, is_eligible, candidate in zip(engines, are_eligible, candidates, strict=True)
         ]
         index = self._policy(states, request)
         return None if index is None else engines[index]
@@ -247,12 +246,11 @@ class Fleet:
         consumers: Sequence[Engine],
         load_s: LoadSeconds,
     ) -> Sequence[Placement]:
-        usual = self._usual()
         return placements(
             request.num_tokens,
             EXPECTED_OUTPUT,
-            [self._candidate(engine, request, usual) for engine in producers],
-            [self._candidate(engine, request, usual) for engine in consumers],
+            self.candidates(producers, request),
+            self.candidates(consumers, request),
             lambda first, second, num_tokens: load_s(producers[first], consumers[second], num_tokens),
             is_push=self._is_push,
         )
@@ -271,6 +269,21 @@ class Fleet:
             }
             for one in found
         ]
+
+    def candidates(
+        self, engines: Sequence[Engine], request: RoutedRequest, are_eligible: Sequence[bool] | None = None
+    ) -> list[Candidate]:
+        """Engines of one role, as the request sees them. `are_eligible`: None, if all are.
+
+        Where no cache is known to have the prompt, one engine is taken to have the beginning that prompts
+        with the same key have in common: among engines that are as busy, they meet at one.
+        """
+        usual = self._usual()
+        if request.prefix_key and not any(request.cached.values()):
+            eligible = compress(engines, are_eligible) if are_eligible is not None else engines
+            holder = prefix_holder([engine.url for engine in eligible], request)
+            request = replace(request, cached={holder: PREFIX_TOKENS} if holder is not None else {})
+        return [self._candidate(engine, request, usual) for engine in engines]
 
     def _candidate(self, engine: Engine, request: RoutedRequest, usual: Candidate) -> Candidate:
         steps = engine.steps

@@ -39,7 +39,7 @@ def note_answer(leg: Leg, answer: LegAnswer, now_s: float) -> None:
     is_last = engine.num_queued_tokens == leg.num_queued_tokens
     sample = engine.busy.end(leg.num_queued_tokens if exact is None else exact, now_s, is_last=is_last)
     if sample is not None:
-        engine.prefill_rate.note(sample)
+        engine.prefill_rate.note(*sample)
     return None
 
 

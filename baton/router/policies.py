@@ -107,6 +107,11 @@ def choose_least_cost(states: Sequence[EngineState], request: RoutedRequest) -> 
     )
 
 
+def prefix_holder(urls: Sequence[str], request: RoutedRequest) -> str | None:
+    """The engine that earlier prompts with this prefix went to, as far as costs allowed it."""
+    return max(urls, key=lambda url: _weight(url, request.prefix_key), default=None)
+
+
 def _weight(url: str, prefix_key: bytes) -> bytes:
     return hashlib.blake2b(url.encode(), key=prefix_key[:64], digest_size=16).digest()
 

@@ -1,19 +1,20 @@
 """Speeds of engines and of pairs, learned from the requests that pass. Strange samples change little.
 
-Rate       the median of the last samples
+Rate       the median of the last samples, by their weight
 Line       seconds as a base and a slope: of a decode step by the answers that run, of a load by its tokens
 BusyTime   how fast an engine computes prompts, also while others wait there
 """
 
 from collections import deque
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
-NUM_SAMPLES = 15  # Of a rate.
+NUM_SAMPLES = 31  # Of a rate.
 NUM_POINTS = 48  # Of a line.
 BASE_POINTS_MIN = 4  # Fewer say nothing.
 SLOPE_PAIRS_MIN = 8  # Of points that are far enough apart.
-SLOPE_SHARE = 0.1  # Of a newly fitted slope: one window of samples says little about it.
+SLOPE_SHARE = 0.2  # Of a newly fitted slope: one window of samples says little about it.
 SAMPLE_TOKENS_MIN = 64  # A shorter prompt takes no longer than its request.
 SAMPLE_TOKENS_MAX = 4096  # So many are a sample, also if the engine stays busy.
 
@@ -27,16 +28,25 @@ class Window(NamedTuple):
 
 
 class Rate:
-    """`value` is None until there is a sample. Samples that are no positive numbers are dropped."""
+    """The median of the last samples by weight. None until there is a sample.
+
+    Samples and weights that are no positive numbers are dropped.
+    """
 
     def __init__(self) -> None:
         self.value: float | None = None
-        self._samples: deque[float] = deque(maxlen=NUM_SAMPLES)
+        self._samples: deque[tuple[float, float]] = deque(maxlen=NUM_SAMPLES)
 
-    def note(self, sample: float) -> None:
-        if 0.0 < sample < float("inf"):
-            self._samples.append(sample)
-            self.value = median(self._samples)
+    def note(self, sample: float, weight: float = 1.0) -> None:
+        if not (0.0 < sample < inf and 0.0 < weight < inf):
+            return
+        self._samples.append((sample, weight))
+        left = sum(weight for _, weight in self._samples) / 2
+        for value, weight in sorted(self._samples):
+            left -= weight
+            if left <= 0.0:
+                self.value = value
+                return
 
 
 class Line:
@@ -54,7 +64,7 @@ class Line:
 
     def note(self, x: float, seconds: float) -> None:
         """Takes time in proportion to NUM_POINTS. What is no positive time is dropped."""
-        if not (0.0 < seconds < float("inf") and 0.0 <= x < float("inf")):
+        if not (0.0 < seconds < inf and 0.0 <= x < inf):
             return
         self._points.append((x, seconds))
         if len(self._points) < BASE_POINTS_MIN:
@@ -94,13 +104,16 @@ class BusyTime:
         if is_idle:
             self._since_s, self._num_tokens = now_s, 0
 
-    def end(self, num_tokens: int, now_s: float, *, is_last: bool) -> float | None:
-        """A prompt of so many tokens is computed. Return a sample in tokens per second, if there is one."""
+    def end(self, num_tokens: int, now_s: float, *, is_last: bool) -> tuple[float, int] | None:
+        """A prompt of so many tokens is computed. Return a sample in tokens per second and its weight.
+
+        Short prompts weigh less: a part of their time is that of a step without any.
+        """
         self._num_tokens += num_tokens
         least = SAMPLE_TOKENS_MIN if is_last else SAMPLE_TOKENS_MAX
         if self._since_s is None or self._num_tokens < least or now_s <= self._since_s:
             return None
-        sample = self._num_tokens / (now_s - self._since_s)
+        sample = self._num_tokens / (now_s - self._since_s), min(self._num_tokens, SAMPLE_TOKENS_MAX)
         self._since_s, self._num_tokens = now_s, 0
         return sample
 

@@ -66,7 +66,11 @@ RUNS: dict[str, Run] = {
     "P/D: vllm-router's cache_aware": Run(True, lambda: always(cache_aware())),
     COST: Run(True, by_cost),
     "P/D: cost, oracle": Run(True, by_cost, knows_all=True),
+    "P/D: cost, speeds of the model": Run(True, lambda: by_cost(is_learned=False)),
     "P/D: cost without the caches": Run(True, lambda: by_cost(without="cache")),
+    "P/D: cost without the caches, prefixes not hashed": Run(
+        True, lambda: by_cost(without="cache", is_hashed=False)
+    ),
     "P/D: cost without the queues": Run(True, lambda: by_cost(without="queue")),
     "P/D: cost, events 5 s late": Run(True, by_cost, lag_s=LAG_S),
 }

@@ -33,6 +33,7 @@ class Job:
     on_first: Callable[[float, int], None]  # Time, and tokens that were cached.
     on_end: Callable[[float], None]
     is_loaded: bool = False  # Its KV comes from another engine.
+    on_token: Callable[[float], None] = lambda now_s: None
     num_computed: int = 0
     num_cached: int = field(default=0, init=False)
     num_given: int = field(default=0, init=False)
@@ -44,8 +45,9 @@ class Engine:
         name: str,
         at: Callable[[float, Callable[[], None]], None],
         on_events: Callable[[str, list[KVCacheEvent]], None],
+        cache_blocks: int = CACHE_BLOCKS,
     ) -> None:
-        self.name, self._at, self._on_events = name, at, on_events
+        self.name, self._at, self._on_events, self._cache_blocks = name, at, on_events, cache_blocks
         self.cache: OrderedDict[int, None] = OrderedDict()  # By block; the least recently used one first.
         self.waiting: deque[Job] = deque()
         self.filling: list[Job] = []
@@ -110,6 +112,7 @@ class Engine:
 
     def _give(self, job: Job, now_s: float) -> None:
         job.num_given += 1
+        job.on_token(now_s)
         if job.num_given >= job.num_output:
             self.running.remove(job)
             job.on_end(now_s)
@@ -131,7 +134,7 @@ class Engine:
                 )
             )
         self._touch(job.blocks)
-        while len(self.cache) > CACHE_BLOCKS:
+        while len(self.cache) > self._cache_blocks:
             block, _ = self.cache.popitem(last=False)
             events.append(BlockRemoved(block_hashes=[block], medium="GPU"))
         if events:

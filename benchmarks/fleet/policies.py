@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from msgspec.structs import replace
+
 from baton.router import cost
 from baton.router.policies import POLICIES, EngineState, RoutedRequest
 from baton.router.settings import PolicyName
 from benchmarks.fleet.engine import LOAD_TOKENS_PER_S, PREFILL_TOKENS_PER_S, TOKEN_S
-from benchmarks.fleet.world import Choose, Request, World
+from benchmarks.fleet.world import Choose, Request, World, url_of
 
 Pick = Callable[[World, Request, Sequence[str]], str]
 EXPECTED_OUTPUT = 300  # Tokens; a router cannot know.
@@ -71,11 +73,29 @@ def always(pick: Pick) -> Choose:
     )
 
 
-def by_cost(*, without: str = "") -> Choose:
-    """`without`: "cache" or "queue", a term of the cost that is left out."""
+def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = True) -> Choose:
+    """`without`: "cache" or "queue", a term of the cost that is left out.
+
+    `is_hashed`: a prompt that is in no cache goes where others with its prefix go, if that costs no more.
+    `is_learned`: the speeds are those that the router has learned, and not those of the model.
+    """
 
     def choose(world: World, request: Request) -> tuple[str | None, str]:
         cached = {} if without == "cache" else world.cached(request)
+        routed = RoutedRequest(
+            world.num_routed,
+            str(request.keys[:1]).encode() if is_hashed else b"",
+            num_tokens=request.num_tokens,
+            cached={url_of(name): num_tokens for name, num_tokens in cached.items() if num_tokens},
+        )
+
+        def learned(names: Sequence[str]) -> list[cost.Candidate]:
+            found = world.fleet.candidates([world.routed[name] for name in names], routed)
+            return [replace(one, num_queued_tokens=0) for one in found] if without == "queue" else found
+
+        def load_s(producer: int, consumer: int, num_tokens: int) -> float:
+            first, second = world.routed[world.producers[producer]], world.routed[world.consumers[consumer]]
+            return world.pairs.load_s(first, second, num_tokens)
 
         def candidate(name: str) -> cost.Candidate:
             seen = world.seen[name]
@@ -85,11 +105,24 @@ def by_cost(*, without: str = "") -> Choose:
                 num_cached_tokens=cached.get(name, 0),
                 prefill_tokens_per_s=PREFILL_TOKENS_PER_S,
                 token_s=TOKEN_S,
-                load_tokens_per_s=LOAD_TOKENS_PER_S,
             )
 
-        producers, consumers = [*map(candidate, world.producers)], [*map(candidate, world.consumers)]
-        found = cost.placements(request.num_tokens, EXPECTED_OUTPUT, producers, consumers)
+        if is_learned:
+            found = cost.placements(
+                request.num_tokens,
+                EXPECTED_OUTPUT,
+                learned(world.producers),
+                learned(world.consumers),
+                load_s,
+            )
+        else:
+            found = cost.placements(
+                request.num_tokens,
+                EXPECTED_OUTPUT,
+                [*map(candidate, world.producers)],
+                [*map(candidate, world.consumers)],
+                lambda producer, consumer, num_tokens: num_tokens / LOAD_TOKENS_PER_S,
+            )
         chosen = min(found, key=lambda one: one.cost_s)
         producer = None if chosen.producer is None else world.producers[chosen.producer]
         return producer, world.consumers[chosen.consumer]

@@ -1,7 +1,7 @@
 """A simulated fleet that serves a trace: engines, a router with a policy, and what clients wait for.
 
-The router knows an engine's cache through its own index, from events that are EVENT_LAG_S late, and an
-engine's load from the requests that it has sent there.
+The router knows an engine's cache through its own index, from events that are EVENT_LAG_S late, an engine's
+load from the requests that it has sent there, and speeds from their answers (`baton.router.learning`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from baton.contract.events import KVCacheEvent
+from baton.router.answers import PROMPT_HEADER, LegAnswer
 from baton.router.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
-from benchmarks.fleet.engine import BLOCK, LOAD_TOKENS_PER_S, Engine, Job
+from baton.router.events import Leg
+from baton.router.fleet import Engine as RoutedEngine
+from baton.router.fleet import Fleet
+from baton.router.learning import SAMPLE_CHUNKS, loaded, note_answer, note_chunks, note_start
+from baton.router.pairs import Pairs
+from baton.router.settings import Role, RouterSettings
+from benchmarks.fleet.engine import BLOCK, CACHE_BLOCKS, LOAD_TOKENS_PER_S, Engine, Job
 
 EVENT_LAG_S = 0.1
 ROOT = root_key(None, None)
@@ -73,6 +80,15 @@ class Outcome:
         return self.num_cached / self.num_tokens
 
 
+def url_of(name: str) -> str:
+    return f"http://{name}"
+
+
+def answer(total: int, local: int, transferred: int) -> LegAnswer:
+    counts = f"total={total}; local={local}; transferred={transferred}"
+    return LegAnswer(200, {PROMPT_HEADER: counts}, b"", is_stream=True)
+
+
 Choose = Callable[["World", Request], tuple[str | None, str]]  # Producer, and consumer.
 
 
@@ -85,6 +101,7 @@ class World:
         *,
         knows_all: bool = False,
         lag_s: float = EVENT_LAG_S,
+        cache_blocks: int = CACHE_BLOCKS,
     ) -> None:
         """`knows_all`: the router sees the caches themselves (an oracle)."""
         self.producers, self.consumers, self._choose = producers, consumers, choose
@@ -93,10 +110,21 @@ class World:
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.index = BlockIndex()
-        self.engines = {name: Engine(name, self._at, self._heard) for name in (*producers, *consumers)}
+        self.engines = {
+            name: Engine(name, self._at, self._heard, cache_blocks) for name in (*producers, *consumers)
+        }
         self.seen = {name: Seen() for name in self.engines}
         self.outcome = Outcome()
         self.num_routed = 0
+        # A router has prefill engines. Those of a fleet without any get no requests.
+        settings = RouterSettings(
+            prefill_urls=tuple(map(url_of, producers or ["none"])),
+            decode_urls=tuple(map(url_of, consumers)),
+            policy="cost",
+        )
+        self.fleet, self.pairs = Fleet(settings), Pairs()
+        engines = {engine.url: engine for engine in self.fleet.engines}
+        self.routed: dict[str, RoutedEngine] = {name: engines[url_of(name)] for name in self.engines}
 
     def _at(self, when_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (when_s, next(self._numbers), action))
@@ -131,8 +159,14 @@ class World:
         num_left = max(1, request.num_tokens - self.cached(request)[first])
         seen.num_queued_tokens += num_left
         seen.num_waiting += 1
+        leg = self._begin(first, num_left)
 
         def on_first(now_s: float, num_cached: int) -> None:
+            note_answer(leg, answer(request.num_tokens, num_cached, 0), now_s)
+            self.fleet.note_computed(leg.engine, num_left)
+            leg.num_queued_tokens = 0
+            if producer is not None:
+                self.fleet.note_end(leg.engine)
             seen.num_queued_tokens -= num_left
             seen.num_waiting -= 1
             self.outcome.ttft_s.append(now_s - began_s)
@@ -140,26 +174,55 @@ class World:
             if producer is None:
                 seen.num_running += 1
             elif request.num_output > 1:
-                self._load(request, consumer, now_s)
+                assert producer is not None
+                self._load(request, producer, consumer, now_s)
 
         def on_end(now_s: float) -> None:
             if producer is None:
                 seen.num_running -= 1
+                self.fleet.note_end(leg.engine)
                 self._note_end(request, began_s + self.outcome.ttft_s[-1], now_s)
 
         num_output = 1 if producer is not None else request.num_output
-        self.engines[first].submit(
-            Job(request.num_tokens, request.blocks, num_output, on_first, on_end), self.now_s
+        job = Job(
+            request.num_tokens,
+            request.blocks,
+            num_output,
+            on_first,
+            on_end,
+            on_token=lambda now_s: _note_token(leg, now_s),
         )
+        self.engines[first].submit(job, self.now_s)
         self.outcome.num_handed_over += producer is not None
 
-    def _load(self, request: Request, consumer: str, first_s: float) -> None:
+    def _begin(self, name: str, num_left: int) -> Leg:
+        engine = self.routed[name]
+        role: Role = engine.role
+        leg = Leg(role, engine, {}, 0.0, self.now_s, False, num_left, engine.queued_tokens)
+        note_start(leg, self.now_s, shows_first=True)
+        self.fleet.note_start(engine, num_left)
+        return leg
+
+    def _load(self, request: Request, producer: str, consumer: str, first_s: float) -> None:
         engine, seen = self.engines[consumer], self.seen[consumer]
         seen.num_running += 1
         num_loaded = request.num_tokens - engine.num_cached(request.blocks)
+        leg = self._begin(consumer, 0)
+        is_first = True
+
+        def on_token(now_s: float) -> None:
+            nonlocal is_first
+            if is_first:
+                is_first = False
+                counts = answer(request.num_tokens, request.num_tokens - num_loaded, num_loaded)
+                num_sampled, took_s = loaded(leg, counts, now_s)
+                if num_sampled:
+                    self.pairs.note_load(self.routed[producer], leg.engine, num_sampled, took_s)
+            _note_token(leg, now_s)
 
         def on_end(now_s: float) -> None:
             seen.num_running -= 1
+            self.fleet.note_end(leg.engine)
             self._note_end(request, first_s, now_s)
 
         job = Job(
@@ -169,9 +232,16 @@ class World:
             lambda now_s, num_cached: None,
             on_end,
             is_loaded=True,
+            on_token=on_token,
         )
         self._at(first_s + num_loaded / LOAD_TOKENS_PER_S, lambda: engine.submit(job, self.now_s))
 
     def _note_end(self, request: Request, first_s: float, now_s: float) -> None:
         if request.num_output > 1:
             self.outcome.token_s.append((now_s - first_s) / (request.num_output - 1))
+
+
+def _note_token(leg: Leg, now_s: float) -> None:
+    leg.num_chunks += 1
+    if leg.num_chunks >= SAMPLE_CHUNKS:
+        note_chunks(leg, now_s)

@@ -150,7 +150,7 @@ def test_prompts_that_wait_show_the_speed_as_those_that_do_not(
         samples.append(busy.end(num_tokens, at_s, is_last=not num_waiting))
     assert samples[-1] is not None
     for sample in samples:
-        assert sample is None or abs(sample / tokens_per_s - 1) < 1e-6
+        assert sample is None or abs(sample[0] / tokens_per_s - 1) < 1e-6
 
 
 def test_prompts_of_one_step_are_one_sample() -> None:
@@ -159,14 +159,14 @@ def test_prompts_of_one_step_are_one_sample() -> None:
         busy.start(0.0, is_idle=is_idle)
     assert busy.end(1000, 0.3, is_last=False) is None
     assert busy.end(1000, 0.3001, is_last=False) is None
-    assert busy.end(1000, 0.3002, is_last=True) == 3000 / 0.3002
+    assert busy.end(1000, 0.3002, is_last=True) == (3000 / 0.3002, 3000)
     assert busy.end(1000, 0.3002, is_last=True) is None  # In no time.
 
 
 def test_an_engine_that_stays_busy_is_sampled_too() -> None:
     busy = BusyTime()
     busy.start(0.0, is_idle=True)
-    assert busy.end(SAMPLE_TOKENS_MAX, 2.0, is_last=False) == SAMPLE_TOKENS_MAX / 2
+    assert busy.end(SAMPLE_TOKENS_MAX, 2.0, is_last=False) == (SAMPLE_TOKENS_MAX / 2, SAMPLE_TOKENS_MAX)
 
 
 def test_a_prompt_that_is_given_up_spoils_the_samples_until_the_engine_is_idle() -> None:
@@ -176,4 +176,4 @@ def test_a_prompt_that_is_given_up_spoils_the_samples_until_the_engine_is_idle()
     busy.start(0.1, is_idle=False)
     assert busy.end(9000, 1.0, is_last=True) is None
     busy.start(2.0, is_idle=True)
-    assert busy.end(900, 3.0, is_last=True) == 900
+    assert busy.end(900, 3.0, is_last=True) == (900, 900)
