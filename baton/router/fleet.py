@@ -278,7 +278,12 @@ class Fleet:
         Where no cache is known to have the prompt, one engine is taken to have the beginning that prompts
         with the same key have in common: among engines that are as busy, they meet at one.
         """
-        usual = self._usual()
+        is_known = all(engine.prefill_rate.value is not None for engine in engines) and (
+            not engines
+            or engines[0].role == "prefill"
+            or all(engine.steps.base_s is not None for engine in engines)
+        )
+        usual = IDLE if is_known else self._usual()
         if request.prefix_key and not any(request.cached.values()):
             eligible = compress(engines, are_eligible) if are_eligible is not None else engines
             holder = prefix_holder([engine.url for engine in eligible], request)
@@ -286,15 +291,17 @@ class Fleet:
         return [self._candidate(engine, request, usual) for engine in engines]
 
     def _candidate(self, engine: Engine, request: RoutedRequest, usual: Candidate) -> Candidate:
-        steps = engine.steps
-        is_known = steps.base_s is not None
+        steps, elsewhere = engine.steps, engine.elsewhere
+        step_s, token_s = usual.step_s, usual.token_s
+        if steps.base_s is not None:
+            step_s, token_s = steps.base_s, steps.slope_s
         return Candidate(
-            engine.num_queued_tokens + engine.elsewhere.num_queued_tokens,
-            engine.in_flight + engine.elsewhere.in_flight,
+            engine.num_queued_tokens + elsewhere.num_queued_tokens,
+            engine.in_flight + elsewhere.in_flight,
             request.num_cached(engine.url),
             engine.prefill_rate.value or usual.prefill_tokens_per_s,
-            steps.base_s if steps.base_s is not None else usual.step_s,
-            steps.slope_s if is_known else usual.token_s,
+            step_s,
+            token_s,
         )
 
     def _usual(self) -> Candidate:

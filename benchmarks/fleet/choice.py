@@ -18,7 +18,9 @@ from rich.table import Table
 from baton.contract.events import BlockStored
 from baton.router.block_index import CHUNK_TOKENS, BlockIndex, prefix_keys, root_key
 from baton.router.fleet import Fleet
+from baton.router.pairs import Pairs
 from baton.router.policies import RoutedRequest
+from baton.router.rates import NUM_POINTS
 from baton.router.settings import RouterSettings
 from benchmarks.fleet.command import percentile
 
@@ -32,7 +34,11 @@ def main() -> int:
     urls = [f"http://e{number}" for number in range(NUM_ENGINES)]
     half = NUM_ENGINES // 2
     settings = RouterSettings(prefill_urls=tuple(urls[:half]), decode_urls=tuple(urls[half:]), policy="cost")
-    fleet, index, root = Fleet(settings), BlockIndex(), root_key(None, None)
+    fleet, pairs, index, root = Fleet(settings), Pairs(), BlockIndex(), root_key(None, None)
+    for engine in fleet.engines:
+        engine.prefill_rate.note(rng.uniform(9e3, 1.1e4))
+        for load in range(NUM_POINTS):
+            engine.steps.note(load, 0.015 + 0.000_15 * load)
     shared = [rng.randrange(VOCABULARY) for _ in range(NUM_SHARED)]
     before = psutil.Process().memory_info().rss
     asked: list[list[int]] = []
@@ -59,7 +65,7 @@ def main() -> int:
         tokens = {url: found.num_tokens for url, found in cached.items()}
         request = RoutedRequest(number, num_tokens=len(keys) * CHUNK_TOKENS, cached=tokens)
         placing_s = time.perf_counter()
-        fleet.place(request, [], [], lambda engine: True)
+        fleet.place(request, [], [], lambda engine: True, pairs.load_s)
         match_s, place_s = matched_s - began_s, time.perf_counter() - placing_s
         for name, seconds in (("match", match_s), ("place", place_s), ("both", match_s + place_s)):
             times[name].append(1e6 * seconds)
