@@ -20,7 +20,7 @@ import msgspec
 
 # Of the time that a prompt takes on a decode engine, for each answer that it delays there.
 HARM = 0.05
-EXPECTED_OUTPUT = 300  # Tokens of an answer.
+EXPECTED_OUTPUT = 300  # Tokens of an answer, as long as no stream has ended.
 PREFILL_TOKENS_PER_S = 10_000.0  # Of an engine, as long as no engine's speed is known.
 TOKEN_S = 0.000_15  # That one more answer adds to each step of the others, as long as it is not known.
 LOAD_TOKENS_PER_S = 75_000.0  # KV from another engine, as long as no pair's speed is known.
@@ -62,7 +62,7 @@ def prefill_s(candidate: Candidate, num_tokens: int) -> float:
     return (candidate.num_queued_tokens + num_computed) / candidate.prefill_tokens_per_s
 
 
-def later_s(candidate: Candidate, num_output_tokens: int) -> float:
+def later_s(candidate: Candidate, num_output_tokens: float) -> float:
     """The tokens after the first one: the engine's steps, and what its queue adds to them."""
     busy_s = candidate.num_queued_tokens / candidate.prefill_tokens_per_s
     return num_output_tokens * (candidate.step_s + candidate.token_s * candidate.num_running) + HARM * busy_s
@@ -70,7 +70,7 @@ def later_s(candidate: Candidate, num_output_tokens: int) -> float:
 
 def placements(
     num_tokens: int,
-    num_output_tokens: int,
+    num_output_tokens: float,
     producers: Sequence[Candidate],
     consumers: Sequence[Candidate],
     load_s: LoadTime = usual_load_s,

@@ -124,6 +124,7 @@ class Leg:
     num_queued_tokens: int = 0  # Of its prompt, until the engine has computed it or is left.
     num_tokens_before: int = 0  # Of other prompts, that the engine had to compute at the leg's start.
     num_chunks: int = 0  # Of its stream, since `window` began.
+    num_chunks_before: int = 0  # That one.
     window: Window | None = None  # Of a sample of its stream.
     reader: PrefillReader | None = None
     outcome: str = "cancelled"  # For the metrics.

@@ -35,6 +35,9 @@ from baton.router.settings import Role, RouterSettings, check_url, without_crede
 
 logger = logging.getLogger(__name__)
 
+# Engines whose speeds differ by less are taken to be equal: the noise of a measurement would send prompts
+# away from the engines that have them.
+ALIKE = 1.25
 LEAST_LOAD_GAP = 3.0  # Of running answers, for two steps to tell what one more answer adds.
 
 
@@ -158,6 +161,10 @@ class Wait(Protocol):
         """Let another engine go on, if one can, because this one drains."""
 
 
+def _is_alike(value: float, usual: float) -> bool:
+    return usual / ALIKE <= value <= usual * ALIKE
+
+
 LoadSeconds: TypeAlias = Callable[[Engine, Engine, int], float]  # P, D, tokens.
 
 
@@ -172,6 +179,7 @@ class Fleet:
             "decode": [Engine(url, "decode", Health(settings.probe)) for url in settings.decode_urls],
         }
         self._policy = POLICIES[settings.policy]
+        self.outputs = Rate()  # Tokens of streams, as chunks.
         self._is_push = settings.mode == "push"
         self._probe_settings = settings.probe
         self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
@@ -248,7 +256,7 @@ class Fleet:
     ) -> Sequence[Placement]:
         return placements(
             request.num_tokens,
-            EXPECTED_OUTPUT,
+            request.num_output_tokens,
             self.candidates(producers, request),
             self.candidates(consumers, request),
             lambda first, second, num_tokens: load_s(producers[first], consumers[second], num_tokens),
@@ -270,6 +278,11 @@ class Fleet:
             for one in found
         ]
 
+    @property
+    def expected_output(self) -> float:
+        """Tokens of an answer."""
+        return self.outputs.value or EXPECTED_OUTPUT
+
     def candidates(
         self, engines: Sequence[Engine], request: RoutedRequest, are_eligible: Sequence[bool] | None = None
     ) -> list[Candidate]:
@@ -278,12 +291,7 @@ class Fleet:
         Where no cache is known to have the prompt, one engine is taken to have the beginning that prompts
         with the same key have in common: among engines that are as busy, they meet at one.
         """
-        is_known = all(engine.prefill_rate.value is not None for engine in engines) and (
-            not engines
-            or engines[0].role == "prefill"
-            or all(engine.steps.base_s is not None for engine in engines)
-        )
-        usual = IDLE if is_known else self._usual()
+        usual = self._usual(engines)
         if request.prefix_key and not any(request.cached.values()):
             eligible = compress(engines, are_eligible) if are_eligible is not None else engines
             holder = prefix_holder([engine.url for engine in eligible], request)
@@ -292,32 +300,30 @@ class Fleet:
 
     def _candidate(self, engine: Engine, request: RoutedRequest, usual: Candidate) -> Candidate:
         steps, elsewhere = engine.steps, engine.elsewhere
-        step_s, token_s = usual.step_s, usual.token_s
-        if steps.base_s is not None:
+        step_s, token_s, rate = usual.step_s, usual.token_s, usual.prefill_tokens_per_s
+        if steps.base_s is not None and not _is_alike(steps.base_s, step_s):
             step_s, token_s = steps.base_s, steps.slope_s
+        own = engine.prefill_rate.value
+        if own is not None and not _is_alike(own, rate):
+            rate = own
         return Candidate(
             engine.num_queued_tokens + elsewhere.num_queued_tokens,
             engine.in_flight + elsewhere.in_flight,
             request.num_cached(engine.url),
-            engine.prefill_rate.value or usual.prefill_tokens_per_s,
+            rate,
             step_s,
             token_s,
         )
 
-    def _usual(self) -> Candidate:
-        """For an engine whose speeds are not known: the means of the others'."""
-        rates, bases_s, slopes_s = [], [], []
-        for engines in self._engines.values():
-            for engine in engines:
-                if (rate := engine.prefill_rate.value) is not None:
-                    rates.append(rate)
-                if (base_s := engine.steps.base_s) is not None:
-                    bases_s.append(base_s)
-                    slopes_s.append(engine.steps.slope_s)
+    def _usual(self, engines: Sequence[Engine]) -> Candidate:
+        """Means of what is known of these engines. Of an engine that is not known, or hardly differs."""
+        rates = [rate for one in engines if (rate := one.prefill_rate.value) is not None]
+        rates = rates or [rate for one in self.engines if (rate := one.prefill_rate.value) is not None]
+        lines = [one.steps for one in engines if one.steps.base_s is not None]
         return Candidate(
             prefill_tokens_per_s=sum(rates) / len(rates) if rates else PREFILL_TOKENS_PER_S,
-            step_s=sum(bases_s) / len(bases_s) if bases_s else 0.0,
-            token_s=sum(slopes_s) / len(slopes_s) if slopes_s else TOKEN_S,
+            step_s=sum(one.at(0) for one in lines) / len(lines) if lines else 0.0,
+            token_s=sum(one.slope_s for one in lines) / len(lines) if lines else TOKEN_S,
         )
 
     def may_take(self, engine: Engine, request: RoutedRequest) -> bool:

@@ -34,7 +34,9 @@ class FleetView:
     def route(self, prefix_key: bytes, model: object = None, num_tokens: int = 0) -> RoutedRequest:
         """`model`: of the request's body, as it is. `num_tokens`: of its prompt."""
         self._num_routed += 1
-        return RoutedRequest(self._num_routed, prefix_key, model, num_tokens)
+        return RoutedRequest(
+            self._num_routed, prefix_key, model, num_tokens, num_output_tokens=self.fleet.expected_output
+        )
 
     def choose(
         self,

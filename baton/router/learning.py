@@ -8,7 +8,7 @@ wire      tokens that D has loaded, and its leg's time to the first byte; in pul
 
 from baton.router.answers import LegAnswer, num_computed, num_transferred
 from baton.router.events import Leg
-from baton.router.rates import Window
+from baton.router.rates import Rate, Window
 
 SAMPLE_CHUNKS = 16
 SAMPLE_EVERY_S = 0.25  # At most one of an engine, so that its samples are of different loads.
@@ -43,10 +43,12 @@ def note_answer(leg: Leg, answer: LegAnswer, now_s: float) -> None:
     return None
 
 
-def note_given_up(leg: Leg) -> None:
-    """A leg is closed."""
+def note_closed(leg: Leg, outputs: Rate) -> None:
+    """`outputs`: lengths of streams."""
     if leg.num_queued_tokens:
         leg.engine.busy.spoil()
+    if leg.role == "decode":
+        outputs.note(leg.num_chunks_before + leg.num_chunks)
 
 
 def note_chunks(leg: Leg, now_s: float) -> None:
@@ -54,6 +56,7 @@ def note_chunks(leg: Leg, now_s: float) -> None:
     engine, before, num_chunks = leg.engine, leg.window, leg.num_chunks
     now = Window(now_s, engine.load, not engine.queued_tokens)
     leg.window, leg.num_chunks = now, 0
+    leg.num_chunks_before += num_chunks
     if before is None or not (before.is_clear and now.is_clear) or now_s < engine.next_step_sample_s:
         return
     engine.next_step_sample_s = now_s + SAMPLE_EVERY_S

@@ -80,7 +80,7 @@ from baton.router.learning import (
     loaded,
     note_answer,
     note_chunks,
-    note_given_up,
+    note_closed,
     note_start,
 )
 from baton.router.legs import PARAMS, push_params, shape_of
@@ -872,7 +872,7 @@ class Machine:
             then()
 
     def _on_closed(self, event: Closed) -> None:
-        note_given_up(event.leg)
+        note_closed(event.leg, self._view.fleet.outputs)
         self._note_computed(event.leg)
         self._view.fleet.note_end(event.leg.engine)
         self._open_legs.remove(event.leg)

@@ -38,6 +38,7 @@ class RoutedRequest:
     model: object = None  # As the client has written it; None: the request names none.
     num_tokens: int = 0  # Of its prompt; for text a guess.
     cached: Mapping[str, int] = field(default_factory=dict)  # Tokens of it that engines have, by URL.
+    num_output_tokens: float = EXPECTED_OUTPUT
 
     def num_cached(self, url: str) -> int:
         return min(self.cached.get(url, 0), self.num_tokens)
@@ -95,7 +96,7 @@ def choose_least_cost(states: Sequence[EngineState], request: RoutedRequest) -> 
         state = states[index]
         if state.role == "prefill":
             return prefill_s(state.candidate, request.num_tokens)
-        return later_s(state.candidate, EXPECTED_OUTPUT)
+        return later_s(state.candidate, request.num_output_tokens)
 
     return min(
         eligible,

@@ -29,6 +29,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "fleet.json"
 FOLDER = "BATON_TRACES"
 NUM_ENGINES = 8
 LAG_S = 5.0
+SLOWNESS = 2.0
 
 
 class Load(NamedTuple):
@@ -52,6 +53,7 @@ class Run(NamedTuple):
     policy: Callable[[], Choose]
     knows_all: bool = False
     lag_s: float = 0.1
+    slowness: float = 1.0  # Of the first prefill and the first decode engine.
 
 
 COST = "P/D: cost"
@@ -73,6 +75,10 @@ RUNS: dict[str, Run] = {
     ),
     "P/D: cost without the queues": Run(True, lambda: by_cost(without="queue")),
     "P/D: cost, events 5 s late": Run(True, by_cost, lag_s=LAG_S),
+    "P/D, two slow engines: cost": Run(True, by_cost, slowness=SLOWNESS),
+    "P/D, two slow engines: cost, speeds of the model": Run(
+        True, lambda: by_cost(is_learned=False), slowness=SLOWNESS
+    ),
 }
 
 
@@ -89,6 +95,7 @@ def measure(requests: Sequence[Request], speed: float, run: Run) -> dict[str, fl
         run.policy(),
         knows_all=run.knows_all,
         lag_s=run.lag_s,
+        slowness={"p0": run.slowness, "d0": run.slowness},
     )
     outcome = world.run(requests, speed)
     return {

@@ -46,12 +46,15 @@ class Engine:
         at: Callable[[float, Callable[[], None]], None],
         on_events: Callable[[str, list[KVCacheEvent]], None],
         cache_blocks: int = CACHE_BLOCKS,
+        slowness: float = 1.0,
     ) -> None:
+        """`slowness`: how much longer its steps take than those of others."""
         self.name, self._at, self._on_events, self._cache_blocks = name, at, on_events, cache_blocks
         self.cache: OrderedDict[int, None] = OrderedDict()  # By block; the least recently used one first.
         self.waiting: deque[Job] = deque()
         self.filling: list[Job] = []
         self.running: list[Job] = []
+        self._slowness = slowness
         self._is_stepping = False
 
     def num_cached(self, blocks: Sequence[int]) -> int:
@@ -95,6 +98,7 @@ class Engine:
         running = list(self.running)
         num_filled = sum(chunk for _, chunk in chunks)
         took_s = STEP_S + num_filled / PREFILL_TOKENS_PER_S + len(running) * TOKEN_S
+        took_s *= self._slowness
         self._at(now_s + took_s, lambda: self._end_step(now_s + took_s, chunks, running))
 
     def _end_step(self, now_s: float, chunks: list[tuple[Job, int]], running: list[Job]) -> None:

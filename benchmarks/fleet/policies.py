@@ -110,7 +110,7 @@ def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = Tru
         if is_learned:
             found = cost.placements(
                 request.num_tokens,
-                EXPECTED_OUTPUT,
+                world.fleet.expected_output,
                 learned(world.producers),
                 learned(world.consumers),
                 load_s,

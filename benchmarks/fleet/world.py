@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from baton.router.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
 from baton.router.events import Leg
 from baton.router.fleet import Engine as RoutedEngine
 from baton.router.fleet import Fleet
-from baton.router.learning import SAMPLE_CHUNKS, loaded, note_answer, note_chunks, note_start
+from baton.router.learning import SAMPLE_CHUNKS, loaded, note_answer, note_chunks, note_closed, note_start
 from baton.router.pairs import Pairs
 from baton.router.settings import Role, RouterSettings
 from benchmarks.fleet.engine import BLOCK, CACHE_BLOCKS, LOAD_TOKENS_PER_S, Engine, Job
@@ -102,16 +102,19 @@ class World:
         knows_all: bool = False,
         lag_s: float = EVENT_LAG_S,
         cache_blocks: int = CACHE_BLOCKS,
+        slowness: Mapping[str, float] | None = None,
     ) -> None:
-        """`knows_all`: the router sees the caches themselves (an oracle)."""
+        """`knows_all`: the router sees the caches themselves (an oracle). `slowness`: of engines, by name."""
         self.producers, self.consumers, self._choose = producers, consumers, choose
         self._knows_all, self._lag_s = knows_all, lag_s
         self.now_s = 0.0
         self._queue: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
         self.index = BlockIndex()
+        slowness = slowness or {}
         self.engines = {
-            name: Engine(name, self._at, self._heard, cache_blocks) for name in (*producers, *consumers)
+            name: Engine(name, self._at, self._heard, cache_blocks, slowness.get(name, 1.0))
+            for name in (*producers, *consumers)
         }
         self.seen = {name: Seen() for name in self.engines}
         self.outcome = Outcome()
@@ -180,6 +183,7 @@ class World:
         def on_end(now_s: float) -> None:
             if producer is None:
                 seen.num_running -= 1
+                note_closed(leg, self.fleet.outputs)
                 self.fleet.note_end(leg.engine)
                 self._note_end(request, began_s + self.outcome.ttft_s[-1], now_s)
 
@@ -222,6 +226,7 @@ class World:
 
         def on_end(now_s: float) -> None:
             seen.num_running -= 1
+            note_closed(leg, self.fleet.outputs)
             self.fleet.note_end(leg.engine)
             self._note_end(request, first_s, now_s)
 

@@ -3,6 +3,7 @@
 import pytest
 
 from baton.router.answers import PROMPT_HEADER, LegAnswer
+from baton.router.cost import EXPECTED_OUTPUT
 from baton.router.events import Leg
 from baton.router.fleet import Counts, Engine, Fleet
 from baton.router.learning import (
@@ -11,7 +12,7 @@ from baton.router.learning import (
     loaded,
     note_answer,
     note_chunks,
-    note_given_up,
+    note_closed,
     note_start,
 )
 from baton.router.pairs import Pairs
@@ -90,7 +91,7 @@ def test_what_does_not_show_a_prompt_is_no_speed(fault: str) -> None:
         answer = LegAnswer(503, {}, b"")
     elif fault == "given up":
         other = begin(fleet, engine, 9000, 0.1)
-        note_given_up(other)
+        note_closed(other, fleet.outputs)
     elif fault == "another process":
         engine.elsewhere = Counts(num_queued_tokens=500)
     end_prompt(fleet, leg, answer, 1.0)
@@ -203,3 +204,26 @@ def test_what_the_index_knows_counts_more_than_a_prefix() -> None:
     request = RoutedRequest(0, b"a", num_tokens=2000)
     (other,) = {*DECODE} - {placed(fleet, request)[0]}
     assert placed(fleet, RoutedRequest(0, b"a", num_tokens=2000, cached={other: 512})) == (other, other)
+
+
+def test_the_length_of_answers_is_learned_from_streams() -> None:
+    fleet = new_fleet()
+    assert fleet.expected_output == EXPECTED_OUTPUT
+    for num_chunks in (10, 40, 40, 0):  # The last one was not streamed.
+        leg = begin(fleet, fleet.engines[-1], 0)
+        for number in range(num_chunks):
+            leg.num_chunks += 1
+            if leg.num_chunks == SAMPLE_CHUNKS:
+                note_chunks(leg, float(number))
+        note_closed(leg, fleet.outputs)
+    assert fleet.expected_output == 40
+
+
+def test_engines_that_hardly_differ_are_equal() -> None:
+    fleet = new_fleet()
+    for rate, engine in zip((900.0, 1100.0, 1000.0, 3000.0), fleet.engines, strict=True):
+        engine.prefill_rate.note(rate)
+    producers, consumers = fleet.engines[:2], fleet.engines[2:]
+    request = RoutedRequest(0, num_tokens=100)
+    assert [one.prefill_tokens_per_s for one in fleet.candidates(producers, request)] == [1000.0, 1000.0]
+    assert [one.prefill_tokens_per_s for one in fleet.candidates(consumers, request)] == [1000.0, 3000.0]
