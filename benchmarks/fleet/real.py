@@ -46,7 +46,7 @@ from benchmarks.fleet.world import Choose, Request, World, read_trace
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "policies.json"
 TOKENS_PER_BLOCK = 64  # 512 in the trace.
 SCALE = 512 // TOKENS_PER_BLOCK
-NUM_REQUESTS = 120
+NUM_REQUESTS = 60
 NUM_READ = 3_000  # Of the trace.
 SESSION_BLOCK, SESSION_REQUESTS_MIN = 3, 3  # Requests of a session have this block in common.
 PROMPT_TOKENS_MAX = 6_000
