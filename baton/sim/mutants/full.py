@@ -7,6 +7,7 @@ them lack one. What the engine has no constructor for is changed on the booted e
 from __future__ import annotations
 
 import hmac
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -21,7 +22,9 @@ from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
 from baton.protocol.ticket import BadTicket, open_ticket
 from baton.router.answers import LegAnswer
 from baton.router.first_token import FirstToken
-from baton.router.machine import Machine
+from baton.router.first_tokens import Given
+from baton.router.fleet_view import FleetView
+from baton.router.machine import Machine, Request
 from baton.router.notes import Note, Probed
 from baton.router.replica import Replica
 from baton.sim.hosts.full.engine import Engine
@@ -163,6 +166,20 @@ class _TellsAll(Machine):
         return self._send(first.events)
 
 
+class _ResumesShort(Machine):
+    """The rest of a broken stream is asked for as if the client had a token less than it has."""
+
+    def __init__(self, view: FleetView, request: Request) -> None:
+        super().__init__(view, request)
+        given_now = self._first.given
+
+        def given() -> Given | None:
+            given = given_now()
+            return given and replace(given, token_ids=given.token_ids[:-1])
+
+        self._first.given = given  # type: ignore[method-assign]
+
+
 class _HearsNoProbes(Replica):
     """A worker does not learn that an engine is back."""
 
@@ -194,6 +211,7 @@ PULL: dict[str, Parts] = {
     "whole_load": Parts(tamper=_believe_half),
     # The router
     "tells_all": Parts(router=_TellsAll),
+    "resumes_short": Parts(router=_ResumesShort),
     "probes_told": Parts(replica=_HearsNoProbes),
     # Offload and Multi
     "store_fence": Parts(offload_half=halves.StoresUnfenced),

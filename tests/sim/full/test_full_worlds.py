@@ -19,13 +19,13 @@ TRIES = 60
 SEEDS = {
     ("pull", "bound_ops"): 180,
     ("pull", "counters"): 1890,
-    ("pull", "store_fence"): 20,
+    ("pull", "store_fence"): 90,
     ("push", "bound_ops"): 400,
     ("push", "counters"): 1530,
     ("push", "fence"): 270,
-    ("push", "preempted"): 390,
-    ("push", "run"): 430,
-    ("push", "ticket_hash"): 70,
+    ("push", "preempted"): 540,
+    ("push", "run"): 500,
+    ("push", "ticket_hash"): 160,
     ("push", "ticket_windows"): 90,
 }
 
@@ -66,6 +66,7 @@ EVERYWHERE = {
     "leg: unreachable",
     "loans expired",
     "leg: ejected",
+    "router: resumed_streams broken",
     "leg: refused by the server",
     "loans given back",
     "partition",
