@@ -11,7 +11,7 @@ import pytest
 from baton.core.errors import UserError
 from baton.sim import FAILED_ONCE, GUARDS, MODES, Report, find_broken, replay, run_worlds
 
-NUM_WORLDS = {"pull": 12_000, "push": 8_000}
+NUM_WORLDS = {"pull": 8_000, "push": 6_000}
 PARTS = 4  # Each well within the time limit of a test.
 SLICE = 500
 
@@ -122,7 +122,7 @@ def test_a_world_that_broke_once_holds(mode: str, seed: int) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("mode", MODES)
-def test_no_invariant_breaks_in_twenty_thousand_worlds(mode: str, part: int) -> None:
+def test_no_invariant_breaks_in_thousands_of_worlds(mode: str, part: int) -> None:
     """Of both modes together. Each part runs well within the time limit of a test."""
     count = NUM_WORLDS[mode] // PARTS
     slices = range(part * count, (part + 1) * count, SLICE)

@@ -30,6 +30,7 @@ class Ask:
     num_transferred: int = 0
     session: str = ""  # Equal for the turns of one conversation.
     way: tuple[str, str] | None = None  # P and D; None: the router's choice.
+    is_probe: bool = False  # Its KV has to be handed over.
 
     def hear(self, token_ids: list[int]) -> None:
         self.answer += token_ids
@@ -69,7 +70,7 @@ class Clients:
         prompt = [3, *self._words(self._world.rng.randint(8, 20))]
         while len(self._model.answer(prompt, None, ANSWER_MAX)) < 2:
             prompt = [3, *self._words(self._world.rng.randint(8, 20))]
-        return self._send(prompt, None, lambda ask: None, way=way, tokens_min=2)
+        return self._send(prompt, None, lambda ask: None, way=way, is_probe=True, tokens_min=2)
 
     def make(
         self, prompt: list[int], salt: str | None, on_end: Callable[[Ask], None], tokens_min: int = 1
@@ -122,10 +123,11 @@ class Clients:
         on_end: Callable[[Ask], None],
         session: str = "",
         way: tuple[str, str] | None = None,
+        is_probe: bool = False,
         tokens_min: int = 1,
     ) -> Ask:
         ask = self.make(prompt, salt, on_end, tokens_min)
-        ask.session, ask.way = session, way
+        ask.session, ask.way, ask.is_probe = session, way, is_probe
         self._ask(ask)
         return ask
 

@@ -124,12 +124,12 @@ class Router:
             answer.kill()
         self.processes.end(worker)
 
-    def _view(self, process: Process, mode: str, way: tuple[str, str] | None) -> FleetView:
-        if way is None:
+    def _view(self, process: Process, mode: str, ask: Ask) -> FleetView:
+        if not ask.is_probe:
             return process.views[mode]
         view = process.view(mode)
         assert isinstance(view, _View)
-        view.urls = set(map(_url, way))
+        view.urls = set(map(_url, ask.way or self.cluster.hosts))
         view.new_transfer_id = self._new_id
         return view
 
@@ -143,7 +143,7 @@ class Router:
         is_push = self.cluster.mode == "push" and not world.chance(PULL_AMONG_PUSH)
         mode = "push" if is_push else "pull"
         process = self.hub if self.processes.is_alone else world.rng_of_router.choice(self.processes.workers)
-        view = self._view(process, mode, ask.way)
+        view = self._view(process, mode, ask)
         world.note("client", f"asks {ask.name} with {len(ask.prompt)} tokens")
         for engine in process.fleet.engines:
             met_at = self._met_at.get(engine, -INTRODUCTION_MAX_S)
