@@ -24,7 +24,7 @@ SEEDS = {
     ("push", "counters"): 1530,
     ("push", "fence"): 270,
     ("push", "preempted"): 540,
-    ("push", "run"): 500,
+    ("push", "run"): 690,
     ("push", "ticket_hash"): 160,
     ("push", "ticket_windows"): 90,
 }
