@@ -24,6 +24,7 @@ from baton.cli.http_options import (
     API_KEY_HELP,
     ENGINE_API_KEY_ENV,
     LIMITS_HELP,
+    PEER_SECRET_ENV,
     read_api_keys,
     warn_if_open,
 )
@@ -160,6 +161,24 @@ def route(
             max=64,
         ),
     ] = 0,
+    peer_bind: Annotated[
+        str | None,
+        typer.Option(
+            help="Endpoint on which this router publishes its load and sessions to other routers of the same "
+            "engines, such as tcp://10.0.0.1:5600.",
+            metavar="ENDPOINT",
+        ),
+    ] = None,
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(help="Endpoint of another router; repeat for more.", metavar="ENDPOINT"),
+    ] = None,
+    peer_secret_file: Annotated[
+        str | None,
+        typer.Option(
+            help=f"File with the secret that these routers share; or set {PEER_SECRET_ENV}.", metavar="FILE"
+        ),
+    ] = None,
     api_key_file: Annotated[str | None, typer.Option(help=API_KEY_HELP, metavar="FILE")] = None,
     engine_api_key_file: Annotated[
         str | None,
@@ -191,7 +210,7 @@ def route(
     from baton.core.validation import explain
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
-    from baton.router.settings import LegTimeouts, RouterSettings
+    from baton.router.settings import LegTimeouts, PeerSettings, RouterSettings
     from baton.router.shell.run import num_workers_for, serve
 
     if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
@@ -212,6 +231,14 @@ def route(
         engine_keys = read_api_keys(
             engine_api_key_file, os.environ, variable=ENGINE_API_KEY_ENV, field="engine_api_key_file"
         )
+        secrets = read_api_keys(
+            peer_secret_file, os.environ, variable=PEER_SECRET_ENV, field="peer_secret_file"
+        )
+        if peer_bind is None and peer:
+            raise ConfigError("is needed with --peer", field="peer_bind")
+        if peer_bind is not None:
+            peers = PeerSettings(peer_bind, tuple(peer or ()), next(iter(secrets), ""))
+            settings = msgspec.structs.replace(settings, peers=peers)
         http = HttpSettings.of(
             HttpLimits.from_json(limits or "{}"), api_keys=keys, allowed_hosts=allowed_hosts
         )

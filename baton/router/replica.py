@@ -6,6 +6,8 @@
 Pure: notes and time are arguments. `shell/frames.py` moves them.
 """
 
+from collections.abc import Iterable
+
 import msgspec
 
 from baton.router.fleet import Counts, Engine
@@ -131,8 +133,11 @@ class Replica:
             if engine.drain_until_s is not None:
                 for_s = max(0.0, engine.drain_until_s - now_s)
                 notes.append(Drains(engine.key, for_s, engine.is_leaving))
+        return notes + self.kept_turns()
+
+    def kept_turns(self) -> list[TurnKept]:
         kept = self._view.turns.kept()
-        return notes + [TurnKept(session, turn.keeper.key, turn.params) for session, turn in kept]
+        return [TurnKept(session, turn.keeper.key, turn.params) for session, turn in kept]
 
 
 class Loads:
@@ -152,12 +157,17 @@ class Loads:
 
     def beside(self, process: int | None) -> Load:
         """Of all processes but this one."""
-        total = dict(self._ended)
         loads = [load for name, load in self._loads.items() if name != process]
-        for load in loads:
-            for row in load.engines:
-                _add(total, row)
-        return Load(sum(load.num_requests for load in loads), list(total.values()))
+        return sum_of([Load(0, list(self._ended.values())), *loads])
+
+
+def sum_of(loads: Iterable[Load]) -> Load:
+    num_requests, total = 0, dict[EngineKey, EngineLoad]()
+    for load in loads:
+        num_requests += load.num_requests
+        for row in load.engines:
+            _add(total, row)
+    return Load(num_requests, list(total.values()))
 
 
 def _add(total: dict[EngineKey, EngineLoad], row: EngineLoad) -> None:

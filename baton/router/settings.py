@@ -9,7 +9,8 @@ import msgspec
 from baton.core.errors import ConfigError
 from baton.http.settings import HttpSettings
 
-_ENDPOINT = re.compile(r"tcp://[^\s/]+:\d{1,5}|ipc://\S+")
+PEER_SECRET_CHARS_MIN = 16
+_ENDPOINT = re.compile(r"tcp://[^\s/]+:(?:\d{1,5}|\*)|ipc://\S+")
 
 Role = Literal["prefill", "decode"]
 Mode = Literal["pull", "push"]  # push: both legs start at once, and KV moves while it is computed.
@@ -65,6 +66,23 @@ class KVEventsSource(msgspec.Struct, frozen=True):
                 )
 
 
+class PeerSettings(msgspec.Struct, frozen=True):
+    """Other routers of the same engines. They share loads and sessions."""
+
+    bind: str  # ZeroMQ's endpoint on which this router publishes, such as tcp://10.0.0.1:5600.
+    routers: tuple[str, ...]  # Those of the others.
+    secret: str  # That all of them have.
+
+    def __post_init__(self) -> None:
+        for endpoint in (self.bind, *self.routers):
+            if not _ENDPOINT.fullmatch(endpoint):
+                raise ConfigError(
+                    f"{endpoint!r} is no endpoint of ZeroMQ; e.g. tcp://10.0.0.1:5600", field="peers"
+                )
+        if len(self.secret) < PEER_SECRET_CHARS_MIN:
+            raise ConfigError(f"needs at least {PEER_SECRET_CHARS_MIN} characters", field="peers.secret")
+
+
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_urls: tuple[str, ...]
     decode_urls: tuple[str, ...]
@@ -78,6 +96,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     decode_attempts: int = 2
     resumes: int = 2  # Times that another decode engine continues a stream whose engine fails; 0: never.
     kv_events: tuple[KVEventsSource, ...] = ()  # For the policy `cost`.
+    peers: PeerSettings | None = None
     tokenizer: str | None = None  # Folder with tokenizer.json: to find prompts that are texts in the caches.
     max_answer_bytes: int = 32 << 20  # Of an answer that is not streamed: it is held whole.
     drain_timeout_s: float = 30.0  # For running requests to end, once the router is told to stop.

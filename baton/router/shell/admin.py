@@ -27,6 +27,7 @@ from baton.router.lookups import look_for
 from baton.router.notes import Drains, Joined, Speeds
 from baton.router.settings import Role, without_credentials
 from baton.router.shell.index_client import IndexClient
+from baton.router.shell.peers import PeerLink
 from baton.router.shell.probes import Prober
 
 METHODS = {
@@ -60,9 +61,11 @@ def watch_drain(loop: asyncio.AbstractEventLoop, fleet: Fleet, engine: Engine) -
 
 
 class Admin:
-    def __init__(self, view: FleetView, prober: Prober, index: IndexClient | None) -> None:
+    def __init__(
+        self, view: FleetView, prober: Prober, index: IndexClient | None, peers: PeerLink | None
+    ) -> None:
         self._view, self._settings, self._fleet = view, view.settings, view.fleet
-        self._prober, self._index = prober, index
+        self._prober, self._index, self._peers = prober, index, peers
         settings = view.settings
         # Without a key, only this machine may change the fleet. The Host is checked on loopback only.
         self._is_open = bool(settings.doors.api_keys) or settings.checked_hosts is not None
@@ -163,6 +166,7 @@ class Admin:
             "models": sorted({name for engine in self._fleet.engines for name in engine.names or ()}),
             "mode": self._settings.mode,
             "policy": self._settings.policy,
+            "routers": [] if self._peers is None else self._peers.snapshot(),
             "engines": [
                 {
                     "type": engine.role,

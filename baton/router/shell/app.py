@@ -34,6 +34,7 @@ from baton.router.shell.control import Administration, AdminPages, Control, not_
 from baton.router.shell.index_client import IndexClient, IndexOwner
 from baton.router.shell.legs import Ask, Upstream
 from baton.router.shell.parts import Parts
+from baton.router.shell.peers import PeerLink
 from baton.router.shell.requests import RequestDriver, Requests, forward
 from baton.router.shell.timers import TimerWheel
 from baton.router.turns import SESSION_HEADER
@@ -75,6 +76,16 @@ class Router:
             self._index_owner = IndexOwner(parts.fleet, settings, log_config or NO_LOG)
             index_path = self._index_owner.path
         self._index = None if index_path is None else IndexClient(index_path, parts.asker)
+        self.peers = None
+        if administration is None and settings.peers is not None:
+            self.peers = PeerLink(
+                settings.peers,
+                load=lambda: self.replica.load(self.num_requests),
+                kept=self.replica.kept_turns,
+                on_note=lambda note: self.replica.apply(note, asyncio.get_running_loop().time()),
+                on_load=self._learn_peers,
+            )
+            self.fleet.tell = self.peers.tell
         self._requests = Requests(
             parts.view, upstream, parts.metrics, parts.introducer, parts.loans, self._index
         )
@@ -86,6 +97,7 @@ class Router:
                 exposition=self._exposition,
                 on_fault=self.note_fault,
                 index=self._index,
+                peers=self.peers,
             )
         self._admin_pages = AdminPages(administration)
         self._workers = WorkerPool()
@@ -108,6 +120,8 @@ class Router:
         return bound
 
     def start(self) -> None:
+        if self.peers is not None:
+            self.peers.start()
         if self._index_owner is not None:
             self._index_owner.start()
         if self._index is not None:
@@ -147,12 +161,18 @@ class Router:
         if self.control is not None:
             await self.control.close()
         await self._admin_pages.close()
+        if self.peers is not None:
+            await self.peers.close()
         if self._index is not None:
             await self._index.close()
         if self._index_owner is not None:
             await self._index_owner.close()
         await self._parts.close()
         self._workers.close()
+
+    def _learn_peers(self) -> None:
+        assert self.peers is not None
+        self.replica.apply(self.peers.peers.load(), asyncio.get_running_loop().time())
 
     def note_fault(self, why: str) -> None:
         """The router must not go on blind: /health says so."""

@@ -14,6 +14,7 @@ from baton.router.shell.client_http import DEFECT, Incoming, Reply
 from baton.router.shell.dashboard import PAGE
 from baton.router.shell.index_client import IndexClient
 from baton.router.shell.parts import Parts
+from baton.router.shell.peers import PeerLink
 from baton.router.shell.probes import Prober, ProberDied
 
 logger = logging.getLogger(__name__)
@@ -70,13 +71,14 @@ class Control:
         exposition: Callable[[], Awaitable[bytes]],
         on_fault: Callable[[str], None],
         index: IndexClient | None,
+        peers: PeerLink | None,
     ) -> None:
         """`num_requests`: of clients, in flight. `on_fault`: the task that watches the engines has ended."""
         self._parts = parts
         self._num_requests, self._exposition, self._on_fault = num_requests, exposition, on_fault
         settings = parts.settings
         self.prober = Prober(parts.fleet, parts.asker, settings.probe, parts.introducer.refresh)
-        self._admin = admin.Admin(parts.view, self.prober, index)
+        self._admin = admin.Admin(parts.view, self.prober, index, peers)
         self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:

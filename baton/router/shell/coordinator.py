@@ -17,8 +17,8 @@ from baton.core.errors import BatonError
 from baton.http.bodies import Bodies
 from baton.http.gate import Checks
 from baton.http.workers import WorkerPool
-from baton.router.notes import Load
-from baton.router.replica import Loads, Replica
+from baton.router.notes import Load, Note
+from baton.router.replica import Loads, Replica, sum_of
 from baton.router.settings import RouterSettings
 from baton.router.shell.app import CLOSING_S
 from baton.router.shell.client_http import Listener
@@ -41,6 +41,7 @@ from baton.router.shell.frames import (
 from baton.router.shell.index_client import IndexClient, IndexOwner
 from baton.router.shell.metrics import Samples, sum_families
 from baton.router.shell.parts import Parts
+from baton.router.shell.peers import PeerLink
 from baton.router.shell.timers import TimerWheel
 
 logger = logging.getLogger(__name__)
@@ -91,12 +92,22 @@ class Coordinator:
         if settings.kv_events:
             self._index = IndexOwner(self._parts.fleet, settings, log_config)
             self._lookups = IndexClient(self._index.path, self._parts.asker)
+        self._peers = None
+        if settings.peers is not None:
+            self._peers = PeerLink(
+                settings.peers,
+                load=lambda: self._loads.beside(None),
+                kept=self._replica.kept_turns,
+                on_note=self._take_from_peer,
+                on_load=self._load_has_changed,
+            )
         self._control = Control(
             self._parts,
             num_requests=lambda: self._replica.num_requests_elsewhere,
             exposition=self._exposition,
             on_fault=self._note_fault,
             index=self._lookups,
+            peers=self._peers,
         )
         self._pages = AdminPages(self._control)
         self._pool = WorkerPool()
@@ -132,6 +143,8 @@ class Coordinator:
             await self._listener.listen(host, admin_port)
         self._where = host, port, admin_port is not None
         self._control.start()
+        if self._peers is not None:
+            self._peers.start()
         if self._index is not None and self._lookups is not None:
             self._index.start()
             self._lookups.connect()
@@ -168,6 +181,8 @@ class Coordinator:
             await self._listener.close(timeout_s)
         await self._control.close()
         await self._pages.close()
+        if self._peers is not None:
+            await self._peers.close()
         if self._index is not None and self._lookups is not None:
             await self._lookups.close()
             await self._index.close()
@@ -267,9 +282,15 @@ class Coordinator:
                 raise AssertionError(f"the coordinator gets no {type(frame).__name__}")
             case _:
                 self._replica.apply(frame, self._loop.time())
+                if self._peers is not None:
+                    self._peers.tell(frame)
                 for other in self._workers.values():
                     if other is not worker:
                         other.stream.send(frame)
+
+    def _take_from_peer(self, note: Note) -> None:
+        self._replica.apply(note, self._loop.time())
+        self._send_all(note)
 
     def _send_all(self, frame: Frame) -> None:
         for worker in self._workers.values():
@@ -286,10 +307,11 @@ class Coordinator:
 
     def _share_load(self) -> None:
         self._is_load_due = False
-        self._replica.apply(self._loads.beside(None), self._loop.time())
-        if len(self._workers) > 1:
+        others = [] if self._peers is None else [self._peers.peers.load()]
+        self._replica.apply(sum_of([self._loads.beside(None), *others]), self._loop.time())
+        if len(self._workers) > 1 or others:
             for worker in self._workers.values():
-                worker.stream.send(self._loads.beside(worker.number))
+                worker.stream.send(sum_of([self._loads.beside(worker.number), *others]))
 
     # --- The administrator
 

@@ -1,0 +1,119 @@
+"""Other routers of the same engines: what each has reported of its load, and the messages between routers.
+
+    router --Message: its load, the turns that it keeps or takes--> every other router
+
+A message is authenticated with a secret that all routers have (HMAC-SHA256, RFC 2104), numbered, and dated,
+so that an old one is not heard again. It is not encrypted. Messages may be lost: loads are repeated, and a
+turn that is not known, or taken twice, costs a prompt that is computed. A router that is silent for SILENT_S
+counts as dead: its requests are no load any more.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import msgspec
+
+from baton.core.errors import PeerError
+from baton.router.notes import EngineKey, EngineLoad, Load, TurnKept, TurnTaken
+from baton.router.replica import sum_of
+
+SILENT_S = 1.0
+LATE_MAX_S = 30.0  # Between two hosts' clocks, and on the way.
+PEERS_MAX = 32
+TAG_BYTES = hashlib.sha256().digest_size
+
+PeerNote: TypeAlias = Load | TurnKept | TurnTaken
+
+
+class Message(msgspec.Struct, frozen=True, array_like=True):
+    router: str  # Random, for each start of a router.
+    number: int  # Of its messages.
+    unix_s: float
+    notes: list[PeerNote]
+
+
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def seal(message: Message, secret: bytes) -> bytes:
+    payload = msgspec.msgpack.encode(message)
+    return hmac.digest(secret, payload, "sha256") + payload
+
+
+def unseal(data: bytes, secret: bytes, unix_s: float) -> Message:
+    """Raises PeerError."""
+    tag, payload = data[:TAG_BYTES], data[TAG_BYTES:]
+    if not hmac.compare_digest(tag, hmac.digest(secret, payload, "sha256")):
+        raise PeerError("a message is not signed with this router's peer secret")
+    try:
+        message = _decoder.decode(payload)
+    except msgspec.MsgspecError as error:
+        raise PeerError(f"a message of another version: {error}") from error
+    if abs(unix_s - message.unix_s) > LATE_MAX_S:
+        raise PeerError(f"a message is {unix_s - message.unix_s:.0f} s old; set the hosts' clocks")
+    return message
+
+
+@dataclass(slots=True)
+class _Peer:
+    number: int = 0
+    heard_at_s: float = 0.0
+    load: Load = field(default_factory=lambda: Load(0, []))
+
+
+class Peers:
+    """Of one router. Not thread-safe."""
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+        self._peers: dict[str, _Peer] = {}
+        self._engines: set[EngineKey] = set()  # That a router has ever asked.
+
+    def hear(self, message: Message, now_s: float) -> tuple[list[TurnKept | TurnTaken], bool]:
+        """Return the news about turns, and whether the router was not known. Raises PeerError."""
+        if message.router == self._router:
+            return [], False  # Its own, from a peer that it is connected to twice over.
+        is_new = message.router not in self._peers
+        if is_new and len(self._peers) >= PEERS_MAX:
+            raise PeerError(f"more than {PEERS_MAX} routers")
+        peer = self._peers.setdefault(message.router, _Peer())
+        if message.number <= peer.number:
+            return [], False  # It was here already, by another way.
+        peer.number, peer.heard_at_s = message.number, now_s
+        turns: list[TurnKept | TurnTaken] = []
+        for note in message.notes:
+            if isinstance(note, Load):
+                peer.load = note
+                self._engines.update(row.engine for row in note.engines)
+            else:
+                turns.append(note)
+        return turns, is_new
+
+    def expire(self, now_s: float) -> bool:
+        """Forget routers that are silent. True: there was one."""
+        silent = [name for name, peer in self._peers.items() if now_s - peer.heard_at_s > SILENT_S]
+        for name in silent:
+            del self._peers[name]
+        return bool(silent)
+
+    def load(self) -> Load:
+        """What all of them ask of the engines. Their clients do not count against this router's limit."""
+        idle = Load(0, [EngineLoad(engine, 0, 0, 0, 0, 0) for engine in sorted(self._engines)])
+        rows = sum_of([idle, *(peer.load for peer in self._peers.values())]).engines
+        return Load(
+            0, [EngineLoad(row.engine, row.in_flight, 0, 0, 0, row.num_queued_tokens) for row in rows]
+        )
+
+    def snapshot(self, now_s: float) -> list[Mapping[str, Any]]:
+        """For operators."""
+        return [
+            {
+                "router": name,
+                "heard_s_ago": round(now_s - peer.heard_at_s, 3),
+                "requests": peer.load.num_requests,
+            }
+            for name, peer in self._peers.items()
+        ]
