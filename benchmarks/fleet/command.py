@@ -54,6 +54,8 @@ class Run(NamedTuple):
     knows_all: bool = False
     lag_s: float = 0.1
     slowness: float = 1.0  # Of the first prefill and the first decode engine.
+    num_routers: int = 1
+    shares_loads: bool = True
 
 
 COST = "P/D: cost"
@@ -75,6 +77,8 @@ RUNS: dict[str, Run] = {
     ),
     "P/D: cost without the queues": Run(True, lambda: by_cost(without="queue")),
     "P/D: cost, events 5 s late": Run(True, by_cost, lag_s=LAG_S),
+    "P/D: cost, two routers": Run(True, by_cost, num_routers=2),
+    "P/D: cost, two routers that share no loads": Run(True, by_cost, num_routers=2, shares_loads=False),
     "P/D, two slow engines: cost": Run(True, by_cost, slowness=SLOWNESS),
     "P/D, two slow engines: cost, speeds of the model": Run(
         True, lambda: by_cost(is_learned=False), slowness=SLOWNESS
@@ -96,6 +100,8 @@ def measure(requests: Sequence[Request], speed: float, run: Run) -> dict[str, fl
         knows_all=run.knows_all,
         lag_s=run.lag_s,
         slowness={"p0": run.slowness, "d0": run.slowness},
+        num_routers=run.num_routers,
+        shares_loads=run.shares_loads,
     )
     outcome = world.run(requests, speed)
     return {

@@ -90,12 +90,15 @@ def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = Tru
         )
 
         def learned(names: Sequence[str]) -> list[cost.Candidate]:
-            found = world.fleet.candidates([world.routed[name] for name in names], routed)
+            found = world.router.fleet.candidates([world.router.routed[name] for name in names], routed)
             return [replace(one, num_queued_tokens=0) for one in found] if without == "queue" else found
 
         def load_s(producer: int, consumer: int, num_tokens: int) -> float:
-            first, second = world.routed[world.producers[producer]], world.routed[world.consumers[consumer]]
-            return world.pairs.load_s(first, second, num_tokens)
+            first, second = (
+                world.router.routed[world.producers[producer]],
+                world.router.routed[world.consumers[consumer]],
+            )
+            return world.router.pairs.load_s(first, second, num_tokens)
 
         def candidate(name: str) -> cost.Candidate:
             seen = world.seen[name]
@@ -110,7 +113,7 @@ def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = Tru
         if is_learned:
             found = cost.placements(
                 request.num_tokens,
-                world.fleet.expected_output,
+                world.router.fleet.expected_output,
                 learned(world.producers),
                 learned(world.consumers),
                 load_s,

@@ -17,14 +17,15 @@ from baton.contract.events import KVCacheEvent
 from baton.router.answers import PROMPT_HEADER, LegAnswer
 from baton.router.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
 from baton.router.events import Leg
+from baton.router.fleet import Counts, Fleet
 from baton.router.fleet import Engine as RoutedEngine
-from baton.router.fleet import Fleet
 from baton.router.learning import SAMPLE_CHUNKS, loaded, note_answer, note_chunks, note_closed, note_start
 from baton.router.pairs import Pairs
 from baton.router.settings import Role, RouterSettings
 from benchmarks.fleet.engine import BLOCK, CACHE_BLOCKS, LOAD_TOKENS_PER_S, Engine, Job
 
 EVENT_LAG_S = 0.1
+LOAD_EVERY_S = 0.1  # Between two messages of a router to others.
 ROOT = root_key(None, None)
 
 
@@ -89,6 +90,29 @@ def answer(total: int, local: int, transferred: int) -> LegAnswer:
     return LegAnswer(200, {PROMPT_HEADER: counts}, b"", is_stream=True)
 
 
+class Router:
+    """What one router knows of the engines."""
+
+    def __init__(self, producers: Sequence[str], consumers: Sequence[str]) -> None:
+        # A router has prefill engines. Those of a fleet without any get no requests.
+        settings = RouterSettings(
+            prefill_urls=tuple(map(url_of, producers or ["none"])),
+            decode_urls=tuple(map(url_of, consumers)),
+            policy="cost",
+        )
+        self.fleet, self.pairs = Fleet(settings), Pairs()
+        engines = {engine.url: engine for engine in self.fleet.engines}
+        self.routed: dict[str, RoutedEngine] = {
+            name: engines[url_of(name)] for name in (*producers, *consumers)
+        }
+        self.is_load_due = False
+
+    @property
+    def own_load(self) -> Mapping[str, tuple[int, int]]:
+        """By engine: requests, and tokens of prompts that it has still to compute."""
+        return {name: (one.in_flight, one.num_queued_tokens) for name, one in self.routed.items()}
+
+
 Choose = Callable[["World", Request], tuple[str | None, str]]  # Producer, and consumer.
 
 
@@ -103,8 +127,13 @@ class World:
         lag_s: float = EVENT_LAG_S,
         cache_blocks: int = CACHE_BLOCKS,
         slowness: Mapping[str, float] | None = None,
+        num_routers: int = 1,
+        shares_loads: bool = True,
     ) -> None:
-        """`knows_all`: the router sees the caches themselves (an oracle). `slowness`: of engines, by name."""
+        """`knows_all`: the router sees the caches themselves (an oracle). `slowness`: of engines, by name.
+
+        `num_routers`: that get the requests in turn. `shares_loads`: each tells the others of its load.
+        """
         self.producers, self.consumers, self._choose = producers, consumers, choose
         self._knows_all, self._lag_s = knows_all, lag_s
         self.now_s = 0.0
@@ -119,15 +148,26 @@ class World:
         self.seen = {name: Seen() for name in self.engines}
         self.outcome = Outcome()
         self.num_routed = 0
-        # A router has prefill engines. Those of a fleet without any get no requests.
-        settings = RouterSettings(
-            prefill_urls=tuple(map(url_of, producers or ["none"])),
-            decode_urls=tuple(map(url_of, consumers)),
-            policy="cost",
-        )
-        self.fleet, self.pairs = Fleet(settings), Pairs()
-        engines = {engine.url: engine for engine in self.fleet.engines}
-        self.routed: dict[str, RoutedEngine] = {name: engines[url_of(name)] for name in self.engines}
+        self._routers = [Router(producers, consumers) for _ in range(num_routers)]
+        self.router = self._routers[0]  # That routes now.
+        if shares_loads and num_routers > 1:
+            for router in self._routers:
+                router.fleet.on_load = lambda router=router: self._share_soon(router)  # type: ignore[misc]
+
+    def _share_soon(self, router: Router) -> None:
+        if not router.is_load_due:
+            router.is_load_due = True
+            self._at(self.now_s + LOAD_EVERY_S, lambda: self._share(router))
+
+    def _share(self, router: Router) -> None:
+        router.is_load_due = False
+        for other in self._routers:
+            loads = [one.own_load for one in self._routers if one is not other]
+            if router is not other:
+                for name, engine in other.routed.items():
+                    counts = [load[name] for load in loads]
+                    in_flight, queued = (sum(column) for column in zip(*counts, strict=True))
+                    other.fleet.note_elsewhere(engine, Counts(in_flight, num_queued_tokens=queued))
 
     def _at(self, when_s: float, action: Callable[[], None]) -> None:
         heapq.heappush(self._queue, (when_s, next(self._numbers), action))
@@ -153,6 +193,7 @@ class World:
         return self.outcome
 
     def _route(self, request: Request) -> None:
+        router = self.router = self._routers[self.num_routed % len(self._routers)]
         self.num_routed += 1
         self.outcome.num_requests += 1
         self.outcome.num_tokens += request.num_tokens
@@ -162,14 +203,14 @@ class World:
         num_left = max(1, request.num_tokens - self.cached(request)[first])
         seen.num_queued_tokens += num_left
         seen.num_waiting += 1
-        leg = self._begin(first, num_left)
+        leg = self._begin(router, first, num_left)
 
         def on_first(now_s: float, num_cached: int) -> None:
             note_answer(leg, answer(request.num_tokens, num_cached, 0), now_s)
-            self.fleet.note_computed(leg.engine, num_left)
+            router.fleet.note_computed(leg.engine, num_left)
             leg.num_queued_tokens = 0
             if producer is not None:
-                self.fleet.note_end(leg.engine)
+                router.fleet.note_end(leg.engine)
             seen.num_queued_tokens -= num_left
             seen.num_waiting -= 1
             self.outcome.ttft_s.append(now_s - began_s)
@@ -178,13 +219,13 @@ class World:
                 seen.num_running += 1
             elif request.num_output > 1:
                 assert producer is not None
-                self._load(request, producer, consumer, now_s)
+                self._load(router, request, producer, consumer, now_s)
 
         def on_end(now_s: float) -> None:
             if producer is None:
                 seen.num_running -= 1
-                note_closed(leg, self.fleet.outputs)
-                self.fleet.note_end(leg.engine)
+                note_closed(leg, router.fleet.outputs)
+                router.fleet.note_end(leg.engine)
                 self._note_end(request, began_s + self.outcome.ttft_s[-1], now_s)
 
         num_output = 1 if producer is not None else request.num_output
@@ -199,19 +240,19 @@ class World:
         self.engines[first].submit(job, self.now_s)
         self.outcome.num_handed_over += producer is not None
 
-    def _begin(self, name: str, num_left: int) -> Leg:
-        engine = self.routed[name]
+    def _begin(self, router: Router, name: str, num_left: int) -> Leg:
+        engine = router.routed[name]
         role: Role = engine.role
         leg = Leg(role, engine, {}, 0.0, self.now_s, False, num_left, engine.queued_tokens)
         note_start(leg, self.now_s, shows_first=True)
-        self.fleet.note_start(engine, num_left)
+        router.fleet.note_start(engine, num_left)
         return leg
 
-    def _load(self, request: Request, producer: str, consumer: str, first_s: float) -> None:
+    def _load(self, router: Router, request: Request, producer: str, consumer: str, first_s: float) -> None:
         engine, seen = self.engines[consumer], self.seen[consumer]
         seen.num_running += 1
         num_loaded = request.num_tokens - engine.num_cached(request.blocks)
-        leg = self._begin(consumer, 0)
+        leg = self._begin(router, consumer, 0)
         is_first = True
 
         def on_token(now_s: float) -> None:
@@ -221,13 +262,13 @@ class World:
                 counts = answer(request.num_tokens, request.num_tokens - num_loaded, num_loaded)
                 num_sampled, took_s = loaded(leg, counts, now_s)
                 if num_sampled:
-                    self.pairs.note_load(self.routed[producer], leg.engine, num_sampled, took_s)
+                    router.pairs.note_load(router.routed[producer], leg.engine, num_sampled, took_s)
             _note_token(leg, now_s)
 
         def on_end(now_s: float) -> None:
             seen.num_running -= 1
-            note_closed(leg, self.fleet.outputs)
-            self.fleet.note_end(leg.engine)
+            note_closed(leg, router.fleet.outputs)
+            router.fleet.note_end(leg.engine)
             self._note_end(request, first_s, now_s)
 
         job = Job(
