@@ -25,7 +25,7 @@ from baton.router.settings import Role, RouterSettings
 from benchmarks.fleet.engine import BLOCK, CACHE_BLOCKS, LOAD_TOKENS_PER_S, Engine, Job
 
 EVENT_LAG_S = 0.1
-LOAD_EVERY_S = 0.1  # Between two messages of a router to others.
+LOAD_EVERY_S = 0.01  # Between two messages of a router to others, as in `baton.router.shell.peers`.
 ROOT = root_key(None, None)
 
 

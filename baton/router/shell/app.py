@@ -85,7 +85,7 @@ class Router:
                 on_note=lambda note: self.replica.apply(note, asyncio.get_running_loop().time()),
                 on_load=self._learn_peers,
             )
-            self.fleet.tell = self.peers.tell
+            self.fleet.tell, self.fleet.on_load = self.peers.tell, self.peers.load_has_changed
         self._requests = Requests(
             parts.view, upstream, parts.metrics, parts.introducer, parts.loans, self._index
         )

@@ -267,6 +267,8 @@ class Coordinator:
             case Load():
                 self._loads.put(number, frame)
                 self._load_has_changed()
+                if self._peers is not None:
+                    self._peers.load_has_changed()
             case Listening():
                 worker.has_reported = True
                 if not first.done():
