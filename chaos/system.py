@@ -213,7 +213,7 @@ class System:
         states = [
             one["state"] for engines in fleet["engines"].values() for one in engines if one["url"] == url
         ]
-        return states == ["up"]
+        return states in (["up"], ["slow"])
 
     def stop(self) -> None:
         for engine in self.engines.values():

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
@@ -30,7 +31,7 @@ from baton.router.identity import Identity, Introduced, Introduction, Kind, Mode
 from baton.router.legs import PREFIX_TOKENS
 from baton.router.notes import EngineKey, Erred, LegFailed, Note, Speeds
 from baton.router.policies import POLICIES, EngineState, RoutedRequest, choose_least_cost, prefix_holder
-from baton.router.rates import BusyTime, Line, Rate
+from baton.router.rates import BusyTime, Line, Rate, outliers
 from baton.router.settings import Role, RouterSettings, check_url, without_credentials
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,8 @@ ALIKE = 1.25
 LEAST_LOAD_GAP = 3.0  # Of running answers, for two steps to tell what one more answer adds.
 
 
+SLOW_SHARE = 0.1  # Of an engine that is much slower than its peers; enough to see that it has recovered.
+JUDGE_SPEEDS_EVERY_S = 1.0
 DRAIN_GRACE_S = 2.0  # After that other engines continue the streams of an engine that drains.
 
 
@@ -91,6 +94,7 @@ class Engine:
     drain_until_s: float | None = None  # It gets no requests; those that run may end until then.
     is_leaving: bool = False  # It is removed when it has drained.
     is_removed: bool = False
+    is_slow: bool = False  # Much slower than its peers.
     admin_port: int | None = None  # Of its /baton/*, as its /health reports; None: the main port.
     url: str = field(init=False)  # Without credentials.
 
@@ -137,6 +141,10 @@ class Engine:
     def is_up(self) -> bool:
         return self.health.is_up
 
+    def share(self, now_s: float) -> float:
+        """Of its usual requests: less in slow start, and while it is much slower than its peers."""
+        return self.health.share(now_s) * (SLOW_SHARE if self.is_slow else 1.0)
+
     @property
     def is_eligible(self) -> bool:
         return self.is_up and self.refused is None and self.drain_until_s is None
@@ -146,7 +154,9 @@ class Engine:
         """For operators."""
         if self.drain_until_s is not None:
             return "draining" if self.load else "drained"
-        return "refused" if self.refused is not None else self.status
+        if self.refused is not None:
+            return "refused"
+        return "slow" if self.is_slow and self.is_up else self.status
 
 
 class Wait(Protocol):
@@ -189,6 +199,7 @@ class Fleet:
         self.tell: Callable[[Note], None] = lambda note: None  # The other processes of this router.
         self.on_load: Callable[[], None] = lambda: None  # An engine's number of requests has changed.
         self._unix_clock = unix_clock
+        self._judges_speeds_at_s = 0.0
         self._serves: dict[tuple[Kind, str], Identity | None] = {}
 
     @property
@@ -206,6 +217,7 @@ class Fleet:
     ) -> Engine | None:
         """An engine of this role that is up, fit and not in `tried`."""
         engines = self._engines[role]
+        self.judge_speeds(now_s)
         are_eligible = [
             self.may_take(engine, request) and engine not in tried and is_fit(engine) for engine in engines
         ]
@@ -213,7 +225,7 @@ class Fleet:
         if self._policy is choose_least_cost:
             candidates = self.candidates(engines, request, are_eligible)
         states = [
-            EngineState(engine.url, is_eligible, engine.load, engine.health.share(now_s), role, candidate)
+            EngineState(engine.url, is_eligible, engine.load, engine.share(now_s), role, candidate)
             for engine, is_eligible, candidate in zip(engines, are_eligible, candidates, strict=True)
         ]
         index = self._policy(states, request)
@@ -325,6 +337,20 @@ class Fleet:
             step_s=sum(one.at(0) for one in lines) / len(lines) if lines else 0.0,
             token_s=sum(one.slope_s for one in lines) / len(lines) if lines else TOKEN_S,
         )
+
+    def judge_speeds(self, now_s: float) -> None:
+        """Find engines that are much slower than their peers, now and then."""
+        if now_s < self._judges_speeds_at_s:
+            return
+        self._judges_speeds_at_s = now_s + JUDGE_SPEEDS_EVERY_S
+        prefill, decode = self._engines["prefill"], self._engines["decode"]
+        num_running = median(engine.load for engine in decode) if decode else 0.0
+        found = outliers([engine.prefill_rate.settled for engine in prefill])
+        found += outliers([engine.steps.speed_at(num_running) for engine in decode])
+        for engine, is_slow in zip((*prefill, *decode), found, strict=True):
+            if is_slow and not engine.is_slow:
+                logger.warning("%s engine %s is much slower than its peers", engine.role, engine.url)
+            engine.is_slow = is_slow
 
     def may_take(self, engine: Engine, request: RoutedRequest) -> bool:
         names, model = engine.names, request.model

@@ -6,6 +6,7 @@ BusyTime   how fast an engine computes prompts, also while others wait there
 """
 
 from collections import deque
+from collections.abc import Sequence
 from math import inf
 from statistics import median
 from typing import NamedTuple
@@ -17,6 +18,24 @@ SLOPE_PAIRS_MIN = 8  # Of points that are far enough apart.
 SLOPE_SHARE = 0.2  # Of a newly fitted slope: one window of samples says little about it.
 SAMPLE_TOKENS_MIN = 64  # A shorter prompt takes no longer than its request.
 SAMPLE_TOKENS_MAX = 4096  # So many are a sample, also if the engine stays busy.
+
+
+OUTLIER_SAMPLES_MIN = 16  # Of a rate that is compared with others'.
+OUTLIER_FACTOR = 4.0  # So much slower than the median of its peers an outlier is.
+OUTLIER_PEERS_MIN = 2
+
+
+def outliers(speeds: Sequence[float | None]) -> list[bool]:
+    """Which of these engines are much slower than their peers: at most a third of them.
+
+    None: not known. (Envoy's outlier detection compares success rates of a cluster's hosts in this way.)
+    """
+    known = [speed for speed in speeds if speed is not None]
+    if len(known) <= OUTLIER_PEERS_MIN:
+        return [False] * len(speeds)
+    limit = median(known) / OUTLIER_FACTOR
+    slow = sorted(speed for speed in known if speed < limit)[: len(known) // 3]
+    return [speed is not None and bool(slow) and speed <= slow[-1] for speed in speeds]
 
 
 class Window(NamedTuple):
@@ -36,6 +55,11 @@ class Rate:
     def __init__(self) -> None:
         self.value: float | None = None
         self._samples: deque[tuple[float, float]] = deque(maxlen=NUM_SAMPLES)
+
+    @property
+    def settled(self) -> float | None:
+        """The value, from enough samples to be compared with others'."""
+        return self.value if len(self._samples) >= OUTLIER_SAMPLES_MIN else None
 
     def note(self, sample: float, weight: float = 1.0) -> None:
         if not (0.0 < sample < inf and 0.0 < weight < inf):
@@ -87,6 +111,11 @@ class Line:
     def at(self, x: float) -> float:
         """Seconds; without points those of the slope alone."""
         return (self.base_s or 0.0) + self.slope_s * x
+
+    def speed_at(self, x: float) -> float | None:
+        """1 / seconds, from enough points to be compared with others'."""
+        seconds = self.at(x)
+        return 1.0 / seconds if len(self._points) >= OUTLIER_SAMPLES_MIN and seconds > 0.0 else None
 
 
 class BusyTime:

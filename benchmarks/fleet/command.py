@@ -30,6 +30,7 @@ FOLDER = "BATON_TRACES"
 NUM_ENGINES = 8
 LAG_S = 5.0
 SLOWNESS = 2.0
+STRAGGLES = 8.0
 
 
 class Load(NamedTuple):
@@ -79,6 +80,13 @@ RUNS: dict[str, Run] = {
     "P/D: cost, events 5 s late": Run(True, by_cost, lag_s=LAG_S),
     "P/D: cost, two routers": Run(True, by_cost, num_routers=2),
     "P/D: cost, two routers that share no loads": Run(True, by_cost, num_routers=2, shares_loads=False),
+    "P/D, two stragglers: least in flight": Run(
+        True, lambda: always(by_state("least_in_flight")), slowness=STRAGGLES
+    ),
+    "P/D, two stragglers: least in flight, outliers get less": Run(
+        True, lambda: always(by_state("least_in_flight", sees_outliers=True)), slowness=STRAGGLES
+    ),
+    "P/D, two stragglers: cost": Run(True, by_cost, slowness=STRAGGLES),
     "P/D, two slow engines: cost": Run(True, by_cost, slowness=SLOWNESS),
     "P/D, two slow engines: cost, speeds of the model": Run(
         True, lambda: by_cost(is_learned=False), slowness=SLOWNESS

@@ -18,11 +18,23 @@ EXPECTED_OUTPUT = 300  # Tokens; a router cannot know.
 CACHE_THRESHOLD, BALANCE_ABS, BALANCE_REL = 0.3, 64, 1.5
 
 
-def by_state(name: PolicyName) -> Pick:
+def by_state(name: PolicyName, *, sees_outliers: bool = False) -> Pick:
+    """`sees_outliers`: engines that are much slower than their peers get less."""
     policy = POLICIES[name]
 
     def pick(world: World, request: Request, names: Sequence[str]) -> str:
-        states = [EngineState(one, is_eligible=True, in_flight=world.seen[one].in_flight) for one in names]
+        fleet, routed = world.router.fleet, world.router.routed
+        if sees_outliers:
+            fleet.judge_speeds(world.now_s)
+        states = [
+            EngineState(
+                one,
+                is_eligible=True,
+                in_flight=world.seen[one].in_flight,
+                share=routed[one].share(world.now_s) if sees_outliers else 1.0,
+            )
+            for one in names
+        ]
         key = str(request.keys[:1]).encode()
         number = policy(states, RoutedRequest(world.num_routed, key))
         assert number is not None

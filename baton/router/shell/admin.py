@@ -178,7 +178,7 @@ class Admin:
                     "indexed_blocks": engine.num_indexed_blocks,
                     **_speeds(engine),
                     "breaker": engine.health.breaker(now_s),
-                    "weight": round(engine.health.share(now_s), 3),
+                    "weight": round(engine.share(now_s), 3),
                     "reason": engine.refused or engine.last_error,
                 }
                 for engine in self._fleet.engines
