@@ -13,7 +13,7 @@ from typing import Any
 
 from baton.router.continued_stream import ContinuedSieve, OverlapReader
 from baton.router.errors import RouterError
-from baton.router.exact import can_split
+from baton.router.exact import can_split, limit_of
 from baton.router.first_token import FirstToken, FirstTokenReader
 from baton.router.fleet import Engine
 from baton.router.identity import Kind
@@ -283,8 +283,8 @@ class FirstTokens:
     def given(self) -> Given | None:
         """What the client has now, of D's stream and before it. None: no engine can give just the rest.
 
-        An engine of ours takes the tokens as output of its own. vLLM takes them for
-        prompt, so its text must not end inside a character.
+        An engine of ours takes the tokens as output of its own. vLLM takes them for prompt, so its text must
+        not end inside a character.
         """
         record = self._record
         if record is None or not record.is_complete or self.is_finished:
@@ -297,7 +297,11 @@ class FirstTokens:
             if prompt is None or (self.shows_token_ids and num_new < len(record.token_ids)):
                 return None
         has_begun = bool(told_ids or record.num_events or (self._given and self._given.has_begun))
-        return Given(kind, has_begun, [*told_ids, *record.token_ids[:num_new]], prompt)
+        token_ids = [*told_ids, *record.token_ids[:num_new]]
+        limit = limit_of(self._body, is_chat=self._is_chat)
+        if limit is not None and len(token_ids) >= limit:
+            return None  # The engine has not ended the answer where it should.
+        return Given(kind, has_begun, token_ids, prompt)
 
     def resume_after(self, given: Given) -> None:
         """Another engine is asked for the rest."""

@@ -7,6 +7,9 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.router.first_tokens import FirstTokens
+from baton.router.fleet import Engine
+from baton.router.identity import Kind
 from baton.router.kept_token import continuation_body
 from baton.router.token_record import TokenRecord, is_engines_error
 from tests.router.baton_fakes import Streamed, baton, event, introduced_system, speaker, stream
@@ -180,6 +183,20 @@ async def test_an_answer_of_which_only_the_end_mark_is_missing_gets_it() -> None
     p, dying = baton("p"), baton("d0", dies_after=3)
     async with introduced_system([p], [dying]) as s:
         check_is_one_engines(await stream(s))
+
+
+@pytest.mark.parametrize("kind", ["baton", "vllm"])
+def test_an_engine_that_gives_more_than_was_asked_for_is_not_continued(kind: Kind) -> None:
+    body = {"prompt": [1], "max_tokens": 2, "stream": True}
+    tokens = FirstTokens(body, is_chat=False, is_text=True, may_split=False, may_resume=True)
+    tokens.decode_body(Engine("http://d", "decode", kind=kind), None)
+    assert tokens.record is not None
+    tokens.record.event(chunk(text="a", token_ids=[5], prompt_token_ids=[1]))
+    given = tokens.given()
+    assert given is not None
+    assert list(given.token_ids) == [5]
+    tokens.record.event(chunk(text="b", token_ids=[6]))
+    assert tokens.given() is None
 
 
 # --- The record
