@@ -32,7 +32,6 @@ SEEDS = {
 EVERYWHERE = {
     "answer exchanged",
     "answer flipped",
-    "answer replayed",
     "answer truncated",
     "answers dropped with a loan",
     "bad frames",
@@ -104,6 +103,7 @@ HAPPENS = {
     "pull": EVERYWHERE,
     "push": EVERYWHERE
     | {
+        "answer replayed",
         "failed: the producer gave up",
         "failed: the producer has said nothing",
         "layers reported",
