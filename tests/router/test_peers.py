@@ -294,5 +294,15 @@ async def test_routers_of_several_processes_share_loads_and_one_is_killed() -> N
         await servers.stop()
 
 
+async def test_a_note_before_the_link_is_open_is_not_sent() -> None:
+    """A client's request may come between the opening of the port and that of the link."""
+    settings = PeerSettings("tcp://127.0.0.1:*", (), SECRET)
+    router = Router(RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",), peers=settings))
+    assert router.peers is not None
+    router.fleet.tell(TurnTaken("s"))
+    router.fleet.on_load()
+    await router.close()
+
+
 def test_the_routers_settings_have_no_peers_by_default() -> None:
     assert RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",)).peers is None

@@ -93,7 +93,7 @@ class PeerLink:
 
     def tell(self, note: Note) -> None:
         """The other routers, if it is about a turn: what else this router sees they see themselves."""
-        if isinstance(note, TurnKept | TurnTaken):
+        if self._out is not None and isinstance(note, TurnKept | TurnTaken):
             self._publish([note])
 
     async def close(self) -> None:
