@@ -286,17 +286,21 @@ async def test_a_long_whole_answer_has_the_time_that_its_reader_takes(is_read_sl
         while not (connections := [c for c in s.router._listeners[0].connections if c._is_full]):
             await s.client.get("/version")
         length = int((await reader.readuntil(b"\r\n\r\n")).partition(b"content-length: ")[2].split()[0])
+        connection, transport = connections[0], connections[0]._transport
+        assert transport is not None
         for _ in range(3):
+            num_unread = connection._num_unread
+            while is_read_slowly and transport.get_write_buffer_size() == num_unread:
+                length -= len(await reader.read(1 << 20))
             pass_time(LATER_S)
-            if is_read_slowly:
-                await reader.readexactly(2 << 20)
-                length -= 2 << 20
+            while is_read_slowly and connection._num_unread == num_unread:  # The deadline has not come.
+                await s.client.get("/version")
         if is_read_slowly:
             assert len(await reader.readexactly(length)) == length
             writer.write(SECOND)
             assert b"version" in (await read_answer(reader))[2]
         else:
-            while connections[0] in s.router._listeners[0].connections:
+            while connection in s.router._listeners[0].connections:
                 await s.client.get("/version")
 
 
