@@ -133,6 +133,42 @@ def route(
     min_prefill_tokens: Annotated[
         int, typer.Option(help="Shorter prompts (by estimate) go directly to a decode engine.", min=0)
     ] = 0,
+    max_prefill_tokens: Annotated[
+        int,
+        typer.Option(
+            help="Cap: an engine with so many prompt tokens to compute gets no other prompt. With this cap "
+            "or the next one, requests wait in the router by priority; 0: no cap.",
+            min=0,
+        ),
+    ] = 0,
+    max_running: Annotated[
+        int, typer.Option(help="Cap: requests for each decode engine at once; 0: no cap.", min=0)
+    ] = 0,
+    max_waiting: Annotated[
+        int, typer.Option(help="Requests that wait in the router; more get 429.", min=1)
+    ] = 1024,
+    max_ttft_s: Annotated[
+        float,
+        typer.Option(
+            help="With a cap: a request whose first token is predicted later gets 429 and Retry-After. A "
+            "client may ask for less with the header x-slo-ttft-ms."
+        ),
+    ] = 60.0,
+    least_priority: Annotated[
+        int,
+        typer.Option(help="With a cap: least value of `priority` that clients may name; less goes earlier."),
+    ] = 0,
+    tenant_header: Annotated[
+        str | None,
+        typer.Option(
+            help="With a cap: header that names the tenant, set by a gateway. Default: the API key is the "
+            "tenant. Tenants get equal shares.",
+        ),
+    ] = None,
+    tenant_share: Annotated[
+        list[str] | None,
+        typer.Option(help="Share of a tenant, compared with 1 of the others: NAME=SHARE; repeat for more."),
+    ] = None,
     connect_timeout_s: Annotated[float, typer.Option(help="Limit for connecting to an engine.")] = 2.0,
     prefill_timeout_s: Annotated[float, typer.Option(help="Limit for the whole prefill leg.")] = 120.0,
     first_byte_timeout_s: Annotated[float, typer.Option(help="Limit for a stream's first piece.")] = 120.0,
@@ -210,7 +246,7 @@ def route(
     from baton.core.validation import explain
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
-    from baton.router.settings import LegTimeouts, PeerSettings, RouterSettings
+    from baton.router.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
     from baton.router.shell.run import num_workers_for, serve
 
     if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
@@ -234,6 +270,17 @@ def route(
         secrets = read_api_keys(
             peer_secret_file, os.environ, variable=PEER_SECRET_ENV, field="peer_secret_file"
         )
+        if max_prefill_tokens or max_running:
+            admission = AdmissionSettings(
+                max_tokens=max_prefill_tokens,
+                max_running=max_running,
+                max_waiting=max_waiting,
+                ttft_s=max_ttft_s,
+                least_priority=least_priority,
+                tenant_header=tenant_header,
+                shares=tuple(_share(text) for text in tenant_share or ()),
+            )
+            settings = msgspec.structs.replace(settings, admission=admission)
         if peer_bind is None and peer:
             raise ConfigError("is needed with --peer", field="peer_bind")
         if peer_bind is not None:
@@ -268,6 +315,14 @@ def route(
         log_config=_log_config(log_level),
     )
     raise typer.Exit(status)
+
+
+def _share(text: str) -> tuple[str, float]:
+    tenant, _, share = text.rpartition("=")
+    try:
+        return tenant, float(share)
+    except ValueError as error:
+        raise typer.BadParameter(f"tenant_share: must be NAME=SHARE, is {text!r}") from error
 
 
 def _kv_events_source(text: str) -> dict[str, str | None]:

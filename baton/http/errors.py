@@ -15,6 +15,7 @@ TYPES = {
     408: "timeout_error",
     413: "request_too_large_error",
     415: "unsupported_media_type_error",
+    429: "rate_limit_error",
     502: "upstream_error",
     503: "service_unavailable_error",
     504: "timeout_error",

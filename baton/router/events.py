@@ -1,9 +1,10 @@
 """The events that a request's machine takes, and the effects that it asks for. See `machine`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from baton.router.admission import Ended, Ticket
 from baton.router.answers import LegAnswer, PrefillReader
 from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine
@@ -86,11 +87,46 @@ class Found:
     cached: Mapping[str, int]  # Tokens that an engine has, by its URL.
 
 
+@dataclass(frozen=True, slots=True)
+class Admitted:
+    """The ticket of `Queue` may go to the engines."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rejected:
+    """The ticket of `Queue` has waited for too long, or made room for a more important one."""
+
+    error: RouterError
+
+
 Event: TypeAlias = (
-    Found | Met | Opened | Piece | StreamEnded | Failed | Draining | Closed | HoldOver | ClientGone | Stopped
+    Admitted
+    | Rejected
+    | Found
+    | Met
+    | Opened
+    | Piece
+    | StreamEnded
+    | Failed
+    | Draining
+    | Closed
+    | HoldOver
+    | ClientGone
+    | Stopped
 )
 
 # --- Effects ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Queue:
+    """Let the request wait: its ticket's `tell` is to bring `Admitted` or `Rejected`.
+
+    `displaced`: others that do not wait any more, to be told.
+    """
+
+    ticket: Ticket
+    displaced: Sequence[Ended]
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,4 +223,10 @@ class Over:
     error: RouterError | None = None
 
 
-Effect: TypeAlias = Look | Meet | Leg | Close | Hold | Head | Send | GiveBack | Count | Over
+Effect: TypeAlias = Queue | Look | Meet | Leg | Close | Hold | Head | Send | GiveBack | Count | Over
+
+
+def tell_ended(ended: Sequence[Ended]) -> None:
+    """Bring requests the news that they do not wait any more."""
+    for ticket, error in ended:
+        ticket.tell(Admitted() if error is None else Rejected(error))

@@ -10,11 +10,13 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
+from math import inf
 from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
 from baton.core.errors import ConfigError
+from baton.router.admission import Capacity
 from baton.router.cost import (
     EXPECTED_OUTPUT,
     IDLE,
@@ -192,6 +194,7 @@ class Fleet:
         self.outputs = Rate()  # Tokens of streams, as chunks.
         self._is_push = settings.mode == "push"
         self._probe_settings = settings.probe
+        self._admission = settings.admission
         self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
         self._models: set[str] = set()  # Without adapters and other names of the same engines.
         self.on_removed: list[Callable[[Engine], None]] = []
@@ -221,6 +224,7 @@ class Fleet:
         are_eligible = [
             self.may_take(engine, request) and engine not in tried and is_fit(engine) for engine in engines
         ]
+        are_eligible = self._with_room(engines, are_eligible)
         candidates = [IDLE] * len(engines)
         if self._policy is choose_least_cost:
             candidates = self.candidates(engines, request, are_eligible)
@@ -255,6 +259,8 @@ class Fleet:
             for engine in self._engines["prefill"]
             if self.may_take(engine, request) and engine not in bad_producers
         ]
+        producers = [*compress(producers, self._with_room(producers, [True] * len(producers)))]
+        consumers = [*compress(consumers, self._with_room(consumers, [True] * len(consumers)))]
         costs = self._placements(request, producers, consumers, load_s)
         found = min(costs, key=lambda one: one.cost_s, default=None)
         return None if found is None else (consumers[found.consumer], found.producer is None)
@@ -351,6 +357,51 @@ class Fleet:
             if is_slow and not engine.is_slow:
                 logger.warning("%s engine %s is much slower than its peers", engine.role, engine.url)
             engine.is_slow = is_slow
+
+    def pool_of(self, request: RoutedRequest) -> str:
+        """Names the engines that serve the request's model. Empty: all of them, as far as is known."""
+        if len(self._models) < 2:
+            return ""
+        serving = (one for one in self._engines["decode"] if self.may_take(one, request))
+        return next((one.identity.name for one in serving if one.identity is not None), "")
+
+    def capacity(self, pool: str) -> Capacity | None:
+        """None: no decode engine serves this pool now."""
+        caps = self._admission
+        assert caps is not None
+        engines: dict[Role, list[Engine]] = {
+            role: [
+                one
+                for one in engines
+                if one.is_eligible and (not pool or one.identity is None or one.identity.name == pool)
+            ]
+            for role, engines in self._engines.items()
+        }
+        decode, computing = engines["decode"], engines["prefill"] or engines["decode"]
+        if not decode:
+            return None
+        rates = [rate for one in computing if (rate := one.prefill_rate.value) is not None]
+        return Capacity(
+            len(decode) * caps.max_running or inf,
+            len(computing) * caps.max_tokens or inf,
+            sum(one.elsewhere.in_flight for one in decode),
+            sum(one.elsewhere.num_queued_tokens for one in (*engines["prefill"], *decode)),
+            len(computing),
+            sum(rates) / len(rates) if rates else None,
+        )
+
+    def _with_room(self, engines: Sequence[Engine], are_eligible: list[bool]) -> list[bool]:
+        """Those of them that are below their cap; all of them, if none is."""
+        if self._admission is None:
+            return are_eligible
+        max_tokens, max_running = self._admission.max_tokens or inf, self._admission.max_running or inf
+        have_room = [
+            is_eligible
+            and one.queued_tokens < max_tokens
+            and (one.role == "prefill" or one.load < max_running)
+            for one, is_eligible in zip(engines, are_eligible, strict=True)
+        ]
+        return have_room if any(have_room) else are_eligible
 
     def may_take(self, engine: Engine, request: RoutedRequest) -> bool:
         names, model = engine.names, request.model

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 
+from baton.router.admission import Admission
 from baton.router.block_index import CHUNK_TOKENS
 from baton.router.budget import RetryBudget
 from baton.router.errors import LegFailure, RouterError
@@ -26,6 +27,9 @@ class FleetView:
         self.turns = turns
         self.late_legs = LateLegs(settings.decode_leg)
         self.retries = RetryBudget()
+        self.admission = None
+        if settings.admission is not None:
+            self.admission = Admission(settings.admission, fleet.capacity)
         self.new_transfer_id = new_transfer_id
         # Of a prompt that is looked up in the engines' caches. None: there is no index.
         self.look_min_tokens = CHUNK_TOKENS if settings.kv_events else None

@@ -46,6 +46,7 @@ _ROUTED = frozenset(
         "max_tokens",
         "max_completion_tokens",
         "min_tokens",
+        "priority",
         "n",
         "best_of",
         "temperature",

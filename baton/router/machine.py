@@ -28,6 +28,7 @@ from typing import Any, Literal
 
 from baton.core.errors import PeerError
 from baton.router import sse
+from baton.router.admission import NO_WISH, Ticket, Wish
 from baton.router.answers import (
     GIVEN_HEADER,
     Complete,
@@ -48,6 +49,7 @@ from baton.router.answers import (
 )
 from baton.router.errors import LegFailure, RouterError, error_event
 from baton.router.events import (
+    Admitted,
     ClientGone,
     Close,
     Closed,
@@ -67,6 +69,8 @@ from baton.router.events import (
     Opened,
     Over,
     Piece,
+    Queue,
+    Rejected,
     Send,
     Stopped,
     StreamEnded,
@@ -106,9 +110,11 @@ class Request:
     is_chat: bool
     session: str | None
     received_at_s: float
+    wish: Wish = NO_WISH
 
 
 class State(Enum):
+    QUEUED = "the engines have enough to do"
     LOOKING = "the engines that have the prompt are looked up"
     MEETING = "an engine is asked what it is"
     PREFILLING = "P computes the prompt"
@@ -144,6 +150,7 @@ class Machine:
             may_split=self._settings.first_token and self._local_reason is None,
             may_resume=self._settings.resumes > 0 and shape.direct_reason is None,
         )
+        self._ticket: Ticket | None = None  # Until the request ends.
         self._consumer: Engine | None = None  # Of this attempt.
         self._tried: list[Engine] = []  # To decode.
         self._bad_producers: list[Engine] = []
@@ -172,7 +179,53 @@ class Machine:
 
     def begin(self, now_s: float) -> Sequence[Effect]:
         self._view.retries.note_request(now_s)
-        return self._run(now_s, self._look)
+        return self._run(now_s, self._ask_admission)
+
+    def _ask_admission(self) -> None:
+        admission, wish = self._view.admission, self._request.wish
+        if admission is None:
+            return self._look()
+        ticket = Ticket(
+            self._view.fleet.pool_of(self._routed),
+            wish.priority,
+            wish.tenant,
+            self._request.received_at_s,
+            self._request.received_at_s + wish.ttft_s,
+            self._num_prompt_tokens,
+            min(wish.max_output, self._routed.num_output_tokens),
+        )
+        try:
+            displaced = admission.ask(ticket, self._now_s)
+        except RouterError:
+            self._count("admissions", "refused")
+            raise
+        self._ticket = ticket
+        if displaced is None:
+            self._count("admissions", "at_once")
+            return self._look()
+        self._state = State.QUEUED
+        self._effects.append(Queue(ticket, displaced))
+        return None
+
+    def _on_admitted(self, event: Admitted) -> None:
+        self._count("admissions", "after_waiting")
+        self._count("queue_seconds", value=self._now_s - self._request.received_at_s)
+        self._look()
+
+    def _on_rejected(self, event: Rejected) -> None:
+        self._count("admissions", "given_up")
+        raise event.error
+
+    def _note_prompt_computed(self) -> None:
+        if self._ticket is not None and self._view.admission is not None:
+            self._view.admission.note_computed(self._ticket)
+
+    def _leave_queue(self) -> None:
+        ticket, self._ticket = self._ticket, None
+        if ticket is not None and self._view.admission is not None:
+            leg = self._decode
+            num_output = (leg.num_chunks_before + leg.num_chunks if leg is not None else 0) or None
+            self._view.admission.leave(ticket, self._now_s, num_output)
 
     def _look(self) -> None:
         body, is_chat, look = self._request.body, self._request.is_chat, None
@@ -389,6 +442,8 @@ class Machine:
         """Set what was prefilled, or note why it was not. True: all that is left is the end of the answer."""
         duration_s = self._now_s - leg.started_at_s
         self._effects.append(Count("prefill_seconds", value=duration_s))
+        if not isinstance(outcome, LegFailure | Unable):
+            self._note_prompt_computed()
         match outcome:
             case LegFailure():
                 self._log("prefill leg: %s", outcome)
@@ -468,6 +523,8 @@ class Machine:
         leg, answer = event.leg, event.answer
         self._note_answer(leg, answer)
         assert self._decode is not None
+        if answer.status == 200:
+            self._note_prompt_computed()
         if self._state is State.PUSHING:
             self._set_prefilled(Prefilled("remote"))  # Or D has computed it. P is not waited for.
         assert self._prefilled is not None
@@ -881,6 +938,7 @@ class Machine:
             self._then()
 
     def _end(self) -> None:
+        self._leave_queue()
         self._state = State.OVER
         self._effects.append(Over(self._status, self._error))
 
@@ -972,6 +1030,8 @@ _LATE = (_S.DECODING, _S.COMPARING, _S.RELAYING, _S.CLOSING, _S.OVER)
 _UNDER_WAY = tuple(state for state in State if state is not State.OVER)
 
 TABLE: Mapping[tuple[State, type, Role | None], Callable[[Machine, Any], None]] = {
+    (_S.QUEUED, Admitted, None): Machine._on_admitted,
+    (_S.QUEUED, Rejected, None): Machine._on_rejected,
     (_S.LOOKING, Found, None): Machine._on_found,
     (_S.MEETING, Met, None): Machine._on_met,
     (_S.HELD, HoldOver, None): Machine._on_hold_over,

@@ -1,6 +1,7 @@
 """Settings of the router: frozen, validated once, every number with its unit."""
 
 import re
+from math import inf
 from typing import Literal
 from urllib.parse import urlsplit, urlunsplit
 
@@ -83,6 +84,32 @@ class PeerSettings(msgspec.Struct, frozen=True):
             raise ConfigError(f"needs at least {PEER_SECRET_CHARS_MIN} characters", field="peers.secret")
 
 
+class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """A queue in the router: no engine gets more than it can do soon. See `baton.router.admission`."""
+
+    max_tokens: int = 0  # Uncomputed prompt tokens with which an engine gets no other prompt; 0: no cap.
+    max_running: int = 0  # Requests of a decode engine at once; 0: no cap.
+    max_waiting: int = 1024  # Requests that wait; more get 429.
+    ttft_s: float = 60.0  # A request whose first token is predicted later gets 429. So long one may wait.
+    least_priority: int = 0  # Least, and thus earliest, value of `priority` that clients may name.
+    tenant_header: str | None = None  # That names the tenant; a gateway must set it. None: by API key.
+    shares: tuple[tuple[str, float], ...] = ()  # Of tenants, compared with 1 of all others.
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "max_running"):
+            if getattr(self, name) < 0:
+                raise ConfigError("must not be negative", field=f"admission.{name}")
+        if not self.max_tokens and not self.max_running:
+            raise ConfigError("needs max_tokens or max_running", field="admission")
+        if self.max_waiting < 1:
+            raise ConfigError("must be at least 1", field="admission.max_waiting")
+        if not self.ttft_s > 0:
+            raise ConfigError("must be positive", field="admission.ttft_s")
+        for tenant, share in self.shares:
+            if not 0 < share < inf:
+                raise ConfigError(f"{tenant}: must be a positive number", field="admission.shares")
+
+
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_urls: tuple[str, ...]
     decode_urls: tuple[str, ...]
@@ -97,6 +124,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     resumes: int = 2  # Times that another decode engine continues a stream whose engine fails; 0: never.
     kv_events: tuple[KVEventsSource, ...] = ()  # For the policy `cost`.
     peers: PeerSettings | None = None
+    admission: AdmissionSettings | None = None  # None: every request goes to the engines at once.
     tokenizer: str | None = None  # Folder with tokenizer.json: to find prompts that are texts in the caches.
     max_answer_bytes: int = 32 << 20  # Of an answer that is not streamed: it is held whole.
     drain_timeout_s: float = 30.0  # For running requests to end, once the router is told to stop.

@@ -8,10 +8,12 @@ import random
 from collections import Counter, deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from typing import Any
 
 import msgspec
 
+from baton.router.admission import Ticket, Wish
 from baton.router.answers import LegAnswer
 from baton.router.errors import FailureKind, LegFailure
 from baton.router.events import (
@@ -35,16 +37,19 @@ from baton.router.events import (
     Opened,
     Over,
     Piece,
+    Queue,
+    Rejected,
     Send,
     Stopped,
     StreamEnded,
+    tell_ended,
 )
 from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.identity import Introduction
 from baton.router.machine import LEG_EVENTS, Machine, Request, State
 from baton.router.pairs import Pairs
-from baton.router.settings import RouterSettings
+from baton.router.settings import AdmissionSettings, RouterSettings
 from baton.router.sse import EventSplitter, data_of
 from baton.router.turns import Turn, TurnTable
 
@@ -138,19 +143,22 @@ class World:
             first_token=rng.random() < 0.7,
             on_prefill_failure=rng.choice(["local", "local", "fail"]),
             policy=random.Random(f"policy {seed}").choice(["least_in_flight", "cost"]),
+            admission=AdmissionSettings(max_running=1),
         )
         self.fleet = Fleet(settings, unix_clock=lambda: 0.0)
         self.given_back: list[Mapping[str, Any]] = []
         turns = TurnTable(lambda engine, params: self.given_back.append(params))
         self.view = FleetView(settings, self.fleet, Pairs(), turns)
         self.view.look_min_tokens = 0 if settings.policy == "cost" else None
+        self.others = self._fill(random.Random(f"queue {seed}").choice([0, 0, 2]))
         self.kinds: dict[Engine, str] = {}
         for engine in self.fleet.engines:
             self.kinds[engine] = rng.choice(["baton", "baton", "vllm", "other"])
         self.client = Client(is_stream=rng.random() < 0.7, num_tokens=rng.choice([1, 3, 3, 3]))
         self.session = rng.choice([None, "session"])
         body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": self.client.is_stream}
-        request = Request("id", body, is_chat=False, session=self.session, received_at_s=0.0)
+        wish = Wish(ttft_s=100.0)
+        request = Request("id", body, is_chat=False, session=self.session, received_at_s=0.0, wish=wish)
         self.machine = machine(self.view, request)
         self.now_s = 0.0
         self.scripts: dict[Leg, deque[Event]] = {}  # Of open legs.
@@ -181,8 +189,30 @@ class World:
         self.refuses_introductions = not is_healthy and rng.random() < 0.1
         self.legs: list[Leg] = []
         self.num_resumed = 0
-        self.has_left = self.was_stopped = False
+        self.has_left = self.was_stopped = self.was_rejected = False
         self.over: Over | None = None
+
+    def _fill(self, num_others: int) -> list[Ticket]:
+        """Requests that are let in before: two are as many as may be."""
+        tickets = [Ticket("", 0, "other", 0.0, inf, 10, 1.0) for _ in range(num_others)]
+        assert self.view.admission is not None
+        for ticket in tickets:
+            assert self.view.admission.ask(ticket, 0.0) is None
+        return tickets
+
+    def _wait(self, effect: Queue) -> None:
+        """Until another request ends, or for too long."""
+        assert self.view.admission is not None
+        assert effect.ticket.is_waiting
+        assert not effect.displaced
+        assert self.others, "a request waits once"
+        effect.ticket.tell = self.waiting.append
+        if self.is_healthy or self.rng.random() < 0.8:
+            self.view.admission.leave(self.others.pop(), self.now_s)
+        else:
+            self.now_s = effect.ticket.deadline_s
+            self.faults["waits for too long"] += 1
+        tell_ended(self.view.admission.pump(self.now_s))
 
     def run(self) -> None:
         self._carry_out(self.machine.begin(self.now_s))
@@ -201,6 +231,8 @@ class World:
                 self.tickets_used.add(_ticket_of(event.leg))
             elif isinstance(event, Failed):
                 self.turn_legs.discard(event.leg)
+            elif isinstance(event, Rejected):
+                self.was_rejected = True
             if isinstance(event, LEG_EVENTS) and event.leg in self.closing and not isinstance(event, Closed):
                 self.faults["an event of a leg that is being closed"] += 1
             if isinstance(event, Failed | Closed):
@@ -266,6 +298,8 @@ class World:
                     self.scripts[effect] = deque(self._answer(effect))
                 case Close(leg):
                     self.closing.add(leg)
+                case Queue():
+                    self._wait(effect)
                 case Look():
                     urls = [engine.url for engine in self.fleet.engines]
                     cached = {url: self.rng.randint(0, 500) for url in urls}
@@ -295,12 +329,19 @@ class World:
         assert not self.scripts, "every leg is closed"
         assert all(engine.in_flight == 0 for engine in self.fleet.engines)
         assert all(engine.num_queued_tokens == 0 for engine in self.fleet.engines)
+        assert self.view.admission is not None
+        counts = [(row["running"], row["tokens"]) for row in self.view.admission.snapshot()]
+        left = len(self.others), sum(one.num_tokens for one in self.others)
+        assert counts == [left], "a request's place is free when it has ended"
         returned = [params["baton_ticket"] for params in self.given_back]
         assert len(set(returned)) == len(returned), "a loan is given back once"
         assert not self.come_for & set(returned), "a loan that is used is not given back"
         kept = self.lent.keys() - self.come_for - set(returned)
         assert not kept, f"no engine comes for {kept}"
         self._check_turn(returned)
+        if self.was_rejected and not self.is_ending:
+            assert self.over.error is not None, "who has waited too long gets an error"
+            assert self.over.error.status == 429
         if self.has_left:
             return
         assert (self.over.error is None) == (self.client.status is not None), "an answer, or an error"

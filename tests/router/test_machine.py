@@ -19,7 +19,7 @@ from tests.router.machine_world import World
 WORLDS = 500
 MUTANT_WORLDS_MAX = 5000
 WORLDS_OF_FAULTS = 5000
-NO_LEG = ("LOOKING", "MEETING")
+NO_LEG = ("QUEUED", "LOOKING", "MEETING")
 NO_CLOSED = (*NO_LEG, "HELD", "PUSHING", "ENDING")  # With a leg's last event these states end.
 
 
@@ -57,7 +57,7 @@ def test_every_fault_occurs() -> None:
     wanted |= {f"failure {number}" for number in range(8)}
     wanted |= {f"a stream: {fault}" for fault in ("cut", "ends early", "garbage")}
     wanted |= {"no introduction", "an introduction is refused", "other tokens", "a stream is resumed"}
-    wanted.add("an engine drains")
+    wanted |= {"an engine drains", "waits for too long"}
     wanted.add("an event of a leg that is being closed")
     assert wanted - faults.keys() == set()
 
@@ -152,6 +152,10 @@ def _show_ids(self: TokenRecord, event: bytes) -> bytes:
     return RECORD_EVENT(self, event)
 
 
+def _admitted_again(self: Machine, event: Any) -> None:
+    self._ask_admission()
+
+
 RESUME_AFTER = FirstTokens.resume_after
 RECORD_EVENT = TokenRecord.event
 ON_DECODE_FAILED = Machine._on_decode_failed
@@ -181,6 +185,9 @@ MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "a stream is resumed without P's token": (FirstTokens, "resume_after", _resume_with_what_came_from_d),
     "a stream is resumed from its beginning": (FirstTokens, "resume_after", _resume_as_if_nothing_was_told),
     "token ids that the client did not want are shown": (TokenRecord, "event", _show_ids),
+    "a place in the engines is never free again": (Machine, "_leave_queue", lambda self: None),
+    "who is too late waits on": (Machine, "_on_rejected", lambda self, event: self._look()),
+    "who has waited gets two places": (Machine, "_on_admitted", _admitted_again),
 }
 
 

@@ -166,6 +166,7 @@ class Admin:
             "models": sorted({name for engine in self._fleet.engines for name in engine.names or ()}),
             "mode": self._settings.mode,
             "policy": self._settings.policy,
+            "queues": [] if self._view.admission is None else self._view.admission.snapshot(),
             "routers": [] if self._peers is None else self._peers.snapshot(),
             "engines": [
                 {

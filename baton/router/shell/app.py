@@ -20,6 +20,7 @@ from baton.http.errors import ApiError
 from baton.http.gate import Checks
 from baton.http.workers import WorkerPool
 from baton.router import machine
+from baton.router.admission import NO_WISH, wish_of
 from baton.router.answers import end_to_end
 from baton.router.errors import RouterError
 from baton.router.events import Count
@@ -276,12 +277,14 @@ class Router:
             forwarding = Forwarding(self._requests, ask, incoming.body, incoming.received_at_s, reply)
             self._run(forwarding, reply)
             return forwarding.begin(lambda status: self._end(forwarding, status))
+        body, admission = parse_body(incoming.body), self._settings.admission
         request = machine.Request(
             id=request_id,
-            body=parse_body(incoming.body),
+            body=body,
             is_chat=path == CHAT_PATH,
             session=incoming.headers.get(SESSION_HEADER),
             received_at_s=incoming.received_at_s,
+            wish=NO_WISH if admission is None else wish_of(admission, body, incoming.headers),
         )
         driver = RequestDriver(self._requests, Machine(self._parts.view, request), ask, reply)
         self._run(driver, reply)

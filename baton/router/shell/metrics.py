@@ -63,6 +63,19 @@ class RouterMetrics:
             "Decode legs not tried again, because too many requests had been.",
             registry=self.registry,
         )
+        self.admissions = Counter(
+            "baton:router_admissions",
+            "Requests by what the queue did: at_once, after_waiting, refused (early, or the queue was full), "
+            "or given_up (after waiting).",
+            ["outcome"],
+            registry=self.registry,
+        )
+        self.queue_seconds = Histogram(
+            "baton:router_queue_seconds",
+            "In the router's queue, of requests that had to wait and went on.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
         self.broken_streams = Counter(
             "baton:router_broken_streams",
             "Streams that ended with an error event because the decode engine failed.",

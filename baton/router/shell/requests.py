@@ -32,6 +32,7 @@ from baton.router.events import (
     Met,
     Opened,
     Over,
+    Queue,
     Send,
     Stopped,
 )
@@ -39,6 +40,7 @@ from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.legs import model_of
 from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
+from baton.router.shell.admission_queue import AdmissionQueue
 from baton.router.shell.client_http import DEFECT, Reply
 from baton.router.shell.index_client import IndexClient
 from baton.router.shell.introductions import Introducer
@@ -63,6 +65,7 @@ class Requests:
     ) -> None:
         """`index`: None if the settings name no KV events."""
         self.view = view
+        self.queue = AdmissionQueue(view)
         self.upstream = upstream
         self.metrics = metrics
         self.introducer = introducer
@@ -150,6 +153,9 @@ class RequestDriver:
                 self._legs[leg].close()
             case Head(status, headers):
                 self._reply.start(status, headers)
+            case Queue(ticket, displaced):
+                ticket.tell = self._put
+                self._requests.queue.wait(displaced)
             case Look():
                 self._start(self._look(effect))
             case Meet(engine):

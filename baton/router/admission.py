@@ -1,0 +1,362 @@
+"""Which requests go to the engines now, which wait, in what order, and which are refused early. Pure.
+
+An engine that has much to do answers everybody late, in the order of arrival. So only so many requests are
+let in as the caps of the engines allow. The others wait here, and go in this order:
+
+    1. the least `priority` of the request's body, as in vLLM: less is earlier
+    2. the tenant that has had the least: start-time fair queueing (Goyal et al., 1996), with weights. What a
+       request costs is its prompt and twice its answer, in tokens (Sheng et al., 2024, have these weights)
+    3. the earliest deadline, which is the first token's
+
+Nobody goes before the one that is next: else a long prompt would never fit.
+
+A request is refused with 429 and Retry-After if its first token is predicted to be later than its deadline
+(Mooncake's early rejection), if its deadline passes while it waits, or if the queue is full and nobody in it
+has a lower priority.
+
+Prompts count from admission until they are computed, requests until they end. Each pool, the engines of one
+model, has a queue of its own.
+"""
+
+import hashlib
+import heapq
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from math import ceil, inf, nan
+from typing import Any, NamedTuple
+
+from baton.core.errors import UserError
+from baton.router.errors import RouterError
+from baton.router.rates import Rate
+from baton.router.settings import AdmissionSettings
+
+OUTPUT_WEIGHT = 2.0  # Of an answer's token, compared with one of the prompt.
+RETRY_AFTER_MAX_S = 60
+PRIORITY_MAX = 2**31 - 1
+TENANT_CHARS_MAX = 256
+TTFT_HEADER = "x-slo-ttft-ms"
+TENANTS_MAX = 4096  # Of a pool, whose share is remembered.
+
+
+class Wish(NamedTuple):
+    """What a client asks of the queue."""
+
+    priority: int = 0
+    tenant: str = ""
+    ttft_s: float = inf
+    max_output: float = inf  # Tokens.
+
+
+NO_WISH = Wish()
+
+
+def wish_of(settings: AdmissionSettings, body: Mapping[str, Any], headers: Mapping[str, str]) -> Wish:
+    """Raises UserError.
+
+    The tenant is named by a header that a gateway sets, or is the API key. llm-d's header
+    `x-slo-ttft-ms` is the time to the first token that the client can use.
+    """
+    priority = body.get("priority")
+    if priority is None:
+        priority = 0
+    if not isinstance(priority, int) or isinstance(priority, bool) or abs(priority) > PRIORITY_MAX:
+        raise UserError(f"must be an integer of 32 bits, is {priority!r}", field="priority")
+    if priority < settings.least_priority:
+        raise UserError(f"must be at least {settings.least_priority} here, is {priority}", field="priority")
+    header = settings.tenant_header
+    tenant = headers.get(header.lower(), "") if header is not None else _key_name(headers)
+    if len(tenant) > TENANT_CHARS_MAX:
+        raise UserError(f"must have at most {TENANT_CHARS_MAX} characters", field=header or "authorization")
+    ttft_s = settings.ttft_s
+    if (text := headers.get(TTFT_HEADER)) is not None:
+        ttft_s = min(ttft_s, _seconds(text))
+    asked = body.get("max_completion_tokens") or body.get("max_tokens")
+    return Wish(priority, tenant, ttft_s, asked if isinstance(asked, int) and asked > 0 else inf)
+
+
+def _key_name(headers: Mapping[str, str]) -> str:
+    key = headers.get("authorization") or headers.get("x-api-key")
+    return "" if key is None else hashlib.blake2b(key.encode(), digest_size=8).hexdigest()
+
+
+def _seconds(text: str) -> float:
+    try:
+        milliseconds = float(text)
+    except ValueError:
+        milliseconds = nan
+    if not 0.0 < milliseconds < inf:
+        raise UserError(f"must be a positive number of milliseconds, is {text!r}", field=TTFT_HEADER)
+    return milliseconds / 1e3
+
+
+class Capacity(NamedTuple):
+    """Of a pool's engines, all together."""
+
+    num_requests: float = inf
+    num_tokens: float = inf  # Of prompts to be computed.
+    num_requests_elsewhere: int = 0  # In other processes.
+    num_tokens_elsewhere: int = 0
+    num_computing: int = 1  # Engines that compute prompts.
+    tokens_per_s: float | None = None  # Of one of them. None: not known.
+
+
+@dataclass(slots=True, eq=False)
+class Ticket:
+    """One request's place in the queue, and later among the requests that are let in."""
+
+    pool: str
+    priority: int
+    tenant: str
+    arrived_s: float
+    deadline_s: float  # Of the first token.
+    num_tokens: int  # Of the prompt.
+    num_output: float  # Tokens, expected.
+    # Gets `Admitted` or `Rejected`. Set by the one that carries out the machine's effects.
+    tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
+    is_waiting: bool = False
+    num_held_tokens: int = 0  # Of the pool's tokens.
+    admitted_s: float | None = None  # None: it holds no place among the requests.
+
+    @property
+    def cost(self) -> float:
+        return self.num_tokens + OUTPUT_WEIGHT * self.num_output
+
+
+class Ended(NamedTuple):
+    """A ticket need not wait any more. `error`: it is refused."""
+
+    ticket: Ticket
+    error: RouterError | None
+
+
+class _Pool:
+    """Tickets of the requests to one model."""
+
+    def __init__(self) -> None:
+        self.num_requests = self.num_tokens = 0  # Of those that are let in.
+        self.held_s = Rate()  # From admission to the request's end.
+        self.had: dict[str, float] = {}  # By tenant: what it has had, over its weight.
+        self.clock = 0.0  # What the tenant that was served last had had.
+        self.queues: dict[int, dict[str, list[tuple[float, int, Ticket]]]] = {}
+        self.num_waiting = 0
+        self._numbers = itertools.count()
+
+    def put(self, ticket: Ticket) -> None:
+        ticket.is_waiting = True
+        self.num_waiting += 1
+        tenants = self.queues.setdefault(ticket.priority, {})
+        if ticket.tenant not in tenants:
+            # A tenant that was away has no claim to what it did not use.
+            self.had[ticket.tenant] = max(self.had.get(ticket.tenant, 0.0), self.clock)
+        entry = (ticket.deadline_s, next(self._numbers), ticket)
+        heapq.heappush(tenants.setdefault(ticket.tenant, []), entry)
+
+    def next(self) -> Ticket | None:
+        """That goes first. It stays in the queue."""
+        if not self.num_waiting:
+            return None
+        tenants = self.queues[min(self.queues)]
+        tenant = min(tenants, key=lambda name: (self.had[name], tenants[name][0][:2]))
+        return tenants[tenant][0][2]
+
+    def remove(self, ticket: Ticket) -> None:
+        ticket.is_waiting = False
+        self.num_waiting -= 1
+        tenants = self.queues[ticket.priority]
+        queue = tenants[ticket.tenant]
+        if queue[0][2] is ticket:
+            heapq.heappop(queue)
+        else:
+            queue[:] = [entry for entry in queue if entry[2] is not ticket]
+            heapq.heapify(queue)
+        if not queue:
+            del tenants[ticket.tenant]
+        if not tenants:
+            del self.queues[ticket.priority]
+
+    @property
+    def waiting(self) -> list[Ticket]:
+        return [entry[2] for tenants in self.queues.values() for queue in tenants.values() for entry in queue]
+
+    def ahead_of(self, ticket: Ticket) -> tuple[int, int]:
+        """Requests and tokens that go before a new one."""
+        num_requests = num_tokens = 0
+        for priority, tenants in self.queues.items():
+            if priority > ticket.priority:
+                continue
+            waiting = [entry[2] for queue in tenants.values() for entry in queue]
+            total = len(waiting), sum(one.num_tokens for one in waiting)
+            if priority == ticket.priority:
+                # In turn with the others, for each of its own tenant that waits.
+                own = [entry[2] for entry in tenants.get(ticket.tenant, [])]
+                num_turns = len(tenants) + (not own)
+                fair = (
+                    len(own) * num_turns + num_turns - 1,
+                    (sum(one.num_tokens for one in own) + ticket.num_tokens) * num_turns - ticket.num_tokens,
+                )
+                total = min(total[0], fair[0]), min(total[1], fair[1])
+            num_requests, num_tokens = num_requests + total[0], num_tokens + total[1]
+        return num_requests, num_tokens
+
+
+class Admission:
+    """Not thread-safe: of the router's loop.
+
+    Call `pump` after `on_room`, when `wakes_at_s` has come, and now and then: engines come and go.
+    """
+
+    def __init__(self, settings: AdmissionSettings, capacity: Callable[[str], Capacity | None]) -> None:
+        """`capacity`: of a pool. None: it has no engine, and there is nothing to wait for."""
+        self._settings, self._capacity = settings, capacity
+        self._shares = dict(settings.shares)
+        self._pools: dict[str, _Pool] = {}
+        self._deadlines: list[tuple[float, int, Ticket]] = []  # Also of some that do not wait any more.
+        self._numbers = itertools.count()
+        self.on_room: Callable[[], None] = lambda: None
+
+    @property
+    def num_waiting(self) -> int:
+        return sum(pool.num_waiting for pool in self._pools.values())
+
+    @property
+    def wakes_at_s(self) -> float:
+        """When the next deadline passes."""
+        while self._deadlines and not self._deadlines[0][2].is_waiting:
+            heapq.heappop(self._deadlines)
+        return self._deadlines[0][0] if self._deadlines else inf
+
+    def ask(self, ticket: Ticket, now_s: float) -> list[Ended] | None:
+        """Admit a new request, and return None; or let it wait, and return those that it displaces.
+
+        Raises RouterError.
+        """
+        pool, capacity = self._pool(ticket.pool), self._capacity(ticket.pool)
+        if capacity is None:
+            self._admit(pool, ticket, now_s)
+            return None
+        self._check_deadline(pool, capacity, ticket, now_s)
+        if not pool.num_waiting and _has_room(pool, capacity):
+            pool.had.clear()  # Nobody has to wait for anybody.
+            pool.clock = 0.0
+            self._admit(pool, ticket, now_s)
+            return None
+        displaced = []
+        if self.num_waiting >= self._settings.max_waiting:
+            last = max(pool.waiting, key=lambda one: (one.priority, one.arrived_s), default=None)
+            if last is None or last.priority <= ticket.priority:
+                raise _busy("too many requests wait", RETRY_AFTER_MAX_S)
+            pool.remove(last)
+            displaced.append(Ended(last, _busy("more important requests wait", RETRY_AFTER_MAX_S)))
+        pool.put(ticket)
+        heapq.heappush(self._deadlines, (ticket.deadline_s, next(self._numbers), ticket))
+        return displaced
+
+    def pump(self, now_s: float) -> list[Ended]:
+        """Admit those for which there is room now, and refuse those that are too late."""
+        ended = []
+        while self.wakes_at_s <= now_s:
+            late = heapq.heappop(self._deadlines)[2]
+            self._pools[late.pool].remove(late)
+            ended.append(Ended(late, _busy("the request has waited for too long", RETRY_AFTER_MAX_S)))
+        for name, pool in self._pools.items():
+            while (ticket := pool.next()) is not None:
+                capacity = self._capacity(name)
+                if capacity is not None and not _has_room(pool, capacity):
+                    break
+                pool.remove(ticket)
+                self._admit(pool, ticket, now_s)
+                ended.append(Ended(ticket, None))
+        return ended
+
+    def note_computed(self, ticket: Ticket) -> None:
+        """Its prompt, or it is known that it will not be."""
+        num_tokens, ticket.num_held_tokens = ticket.num_held_tokens, 0
+        if num_tokens:
+            self._pools[ticket.pool].num_tokens -= num_tokens
+            self.on_room()
+
+    def leave(self, ticket: Ticket, now_s: float, num_output: int | None = None) -> None:
+        """The request has ended, or does not wait any more. `num_output`: tokens of its answer, if known."""
+        pool = self._pools[ticket.pool]
+        if ticket.is_waiting:
+            pool.remove(ticket)
+        self.note_computed(ticket)
+        if ticket.admitted_s is None:
+            return
+        pool.num_requests -= 1
+        pool.held_s.note(now_s - ticket.admitted_s)
+        ticket.admitted_s = None
+        if num_output is not None and ticket.tenant in pool.had:
+            more = OUTPUT_WEIGHT * (num_output - ticket.num_output)
+            pool.had[ticket.tenant] += more / self._shares.get(ticket.tenant, 1.0)
+        self.on_room()
+
+    def snapshot(self) -> list[Mapping[str, Any]]:
+        """For operators."""
+        return [
+            {
+                "pool": name,
+                "running": pool.num_requests,
+                "tokens": pool.num_tokens,
+                "waiting": {str(priority): _count(tenants) for priority, tenants in pool.queues.items()},
+            }
+            for name, pool in self._pools.items()
+        ]
+
+    def _pool(self, name: str) -> _Pool:
+        return self._pools.setdefault(name, _Pool())
+
+    def _admit(self, pool: _Pool, ticket: Ticket, now_s: float) -> None:
+        pool.num_requests += 1
+        pool.num_tokens += ticket.num_tokens
+        ticket.num_held_tokens, ticket.admitted_s = ticket.num_tokens, now_s
+        had = max(pool.had.get(ticket.tenant, 0.0), pool.clock)
+        pool.clock = had
+        pool.had[ticket.tenant] = had + ticket.cost / self._shares.get(ticket.tenant, 1.0)
+        if len(pool.had) > TENANTS_MAX:
+            active = {tenant for tenants in pool.queues.values() for tenant in tenants}
+            pool.had = {name: had for name, had in pool.had.items() if had > pool.clock or name in active}
+
+    def _check_deadline(self, pool: _Pool, capacity: Capacity, ticket: Ticket, now_s: float) -> None:
+        """Raises RouterError."""
+        wait_s = _wait_s(pool, capacity, ticket)
+        late_s = now_s + wait_s - ticket.deadline_s
+        if late_s > 0.0:
+            why = f"the first token is predicted in {wait_s:.1f} s, {late_s:.1f} s too late"
+            raise _busy(why, ceil(late_s))
+
+
+def _has_room(pool: _Pool, capacity: Capacity) -> bool:
+    """One prompt may exceed the cap: else long ones would wait for an engine with nothing at all to do."""
+    return (
+        pool.num_requests + capacity.num_requests_elsewhere < capacity.num_requests
+        and pool.num_tokens + capacity.num_tokens_elsewhere < capacity.num_tokens
+    )
+
+
+def _wait_s(pool: _Pool, capacity: Capacity, ticket: Ticket) -> float:
+    """Predicted time to the first token. Of what is not known yet, nothing."""
+    num_ahead, num_tokens_ahead = pool.ahead_of(ticket)
+    num_running = pool.num_requests + capacity.num_requests_elsewhere
+    prefill_s = slot_s = 0.0
+    if capacity.tokens_per_s:
+        num_tokens = pool.num_tokens + capacity.num_tokens_elsewhere + num_tokens_ahead
+        queue_s = num_tokens / (capacity.tokens_per_s * capacity.num_computing)
+        prefill_s = queue_s + ticket.num_tokens / capacity.tokens_per_s
+    if pool.held_s.value is not None and capacity.num_requests < inf:
+        # Little's law: places become free at this rate.
+        num_to_end = max(0.0, num_running + num_ahead + 1 - capacity.num_requests)
+        slot_s = num_to_end * pool.held_s.value / max(1.0, capacity.num_requests)
+    return max(prefill_s, slot_s)
+
+
+def _busy(why: str, retry_after_s: int) -> RouterError:
+    retry_after_s = min(max(1, retry_after_s), RETRY_AFTER_MAX_S)
+    return RouterError(
+        429, f"the engines are busy: {why}; try again in {retry_after_s} s", retry_after_s=retry_after_s
+    )
+
+
+def _count(tenants: Mapping[str, list[Any]]) -> int:
+    return sum(map(len, tenants.values()))
