@@ -340,7 +340,7 @@ class World:
         assert not kept, f"no engine comes for {kept}"
         self._check_turn(returned)
         if self.was_rejected and not self.is_ending:
-            assert self.over.error is not None, "who has waited too long gets an error"
+            assert self.over.error is not None, "a request that has waited for too long gets an error"
             assert self.over.error.status == 429
         if self.has_left:
             return

@@ -186,8 +186,8 @@ MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "a stream is resumed from its beginning": (FirstTokens, "resume_after", _resume_as_if_nothing_was_told),
     "token ids that the client did not want are shown": (TokenRecord, "event", _show_ids),
     "a place in the engines is never free again": (Machine, "_leave_queue", lambda self: None),
-    "who is too late waits on": (Machine, "_on_rejected", lambda self, event: self._look()),
-    "who has waited gets two places": (Machine, "_on_admitted", _admitted_again),
+    "a request that is too late goes on": (Machine, "_on_rejected", lambda self, event: self._look()),
+    "a request that has waited gets two places": (Machine, "_on_admitted", _admitted_again),
 }
 
 
