@@ -17,6 +17,7 @@ ALL = {
     "choice": "benchmarks.fleet.choice",
     "fleet": "benchmarks.fleet.command",
     "offload": "benchmarks.offload",
+    "overload": "benchmarks.fleet.overload",
     "policies": "benchmarks.fleet.real",
     "router": "benchmarks.router.command",
     "shared-storage": "benchmarks.shared_storage",

@@ -1,6 +1,6 @@
-"""Which requests go to the engines now, which wait, in what order, and which are refused early. Pure.
+"""A queue of requests in front of the engines: caps, priorities, shares and early refusals. Pure.
 
-An engine that has much to do answers everybody late, in the order of arrival. So only so many requests are
+An engine that has much to do answers all requests late, in the order of arrival. So only so many are
 let in as the caps of the engines allow. The others wait here, and go in this order:
 
     1. the least `priority` of the request's body, as in vLLM: less is earlier
@@ -8,14 +8,14 @@ let in as the caps of the engines allow. The others wait here, and go in this or
        request costs is its prompt and twice its answer, in tokens (Sheng et al., 2024, have these weights)
     3. the earliest deadline, which is the first token's
 
-Nobody goes before the one that is next: else a long prompt would never fit.
+No request goes before the one that is next: else a long prompt would never fit.
 
 A request is refused with 429 and Retry-After if its first token is predicted to be later than its deadline
-(Mooncake's early rejection), if its deadline passes while it waits, or if the queue is full and nobody in it
+(Mooncake's early rejection), if its deadline passes while it waits, or if the queue is full and none in it
 has a lower priority.
 
-Prompts count from admission until they are computed, requests until they end. Each pool, the engines of one
-model, has a queue of its own.
+An engine has room for a prompt while it has fewer tokens to compute than its cap. Requests count from
+admission until they end. Each pool, the engines of one model, has a queue of its own.
 """
 
 import hashlib
@@ -94,9 +94,9 @@ class Capacity(NamedTuple):
     """Of a pool's engines, all together."""
 
     num_requests: float = inf
-    num_tokens: float = inf  # Of prompts to be computed.
     num_requests_elsewhere: int = 0  # In other processes.
-    num_tokens_elsewhere: int = 0
+    num_with_room: float = inf  # Engines that have fewer tokens to compute than their cap.
+    num_queued_tokens: int = 0  # Of prompts that all of them have still to compute.
     num_computing: int = 1  # Engines that compute prompts.
     tokens_per_s: float | None = None  # Of one of them. None: not known.
 
@@ -115,7 +115,6 @@ class Ticket:
     # Gets `Admitted` or `Rejected`. Set by the one that carries out the machine's effects.
     tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
     is_waiting: bool = False
-    num_held_tokens: int = 0  # Of the pool's tokens.
     admitted_s: float | None = None  # None: it holds no place among the requests.
 
     @property
@@ -134,7 +133,8 @@ class _Pool:
     """Tickets of the requests to one model."""
 
     def __init__(self) -> None:
-        self.num_requests = self.num_tokens = 0  # Of those that are let in.
+        self.num_requests = 0  # That are admitted, and have not ended.
+        self.starting: dict[Ticket, None] = {}  # Those of them that no engine has got yet.
         self.held_s = Rate()  # From admission to the request's end.
         self.had: dict[str, float] = {}  # By tenant: what it has had, over its weight.
         self.clock = 0.0  # What the tenant that was served last had had.
@@ -237,7 +237,7 @@ class Admission:
             return None
         self._check_deadline(pool, capacity, ticket, now_s)
         if not pool.num_waiting and _has_room(pool, capacity):
-            pool.had.clear()  # Nobody has to wait for anybody.
+            pool.had.clear()  # No tenant waits for another one.
             pool.clock = 0.0
             self._admit(pool, ticket, now_s)
             return None
@@ -269,19 +269,16 @@ class Admission:
                 ended.append(Ended(ticket, None))
         return ended
 
-    def note_computed(self, ticket: Ticket) -> None:
-        """Its prompt, or it is known that it will not be."""
-        num_tokens, ticket.num_held_tokens = ticket.num_held_tokens, 0
-        if num_tokens:
-            self._pools[ticket.pool].num_tokens -= num_tokens
-            self.on_room()
+    def note_start(self, ticket: Ticket) -> None:
+        """An engine gets the request: its prompt is in the engine's queue from now on."""
+        self._pools[ticket.pool].starting.pop(ticket, None)
 
     def leave(self, ticket: Ticket, now_s: float, num_output: int | None = None) -> None:
         """The request has ended, or does not wait any more. `num_output`: tokens of its answer, if known."""
         pool = self._pools[ticket.pool]
         if ticket.is_waiting:
             pool.remove(ticket)
-        self.note_computed(ticket)
+        self.note_start(ticket)
         if ticket.admitted_s is None:
             return
         pool.num_requests -= 1
@@ -298,7 +295,6 @@ class Admission:
             {
                 "pool": name,
                 "running": pool.num_requests,
-                "tokens": pool.num_tokens,
                 "waiting": {str(priority): _count(tenants) for priority, tenants in pool.queues.items()},
             }
             for name, pool in self._pools.items()
@@ -309,8 +305,8 @@ class Admission:
 
     def _admit(self, pool: _Pool, ticket: Ticket, now_s: float) -> None:
         pool.num_requests += 1
-        pool.num_tokens += ticket.num_tokens
-        ticket.num_held_tokens, ticket.admitted_s = ticket.num_tokens, now_s
+        pool.starting[ticket] = None
+        ticket.admitted_s = now_s
         had = max(pool.had.get(ticket.tenant, 0.0), pool.clock)
         pool.clock = had
         pool.had[ticket.tenant] = had + ticket.cost / self._shares.get(ticket.tenant, 1.0)
@@ -328,10 +324,9 @@ class Admission:
 
 
 def _has_room(pool: _Pool, capacity: Capacity) -> bool:
-    """One prompt may exceed the cap: else long ones would wait for an engine with nothing at all to do."""
     return (
         pool.num_requests + capacity.num_requests_elsewhere < capacity.num_requests
-        and pool.num_tokens + capacity.num_tokens_elsewhere < capacity.num_tokens
+        and len(pool.starting) < capacity.num_with_room
     )
 
 
@@ -341,7 +336,8 @@ def _wait_s(pool: _Pool, capacity: Capacity, ticket: Ticket) -> float:
     num_running = pool.num_requests + capacity.num_requests_elsewhere
     prefill_s = slot_s = 0.0
     if capacity.tokens_per_s:
-        num_tokens = pool.num_tokens + capacity.num_tokens_elsewhere + num_tokens_ahead
+        num_starting = sum(one.num_tokens for one in pool.starting)
+        num_tokens = capacity.num_queued_tokens + num_starting + num_tokens_ahead
         queue_s = num_tokens / (capacity.tokens_per_s * capacity.num_computing)
         prefill_s = queue_s + ticket.num_tokens / capacity.tokens_per_s
     if pool.held_s.value is not None and capacity.num_requests < inf:

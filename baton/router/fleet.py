@@ -259,9 +259,17 @@ class Fleet:
             for engine in self._engines["prefill"]
             if self.may_take(engine, request) and engine not in bad_producers
         ]
-        producers = [*compress(producers, self._with_room(producers, [True] * len(producers)))]
-        consumers = [*compress(consumers, self._with_room(consumers, [True] * len(consumers)))]
         costs = self._placements(request, producers, consumers, load_s)
+        if self._admission is not None:
+            below_caps = [
+                one
+                for one in costs
+                if self._has_place(consumers[one.consumer])
+                and self._has_room(
+                    consumers[one.consumer] if one.producer is None else producers[one.producer]
+                )
+            ]
+            costs = below_caps or costs
         found = min(costs, key=lambda one: one.cost_s, default=None)
         return None if found is None else (consumers[found.consumer], found.producer is None)
 
@@ -369,23 +377,23 @@ class Fleet:
         """None: no decode engine serves this pool now."""
         caps = self._admission
         assert caps is not None
-        engines: dict[Role, list[Engine]] = {
-            role: [
-                one
-                for one in engines
-                if one.is_eligible and (not pool or one.identity is None or one.identity.name == pool)
-            ]
-            for role, engines in self._engines.items()
-        }
-        decode, computing = engines["decode"], engines["prefill"] or engines["decode"]
+        engines = [
+            one
+            for one in self.engines
+            if one.is_eligible and (not pool or one.identity is None or one.identity.name == pool)
+        ]
+        decode = [one for one in engines if one.role == "decode"]
+        # By cost, decode engines compute prompts as well.
+        is_by_cost = self._policy is choose_least_cost
+        computing = [one for one in engines if is_by_cost or one.role == "prefill"] or decode
         if not decode:
             return None
         rates = [rate for one in computing if (rate := one.prefill_rate.value) is not None]
         return Capacity(
             len(decode) * caps.max_running or inf,
-            len(computing) * caps.max_tokens or inf,
             sum(one.elsewhere.in_flight for one in decode),
-            sum(one.elsewhere.num_queued_tokens for one in (*engines["prefill"], *decode)),
+            sum(map(self._has_room, computing)) if caps.max_tokens else inf,
+            sum(one.queued_tokens for one in computing),
             len(computing),
             sum(rates) / len(rates) if rates else None,
         )
@@ -394,14 +402,19 @@ class Fleet:
         """Those of them that are below their cap; all of them, if none is."""
         if self._admission is None:
             return are_eligible
-        max_tokens, max_running = self._admission.max_tokens or inf, self._admission.max_running or inf
         have_room = [
-            is_eligible
-            and one.queued_tokens < max_tokens
-            and (one.role == "prefill" or one.load < max_running)
+            is_eligible and (self._has_room(one) if one.role == "prefill" else self._has_place(one))
             for one, is_eligible in zip(engines, are_eligible, strict=True)
         ]
         return have_room if any(have_room) else are_eligible
+
+    def _has_room(self, engine: Engine) -> bool:
+        """For a prompt that it is to compute."""
+        return self._admission is None or engine.queued_tokens < (self._admission.max_tokens or inf)
+
+    def _has_place(self, consumer: Engine) -> bool:
+        """For an answer."""
+        return self._admission is None or consumer.load < (self._admission.max_running or inf)
 
     def may_take(self, engine: Engine, request: RoutedRequest) -> bool:
         names, model = engine.names, request.model

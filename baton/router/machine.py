@@ -216,10 +216,6 @@ class Machine:
         self._count("admissions", "given_up")
         raise event.error
 
-    def _note_prompt_computed(self) -> None:
-        if self._ticket is not None and self._view.admission is not None:
-            self._view.admission.note_computed(self._ticket)
-
     def _leave_queue(self) -> None:
         ticket, self._ticket = self._ticket, None
         if ticket is not None and self._view.admission is not None:
@@ -442,8 +438,6 @@ class Machine:
         """Set what was prefilled, or note why it was not. True: all that is left is the end of the answer."""
         duration_s = self._now_s - leg.started_at_s
         self._effects.append(Count("prefill_seconds", value=duration_s))
-        if not isinstance(outcome, LegFailure | Unable):
-            self._note_prompt_computed()
         match outcome:
             case LegFailure():
                 self._log("prefill leg: %s", outcome)
@@ -523,8 +517,6 @@ class Machine:
         leg, answer = event.leg, event.answer
         self._note_answer(leg, answer)
         assert self._decode is not None
-        if answer.status == 200:
-            self._note_prompt_computed()
         if self._state is State.PUSHING:
             self._set_prefilled(Prefilled("remote"))  # Or D has computed it. P is not waited for.
         assert self._prefilled is not None
@@ -885,6 +877,8 @@ class Machine:
         num_before = engine.queued_tokens
         leg = Leg(role, engine, body, wait_s, self._now_s, was_alone, num_tokens, num_before, reader=reader)
         # D's whole answer takes longer than its prompt.
+        if self._ticket is not None and self._view.admission is not None:
+            self._view.admission.note_start(self._ticket)
         note_start(leg, self._now_s, shows_first=role == "prefill" or self._first.is_stream)
         self._view.fleet.note_start(engine, num_tokens)
         self._open_legs.append(leg)
@@ -904,6 +898,8 @@ class Machine:
         num_tokens, leg.num_queued_tokens = leg.num_queued_tokens, 0
         if num_tokens:
             self._view.fleet.note_computed(leg.engine, num_tokens)
+            if self._view.admission is not None:
+                self._view.admission.on_room()
 
     def _note_failure(self, leg: Leg, failure: LegFailure) -> None:
         if leg.outcome == "cancelled":

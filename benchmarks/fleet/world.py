@@ -9,19 +9,23 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 
 from baton.contract.events import KVCacheEvent
+from baton.router.admission import NO_WISH, Admission, Ticket, Wish
 from baton.router.answers import PROMPT_HEADER, LegAnswer
 from baton.router.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
-from baton.router.events import Leg
+from baton.router.errors import RouterError
+from baton.router.events import Admitted, Event, Leg, tell_ended
 from baton.router.fleet import Counts, Fleet
 from baton.router.fleet import Engine as RoutedEngine
 from baton.router.learning import SAMPLE_CHUNKS, loaded, note_answer, note_chunks, note_closed, note_start
 from baton.router.pairs import Pairs
-from baton.router.settings import Role, RouterSettings
+from baton.router.settings import AdmissionSettings, Role, RouterSettings
 from benchmarks.fleet.engine import BLOCK, CACHE_BLOCKS, LOAD_TOKENS_PER_S, Engine, Job
 
 EVENT_LAG_S = 0.1
@@ -36,6 +40,7 @@ class Request:
     num_output: int
     blocks: Sequence[int]  # Whole ones.
     keys: Sequence[int]  # For the index.
+    wish: Wish = NO_WISH
 
 
 def read_trace(path: Path, num_requests: int) -> list[Request]:
@@ -75,6 +80,9 @@ class Outcome:
     num_cached: int = 0
     num_handed_over: int = 0
     num_requests: int = 0
+    ttft_s_of: dict[int, list[float]] = field(default_factory=dict)  # By priority.
+    refused_of: Counter[int] = field(default_factory=Counter)  # By priority.
+    last_first_s: float = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -93,19 +101,26 @@ def answer(total: int, local: int, transferred: int) -> LegAnswer:
 class Router:
     """What one router knows of the engines."""
 
-    def __init__(self, producers: Sequence[str], consumers: Sequence[str]) -> None:
+    def __init__(
+        self,
+        producers: Sequence[str],
+        consumers: Sequence[str],
+        admission: AdmissionSettings | None = None,
+    ) -> None:
         # A router has prefill engines. Those of a fleet without any get no requests.
         settings = RouterSettings(
             prefill_urls=tuple(map(url_of, producers or ["none"])),
             decode_urls=tuple(map(url_of, consumers)),
             policy="cost",
+            admission=admission,
         )
         self.fleet, self.pairs = Fleet(settings), Pairs()
+        self.admission = None if admission is None else Admission(admission, self.fleet.capacity)
         engines = {engine.url: engine for engine in self.fleet.engines}
         self.routed: dict[str, RoutedEngine] = {
             name: engines[url_of(name)] for name in (*producers, *consumers)
         }
-        self.is_load_due = False
+        self.is_load_due = self.is_pump_due = False
 
     @property
     def own_load(self) -> Mapping[str, tuple[int, int]]:
@@ -129,6 +144,7 @@ class World:
         slowness: Mapping[str, float] | None = None,
         num_routers: int = 1,
         shares_loads: bool = True,
+        admission: AdmissionSettings | None = None,
     ) -> None:
         """`knows_all`: the router sees the caches themselves (an oracle). `slowness`: of engines, by name.
 
@@ -148,11 +164,25 @@ class World:
         self.seen = {name: Seen() for name in self.engines}
         self.outcome = Outcome()
         self.num_routed = 0
-        self._routers = [Router(producers, consumers) for _ in range(num_routers)]
+        self._routers = [Router(producers, consumers, admission) for _ in range(num_routers)]
         self.router = self._routers[0]  # That routes now.
         if shares_loads and num_routers > 1:
             for router in self._routers:
                 router.fleet.on_load = lambda router=router: self._share_soon(router)  # type: ignore[misc]
+
+        for router in self._routers:
+            if router.admission is not None:
+                router.admission.on_room = lambda router=router: self._pump_soon(router)  # type: ignore[misc]
+
+    def _pump_soon(self, router: Router) -> None:
+        if not router.is_pump_due:
+            router.is_pump_due = True
+            self._at(self.now_s, lambda: self._pump(router))
+
+    def _pump(self, router: Router) -> None:
+        assert router.admission is not None
+        router.is_pump_due = False
+        tell_ended(router.admission.pump(self.now_s))
 
     def _share_soon(self, router: Router) -> None:
         if not router.is_load_due:
@@ -196,14 +226,46 @@ class World:
         router = self.router = self._routers[self.num_routed % len(self._routers)]
         self.num_routed += 1
         self.outcome.num_requests += 1
+        if router.admission is None:
+            return self._send(router, request, self.now_s, None)
+        wish, fleet, arrived_s = request.wish, router.fleet, self.now_s
+        num_output = min(wish.max_output, fleet.expected_output)
+        ticket = Ticket(
+            "", wish.priority, wish.tenant, arrived_s, arrived_s + wish.ttft_s, request.num_tokens, num_output
+        )
+
+        def hear(event: Event) -> None:
+            if isinstance(event, Admitted):
+                return self._send(router, request, arrived_s, ticket)
+            return self._refuse(wish.priority)
+
+        ticket.tell = hear
+        try:
+            displaced = router.admission.ask(ticket, arrived_s)
+        except RouterError:
+            return self._refuse(wish.priority)
+        if displaced is None:
+            return self._send(router, request, arrived_s, ticket)
+        tell_ended(displaced)
+        if ticket.deadline_s < inf:
+            self._at(ticket.deadline_s, lambda: self._pump(router))
+        return None
+
+    def _refuse(self, priority: int) -> None:
+        self.outcome.refused_of[priority] += 1
+
+    def _send(self, router: Router, request: Request, began_s: float, ticket: Ticket | None) -> None:
+        self.router = router
         self.outcome.num_tokens += request.num_tokens
         producer, consumer = self._choose(self, request)
         first = consumer if producer is None else producer
-        seen, began_s = self.seen[first], self.now_s
+        seen = self.seen[first]
         num_left = max(1, request.num_tokens - self.cached(request)[first])
         seen.num_queued_tokens += num_left
         seen.num_waiting += 1
         leg = self._begin(router, first, num_left)
+        if ticket is not None and router.admission is not None:
+            router.admission.note_start(ticket)
 
         def on_first(now_s: float, num_cached: int) -> None:
             note_answer(leg, answer(request.num_tokens, num_cached, 0), now_s)
@@ -213,16 +275,21 @@ class World:
                 router.fleet.note_end(leg.engine)
             seen.num_queued_tokens -= num_left
             seen.num_waiting -= 1
-            self.outcome.ttft_s.append(now_s - began_s)
+            self._note_first(request, now_s - began_s)
+            if router.admission is not None:
+                router.admission.on_room()
+            if producer is not None and request.num_output <= 1:
+                self._leave(router, request, ticket)
             self.outcome.num_cached += num_cached
             if producer is None:
                 seen.num_running += 1
             elif request.num_output > 1:
                 assert producer is not None
-                self._load(router, request, producer, consumer, now_s)
+                self._load(router, request, producer, consumer, now_s, ticket)
 
         def on_end(now_s: float) -> None:
             if producer is None:
+                self._leave(router, request, ticket)
                 seen.num_running -= 1
                 note_closed(leg, router.fleet.outputs)
                 router.fleet.note_end(leg.engine)
@@ -248,7 +315,24 @@ class World:
         router.fleet.note_start(engine, num_left)
         return leg
 
-    def _load(self, router: Router, request: Request, producer: str, consumer: str, first_s: float) -> None:
+    def _note_first(self, request: Request, ttft_s: float) -> None:
+        self.outcome.ttft_s.append(ttft_s)
+        self.outcome.ttft_s_of.setdefault(request.wish.priority, []).append(ttft_s)
+        self.outcome.last_first_s = self.now_s
+
+    def _leave(self, router: Router, request: Request, ticket: Ticket | None) -> None:
+        if ticket is not None and router.admission is not None:
+            router.admission.leave(ticket, self.now_s, request.num_output)
+
+    def _load(
+        self,
+        router: Router,
+        request: Request,
+        producer: str,
+        consumer: str,
+        first_s: float,
+        ticket: Ticket | None,
+    ) -> None:
         engine, seen = self.engines[consumer], self.seen[consumer]
         seen.num_running += 1
         num_loaded = request.num_tokens - engine.num_cached(request.blocks)
@@ -266,6 +350,7 @@ class World:
             _note_token(leg, now_s)
 
         def on_end(now_s: float) -> None:
+            self._leave(router, request, ticket)
             seen.num_running -= 1
             note_closed(leg, router.fleet.outputs)
             router.fleet.note_end(leg.engine)

@@ -21,9 +21,9 @@ def ticket(tenant: str = "", priority: int = 0, *, ends_s: float = inf, num_toke
     return Ticket("", priority, tenant, 0.0, ends_s, num_tokens, 0.0)
 
 
-def admission(num_requests: float = 1, num_tokens: float = inf, **settings: Any) -> Admission:
+def admission(num_requests: float = 1, num_with_room: float = inf, **settings: Any) -> Admission:
     chosen = AdmissionSettings(**{"max_running": 1, **settings})
-    return Admission(chosen, lambda pool: Capacity(num_requests, num_tokens))
+    return Admission(chosen, lambda pool: Capacity(num_requests, 0, num_with_room))
 
 
 def order_of(queue: Admission, tickets: list[Ticket]) -> list[Ticket]:
@@ -83,34 +83,30 @@ def test_long_answers_count() -> None:
     assert ended.ticket is later[1]
 
 
-def test_prompts_count_until_they_are_computed() -> None:
-    queue = admission(num_requests=inf, num_tokens=100)
-    long = ticket(num_tokens=1000)
-    assert queue.ask(long, 0.0) is None  # One prompt may exceed the cap.
-    short = ticket(num_tokens=1)
-    assert queue.ask(short, 0.0) == []
+def test_an_engine_with_room_gets_one_prompt_until_it_is_known_to_have_it() -> None:
+    queue = admission(num_requests=inf, num_with_room=1)
+    first, second = ticket(), ticket()
+    assert queue.ask(first, 0.0) is None
+    assert queue.ask(second, 0.0) == []
     assert queue.pump(0.0) == []
-    queue.note_computed(long)
-    assert queue.pump(0.0) == [Ended(short, None)]
-    queue.note_computed(long)
-    assert queue.snapshot()[0]["tokens"] == 1
+    queue.note_start(first)  # The capacity says from now on whether there is room for another one.
+    assert queue.pump(0.0) == [Ended(second, None)]
 
 
-def test_a_long_prompt_is_not_passed() -> None:
-    queue = admission(num_requests=inf, num_tokens=100)
-    running = ticket(num_tokens=100)
+def test_the_first_in_the_queue_is_not_passed() -> None:
+    queue = admission(num_requests=inf, num_with_room=1)
+    running = ticket()
     queue.ask(running, 0.0)
     long, short = ticket(num_tokens=1000, ends_s=5.0), ticket(num_tokens=1, ends_s=6.0)
     for one in (long, short):
         queue.ask(one, 0.0)
-    queue.note_computed(running)
+    queue.note_start(running)
     assert queue.pump(0.0) == [Ended(long, None)]
 
 
 def test_a_request_that_would_be_late_is_refused_at_once() -> None:
-    capacity = Capacity(inf, 1000, num_computing=2, tokens_per_s=100.0)
+    capacity = Capacity(inf, 0, 0, 1000, num_computing=2, tokens_per_s=100.0)
     queue = Admission(AdmissionSettings(max_tokens=500), lambda pool: capacity)
-    assert queue.ask(ticket(num_tokens=1000, ends_s=11.0), 0.0) is None
     with pytest.raises(RouterError, match=r"predicted in 6\.0 s, 1\.0 s too late") as caught:
         queue.ask(ticket(num_tokens=100, ends_s=5.0), 0.0)
     assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
@@ -118,9 +114,8 @@ def test_a_request_that_would_be_late_is_refused_at_once() -> None:
 
 
 def test_less_important_requests_do_not_make_others_late() -> None:
-    capacity = Capacity(inf, 1000, tokens_per_s=100.0)
+    capacity = Capacity(inf, 0, 0, 1000, tokens_per_s=100.0)
     queue = Admission(AdmissionSettings(max_tokens=1000), lambda pool: capacity)
-    queue.ask(ticket(num_tokens=1000), 0.0)
     for _ in range(10):
         queue.ask(ticket(priority=1, num_tokens=1000), 0.0)
     assert queue.ask(ticket(num_tokens=100, ends_s=11.0), 0.0) == []
@@ -129,9 +124,8 @@ def test_less_important_requests_do_not_make_others_late() -> None:
 
 
 def test_another_tenants_requests_make_a_tenant_late_by_its_turn_only() -> None:
-    capacity = Capacity(inf, 1000, tokens_per_s=100.0)
+    capacity = Capacity(inf, 0, 0, 1000, tokens_per_s=100.0)
     queue = Admission(AdmissionSettings(max_tokens=1000), lambda pool: capacity)
-    queue.ask(ticket("many", num_tokens=1000), 0.0)
     for _ in range(10):
         queue.ask(ticket("many", num_tokens=100), 0.0)
     assert queue.ask(ticket("few", num_tokens=100, ends_s=12.0), 0.0) == []
@@ -165,7 +159,7 @@ def test_a_deadline_ends_the_wait() -> None:
     assert [type(event) for event in heard] == [Rejected]
     assert queue.wakes_at_s == inf
     queue.leave(late, 5.0)
-    assert queue.snapshot() == [{"pool": "", "running": 1, "tokens": 1, "waiting": {}}]
+    assert queue.snapshot() == [{"pool": "", "running": 1, "waiting": {}}]
 
 
 def test_a_full_queue_drops_the_least_important_request() -> None:
@@ -197,10 +191,8 @@ def test_without_a_decode_engine_nobody_waits() -> None:
 
 
 def test_load_of_other_processes_takes_room() -> None:
-    queue = Admission(SETTINGS, lambda pool: Capacity(2, 100, 1, 0))
+    queue = Admission(SETTINGS, lambda pool: Capacity(2, 1))
     assert queue.ask(ticket(), 0.0) is None
-    assert queue.ask(ticket(), 0.0) == []
-    queue = Admission(SETTINGS, lambda pool: Capacity(2, 100, 0, 100))
     assert queue.ask(ticket(), 0.0) == []
 
 
@@ -219,17 +211,16 @@ class Twin:
     """Lists, and a search through all of them for each step."""
 
     num_requests: int
-    num_tokens: int
+    num_with_room: int
     waiting: list[Ticket] = field(default_factory=list)
     running: list[Ticket] = field(default_factory=list)
-    computing: list[Ticket] = field(default_factory=list)
+    starting: list[Ticket] = field(default_factory=list)
     had: dict[str, float] = field(default_factory=dict)
     clock: float = 0.0
 
     @property
     def has_room(self) -> bool:
-        used = sum(one.num_tokens for one in self.computing)
-        return len(self.running) < self.num_requests and used < self.num_tokens
+        return len(self.running) < self.num_requests and len(self.starting) < self.num_with_room
 
     def ask(self, one: Ticket) -> bool:
         if not self.waiting and self.has_room:
@@ -269,10 +260,10 @@ class Twin:
         self.clock = max(self.had.get(one.tenant, 0.0), self.clock)
         self.had[one.tenant] = self.clock + one.num_tokens + OUTPUT_WEIGHT * one.num_output
         self.running.append(one)
-        self.computing.append(one)
+        self.starting.append(one)
 
     def leave(self, one: Ticket) -> None:
-        for group in (self.waiting, self.running, self.computing):
+        for group in (self.waiting, self.running, self.starting):
             if one in group:
                 group.remove(one)
 
@@ -286,16 +277,16 @@ STEPS = st.lists(
         st.tuples(
             st.just("ask"), st.integers(0, 2), st.sampled_from("abc"), st.integers(1, 50), st.integers(1, 40)
         ),
-        st.tuples(st.sampled_from(["leave", "computed", "pass"]), st.integers(0, 30)),
+        st.tuples(st.sampled_from(["leave", "start", "pass"]), st.integers(0, 30)),
     ),
     max_size=60,
 )
 
 
 @settings(max_examples=400, deadline=None)
-@given(STEPS, st.integers(1, 4), st.integers(1, 100))
-def test_the_queue_does_what_its_twin_does(steps: list[Any], num_requests: int, num_tokens: int) -> None:
-    queue, twin = admission(num_requests, num_tokens, max_waiting=10**6), Twin(num_requests, num_tokens)
+@given(STEPS, st.integers(1, 4), st.integers(1, 3))
+def test_the_queue_does_what_its_twin_does(steps: list[Any], num_requests: int, num_with_room: int) -> None:
+    queue, twin = admission(num_requests, num_with_room, max_waiting=10**6), Twin(num_requests, num_with_room)
     now_s, all_tickets = 0.0, list[Ticket]()
     for number, step in enumerate(steps):
         match step:
@@ -313,9 +304,9 @@ def test_the_queue_does_what_its_twin_does(steps: list[Any], num_requests: int, 
                 one = all_tickets.pop(which % len(all_tickets))
                 queue.leave(one, now_s)
                 twin.leave(one)
-            case "computed", which if twin.computing:
-                one = twin.computing.pop(which % len(twin.computing))
-                queue.note_computed(one)
+            case "start", which if twin.starting:
+                one = twin.starting.pop(which % len(twin.starting))
+                queue.note_start(one)
             case "pass", seconds:
                 now_s += seconds
         found = [(one, error is None) for one, error in queue.pump(now_s)]
@@ -323,12 +314,11 @@ def test_the_queue_does_what_its_twin_does(steps: list[Any], num_requests: int, 
         assert queue.num_waiting == len(twin.waiting)
         for row in queue.snapshot():
             assert row["running"] == len(twin.running)
-            assert row["tokens"] == sum(one.num_tokens for one in twin.computing)
     for one in all_tickets:
         queue.leave(one, now_s)
         tell_ended(queue.pump(now_s))
     for row in queue.snapshot():
-        assert (row["running"], row["tokens"], row["waiting"]) == (0, 0, {})
+        assert (row["running"], row["waiting"]) == (0, {})
 
 
 def test_the_news_are_events_of_the_machine() -> None:
