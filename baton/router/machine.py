@@ -148,6 +148,7 @@ class Machine:
         self._consumer: Engine | None = None  # Of this attempt.
         self._tried: list[Engine] = []  # To decode.
         self._bad_producers: list[Engine] = []
+        self._may_retry_prefill = True  # The budget of retries has allowed it so far.
         self._num_refused_introductions = 0
         self._broken: list[Engine] = []  # That have failed in this stream.
         self._prefilled: Prefilled | None = None
@@ -394,6 +395,8 @@ class Machine:
         is_over = self._take_prefill(event.leg, outcome)
         if is_over or (is_hedged and is_failed):
             return None
+        if isinstance(outcome, LegFailure | Unable):
+            self._pay_for_retry(outcome)
         if self._state is State.PREFILLING:
             return self._next_producer() if self._prefilled is None else self._after_prefill()
         if self._prefilled is None:
@@ -487,6 +490,14 @@ class Machine:
             case Prefilled():
                 self._set_prefilled(outcome)
         return False
+
+    def _pay_for_retry(self, outcome: LegFailure | Unable) -> None:
+        """An error or a timeout of P may mean that it has too much to do. Without a budget D prefills."""
+        is_free = outcome.kind != "timeout" if isinstance(outcome, LegFailure) else outcome.is_free
+        if is_free or self._choose_producer(self._consumer) is None or self._view.retries.take(self._now_s):
+            return
+        self._count("retries_refused")
+        self._may_retry_prefill = False
 
     def _end_with(self, leg: Leg) -> None:
         """P's first token is the last one: token counts and [DONE] follow."""
@@ -721,6 +732,7 @@ class Machine:
             self._broken.append(leg.engine)
         self._count("resumed_streams", "planned" if is_planned else "broken")
         self._prefilled, self._tried, self._bad_producers = None, [], []
+        self._may_retry_prefill = True
         self._again()
         return True
 
@@ -814,6 +826,8 @@ class Machine:
 
     def _choose_producer(self, consumer: Engine | None) -> Engine | None:
         """One that can hand over to this decode engine; None: to any."""
+        if not self._may_retry_prefill:
+            return None
 
         def is_fit(producer: Engine) -> bool:
             return consumer is None or self._why_no_pair(producer, consumer) is None

@@ -35,7 +35,8 @@ from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
 from baton.router.turns import Turn, TurnTable
 from tests.router.baton_fakes import baton, introduced_system, speaker, stream
-from tests.router.fakes import System
+from tests.router.fakes import System, responds
+from tests.router.test_budget import spend
 from tests.router.test_continuation import check_is_one_engines
 
 RATE = 1000.0  # Tokens a second.
@@ -302,6 +303,46 @@ def test_without_a_budget_the_first_engine_is_waited_for() -> None:
         pass
     (refused,) = run.wait()
     assert refused == Count("retries_refused")
+
+
+# ---- prefill legs that are tried again
+
+
+@pytest.mark.parametrize("status", [500, 503, 429])
+def test_without_a_budget_a_prompt_that_an_engine_refuses_stays_with_the_decode_engine(status: int) -> None:
+    for is_spent in (False, True):
+        run = Run()
+        while is_spent and run.view.retries.take(0.1):
+            pass
+        (leg,) = run.legs()
+        run.on(error(leg, status), 0.1)
+        assert len(run.legs()) == (1 if is_spent else 2)
+        assert len(run.legs("decode")) == (1 if is_spent else 0)
+        assert run.counts("retries_refused") == is_spent
+
+
+def test_a_timeout_takes_from_the_budget_and_a_death_does_not() -> None:
+    for kind, num_legs in (("timeout", 1), ("broken", 2), ("unreachable", 2), ("ejected", 2)):
+        run = Run()
+        while run.view.retries.take(0.1):
+            pass
+        (leg,) = run.legs()
+        run.on(Failed(leg, LegFailure(kind, leg.engine.url, "", was_sent=True)), 0.1)  # type: ignore[arg-type]
+        assert len(run.legs()) == num_legs, kind
+
+
+async def test_a_prefill_engine_that_drains_costs_no_retry() -> None:
+    for code, num_asked in (("draining", 1), ("busy", 0)):
+        gone = baton("p0")
+        gone.respond = responds(503, {"error": {"message": "no", "code": code}})
+        p1 = baton("p1")
+        # Round robin begins with the second one.
+        async with introduced_system([p1, gone], [baton("d")], policy="round_robin") as s:
+            spend(s)
+            assert (await s.complete()).status_code == 200
+            metrics = (await s.client.get("/metrics")).text
+        assert len(speaker(p1).legs) == num_asked
+        assert f"retries_refused_total {1 - num_asked}.0" in metrics
 
 
 # ---- over real connections
