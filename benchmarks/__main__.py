@@ -16,6 +16,7 @@ ALL = {
     "decode-graphs": "benchmarks.decode_graphs",
     "choice": "benchmarks.fleet.choice",
     "fleet": "benchmarks.fleet.command",
+    "hedge": "benchmarks.fleet.hedge",
     "offload": "benchmarks.offload",
     "policies": "benchmarks.fleet.real",
     "router": "benchmarks.router.command",
