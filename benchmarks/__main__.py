@@ -16,6 +16,7 @@ ALL = {
     "decode-graphs": "benchmarks.decode_graphs",
     "choice": "benchmarks.fleet.choice",
     "fleet": "benchmarks.fleet.command",
+    "hedge": "benchmarks.fleet.hedge",
     "offload": "benchmarks.offload",
     "overload": "benchmarks.fleet.overload",
     "policies": "benchmarks.fleet.real",

@@ -101,6 +101,13 @@ def route(
             "--first-token/--no-first-token", help="Stream the prefill engine's first token immediately."
         ),
     ] = True,
+    hedge_prefill: Annotated[
+        bool,
+        typer.Option(
+            "--hedge-prefill/--no-hedge-prefill",
+            help="In pull: let a second prefill engine compute a prompt that is late at the first one.",
+        ),
+    ] = True,
     resumes: Annotated[
         int,
         typer.Option(

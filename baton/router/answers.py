@@ -106,6 +106,7 @@ class Unable:
     """This engine could not; another may."""
 
     reason: str
+    is_free: bool = False  # It is not overloaded: it drains, or engines disagree.
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +221,8 @@ def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = Fa
     `is_kept`: the answer goes into the outcome.
     """
     if is_engines_fault(answer) or blames_params(answer):
-        return Unable(f"answered with {answer.status}")
+        is_free = is_draining(answer) or blames_params(answer)
+        return Unable(f"answered with {answer.status}", is_free)
     if answer.status != 200:
         return Refused(answer)
     try:

@@ -64,7 +64,7 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class HoldOver:
-    """The time of this transfer's `Hold` is up."""
+    """The time of this transfer's `Hold` is up: of the decode leg in push, of the prefill leg in pull."""
 
     transfer_id: str
 
@@ -159,6 +159,7 @@ class Leg:
     was_alone: bool  # The engine had no other request at the leg's start.
     num_queued_tokens: int = 0  # Of its prompt, until the engine has computed it or is left.
     num_tokens_before: int = 0  # Of other prompts, that the engine had to compute at the leg's start.
+    expected_s: float | None = None  # From the start to the end of its prompt; None: not known.
     num_chunks: int = 0  # Of its stream, since `window` began.
     num_chunks_before: int = 0  # That one.
     window: Window | None = None  # Of a sample of its stream.

@@ -46,6 +46,7 @@ LEAST_LOAD_GAP = 3.0  # Of running answers, for two steps to tell what one more 
 
 SLOW_SHARE = 0.1  # Of an engine that is much slower than its peers; enough to see that it has recovered.
 JUDGE_SPEEDS_EVERY_S = 1.0
+LATE_S = 4.0  # Then probes have found an engine that is stopped.
 DRAIN_GRACE_S = 2.0  # After that other engines continue the streams of an engine that drains.
 
 
@@ -97,6 +98,7 @@ class Engine:
     is_leaving: bool = False  # It is removed when it has drained.
     is_removed: bool = False
     is_slow: bool = False  # Much slower than its peers.
+    late_until_s: float = 0.0  # A prompt is late here, and nothing has come from the engine since.
     admin_port: int | None = None  # Of its /baton/*, as its /health reports; None: the main port.
     url: str = field(init=False)  # Without credentials.
 
@@ -144,8 +146,9 @@ class Engine:
         return self.health.is_up
 
     def share(self, now_s: float) -> float:
-        """Of its usual requests: less in slow start, and while it is much slower than its peers."""
-        return self.health.share(now_s) * (SLOW_SHARE if self.is_slow else 1.0)
+        """Of its usual requests: less in slow start, and while it is late or much slower than its peers."""
+        is_slow = self.is_slow or now_s < self.late_until_s
+        return self.health.share(now_s) * (SLOW_SHARE if is_slow else 1.0)
 
     @property
     def is_eligible(self) -> bool:
@@ -352,6 +355,18 @@ class Fleet:
             token_s=sum(one.slope_s for one in lines) / len(lines) if lines else TOKEN_S,
         )
 
+    def prefill_s(self, engine: Engine, num_tokens: int) -> float | None:
+        """Until this engine has computed its queue and so many tokens. None: no engine's speed is known."""
+        rate = engine.prefill_rate.value
+        if rate is None:
+            known = [
+                one for peer in self._engines[engine.role] if (one := peer.prefill_rate.value) is not None
+            ]
+            if not known:
+                return None
+            rate = median(known)
+        return (engine.queued_tokens + num_tokens) / rate
+
     def judge_speeds(self, now_s: float) -> None:
         """Find engines that are much slower than their peers, now and then."""
         if now_s < self._judges_speeds_at_s:
@@ -511,10 +526,15 @@ class Fleet:
 
     def note_answer(self, engine: Engine, status: int, now_s: float) -> None:
         engine.health.on_answer()
+        engine.late_until_s = 0.0
         if status >= 500:
             engine.num_failures += 1
             self.note_error(engine, why := f"answered with status {status}")
             self.tell(Erred(engine.key, why))
+
+    def note_late(self, engine: Engine, now_s: float) -> None:
+        """A prompt is late there. Prompts that leave it must not make it look idle."""
+        engine.late_until_s = now_s + LATE_S
 
     def note_failure(self, engine: Engine, failure: LegFailure, now_s: float) -> None:
         """Once for each failure, through however many hands it goes."""

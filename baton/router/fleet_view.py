@@ -8,6 +8,7 @@ from baton.router.block_index import CHUNK_TOKENS
 from baton.router.budget import RetryBudget
 from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine, Fleet
+from baton.router.hedge import Lateness
 from baton.router.late_leg import LateLegs
 from baton.router.legs import new_transfer_id
 from baton.router.notes import Handoff, Outcome
@@ -26,6 +27,7 @@ class FleetView:
         self.pairs = pairs
         self.turns = turns
         self.late_legs = LateLegs(settings.decode_leg)
+        self.lateness = Lateness()
         self.retries = RetryBudget()
         self.admission = None
         if settings.admission is not None:

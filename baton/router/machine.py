@@ -4,6 +4,7 @@
     push    client --> prefill leg on P and decode leg on D, at once, under one transfer id --> client
 
     P unreachable, broken, late, 5xx: once more on another P, else D prefills by itself (or the request fails)
+    P much later than predicted:      in pull another P computes the prompt as well; the first answer counts
     P answers 4xx:                    the client's error, passed on as it is
     D never received the request:     the same ticket on another D
     D refuses the ticket:             once more without it; it is no fault of the client
@@ -76,7 +77,7 @@ from baton.router.events import (
     StreamEnded,
 )
 from baton.router.first_token import FirstToken
-from baton.router.first_tokens import FirstTokens, can_follow
+from baton.router.first_tokens import FirstTokens, PrefillAsk, can_follow
 from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.learning import (
@@ -154,11 +155,14 @@ class Machine:
         self._consumer: Engine | None = None  # Of this attempt.
         self._tried: list[Engine] = []  # To decode.
         self._bad_producers: list[Engine] = []
+        self._may_retry_prefill = True  # The budget of retries has allowed it so far.
         self._num_refused_introductions = 0
         self._broken: list[Engine] = []  # That have failed in this stream.
         self._prefilled: Prefilled | None = None
         self._failures: dict[Role, LegFailure] = {}  # The last one of each role.
         self._prefill: Leg | None = None  # The last one of either role.
+        self._hedge: Leg | None = None  # A second prefill leg, as long as neither one has its outcome.
+        self._was_hedged = False
         self._decode: Leg | None = None
         self._open_legs: list[Leg] = []
         self._transfer_id = ""
@@ -363,13 +367,69 @@ class Machine:
             self._transfer_id = self._view.new_transfer_id()
             self._open_prefill(producer)
             self._state = State.PREFILLING
-            return None
+            return self._wait_till_late()
         if self._settings.on_prefill_failure == "fail":
             failure = self._failures.get("prefill")
             raise self._view.no_engine("prefill", failure, is_tried=bool(self._bad_producers))
         has_pair = self._bad_producers or self._choose_producer(None) is None
         self._set_prefilled(Prefilled("local", "prefill_failed" if has_pair else "no_pair"))
         return self._after_prefill()
+
+    def _wait_till_late(self) -> None:
+        """Start the timer of `_on_late`."""
+        assert self._prefill is not None
+        expected_s = self._prefill.expected_s
+        if self._settings.hedge_prefill and expected_s is not None:
+            self._effects.append(Hold(self._view.lateness.late_after_s(expected_s), self._transfer_id))
+
+    def _on_late(self, event: HoldOver) -> None:
+        """PREFILLING: P is late. Another one computes the prompt as well."""
+        first = self._prefill
+        assert first is not None
+        if event.transfer_id != self._transfer_id:
+            return  # It is of an attempt before this one.
+        self._view.fleet.note_late(first.engine, self._now_s)
+        if self._was_hedged or self._turn is not None:
+            return  # A turn is for one engine.
+        engine = self._choose_hedge(first)
+        if engine is None:
+            return
+        if not self._view.retries.take(self._now_s):
+            return self._count("retries_refused")
+        self._was_hedged = True
+        self._count("hedges")
+        ask = self._first.prefill_ask(engine, self._view.new_transfer_id())
+        self._hedge = self._send_prefill(engine, ask, ask.body)
+
+    def _choose_hedge(self, first: Leg) -> Engine | None:
+        """Another P, which is expected to take no longer than the first one has taken already."""
+        consumer = self._consumer
+        assert consumer is not None
+
+        def is_fit(engine: Engine) -> bool:
+            is_alike = engine.was_asked and engine.kind == first.engine.kind  # The same mode.
+            return is_alike and self._why_no_pair(engine, consumer) is None
+
+        tried = [*self._bad_producers, first.engine]
+        engine = self._view.choose("prefill", self._routed, tried, self._now_s, is_fit)
+        if engine is None:
+            return None
+        expected_s = self._view.fleet.prefill_s(engine, self._num_to_compute(engine))
+        is_soon = expected_s is not None and expected_s <= self._now_s - first.started_at_s
+        return engine if is_soon else None
+
+    def _end_hedge(self, leg: Leg, *, is_failed: bool) -> None:
+        """One of two prefill legs has its outcome. If it failed, the other one is waited for, else closed."""
+        first, hedge, self._hedge = self._prefill, self._hedge, None
+        assert first is not None
+        assert hedge is not None
+        other = first if leg is hedge else hedge
+        if not is_failed:
+            self._effects.append(Close(other))
+            if leg is hedge:
+                self._count("hedges_won")
+        self._prefill = other if is_failed else leg
+        self._producer = self._prefill.engine
 
     def _on_prefill(self, event: Opened | Piece | StreamEnded | Failed) -> None:
         """P's leg, while the request waits for it: PREFILLING, HELD, PUSHING."""
@@ -378,9 +438,14 @@ class Machine:
             return None
         if self._state is State.HELD:
             self._count("pushes", "after")
+        is_failed, is_hedged = isinstance(outcome, LegFailure | Unable), self._hedge is not None
+        if is_hedged:
+            self._end_hedge(event.leg, is_failed=is_failed)
         is_over = self._take_prefill(event.leg, outcome)
-        if is_over:
+        if is_over or (is_hedged and is_failed):
             return None
+        if isinstance(outcome, LegFailure | Unable):
+            self._pay_for_retry(outcome)
         if self._state is State.PREFILLING:
             return self._next_producer() if self._prefilled is None else self._after_prefill()
         if self._prefilled is None:
@@ -454,6 +519,8 @@ class Machine:
                 self._send_whole(answer, {})
                 self._finish()
                 return True
+        if self._state is State.PREFILLING and leg.expected_s is not None:
+            self._view.lateness.note(leg.expected_s, duration_s)
         if leg.was_alone:
             self._view.late_legs.note(leg.engine, self._num_prompt_tokens, duration_s)
         match outcome:
@@ -473,6 +540,14 @@ class Machine:
                 self._set_prefilled(outcome)
         return False
 
+    def _pay_for_retry(self, outcome: LegFailure | Unable) -> None:
+        """An error or a timeout of P may mean that it has too much to do. Without a budget D prefills."""
+        is_free = outcome.kind != "timeout" if isinstance(outcome, LegFailure) else outcome.is_free
+        if is_free or self._choose_producer(self._consumer) is None or self._view.retries.take(self._now_s):
+            return
+        self._count("retries_refused")
+        self._may_retry_prefill = False
+
     def _end_with(self, leg: Leg) -> None:
         """P's first token is the last one: token counts and [DONE] follow."""
         self._state = State.ENDING
@@ -480,7 +555,7 @@ class Machine:
 
     def _on_ending(self, event: Piece | StreamEnded | Failed) -> None:
         if event.leg is not self._prefill:
-            return None
+            return self._on_late_prefill(event)
         outcome = self._read_prefill(event)
         if isinstance(outcome, LegFailure):
             raise RouterError.gateway("the prefill engine failed at the end of the answer")
@@ -706,6 +781,7 @@ class Machine:
             self._broken.append(leg.engine)
         self._count("resumed_streams", "planned" if is_planned else "broken")
         self._prefilled, self._tried, self._bad_producers = None, [], []
+        self._may_retry_prefill = True
         self._again()
         return True
 
@@ -799,6 +875,8 @@ class Machine:
 
     def _choose_producer(self, consumer: Engine | None) -> Engine | None:
         """One that can hand over to this decode engine; None: to any."""
+        if not self._may_retry_prefill:
+            return None
 
         def is_fit(producer: Engine) -> bool:
             return consumer is None or self._why_no_pair(producer, consumer) is None
@@ -841,14 +919,20 @@ class Machine:
             self._is_turn_out = self._turn is not None
             if self._turn is not None:
                 body = {**body, PARAMS: {**self._turn.params, **body[PARAMS]}}
+        self._producer, self._has_come = engine, False
+        self._prefill = self._send_prefill(engine, ask, body)
+
+    def _send_prefill(self, engine: Engine, ask: PrefillAsk, body: Mapping[str, Any]) -> Leg:
         reader = PrefillReader(
             reads_first_token=ask.reads_first_token,
             shows_token_ids=self._first.shows_token_ids,
             keeps_answer=ask.keeps_answer,
         )
-        self._producer, self._has_come = engine, False
-        wait_s = self._settings.timeouts.prefill_s
-        self._prefill = self._open("prefill", engine, body, wait_s, self._num_to_compute(engine), reader)
+        wait_s, num_tokens = self._settings.timeouts.prefill_s, self._num_to_compute(engine)
+        expected_s = self._view.fleet.prefill_s(engine, num_tokens)
+        leg = self._open("prefill", engine, body, wait_s, num_tokens, reader)
+        leg.expected_s = expected_s
+        return leg
 
     def _open_decode(self, engine: Engine, params: Mapping[str, Any] | None, *, is_pushed: bool) -> None:
         if self._tried:
@@ -942,6 +1026,9 @@ class Machine:
 
     def _take_loan(self, leg: Leg, params: Mapping[str, Any]) -> None:
         """P has lent: also if the request has ended meanwhile."""
+        if leg not in (self._prefill, self._hedge):
+            self._effects.append(GiveBack(leg.engine, params))  # Another P was faster.
+            return
         if self._has_come:
             return  # D had the blocks before P's leg ended.
         self._give_back()
@@ -1031,12 +1118,14 @@ TABLE: Mapping[tuple[State, type, Role | None], Callable[[Machine, Any], None]] 
     (_S.LOOKING, Found, None): Machine._on_found,
     (_S.MEETING, Met, None): Machine._on_met,
     (_S.HELD, HoldOver, None): Machine._on_hold_over,
+    (_S.PREFILLING, HoldOver, None): Machine._on_late,
     **{
         (state, event, "prefill"): Machine._on_prefill
         for state in (_S.PREFILLING, _S.HELD, _S.PUSHING)
         for event in (Opened, Piece, StreamEnded, Failed)
     },
     **{(_S.ENDING, event, "prefill"): Machine._on_ending for event in (Piece, StreamEnded, Failed)},
+    (_S.ENDING, Opened, "prefill"): Machine._on_late_prefill,
     **{
         (state, event, "prefill"): Machine._on_late_prefill
         for state in _LATE

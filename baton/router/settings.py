@@ -122,6 +122,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill_attempts: int = 2
     decode_attempts: int = 2
     resumes: int = 2  # Times that another decode engine continues a stream whose engine fails; 0: never.
+    hedge_prefill: bool = True  # In pull: a prompt that is late at one prefill engine goes to another, too.
     kv_events: tuple[KVEventsSource, ...] = ()  # For the policy `cost`.
     peers: PeerSettings | None = None
     admission: AdmissionSettings | None = None  # None: every request goes to the engines at once.

@@ -3,6 +3,8 @@
 A step computes one token for each running answer, and prompt tokens up to a budget. Its time is
 
     STEP_S + prompt tokens / PREFILL_TOKENS_PER_S + running answers * TOKEN_S
+
+An engine may pause: a step that would end in the pause ends with it.
 """
 
 from __future__ import annotations
@@ -35,6 +37,7 @@ class Job:
     is_loaded: bool = False  # Its KV comes from another engine.
     on_token: Callable[[float], None] = lambda now_s: None
     num_computed: int = 0
+    is_cancelled: bool = False
     num_cached: int = field(default=0, init=False)
     num_given: int = field(default=0, init=False)
 
@@ -56,6 +59,17 @@ class Engine:
         self.running: list[Job] = []
         self._slowness = slowness
         self._is_stepping = False
+        self._paused_until_s = 0.0
+
+    def pause(self, until_s: float) -> None:
+        self._paused_until_s = until_s
+
+    def cancel(self, job: Job) -> None:
+        """What has been computed of its prompt is lost."""
+        job.is_cancelled = True
+        for jobs in (self.waiting, self.filling):
+            if job in jobs:
+                jobs.remove(job)
 
     def num_cached(self, blocks: Sequence[int]) -> int:
         """Tokens."""
@@ -99,10 +113,16 @@ class Engine:
         num_filled = sum(chunk for _, chunk in chunks)
         took_s = STEP_S + num_filled / PREFILL_TOKENS_PER_S + len(running) * TOKEN_S
         took_s *= self._slowness
-        self._at(now_s + took_s, lambda: self._end_step(now_s + took_s, chunks, running))
+        begins_s = max(now_s, self._paused_until_s)
+        self._at(begins_s + took_s, lambda: self._end_step(begins_s + took_s, chunks, running))
 
     def _end_step(self, now_s: float, chunks: list[tuple[Job, int]], running: list[Job]) -> None:
+        if (until_s := self._paused_until_s) > now_s:
+            self._at(until_s, lambda: self._end_step(until_s, chunks, running))
+            return
         for job, chunk in chunks:
+            if job.is_cancelled:
+                continue
             job.num_computed += chunk
             if job.num_computed == job.num_tokens:
                 self.filling.remove(job)

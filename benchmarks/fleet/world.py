@@ -9,7 +9,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import json
-from collections import Counter
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -19,13 +19,16 @@ from baton.contract.events import KVCacheEvent
 from baton.router.admission import NO_WISH, Admission, Ticket, Wish
 from baton.router.answers import PROMPT_HEADER, LegAnswer
 from baton.router.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
+from baton.router.budget import RetryBudget
 from baton.router.errors import RouterError
 from baton.router.events import Admitted, Event, Leg, tell_ended
 from baton.router.fleet import Counts, Fleet
 from baton.router.fleet import Engine as RoutedEngine
+from baton.router.hedge import Lateness
 from baton.router.learning import SAMPLE_CHUNKS, loaded, note_answer, note_chunks, note_closed, note_start
 from baton.router.pairs import Pairs
-from baton.router.settings import AdmissionSettings, Role, RouterSettings
+from baton.router.policies import RoutedRequest
+from baton.router.settings import AdmissionSettings, PolicyName, Role, RouterSettings
 from benchmarks.fleet.engine import BLOCK, CACHE_BLOCKS, LOAD_TOKENS_PER_S, Engine, Job
 
 EVENT_LAG_S = 0.1
@@ -81,16 +84,32 @@ class Outcome:
     num_handed_over: int = 0
     num_requests: int = 0
     ttft_s_of: dict[int, list[float]] = field(default_factory=dict)  # By priority.
-    refused_of: Counter[int] = field(default_factory=Counter)  # By priority.
     last_first_s: float = 0.0
+    num_hedges: int = 0
+    num_hedges_won: int = 0
 
     @property
     def hit_rate(self) -> float:
         return self.num_cached / self.num_tokens
 
 
+@dataclass(frozen=True, slots=True)
+class _Prompt:
+    """A request's prompt at one engine."""
+
+    name: str
+    job: Job
+    leg: Leg
+    num_left: int  # Tokens that the engine has to compute, as far as the router knows.
+    expected_s: float | None
+
+
 def url_of(name: str) -> str:
     return f"http://{name}"
+
+
+def name_of(engine: RoutedEngine) -> str:
+    return engine.url.removeprefix("http://")
 
 
 def answer(total: int, local: int, transferred: int) -> LegAnswer:
@@ -105,17 +124,19 @@ class Router:
         self,
         producers: Sequence[str],
         consumers: Sequence[str],
+        policy: PolicyName = "cost",
         admission: AdmissionSettings | None = None,
     ) -> None:
         # A router has prefill engines. Those of a fleet without any get no requests.
         settings = RouterSettings(
             prefill_urls=tuple(map(url_of, producers or ["none"])),
             decode_urls=tuple(map(url_of, consumers)),
-            policy="cost",
+            policy=policy,
             admission=admission,
         )
         self.fleet, self.pairs = Fleet(settings), Pairs()
         self.admission = None if admission is None else Admission(admission, self.fleet.capacity)
+        self.retries, self.lateness = RetryBudget(), Lateness()
         engines = {engine.url: engine for engine in self.fleet.engines}
         self.routed: dict[str, RoutedEngine] = {
             name: engines[url_of(name)] for name in (*producers, *consumers)
@@ -126,6 +147,14 @@ class Router:
     def own_load(self) -> Mapping[str, tuple[int, int]]:
         """By engine: requests, and tokens of prompts that it has still to compute."""
         return {name: (one.in_flight, one.num_queued_tokens) for name, one in self.routed.items()}
+
+
+@dataclass(frozen=True)
+class Pauses:
+    """Of an engine, at random."""
+
+    every_s: float  # In the mean.
+    length_s: float
 
 
 Choose = Callable[["World", Request], tuple[str | None, str]]  # Producer, and consumer.
@@ -145,10 +174,13 @@ class World:
         num_routers: int = 1,
         shares_loads: bool = True,
         admission: AdmissionSettings | None = None,
+        pauses: Pauses | None = None,
+        hedges: PolicyName | None = None,
     ) -> None:
         """`knows_all`: the router sees the caches themselves (an oracle). `slowness`: of engines, by name.
 
         `num_routers`: that get the requests in turn. `shares_loads`: each tells the others of its load.
+        `pauses`: of all engines. `hedges`: how an engine is chosen for a prompt that is late elsewhere.
         """
         self.producers, self.consumers, self._choose = producers, consumers, choose
         self._knows_all, self._lag_s = knows_all, lag_s
@@ -164,7 +196,10 @@ class World:
         self.seen = {name: Seen() for name in self.engines}
         self.outcome = Outcome()
         self.num_routed = 0
-        self._routers = [Router(producers, consumers, admission) for _ in range(num_routers)]
+        self._pauses, self._hedges = pauses, hedges
+        self._routers = [
+            Router(producers, consumers, hedges or "cost", admission) for _ in range(num_routers)
+        ]
         self.router = self._routers[0]  # That routes now.
         if shares_loads and num_routers > 1:
             for router in self._routers:
@@ -217,14 +252,26 @@ class World:
         """`speed`: how much faster than in the trace the requests come."""
         for request in requests:
             self._at(request.arrives_s / speed, lambda request=request: self._route(request))  # type: ignore[misc]
+        if self._pauses is not None:
+            self._plan_pauses(self._pauses, requests[-1].arrives_s / speed)
         while self._queue:
             self.now_s, _, action = heapq.heappop(self._queue)
             action()
         return self.outcome
 
+    def _plan_pauses(self, pauses: Pauses, end_s: float) -> None:
+        rng = random.Random(1)
+        for name in self.engines:
+            at_s = rng.expovariate(1 / pauses.every_s)
+            while at_s < end_s:
+                until_s = at_s + pauses.length_s
+                self._at(at_s, lambda name=name, until_s=until_s: self.engines[name].pause(until_s))  # type: ignore[misc]
+                at_s = until_s + rng.expovariate(1 / pauses.every_s)
+
     def _route(self, request: Request) -> None:
         router = self.router = self._routers[self.num_routed % len(self._routers)]
         self.num_routed += 1
+        router.retries.note_request(self.now_s)
         self.outcome.num_requests += 1
         if router.admission is None:
             return self._send(router, request, self.now_s, None)
@@ -236,14 +283,13 @@ class World:
 
         def hear(event: Event) -> None:
             if isinstance(event, Admitted):
-                return self._send(router, request, arrived_s, ticket)
-            return self._refuse(wish.priority)
+                self._send(router, request, arrived_s, ticket)
 
         ticket.tell = hear
         try:
             displaced = router.admission.ask(ticket, arrived_s)
         except RouterError:
-            return self._refuse(wish.priority)
+            return None
         if displaced is None:
             return self._send(router, request, arrived_s, ticket)
         tell_ended(displaced)
@@ -251,61 +297,131 @@ class World:
             self._at(ticket.deadline_s, lambda: self._pump(router))
         return None
 
-    def _refuse(self, priority: int) -> None:
-        self.outcome.refused_of[priority] += 1
-
     def _send(self, router: Router, request: Request, began_s: float, ticket: Ticket | None) -> None:
         self.router = router
         self.outcome.num_tokens += request.num_tokens
         producer, consumer = self._choose(self, request)
         first = consumer if producer is None else producer
-        seen = self.seen[first]
-        num_left = max(1, request.num_tokens - self.cached(request)[first])
-        seen.num_queued_tokens += num_left
-        seen.num_waiting += 1
-        leg = self._begin(router, first, num_left)
-        if ticket is not None and router.admission is not None:
-            router.admission.note_start(ticket)
+        prompts: list[_Prompt] = []  # One, or two if it is hedged.
+        first_s = began_s
 
-        def on_first(now_s: float, num_cached: int) -> None:
-            note_answer(leg, answer(request.num_tokens, num_cached, 0), now_s)
-            router.fleet.note_computed(leg.engine, num_left)
-            leg.num_queued_tokens = 0
-            if producer is not None:
-                router.fleet.note_end(leg.engine)
-            seen.num_queued_tokens -= num_left
-            seen.num_waiting -= 1
+        def on_first(prompt: _Prompt, now_s: float, num_cached: int) -> None:
+            nonlocal first_s
+            first_s = now_s
+            note_answer(prompt.leg, answer(request.num_tokens, num_cached, 0), now_s)
+            router.fleet.note_answer(prompt.leg.engine, 200, now_s)
+            prompts.remove(prompt)
+            for other in prompts:
+                self.engines[other.name].cancel(other.job)
+                note_closed(other.leg, router.fleet.outputs)
+                self._end_prompt(router, other)
+            prompts.clear()
+            if prompt.expected_s is not None and producer is not None:
+                router.lateness.note(prompt.expected_s, now_s - prompt.leg.started_at_s)
+            seen = self.seen[prompt.name]
+            self._end_prompt(router, prompt, is_over=producer is not None)
             self._note_first(request, now_s - began_s)
             if router.admission is not None:
                 router.admission.on_room()
             if producer is not None and request.num_output <= 1:
                 self._leave(router, request, ticket)
             self.outcome.num_cached += num_cached
+            self.outcome.num_hedges_won += prompt.name != first
             if producer is None:
                 seen.num_running += 1
             elif request.num_output > 1:
-                assert producer is not None
-                self._load(router, request, producer, consumer, now_s, ticket)
+                self._load(router, request, prompt.name, consumer, now_s, ticket)
 
-        def on_end(now_s: float) -> None:
+        def on_end(prompt: _Prompt, now_s: float) -> None:
             if producer is None:
                 self._leave(router, request, ticket)
-                seen.num_running -= 1
-                note_closed(leg, router.fleet.outputs)
-                router.fleet.note_end(leg.engine)
-                self._note_end(request, began_s + self.outcome.ttft_s[-1], now_s)
+                self.seen[first].num_running -= 1
+                note_closed(prompt.leg, router.fleet.outputs)
+                router.fleet.note_end(prompt.leg.engine)
+                self._note_end(request, first_s, now_s)
 
-        num_output = 1 if producer is not None else request.num_output
+        def hedge(other: RoutedEngine) -> None:
+            self.outcome.num_hedges += 1
+            prompts.append(self._ask(router, request, name_of(other), 1, on_first, on_end))
+
+        prompts.append(
+            self._ask(router, request, first, request.num_output if producer is None else 1, on_first, on_end)
+        )
+        if ticket is not None and router.admission is not None:
+            router.admission.note_start(ticket)
+        self.outcome.num_handed_over += producer is not None
+        if producer is not None and self._hedges is not None:
+            self._hedge_late(router, request, prompts, hedge)
+
+    def _hedge_late(
+        self,
+        router: Router,
+        request: Request,
+        prompts: list[_Prompt],
+        hedge: Callable[[RoutedEngine], None],
+    ) -> None:
+        """Let another engine compute the prompt as well, if the first one has not by then."""
+        (first,) = prompts
+        if first.expected_s is None:
+            return
+        late_s = router.lateness.late_after_s(first.expected_s)
+
+        def on_late() -> None:
+            if not prompts:
+                return
+            router.fleet.note_late(first.leg.engine, self.now_s)
+            cached = {url_of(name): num_tokens for name, num_tokens in self.cached(request).items()}
+            routed = RoutedRequest(
+                self.num_routed, str(request.keys[:1]).encode(), num_tokens=request.num_tokens, cached=cached
+            )
+            other = router.fleet.choose("prefill", routed, self.now_s, tried=[first.leg.engine])
+            if other is None:
+                return
+            num_left = request.num_tokens - routed.num_cached(other.url)
+            expected_s = router.fleet.prefill_s(other, num_left)
+            is_soon = expected_s is not None and expected_s <= late_s
+            if not is_soon or not router.retries.take(self.now_s):
+                return
+            hedge(other)
+
+        self._at(self.now_s + late_s, on_late)
+
+    def _ask(
+        self,
+        router: Router,
+        request: Request,
+        name: str,
+        num_output: int,
+        on_first: Callable[[_Prompt, float, int], None],
+        on_end: Callable[[_Prompt, float], None],
+    ) -> _Prompt:
+        seen = self.seen[name]
+        num_left = max(1, request.num_tokens - self.cached(request)[name])
+        expected_s = router.fleet.prefill_s(router.routed[name], num_left)
+        seen.num_queued_tokens += num_left
+        seen.num_waiting += 1
+        leg = self._begin(router, name, num_left)
         job = Job(
             request.num_tokens,
             request.blocks,
             num_output,
-            on_first,
-            on_end,
+            lambda now_s, num_cached: on_first(prompt, now_s, num_cached),
+            lambda now_s: on_end(prompt, now_s),
             on_token=lambda now_s: _note_token(leg, now_s),
         )
-        self.engines[first].submit(job, self.now_s)
-        self.outcome.num_handed_over += producer is not None
+        prompt = _Prompt(name, job, leg, num_left, expected_s)
+        self.engines[name].submit(job, self.now_s)
+        return prompt
+
+    def _end_prompt(self, router: Router, prompt: _Prompt, *, is_over: bool = True) -> None:
+        """It is computed, or given up. `is_over`: its engine has nothing else to do for the request."""
+        router.fleet.note_computed(prompt.leg.engine, prompt.num_left)
+        prompt.leg.num_queued_tokens = 0
+        if is_over:
+            router.fleet.note_end(prompt.leg.engine)
+        seen = self.seen[prompt.name]
+        seen.num_queued_tokens -= prompt.num_left
+        seen.num_waiting -= 1
 
     def _begin(self, router: Router, name: str, num_left: int) -> Leg:
         engine = router.routed[name]

@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.router.settings import PolicyName
+from benchmarks.fleet import hedge
 from benchmarks.fleet.command import RUNS, measure, percentile
-from benchmarks.fleet.world import Request, World, read_trace
+from benchmarks.fleet.world import Pauses, Request, World, read_trace
 
 NUM_REQUESTS, NUM_DOCUMENTS, BLOCKS = 120, 24, 40
 
@@ -57,3 +59,18 @@ def test_cost_finds_the_caches_and_the_short_queues(requests: list[Request]) -> 
 def test_a_percentile_is_one_of_the_values() -> None:
     assert [percentile([3.0, 1.0, 2.0], share) for share in (0.0, 0.5, 0.99)] == [1.0, 2.0, 3.0]
     assert percentile([], 0.5) == 0.0
+
+
+@pytest.mark.parametrize("policy", hedge.POLICIES)
+def test_prompts_that_a_pause_holds_up_are_hedged(requests: list[Request], policy: PolicyName) -> None:
+    counts = []
+    for pauses in (None, Pauses(every_s=4.0, length_s=4.0)):
+        producers, consumers = ["p0", "p1", "p2"], ["d0", "d1"]
+        world = World(producers, consumers, hedge.POLICIES[policy](), pauses=pauses, hedges=policy)
+        outcome = world.run(requests, 0.2)
+        assert len(outcome.ttft_s) == len(outcome.token_s) == NUM_REQUESTS
+        assert all(seen.in_flight == seen.num_queued_tokens == 0 for seen in world.seen.values())
+        assert all(engine.load == engine.queued_tokens == 0 for engine in world.router.fleet.engines)
+        counts.append(outcome.num_hedges)
+        assert outcome.num_hedges_won <= outcome.num_hedges
+    assert counts[0] == 0 < counts[1]

@@ -59,6 +59,7 @@ STREAM = {"content-type": "text/event-stream"}
 WHOLE = {"content-type": "application/json"}
 EVENTS_MAX = 400
 DRAINS = 0.1
+LATE_PREFILLS = 0.5
 PREFILL_S = 5.0  # Of earlier prompts: how long a decode leg is held back follows from it.
 LEGS_MAX = 14  # Two attempts at each engine, two introductions, and one for each kind of refusal.
 RESUMED_LEGS_MAX = 4  # Two attempts at each role, for the rest of a stream.
@@ -132,6 +133,7 @@ class Client:
 class World:
     def __init__(self, seed: int, machine: type[Machine] = Machine, *, is_healthy: bool = False) -> None:
         self.rng = rng = random.Random(seed)
+        self.rng_of_hedges = random.Random(f"hedge {seed}")
         self.is_healthy = is_healthy
         self.fault_rate = 0.0 if is_healthy else rng.choice([0.1, 0.3, 0.6])
         self.disagree = not is_healthy and rng.random() < 0.2
@@ -144,11 +146,15 @@ class World:
             on_prefill_failure=rng.choice(["local", "local", "fail"]),
             policy=random.Random(f"policy {seed}").choice(["least_in_flight", "cost"]),
             admission=AdmissionSettings(max_running=1),
+            hedge_prefill=self.rng_of_hedges.random() < 0.7,
         )
         self.fleet = Fleet(settings, unix_clock=lambda: 0.0)
         self.given_back: list[Mapping[str, Any]] = []
         turns = TurnTable(lambda engine, params: self.given_back.append(params))
         self.view = FleetView(settings, self.fleet, Pairs(), turns)
+        is_spent = not is_healthy and self.rng_of_hedges.random() < 0.2
+        while is_spent and self.view.retries.take(0.0):
+            pass
         self.view.look_min_tokens = 0 if settings.policy == "cost" else None
         self.others = self._fill(random.Random(f"queue {seed}").choice([0, 0, 2]))
         self.kinds: dict[Engine, str] = {}
@@ -164,6 +170,7 @@ class World:
         self.scripts: dict[Leg, deque[Event]] = {}  # Of open legs.
         self.closing: set[Leg] = set()
         self.waiting: list[Event] = []  # Met, HoldOver.
+        self.prefilling: set[Leg] = set()  # Prefill legs that are waited for.
         self.lent: dict[str, Leg] = {}
         self.come_for: set[str] = set()
         self.held: set[str] = set()  # Transfers whose decode leg is held back for a time.
@@ -233,6 +240,8 @@ class World:
                 self.turn_legs.discard(event.leg)
             elif isinstance(event, Rejected):
                 self.was_rejected = True
+            if isinstance(event, Closed | Failed | Opened):
+                self.prefilling.discard(event.leg)
             if isinstance(event, LEG_EVENTS) and event.leg in self.closing and not isinstance(event, Closed):
                 self.faults["an event of a leg that is being closed"] += 1
             if isinstance(event, Failed | Closed):
@@ -258,6 +267,9 @@ class World:
             self.faults[f"the router stops in {self.machine._state.name}"] += 1
             return Stopped()
         choices: list[Leg | Event] = [*self.scripts, *self.waiting]
+        holds = [choice for choice in choices if isinstance(choice, HoldOver)]
+        if holds and self.machine._state is State.PREFILLING and self.rng_of_hedges.random() < LATE_PREFILLS:
+            choices = [holds[-1]]
         soon = [choice for choice in choices if not isinstance(choice, HoldOver)]
         if soon and rng.random() < 0.8:
             choices = soon  # Engines answer before most holds end.
@@ -287,17 +299,22 @@ class World:
                     assert not self.is_ending, "nothing new for a request that ends"
                     self.legs.append(effect)
                     usual = [leg for leg in self.legs if leg.role == leg.engine.role]
-                    assert len(usual) <= LEGS_MAX + RESUMED_LEGS_MAX * self.num_resumed
+                    num_extra = self.faults["hedges"] + RESUMED_LEGS_MAX * self.num_resumed
+                    assert len(usual) <= LEGS_MAX + num_extra
                     is_used = effect.role == "decode" and _ticket_of(effect) in self.tickets_used - {""}
                     assert not is_used, "two decode engines never use one ticket"
                     params = effect.body.get("kv_transfer_params") or {}
                     is_early = "baton_introduction" in params and params["transfer_id"] in self.held
                     assert not is_early, "a leg that is held leaves when its own time is up"
                     if effect.role == "prefill" and self.turn is not None and _ticket_of(effect) == self.turn:
+                        assert not self.prefilling, "a turn is for one engine"
                         self.turn_legs.add(effect)
+                    if effect.role == "prefill":
+                        self._note_prefilling(effect)
                     self.scripts[effect] = deque(self._answer(effect))
                 case Close(leg):
                     self.closing.add(leg)
+                    self.prefilling.discard(leg)
                 case Queue():
                     self._wait(effect)
                 case Look():
@@ -316,6 +333,10 @@ class World:
                     self.client.take(effect)
                 case GiveBack(_, params):
                     self.given_back.append(params)
+                case Count(metric="hedges" | "hedges_won" as metric):
+                    self.faults[metric] += 1
+                case Count(metric="retries_refused"):
+                    self.faults["no retry is left"] += 1
                 case Count(metric="resumed_streams"):
                     self.num_resumed += 1
                     self.faults["a stream is resumed"] += 1
@@ -323,6 +344,13 @@ class World:
                     pass
                 case Over():
                     self.over = effect
+
+    def _note_prefilling(self, leg: Leg) -> None:
+        others = {other.engine for other in self.prefilling}
+        assert leg.engine not in others, "two legs of a prompt go to two engines"
+        assert len(others) < 2, "a prompt is hedged once"
+        assert not others or self.view.settings.hedge_prefill
+        self.prefilling.add(leg)
 
     def _check_end(self) -> None:
         assert self.over is not None, "every request ends"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from baton.router import machine
-from baton.router.answers import DecodeAnswer, LegAnswer
+from baton.router.answers import DecodeAnswer, FirstTokenRead, LegAnswer
 from baton.router.events import ClientGone, Close
 from baton.router.first_tokens import FirstTokens, Given
 from baton.router.machine import TABLE, Machine, State
@@ -57,7 +57,7 @@ def test_every_fault_occurs() -> None:
     wanted |= {f"failure {number}" for number in range(8)}
     wanted |= {f"a stream: {fault}" for fault in ("cut", "ends early", "garbage")}
     wanted |= {"no introduction", "an introduction is refused", "other tokens", "a stream is resumed"}
-    wanted |= {"an engine drains", "waits for too long"}
+    wanted |= {"an engine drains", "waits for too long", "hedges", "hedges_won", "no retry is left"}
     wanted.add("an event of a leg that is being closed")
     assert wanted - faults.keys() == set()
 
@@ -103,6 +103,24 @@ def _forget_older_loan(self: Machine, leg: Any, params: Mapping[str, Any]) -> No
     if self._state not in (State.CLOSING, State.OVER):
         self._lent = None
     TAKE_LOAN(self, leg, params)
+
+
+def _any_loan_counts(self: Machine, leg: Any, params: Mapping[str, Any]) -> None:
+    self._prefill, before = leg, self._prefill
+    TAKE_LOAN(self, leg, params)
+    self._prefill = before
+
+
+def _tell_late_token(self: Machine, event: Any) -> None:
+    outcome = self._read_prefill(event)
+    if isinstance(outcome, FirstTokenRead) and self._state in (State.DECODING, State.RELAYING):
+        self._send(outcome.first.events)
+
+
+def _forget_first_leg(self: Machine, leg: Any, *, is_failed: bool) -> None:
+    END_HEDGE(self, leg, is_failed=is_failed)
+    if is_failed:
+        self._next_producer()
 
 
 def _blame_nobody(answer: LegAnswer) -> bool:
@@ -162,6 +180,7 @@ ON_DECODE_FAILED = Machine._on_decode_failed
 ON_CLIENT_GONE = Machine._on_client_gone
 TAKE_LOAN = Machine._take_loan
 TELL_FIRST = Machine._tell_first
+END_HEDGE = Machine._end_hedge
 
 MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "nothing is given back": (Machine, "_give_back", lambda self: setattr(self, "_lent", None)),
@@ -169,6 +188,9 @@ MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "a second loan replaces the first": (Machine, "_take_loan", _forget_older_loan),
     "a used loan is given back": (Machine, "_note_loaded", _keep_used_loan),
     "a turn is forgotten": (Machine, "_leave_turn", lambda self: None),
+    "a loan of the slower of two prefill engines counts": (Machine, "_take_loan", _any_loan_counts),
+    "the tokens of both prefill engines are shown": (Machine, "_on_late_prefill", _tell_late_token),
+    "a hedge that fails ends the first leg": (Machine, "_end_hedge", _forget_first_leg),
     "the next attempt does not wait for legs": (Machine, "_close", _without_a_wait_for_legs),
     "a ticket that may be in use is used again": (Machine, "_on_decode_failed", _again_with_the_ticket),
     "first tokens are not compared": (FirstTokens, "take", _take_without_comparing),

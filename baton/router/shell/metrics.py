@@ -60,7 +60,17 @@ class RouterMetrics:
         )
         self.retries_refused = Counter(
             "baton:router_retries_refused",
-            "Decode legs not tried again, because too many requests had been.",
+            "Legs not tried again, nor hedged, because too many had been.",
+            registry=self.registry,
+        )
+        self.hedges = Counter(
+            "baton:router_hedges",
+            "Prefill legs sent to a second engine because the first one was late.",
+            registry=self.registry,
+        )
+        self.hedges_won = Counter(
+            "baton:router_hedges_won",
+            "Of these, the legs whose answer was used.",
             registry=self.registry,
         )
         self.admissions = Counter(

@@ -161,6 +161,8 @@ class RequestDriver:
             case Meet(engine):
                 self._start(self._meet(engine))
             case Hold(seconds, transfer_id):
+                if self._hold is not None:
+                    self._hold.cancel()  # It is of an attempt before this one.
                 self._hold = self._loop.call_later(seconds, self._put, HoldOver(transfer_id))
             case GiveBack(engine, params):
                 self._requests.loans.give_back(engine, params)

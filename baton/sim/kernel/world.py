@@ -29,6 +29,7 @@ class World:
         self.rng_of_models = random.Random(f"models {seed}")
         self.rng_of_lies = random.Random(f"lies {seed}")
         self.rng_of_router = random.Random(f"router {seed}")
+        self.rng_of_hedges = random.Random(f"hedges {seed}")
         self.faults = self._healthy = healthy
         for table in choices:
             self.faults = self.faults.drawn(self.rng, table)

@@ -86,6 +86,7 @@ EVERYWHERE = {
     "router restarts",
     "router: broken_streams",
     "router: first_tokens yes",
+    "router: hedges_won",
     "router: prefills local cheaper",
     "router: prefills local prefill_failed",
     "router: prefills local ticket_refused",

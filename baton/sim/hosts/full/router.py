@@ -74,6 +74,7 @@ class Router:
             "policy": rng.choice(sorted(POLICIES)),
             "first_token": rng.random() < 0.7,
             "decode_leg": rng.choice(["at_once", "at_once", "late"]),
+            "hedge_prefill": self.world.rng_of_hedges.random() < 0.5,
             "timeouts": timeouts,
         }
         self.settings = {mode: RouterSettings(**settings, mode=mode) for mode in ("pull", "push")}
