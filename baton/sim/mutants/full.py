@@ -180,6 +180,13 @@ class _ResumesShort(Machine):
         self._first.given = given  # type: ignore[method-assign]
 
 
+class _KeepsPlaces(Machine):
+    """A request that has ended keeps its place in the engines."""
+
+    def _leave_queue(self) -> None:
+        pass
+
+
 class _HearsNoProbes(Replica):
     """A worker does not learn that an engine is back."""
 
@@ -212,6 +219,7 @@ PULL: dict[str, Parts] = {
     # The router
     "tells_all": Parts(router=_TellsAll),
     "resumes_short": Parts(router=_ResumesShort),
+    "keeps_places": Parts(router=_KeepsPlaces),
     "probes_told": Parts(replica=_HearsNoProbes),
     # Offload and Multi
     "store_fence": Parts(offload_half=halves.StoresUnfenced),

@@ -66,6 +66,7 @@ EVERYWHERE = {
     "loans expired",
     "leg: ejected",
     "router: resumed_streams broken",
+    "requests that wait in the router",
     "leg: refused by the server",
     "loans given back",
     "partition",

@@ -38,6 +38,10 @@ class Process:
         self.pairs = Pairs()
         self.turns = TurnTable(give_back, self._tell)
         self.views = {mode: self.view(mode) for mode in settings}
+        self.admission = self.views["pull"].admission  # One for requests of both modes.
+        for view in self.views.values():
+            view.admission = self.admission
+        self.is_pump_due = False
         self.replica = new_replica(self.views["pull"])
         self.num_requests = 0
         self.is_alive = True

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
+from baton.router.admission import Ticket, Wish
 from baton.router.errors import FailureKind
 from baton.router.events import (
     ClientGone,
@@ -30,8 +31,10 @@ from baton.router.events import (
     Meet,
     Met,
     Over,
+    Queue,
     Send,
     Stopped,
+    tell_ended,
 )
 from baton.router.events import Leg as RouterLeg
 from baton.router.fleet import Engine
@@ -41,7 +44,7 @@ from baton.router.identity import Introduction
 from baton.router.machine import Machine, Request
 from baton.router.notes import Probed
 from baton.router.policies import POLICIES, RoutedRequest
-from baton.router.settings import LegTimeouts, RouterSettings
+from baton.router.settings import AdmissionSettings, LegTimeouts, RouterSettings
 from baton.router.sse import EventSplitter, data_of
 from baton.sim.hosts.full.clients import Ask
 from baton.sim.hosts.full.cluster import Cluster
@@ -59,6 +62,8 @@ PROBE_S = 2.0  # A probe waits so long for an answer.
 PROBES_END_S = 30.0  # Afterwards only engines that are down are probed: no fault comes any more.
 INTRODUCTION_MAX_S = 2.0  # How old what a router knows of an engine may be.
 PREFILL_RATE = 1e4
+LOOK_S = 0.5  # Between two looks at requests that wait: engines come and go.
+ADMISSIONS = [AdmissionSettings(max_running=2), AdmissionSettings(max_tokens=1)]
 PULL_AMONG_PUSH = 0.2  # One pair of engines serves both kinds of routers.
 
 
@@ -76,6 +81,7 @@ class Router:
             "decode_leg": rng.choice(["at_once", "at_once", "late"]),
             "hedge_prefill": self.world.rng_of_hedges.random() < 0.5,
             "timeouts": timeouts,
+            "admission": self.world.rng_of_queue.choice([None, None, *ADMISSIONS]),
         }
         self.settings = {mode: RouterSettings(**settings, mode=mode) for mode in ("pull", "push")}
         self._answers: dict[str, _Answer] = {}
@@ -101,7 +107,26 @@ class Router:
         for view in process.views.values():
             view.new_transfer_id = self._new_id
             view.look_min_tokens = 0 if self.settings["pull"].policy == "cost" else None
+        if process.admission is not None:
+            process.admission.on_room = lambda: self._pump_soon(process)
         return process
+
+    def _pump_soon(self, process: Process, seconds: float = 0.0) -> None:
+        if not process.is_pump_due:
+            process.is_pump_due = True
+            self.world.after(seconds, partial(self._pump, process))
+
+    def _pump(self, process: Process) -> None:
+        process.is_pump_due = False
+        if process.admission is not None and process.is_alive:
+            tell_ended(process.admission.pump(self.world.now))
+            if process.admission.num_waiting:
+                self._pump_soon(process, LOOK_S)
+
+    def wait(self, process: Process, ticket: Ticket, tell: Callable[[Any], None]) -> None:
+        self.world.count("requests that wait in the router")
+        ticket.tell = tell
+        self._pump_soon(process, LOOK_S)
 
     def restart(self) -> None:
         """End the requests that run, and forget everything."""
@@ -129,6 +154,7 @@ class Router:
         if not ask.is_probe:
             return process.views[mode]
         view = process.view(mode)
+        view.admission = None
         assert isinstance(view, _View)
         view.urls = set(map(_url, ask.way or self.cluster.hosts))
         view.new_transfer_id = self._new_id
@@ -159,7 +185,15 @@ class Router:
             "cache_salt": ask.salt,
             "priority": ask.priority,
         }
-        request = Request(ask.name, body, is_chat=False, session=ask.session or None, received_at_s=world.now)
+        wish = Wish(ask.priority, world.rng_of_queue.choice("ab"))
+        request = Request(
+            ask.name,
+            body,
+            is_chat=False,
+            session=ask.session or None,
+            received_at_s=world.now,
+            wish=wish,
+        )
         answer = self._answers[ask.name] = _Answer(self, process, ask, self._machine(view, request))
         process.num_requests += 1
         answer.carry_out(answer.machine.begin(world.now))
@@ -332,6 +366,8 @@ class _Answer:
                     self._doors[effect] = Door(self, effect)
                 case Close(leg):
                     self._doors[leg].close()
+                case Queue(ticket):
+                    self.router.wait(self.process, ticket, self.on)
                 case Look(prompt):
                     self.router.look(prompt, lambda found: self.on(found))
                 case Meet(engine):
