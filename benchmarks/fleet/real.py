@@ -26,7 +26,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,6 +87,7 @@ class Ask(NamedTuple):
     num_tokens: int
     num_output: int
     blocks: Sequence[int]
+    priority: int = 0
 
     def prompt(self, salt: str) -> list[int]:
         """Equal blocks have equal tokens; what comes after the last whole block is its own."""
@@ -142,6 +144,7 @@ async def ask_one(client: httpx.AsyncClient, url: str, ask: Ask, salt: str) -> A
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
+        "priority": ask.priority,
     }
     content = msgspec.json.encode(body)
     began_s, first_s, last_s, usage = time.perf_counter(), 0.0, 0.0, None
@@ -215,8 +218,11 @@ def simulate(path: Path, load: float, policy: Policy) -> dict[str, float]:
     }
 
 
-def start(fleet: Fleet, model: Path, ports: Sequence[int]) -> tuple[dict[str, str], str]:
-    """Start everything. Return the routers' addresses by label, and a prefill engine's address."""
+def start_engines(fleet: Fleet, model: Path, ports: Sequence[int]) -> tuple[dict[str, list[str]], list[str]]:
+    """Start two prefill and two decode engines. Return their addresses, and a router's options for KV events.
+
+    `ports`: twelve.
+    """
     handoff, roles = HandoffArguments(), ["prefill", "prefill", "decode", "decode"]
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     events: list[str] = []
@@ -243,19 +249,40 @@ def start(fleet: Fleet, model: Path, ports: Sequence[int]) -> tuple[dict[str, st
         urls[role].append(plan.url)
         events += ["--kv-events", f"{plan.url}={endpoint},{replay_endpoint}"]
     fleet.wait_ready(ready, timeout_s=START_S)
+    return urls, events
+
+
+def start_routers(
+    fleet: Fleet,
+    urls: Mapping[str, Sequence[str]],
+    options: Mapping[str, Sequence[str]],
+    ports: Sequence[int],
+) -> dict[str, str]:
+    """Start a router for each label of `options`. Return their addresses by label."""
     routers, ready = {}, {}
-    for number, policy in enumerate(policies()):
-        port = ports[12 + number]
-        command = [sys.executable, "-m", "baton.cli", "route", "--port", str(port), "--workers", "1"]
-        command += ["--policy", policy.name, *(events if policy.has_events else [])]
+    for (label, extra), port in zip(options.items(), ports, strict=True):
+        command = [sys.executable, "-m", "baton.cli", "route", "--port", str(port), "--workers", "1", *extra]
         for role, addresses in urls.items():
             for address in addresses:
                 command += [f"--{role}", address]
-        child = fleet.start(f"router-{number}", command)
-        routers[policy.label] = f"http://127.0.0.1:{port}"
-        ready[child] = f"{routers[policy.label]}/health"
+        child = fleet.start(f"router-{port}", command)
+        routers[label] = f"http://127.0.0.1:{port}"
+        ready[child] = f"{routers[label]}/health"
     fleet.wait_ready(ready, timeout_s=START_S)
-    return routers, urls["prefill"][0]
+    return routers
+
+
+@contextmanager
+def running_fleet() -> Iterator[tuple[Fleet, Path]]:
+    """A folder with the small model, and an owner of processes."""
+    with tempfile.TemporaryDirectory(prefix="baton-policies-") as temporary:
+        model = Path(temporary) / "model"
+        command = [sys.executable, "-m", "baton.cli", "model", "new", str(model), *MODEL]
+        subprocess.run([*command, "--max-position", "8192"], check=True, stdout=subprocess.DEVNULL)
+        env = {name: value for name, value in os.environ.items() if name != FOLDER}  # No setting of engines.
+        env = {**env, SECRET_ENV: secrets.token_hex(32)}
+        with Fleet(Path(temporary) / "logs", env=env) as fleet:
+            yield fleet, model
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:
@@ -273,27 +300,21 @@ def main() -> int:
         console.print(f"policies: skipped, because {FOLDER} names no folder with Mooncake's traces")
         return 0
     results: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory(prefix="baton-policies-") as temporary:
-        model = Path(temporary) / "model"
-        command = [sys.executable, "-m", "baton.cli", "model", "new", str(model), *MODEL]
-        subprocess.run([*command, "--max-position", "8192"], check=True, stdout=subprocess.DEVNULL)
-        env = {name: value for name, value in os.environ.items() if name != FOLDER}  # No setting of engines.
-        env = {**env, SECRET_ENV: secrets.token_hex(32)}
-        with Fleet(Path(temporary) / "logs", env=env) as fleet:
-            routers, engine = start(fleet, model, free_ports(12 + len(policies())))
-            for trace, load in LOADS.items():
-                path = Path(folder) / f"{trace}_trace.jsonl"
-                found = measure(
-                    [*map(scaled, read_sessions(path))],
-                    load,
-                    routers,
-                    asyncio.run(prefill_speed(engine)),
-                    console,
-                )
-                for policy in policies():
-                    found["policies"][policy.label]["simulated"] = simulate(path, load, policy)
-                results[trace] = found
-                console.print(_table(trace, found))
+    with running_fleet() as (processes, model):
+        ports = free_ports(12 + len(policies()))
+        urls, events = start_engines(processes, model, ports[:12])
+        options = {
+            one.label: ["--policy", one.name, *(events if one.has_events else [])] for one in policies()
+        }
+        routers = start_routers(processes, urls, options, ports[12:])
+        for trace, load in LOADS.items():
+            path = Path(folder) / f"{trace}_trace.jsonl"
+            tokens_per_s = asyncio.run(prefill_speed(urls["prefill"][0]))
+            found = measure([*map(scaled, read_sessions(path))], load, routers, tokens_per_s, console)
+            for policy in policies():
+                found["policies"][policy.label]["simulated"] = simulate(path, load, policy)
+            results[trace] = found
+            console.print(_table(trace, found))
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return 0
 
