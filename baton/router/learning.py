@@ -8,7 +8,7 @@ wire      tokens that D has loaded, and its leg's time to the first byte; in pul
 
 from baton.router.answers import LegAnswer, num_computed, num_transferred
 from baton.router.events import Leg
-from baton.router.rates import Rate, Window
+from baton.router.rates import SAMPLE_TOKENS_MAX, Rate, Window
 
 SAMPLE_CHUNKS = 16
 SAMPLE_EVERY_S = 0.25  # At most one of an engine, so that its samples are of different loads.
@@ -41,6 +41,16 @@ def note_answer(leg: Leg, answer: LegAnswer, now_s: float) -> None:
     if sample is not None:
         engine.prefill_rate.note(*sample)
     return None
+
+
+def note_outpaced(leg: Leg, now_s: float) -> None:
+    """Another engine has computed the prompt first. This one is at most as fast as its queue shows.
+
+    Without this sample an engine whose prompts are always hedged would be taken to be as fast as its peers.
+    """
+    num_tokens, took_s = leg.num_tokens_before + leg.num_queued_tokens, now_s - leg.started_at_s
+    if took_s > 0.0:
+        leg.engine.prefill_rate.note(num_tokens / took_s, min(num_tokens, SAMPLE_TOKENS_MAX))
 
 
 def note_closed(leg: Leg, outputs: Rate) -> None:

@@ -86,6 +86,7 @@ from baton.router.learning import (
     note_answer,
     note_chunks,
     note_closed,
+    note_outpaced,
     note_start,
 )
 from baton.router.legs import PARAMS, push_params, shape_of
@@ -428,6 +429,8 @@ class Machine:
             self._effects.append(Close(other))
             if leg is hedge:
                 self._count("hedges_won")
+                note_outpaced(first, self._now_s)
+                self._note_computed(first)  # Its engine's time is a sample all the same.
         self._prefill = other if is_failed else leg
         self._producer = self._prefill.engine
 

@@ -25,7 +25,15 @@ from baton.router.events import Admitted, Event, Leg, tell_ended
 from baton.router.fleet import Counts, Fleet
 from baton.router.fleet import Engine as RoutedEngine
 from baton.router.hedge import Lateness
-from baton.router.learning import SAMPLE_CHUNKS, loaded, note_answer, note_chunks, note_closed, note_start
+from baton.router.learning import (
+    SAMPLE_CHUNKS,
+    loaded,
+    note_answer,
+    note_chunks,
+    note_closed,
+    note_outpaced,
+    note_start,
+)
 from baton.router.pairs import Pairs
 from baton.router.policies import RoutedRequest
 from baton.router.settings import AdmissionSettings, PolicyName, Role, RouterSettings
@@ -313,6 +321,9 @@ class World:
             prompts.remove(prompt)
             for other in prompts:
                 self.engines[other.name].cancel(other.job)
+                if other.name == first:
+                    note_outpaced(other.leg, now_s)
+                    other.leg.num_queued_tokens = 0
                 note_closed(other.leg, router.fleet.outputs)
                 self._end_prompt(router, other)
             prompts.clear()

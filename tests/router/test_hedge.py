@@ -30,6 +30,7 @@ from baton.router.fleet import SLOW_SHARE, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.hedge import FACTOR, LEAST_S, NUM_REMEMBERED, Lateness
 from baton.router.identity import Introduction
+from baton.router.learning import note_outpaced
 from baton.router.machine import Machine, Request
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
@@ -158,6 +159,21 @@ def test_an_engine_that_is_late_gets_less_until_it_answers() -> None:
     assert first.engine.share(LATE_S + fleet.LATE_S) == 1.0
     run.on(first_token(first), LATE_S + 0.1)
     assert first.engine.share(LATE_S + 0.1) == 1.0
+
+
+def test_an_engine_whose_prompts_are_always_hedged_is_known_to_be_slow() -> None:
+    run = Run()
+    first, second = run.hedged()
+    for _ in range(40):
+        first.engine.prefill_rate.note(RATE, len(PROMPT))
+    run.on(first_token(second), 5.0)
+    assert first.engine.prefill_rate.value == RATE  # Once means little.
+    assert not first.engine.queued_tokens
+    slow = Leg("prefill", first.engine, {}, 1.0, 0.0, True, len(PROMPT))
+    for _ in range(40):
+        note_outpaced(slow, 5.0)
+    assert first.engine.prefill_rate.value == len(PROMPT) / 5.0
+    note_outpaced(slow, 0.0)  # Of no time.
 
 
 def test_without_the_setting_no_time_is_taken() -> None:
