@@ -23,7 +23,7 @@ SEEDS = {
     ("push", "bound_ops"): 400,
     ("push", "counters"): 1530,
     ("push", "fence"): 270,
-    ("push", "preempted"): 540,
+    ("push", "preempted"): 630,
     ("push", "run"): 690,
     ("push", "ticket_hash"): 160,
     ("push", "ticket_windows"): 90,
