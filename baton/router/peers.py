@@ -70,18 +70,21 @@ class Peers:
     def __init__(self, router: str) -> None:
         self._router = router
         self._peers: dict[str, _Peer] = {}
+        self._silent: dict[str, _Peer] = {}  # Forgotten, except for the number of the last message.
         self._engines: set[EngineKey] = set()  # That a router has ever asked.
 
     def hear(self, message: Message, now_s: float) -> tuple[list[TurnKept | TurnTaken], bool]:
         """Return the news about turns, and whether the router was not known. Raises PeerError."""
         if message.router == self._router:
             return [], False  # Its own, from a peer that it is connected to twice over.
+        known = self._peers.get(message.router) or self._silent.get(message.router)
+        if known is not None and message.number <= known.number:
+            return [], False  # It was here already, by another way, or is late.
         is_new = message.router not in self._peers
         if is_new and len(self._peers) >= PEERS_MAX:
             raise PeerError(f"more than {PEERS_MAX} routers")
         peer = self._peers.setdefault(message.router, _Peer())
-        if message.number <= peer.number:
-            return [], False  # It was here already, by another way.
+        self._silent.pop(message.router, None)
         peer.number, peer.heard_at_s = message.number, now_s
         turns: list[TurnKept | TurnTaken] = []
         for note in message.notes:
@@ -96,7 +99,10 @@ class Peers:
         """Forget routers that are silent. True: there was one."""
         silent = [name for name, peer in self._peers.items() if now_s - peer.heard_at_s > SILENT_S]
         for name in silent:
-            del self._peers[name]
+            self._silent[name] = self._peers.pop(name)
+        # Until then one of its messages may come late, or again.
+        for name in [name for name, one in self._silent.items() if now_s - one.heard_at_s > 2 * LATE_MAX_S]:
+            del self._silent[name]
         return bool(silent)
 
     def load(self) -> Load:

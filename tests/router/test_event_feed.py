@@ -1,6 +1,7 @@
 """A router's view of an engine's blocks, over a stream that loses batches: never a block that is gone."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -74,6 +75,37 @@ STEPS = st.one_of(
 @settings(max_examples=500)
 @given(steps=st.lists(STEPS, max_size=40), can_replay=st.booleans())
 def test_no_block_is_believed_that_is_gone(steps: list[tuple[str, list[int]]], can_replay: bool) -> None:
+    check_blocks(steps, can_replay=can_replay)
+
+
+def _take_after_a_gap(self: EventFeed, number: int, batch: Sequence[KVCacheEvent]) -> list[FeedEffect]:
+    """A batch that was lost is not missed."""
+    self._next = number + 1
+    return [Apply(batch)]
+
+
+def _begin_without_forgetting(self: EventFeed) -> list[FeedEffect]:
+    """The engine has been started again, and its blocks are believed."""
+    self._next, self._last_live, self._held = 0, None, []
+    return self.check()
+
+
+@pytest.mark.parametrize(
+    ("method", "mutant", "steps"),
+    [
+        ("_take", _take_after_a_gap, [("heard", [1]), ("lost", [1])]),
+        ("begin", _begin_without_forgetting, [("heard", [1]), ("restart", [0])]),
+    ],
+)
+def test_a_stale_index_that_is_believed_is_noticed(
+    method: str, mutant: Any, steps: list[tuple[str, list[int]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EventFeed, method, mutant)
+    with pytest.raises(AssertionError):
+        check_blocks(steps, can_replay=False)
+
+
+def check_blocks(steps: list[tuple[str, list[int]]], *, can_replay: bool) -> None:
     engine, router = Engine(), Router(can_replay=can_replay)
     for what, names in steps:
         match what:

@@ -74,16 +74,45 @@ def test_what_is_signed_and_no_message_is_an_error_too() -> None:
 # --- Peers
 
 
-@given(
-    st.lists(
-        st.tuples(
-            st.sampled_from("abc"), st.integers(0, 5), st.sampled_from(["heard", "lost", "twice", "late"])
-        ),
-        max_size=40,
-    )
+STEPS = st.lists(
+    st.tuples(st.sampled_from("abc"), st.integers(0, 5), st.sampled_from(["heard", "lost", "twice", "late"])),
+    max_size=40,
 )
+
+
+@given(STEPS)
 def test_after_a_heartbeat_of_each_the_load_is_true(steps: list[tuple[str, int, str]]) -> None:
-    peers, now_s = Peers("own"), 0.0
+    check_loads(Peers("own"), steps)
+
+
+class HearsOldNumbers(Peers):
+    def hear(self, message: Message, now_s: float) -> tuple[list[TurnKept | TurnTaken], bool]:
+        for peer in self._peers.values():
+            peer.number = 0
+        return super().hear(message, now_s)
+
+
+class NeverForgets(Peers):
+    def expire(self, now_s: float) -> bool:
+        return False
+
+
+class ForgetsNumbers(Peers):
+    def expire(self, now_s: float) -> bool:
+        has_changed = super().expire(now_s)
+        self._silent.clear()
+        return has_changed
+
+
+@pytest.mark.parametrize("mutant", [HearsOldNumbers, NeverForgets, ForgetsNumbers])
+def test_a_mutant_of_the_link_is_noticed(mutant: type[Peers]) -> None:
+    with pytest.raises(AssertionError):
+        check_loads(mutant("own"), [("a", 1, "late"), ("a", 2, "heard")])
+
+
+def check_loads(peers: Peers, steps: list[tuple[str, int, str]]) -> None:
+    """Messages are lost, repeated and late; then each router is heard once more, and falls silent."""
+    now_s = 0.0
     true: dict[str, int] = {}
     late: list[Message] = []
     for number, (router, in_flight, what) in enumerate(steps, start=1):
@@ -105,7 +134,28 @@ def test_after_a_heartbeat_of_each_the_load_is_true(steps: list[tuple[str, int, 
     assert peers.load().num_requests == 0
     assert peers.expire(now_s + SILENT_S) is False
     assert peers.expire(now_s + SILENT_S + 0.01) is bool(true)
+    for sent in late:
+        assert peers.hear(sent, now_s + 2 * SILENT_S) == ([], False), "a dead router's message is late"
     assert all(row.in_flight == row.num_queued_tokens == 0 for row in peers.load().engines)
+
+
+def test_a_router_that_was_silent_is_heard_again() -> None:
+    peers = Peers("own")
+    peers.hear(message(5, load(1)), 0.0)
+    assert peers.expire(2 * SILENT_S)
+    assert peers.hear(message(5, load(1)), 2 * SILENT_S) == ([], False)
+    assert peers.hear(message(6, load(3)), 2 * SILENT_S) == ([], True)
+    assert [row.in_flight for row in peers.load().engines] == [3]
+
+
+def test_a_dead_routers_name_is_kept_no_longer_than_its_messages_count() -> None:
+    peers = Peers("own")
+    for number in range(3):
+        peers.hear(message(1, router=str(number)), 0.0)
+    peers.expire(2 * SILENT_S)
+    assert len(peers._silent) == 3
+    peers.expire(2 * LATE_MAX_S + 1.0)
+    assert not peers._silent
 
 
 def test_turns_are_heard_once_and_a_router_does_not_hear_itself() -> None:
