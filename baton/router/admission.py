@@ -4,8 +4,8 @@ An engine that has much to do answers all requests late, in the order of arrival
 let in as the caps of the engines allow. The others wait here, and go in this order:
 
     1. the least `priority` of the request's body, as in vLLM: less is earlier
-    2. the tenant that has had the least: start-time fair queueing (Goyal et al., 1996), with weights. What a
-       request costs is its prompt and twice its answer, in tokens (Sheng et al., 2024, have these weights)
+    2. the tenant that was served the least: start-time fair queueing (Goyal et al., 1996), with weights. A
+       request costs its prompt and twice its answer, in tokens (Sheng et al., 2024, have these weights)
     3. the earliest deadline, which is the first token's
 
 No request goes before the one that is next: else a long prompt would never fit.
@@ -39,8 +39,8 @@ TTFT_HEADER = "x-slo-ttft-ms"
 TENANTS_MAX = 4096  # Of a pool, whose share is remembered.
 
 
-class Wish(NamedTuple):
-    """What a client asks of the queue."""
+class Objective(NamedTuple):
+    """What a client asks of the queue (llm-d has InferenceObjective)."""
 
     priority: int = 0
     tenant: str = ""
@@ -48,10 +48,12 @@ class Wish(NamedTuple):
     max_output: float = inf  # Tokens.
 
 
-NO_WISH = Wish()
+NO_OBJECTIVE = Objective()
 
 
-def wish_of(settings: AdmissionSettings, body: Mapping[str, Any], headers: Mapping[str, str]) -> Wish:
+def objective_of(
+    settings: AdmissionSettings, body: Mapping[str, Any], headers: Mapping[str, str]
+) -> Objective:
     """Raises UserError.
 
     The tenant is named by a header that a gateway sets, or is the API key. llm-d's header
@@ -72,7 +74,7 @@ def wish_of(settings: AdmissionSettings, body: Mapping[str, Any], headers: Mappi
     if (text := headers.get(TTFT_HEADER)) is not None:
         ttft_s = min(ttft_s, _seconds(text))
     asked = body.get("max_completion_tokens") or body.get("max_tokens")
-    return Wish(priority, tenant, ttft_s, asked if isinstance(asked, int) and asked > 0 else inf)
+    return Objective(priority, tenant, ttft_s, asked if isinstance(asked, int) and asked > 0 else inf)
 
 
 def _key_name(headers: Mapping[str, str]) -> str:
@@ -136,8 +138,8 @@ class _Pool:
         self.num_requests = 0  # That are admitted, and have not ended.
         self.starting: dict[Ticket, None] = {}  # Those of them that no engine has got yet.
         self.held_s = Rate()  # From admission to the request's end.
-        self.had: dict[str, float] = {}  # By tenant: what it has had, over its weight.
-        self.clock = 0.0  # What the tenant that was served last had had.
+        self.served: dict[str, float] = {}  # By tenant: tokens, over its share.
+        self.clock = 0.0  # Of `served`: that of the tenant admitted last.
         self.queues: dict[int, dict[str, list[tuple[float, int, Ticket]]]] = {}
         self.num_waiting = 0
         self._numbers = itertools.count()
@@ -148,7 +150,7 @@ class _Pool:
         tenants = self.queues.setdefault(ticket.priority, {})
         if ticket.tenant not in tenants:
             # A tenant that was away has no claim to what it did not use.
-            self.had[ticket.tenant] = max(self.had.get(ticket.tenant, 0.0), self.clock)
+            self.served[ticket.tenant] = max(self.served.get(ticket.tenant, 0.0), self.clock)
         entry = (ticket.deadline_s, next(self._numbers), ticket)
         heapq.heappush(tenants.setdefault(ticket.tenant, []), entry)
 
@@ -157,7 +159,7 @@ class _Pool:
         if not self.num_waiting:
             return None
         tenants = self.queues[min(self.queues)]
-        tenant = min(tenants, key=lambda name: (self.had[name], tenants[name][0][:2]))
+        tenant = min(tenants, key=lambda name: (self.served[name], tenants[name][0][:2]))
         return tenants[tenant][0][2]
 
     def remove(self, ticket: Ticket) -> None:
@@ -237,7 +239,7 @@ class Admission:
             return None
         self._check_deadline(pool, capacity, ticket, now_s)
         if not pool.num_waiting and _has_room(pool, capacity):
-            pool.had.clear()  # No tenant waits for another one.
+            pool.served.clear()  # No tenant waits for another one.
             pool.clock = 0.0
             self._admit(pool, ticket, now_s)
             return None
@@ -245,9 +247,10 @@ class Admission:
         if self.num_waiting >= self._settings.max_waiting:
             last = max(pool.waiting, key=lambda one: (one.priority, one.arrived_s), default=None)
             if last is None or last.priority <= ticket.priority:
-                raise _busy("too many requests wait", RETRY_AFTER_MAX_S)
+                raise _busy("too many requests wait", _wait_s(pool, capacity, ticket))
             pool.remove(last)
-            displaced.append(Ended(last, _busy("more important requests wait", RETRY_AFTER_MAX_S)))
+            error = _busy("more important requests wait", _wait_s(pool, capacity, last))
+            displaced.append(Ended(last, error))
         pool.put(ticket)
         heapq.heappush(self._deadlines, (ticket.deadline_s, next(self._numbers), ticket))
         return displaced
@@ -257,8 +260,10 @@ class Admission:
         ended = []
         while self.wakes_at_s <= now_s:
             late = heapq.heappop(self._deadlines)[2]
-            self._pools[late.pool].remove(late)
-            ended.append(Ended(late, _busy("the request has waited for too long", RETRY_AFTER_MAX_S)))
+            pool, capacity = self._pools[late.pool], self._capacity(late.pool)
+            pool.remove(late)
+            wait_s = _wait_s(pool, capacity, late) if capacity is not None else 0.0
+            ended.append(Ended(late, _busy("the request has waited for too long", wait_s)))
         for name, pool in self._pools.items():
             while (ticket := pool.next()) is not None:
                 capacity = self._capacity(name)
@@ -284,9 +289,9 @@ class Admission:
         pool.num_requests -= 1
         pool.held_s.note(now_s - ticket.admitted_s)
         ticket.admitted_s = None
-        if num_output is not None and ticket.tenant in pool.had:
+        if num_output is not None and ticket.tenant in pool.served:
             more = OUTPUT_WEIGHT * (num_output - ticket.num_output)
-            pool.had[ticket.tenant] += more / self._shares.get(ticket.tenant, 1.0)
+            pool.served[ticket.tenant] += more / self._shares.get(ticket.tenant, 1.0)
         self.on_room()
 
     def snapshot(self) -> list[Mapping[str, Any]]:
@@ -307,12 +312,13 @@ class Admission:
         pool.num_requests += 1
         pool.starting[ticket] = None
         ticket.admitted_s = now_s
-        had = max(pool.had.get(ticket.tenant, 0.0), pool.clock)
-        pool.clock = had
-        pool.had[ticket.tenant] = had + ticket.cost / self._shares.get(ticket.tenant, 1.0)
-        if len(pool.had) > TENANTS_MAX:
+        pool.clock = max(pool.served.get(ticket.tenant, 0.0), pool.clock)
+        pool.served[ticket.tenant] = pool.clock + ticket.cost / self._shares.get(ticket.tenant, 1.0)
+        if len(pool.served) > TENANTS_MAX:
             active = {tenant for tenants in pool.queues.values() for tenant in tenants}
-            pool.had = {name: had for name, had in pool.had.items() if had > pool.clock or name in active}
+            pool.served = {
+                name: served for name, served in pool.served.items() if served > pool.clock or name in active
+            }
 
     def _check_deadline(self, pool: _Pool, capacity: Capacity, ticket: Ticket, now_s: float) -> None:
         """Raises RouterError."""
@@ -320,7 +326,7 @@ class Admission:
         late_s = now_s + wait_s - ticket.deadline_s
         if late_s > 0.0:
             why = f"the first token is predicted in {wait_s:.1f} s, {late_s:.1f} s too late"
-            raise _busy(why, ceil(late_s))
+            raise _busy(why, late_s)
 
 
 def _has_room(pool: _Pool, capacity: Capacity) -> bool:
@@ -347,8 +353,9 @@ def _wait_s(pool: _Pool, capacity: Capacity, ticket: Ticket) -> float:
     return max(prefill_s, slot_s)
 
 
-def _busy(why: str, retry_after_s: int) -> RouterError:
-    retry_after_s = min(max(1, retry_after_s), RETRY_AFTER_MAX_S)
+def _busy(why: str, wait_s: float) -> RouterError:
+    """`wait_s`: after which a request like this one is expected to be served in time."""
+    retry_after_s = min(max(1, ceil(wait_s)), RETRY_AFTER_MAX_S)
     return RouterError(
         429, f"the engines are busy: {why}; try again in {retry_after_s} s", retry_after_s=retry_after_s
     )

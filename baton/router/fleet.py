@@ -42,8 +42,6 @@ logger = logging.getLogger(__name__)
 # away from the engines that have them.
 ALIKE = 1.25
 LEAST_LOAD_GAP = 3.0  # Of running answers, for two steps to tell what one more answer adds.
-
-
 SLOW_SHARE = 0.1  # Of an engine that is much slower than its peers; enough to see that it has recovered.
 JUDGE_SPEEDS_EVERY_S = 1.0
 LATE_S = 4.0  # Then probes have found an engine that is stopped.

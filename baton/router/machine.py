@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 from baton.core.errors import PeerError
 from baton.router import sse
-from baton.router.admission import NO_WISH, Ticket, Wish
+from baton.router.admission import NO_OBJECTIVE, Objective, Ticket
 from baton.router.answers import (
     GIVEN_HEADER,
     Complete,
@@ -112,7 +112,7 @@ class Request:
     is_chat: bool
     session: str | None
     received_at_s: float
-    wish: Wish = NO_WISH
+    objective: Objective = NO_OBJECTIVE
 
 
 class State(Enum):
@@ -187,17 +187,17 @@ class Machine:
         return self._run(now_s, self._ask_admission)
 
     def _ask_admission(self) -> None:
-        admission, wish = self._view.admission, self._request.wish
+        admission, objective = self._view.admission, self._request.objective
         if admission is None:
             return self._look()
         ticket = Ticket(
             self._view.fleet.pool_of(self._routed),
-            wish.priority,
-            wish.tenant,
+            objective.priority,
+            objective.tenant,
             self._request.received_at_s,
-            self._request.received_at_s + wish.ttft_s,
+            self._request.received_at_s + objective.ttft_s,
             self._num_prompt_tokens,
-            min(wish.max_output, self._routed.num_output_tokens),
+            min(objective.max_output, self._routed.num_output_tokens),
         )
         try:
             displaced = admission.ask(ticket, self._now_s)
@@ -963,9 +963,9 @@ class Machine:
         was_alone = not engine.load
         num_before = engine.queued_tokens
         leg = Leg(role, engine, body, wait_s, self._now_s, was_alone, num_tokens, num_before, reader=reader)
-        # D's whole answer takes longer than its prompt.
         if self._ticket is not None and self._view.admission is not None:
             self._view.admission.note_start(self._ticket)
+        # D's whole answer takes longer than its prompt.
         note_start(leg, self._now_s, shows_first=role == "prefill" or self._first.is_stream)
         self._view.fleet.note_start(engine, num_tokens)
         self._open_legs.append(leg)

@@ -16,7 +16,7 @@ from math import inf
 from pathlib import Path
 
 from baton.contract.events import KVCacheEvent
-from baton.router.admission import NO_WISH, Admission, Ticket, Wish
+from baton.router.admission import NO_OBJECTIVE, Admission, Objective, Ticket
 from baton.router.answers import PROMPT_HEADER, LegAnswer
 from baton.router.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
 from baton.router.budget import RetryBudget
@@ -51,7 +51,7 @@ class Request:
     num_output: int
     blocks: Sequence[int]  # Whole ones.
     keys: Sequence[int]  # For the index.
-    wish: Wish = NO_WISH
+    objective: Objective = NO_OBJECTIVE
 
 
 def read_trace(path: Path, num_requests: int) -> list[Request]:
@@ -283,10 +283,16 @@ class World:
         self.outcome.num_requests += 1
         if router.admission is None:
             return self._send(router, request, self.now_s, None)
-        wish, fleet, arrived_s = request.wish, router.fleet, self.now_s
-        num_output = min(wish.max_output, fleet.expected_output)
+        objective, fleet, arrived_s = request.objective, router.fleet, self.now_s
+        num_output = min(objective.max_output, fleet.expected_output)
         ticket = Ticket(
-            "", wish.priority, wish.tenant, arrived_s, arrived_s + wish.ttft_s, request.num_tokens, num_output
+            "",
+            objective.priority,
+            objective.tenant,
+            arrived_s,
+            arrived_s + objective.ttft_s,
+            request.num_tokens,
+            num_output,
         )
 
         def hear(event: Event) -> None:
@@ -444,7 +450,7 @@ class World:
 
     def _note_first(self, request: Request, ttft_s: float) -> None:
         self.outcome.ttft_s.append(ttft_s)
-        self.outcome.ttft_s_of.setdefault(request.wish.priority, []).append(ttft_s)
+        self.outcome.ttft_s_of.setdefault(request.objective.priority, []).append(ttft_s)
         self.outcome.last_first_s = self.now_s
 
     def _leave(self, router: Router, request: Request, ticket: Ticket | None) -> None:

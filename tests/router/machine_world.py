@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from baton.router.admission import Ticket, Wish
+from baton.router.admission import Objective, Ticket
 from baton.router.answers import LegAnswer
 from baton.router.errors import FailureKind, LegFailure
 from baton.router.events import (
@@ -163,8 +163,10 @@ class World:
         self.client = Client(is_stream=rng.random() < 0.7, num_tokens=rng.choice([1, 3, 3, 3]))
         self.session = rng.choice([None, "session"])
         body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": self.client.is_stream}
-        wish = Wish(ttft_s=100.0)
-        request = Request("id", body, is_chat=False, session=self.session, received_at_s=0.0, wish=wish)
+        objective = Objective(ttft_s=100.0)
+        request = Request(
+            "id", body, is_chat=False, session=self.session, received_at_s=0.0, objective=objective
+        )
         self.machine = machine(self.view, request)
         self.now_s = 0.0
         self.scripts: dict[Leg, deque[Event]] = {}  # Of open legs.

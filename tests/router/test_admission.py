@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import UserError
-from baton.router.admission import OUTPUT_WEIGHT, Admission, Capacity, Ended, Ticket, Wish, wish_of
+from baton.router.admission import OUTPUT_WEIGHT, Admission, Capacity, Ended, Objective, Ticket, objective_of
 from baton.router.errors import RouterError
 from baton.router.events import Admitted, Rejected, tell_ended
 from baton.router.settings import AdmissionSettings
@@ -178,6 +178,19 @@ def test_a_full_queue_drops_the_least_important_request() -> None:
     assert queue.num_waiting == 2
 
 
+def test_a_full_queue_says_when_to_come_again() -> None:
+    queue = admission(num_requests=2, max_waiting=1)
+    for _ in range(2):
+        one = ticket()
+        queue.ask(one, 0.0)
+        queue.leave(one, 10.0)  # Requests last 10 s.
+    for _ in range(3):
+        queue.ask(ticket(), 10.0)
+    with pytest.raises(RouterError, match="too many requests wait") as caught:
+        queue.ask(ticket(), 10.0)
+    assert caught.value.retry_after_s == 10
+
+
 def test_without_a_decode_engine_nobody_waits() -> None:
     """The request fails as it does without a queue: with 503."""
     capacities: list[Capacity | None] = [Capacity(1)]
@@ -332,19 +345,19 @@ def test_the_news_are_events_of_the_machine() -> None:
 # --- What clients ask for ------------------------------------------------------------------------------
 
 
-def test_a_wish_is_read_once() -> None:
+def test_an_objective_is_read_once() -> None:
     headers = {"authorization": "Bearer one", "x-slo-ttft-ms": "250"}
     body = {"priority": 7, "max_tokens": 12}
-    wish = wish_of(SETTINGS, body, headers)
-    assert (wish.priority, wish.ttft_s, wish.max_output) == (7, 0.25, 12)
-    assert wish.tenant not in ("", "Bearer one")
-    assert wish.tenant != wish_of(SETTINGS, body, {"authorization": "Bearer two"}).tenant
-    assert wish_of(SETTINGS, {}, {}) == Wish(0, "", SETTINGS.ttft_s, inf)
+    objective = objective_of(SETTINGS, body, headers)
+    assert (objective.priority, objective.ttft_s, objective.max_output) == (7, 0.25, 12)
+    assert objective.tenant not in ("", "Bearer one")
+    assert objective.tenant != objective_of(SETTINGS, body, {"authorization": "Bearer two"}).tenant
+    assert objective_of(SETTINGS, {}, {}) == Objective(0, "", SETTINGS.ttft_s, inf)
 
 
 def test_a_gateway_names_the_tenant() -> None:
     settings = AdmissionSettings(max_running=1, tenant_header="X-Tenant")
-    assert wish_of(settings, {}, {"x-tenant": "blue", "authorization": "Bearer one"}).tenant == "blue"
+    assert objective_of(settings, {}, {"x-tenant": "blue", "authorization": "Bearer one"}).tenant == "blue"
 
 
 @pytest.mark.parametrize(
@@ -359,7 +372,7 @@ def test_a_gateway_names_the_tenant() -> None:
         ({}, {"x-slo-ttft-ms": "nan"}, "x-slo-ttft-ms"),
     ],
 )
-def test_a_bad_wish_names_its_field(body: dict[str, Any], headers: dict[str, str], field: str) -> None:
+def test_a_bad_objective_names_its_field(body: dict[str, Any], headers: dict[str, str], field: str) -> None:
     with pytest.raises(UserError) as caught:
-        wish_of(SETTINGS, body, headers)
+        objective_of(SETTINGS, body, headers)
     assert caught.value.field == field

@@ -181,7 +181,7 @@ async def test_without_a_decode_engine_the_error_is_the_usual_one() -> None:
         ({}, {"x-slo-ttft-ms": "0"}, "x-slo-ttft-ms"),
     ],
 )
-async def test_a_bad_wish_is_the_clients_error(
+async def test_a_bad_objective_is_the_clients_error(
     body: dict[str, Any], headers: dict[str, str], param: str
 ) -> None:
     async with queued(Busy()) as s:

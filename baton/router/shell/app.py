@@ -20,7 +20,7 @@ from baton.http.errors import ApiError
 from baton.http.gate import Checks
 from baton.http.workers import WorkerPool
 from baton.router import machine
-from baton.router.admission import NO_WISH, wish_of
+from baton.router.admission import NO_OBJECTIVE, objective_of
 from baton.router.answers import end_to_end
 from baton.router.errors import RouterError
 from baton.router.events import Count
@@ -284,7 +284,7 @@ class Router:
             is_chat=path == CHAT_PATH,
             session=incoming.headers.get(SESSION_HEADER),
             received_at_s=incoming.received_at_s,
-            wish=NO_WISH if admission is None else wish_of(admission, body, incoming.headers),
+            objective=NO_OBJECTIVE if admission is None else objective_of(admission, body, incoming.headers),
         )
         driver = RequestDriver(self._requests, Machine(self._parts.view, request), ask, reply)
         self._run(driver, reply)

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Any, Literal
 
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
-from baton.router.admission import Ticket, Wish
+from baton.router.admission import Objective, Ticket
 from baton.router.errors import FailureKind
 from baton.router.events import (
     ClientGone,
@@ -185,14 +185,14 @@ class Router:
             "cache_salt": ask.salt,
             "priority": ask.priority,
         }
-        wish = Wish(ask.priority, world.rng_of_queue.choice("ab"))
+        objective = Objective(ask.priority, world.rng_of_queue.choice("ab"))
         request = Request(
             ask.name,
             body,
             is_chat=False,
             session=ask.session or None,
             received_at_s=world.now,
-            wish=wish,
+            objective=objective,
         )
         answer = self._answers[ask.name] = _Answer(self, process, ask, self._machine(view, request))
         process.num_requests += 1
