@@ -123,28 +123,35 @@ def measure(requests: Sequence[Request], speed: float, run: Run) -> dict[str, fl
     }
 
 
+def traces(console: Console, benchmark: str) -> Path | None:
+    """The folder with Mooncake's traces. None: there is none, and the benchmark says so."""
+    folder = os.environ.get(FOLDER)
+    if folder is not None and Path(folder).is_dir():
+        return Path(folder)
+    console.print(f"{benchmark}: skipped, because {FOLDER} names no folder with Mooncake's traces")
+    return None
+
+
+def table_of(title: str, found: dict[str, dict[str, float]]) -> Table:
+    names = list(next(iter(found.values())))
+    table = Table("", *names, title=title)
+    for name, row in found.items():
+        table.add_row(name, *(f"{row[one]:g}" for one in names))
+    return table
+
+
 def main() -> int:
     console = Console(width=120)
-    folder = os.environ.get(FOLDER)
-    if folder is None or not Path(folder).is_dir():
-        console.print(f"fleet: skipped, because {FOLDER} names no folder with Mooncake's traces")
+    if (folder := traces(console, "fleet")) is None:
         return 0
     results: dict[str, dict[str, dict[str, float]]] = {}
     for load in LOADS:
-        requests = read_trace(Path(folder) / f"{load.trace}_trace.jsonl", load.num_requests)
+        requests = read_trace(folder / f"{load.trace}_trace.jsonl", load.num_requests)
         found = results[load.name] = {name: measure(requests, load.speed, run) for name, run in RUNS.items()}
-        console.print(_table(load, found))
+        console.print(table_of(f"{load.name}, {load.num_requests} requests", found))
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     _plot(results)
     return 0
-
-
-def _table(load: Load, found: dict[str, dict[str, float]]) -> Table:
-    names = list(next(iter(found.values())))
-    table = Table("policy", *names, title=f"{load.name}, {load.num_requests} requests")
-    for policy, figures in found.items():
-        table.add_row(policy, *(f"{figures[name]:g}" for name in names))
-    return table
 
 
 PLOTTED = (

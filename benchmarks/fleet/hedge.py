@@ -11,7 +11,6 @@ to docs/benchmarks/hedge.json.
 from __future__ import annotations
 
 import json
-import os
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -19,10 +18,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rich.console import Console
-from rich.table import Table
 
 from baton.router.settings import PolicyName
-from benchmarks.fleet.command import FOLDER, percentile
+from benchmarks.fleet.command import percentile, table_of, traces
 from benchmarks.fleet.policies import always, by_cost, by_state
 from benchmarks.fleet.world import Choose, Pauses, Request, World, read_trace
 
@@ -81,11 +79,9 @@ def measure(
 
 def main() -> int:
     console = Console(width=120)
-    folder = os.environ.get(FOLDER)
-    if folder is None or not Path(folder).is_dir():
-        console.print(f"hedge: skipped, because {FOLDER} names no folder with Mooncake's traces")
+    if (folder := traces(console, "hedge")) is None:
         return 0
-    trace = spread(read_trace(Path(folder) / "conversation_trace.jsonl", NUM_REQUESTS))
+    trace = spread(read_trace(folder / "conversation_trace.jsonl", NUM_REQUESTS))
     results: dict[str, dict[str, dict[str, float]]] = {}
     for load in LOADS:
         requests = [one for one in trace if one.num_tokens <= load.longest]
@@ -97,10 +93,6 @@ def main() -> int:
             for pause_s in PAUSES_S
             for is_hedged in (False, True)
         }
-        names = list(next(iter(found.values())))
-        table = Table("policy", *names, title=f"{load.name}, {len(requests)} requests")
-        for run, figures in found.items():
-            table.add_row(run, *(f"{figures[name]:g}" for name in names))
-        console.print(table)
+        console.print(table_of(f"{load.name}, {len(requests)} requests", found))
     RESULTS.write_text(json.dumps(results, indent=1) + "\n")
     return 0

@@ -15,29 +15,24 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import random
 import secrets
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import httpx
 from rich.console import Console
-from rich.table import Table
 
 from baton.cli.processes import free_ports
-from baton.router.admission import Wish
+from baton.router.admission import Objective
 from baton.router.policies import RoutedRequest
 from baton.router.settings import AdmissionSettings
-from benchmarks.fleet.command import FOLDER, NUM_ENGINES, percentile
+from benchmarks.fleet.command import NUM_ENGINES, percentile, table_of, traces
 from benchmarks.fleet.real import (
-    REQUEST_S,
     Answer,
     Ask,
-    ask_one,
+    replay,
     running_fleet,
     scaled,
     start_engines,
@@ -50,6 +45,7 @@ NUM_REQUESTS = {"conversation": 3000, "synthetic": 1500}
 HIGH, LOW = 0, 1
 HIGH_SHARE = 0.2
 OVERLOAD = 2.0
+AT_ONCE = 1e9  # Speed.
 NUM_REAL = 100
 NUM_ROUNDS = 3
 REAL_OPTIONS = {
@@ -100,51 +96,66 @@ def run(requests: Sequence[Request], speed: float, admission: AdmissionSettings 
 
 def with_priorities(requests: Sequence[Request]) -> list[Request]:
     rng = random.Random("priorities")
-    high, low = Wish(HIGH), Wish(LOW, ttft_s=TTFT_S)
-    return [replace(one, wish=high if rng.random() < HIGH_SHARE else low) for one in requests]
+    high, low = Objective(HIGH), Objective(LOW, ttft_s=TTFT_S)
+    return [replace(one, objective=high if rng.random() < HIGH_SHARE else low) for one in requests]
 
 
 def served_speed(requests: Sequence[Request]) -> float:
     """How much faster than in the trace the fleet serves the prompts, when it has always enough to do."""
     took_s = requests[-1].arrives_s - requests[0].arrives_s
-    outcome = run(requests, 1e9, None)
+    outcome = run(requests, AT_ONCE, None)
     return took_s / outcome.last_first_s
 
 
-def figures(outcome: Outcome, requests: Sequence[Request]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def figures(
+    ttft_s: Mapping[int, Sequence[float]], priorities: Sequence[int], hit_rate: float
+) -> dict[str, float]:
+    """`ttft_s`: of those that were served, by priority. `priorities`: of all."""
+    found = {"hit_rate": round(hit_rate, 3)}
     for name, priority in (("high", HIGH), ("low", LOW)):
-        times_s = outcome.ttft_s_of.get(priority, [])
-        num_asked = sum(one.wish.priority == priority for one in requests)
+        times_s, num_asked = ttft_s.get(priority, []), priorities.count(priority)
         found |= {f"{name}_ttft_p{share}_s": round(percentile(times_s, share / 100), 3) for share in (50, 99)}
         found[f"{name}_served"] = round(len(times_s) / num_asked, 3) if num_asked else 0.0
-    found["hit_rate"] = round(outcome.hit_rate, 3)
     return found
+
+
+def compared(rows: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+    usual = rows["unloaded"]["high_ttft_p99_s"]
+    return {
+        name: {**row, "high_p99_over_unloaded": round(row["high_ttft_p99_s"] / usual, 3)}
+        for name, row in rows.items()
+    }
+
+
+def simulate(requests: Sequence[Request], speed: float) -> dict[str, dict[str, float]]:
+    high = [one for one in requests if one.objective.priority == HIGH]
+    runs = {
+        "unloaded": (high, None),
+        **{name: (requests, admission) for name, admission in ADMISSIONS.items()},
+    }
+    rows = {}
+    for name, (sent, admission) in runs.items():
+        outcome = run(sent, speed, admission)
+        priorities = [one.objective.priority for one in sent]
+        rows[name] = figures(outcome.ttft_s_of, priorities, outcome.hit_rate)
+    return compared(rows)
 
 
 def main() -> int:
     console = Console(width=140)
-    folder = os.environ.get(FOLDER)
-    if folder is None or not Path(folder).is_dir():
-        console.print(f"overload: skipped, because {FOLDER} names no folder with Mooncake's traces")
+    if (folder := traces(console, "overload")) is None:
         return 0
-    results: dict[str, Any] = {}
+    simulated: dict[str, Any] = {}
     for trace, num_requests in NUM_REQUESTS.items():
-        requests = with_priorities(read_trace(Path(folder) / f"{trace}_trace.jsonl", num_requests))
+        requests = with_priorities(read_trace(folder / f"{trace}_trace.jsonl", num_requests))
         speed = OVERLOAD * served_speed(requests)
-        high = [one for one in requests if one.wish.priority == HIGH]
-        found = {"unloaded": figures(run(high, speed, None), high)}
-        for name, admission in ADMISSIONS.items():
-            found[name] = figures(run(requests, speed, admission), requests)
-        usual = found["unloaded"]["high_ttft_p99_s"]
-        for row in found.values():
-            row["high_p99_over_unloaded"] = round(row["high_ttft_p99_s"] / usual, 3)
-        results[trace] = {"speed": round(speed, 3), "runs": found}
-        console.print(_table(f"{trace} x{speed:.2f}", found))
-    real = measure_real(Path(folder))
+        found = simulate(requests, speed)
+        simulated[trace] = {"speed": round(speed, 3), "runs": found}
+        console.print(table_of(f"{trace} x{speed:.2f}", found))
+    real = measure_real(folder)
     for trace, found in real.items():
-        console.print(_table(f"real engines, {trace}", found))
-    RESULTS.write_text(json.dumps({"simulated": results, "real": real}, indent=1) + "\n")
+        console.print(table_of(f"real engines, {trace}", found))
+    RESULTS.write_text(json.dumps({"simulated": simulated, "real": real}, indent=1) + "\n")
     return 0
 
 
@@ -156,62 +167,30 @@ def measure_real(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
         routers = start_routers(processes, urls, REAL_OPTIONS, ports[12:])
         for trace in NUM_REQUESTS:
             requests = with_priorities(read_trace(folder / f"{trace}_trace.jsonl", NUM_REAL))
-            asks = [scaled(one)._replace(priority=one.wish.priority) for one in requests]
+            asks = [scaled(one)._replace(priority=one.objective.priority) for one in requests]
             results[trace] = asyncio.run(_measure_real(asks, routers))
     return results
 
 
 async def _measure_real(asks: Sequence[Ask], routers: Mapping[str, str]) -> dict[str, dict[str, float]]:
     took_s = asks[-1].arrives_s - asks[0].arrives_s
-    await replay_some(routers["no queue"], asks, 1e9, "memory")  # Fills the memory; not counted.
-    served = await replay_some(routers["no queue"], asks, 1e9, "speed")
-    speed = OVERLOAD * took_s / max(one.ttft_s for one in served if one is not None)
+    await replay(routers["no queue"], asks, AT_ONCE, "memory")  # Fills the memory; not counted.
+    probe = await replay(routers["no queue"], asks, AT_ONCE, "speed")
+    speed = OVERLOAD * took_s / max(one.ttft_s for one in probe if one is not None)
     high = [ask for ask in asks if ask.priority == HIGH]
     runs = {"unloaded": ("no queue", high), **{name: (name, asks) for name in routers}}
     found: dict[str, list[tuple[int, Answer | None]]] = {name: [] for name in runs}
     for _ in range(NUM_ROUNDS):
         for name, (router, sent) in runs.items():
-            answers = await replay_some(routers[router], sent, speed, secrets.token_hex(4))
+            answers = await replay(routers[router], sent, speed, secrets.token_hex(4))
             found[name] += zip([ask.priority for ask in sent], answers, strict=True)
-    rows = {name: _real_figures(answers) for name, answers in found.items()}
-    usual = rows["unloaded"]["high_ttft_p99_s"]
-    return {
-        name: {**row, "high_p99_over_unloaded": round(row["high_ttft_p99_s"] / usual, 3)}
-        for name, row in rows.items()
-    }
-
-
-async def replay_some(url: str, asks: Sequence[Ask], speed: float, salt: str) -> list[Answer | None]:
-    """None: refused."""
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
-    async with httpx.AsyncClient(timeout=REQUEST_S, limits=limits, trust_env=False) as client:
-        began_s = time.perf_counter()
-
-        async def one(ask: Ask) -> Answer | None:
-            await asyncio.sleep(max(0.0, began_s + ask.arrives_s / speed - time.perf_counter()))
-            try:
-                return await ask_one(client, url, ask, salt)
-            except ValueError as error:
-                if "status 429" in str(error):
-                    return None
-                raise
-
-        return await asyncio.gather(*map(one, asks))
-
-
-def _real_figures(answers: Sequence[tuple[int, Answer | None]]) -> dict[str, float]:
-    found: dict[str, float] = {}
-    for name, priority in (("high", HIGH), ("low", LOW)):
-        asked = [answer for one, answer in answers if one == priority]
-        times_s = [answer.ttft_s for answer in asked if answer is not None]
-        found |= {f"{name}_ttft_p{share}_s": round(percentile(times_s, share / 100), 3) for share in (50, 99)}
-        found[f"{name}_served"] = round(len(times_s) / len(asked), 3) if asked else 0.0
-    return found
-
-
-def _table(title: str, found: dict[str, dict[str, float]]) -> Table:
-    names = list(next(iter(found.values())))
-    table = Table("", *names, title=title)
-    for name, row in found.items():
-        table.add_row(name, *(f"{row[one]:g}" for one in names))
-    return table
+    rows = {}
+    for name, got in found.items():
+        served = [(priority, answer) for priority, answer in got if answer is not None]
+        ttft_s = {
+            one: [answer.ttft_s for priority, answer in served if priority == one] for one in (HIGH, LOW)
+        }
+        num_cached = sum(answer.num_cached for _, answer in served)
+        hit_rate = num_cached / sum(answer.num_tokens for _, answer in served)
+        rows[name] = figures(ttft_s, [priority for priority, _ in got], hit_rate)
+    return compared(rows)

@@ -40,7 +40,7 @@ from baton.cli.processes import Fleet, free_ports
 from baton.cli.system import EngineArguments, EnginePlan, HandoffArguments, KVRole
 from baton.core.secret_source import SECRET_ENV
 from benchmarks.fleet import engine as modelled
-from benchmarks.fleet.command import FOLDER, percentile
+from benchmarks.fleet.command import FOLDER, percentile, traces
 from benchmarks.fleet.policies import always, by_cost, by_state
 from benchmarks.fleet.world import Choose, Request, World, read_trace
 
@@ -134,8 +134,12 @@ def scaled(one: Request) -> Ask:
     return Ask(one.arrives_s, num_tokens, num_output, one.blocks[: num_tokens // TOKENS_PER_BLOCK])
 
 
+class Refused(Exception):
+    """With 429."""
+
+
 async def ask_one(client: httpx.AsyncClient, url: str, ask: Ask, salt: str) -> Answer:
-    """Raises httpx.HTTPError, ValueError."""
+    """Raises Refused, httpx.HTTPError, ValueError."""
     body = {
         "model": "bench",
         "prompt": ask.prompt(salt),
@@ -150,6 +154,8 @@ async def ask_one(client: httpx.AsyncClient, url: str, ask: Ask, salt: str) -> A
     began_s, first_s, last_s, usage = time.perf_counter(), 0.0, 0.0, None
     headers = {"content-type": "application/json"}
     async with client.stream("POST", f"{url}/v1/completions", content=content, headers=headers) as answer:
+        if answer.status_code == 429:
+            raise Refused
         if answer.status_code != 200:
             raise ValueError(f"status {answer.status_code}: {(await answer.aread())[:300]!r}")
         async for line in answer.aiter_lines():
@@ -166,15 +172,18 @@ async def ask_one(client: httpx.AsyncClient, url: str, ask: Ask, salt: str) -> A
     return Answer(first_s - began_s, token_s, usage.prompt_tokens, details.cached_tokens)
 
 
-async def replay(url: str, asks: Sequence[Ask], speed: float, salt: str) -> list[Answer]:
-    """An open loop: `speed` times as fast as in the trace."""
+async def replay(url: str, asks: Sequence[Ask], speed: float, salt: str) -> list[Answer | None]:
+    """An open loop: `speed` times as fast as in the trace. None: refused."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=20)
     async with httpx.AsyncClient(timeout=REQUEST_S, limits=limits, trust_env=False) as client:
         began_s = time.perf_counter()
 
-        async def one(ask: Ask) -> Answer:
+        async def one(ask: Ask) -> Answer | None:
             await asyncio.sleep(max(0.0, began_s + ask.arrives_s / speed - time.perf_counter()))
-            return await ask_one(client, url, ask, salt)
+            try:
+                return await ask_one(client, url, ask, salt)
+            except Refused:
+                return None
 
         return await asyncio.gather(*map(one, asks))
 
@@ -295,9 +304,7 @@ def spread(values: Sequence[float]) -> dict[str, float]:
 
 def main() -> int:
     console = Console(width=150)
-    folder = os.environ.get(FOLDER)
-    if folder is None or not Path(folder).is_dir():
-        console.print(f"policies: skipped, because {FOLDER} names no folder with Mooncake's traces")
+    if (folder := traces(console, "policies")) is None:
         return 0
     results: dict[str, Any] = {}
     with running_fleet() as (processes, model):
@@ -308,7 +315,7 @@ def main() -> int:
         }
         routers = start_routers(processes, urls, options, ports[12:])
         for trace, load in LOADS.items():
-            path = Path(folder) / f"{trace}_trace.jsonl"
+            path = folder / f"{trace}_trace.jsonl"
             tokens_per_s = asyncio.run(prefill_speed(urls["prefill"][0]))
             found = measure([*map(scaled, read_sessions(path))], load, routers, tokens_per_s, console)
             for policy in policies():
@@ -332,7 +339,9 @@ def measure(
             salt = f"{label} {number} {secrets.token_hex(4)}"
             answers = asyncio.run(replay(routers[label], asks, speed, salt))
             if number:
-                runs[label].append(figures(answers))
+                served = [one for one in answers if one is not None]
+                assert len(served) == len(asks), "without a cap no request is refused"
+                runs[label].append(figures(served))
         labels = [*labels[1:], labels[0]]
     return {
         "load": load,
