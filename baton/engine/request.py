@@ -51,7 +51,7 @@ class Request:
     """One request of the engine.
 
     `order` is its position in every queue and in the running list: the smallest runs first, the largest is
-    preempted first.
+    preempted first. Its first number is the request's `rank`: prompts wait for requests of a smaller one.
     """
 
     # vLLM's, for connectors that read them. This engine has no multimodal inputs and no adapters.
@@ -150,6 +150,10 @@ class Request:
             f"Request({self.request_id!r}, {self.status.name}, "
             f"computed {self.num_computed_tokens}/{self.num_tokens}, prompt {self.num_prompt_tokens})"
         )
+
+    @property
+    def rank(self) -> float:
+        return self.order[0]
 
     @property
     def all_token_ids(self) -> list[int]:

@@ -64,6 +64,40 @@ def test_priority_comes_before_arrival() -> None:
     assert ran == ["urgent", "early", "late"]
 
 
+def test_a_running_prompt_lets_more_urgent_ones_pass() -> None:
+    world = World(policy="priority", budget=10)
+    world.add("answering", prompt(40, 4), max_tokens=4, priority=2)
+    world.add("long", prompt(0, 30), max_tokens=2, priority=1)
+    assert world.step().num_scheduled_tokens == {"long": 10}
+    world.add("as urgent", prompt(30, 6), max_tokens=2, priority=1)
+    assert world.step().num_scheduled_tokens == {"long": 10}
+    world.add("urgent", prompt(9, 12), max_tokens=2, priority=0)
+    assert world.step().num_scheduled_tokens == {"urgent": 10}
+    assert world.step().num_scheduled_tokens == {"urgent": 2, "long": 8}
+    assert world.step().num_scheduled_tokens == {"urgent": 1, "long": 2, "as urgent": 6, "answering": 1}
+    world.end("answering", "long", "as urgent", "urgent")
+
+
+def test_answers_go_on_while_urgent_prompts_pass() -> None:
+    world = World(policy="priority", budget=10)
+    world.add("answering", prompt(40, 4), max_tokens=9, priority=2)
+    world.add("long", prompt(0, 30), max_tokens=2, priority=3)
+    assert world.step().num_scheduled_tokens == {"answering": 4, "long": 6}
+    world.add("urgent", prompt(9, 5), max_tokens=2, priority=0)
+    assert world.step().num_scheduled_tokens == {"answering": 1, "urgent": 5, "long": 4}
+    world.end("answering", "long", "urgent")
+
+
+def test_in_order_of_arrival_a_running_prompt_is_ended_first() -> None:
+    world = World(budget=10)
+    world.add("long", prompt(0, 30), max_tokens=2, priority=1)
+    world.step()
+    world.add("urgent", prompt(9, 12), max_tokens=2, priority=0)
+    assert world.step().num_scheduled_tokens == {"long": 10}
+    assert world.step().num_scheduled_tokens == {"long": 10}
+    world.end("long", "urgent")
+
+
 @pytest.mark.parametrize("policy", ["fcfs", "priority"])
 def test_the_last_request_in_order_is_preempted_and_recomputed(policy: str) -> None:
     world = World(num_blocks=6, policy=policy)

@@ -1,4 +1,4 @@
-"""Admission of requests to a step: loaded requests first, then waiting ones, in order, while there is room.
+"""Admission of requests to a step, in order, while there is room. Of one rank, loaded ones come first.
 
     waiting --match None----> waiting           the connector asks for another call later; others may pass
             --match, async--> loading           blocks for the whole load; the ranks load beside the steps
@@ -11,6 +11,7 @@ reads no clock.
 """
 
 import enum
+from math import inf
 
 from baton.engine.cache.kv_cache import KVCacheBlocks
 from baton.engine.request import Request
@@ -34,14 +35,14 @@ class Admission:
         self._state = state
         self._lifecycle = lifecycle
 
-    def admit(self, step: StepBuilder) -> None:
+    def admit(self, step: StepBuilder, *, below_rank: float = inf) -> None:
         """Admit as many as fit. A request about which the connector raises ends with an error."""
         queues, limits = self._state.queues, self._state.config.scheduler_config
         asked_later: list[tuple[WaitingQueue, Request]] = []
         while step.budget > 0 and len(queues.running) < limits.max_num_seqs:
-            queue = queues.loaded if queues.loaded else queues.waiting
+            queue = queues.next_to_admit()
             request = queue.peek()
-            if request is None:
+            if request is None or request.rank >= below_rank:
                 break
             turn = self._take_turn(request, step)
             if turn is _Turn.NO_ROOM:

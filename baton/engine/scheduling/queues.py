@@ -13,6 +13,7 @@ to a queue gets its former place, because its order does not change.
 import heapq
 import itertools
 from bisect import insort
+from math import inf
 
 from baton.engine.cache.kv_cache import KVCache
 from baton.engine.request import Request, RequestStatus
@@ -70,6 +71,17 @@ class RequestQueues:
     def num_waiting(self) -> int:
         """Requests that wait to run, with or without blocks."""
         return len(self.waiting) + len(self.loaded)
+
+    def next_to_admit(self) -> WaitingQueue:
+        """The queue whose first request is next. It may be empty, if both are."""
+        loaded, waiting = self.loaded.peek(), self.waiting.peek()
+        if loaded is None or (waiting is not None and waiting.rank < loaded.rank):
+            return self.waiting
+        return self.loaded
+
+    def least_rank_waiting(self) -> float:
+        heads = (self.waiting.peek(), self.loaded.peek())
+        return min((request.rank for request in heads if request is not None), default=inf)
 
     def holders(self) -> list[Request]:
         """Requests with blocks that no load is filling."""

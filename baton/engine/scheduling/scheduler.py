@@ -8,9 +8,10 @@
 
 One token budget per step serves decodes and prompt chunks alike. Running requests come first (here), then
 loaded and waiting ones (`admission`). All three are in order of arrival (policy "fcfs") or of priority
-(`queues`). If the pool is short, the last request in that order gives its blocks up, so that the first one
-always makes progress. A step's result has tokens and ends (`request_lifecycle`) and the connector's report
-(`transfer_reports`); tokens computed on invalid KV are computed again (`rollback`).
+(`queues`). Under "priority" the rest of a running prompt waits for more urgent requests that wait to run;
+vLLM ends the prompt first. If the pool is short, the last request in that order gives its blocks up, so that
+the first one always makes progress. A step's result has tokens and ends (`request_lifecycle`) and the
+connector's report (`transfer_reports`); tokens computed on invalid KV are computed again (`rollback`).
 
 Several steps may be in flight: `schedule` may be called again before `update_from_output` has the result of
 the step before. Results come in the order of steps. `in_flight_steps` has the rules that keep freed blocks
@@ -20,7 +21,7 @@ Outputs of requests that end between steps (aborted, refused by the connector) c
 Imports no torch and reads no clock.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf
@@ -144,23 +145,30 @@ class Scheduler:
         self._num_arrived += 1
         if self._limits.policy == "priority":
             return (asked.priority, asked.arrival_time_s, self._num_arrived)
-        return (self._num_arrived,)
+        return (0, self._num_arrived)
 
     # --- Deciding a step -------------------------------------------------------------------------
 
     def schedule(self) -> SchedulerOutput:
         step = StepBuilder(self._limits, self.kv_cache)
-        self._continue_running(step)
+        most_urgent = self.queues.least_rank_waiting()
+        yielding = [request for request in self.queues.running if _yields(request, most_urgent)]
+        self._continue_running(step, yielding)
+        if yielding:
+            if not step.is_short_of_blocks:
+                self._admission.admit(step, below_rank=yielding[0].rank)
+            self._continue_running(step)
         if not step.is_short_of_blocks:
             self._admission.admit(step)
         return self._close(step)
 
-    def _continue_running(self, step: StepBuilder) -> None:
-        running = self.queues.running
+    def _continue_running(self, step: StepBuilder, other_than: Collection[Request] = ()) -> None:
+        running, num_scheduled = self.queues.running, step.output.num_scheduled_tokens
         index = 0
         while index < len(running) and step.budget > 0:
             request = running[index]
-            if self.in_flight.is_busy(request):
+            is_scheduled = request.request_id in num_scheduled
+            if is_scheduled or request in other_than or self.in_flight.is_busy(request):
                 index += 1
                 continue
             num_new = step.chunk(len(request.all_token_ids) - request.num_computed_tokens)
@@ -172,12 +180,10 @@ class Scheduler:
             step.is_short_of_blocks = True
             if self.connector.has_pending_block_frees():
                 index += 1  # Blocks will be freed soon: skip a step instead of recomputing everything.
-            elif self.in_flight.is_busy(running[-1]):
+            elif self.in_flight.is_busy(last := running[-1]) or last.request_id in num_scheduled:
                 break  # It is preempted when its step is done. Later requests must not get ahead of this one.
             else:
                 # Possibly this request; those before it have their blocks.
-                last = running[-1]
-                assert last.request_id not in step.output.num_scheduled_tokens, "running is in order"
                 self.queues.preempt(last)
                 step.output.preempted_req_ids.add(last.request_id)
 
@@ -256,3 +262,8 @@ class Scheduler:
             num_preempted=self.queues.take_num_preempted(),
             **self._state.counts.take(),
         )
+
+
+def _yields(request: Request, least_rank: float) -> bool:
+    """Whether the rest of its prompt waits for a request of this rank. One token more always has room."""
+    return least_rank < request.rank and len(request.all_token_ids) - request.num_computed_tokens > 1
