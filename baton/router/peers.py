@@ -10,9 +10,9 @@ counts as dead: its requests are no load any more.
 
 import hashlib
 import hmac
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -64,22 +64,40 @@ class _Peer:
     load: Load = field(default_factory=lambda: Load(0, []))
 
 
+class News(NamedTuple):
+    """Of one message."""
+
+    turns: Sequence[TurnKept | TurnTaken] = ()
+    is_new: bool = False  # The router was not known: it has not been told of the turns that are kept here.
+    has_new_load: bool = False
+
+
 class Peers:
     """Of one router. Not thread-safe."""
 
-    def __init__(self, router: str) -> None:
-        self._router = router
+    def __init__(self, router: str, secret: bytes) -> None:
+        self._router, self._secret = router, secret
+        self._number = 0  # Of this router's messages.
         self._peers: dict[str, _Peer] = {}
         self._silent: dict[str, _Peer] = {}  # Forgotten, except for the number of the last message.
         self._engines: set[EngineKey] = set()  # That a router has ever asked.
 
-    def hear(self, message: Message, now_s: float) -> tuple[list[TurnKept | TurnTaken], bool]:
-        """Return the news about turns, and whether the router was not known. Raises PeerError."""
+    def write(self, notes: list[PeerNote], unix_s: float) -> bytes:
+        """The next message to all of them."""
+        self._number += 1
+        return seal(Message(self._router, self._number, unix_s, notes), self._secret)
+
+    def read(self, data: bytes, unix_s: float, now_s: float) -> News:
+        """Raises PeerError."""
+        return self.hear(unseal(data, self._secret, unix_s), now_s)
+
+    def hear(self, message: Message, now_s: float) -> News:
+        """Raises PeerError."""
         if message.router == self._router:
-            return [], False  # Its own, from a peer that it is connected to twice over.
+            return News()  # Its own, from a peer that it is connected to twice over.
         known = self._peers.get(message.router) or self._silent.get(message.router)
         if known is not None and message.number <= known.number:
-            return [], False  # It was here already, by another way, or is late.
+            return News()  # It was here already, by another way, or is late.
         is_new = message.router not in self._peers
         if is_new and len(self._peers) >= PEERS_MAX:
             raise PeerError(f"more than {PEERS_MAX} routers")
@@ -87,13 +105,16 @@ class Peers:
         self._silent.pop(message.router, None)
         peer.number, peer.heard_at_s = message.number, now_s
         turns: list[TurnKept | TurnTaken] = []
+        has_new_load = False
         for note in message.notes:
             if isinstance(note, Load):
-                peer.load = note
-                self._engines.update(row.engine for row in note.engines)
+                rows = [_waiting(row) for row in note.engines]
+                has_new_load |= rows != peer.load.engines
+                peer.load = Load(note.num_requests, rows)
+                self._engines.update(row.engine for row in rows)
             else:
                 turns.append(note)
-        return turns, is_new
+        return News(turns, is_new, has_new_load)
 
     def expire(self, now_s: float) -> bool:
         """Forget routers that are silent. True: there was one."""
@@ -108,10 +129,7 @@ class Peers:
     def load(self) -> Load:
         """What all of them ask of the engines. Their clients do not count against this router's limit."""
         idle = Load(0, [EngineLoad(engine, 0, 0, 0, 0, 0) for engine in sorted(self._engines)])
-        rows = sum_of([idle, *(peer.load for peer in self._peers.values())]).engines
-        return Load(
-            0, [EngineLoad(row.engine, row.in_flight, 0, 0, 0, row.num_queued_tokens) for row in rows]
-        )
+        return Load(0, sum_of([idle, *(peer.load for peer in self._peers.values())]).engines)
 
     def snapshot(self, now_s: float) -> list[Mapping[str, Any]]:
         """For operators."""
@@ -123,3 +141,8 @@ class Peers:
             }
             for name, peer in self._peers.items()
         ]
+
+
+def _waiting(row: EngineLoad) -> EngineLoad:
+    """Without what has been: that is for each router's own statistics."""
+    return EngineLoad(row.engine, row.in_flight, 0, 0, 0, row.num_queued_tokens)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from baton.cli.processes import free_ports
 from baton.core.errors import ConfigError, PeerError
 from baton.router.notes import EngineLoad, Load, TurnKept, TurnTaken
-from baton.router.peers import LATE_MAX_S, PEERS_MAX, SILENT_S, Message, Peers, seal, unseal
+from baton.router.peers import LATE_MAX_S, PEERS_MAX, SILENT_S, Message, News, Peers, seal, unseal
 from baton.router.settings import PeerSettings, RouterSettings
 from baton.router.shell.app import Router
 from tests.event_loop import pass_time
@@ -37,6 +37,11 @@ def load(in_flight: int, num_queued: int = 0) -> Load:
 
 def message(number: int, *notes: Any, router: str = "a", unix_s: float = 100.0) -> Message:
     return Message(router, number, unix_s, list(notes))
+
+
+def heard(peers: Peers, sent: Message, now_s: float) -> tuple[list[Any], bool]:
+    news = peers.hear(sent, now_s)
+    return list(news.turns), news.is_new
 
 
 # --- Messages
@@ -82,11 +87,11 @@ STEPS = st.lists(
 
 @given(STEPS)
 def test_after_a_heartbeat_of_each_the_load_is_true(steps: list[tuple[str, int, str]]) -> None:
-    check_loads(Peers("own"), steps)
+    check_loads(Peers("own", KEY), steps)
 
 
 class HearsOldNumbers(Peers):
-    def hear(self, message: Message, now_s: float) -> tuple[list[TurnKept | TurnTaken], bool]:
+    def hear(self, message: Message, now_s: float) -> News:
         for peer in self._peers.values():
             peer.number = 0
         return super().hear(message, now_s)
@@ -107,7 +112,7 @@ class ForgetsNumbers(Peers):
 @pytest.mark.parametrize("mutant", [HearsOldNumbers, NeverForgets, ForgetsNumbers])
 def test_a_mutant_of_the_link_is_noticed(mutant: type[Peers]) -> None:
     with pytest.raises(AssertionError):
-        check_loads(mutant("own"), [("a", 1, "late"), ("a", 2, "heard")])
+        check_loads(mutant("own", KEY), [("a", 1, "late"), ("a", 2, "heard")])
 
 
 def check_loads(peers: Peers, steps: list[tuple[str, int, str]]) -> None:
@@ -126,7 +131,7 @@ def check_loads(peers: Peers, steps: list[tuple[str, int, str]]) -> None:
     for router, in_flight in true.items():
         peers.hear(message(1_000, load(in_flight, 10 * in_flight), router=router), now_s)
     for sent in late:
-        assert peers.hear(sent, now_s) == ([], False)
+        assert heard(peers, sent, now_s) == ([], False)
     rows = peers.load().engines
     assert sum(row.in_flight for row in rows) == sum(true.values())
     assert sum(row.num_queued_tokens for row in rows) == 10 * sum(true.values())
@@ -135,21 +140,29 @@ def check_loads(peers: Peers, steps: list[tuple[str, int, str]]) -> None:
     assert peers.expire(now_s + SILENT_S) is False
     assert peers.expire(now_s + SILENT_S + 0.01) is bool(true)
     for sent in late:
-        assert peers.hear(sent, now_s + 2 * SILENT_S) == ([], False), "a dead router's message is late"
+        assert heard(peers, sent, now_s + 2 * SILENT_S) == ([], False), "a dead router's message is late"
     assert all(row.in_flight == row.num_queued_tokens == 0 for row in peers.load().engines)
 
 
+def test_only_what_waits_at_the_engines_is_news_of_a_load() -> None:
+    peers = Peers("own", KEY)
+    assert peers.read(Peers("a", KEY).write([load(1)], 100.0), 100.0, 0.0).has_new_load
+    rows = [msgspec.structs.replace(row, num_heard=99, num_requests=99) for row in load(1).engines]
+    assert not peers.hear(message(2, Load(3, rows)), 0.0).has_new_load
+    assert peers.hear(message(3, load(2)), 0.0).has_new_load
+
+
 def test_a_router_that_was_silent_is_heard_again() -> None:
-    peers = Peers("own")
+    peers = Peers("own", KEY)
     peers.hear(message(5, load(1)), 0.0)
     assert peers.expire(2 * SILENT_S)
-    assert peers.hear(message(5, load(1)), 2 * SILENT_S) == ([], False)
-    assert peers.hear(message(6, load(3)), 2 * SILENT_S) == ([], True)
+    assert heard(peers, message(5, load(1)), 2 * SILENT_S) == ([], False)
+    assert heard(peers, message(6, load(3)), 2 * SILENT_S) == ([], True)
     assert [row.in_flight for row in peers.load().engines] == [3]
 
 
 def test_a_dead_routers_name_is_kept_no_longer_than_its_messages_count() -> None:
-    peers = Peers("own")
+    peers = Peers("own", KEY)
     for number in range(3):
         peers.hear(message(1, router=str(number)), 0.0)
     peers.expire(2 * SILENT_S)
@@ -159,15 +172,15 @@ def test_a_dead_routers_name_is_kept_no_longer_than_its_messages_count() -> None
 
 
 def test_turns_are_heard_once_and_a_router_does_not_hear_itself() -> None:
-    peers, kept = Peers("own"), TurnKept("s", ENGINE, {})
-    assert peers.hear(message(1, kept), 0.0) == ([kept], True)
-    assert peers.hear(message(1, kept), 0.0) == ([], False)
-    assert peers.hear(message(2, TurnTaken("s")), 0.0) == ([TurnTaken("s")], False)
-    assert peers.hear(message(1, kept, router="own"), 0.0) == ([], False)
+    peers, kept = Peers("own", KEY), TurnKept("s", ENGINE, {})
+    assert heard(peers, message(1, kept), 0.0) == ([kept], True)
+    assert heard(peers, message(1, kept), 0.0) == ([], False)
+    assert heard(peers, message(2, TurnTaken("s")), 0.0) == ([TurnTaken("s")], False)
+    assert heard(peers, message(1, kept, router="own"), 0.0) == ([], False)
 
 
 def test_the_number_of_routers_is_limited() -> None:
-    peers = Peers("own")
+    peers = Peers("own", KEY)
     for number in range(PEERS_MAX):
         peers.hear(message(1, router=str(number)), 0.0)
     with pytest.raises(PeerError, match="more than"):

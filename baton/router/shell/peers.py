@@ -12,7 +12,7 @@ import zmq.asyncio
 
 from baton.core.errors import PeerError
 from baton.router.notes import Load, Note, TurnKept, TurnTaken
-from baton.router.peers import Message, PeerNote, Peers, seal, unseal
+from baton.router.peers import PeerNote, Peers
 from baton.router.settings import PeerSettings
 
 logger = logging.getLogger(__name__)
@@ -42,10 +42,7 @@ class PeerLink:
         """
         self._settings, self._load, self._kept = settings, load, kept
         self._on_note, self._on_load = on_note, on_load
-        self._secret = settings.secret.encode()
-        self._name = secrets.token_hex(8)
-        self._number = 0
-        self.peers = Peers(self._name)
+        self.peers = Peers(secrets.token_hex(8), settings.secret.encode())
         self._loop = asyncio.get_running_loop()
         self._context = zmq.asyncio.Context()
         self._is_load_due = False
@@ -119,11 +116,9 @@ class PeerLink:
 
     def _publish(self, notes: list[PeerNote]) -> None:
         assert self._out is not None
-        self._number += 1
-        message = Message(self._name, self._number, time.time(), notes)
         try:
             # What a slow router does not take is dropped there.
-            zmq.Socket.send(self._out, seal(message, self._secret), zmq.NOBLOCK)
+            zmq.Socket.send(self._out, self.peers.write(notes, time.time()), zmq.NOBLOCK)
         except zmq.Again:
             logger.warning("a message to other routers is dropped: too many wait")
 
@@ -150,13 +145,11 @@ class PeerLink:
 
     def _hear(self, data: bytes) -> None:
         """Raises PeerError."""
-        message = unseal(data, self._secret, time.time())
-        before = self.peers.load()
-        turns, is_new = self.peers.hear(message, self._loop.time())
-        for turn in turns:
+        news = self.peers.read(data, time.time(), self._loop.time())
+        for turn in news.turns:
             self._on_note(turn)
-        if self.peers.load() != before:
+        if news.has_new_load:
             self._on_load()
-        if is_new:
-            logger.info("another router is there: %s", message.router)
+        if news.is_new:
+            logger.info("another router is there")
             self._publish(list(self._kept()))

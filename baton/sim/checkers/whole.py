@@ -12,6 +12,7 @@ from baton.sim.checkers.violation import Violation
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host as FastHost
     from baton.sim.hosts.full.engine import Engine
+    from baton.sim.hosts.full.processes import Process as RouterProcess
     from baton.sim.kernel.process import Process
     from baton.sim.kernel.reads import Write
 
@@ -58,6 +59,20 @@ def check_engine(engine: Engine) -> None:
         scheduler.kv_cache.assert_empty()
     except AssertionError as error:
         raise Violation("I5", "a block is left over", f"{engine.name}: {error}") from error
+
+
+def check_router(process: RouterProcess, name: str) -> None:
+    admission = process.admission
+    left = {
+        "a request at an engine": sum(engine.load for engine in process.fleet.engines),
+        "a prompt at an engine": sum(engine.queued_tokens for engine in process.fleet.engines),
+        "a place in the queue": 0
+        if admission is None
+        else admission.num_waiting + sum(pool["running"] for pool in admission.snapshot()),
+    }
+    for what, count in left.items():
+        if count:
+            raise Violation("I5", f"{what} is left over", name)
 
 
 def check_dropped(engine: Engine, ticket: str, paused_s: float) -> None:

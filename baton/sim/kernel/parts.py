@@ -10,6 +10,7 @@ from baton.connectors.pull.control.agent import PRODUCTION as PRODUCTION_MACHINE
 from baton.connectors.pull.control.agent import Machines
 from baton.protocol.signed_frame import ProcessKey
 from baton.router.machine import Machine
+from baton.router.peers import Peers
 from baton.router.replica import Replica
 from baton.sim.kernel.connection import ALL_CHECKS, Checks
 
@@ -35,6 +36,7 @@ class Parts:
     verified_reads: bool = True  # Transport: bytes that were altered on the way are an error.
     router: type[Machine] = Machine
     replica: type[Replica] = Replica
+    peers: type[Peers] = Peers
     takes_back: bool = True  # Server: it takes back a loan whose ticket reaches no client.
 
 

@@ -31,6 +31,7 @@ class World:
         self.rng_of_router = random.Random(f"router {seed}")
         self.rng_of_hedges = random.Random(f"hedges {seed}")
         self.rng_of_queue = random.Random(f"queue {seed}")
+        self.rng_of_peers = random.Random(f"peers {seed}")
         self.faults = self._healthy = healthy
         for table in choices:
             self.faults = self.faults.drawn(self.rng, table)

@@ -26,6 +26,7 @@ from baton.router.first_tokens import Given
 from baton.router.fleet_view import FleetView
 from baton.router.machine import Machine, Request
 from baton.router.notes import Note, Probed
+from baton.router.peers import Peers
 from baton.router.replica import Replica
 from baton.sim.hosts.full.engine import Engine
 from baton.sim.kernel.parts import Parts, machines
@@ -195,6 +196,13 @@ class _HearsNoProbes(Replica):
             super().apply(note, now_s)
 
 
+class _NeverSilent(Peers):
+    """The load of a router that has died stays."""
+
+    def expire(self, now_s: float) -> bool:
+        return False
+
+
 PULL: dict[str, Parts] = {
     **SHARED,
     **OF_PULL,
@@ -221,6 +229,7 @@ PULL: dict[str, Parts] = {
     "resumes_short": Parts(router=_ResumesShort),
     "keeps_places": Parts(router=_KeepsPlaces),
     "probes_told": Parts(replica=_HearsNoProbes),
+    "silent_router": Parts(peers=_NeverSilent),
     # Offload and Multi
     "store_fence": Parts(offload_half=halves.StoresUnfenced),
     "store_failed": Parts(offload_half=halves.FindsFailedStores),

@@ -17,19 +17,22 @@ TRIES = 60
 # The first seed that is tried. When a change of the world moves it,
 # `python -m baton.sim full --mutants --mode MODE` finds another.
 SEEDS = {
-    ("pull", "bound_ops"): 180,
+    ("pull", "bound_ops"): 600,
     ("pull", "counters"): 1890,
     ("pull", "store_fence"): 90,
-    ("push", "bound_ops"): 400,
     ("push", "counters"): 1530,
     ("push", "fence"): 270,
-    ("push", "preempted"): 630,
+    ("push", "preempted"): 480,
     ("push", "run"): 690,
     ("push", "ticket_hash"): 160,
     ("push", "ticket_windows"): 90,
 }
 
 EVERYWHERE = {
+    "a router is silent",
+    "a router's message: TurnKept",
+    "a router's message: TurnTaken",
+    "a router's message: lost",
     "answer exchanged",
     "answer flipped",
     "answer truncated",
@@ -94,6 +97,7 @@ EVERYWHERE = {
     "router: retries decode",
     "router: retries prefill",
     "router: workers killed",
+    "routers killed",
     "ticket refused: in use",
     "ticket refused: layout",
     "ticket refused: prompt",

@@ -11,9 +11,10 @@ from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.notes import Load, Note
 from baton.router.pairs import Pairs
-from baton.router.replica import Loads, Replica
+from baton.router.replica import Loads, Replica, sum_of
 from baton.router.settings import RouterSettings
 from baton.router.turns import TurnTable
+from baton.sim.hosts.full.peer_link import PeerLink
 from baton.sim.kernel.world import World
 
 NOTE_S = 0.02
@@ -63,9 +64,28 @@ class Processes:
         self.hub = new_process()
         self.is_alone = not num_workers
         self._loads = Loads()
+        self.link: PeerLink | None = None  # To another router.
         self.workers = [self.hub] if self.is_alone else [self._start() for _ in range(num_workers)]
         if not self.is_alone:
             self.hub.tell = self._tell_all
+
+    def connect(self, new_link: Callable[..., PeerLink]) -> PeerLink:
+        """As the shell's `Router` does, or `Coordinator`."""
+        hub = self.hub
+        self.link = link = new_link(
+            load=lambda: hub.replica.load(hub.num_requests) if self.is_alone else self._loads.beside(None),
+            kept=hub.replica.kept_turns,
+            on_note=self._hear_peer,
+            on_load=self._share_loads,
+        )
+        if self.is_alone:
+            hub.tell, hub.fleet.on_load = link.tell, link.load_has_changed
+        return link
+
+    def _hear_peer(self, note: Note) -> None:
+        self.hub.replica.apply(note, self._world.now)
+        if not self.is_alone:
+            self._tell_all(note)
 
     def end(self, worker: Process) -> None:
         """Its process is killed. The coordinator starts another one when it has read its last notes."""
@@ -76,6 +96,8 @@ class Processes:
     def stop(self) -> None:
         for process in (self.hub, *self.workers):
             process.is_alive = False
+        if self.link is not None:
+            self.link.is_alive = False
 
     def _replace(self, worker: Process) -> None:
         if self.hub.is_alive:
@@ -121,7 +143,11 @@ class Processes:
         if isinstance(note, Load):
             self._loads.put(id(worker), note)
             self._share_loads()
+            if self.link is not None:
+                self.link.load_has_changed()
         else:
+            if self.link is not None:
+                self.link.tell(note)
             self.hub.replica.apply(note, self._world.now)
             for other in self.workers:
                 if other is not worker:
@@ -129,9 +155,11 @@ class Processes:
         self._on_hub()
 
     def _share_loads(self) -> None:
-        self.hub.replica.apply(self._loads.beside(None), self._world.now)
-        for worker in self.workers:
-            self._deliver(worker, self._loads.beside(id(worker)))
+        others = [] if self.link is None else [self.link.peers.load()]
+        self.hub.replica.apply(sum_of([self._loads.beside(None), *others]), self._world.now)
+        if not self.is_alone:
+            for worker in self.workers:
+                self._deliver(worker, sum_of([self._loads.beside(id(worker)), *others]))
 
     def _tell_all(self, note: Note) -> None:
         for worker in self.workers:

@@ -10,7 +10,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.router.admission import Objective, Ticket
@@ -63,15 +63,23 @@ PROBES_END_S = 30.0  # Afterwards only engines that are down are probed: no faul
 INTRODUCTION_MAX_S = 2.0  # How old what a router knows of an engine may be.
 PREFILL_RATE = 1e4
 LOOK_S = 0.5  # Between two looks at requests that wait: engines come and go.
-ADMISSIONS = [AdmissionSettings(max_running=2), AdmissionSettings(max_tokens=1)]
+ADMISSIONS = [
+    AdmissionSettings(max_running=2),
+    AdmissionSettings(max_tokens=1),
+]
 PULL_AMONG_PUSH = 0.2  # One pair of engines serves both kinds of routers.
 
 
-class Router:
-    def __init__(self, cluster: Cluster, machine: type[Machine]) -> None:
-        self.cluster, self.world, self._machine = cluster, cluster.world, machine
-        rng = self.world.rng
-        self._next_id = 0
+class Plan(NamedTuple):
+    """What all routers of a world have in common."""
+
+    settings: Mapping[str, RouterSettings]  # By mode.
+    decode_rate: float  # Of prompts.
+    num_workers: int
+
+    @classmethod
+    def draw(cls, cluster: Cluster) -> Plan:
+        world, rng = cluster.world, cluster.world.rng
         timeouts = LegTimeouts(prefill_s=PREFILL_S, first_byte_s=FIRST_TOKEN_S, answer_s=FIRST_TOKEN_S)
         settings: dict[str, Any] = {
             "prefill_urls": tuple(map(_url, cluster.producers)),
@@ -79,22 +87,37 @@ class Router:
             "policy": rng.choice(sorted(POLICIES)),
             "first_token": rng.random() < 0.7,
             "decode_leg": rng.choice(["at_once", "at_once", "late"]),
-            "hedge_prefill": self.world.rng_of_hedges.random() < 0.5,
+            "hedge_prefill": world.rng_of_hedges.random() < 0.5,
             "timeouts": timeouts,
-            "admission": self.world.rng_of_queue.choice([None, None, *ADMISSIONS]),
+            "admission": world.rng_of_queue.choice([None, None, *ADMISSIONS]),
         }
-        self.settings = {mode: RouterSettings(**settings, mode=mode) for mode in ("pull", "push")}
-        self._answers: dict[str, _Answer] = {}
+        by_mode = {mode: RouterSettings(**settings, mode=mode) for mode in ("pull", "push")}
         # `cost` hands a prompt over always, or unless P has a queue.
-        self._decode_rate = self.world.rng_of_router.choice([1.0, PREFILL_RATE / 2])
-        self._num_workers = self.world.rng_of_router.choice([0, 0, 0, 2, 3])
+        decode_rate = world.rng_of_router.choice([1.0, PREFILL_RATE / 2])
+        return cls(by_mode, decode_rate, world.rng_of_router.choice([0, 0, 0, 2, 3]))
+
+
+class Router:
+    def __init__(
+        self,
+        cluster: Cluster,
+        plan: Plan,
+        on_params: Callable[[str, dict[str, Any], Ask], None],
+        on_start: Callable[[Processes], None],
+    ) -> None:
+        """`on_start`: the router has started, or started again."""
+        self.cluster, self.world, self._machine = cluster, cluster.world, cluster.parts.router
+        self.settings, self._decode_rate, self._num_workers = plan
+        self.on_params, self._on_start = on_params, on_start
+        self._next_id = 0
+        self._answers: dict[str, _Answer] = {}
         self._start()
-        self.on_params: Callable[[str, dict[str, Any], Ask], None] = lambda role, params, ask: None
 
     def _start(self) -> None:
         self._met_at: dict[Engine, float] = {}
         self._probed: set[Engine] = set()
         self.processes = Processes(self.world, self._new_process, self._num_workers, self._note_all)
+        self._on_start(self.processes)
         self.hub = self.processes.hub
         self._probed.update(self.hub.fleet.engines)
         for engine in self.hub.fleet.engines:
@@ -130,6 +153,8 @@ class Router:
 
     def restart(self) -> None:
         """End the requests that run, and forget everything."""
+        if not self.is_alive:
+            return
         self.world.note("router", "restarts")
         self.world.count("router restarts")
         for answer in list(self._answers.values()):
@@ -137,6 +162,20 @@ class Router:
             answer.on(Stopped())
         self.processes.stop()
         self._start()
+
+    @property
+    def is_alive(self) -> bool:
+        return self.hub.is_alive
+
+    def kill(self, down_s: float) -> None:
+        """With all its processes. It starts again later, and has forgotten everything."""
+        self.world.note("router", "is killed")
+        self.world.count("routers killed")
+        for answer in list(self._answers.values()):
+            answer.ask.causes.add("the router was killed")
+            answer.kill()
+        self.processes.stop()
+        self.world.after(down_s, self._start)
 
     def kill_worker(self) -> None:
         """Its clients and its legs lose their connections. Another worker takes its place."""
@@ -264,6 +303,8 @@ class Router:
     def _noted(self, engine: Engine, probe: Probe) -> None:
         world = self.world
         world.count(f"probe: {probe.kind}")
+        if not self.is_alive:
+            return
         self.hub.fleet.note_probe(engine, probe, world.now)
         self.hub.fleet.tell(Probed(engine.key, probe.kind, probe.why, None))
         if (world.now < PROBES_END_S or not engine.is_up) and engine in self._probed:

@@ -10,7 +10,8 @@ from baton.engine.api import EngineOutput
 from baton.sim.checkers import bounded, whole
 from baton.sim.hosts.full.clients import Ask, Clients
 from baton.sim.hosts.full.cluster import Cluster
-from baton.sim.hosts.full.router import FIRST_TOKEN_S, Router
+from baton.sim.hosts.full.router import FIRST_TOKEN_S
+from baton.sim.hosts.full.routers import Routers
 from baton.sim.kernel.faults import FULL, FULL_COPIES, FULL_ROUTER, HEALTHY_FULL
 from baton.sim.kernel.lies import other_text
 from baton.sim.kernel.scenario import Scenario
@@ -18,7 +19,6 @@ from baton.sim.kernel.wire import Way
 from baton.sim.kernel.world import World
 
 EVENTS_MAX = 100_000
-WORKER_DIES = 0.3  # Of a router with several.
 
 
 class FullScenario(Scenario):
@@ -37,9 +37,8 @@ class FullScenario(Scenario):
         world, rng = self.world, self.world.rng
         world.note("all", world.faults)
         self.cluster = Cluster(world, self.parts, self.mode)
-        self.router = Router(self.cluster, self.parts.router)
+        self.routers = Routers(self.cluster, self.break_s, self._params_seen)
         self.clients = Clients(world, self.cluster.model, self._ask)
-        self.router.on_params = self._params_seen
         self._probes: list[Ask] = []
         for spec in self.cluster.specs.values():
             world.note(spec.name, spec)
@@ -55,10 +54,7 @@ class FullScenario(Scenario):
             if spec.offload is not None and world.rng_of_models.random() < 0.3:
                 reset = partial(cluster.reset_cache, spec.name)
                 world.after(world.rng_of_models.uniform(0, self.break_s), reset)
-        if world.rng_of_lies.random() < world.faults.router_stops:
-            world.after(world.rng_of_lies.uniform(0, self.break_s), self.router.restart)
-        if world.rng_of_router.random() < WORKER_DIES:
-            world.after(world.rng_of_router.uniform(0, self.break_s), self.router.kill_worker)
+        self.routers.schedule_faults()
         if world.chance(world.faults.clog):
             clog = partial(cluster.wire.clog, cluster.draw_way(), rng.choice([0.5, 4.0]))
             world.after(rng.uniform(0, self.break_s), clog)
@@ -76,18 +72,19 @@ class FullScenario(Scenario):
             bounded.check_answered(ask.outcome is not None, ask.name)
         for engine in self.cluster.hosts.values():
             whole.check_engine(engine)
+        self.routers.check_rest()
 
     # --- Clients ----------------------------------------------------------------------------------
 
     def _ask(self, ask: Ask) -> None:
         world = self.world
-        self.router.ask(ask)
+        self.routers.ask(ask)
         if world.chance(world.faults.abort):
             world.after(world.rng.choice([0.05, 0.5, 4.0]) * world.rng.random(), lambda: self._abort(ask))
 
     def _abort(self, ask: Ask) -> None:
         if ask.outcome is None:
-            self.router.hang_up(ask)
+            self.routers.hang_up(ask)
 
     def _params_seen(self, role: str, params: dict[str, Any], ask: Ask) -> None:
         """A third party brings them again, as they are or altered, with this prompt or another."""
@@ -116,4 +113,4 @@ class FullScenario(Scenario):
         def failed(kind: str, was_sent: bool) -> None:
             ask.end("error", kind)
 
-        self.router.leg(name, ask, params, FIRST_TOKEN_S, take_output, failed)
+        self.routers.first.leg(name, ask, params, FIRST_TOKEN_S, take_output, failed)
