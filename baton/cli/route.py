@@ -148,6 +148,13 @@ def route(
             min=0,
         ),
     ] = 0,
+    engines_by_priority: Annotated[
+        bool,
+        typer.Option(
+            help="With that cap: the engines compute urgent prompts first (`baton serve --scheduling-policy "
+            "priority`), so a prompt does not wait for less urgent ones."
+        ),
+    ] = False,
     max_running: Annotated[
         int, typer.Option(help="Cap: requests for each decode engine at once; 0: no cap.", min=0)
     ] = 0,
@@ -281,6 +288,7 @@ def route(
             admission = AdmissionSettings(
                 max_tokens=max_prefill_tokens,
                 max_running=max_running,
+                by_priority=engines_by_priority,
                 max_waiting=max_waiting,
                 ttft_s=max_ttft_s,
                 least_priority=least_priority,

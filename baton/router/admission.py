@@ -14,7 +14,8 @@ A request is refused with 429 and Retry-After if its first token is predicted to
 (Mooncake's early rejection), if its deadline passes while it waits, or if the queue is full and none in it
 has a lower priority.
 
-An engine has room for a prompt while it has fewer tokens to compute than its cap. Requests count from
+An engine has room for a prompt while it has fewer tokens to compute than its cap. If the engines compute
+urgent prompts first (`by_priority`), the tokens of less urgent ones do not count. Requests count from
 admission until they end. Each pool, the engines of one model, has a queue of its own.
 """
 
@@ -98,7 +99,7 @@ class Capacity(NamedTuple):
     num_requests: float = inf
     num_requests_elsewhere: int = 0  # In other processes.
     num_with_room: float = inf  # Engines that have fewer tokens to compute than their cap.
-    num_queued_tokens: int = 0  # Of prompts that all of them have still to compute.
+    num_queued_tokens: int = 0  # That all of them compute before a new prompt.
     num_computing: int = 1  # Engines that compute prompts.
     tokens_per_s: float | None = None  # Of one of them. None: not known.
 
@@ -208,8 +209,8 @@ class Admission:
     Call `pump` after `on_room`, when `wakes_at_s` has come, and now and then: engines come and go.
     """
 
-    def __init__(self, settings: AdmissionSettings, capacity: Callable[[str], Capacity | None]) -> None:
-        """`capacity`: of a pool. None: it has no engine, and there is nothing to wait for."""
+    def __init__(self, settings: AdmissionSettings, capacity: Callable[[str, int], Capacity | None]) -> None:
+        """`capacity`: of a pool, for a priority. None: it has no engine, and there is nothing to wait for."""
         self._settings, self._capacity = settings, capacity
         self._shares = dict(settings.shares)
         self._pools: dict[str, _Pool] = {}
@@ -233,14 +234,15 @@ class Admission:
 
         Raises RouterError.
         """
-        pool, capacity = self._pool(ticket.pool), self._capacity(ticket.pool)
+        pool, capacity = self._pool(ticket.pool), self._capacity(ticket.pool, ticket.priority)
         if capacity is None:
             self._admit(pool, ticket, now_s)
             return None
         self._check_deadline(pool, capacity, ticket, now_s)
-        if not pool.num_waiting and _has_room(pool, capacity):
-            pool.served.clear()  # No tenant waits for another one.
-            pool.clock = 0.0
+        if min(pool.queues, default=inf) > ticket.priority and _has_room(pool, capacity):
+            if not pool.num_waiting:
+                pool.served.clear()  # No tenant waits for another one.
+                pool.clock = 0.0
             self._admit(pool, ticket, now_s)
             return None
         displaced = []
@@ -249,6 +251,7 @@ class Admission:
             if last is None or last.priority <= ticket.priority:
                 raise _busy("too many requests wait", _wait_s(pool, capacity, ticket))
             pool.remove(last)
+            capacity = self._capacity(last.pool, last.priority) or capacity
             error = _busy("more important requests wait", _wait_s(pool, capacity, last))
             displaced.append(Ended(last, error))
         pool.put(ticket)
@@ -260,13 +263,13 @@ class Admission:
         ended = []
         while self.wakes_at_s <= now_s:
             late = heapq.heappop(self._deadlines)[2]
-            pool, capacity = self._pools[late.pool], self._capacity(late.pool)
+            pool, capacity = self._pools[late.pool], self._capacity(late.pool, late.priority)
             pool.remove(late)
             wait_s = _wait_s(pool, capacity, late) if capacity is not None else 0.0
             ended.append(Ended(late, _busy("the request has waited for too long", wait_s)))
         for name, pool in self._pools.items():
             while (ticket := pool.next()) is not None:
-                capacity = self._capacity(name)
+                capacity = self._capacity(name, ticket.priority)
                 if capacity is not None and not _has_room(pool, capacity):
                     break
                 pool.remove(ticket)

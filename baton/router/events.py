@@ -164,6 +164,7 @@ class Leg:
     num_chunks_before: int = 0  # That one.
     window: Window | None = None  # Of a sample of its stream.
     reader: PrefillReader | None = None
+    priority: int = 0
     outcome: str = "cancelled"  # For the metrics.
     is_broken: bool = False  # It sent what is no answer; what follows is not read.
 

@@ -7,6 +7,7 @@ refuses must not eject them one by one.
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -72,6 +73,7 @@ class Engine:
     num_failures: int = 0  # Legs without an answer, and answers of 500 and above.
     num_heard: int = 0  # Pieces of answers that have come from it.
     num_queued_tokens: int = 0  # Of prompts that it has still to compute, for this process.
+    num_queued_at: Counter[int] = field(default_factory=Counter, repr=False)  # The same, by priority.
     num_indexed_blocks: int | None = None  # Of its cache, known from its KV events.
     prefill_rate: Rate = field(default_factory=Rate, repr=False)  # Tokens per second.
     busy: BusyTime = field(default_factory=BusyTime, repr=False)  # With this process's prompts.
@@ -117,6 +119,11 @@ class Engine:
     def queued_tokens(self) -> int:
         """Of prompts that it has still to compute, for all processes of this router."""
         return self.num_queued_tokens + self.elsewhere.num_queued_tokens
+
+    def num_queued_before(self, priority: int) -> int:
+        """The same, of prompts that are as urgent or more. Those of other processes all count."""
+        own = sum(count for one, count in self.num_queued_at.items() if one <= priority)
+        return own + self.elsewhere.num_queued_tokens
 
     @property
     def speeds(self) -> Speeds | None:
@@ -225,7 +232,7 @@ class Fleet:
         are_eligible = [
             self.may_take(engine, request) and engine not in tried and is_fit(engine) for engine in engines
         ]
-        are_eligible = self._with_room(engines, are_eligible)
+        are_eligible = self._with_room(engines, are_eligible, request.priority)
         candidates = [IDLE] * len(engines)
         if self._policy is choose_least_cost:
             candidates = self.candidates(engines, request, are_eligible)
@@ -267,7 +274,8 @@ class Fleet:
                 for one in costs
                 if self._has_place(consumers[one.consumer])
                 and self._has_room(
-                    consumers[one.consumer] if one.producer is None else producers[one.producer]
+                    consumers[one.consumer] if one.producer is None else producers[one.producer],
+                    request.priority,
                 )
             ]
             costs = below_caps or costs
@@ -334,7 +342,7 @@ class Fleet:
         if own is not None and not _is_alike(own, rate):
             rate = own
         return Candidate(
-            engine.num_queued_tokens + elsewhere.num_queued_tokens,
+            self._queued_tokens(engine, request.priority),
             engine.in_flight + elsewhere.in_flight,
             request.num_cached(engine.url),
             rate,
@@ -386,8 +394,8 @@ class Fleet:
         serving = (one for one in self._engines["decode"] if self.may_take(one, request))
         return next((one.identity.name for one in serving if one.identity is not None), "")
 
-    def capacity(self, pool: str) -> Capacity | None:
-        """None: no decode engine serves this pool now."""
+    def capacity(self, pool: str, priority: int) -> Capacity | None:
+        """For a request. None: no decode engine serves this pool now."""
         caps = self._admission
         assert caps is not None
         engines = [
@@ -405,25 +413,32 @@ class Fleet:
         return Capacity(
             len(decode) * caps.max_running or inf,
             sum(one.elsewhere.in_flight for one in decode),
-            sum(map(self._has_room, computing)) if caps.max_tokens else inf,
-            sum(one.queued_tokens for one in computing),
+            sum(self._has_room(one, priority) for one in computing) if caps.max_tokens else inf,
+            sum(self._queued_tokens(one, priority) for one in computing),
             len(computing),
             sum(rates) / len(rates) if rates else None,
         )
 
-    def _with_room(self, engines: Sequence[Engine], are_eligible: list[bool]) -> list[bool]:
+    def _with_room(self, engines: Sequence[Engine], are_eligible: list[bool], priority: int) -> list[bool]:
         """Those of them that are below their cap; all of them, if none is."""
         if self._admission is None:
             return are_eligible
         have_room = [
-            is_eligible and (self._has_room(one) if one.role == "prefill" else self._has_place(one))
+            is_eligible and (self._has_room(one, priority) if one.role == "prefill" else self._has_place(one))
             for one, is_eligible in zip(engines, are_eligible, strict=True)
         ]
         return have_room if any(have_room) else are_eligible
 
-    def _has_room(self, engine: Engine) -> bool:
+    def _has_room(self, engine: Engine, priority: int) -> bool:
         """For a prompt that it is to compute."""
-        return self._admission is None or engine.queued_tokens < (self._admission.max_tokens or inf)
+        max_tokens = self._admission.max_tokens if self._admission is not None else 0
+        return not max_tokens or self._queued_tokens(engine, priority) < max_tokens
+
+    def _queued_tokens(self, engine: Engine, priority: int) -> int:
+        """That the engine computes before a new prompt."""
+        if self._admission is not None and self._admission.by_priority:
+            return engine.num_queued_before(priority)
+        return engine.queued_tokens
 
     def _has_place(self, consumer: Engine) -> bool:
         """For an answer."""
@@ -433,20 +448,26 @@ class Fleet:
         names, model = engine.names, request.model
         return engine.is_eligible and (names is None or model is None or model == "" or model in names)
 
-    def note_start(self, engine: Engine, num_tokens: int = 0) -> None:
+    def note_start(self, engine: Engine, num_tokens: int = 0, priority: int = 0) -> None:
         """A leg to this engine begins, with so many tokens of a prompt to compute.
 
         Its end is noted with `note_end`, that of the prompt with `note_computed`.
         """
         engine.in_flight += 1
         engine.num_requests += 1
-        engine.num_queued_tokens += num_tokens
+        self._add_queued(engine, num_tokens, priority)
         self.on_load()
 
-    def note_computed(self, engine: Engine, num_tokens: int) -> None:
+    def note_computed(self, engine: Engine, num_tokens: int, priority: int = 0) -> None:
         """Or given up."""
-        engine.num_queued_tokens -= num_tokens
+        self._add_queued(engine, -num_tokens, priority)
         self.on_load()
+
+    def _add_queued(self, engine: Engine, num_tokens: int, priority: int) -> None:
+        engine.num_queued_tokens += num_tokens
+        engine.num_queued_at[priority] += num_tokens
+        if not engine.num_queued_at[priority]:
+            del engine.num_queued_at[priority]
 
     def note_end(self, engine: Engine) -> None:
         engine.in_flight -= 1

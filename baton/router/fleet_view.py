@@ -37,11 +37,18 @@ class FleetView:
         self.look_min_tokens = CHUNK_TOKENS if settings.kv_events else None
         self._num_routed = 0
 
-    def route(self, prefix_key: bytes, model: object = None, num_tokens: int = 0) -> RoutedRequest:
+    def route(
+        self, prefix_key: bytes, model: object = None, num_tokens: int = 0, priority: int = 0
+    ) -> RoutedRequest:
         """`model`: of the request's body, as it is. `num_tokens`: of its prompt."""
         self._num_routed += 1
         return RoutedRequest(
-            self._num_routed, prefix_key, model, num_tokens, num_output_tokens=self.fleet.expected_output
+            self._num_routed,
+            prefix_key,
+            model,
+            num_tokens,
+            num_output_tokens=self.fleet.expected_output,
+            priority=priority,
         )
 
     def choose(

@@ -140,7 +140,8 @@ class Machine:
         self._effects: list[Effect] = []
         self._then: Callable[[], None] = self._attempt  # After MEETING or CLOSING.
         self._shape = shape = shape_of(request.body)
-        self._routed = view.route(shape.prefix_key, request.body.get("model"), shape.num_prompt_tokens)
+        model, priority = request.body.get("model"), request.objective.priority
+        self._routed = view.route(shape.prefix_key, model, shape.num_prompt_tokens, priority)
         self._num_prompt_tokens = shape.num_prompt_tokens
         self._local_reason = shape.direct_reason  # Or of this attempt: "cheaper".
         if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
@@ -962,12 +963,24 @@ class Machine:
         """`num_tokens`: that the engine has to compute."""
         was_alone = not engine.load
         num_before = engine.queued_tokens
-        leg = Leg(role, engine, body, wait_s, self._now_s, was_alone, num_tokens, num_before, reader=reader)
+        priority = self._routed.priority
+        leg = Leg(
+            role,
+            engine,
+            body,
+            wait_s,
+            self._now_s,
+            was_alone,
+            num_tokens,
+            num_before,
+            reader=reader,
+            priority=priority,
+        )
         if self._ticket is not None and self._view.admission is not None:
             self._view.admission.note_start(self._ticket)
         # D's whole answer takes longer than its prompt.
         note_start(leg, self._now_s, shows_first=role == "prefill" or self._first.is_stream)
-        self._view.fleet.note_start(engine, num_tokens)
+        self._view.fleet.note_start(engine, num_tokens, priority)
         self._open_legs.append(leg)
         self._effects.append(leg)
         return leg
@@ -984,7 +997,7 @@ class Machine:
     def _note_computed(self, leg: Leg) -> None:
         num_tokens, leg.num_queued_tokens = leg.num_queued_tokens, 0
         if num_tokens:
-            self._view.fleet.note_computed(leg.engine, num_tokens)
+            self._view.fleet.note_computed(leg.engine, num_tokens, leg.priority)
             if self._view.admission is not None:
                 self._view.admission.on_room()
 

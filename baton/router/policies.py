@@ -39,6 +39,7 @@ class RoutedRequest:
     num_tokens: int = 0  # Of its prompt; for text a guess.
     cached: Mapping[str, int] = field(default_factory=dict)  # Tokens of it that engines have, by URL.
     num_output_tokens: float = EXPECTED_OUTPUT
+    priority: int = 0  # Less is more urgent.
 
     def num_cached(self, url: str) -> int:
         return min(self.cached.get(url, 0), self.num_tokens)

@@ -91,6 +91,7 @@ class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_running: int = 0  # Requests of a decode engine at once; 0: no cap.
     max_waiting: int = 1024  # Requests that wait; more get 429.
     ttft_s: float = 60.0  # A request whose first token is predicted later gets 429. So long one may wait.
+    by_priority: bool = False  # Engines compute urgent prompts first: what is less urgent does not count.
     least_priority: int = 0  # Least, and thus earliest, value of `priority` that clients may name.
     tenant_header: str | None = None  # That names the tenant; a gateway must set it. None: by API key.
     shares: tuple[tuple[str, float], ...] = ()  # Of tenants, compared with 1 of all others.
@@ -101,6 +102,8 @@ class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("must not be negative", field=f"admission.{name}")
         if not self.max_tokens and not self.max_running:
             raise ConfigError("needs max_tokens or max_running", field="admission")
+        if self.by_priority and not self.max_tokens:
+            raise ConfigError("needs max_tokens", field="admission.by_priority")
         if self.max_waiting < 1:
             raise ConfigError("must be at least 1", field="admission.max_waiting")
         if not self.ttft_s > 0:

@@ -23,7 +23,7 @@ def ticket(tenant: str = "", priority: int = 0, *, ends_s: float = inf, num_toke
 
 def admission(num_requests: float = 1, num_with_room: float = inf, **settings: Any) -> Admission:
     chosen = AdmissionSettings(**{"max_running": 1, **settings})
-    return Admission(chosen, lambda pool: Capacity(num_requests, 0, num_with_room))
+    return Admission(chosen, lambda pool, priority: Capacity(num_requests, 0, num_with_room))
 
 
 def order_of(queue: Admission, tickets: list[Ticket]) -> list[Ticket]:
@@ -93,6 +93,16 @@ def test_an_engine_with_room_gets_one_prompt_until_it_is_known_to_have_it() -> N
     assert queue.pump(0.0) == [Ended(second, None)]
 
 
+def test_engines_by_priority_have_room_for_an_urgent_prompt() -> None:
+    room_for = {0: 1, 1: 0}
+    settings = AdmissionSettings(max_tokens=1, by_priority=True)
+    queue = Admission(settings, lambda pool, priority: Capacity(inf, 0, room_for[priority]))
+    late, urgent = ticket(priority=1), ticket(priority=0)
+    assert queue.ask(late, 0.0) == []
+    assert queue.ask(urgent, 0.0) is None
+    assert queue.ask(ticket(priority=0), 0.0) == [], "the room is taken"
+
+
 def test_the_first_in_the_queue_is_not_passed() -> None:
     queue = admission(num_requests=inf, num_with_room=1)
     running = ticket()
@@ -106,7 +116,7 @@ def test_the_first_in_the_queue_is_not_passed() -> None:
 
 def test_a_request_that_would_be_late_is_refused_at_once() -> None:
     capacity = Capacity(inf, 0, 0, 1000, num_computing=2, tokens_per_s=100.0)
-    queue = Admission(AdmissionSettings(max_tokens=500), lambda pool: capacity)
+    queue = Admission(AdmissionSettings(max_tokens=500), lambda pool, priority: capacity)
     with pytest.raises(RouterError, match=r"predicted in 6\.0 s, 1\.0 s too late") as caught:
         queue.ask(ticket(num_tokens=100, ends_s=5.0), 0.0)
     assert (caught.value.status, caught.value.retry_after_s) == (429, 1)
@@ -115,7 +125,7 @@ def test_a_request_that_would_be_late_is_refused_at_once() -> None:
 
 def test_less_important_requests_do_not_make_others_late() -> None:
     capacity = Capacity(inf, 0, 0, 1000, tokens_per_s=100.0)
-    queue = Admission(AdmissionSettings(max_tokens=1000), lambda pool: capacity)
+    queue = Admission(AdmissionSettings(max_tokens=1000), lambda pool, priority: capacity)
     for _ in range(10):
         queue.ask(ticket(priority=1, num_tokens=1000), 0.0)
     assert queue.ask(ticket(num_tokens=100, ends_s=11.0), 0.0) == []
@@ -125,7 +135,7 @@ def test_less_important_requests_do_not_make_others_late() -> None:
 
 def test_another_tenants_requests_make_a_tenant_late_by_its_turn_only() -> None:
     capacity = Capacity(inf, 0, 0, 1000, tokens_per_s=100.0)
-    queue = Admission(AdmissionSettings(max_tokens=1000), lambda pool: capacity)
+    queue = Admission(AdmissionSettings(max_tokens=1000), lambda pool, priority: capacity)
     for _ in range(10):
         queue.ask(ticket("many", num_tokens=100), 0.0)
     assert queue.ask(ticket("few", num_tokens=100, ends_s=12.0), 0.0) == []
@@ -194,7 +204,7 @@ def test_a_full_queue_says_when_to_come_again() -> None:
 def test_without_a_decode_engine_nobody_waits() -> None:
     """The request fails as it does without a queue: with 503."""
     capacities: list[Capacity | None] = [Capacity(1)]
-    queue = Admission(SETTINGS, lambda pool: capacities[0])
+    queue = Admission(SETTINGS, lambda pool, priority: capacities[0])
     queue.ask(ticket(), 0.0)
     waiting = ticket()
     queue.ask(waiting, 0.0)
@@ -204,7 +214,7 @@ def test_without_a_decode_engine_nobody_waits() -> None:
 
 
 def test_load_of_other_processes_takes_room() -> None:
-    queue = Admission(SETTINGS, lambda pool: Capacity(2, 1))
+    queue = Admission(SETTINGS, lambda pool, priority: Capacity(2, 1))
     assert queue.ask(ticket(), 0.0) is None
     assert queue.ask(ticket(), 0.0) == []
 
@@ -236,8 +246,9 @@ class Twin:
         return len(self.running) < self.num_requests and len(self.starting) < self.num_with_room
 
     def ask(self, one: Ticket) -> bool:
-        if not self.waiting and self.has_room:
-            self.had, self.clock = {}, 0.0
+        if self.has_room and all(other.priority > one.priority for other in self.waiting):
+            if not self.waiting:
+                self.had, self.clock = {}, 0.0
             self._admit(one)
             return True
         same = [

@@ -66,6 +66,7 @@ LOOK_S = 0.5  # Between two looks at requests that wait: engines come and go.
 ADMISSIONS = [
     AdmissionSettings(max_running=2),
     AdmissionSettings(max_tokens=1),
+    AdmissionSettings(max_tokens=1, by_priority=True),
 ]
 PULL_AMONG_PUSH = 0.2  # One pair of engines serves both kinds of routers.
 
