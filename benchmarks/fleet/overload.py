@@ -1,6 +1,6 @@
 """Twice the load that the fleet can serve: what requests of high priority get, with the router's queue.
 
-    BATON_TRACES=FOLDER python -m benchmarks overload       three minutes; traces as for `fleet`
+    BATON_TRACES=FOLDER python -m benchmarks overload       five minutes; traces as for `fleet`
 
 One request in five has high priority (drawn with a fixed seed). The load that the fleet can serve is measured
 first: the trace arrives at once, and its prompts per second are counted. Then the requests arrive twice as
@@ -48,10 +48,13 @@ OVERLOAD = 2.0
 AT_ONCE = 1e9  # Speed.
 NUM_REAL = 100
 NUM_ROUNDS = 3
+STEP_TOKENS = 256  # Of prompts. An urgent one waits for at most two steps.
+CORES = {"prefill": 0, "decode": 1}  # An engine has one for itself, as it would have a GPU.
+CAP = ["--max-prefill-tokens", "500"]
+# Of the routers, by the order in which the engines compute prompts.
 REAL_OPTIONS = {
-    "no queue": [],
-    "cap of 500 tokens": ["--max-prefill-tokens", "500"],
-    "cap of 500 tokens and 8 answers": ["--max-prefill-tokens", "500", "--max-running", "8"],
+    "fcfs": {"no queue": [], "cap of 500 tokens": CAP},
+    "priority": {"no queue": [], "cap of 500 tokens": [*CAP, "--engines-by-priority"]},
 }
 TTFT_S = 30.0  # Of low priority; more is refused.
 ADMISSIONS: dict[str, AdmissionSettings | None] = {
@@ -161,14 +164,16 @@ def main() -> int:
 
 def measure_real(folder: Path) -> dict[str, dict[str, dict[str, float]]]:
     results = {}
-    with running_fleet() as (processes, model):
-        ports = free_ports(12 + len(REAL_OPTIONS))
-        urls, _ = start_engines(processes, model, ports[:12])
-        routers = start_routers(processes, urls, REAL_OPTIONS, ports[12:])
-        for trace in NUM_REQUESTS:
-            requests = with_priorities(read_trace(folder / f"{trace}_trace.jsonl", NUM_REAL))
-            asks = [scaled(one)._replace(priority=one.objective.priority) for one in requests]
-            results[trace] = asyncio.run(_measure_real(asks, routers))
+    for order, options in REAL_OPTIONS.items():
+        with running_fleet() as (processes, model):
+            ports = free_ports(3 * len(CORES) + len(options))
+            extra = ["--scheduling-policy", order, "--max-num-batched-tokens", str(STEP_TOKENS)]
+            urls, _ = start_engines(processes, model, ports, list(CORES), extra, CORES)
+            routers = start_routers(processes, urls, options, ports[3 * len(CORES) :])
+            for trace in NUM_REQUESTS:
+                requests = with_priorities(read_trace(folder / f"{trace}_trace.jsonl", NUM_REAL))
+                asks = [scaled(one)._replace(priority=one.objective.priority) for one in requests]
+                results[f"{trace}, engines by {order}"] = asyncio.run(_measure_real(asks, routers))
     return results
 
 

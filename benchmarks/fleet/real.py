@@ -1,6 +1,6 @@
 """Routing policies with real engines: two prefill and two decode engines, and a trace that is scaled down.
 
-    BATON_TRACES=FOLDER python -m benchmarks policies     ten minutes; traces as for `fleet`
+    BATON_TRACES=FOLDER python -m benchmarks policies     fifteen minutes; traces as for `fleet`
 
 Blocks of the trace have TOKENS_PER_BLOCK tokens here, and prompts and answers are as much shorter; equal ids
 are equal tokens still. One router for each policy has the same four engines (`baton serve`, a small model
@@ -47,7 +47,7 @@ from benchmarks.fleet.world import Choose, Request, World, read_trace
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "policies.json"
 TOKENS_PER_BLOCK = 64  # 512 in the trace.
 SCALE = 512 // TOKENS_PER_BLOCK
-NUM_REQUESTS = 60
+NUM_REQUESTS = 120
 NUM_READ = 3_000  # Of the trace.
 SESSION_BLOCK, SESSION_REQUESTS_MIN = 3, 3  # Requests of a session have this block in common.
 PROMPT_TOKENS_MAX = 6_000
@@ -227,20 +227,28 @@ def simulate(path: Path, load: float, policy: Policy) -> dict[str, float]:
     }
 
 
-def start_engines(fleet: Fleet, model: Path, ports: Sequence[int]) -> tuple[dict[str, list[str]], list[str]]:
-    """Start two prefill and two decode engines. Return their addresses, and a router's options for KV events.
+def start_engines(
+    fleet: Fleet,
+    model: Path,
+    ports: Sequence[int],
+    roles: Sequence[str] = ("prefill", "prefill", "decode", "decode"),
+    options: Sequence[str] = (),
+    cores: Mapping[str, int] | None = None,
+) -> tuple[dict[str, list[str]], list[str]]:
+    """Return the engines' addresses, and a router's options for KV events.
 
-    `ports`: twelve.
+    `ports`: three for each engine. `cores`: of the machine, by role.
     """
-    handoff, roles = HandoffArguments(), ["prefill", "prefill", "decode", "decode"]
+    handoff, cores = HandoffArguments(), cores or {}
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     events: list[str] = []
     ready = {}
     for number, role in enumerate(roles):
         kv_role: KVRole = "kv_producer" if role == "prefill" else "kv_consumer"
-        endpoint, replay_endpoint = (f"tcp://127.0.0.1:{ports[4 + 2 * number + one]}" for one in (0, 1))
+        first = len(roles) + 2 * number
+        endpoint, replay_endpoint = (f"tcp://127.0.0.1:{ports[first + one]}" for one in (0, 1))
         config = {"enable_kv_cache_events": True, "endpoint": endpoint, "replay_endpoint": replay_endpoint}
-        extra = ("--kv-events-config", json.dumps(config))
+        extra = ("--kv-events-config", json.dumps(config), *options)
         plan = EnginePlan(
             f"{role}-{number}",
             ports[number],
@@ -253,7 +261,8 @@ def start_engines(fleet: Fleet, model: Path, ports: Sequence[int]) -> tuple[dict
             ),
             handoff.transfer_config(f"{role}-{number}", kv_role),
         )
-        child = fleet.start(plan.name, plan.command(), env={"OMP_NUM_THREADS": "1"})
+        pinned = ["taskset", "-c", str(cores[role])] if role in cores else []
+        child = fleet.start(plan.name, [*pinned, *plan.command()], env={"OMP_NUM_THREADS": "1"})
         ready[child] = f"{plan.url}/health"
         urls[role].append(plan.url)
         events += ["--kv-events", f"{plan.url}={endpoint},{replay_endpoint}"]
