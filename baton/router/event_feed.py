@@ -5,7 +5,8 @@
 
 A batch that is missed may have removed a block. It is asked for again; batches that follow wait meanwhile. If
 the engine has it no more, all that is known of the engine is forgotten. Numbers that begin again are a new
-engine's. Pure: the transport is `shell/index_process.py`.
+engine's. An engine that does not answer, and sends nothing meanwhile, is not believed any more: its last
+batches may be missing. Pure: the transport is `shell/index_process.py`.
 """
 
 from collections.abc import Sequence
@@ -78,10 +79,13 @@ class EventFeed:
     def on_replayed(self, number: int, batch: Batch) -> list[FeedEffect]:
         return self._take(number, batch)
 
-    def on_replay_end(self) -> list[FeedEffect]:
+    def on_replay_end(self, *, is_complete: bool) -> list[FeedEffect]:
         """All have come; or the engine has not answered in time."""
         self._is_replaying = False
         held, self._held = self._held, []
+        if not is_complete and not held:
+            self._next, self._last_live = 0, None  # If it answers later, it is asked for all that it has.
+            return [Forget()]
         return [effect for number, batch in held for effect in self._take(number, batch)]
 
     def _take(self, number: int, batch: Batch) -> list[FeedEffect]:

@@ -59,16 +59,19 @@ class Router:
         """The engine answers with what it has kept, or breaks off."""
         if (first := self.wanted) is None:
             return
+        has_heard = bool(self.feed._held)
         kept = range(max(first, len(engine.log) - BUFFER), len(engine.log))
         for number in kept[:num_answers]:
             self.carry_out(self.feed.on_replayed(number, engine.log[number]))
         self.wanted = None
-        self.carry_out(self.feed.on_replay_end())
+        self.carry_out(self.feed.on_replay_end(is_complete=num_answers == BUFFER))
+        if num_answers < BUFFER and not has_heard:
+            assert not self.blocks, "a silent engine is believed"
 
 
 STEPS = st.one_of(
     st.tuples(st.sampled_from(["heard", "lost"]), st.lists(st.integers(0, 5), min_size=1, max_size=3)),
-    st.tuples(st.sampled_from(["replay", "break off", "check", "restart"]), st.just([0])),
+    st.tuples(st.sampled_from(["replay", "break off", "no answer", "check", "restart"]), st.just([0])),
 )
 
 
@@ -90,11 +93,24 @@ def _begin_without_forgetting(self: EventFeed) -> list[FeedEffect]:
     return self.check()
 
 
+def _end_without_an_answer(self: EventFeed, *, is_complete: bool) -> list[FeedEffect]:
+    """What a silent engine has said before is believed."""
+    return _on_replay_end(self, is_complete=True)
+
+
+_on_replay_end = EventFeed.on_replay_end
+
+
 @pytest.mark.parametrize(
     ("method", "mutant", "steps"),
     [
         ("_take", _take_after_a_gap, [("heard", [1]), ("lost", [1])]),
         ("begin", _begin_without_forgetting, [("heard", [1]), ("restart", [0])]),
+        (
+            "on_replay_end",
+            _end_without_an_answer,
+            [("heard", [1]), ("replay", [0]), ("check", [0]), ("no answer", [0])],
+        ),
     ],
 )
 def test_a_stale_index_that_is_believed_is_noticed(
@@ -102,7 +118,7 @@ def test_a_stale_index_that_is_believed_is_noticed(
 ) -> None:
     monkeypatch.setattr(EventFeed, method, mutant)
     with pytest.raises(AssertionError):
-        check_blocks(steps, can_replay=False)
+        check_blocks(steps, can_replay=method == "on_replay_end")
 
 
 def check_blocks(steps: list[tuple[str, list[int]]], *, can_replay: bool) -> None:
@@ -113,14 +129,14 @@ def check_blocks(steps: list[tuple[str, list[int]]], *, can_replay: bool) -> Non
                 number, batch = engine.step(names)
                 if what == "heard":
                     router.carry_out(router.feed.on_live(number, batch))
-            case "replay" | "break off":
-                router.replay(engine, 1 if what == "break off" else BUFFER)
+            case "replay" | "break off" | "no answer":
+                router.replay(engine, BUFFER if what == "replay" else int(what == "break off"))
             case "check":
                 router.carry_out(router.feed.check())
             case "restart":
                 engine = Engine()
                 router.wanted = None
-                router.carry_out(router.feed.on_replay_end())
+                router.carry_out(router.feed.on_replay_end(is_complete=True))
                 router.carry_out(router.feed.begin())
     number, batch = engine.step([99])
     router.carry_out(router.feed.on_live(number, batch))
@@ -135,14 +151,14 @@ def check_blocks(steps: list[tuple[str, list[int]]], *, can_replay: bool) -> Non
 def test_a_missed_batch_is_asked_for_again_and_the_next_one_waits() -> None:
     feed = EventFeed(can_replay=True)
     assert feed.begin() == [Forget(), Replay(0)]
-    assert feed.on_replay_end() == []
+    assert feed.on_replay_end(is_complete=True) == []
     assert feed.on_live(0, []) == [Apply([])]
     later = [stored(2)]
     assert feed.on_live(2, later) == [Replay(1)]
     missed = [stored(1)]
     assert feed.on_replayed(1, missed) == [Apply(missed)]
     assert feed.on_replayed(2, later) == [Apply(later)]
-    assert feed.on_replay_end() == []
+    assert feed.on_replay_end(is_complete=True) == []
     assert feed.num_lost == 0
 
 
@@ -157,13 +173,13 @@ def test_without_a_replay_a_gap_is_a_loss() -> None:
 def test_numbers_that_begin_again_are_a_new_engines() -> None:
     feed = EventFeed(can_replay=True)
     feed.begin()
-    feed.on_replay_end()
+    feed.on_replay_end(is_complete=True)
     for number in range(3):
         feed.on_live(number, [])
     new = [stored(7)]
     assert feed.on_live(0, new) == [Forget(), Replay(0)]
     assert feed.on_replayed(0, new) == [Apply(new)]
-    assert feed.on_replay_end() == []
+    assert feed.on_replay_end(is_complete=True) == []
 
 
 def test_batches_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,5 +188,5 @@ def test_batches_that_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     feed.begin()
     for number in range(5):
         feed.on_live(number, [stored(number)])
-    effects = feed.on_replay_end()
+    effects = feed.on_replay_end(is_complete=True)
     assert effects == [Forget(), Apply([stored(3)]), Apply([stored(4)])]

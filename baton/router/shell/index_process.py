@@ -133,6 +133,7 @@ class _Source:
 
     async def _replay(self, first: int) -> None:
         assert self._source.replay_endpoint is not None
+        is_complete = False
         try:
             with self._context.socket(zmq.DEALER) as asking:
                 asking.setsockopt(zmq.LINGER, 0)
@@ -141,10 +142,11 @@ class _Source:
                 async with asyncio.timeout(REPLAY_S):
                     await asking.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
                     await self._read_replay(asking)
+            is_complete = True
         except TimeoutError:
             logger.warning("%s did not repeat its KV events", self._source.url)
         finally:
-            self._carry_out(self._feed.on_replay_end())
+            self._carry_out(self._feed.on_replay_end(is_complete=is_complete))
 
     async def _read_replay(self, asking: "zmq.asyncio.Socket") -> None:
         num_read = 0
