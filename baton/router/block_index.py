@@ -27,6 +27,7 @@ from baton.contract.events import (
 )
 
 CHUNK_TOKENS = 256  # A chunk counts when its last block is there.
+HOME_TOKENS = 2048  # More than most system prompts have: else all prompts had one home.
 ENGINES_MAX = 512
 _KEY_BYTES = 8
 # An entry is one integer: key, the number of the block in its prompt, and the tiers that have it.
@@ -66,6 +67,12 @@ def prefix_keys(token_ids: Sequence[int], block_size: int, root: int) -> list[in
         if (number + 1) % per_chunk == 0:
             keys.append(key)
     return keys
+
+
+def home_key(keys: Sequence[int], block_size: int) -> int:
+    """Equal for prompts whose first HOME_TOKENS are equal. 0: for prompts of less than a chunk."""
+    num_chunks = max(1, HOME_TOKENS // (blocks_per_chunk(block_size) * block_size))
+    return keys[min(num_chunks, len(keys)) - 1] if keys else 0
 
 
 def blocks_per_chunk(block_size: int) -> int:

@@ -9,6 +9,11 @@ Every number of an engine is what the router knows: queues are of its own reques
 index's, speeds are learned (`rates`) and start as those of a modelled engine.
 
 A request waits for a busy engine that has its prefix if that is sooner than to compute the prefix elsewhere.
+
+A prompt that is handed over is in two caches afterwards. So that the caches of all engines together hold
+more, each prompt has a home, by the hash of its beginning: some are handed over, the others are not, as long
+as the difference in cost is small.
+
 Pull or push is not weighed: `--mode` says which. Push has the first token at the same time and the second
 one never later.
 """
@@ -20,6 +25,9 @@ import msgspec
 
 # Of the time that a prompt takes on a decode engine, for each answer that it delays there.
 HARM = 0.05
+# Of the time that a prompt takes, for a placement away from its home.
+AWAY = 0.4
+KEYS = 2**64
 EXPECTED_OUTPUT = 300  # Tokens of an answer, as long as no stream has ended.
 PREFILL_TOKENS_PER_S = 10_000.0  # Of an engine, as long as no engine's speed is known.
 TOKEN_S = 0.000_15  # That one more answer adds to each step of the others, as long as it is not known.
@@ -76,11 +84,13 @@ def placements(
     load_s: LoadTime = usual_load_s,
     *,
     is_push: bool = False,
+    home: int = 0,
 ) -> list[Placement]:
     """For each consumer: alone, and with the producer that computes the prompt first.
 
-    `num_output_tokens`: expected. Takes time in proportion to all candidates together: how fast the pairs are
-    does not change the choice of the producer.
+    `num_output_tokens`: expected. `home`: a key of 64 bits that is the prompt's; 0: it has no home. Takes
+    time in proportion to all candidates together: how fast the pairs are does not change the choice of the
+    producer.
     """
     found: list[Placement] = []
     times_s = [prefill_s(producer, num_tokens) for producer in producers]
@@ -88,14 +98,18 @@ def placements(
     best = times_s.index(ttft_s) if times_s else None
     if best is not None and is_push:
         hidden_s = ttft_s - producers[best].num_queued_tokens / producers[best].prefill_tokens_per_s
+    # As many prompts have their home with the producers as there are producers among the engines.
+    is_alone_away = home < KEYS * len(producers) / max(1, len(producers) + len(consumers))
     for number, candidate in enumerate(consumers):
         busy_s = candidate.num_queued_tokens / candidate.prefill_tokens_per_s
         rest_s = later_s(candidate, num_output_tokens)
         alone_s = prefill_s(candidate, num_tokens)
         harm_s = HARM * candidate.num_running * (alone_s - busy_s)
-        found.append(Placement(None, number, alone_s, alone_s + harm_s + rest_s))
+        away_s = AWAY * num_tokens / candidate.prefill_tokens_per_s if home else 0.0
+        away_alone_s, away_split_s = (away_s, 0.0) if is_alone_away else (0.0, away_s)
+        found.append(Placement(None, number, alone_s, alone_s + harm_s + away_alone_s + rest_s))
         if best is not None:
             num_loaded = max(0, num_tokens - candidate.num_cached_tokens)
             left_s = max(0.0, load_s(best, number, num_loaded) - hidden_s)
-            found.append(Placement(best, number, ttft_s, ttft_s + left_s + rest_s))
+            found.append(Placement(best, number, ttft_s, ttft_s + left_s + away_split_s + rest_s))
     return found

@@ -85,6 +85,7 @@ class Found:
 
     num_tokens: int  # Of the prompt; 0: not known.
     cached: Mapping[str, int]  # Tokens that an engine has, by its URL.
+    home: int = 0  # See `block_index.home_key`.
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,19 +268,20 @@ class Fleet:
             if self.may_take(engine, request) and engine not in bad_producers
         ]
         costs = self._placements(request, producers, consumers, load_s)
-        if self._admission is not None:
-            below_caps = [
-                one
-                for one in costs
-                if self._has_place(consumers[one.consumer])
-                and self._has_room(
-                    consumers[one.consumer] if one.producer is None else producers[one.producer],
-                    request.priority,
-                )
-            ]
-            costs = below_caps or costs
+        costs = [one for one in costs if self._is_below_caps(one, request, producers, consumers)] or costs
         found = min(costs, key=lambda one: one.cost_s, default=None)
         return None if found is None else (consumers[found.consumer], found.producer is None)
+
+    def _is_below_caps(
+        self,
+        placement: Placement,
+        request: RoutedRequest,
+        producers: Sequence[Engine],
+        consumers: Sequence[Engine],
+    ) -> bool:
+        consumer = consumers[placement.consumer]
+        computing = consumer if placement.producer is None else producers[placement.producer]
+        return self._has_place(consumer) and self._has_room(computing, request.priority)
 
     def _placements(
         self,
@@ -296,6 +297,7 @@ class Fleet:
             self.candidates(consumers, request),
             lambda first, second, num_tokens: load_s(producers[first], consumers[second], num_tokens),
             is_push=self._is_push,
+            home=request.home,
         )
 
     def explain(self, request: RoutedRequest, load_s: LoadSeconds) -> list[dict[str, Any]]:
@@ -309,6 +311,7 @@ class Fleet:
                 "decode": consumers[one.consumer].url,
                 "ttft_s": one.ttft_s,
                 "cost_s": one.cost_s,
+                "is_below_caps": self._is_below_caps(one, request, producers, consumers),
             }
             for one in found
         ]

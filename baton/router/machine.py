@@ -241,7 +241,9 @@ class Machine:
 
     def _on_found(self, event: Found) -> None:
         self._num_prompt_tokens = event.num_tokens or self._num_prompt_tokens
-        self._routed = replace(self._routed, num_tokens=self._num_prompt_tokens, cached=event.cached)
+        self._routed = replace(
+            self._routed, num_tokens=self._num_prompt_tokens, cached=event.cached, home=event.home
+        )
         self._attempt()
 
     def on(self, event: Event, now_s: float) -> Sequence[Effect]:

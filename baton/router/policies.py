@@ -40,6 +40,7 @@ class RoutedRequest:
     cached: Mapping[str, int] = field(default_factory=dict)  # Tokens of it that engines have, by URL.
     num_output_tokens: float = EXPECTED_OUTPUT
     priority: int = 0  # Less is more urgent.
+    home: int = 0  # See `block_index.home_key`.
 
     def num_cached(self, url: str) -> int:
         return min(self.cached.get(url, 0), self.num_tokens)

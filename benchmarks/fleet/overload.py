@@ -76,6 +76,7 @@ def by_fleet(world: World, request: Request) -> tuple[str | None, str]:
         num_tokens=request.num_tokens,
         cached={url_of(name): num_tokens for name, num_tokens in cached.items() if num_tokens},
         num_output_tokens=fleet.expected_output,
+        home=request.home,
     )
     found = fleet.place(routed, [], [], lambda engine: True, world.router.pairs.load_s)
     assert found is not None

@@ -86,7 +86,7 @@ def always(pick: Pick) -> Choose:
 
 
 def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = True) -> Choose:
-    """`without`: "cache" or "queue", a term of the cost that is left out.
+    """`without`: "cache", "queue" or "home", a term of the cost that is left out.
 
     `is_hashed`: a prompt that is in no cache goes where others with its prefix go, if that costs no more.
     `is_learned`: the speeds are those that the router has learned, and not those of the model.
@@ -94,6 +94,7 @@ def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = Tru
 
     def choose(world: World, request: Request) -> tuple[str | None, str]:
         cached = {} if without == "cache" else world.cached(request)
+        home = 0 if without in ("cache", "home") else request.home
         routed = RoutedRequest(
             world.num_routed,
             str(request.keys[:1]).encode() if is_hashed else b"",
@@ -129,6 +130,7 @@ def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = Tru
                 learned(world.producers),
                 learned(world.consumers),
                 load_s,
+                home=home,
             )
         else:
             found = cost.placements(
@@ -137,6 +139,7 @@ def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = Tru
                 [*map(candidate, world.producers)],
                 [*map(candidate, world.consumers)],
                 lambda producer, consumer, num_tokens: num_tokens / LOAD_TOKENS_PER_S,
+                home=home,
             )
         chosen = min(found, key=lambda one: one.cost_s)
         producer = None if chosen.producer is None else world.producers[chosen.producer]

@@ -18,7 +18,7 @@ from pathlib import Path
 from baton.contract.events import KVCacheEvent
 from baton.router.admission import NO_OBJECTIVE, Admission, Objective, Ticket
 from baton.router.answers import PROMPT_HEADER, LegAnswer
-from baton.router.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
+from baton.router.block_index import NO_MATCH, BlockIndex, home_key, prefix_keys, root_key
 from baton.router.budget import RetryBudget
 from baton.router.errors import RouterError
 from baton.router.events import Admitted, Event, Leg, tell_ended
@@ -51,6 +51,7 @@ class Request:
     num_output: int
     blocks: Sequence[int]  # Whole ones.
     keys: Sequence[int]  # For the index.
+    home: int
     objective: Objective = NO_OBJECTIVE
 
 
@@ -64,9 +65,9 @@ def read_trace(path: Path, num_requests: int) -> list[Request]:
             blocks = one["hash_ids"][: num_tokens // BLOCK]
             ids = [block for block in blocks for _ in range(BLOCK)]
             keys = prefix_keys(ids, BLOCK, ROOT)
-            requests.append(
-                Request(one["timestamp"] / 1e3, num_tokens, max(1, one["output_length"]), blocks, keys)
-            )
+            num_output = max(1, one["output_length"])
+            home = home_key(keys, BLOCK)
+            requests.append(Request(one["timestamp"] / 1e3, num_tokens, num_output, blocks, keys, home))
     return requests
 
 

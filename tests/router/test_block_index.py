@@ -9,7 +9,15 @@ from hypothesis import strategies as st
 
 from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from baton.router import block_index
-from baton.router.block_index import BlockIndex, Match, blocks_per_chunk, prefix_keys, root_key
+from baton.router.block_index import (
+    HOME_TOKENS,
+    BlockIndex,
+    Match,
+    blocks_per_chunk,
+    home_key,
+    prefix_keys,
+    root_key,
+)
 
 SIZES = {"p0": 128, "p1": 128, "d0": 256}
 NAMES = sorted(SIZES)
@@ -201,3 +209,15 @@ def test_engines_beyond_the_limit_are_not_indexed(monkeypatch: pytest.MonkeyPatc
     for number in range(3):
         index.apply(f"p{number}", [stored(LONG)])
     assert sorted(matched(index, LONG)) == ["p0", "p1"]
+
+
+@pytest.mark.parametrize("size", [16, 512])
+def test_prompts_with_the_same_first_tokens_have_one_home(size: int) -> None:
+    def home(ids: list[int]) -> int:
+        return home_key(prefix_keys(ids, size, root_key(None, None)), size)
+
+    first = list(range(1, HOME_TOKENS + 1))
+    assert home(first) == home([*first, *[1] * 5000]) != 0
+    assert home(first) != home([*first[:-1], 7])
+    assert home([1] * 100) == 0
+    assert home([1] * 600) not in (0, home([2] * 600))

@@ -4,7 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from baton.router.cost import HARM, Candidate, LoadTime, Placement, placements, prefill_s, usual_load_s
+from baton.router.cost import (
+    AWAY,
+    HARM,
+    KEYS,
+    Candidate,
+    LoadTime,
+    Placement,
+    placements,
+    prefill_s,
+    usual_load_s,
+)
 
 CANDIDATES = st.builds(
     Candidate,
@@ -26,8 +36,9 @@ def choose(
     load_s: LoadTime = usual_load_s,
     *,
     is_push: bool = False,
+    home: int = 0,
 ) -> Placement | None:
-    found = placements(num_tokens, num_output, producers, consumers, load_s, is_push=is_push)
+    found = placements(num_tokens, num_output, producers, consumers, load_s, is_push=is_push, home=home)
     return min(found, key=lambda one: one.cost_s, default=None)
 
 
@@ -63,6 +74,7 @@ def cost_of(
     num_tokens=st.integers(1, 30_000),
     num_output=st.integers(1, 1000),
     is_push=st.booleans(),
+    home=st.integers(0, KEYS - 1),
 )
 def test_no_placement_costs_less(
     producers: list[Candidate],
@@ -71,14 +83,19 @@ def test_no_placement_costs_less(
     num_tokens: int,
     num_output: int,
     is_push: bool,
+    home: int,
 ) -> None:
+    num_at_home = KEYS * len(producers) / max(1, len(producers) + len(consumers))
+
     def load_s(producer: int, consumer: int, num_tokens: int) -> float:
         base_s, tokens_per_s = wires[consumer]
         return base_s + num_tokens / tokens_per_s
 
     def whole_s(producer: int | None, consumer: int) -> float:
         num_loaded = max(0, num_tokens - consumers[consumer].num_cached_tokens)
-        return cost_of(
+        is_away = home and (producer is None) == (home < num_at_home)
+        away_s = AWAY * num_tokens / consumers[consumer].prefill_tokens_per_s if is_away else 0.0
+        return away_s + cost_of(
             None if producer is None else producers[producer],
             consumers[consumer],
             num_tokens,
@@ -87,7 +104,7 @@ def test_no_placement_costs_less(
             is_push=is_push,
         )
 
-    chosen = choose(num_tokens, num_output, producers, consumers, load_s, is_push=is_push)
+    chosen = choose(num_tokens, num_output, producers, consumers, load_s, is_push=is_push, home=home)
     if not consumers:
         assert chosen is None
         return
@@ -165,3 +182,16 @@ def test_a_short_queue_is_better_than_a_cache_after_a_long_one() -> None:
     chosen = choose(8000, 100, [waiting, IDLE], [replace(IDLE, num_running=40)])
     assert chosen is not None
     assert chosen.producer == 0
+
+
+def test_a_prompt_goes_home_unless_that_takes_much_longer() -> None:
+    """As many have their home with the prefill engines as there are such engines: one of three here."""
+    for home, producer in ((1, 0), (KEYS // 3 - 2**40, 0), (KEYS // 3 + 2**40, None), (KEYS - 1, None)):
+        chosen = choose(8_000, 100, [IDLE], [IDLE, IDLE], home=home)
+        assert chosen is not None
+        assert chosen.producer == producer
+    waiting = replace(IDLE, num_queued_tokens=8_000)
+    for home, producers, consumers, producer in ((1, waiting, IDLE, None), (KEYS - 1, IDLE, waiting, 0)):
+        chosen = choose(8_000, 100, [producers], [consumers], home=home)
+        assert chosen is not None
+        assert chosen.producer == producer

@@ -15,6 +15,8 @@ from baton.core.config import KVEventsConfig
 from baton.engine.checkpoints.random_tokenizer import write_tokenizer
 from baton.engine.core.kv_event_publisher import KVEventPublisher
 from baton.engine.text.tokenizer import Tokenizer
+from baton.router.block_index import home_key, prefix_keys, root_key
+from baton.router.events import Look
 from baton.router.health import Probe
 from baton.router.settings import KVEventsSource
 from baton.router.shell import index_client
@@ -25,6 +27,7 @@ from tests.router.test_workers import two_workers
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
 BLOCK, PROMPT = 16, list(range(1, 1025))
+KEYS = prefix_keys(PROMPT, BLOCK, root_key(None, None))
 LOCAL = "tcp://127.0.0.1:*"
 WAIT_S = 60.0
 
@@ -122,6 +125,10 @@ async def test_a_prompt_goes_to_the_engine_that_has_it(publishers: Publishers) -
         assert explained["num_prompt_tokens"] == len(PROMPT)
         assert explained["cached_tokens"] == {f.p[1].url: len(PROMPT)}
         assert [one["prefill"] for one in explained["candidates"]] == [f.p[1].url, None]
+        assert all(one["is_below_caps"] for one in explained["candidates"])
+        client = f.system.router._index
+        assert client is not None
+        assert (await client.find(Look(PROMPT, None, None))).home == home_key(KEYS, BLOCK)
         f.publishers[0].publish([stored(PROMPT)])
         f.publishers[1].publish([AllBlocksCleared()])
         await f.until_indexed(len(PROMPT) // BLOCK, 0)

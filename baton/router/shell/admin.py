@@ -94,12 +94,18 @@ class Admin:
         if self._settings.policy != "cost":
             raise ApiError(400, "only --policy cost weighs placements")
         shape, is_chat = shape_of(body), body.get("messages") is not None
-        routed = view.route(shape.prefix_key, body.get("model"), shape.num_prompt_tokens)
+        priority = body.get("priority")
+        routed = view.route(
+            shape.prefix_key,
+            body.get("model"),
+            shape.num_prompt_tokens,
+            priority if isinstance(priority, int) else 0,
+        )
         look = look_for(view, body, shape, routed, now_s, is_chat=is_chat)
         if look is not None and self._index is not None:
             found = await self._index.find(look)
             num_tokens = found.num_tokens or shape.num_prompt_tokens
-            routed = replace(routed, num_tokens=num_tokens, cached=found.cached)
+            routed = replace(routed, num_tokens=num_tokens, cached=found.cached, home=found.home)
         return {
             "num_prompt_tokens": routed.num_tokens,
             "not_handed_over": shape.direct_reason,

@@ -114,7 +114,7 @@ class IndexClient:
             return
         asked = self._asked.get(frame.number)
         if asked is not None and not asked.done():
-            asked.set_result(Found(frame.num_tokens, frame.cached))
+            asked.set_result(Found(frame.num_tokens, frame.cached, frame.home))
 
 
 class IndexOwner:

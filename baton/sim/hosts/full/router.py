@@ -7,6 +7,7 @@ knows of an engine is as old as its last probe.
 from __future__ import annotations
 
 import json
+import random
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
@@ -267,8 +268,11 @@ class Router:
         # In health a prompt is handed over: the prefix that D reports must not be worth more.
         names = self.cluster.producers if self._decode_rate > 1.0 else self.cluster.hosts
         cached = {_url(name): rng.randint(0, len(prompt)) for name in names}
+        home = random.Random(str(prompt)).getrandbits(64)
         self.world.count("prompts looked up")
-        self.world.after(self.world.spread(NOTE_S), lambda: then(Found(rng.choice([0, len(prompt)]), cached)))
+        self.world.after(
+            self.world.spread(NOTE_S), lambda: then(Found(rng.choice([0, len(prompt)]), cached, home))
+        )
 
     def _introduce(self, engine: Engine) -> None:
         engine.was_asked = True
