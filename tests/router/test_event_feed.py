@@ -94,7 +94,7 @@ def _begin_without_forgetting(self: EventFeed) -> list[FeedEffect]:
 
 
 def _end_without_an_answer(self: EventFeed, *, is_complete: bool) -> list[FeedEffect]:
-    """What a silent engine has said before is believed."""
+    """What a silent engine has sent before is believed."""
     return _on_replay_end(self, is_complete=True)
 
 
