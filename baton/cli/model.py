@@ -1,9 +1,11 @@
 """`baton model`: makes small checkpoints for tests and demos."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, get_args
 
 import typer
+
+from baton.engine.checkpoints.architecture import Family
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -17,7 +19,7 @@ def _group() -> None:
 def new(
     context: typer.Context,
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder to write; created if missing.")],
-    family: Annotated[str, typer.Option(help="llama, mistral, qwen2, qwen3, gemma3 or gpt_oss.")] = "qwen3",
+    family: Annotated[str, typer.Option(help=f"{', '.join(get_args(Family))}.")] = "qwen3",
     hidden: Annotated[int, typer.Option(help="Hidden size.")] = 256,
     layers: Annotated[int, typer.Option(help="Decoder layers.")] = 4,
     heads: Annotated[int, typer.Option(help="Attention heads.")] = 8,

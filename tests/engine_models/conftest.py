@@ -1,5 +1,6 @@
 """Small checkpoints, written once, and models that read them."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -13,8 +14,11 @@ SMALL = {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "vocab": VOCAB, "
 FAMILIES: dict[str, dict[str, object]] = {
     "llama": {"family": "llama", "rope_scaling": "llama3"},
     "mistral": {"family": "mistral", "sliding_window": 24},
+    "mixtral": {"family": "mixtral", "sliding_window": 24},
     "qwen2": {"family": "qwen2", "sliding_window": 24, "tie_word_embeddings": True},
     "qwen3": {"family": "qwen3", "head_dim": 24, "rope_scaling": "linear"},
+    "qwen3_moe": {"family": "qwen3_moe", "head_dim": 24},
+    "qwen3_moe, shares not normalised": {"family": "qwen3_moe"},
     "gemma3": {"family": "gemma3", "sliding_window": 24, "tie_word_embeddings": True},
     "gpt_oss": {"family": "gpt_oss", "sliding_window": 24, "rope_scaling": "yarn"},
 }
@@ -27,6 +31,9 @@ def checkpoint_of(tmp_path_factory: pytest.TempPathFactory) -> CheckpointOf:
     def make(name: str) -> Path:
         if not (root / name).exists():
             write_checkpoint(root / name, seed=len(name), **{**SMALL, **FAMILIES[name]})  # type: ignore[arg-type]
+            if name.endswith("not normalised"):
+                config = root / name / "config.json"
+                config.write_text(json.dumps({**json.loads(config.read_text()), "norm_topk_prob": False}))
         return root / name
 
     return make

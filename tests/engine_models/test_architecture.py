@@ -26,6 +26,13 @@ LLAMA3_ROPE = {
 }
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512}
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 16, "hidden_activation": None}
+MIXTRAL = {"architectures": ["MixtralForCausalLM"], "num_local_experts": 4}
+QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+}
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "sliding_window": 16,
@@ -81,6 +88,15 @@ def with_fields(**fields: Any) -> dict[str, Any]:
         ({**GPT_OSS, "num_local_experts": None}, "num_local_experts"),
         ({**GPT_OSS, "num_experts_per_tok": 5}, "num_experts_per_tok"),
         ({**GPT_OSS, "rope_scaling": None}, "rope_scaling"),
+        ({**MIXTRAL, "num_local_experts": 0}, "num_local_experts"),
+        ({**MIXTRAL, "num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({**QWEN3_MOE, "num_experts": 1}, "num_experts_per_tok"),
+        ({**QWEN3_MOE, "moe_intermediate_size": None}, "moe_intermediate_size"),
+        ({**QWEN3_MOE, "norm_topk_prob": 1}, "norm_topk_prob"),
+        ({**QWEN3_MOE, "mlp_only_layers": 3}, "mlp_only_layers"),
+        ({**QWEN3_MOE, "mlp_only_layers": [True]}, "mlp_only_layers"),
+        ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step"),
+        ({**QWEN3_MOE, "use_sliding_window": True}, "use_sliding_window"),
     ],
 )
 def test_unsupported_models_are_refused_by_field(fields: dict[str, Any], named: str) -> None:
@@ -165,3 +181,22 @@ def test_a_change_of_the_function_changes_the_digest(fields: dict[str, Any]) -> 
 def test_a_change_without_effect_on_the_function_keeps_the_digest() -> None:
     renamed = with_fields(transformers_version="9.9", use_cache=False, bos_token_id=7, torch_dtype="bfloat16")
     assert parse_architecture(renamed).digest == parse_architecture(LLAMA).digest
+
+
+def test_layers_of_a_mixture_may_be_dense() -> None:
+    def dense(**fields: Any) -> tuple[int, ...]:
+        return parse_architecture(with_fields(**QWEN3_MOE, **fields)).dense_layers
+
+    assert dense() == ()
+    assert dense(mlp_only_layers=[2, 9]) == (2,)
+    assert dense(decoder_sparse_step=2) == (0, 2)
+    assert dense(decoder_sparse_step=2, mlp_only_layers=[1]) == (0, 1, 2)
+    assert parse_architecture(with_fields(**MIXTRAL)).dense_layers == ()
+
+
+def test_a_mixture_has_the_parameters_of_all_its_experts() -> None:
+    """64 numbers for each inner one and matrix; without the other layers' and with the attention's."""
+    plain = parse_architecture(LLAMA).num_parameters_at_least
+    assert parse_architecture(with_fields(**MIXTRAL)).num_parameters_at_least - plain == 64 * 3 * 128 * 3 * 4
+    mixed = parse_architecture(with_fields(**QWEN3_MOE, mlp_only_layers=[0], head_dim=16))
+    assert mixed.num_parameters_at_least - plain == 64 * 3 * (3 * 4 * 32 - 3 * 128)

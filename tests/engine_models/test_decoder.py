@@ -16,7 +16,7 @@ from tests.engine_models.paged import (
     prompt_of,
 )
 
-ALL_FAMILIES = ["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss"]
+ALL_FAMILIES = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"]
 
 
 @pytest.mark.slow
@@ -34,6 +34,22 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(
             torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
         )
     assert model.greedy(prompt, 64, SHUFFLED_BLOCKS) == answer[0, len(prompt) :].tolist()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe, shares not normalised"])
+def test_prompts_around_the_ends_of_blocks_get_the_tokens_of_transformers(
+    family: str, paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf
+) -> None:
+    model, reference = paged_model_of(family), load_reference(checkpoint_of(family))
+    lengths = [1, 2, *(k * BLOCK_SIZE + more for k in (1, 2, 3) for more in (-1, 0, 1))]
+    for length in lengths:
+        prompt = prompt_of(length, length)
+        with torch.inference_mode():
+            answer = reference.generate(
+                torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
+            )
+        assert model.greedy(prompt, 64, SHUFFLED_BLOCKS) == answer[0, length:].tolist(), length
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

@@ -142,6 +142,12 @@ KEYS = (
     "layer_types",
     "rms_norm_eps",
     "num_local_experts",
+    "num_experts",
+    "num_experts_per_tok",
+    "moe_intermediate_size",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "norm_topk_prob",
     "sliding_window_pattern",
     "max_window_layers",
     "use_sliding_window",
@@ -159,7 +165,14 @@ VALUES = st.recursive(
     ),
     max_leaves=5,
 )
-FAMILY_NAMES = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Gemma3ForCausalLM", "GptOssForCausalLM")
+FAMILY_NAMES = (
+    "LlamaForCausalLM",
+    "MixtralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3MoeForCausalLM",
+    "Gemma3ForCausalLM",
+    "GptOssForCausalLM",
+)
 COMPLETE = {
     "num_hidden_layers": 2,
     "hidden_size": 32,
@@ -169,6 +182,9 @@ COMPLETE = {
     "sliding_window": 8,
     "max_window_layers": 1,
     "num_local_experts": 4,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
     "rope_scaling": {"rope_type": "default"},
 }
 

@@ -57,6 +57,8 @@ class ThreadGroup(TensorParallelGroup):
         ("qwen2", 4),
         ("gemma3", 2),
         ("gpt_oss", 4),
+        ("mixtral", 2),
+        ("qwen3_moe", 4),
     ],
 )
 def test_ranks_together_give_the_logits_of_one(

@@ -1,37 +1,42 @@
 """Architecture of a decoder checkpoint, parsed from its config.json.
 
-This module contains all differences between the six families:
+This module contains all differences between the eight families:
 
     family    bias of q, k, v   bias of o   bias of the MLP   norm of q and k   sliding window
     llama     attention_bias    as q        mlp_bias          no                no
     mistral   no                no          no                no                every layer
+    mixtral   no                no          -                 no                every layer
     qwen2     yes               no          no                no                layers the config names
     qwen3     attention_bias    as q        no                yes               layers the config names
+    qwen3_moe attention_bias    as q        no                yes               no
     gemma3    attention_bias    as q        no                yes               five layers in six
     gpt_oss   attention_bias    as q        yes               no                every other layer
 
 Gemma 3 has norms before and after each half of a layer and scales its embedding; its layers with a window
-have their own rotary theta. GPT-OSS has experts instead of an MLP and a learned sink in every attention head.
+have their own rotary theta. GPT-OSS, Mixtral and most layers of Qwen3-MoE have experts instead of an MLP.
+GPT-OSS has a learned sink in every attention head.
 
 Imports no torch, so the front end can read a checkpoint's shape without loading a model.
 """
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from baton.engine.checkpoints.config_fields import config_error, flag, number, positive
 from baton.engine.checkpoints.rope_config import RopeScaling, parse_rope
 
-Family = Literal["llama", "mistral", "qwen2", "qwen3", "gemma3", "gpt_oss"]
+Family = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"]
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
     "MistralForCausalLM": "mistral",
+    "MixtralForCausalLM": "mixtral",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3MoeForCausalLM": "qwen3_moe",
     "Gemma3ForCausalLM": "gemma3",
     "GptOssForCausalLM": "gpt_oss",
 }
@@ -41,25 +46,47 @@ _DEFAULT_RMS_NORM_EPS = 1e-6
 _ACTIVATIONS: dict[str, Literal["silu", "gelu_tanh"]] = {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}
 
 
-class Experts(msgspec.Struct, frozen=True, kw_only=True):
+class ExpertNames(NamedTuple):
+    """Of the tensors of a layer's experts in a checkpoint."""
+
+    block: str
+    gate: str
+    up: str
+    down: str
+
+
+EXPERT_NAMES: dict[Family, ExpertNames] = {
+    "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
+    "qwen3_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+}
+
+
+class Experts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Mixture of experts instead of an MLP.
 
-    An expert computes `(up + 1) * gate * sigmoid(alpha * gate)`, with up and gate clamped at `limit`.
+    Without `alpha` an expert is an MLP as others, and its share of the sum is the softmax over all experts.
+    GPT-OSS has `alpha` and `limit`: an expert computes `(up + 1) * gate * sigmoid(alpha * gate)`, with up and
+    gate clamped at `limit`, and its share is the softmax over the chosen ones.
     """
 
     num_experts: int
     num_per_token: int
-    alpha: float
-    limit: float
+    alpha: float | None = None
+    limit: float | None = None
+    inner_size: int | None = None  # None: the architecture's `intermediate_size`.
+    is_normalised: bool = True  # The shares of the chosen experts are scaled to a sum of one.
 
 
-class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
-    """The fields of config.json that change the model's results, and no others."""
+class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The fields of config.json that change the model's results, and no others.
+
+    A new field needs a default that means no change, so that the digests of known models stay.
+    """
 
     family: Family
     num_layers: int
     hidden_size: int
-    intermediate_size: int  # Of one expert, in a mixture of experts.
+    intermediate_size: int
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -82,16 +109,25 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True):
     experts: Experts | None
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]  # Per layer: keys that a query sees, its own included; None: all.
+    dense_layers: tuple[int, ...] = ()  # That have an MLP although others have experts.
+
+    def experts_of(self, layer: int) -> Experts | None:
+        return None if layer in self.dense_layers else self.experts
+
+    @property
+    def expert_size(self) -> int:
+        """Inner size of one expert."""
+        return (self.experts and self.experts.inner_size) or self.intermediate_size
 
     @property
     def num_parameters_at_least(self) -> int:
         """Number of parameters of the matrices."""
         kv_rows = 2 * self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * self.num_heads * self.head_dim + kv_rows)
-        mlp = (
-            3 * self.hidden_size * self.intermediate_size * (self.experts.num_experts if self.experts else 1)
-        )
-        return self.vocab_size * self.hidden_size + self.num_layers * (attention + mlp)
+        num_dense = self.num_layers if self.experts is None else len(self.dense_layers)
+        num_experts = (self.num_layers - num_dense) * (self.experts.num_experts if self.experts else 0)
+        inner = num_dense * self.intermediate_size + num_experts * self.expert_size
+        return self.hidden_size * (self.vocab_size + 3 * inner) + self.num_layers * attention
 
     @property
     def digest(self) -> str:
@@ -114,7 +150,7 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
     num_layers = positive(config, "num_hidden_layers", maximum=MAX_LAYERS)
     rope_theta, rope_scaling, local_rope_theta = parse_rope(config, family)
     is_gemma, is_gpt_oss = family == "gemma3", family == "gpt_oss"
-    attention_bias = family in ("llama", "qwen3", "gemma3", "gpt_oss") and flag(
+    attention_bias = family in ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss") and flag(
         config, "attention_bias", default=is_gpt_oss
     )
     scored_dim = number(config, "query_pre_attn_scalar", 256.0) if is_gemma else head_dim
@@ -127,7 +163,11 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
         vocab_size=positive(config, "vocab_size"),
-        rms_norm_eps=number(config, "rms_norm_eps", 1e-5 if is_gpt_oss else _DEFAULT_RMS_NORM_EPS),
+        rms_norm_eps=number(
+            config,
+            "rms_norm_eps",
+            1e-5 if family in ("gpt_oss", "mixtral") else _DEFAULT_RMS_NORM_EPS,
+        ),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         local_rope_theta=local_rope_theta,
@@ -135,16 +175,17 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=is_gpt_oss or (family == "llama" and flag(config, "mlp_bias")),
-        qk_norm=family in ("qwen3", "gemma3"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
         sandwich_norms=is_gemma,
         norm_offset=1.0 if is_gemma else 0.0,
         wide_norms=is_gemma or is_gpt_oss,
         embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
         activation=_activation(config, family),
         sinks=is_gpt_oss,
-        experts=_experts(config) if is_gpt_oss else None,
+        experts=_experts(config, family),
         tie_word_embeddings=flag(config, "tie_word_embeddings", default=is_gemma),
         windows=_windows(config, family, num_layers),
+        dense_layers=_dense_layers(config, num_layers) if family == "qwen3_moe" else (),
     )
 
 
@@ -163,6 +204,8 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         )
     if (rotary_part := config.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
         raise config_error(f"must be 1, is {rotary_part!r}", "partial_rotary_factor")
+    if family == "qwen3_moe" and flag(config, "use_sliding_window"):
+        raise config_error("is not supported", "use_sliding_window")  # Loaders disagree about its layers.
     if family == "gemma3":
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if config.get(key):
@@ -190,11 +233,26 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden_size: int, num_h
     return head_dim
 
 
-def _experts(config: Mapping[str, Any]) -> Experts:
-    num_experts = positive(config, "num_local_experts")
-    num_per_token = positive(config, "num_experts_per_tok", default=4)
+def _experts(config: Mapping[str, Any], family: Family) -> Experts | None:
+    default = {"gpt_oss": 4, "mixtral": 2, "qwen3_moe": 8}.get(family)
+    if default is None:
+        return None
+    key = "num_local_experts"
+    if family == "qwen3_moe" and config.get("num_experts") is not None:
+        key = "num_experts"
+    num_experts = positive(config, key)
+    num_per_token = positive(config, "num_experts_per_tok", default=default)
     if num_per_token > num_experts:
-        raise config_error(f"is above num_local_experts ({num_experts})", "num_experts_per_tok")
+        raise config_error(f"is above {key} ({num_experts})", "num_experts_per_tok")
+    if family == "mixtral":
+        return Experts(num_experts=num_experts, num_per_token=num_per_token)
+    if family == "qwen3_moe":
+        return Experts(
+            num_experts=num_experts,
+            num_per_token=num_per_token,
+            inner_size=positive(config, "moe_intermediate_size"),
+            is_normalised=flag(config, "norm_topk_prob"),
+        )
     return Experts(
         num_experts=num_experts,
         num_per_token=num_per_token,
@@ -203,12 +261,20 @@ def _experts(config: Mapping[str, Any]) -> Experts:
     )
 
 
+def _dense_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    step, named = positive(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
+    if not isinstance(named, list) or not all(type(layer) is int for layer in named):
+        raise config_error(f"must be a list of layers, is {named!r:.100}", "mlp_only_layers")
+    dense = set(named)
+    return tuple(layer for layer in range(num_layers) if layer in dense or (layer + 1) % step)
+
+
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     everywhere: tuple[int | None, ...] = (None,) * num_layers
-    if family == "llama" or (family not in HYBRIDS and config.get("sliding_window") is None):
+    if family in ("llama", "qwen3_moe") or (family not in HYBRIDS and config.get("sliding_window") is None):
         return everywhere
     window = positive(config, "sliding_window")
-    if family == "mistral":
+    if family in ("mistral", "mixtral"):
         return (window,) * num_layers
     if family in ("qwen2", "qwen3") and not flag(config, "use_sliding_window"):
         return everywhere

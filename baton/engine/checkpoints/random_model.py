@@ -16,6 +16,7 @@ from safetensors.torch import save_file
 
 from baton.core.errors import UserError
 from baton.engine.checkpoints.architecture import (
+    EXPERT_NAMES,
     FAMILIES,
     HYBRIDS,
     DecoderArchitecture,
@@ -93,7 +94,7 @@ def write_checkpoint(
     tokenizer = write_tokenizer(
         root,
         vocab=vocab,
-        with_bos=architecture.family in ("llama", "mistral", "gemma3"),
+        with_bos=architecture.family in ("llama", "mistral", "mixtral", "gemma3"),
         max_position=max_position,
     )
     ids = {
@@ -123,8 +124,8 @@ def _config_json(
             raise UserError(f"must be positive, is {value}", field=field)
     if dtype not in DTYPES:
         raise UserError(f"must be one of {', '.join(DTYPES)}, is {dtype!r}", field="dtype")
-    if sliding_window is not None and family == "llama":
-        raise UserError("the llama family has none; choose another one", field="sliding_window")
+    if sliding_window is not None and family in ("llama", "qwen3_moe"):
+        raise UserError(f"the {family} family has none; choose another one", field="sliding_window")
     layers, max_position = sizes["layers"], sizes["max_position"]
     config: dict[str, Any] = {
         "architectures": [next(name for name, kind in FAMILIES.items() if kind == family)],
@@ -144,14 +145,25 @@ def _config_json(
     }
     if (scaling := _rope_scaling(rope_scaling, max_position)) is not None:
         config["rope_scaling"] = scaling
-    if family == "mistral" or sliding_window is not None:
+    if family in ("mistral", "mixtral") or sliding_window is not None:
         config["sliding_window"] = sliding_window
     if family in ("qwen2", "qwen3") and sliding_window is not None:
         config["use_sliding_window"] = True
         # The upper half of the layers has a window, so one model has both kinds.
         config["max_window_layers"] = layers // 2
-    if family in ("llama", "qwen3", "gemma3"):
+    if family in ("llama", "qwen3", "qwen3_moe", "gemma3"):
         config["attention_bias"] = False
+    if family == "mixtral":
+        config |= {"num_local_experts": _NUM_EXPERTS, "num_experts_per_tok": _EXPERTS_PER_TOKEN}
+    if family == "qwen3_moe":
+        config |= {
+            "num_experts": _NUM_EXPERTS,
+            "num_experts_per_tok": _EXPERTS_PER_TOKEN,
+            "moe_intermediate_size": max(1, sizes["intermediate"] // _EXPERTS_PER_TOKEN),
+            "norm_topk_prob": True,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [0],  # So that one model has both kinds.
+        }
     if family == "llama":
         config["mlp_bias"] = False
     if family in HYBRIDS:
@@ -221,7 +233,7 @@ def _tensors(architecture: DecoderArchitecture) -> Iterator[_Tensor]:
         yield from _attention_tensors(a, f"{prefix}.self_attn")
         for name in norms[1:]:
             yield _norm(a, f"{prefix}.{name}", 1.0)
-        yield from _mlp_tensors(a, f"{prefix}.mlp")
+        yield from _mlp_tensors(a, layer, prefix)
     # A tied, scaled embedding is smaller by the scale, which the head has to compensate.
     yield _norm(a, "model.norm", a.embedding_scale if a.tie_word_embeddings else 1.0)
 
@@ -251,21 +263,38 @@ def _attention_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[_Tensor]
         yield _norm(a, f"{prefix}.k_norm", _QK_GAIN, a.head_dim)
 
 
-def _mlp_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[_Tensor]:
-    wide = a.intermediate_size
-    into, down = a.hidden_size**-0.5, _DOWN_GAIN * wide**-0.5
-    if a.experts is None:
-        yield _Tensor(f"{prefix}.gate_proj.weight", (wide, a.hidden_size), into)
-        yield _Tensor(f"{prefix}.up_proj.weight", (wide, a.hidden_size), into)
-        yield _Tensor(f"{prefix}.down_proj.weight", (a.hidden_size, wide), down)
+def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[_Tensor]:
+    experts = a.experts_of(layer)
+    if experts is None:
+        yield from _gated_tensors(
+            a, f"{prefix}.mlp", ("gate_proj", "up_proj", "down_proj"), a.intermediate_size
+        )
         return
-    num = a.experts.num_experts
+    num, wide, into = experts.num_experts, a.expert_size, a.hidden_size**-0.5
+    down = _DOWN_GAIN * wide**-0.5
+    if (names := EXPERT_NAMES.get(a.family)) is not None:
+        router = f"{prefix}.{names.block}.gate.weight"
+        yield _Tensor(router, (num, a.hidden_size), into * _ROUTER_GAIN)
+        for expert in range(num):
+            own = f"{prefix}.{names.block}.experts.{expert}"
+            yield from _gated_tensors(a, own, (names.gate, names.up, names.down), wide)
+        return
+    prefix = f"{prefix}.mlp"
     yield _Tensor(f"{prefix}.router.weight", (num, a.hidden_size), into * _ROUTER_GAIN)
     yield _Tensor(f"{prefix}.router.bias", (num,), _BIAS_STD)
     yield _Tensor(f"{prefix}.experts.gate_up_proj", (num, a.hidden_size, 2 * wide), into)
     yield _Tensor(f"{prefix}.experts.gate_up_proj_bias", (num, 2 * wide), _BIAS_STD)
     yield _Tensor(f"{prefix}.experts.down_proj", (num, wide, a.hidden_size), down)
     yield _Tensor(f"{prefix}.experts.down_proj_bias", (num, a.hidden_size), _BIAS_STD)
+
+
+def _gated_tensors(
+    a: DecoderArchitecture, prefix: str, names: tuple[str, str, str], wide: int
+) -> Iterator[_Tensor]:
+    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
+    yield _Tensor(gate, (wide, a.hidden_size), a.hidden_size**-0.5)
+    yield _Tensor(up, (wide, a.hidden_size), a.hidden_size**-0.5)
+    yield _Tensor(down, (a.hidden_size, wide), _DOWN_GAIN * wide**-0.5)
 
 
 def _write_weights(

@@ -11,6 +11,7 @@ from baton.engine.checkpoints.config_fields import config_error, flag, number
 _DEFAULT_THETA = 10000.0
 _GEMMA3_GLOBAL_THETA, _GEMMA3_LOCAL_THETA = 1_000_000.0, 10000.0
 _GPT_OSS_THETA = 150000.0
+_MIXTRAL_THETA = 1_000_000.0
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,7 +41,7 @@ def parse_rope(config: Mapping[str, Any], family: str) -> tuple[float, RopeScali
         return _gemma3(config, raw, field)
     if family == "gpt_oss" and not raw:
         raise config_error("is missing", field)  # Loaders disagree about the default.
-    default = _GPT_OSS_THETA if family == "gpt_oss" else _DEFAULT_THETA
+    default = {"gpt_oss": _GPT_OSS_THETA, "mixtral": _MIXTRAL_THETA}.get(family, _DEFAULT_THETA)
     theta = number(raw if "rope_theta" in raw else config, "rope_theta", default)
     return theta, _scaling(raw, field), None
 

@@ -32,6 +32,7 @@ def build_model(
     for name, size in (
         ("num_attention_heads", architecture.num_heads),
         ("intermediate_size", architecture.intermediate_size),
+        ("moe_intermediate_size", architecture.expert_size),
     ):
         if size % group.size:
             raise UserError(

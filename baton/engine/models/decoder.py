@@ -1,4 +1,4 @@
-"""Decoder model of Llama, Mistral, Qwen2, Qwen3, Gemma 3 and GPT-OSS: flattened batch, paged cache.
+"""Decoder model of the families of `checkpoints.architecture`: flattened batch, paged cache.
 
     token ids [T] -> embedding -> layers x (norm, attention, +, norm, MLP, +) -> norm -> hidden [T, M]
     hidden of the tokens to sample from [S, M] -> head -> logits [S, V]
@@ -197,7 +197,9 @@ class DecoderLayer(nn.Module):
         self.attended_norm = _norm(a, dtype, device) if a.sandwich_norms else None
         self.post_norm = _norm(a, dtype, device)
         self.mlp: Mlp | MixtureOfExperts = (
-            Mlp(a, group, dtype, device) if a.experts is None else MixtureOfExperts(a, group, dtype, device)
+            Mlp(a, group, dtype, device)
+            if (experts := a.experts_of(index)) is None
+            else MixtureOfExperts(a, experts, group, dtype, device)
         )
         self.mlp_norm = _norm(a, dtype, device) if a.sandwich_norms else None
 

@@ -1,4 +1,4 @@
-"""Mixture of experts of GPT-OSS: a router selects a few of many small MLPs for each token.
+"""Mixture of experts: a router selects a few of many small MLPs for each token.
 
 A rank has a slice of every expert, so the ranks' results are partial sums as in a dense MLP. Legend: T
 tokens, E experts, K experts of a token, M hidden size, I inner size of this rank's slices.
@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baton.engine.checkpoints.architecture import DecoderArchitecture
+from baton.engine.checkpoints.architecture import DecoderArchitecture, Experts
 from baton.engine.models.layers import empty_parameter
 from baton.engine.models.matmul import Matmul
 from baton.engine.models.parallel import TensorParallelGroup
@@ -18,38 +18,43 @@ class MixtureOfExperts(nn.Module):
     """Router and experts of one layer."""
 
     def __init__(
-        self, a: DecoderArchitecture, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+        self,
+        a: DecoderArchitecture,
+        experts: Experts,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         super().__init__()
-        assert a.experts is not None
-        self._experts, self._group = a.experts, group
-        num, hidden, inner = a.experts.num_experts, a.hidden_size, a.intermediate_size // group.size
+        self._experts, self._group = experts, group
+        num, hidden, inner = experts.num_experts, a.hidden_size, a.expert_size // group.size
+        has_bias = experts.alpha is not None
 
         def empty(*shape: int) -> nn.Parameter:
             return empty_parameter(*shape, dtype=dtype, device=device)
 
-        self.router, self.router_bias = empty(num, hidden), empty(num)
-        # Rows of gate and up alternate, as the columns of the checkpoint's matrices do.
-        self.gate_up, self.gate_up_bias = empty(num, 2 * inner, hidden), empty(num, 2 * inner)
-        self.down, self.down_bias = empty(num, hidden, inner), empty(num, hidden)
+        self.router = empty(num, hidden)
+        # Of GPT-OSS the rows of gate and up alternate, as the columns of the checkpoint's matrices do. Of
+        # others those of gate come first.
+        self.gate_up, self.down = empty(num, 2 * inner, hidden), empty(num, hidden, inner)
+        self.router_bias = empty(num) if has_bias else None
+        self.gate_up_bias = empty(num, 2 * inner) if has_bias else None
+        self.down_bias = empty(num, hidden) if has_bias else None
         self._gate_up: list[Matmul] = []
         self._down: list[Matmul] = []
 
     def seal(self) -> None:
         """See `Decoder.seal`."""
-        self._gate_up = [
-            Matmul(weight, bias) for weight, bias in zip(self.gate_up, self.gate_up_bias, strict=True)
-        ]
+        biases = self.gate_up_bias if self.gate_up_bias is not None else [None] * len(self.gate_up)
+        self._gate_up = [Matmul(weight, bias) for weight, bias in zip(self.gate_up, biases, strict=True)]
         self._down = [Matmul(weight) for weight in self.down]
         if self._down[0].is_packed:
             self.gate_up.data = self.down.data = torch.empty(0, dtype=self.down.dtype)
 
     def forward(self, hidden_TM: torch.Tensor) -> torch.Tensor:
-        best_TK, chosen_TK = F.linear(hidden_TM, self.router, self.router_bias).topk(
-            self._experts.num_per_token, dim=-1
-        )
+        chosen_TK, shares_TK = self._choose(hidden_TM)
         shares_TE = hidden_TM.new_zeros(len(hidden_TM), self._experts.num_experts)
-        shares_TE.scatter_(1, chosen_TK, best_TK.softmax(-1))
+        shares_TE.scatter_(1, chosen_TK, shares_TK)
         sum_TM = torch.zeros_like(hidden_TM)
         for expert in sorted(set(chosen_TK.flatten().tolist())):
             (tokens,) = torch.where((chosen_TK == expert).any(-1))
@@ -57,10 +62,24 @@ class MixtureOfExperts(nn.Module):
             sum_TM.index_add_(0, tokens, part * shares_TE[tokens, expert, None])
         if self._group.size > 1:
             sum_TM = self._group.all_reduce(sum_TM)
-        return sum_TM + shares_TE @ self.down_bias
+        return sum_TM if self.down_bias is None else sum_TM + shares_TE @ self.down_bias
+
+    def _choose(self, hidden_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The experts of each token, and their shares."""
+        scores_TE, count = F.linear(hidden_TM, self.router, self.router_bias), self._experts.num_per_token
+        if self._experts.alpha is not None:
+            best_TK, chosen_TK = scores_TE.topk(count, dim=-1)
+            return chosen_TK, best_TK.softmax(-1)
+        shares_TK, chosen_TK = scores_TE.float().softmax(-1).topk(count, dim=-1)
+        if self._experts.is_normalised:
+            shares_TK = shares_TK / shares_TK.sum(-1, keepdim=True)
+        return chosen_TK, shares_TK.to(hidden_TM.dtype)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
-        limit = self._experts.limit
+        alpha, limit = self._experts.alpha, self._experts.limit
+        if alpha is None or limit is None:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return F.silu(gate) * up
         gate = gate_up[..., ::2].clamp(max=limit)
         up = gate_up[..., 1::2].clamp(-limit, limit)
-        return (up + 1) * (gate * torch.sigmoid(gate * self._experts.alpha))
+        return (up + 1) * (gate * torch.sigmoid(gate * alpha))

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import UserError
 from baton.core.layout import kv_heads_of
+from baton.engine.checkpoints.architecture import EXPERT_NAMES
 from baton.engine.checkpoints.checkpoint import weight_files
 from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts
@@ -105,7 +106,7 @@ def _targets(model: Decoder) -> Iterator[_Target]:
             yield _Target(f"{prefix}.post_feedforward_layernorm.weight", norm, layer.mlp_norm.weight)
         yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
         if isinstance(layer.mlp, MixtureOfExperts):
-            yield from _expert_targets(model, layer.mlp, f"{prefix}.mlp")
+            yield from _expert_targets(model, layer.mlp, prefix)
         else:
             yield from _mlp_targets(model, layer.mlp, f"{prefix}.mlp")
 
@@ -145,13 +146,24 @@ def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str) -> Iterator[_Target]:
 
 
 def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Iterator[_Target]:
-    """The checkpoint's expert matrices are `[inputs, outputs]`, with gate and up in alternating columns."""
     a, group = model.architecture, model.group
     assert a.experts is not None
-    num, hidden, total = a.experts.num_experts, a.hidden_size, a.intermediate_size
+    num, hidden, total = a.experts.num_experts, a.hidden_size, a.expert_size
     wide = total // group.size
     mine = slice(group.rank * wide, (group.rank + 1) * wide)
+    if mlp.router_bias is None or mlp.gate_up_bias is None or mlp.down_bias is None:
+        names = EXPERT_NAMES[a.family]
+        yield _Target(f"{prefix}.{names.block}.gate.weight", (num, hidden), mlp.router)
+        for expert in range(num):
+            own = f"{prefix}.{names.block}.experts.{expert}"
+            gate, up = mlp.gate_up[expert].chunk(2)
+            yield _Target(f"{own}.{names.gate}.weight", (total, hidden), gate, mine)
+            yield _Target(f"{own}.{names.up}.weight", (total, hidden), up, mine)
+            yield _Target(f"{own}.{names.down}.weight", (hidden, total), mlp.down[expert], columns=mine)
+        return
+    # Of GPT-OSS the expert matrices are `[inputs, outputs]`, with gate and up in alternating columns.
     both = slice(2 * mine.start, 2 * mine.stop)
+    prefix = f"{prefix}.mlp"
     experts = f"{prefix}.experts"
     yield _Target(f"{prefix}.router.weight", (num, hidden), mlp.router)
     yield _Target(f"{prefix}.router.bias", (num,), mlp.router_bias)
