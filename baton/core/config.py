@@ -16,6 +16,7 @@ from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
 from baton.core.kv_groups import KVCacheGroup, group_layers, one_group
 from baton.core.layout import ModelFingerprint
+from baton.core.states import StatePart
 from baton.core.validation import explain
 
 T = TypeVar("T")
@@ -144,6 +145,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     hf_config: dict[str, Any]  # Content of config.json.
     generation_config: dict[str, Any] = {}  # Content of generation_config.json; empty if there is none.
     windows: tuple[int | None, ...] = ()  # Sliding window of each layer, None without. Empty: no windows.
+    state_parts: tuple[StatePart, ...] = ()  # Of one layer's recurrent state, for the whole model.
+    state_layers: tuple[int, ...] = ()  # Layers that have a recurrent state instead of attention.
 
     def fingerprint(self, hash_seed: str) -> ModelFingerprint:
         return ModelFingerprint(
@@ -319,6 +322,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def kv_cache_groups(self) -> tuple[KVCacheGroup, ...]:
         model = self.model_config
+        if model.state_layers:
+            windows = model.windows or (None,) * model.num_hidden_layers
+            if self.cache_config.hybrid_kv_cache == "off":
+                windows = (None,) * model.num_hidden_layers
+            return group_layers(windows, frozenset(model.state_layers))
         if self.cache_config.hybrid_kv_cache == "off" or not any(model.windows):
             return one_group(model.num_hidden_layers)
         return group_layers(model.windows)

@@ -8,11 +8,15 @@ from one pool: the layers at the same place of different groups share one piece 
     groups     2  5 | 0  1 | 3  4       the first has full attention, the others see eight tokens
     places     0  1   0  1   0  1       memory for two layers serves six
 
+Layers with a recurrent state (`baton.core.states`) have groups too. A state needs no past token: such a group
+sees a window of one token, and its table holds the state after the last computed token in that token's block.
+It may also hold the state that the step in flight began from; all other entries are null.
+
 If some group has a window, block 0 of the pool is the null block and no request owns it. A table entry 0
 means that the request holds no block there, either not any more or never.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import msgspec
 
@@ -22,10 +26,14 @@ MAX_GROUPS = 256  # Of one engine; limited by the ticket's format.
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True):
-    """`layers`: indices into the model's layers, in order. `window`: keys that a query sees; None: all."""
+    """`layers`: indices into the model's layers, in order. `window`: keys that a query sees; None: all.
+
+    `is_state`: the layers have a recurrent state, and `window` is 1.
+    """
 
     layers: tuple[int, ...]
     window: int | None = None
+    is_state: bool = False
 
     def first_kept(self, num_computed: int, block_size: int) -> int:
         """Index of the first block that the tokens after `num_computed` computed ones need.
@@ -39,22 +47,35 @@ class KVCacheGroup(msgspec.Struct, frozen=True):
         everything = -(-num_tokens // block_size)
         if self.window is None:
             return everything
+        if self.is_state:
+            return min(everything, 2)  # The state before a step, and the one after it.
         # The window of the chunk's first token plus the chunk; at worst one token of a block at either end.
         return min(everything, -(-(self.window + chunk - 1) // block_size) + 1)
 
 
-def group_layers(windows: Sequence[int | None]) -> tuple[KVCacheGroup, ...]:
-    """Groups for the layers' `windows`; full-attention groups come first (vLLM, `kv_cache_utils.py`)."""
-    kinds: dict[int | None, list[int]] = {}
+def group_layers(
+    windows: Sequence[int | None], state_layers: Collection[int] = ()
+) -> tuple[KVCacheGroup, ...]:
+    """Groups for the layers' `windows`. Full attention comes first (vLLM, `kv_cache_utils.py`), then windows.
+
+    The groups of `state_layers` come last; the windows of these layers have no meaning.
+    """
+    kinds: dict[tuple[bool, int | None], list[int]] = {}
     for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
+        is_state = layer in state_layers
+        kinds.setdefault((is_state, 1 if is_state else window), []).append(layer)
     sizes = [len(layers) for layers in kinds.values()]
     size = max(sizes) if max(sizes) < _MUCH_LARGER * min(sizes) else min(sizes)
     return tuple(
-        KVCacheGroup(tuple(layers[start : start + size]), window)
-        for window, layers in sorted(kinds.items(), key=lambda kind: kind[0] is not None)
+        KVCacheGroup(tuple(layers[start : start + size]), window, is_state)
+        for (is_state, window), layers in sorted(kinds.items(), key=_order_of_kind)
         for start in range(0, len(layers), size)
     )
+
+
+def _order_of_kind(kind: tuple[tuple[bool, int | None], list[int]]) -> tuple[bool, bool]:
+    (is_state, window), _ = kind
+    return is_state, window is not None
 
 
 def one_group(num_layers: int) -> tuple[KVCacheGroup, ...]:
@@ -65,6 +86,11 @@ def one_group(num_layers: int) -> tuple[KVCacheGroup, ...]:
 def is_hybrid(groups: Iterable[KVCacheGroup]) -> bool:
     """Whether some group has a window, so that tables have holes, marked with block 0."""
     return any(group.window is not None for group in groups)
+
+
+def has_states(groups: Iterable[KVCacheGroup]) -> bool:
+    """Whether some layers have a recurrent state, so that a prefix can be used at few lengths only."""
+    return any(group.is_state for group in groups)
 
 
 def has_tables(groups: Sequence[KVCacheGroup]) -> bool:

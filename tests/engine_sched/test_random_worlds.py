@@ -23,6 +23,7 @@ from tests.engine_sched.world import (
     BLOCK,
     EOS,
     GARBAGE,
+    STATE,
     FakeLoad,
     World,
     expected_output,
@@ -52,7 +53,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         on_failure=st.sampled_from(["recompute", "fail"]),
         caching=st.booleans(),
         longest_chunk=st.sampled_from([0, 5]),
-        windows=st.sampled_from([(), (), (None, 6), (6, None, 3), (8,), (None, 1)]),
+        windows=st.sampled_from(
+            [(), (), (None, 6), (6, None, 3), (8,), (None, 1), (None, STATE), (STATE,), (STATE, 6)]
+        ),
         depth=st.integers(1, 3),
     )
     def start(self, **kwargs: Any) -> None:

@@ -4,7 +4,8 @@ The KV of token i is a number that depends on tokens 0..i (and the salt), and th
 So a request that computes on a wrong, foreign or missing block ends with other tokens than `expected_output`.
 
 With windows and groups, each window has its own block table, and tokens depend on the KV in the window. Block
-0 is the null block then.
+0 is the null block then. `STATE` as a window is a layer with a recurrent state: its block holds the number of
+the last computed token, and a step that begins from another number computes wrong ones.
 """
 
 import sys
@@ -35,6 +36,7 @@ BLOCK = 4
 VOCAB = 50
 EOS = 0
 GARBAGE = 49  # Sampled if a rank computes on wrong KV; `next_token` never returns it.
+STATE = 0
 Verdict = tuple[int | None, bool]
 
 
@@ -46,6 +48,7 @@ def model_config(max_model_len: int = 256, windows: tuple[int | None, ...] = ())
         max_model_len=max_model_len,
         num_hidden_layers=max(1, len(windows)),
         windows=windows,
+        state_layers=tuple(layer for layer, window in enumerate(windows) if window == STATE),
         num_attention_heads=2,
         num_kv_heads=2,
         head_dim=4,
@@ -320,6 +323,7 @@ class FakeRanks:
         self.null_blocks = {0} if is_hybrid(groups) else set()
         self.memory: list[list[int | None]] = [[None] * BLOCK for _ in range(num_blocks)]
         self.rows: dict[str, _Row] = {}
+        self._wrong_states: set[str] = set()  # Requests of this step whose states are wrong after it.
         self.salts: dict[str, str | None] = {}
 
     def write(self, block_ids: list[int], position: int, value: int | None) -> None:
@@ -330,11 +334,28 @@ class FakeRanks:
 
     def fill(self, load: FakeLoad, bad_blocks: set[int]) -> None:
         for group, block_ids in enumerate(load.tables):
+            if self.groups[group].is_state:
+                last = load.first_token + load.num_tokens - 1
+                block_id = block_ids[last // BLOCK]
+                assert block_id not in self.null_blocks, "a state without a block"
+                self._write_state(block_ids, last, None if block_id in bad_blocks else load.kv[last] + group)
+                continue
             for position in range(load.first_token, load.first_token + load.num_tokens):
                 block_id = block_ids[position // BLOCK]
                 if block_id not in self.null_blocks:
                     value = None if block_id in bad_blocks else load.kv[position] + group
                     self.write(block_ids, position, value)
+
+    def _write_state(self, block_ids: list[int], last: int, value: int | None) -> None:
+        self.memory[block_ids[last // BLOCK]] = [value] * BLOCK
+
+    def _begins_from_right_states(self, row: _Row, right: list[int]) -> bool:
+        before = row.num_computed - 1
+        return before < 0 or all(
+            self.memory[block_ids[before // BLOCK]][0] == right[before] + index
+            for index, (group, block_ids) in enumerate(zip(self.groups, row.tables, strict=True))
+            if group.is_state
+        )
 
     def take_over(self, output: SchedulerOutput) -> None:
         for request_id in output.finished_req_ids:
@@ -364,11 +385,22 @@ class FakeRanks:
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
         result = ModelRunnerOutput()
+        self._wrong_states = set()
         right = {r: kv_of(self.rows[r].tokens, self.rows[r].salt) for r in output.num_scheduled_tokens}
+        for request_id in output.num_scheduled_tokens:  # No state is written before all are read.
+            if not self._begins_from_right_states(self.rows[request_id], right[request_id]):
+                self._wrong_states.add(request_id)
         for request_id, num_new in output.num_scheduled_tokens.items():
             row = self.rows[request_id]
+            last = row.num_computed + num_new - 1
+            for group, block_ids in enumerate(row.tables):
+                if self.groups[group].is_state:
+                    assert block_ids[last // BLOCK] not in self.null_blocks, "a state without a block"
+                    self._write_state(block_ids, last, right[request_id][last] + group)
             for position in range(row.num_computed, row.num_computed + num_new):
                 for group, block_ids in enumerate(row.tables):
+                    if self.groups[group].is_state:
+                        continue
                     assert block_ids[position // BLOCK] not in self.null_blocks, "computed into no block"
                     self.write(block_ids, position, right[request_id][position] + group)
         self._spread_errors(output.num_scheduled_tokens, right)
@@ -379,6 +411,7 @@ class FakeRanks:
             sampled: list[int] = []
             if last == len(row.tokens):
                 is_right = self._first_wrong(row, right[request_id][:last]) is None
+                is_right &= request_id not in self._wrong_states
                 sampled = [next_token(right[request_id][-1]) if is_right else GARBAGE]
                 row.tokens += sampled
             result.req_ids.append(request_id)
@@ -394,11 +427,17 @@ class FakeRanks:
                 row = self.rows[request_id]
                 last = row.num_computed + num_new
                 wrong = self._first_wrong(row, right[request_id][:last])
+                if request_id in self._wrong_states:
+                    wrong = row.num_computed
                 if wrong is None:
                     continue
+                self._wrong_states.add(request_id)
+                for group, block_ids in enumerate(row.tables):
+                    if self.groups[group].is_state:
+                        self._write_state(block_ids, last - 1, None)
                 for position in range(max(row.num_computed, wrong), last):
-                    for block_ids in row.tables:
-                        if self.read(block_ids, position) is not None:
+                    for group, block_ids in enumerate(row.tables):
+                        if not self.groups[group].is_state and self.read(block_ids, position) is not None:
                             self.write(block_ids, position, None)
                             changed = True
 
@@ -406,6 +445,8 @@ class FakeRanks:
         """The first token with wrong KV that this step's queries attend to."""
         wrong: list[int] = []
         for index, (group, block_ids) in enumerate(zip(self.groups, row.tables, strict=True)):
+            if group.is_state:
+                continue
             first = 0 if group.window is None else max(0, row.num_computed - group.window + 1)
             seen = range(first, len(right))
             wrong += [i for i in seen if self.read(block_ids, i) != right[i] + index][:1]

@@ -18,6 +18,13 @@ their places:
 
     full attention    | 7 | 3 | 9 | 4 | 12 |
     window            | - | - | - | 8 | 11 |      the next token attends to the end of 8, and to 11
+
+A group with recurrent states (`baton.core.states`) has the state after the last computed token, in the block
+of that token. A step that ends in a later block writes the state there and leaves the old one, so a block
+holds the state at its own end if a step ended there. Only such a block enters the prefix cache, and only
+after its step, because its content is what a later step of another request begins from:
+
+    state             | - | - | 6 | - | 10 |      a step ended with the third block, the next within the fifth
 """
 
 from bisect import bisect_right
@@ -26,7 +33,7 @@ from collections.abc import Iterable, Sequence
 
 from baton.core.config import CacheConfig
 from baton.core.hashing import BlockHash
-from baton.core.kv_groups import KVCacheGroup, is_hybrid
+from baton.core.kv_groups import KVCacheGroup, has_states, is_hybrid
 from baton.engine.cache.block_pool import Block, BlockPool
 from baton.engine.request import Request
 
@@ -57,7 +64,12 @@ class _Table:
     def __init__(self) -> None:
         self.blocks: list[Block] = []
         self.num_cached = 0  # Leading blocks that were entered into the prefix cache.
-        self.first_kept = 0  # Index of the first block that is not null.
+        self.first_kept = 0  # All blocks before this index are null.
+
+    def num_held(self, group: KVCacheGroup) -> int:
+        if group.is_state:
+            return sum(not block.is_null for block in self.blocks[self.first_kept :])
+        return len(self.blocks) - self.first_kept
 
 
 class KVCache:
@@ -76,6 +88,7 @@ class KVCache:
         self.num_blocks = config.num_gpu_blocks
         self.groups = tuple(groups)
         self.is_hybrid = is_hybrid(groups)
+        self.has_states = has_states(groups)
         self.block_pool = BlockPool(
             config.num_gpu_blocks,
             config.block_size,
@@ -158,6 +171,19 @@ class KVCache:
 
     # --- Allocation ------------------------------------------------------------------------------
 
+    def cut_chunk(self, num_computed: int, num_new: int, num_tokens: int) -> int:
+        """How many of `num_new` tokens a step computes, so that states at ends of blocks can be cached.
+
+        A chunk ends with a block if it can, and one chunk ends with the last block that a repetition of the
+        same `num_tokens` tokens could use (vLLM's `_mamba_block_aligned_split`).
+        """
+        last = (num_tokens - 1) // self.block_size * self.block_size
+        if not self.has_states or not self.block_pool.enable_caching or num_computed >= last:
+            return num_new
+        end = min(num_computed + num_new, last)
+        aligned = end // self.block_size * self.block_size
+        return (aligned if aligned > num_computed else end) - num_computed
+
     def allocate_slots(
         self,
         request: Request,
@@ -186,10 +212,13 @@ class KVCache:
             if self.is_hybrid:
                 self._drop_outside_windows(tables, num_computed)
             if num_wanted > len(tables[0].blocks):
-                fresh = self._extend(tables, num_wanted)
+                fresh = self._extend(tables, num_computed, num_wanted)
         if fresh is not None and not delay_cache_blocks:
             tables = self._tables.get(request.request_id)
-            if tables is not None and num_slots // self.block_size > tables[0].num_cached:
+            if tables is not None and (
+                num_slots // self.block_size > tables[0].num_cached
+                or (self.has_states and not request.num_computed_tokens % self.block_size)
+            ):
                 self.cache_blocks(request, num_slots)
         return fresh
 
@@ -205,26 +234,47 @@ class KVCache:
             blocks[first:] for blocks, first in zip((hits or self._nothing).blocks, firsts, strict=True)
         ]
         num_idle_hits = sum(not block.ref_cnt for blocks in of_hits for block in blocks)
-        num_missing = sum(max(0, num_wanted - max(num_hits, first)) for first in firsts)
-        if num_missing + num_idle_hits > self.block_pool.num_free_blocks:
-            return None
-        tables = self._tables[request.request_id] = tuple(_Table() for _ in self.groups)
+        tables = tuple(_Table() for _ in self.groups)
         for table, blocks, first in zip(tables, of_hits, firsts, strict=True):
-            # Hold all hits before a new block is allocated, which might evict them.
-            self.block_pool.touch(blocks)
             table.blocks = [*blocks] if not first else [self.block_pool.null_block] * first + [*blocks]
             table.first_kept = first
             table.num_cached = num_hits
-        return self._extend(tables, num_wanted)
-
-    def _extend(self, tables: tuple[_Table, ...], num_wanted: int) -> KVCacheBlocks | None:
-        nums_missing = [max(0, num_wanted - len(table.blocks)) for table in tables]
-        if sum(nums_missing) > self.block_pool.num_free_blocks:
+        num_missing = sum(map(len, self._indices_to_fill(tables, num_computed, num_wanted)))
+        if num_missing + num_idle_hits > self.block_pool.num_free_blocks:
             return None
-        fresh = [self.block_pool.get_new_blocks(num) for num in nums_missing]
-        for table, blocks in zip(tables, fresh, strict=True):
+        for blocks in of_hits:  # Hold all hits before a new block is allocated, which might evict them.
+            self.block_pool.touch(blocks)
+        self._tables[request.request_id] = tables
+        return self._extend(tables, num_computed, num_wanted)
+
+    def _extend(self, tables: tuple[_Table, ...], num_computed: int, num_wanted: int) -> KVCacheBlocks | None:
+        to_fill = self._indices_to_fill(tables, num_computed, num_wanted)
+        if sum(map(len, to_fill)) > self.block_pool.num_free_blocks:
+            return None
+        fresh: list[list[Block]] = []
+        for table, indices in zip(tables, to_fill, strict=True):
+            blocks, num_known = self.block_pool.get_new_blocks(len(indices)), len(table.blocks)
+            if len(blocks) < num_wanted - num_known:
+                filled = dict(zip(indices, blocks, strict=True))
+                null = self.block_pool.null_block
+                blocks = [filled.get(index, null) for index in range(num_known, num_wanted)]
             table.blocks += blocks
+            fresh.append(blocks)
         return KVCacheBlocks(tuple(fresh))
+
+    def _indices_to_fill(
+        self, tables: tuple[_Table, ...], num_computed: int, num_wanted: int
+    ) -> list[Sequence[int]]:
+        """Indices of each table, of `num_wanted`, that need a new block."""
+        to_fill: list[Sequence[int]] = []
+        for group, table in zip(self.groups, tables, strict=True):
+            indices: Sequence[int] = range(len(table.blocks), num_wanted)
+            if group.is_state and indices:
+                # The state after the step, and before that the one that a connector loads.
+                loaded = group.first_kept(num_computed, self.block_size)
+                indices = sorted({indices[-1], loaded if num_computed and loaded in indices else indices[-1]})
+            to_fill.append(indices)
+        return to_fill
 
     def drop_outside_windows(self, request: Request) -> None:
         """Free the blocks that no token after the computed ones attends to."""
@@ -238,20 +288,29 @@ class KVCache:
                 dropped = table.blocks[table.first_kept : first]
                 table.blocks[table.first_kept : first] = [self.block_pool.null_block] * len(dropped)
                 table.first_kept = first
-                self.block_pool.free_blocks(reversed(dropped))
+                self.block_pool.free_blocks(block for block in reversed(dropped) if not block.is_null)
 
     def cache_blocks(self, request: Request, num_computed_tokens: int) -> None:
         """Enter the full blocks of the first `num_computed_tokens` into the prefix cache."""
         num_full = min(num_computed_tokens, request.num_tokens) // self.block_size
         for index, table in enumerate(self._tables[request.request_id]):
-            if num_full > table.num_cached:
+            if self.groups[index].is_state:
+                self._cache_state(request, table, index)
+            elif num_full > table.num_cached:
                 self.block_pool.cache_full_blocks(request, table.blocks, table.num_cached, num_full, index)
                 table.num_cached = num_full
+
+    def _cache_state(self, request: Request, table: _Table, group: int) -> None:
+        """Enter the request's present state into the prefix cache, if it is that at the end of a block."""
+        num_blocks, within = divmod(request.num_computed_tokens, self.block_size)
+        if num_blocks and not within and num_blocks <= min(len(table.blocks), len(request.block_hashes)):
+            self.block_pool.cache_full_blocks(request, table.blocks, num_blocks - 1, num_blocks, group)
 
     def free(self, request: Request) -> None:
         """Free the request's blocks, tail first. Does nothing for a request without blocks."""
         for table in self._tables.pop(request.request_id, ()):
-            self.block_pool.free_blocks(reversed(table.blocks[table.first_kept :]))
+            held = reversed(table.blocks[table.first_kept :])
+            self.block_pool.free_blocks(block for block in held if not block.is_null)
 
     # --- Wrong content ---------------------------------------------------------------------------
 
@@ -292,6 +351,7 @@ class KVCache:
             (index, table.blocks[index].block_id)
             for table in self._tables.get(request_id, ())
             for index in range(max(first, table.first_kept), min(last, len(table.blocks)))
+            if not table.blocks[index].is_null
         ]
         return sorted(held) if len(self.groups) > 1 else held
 
@@ -304,9 +364,7 @@ class KVCache:
         return sum(
             max(
                 0,
-                group.blocks_at_most(num_tokens, block_size=size, chunk=chunk)
-                - len(table.blocks)
-                + table.first_kept,
+                group.blocks_at_most(num_tokens, block_size=size, chunk=chunk) - table.num_held(group),
             )
             for group, table in zip(self.groups, tables, strict=True)
         )
@@ -317,12 +375,16 @@ class KVCache:
         """Check the holders of each block: one per table that contains it, plus `other_holders`."""
         holders = Counter(other_holders)
         for request_id, tables in self._tables.items():
-            ids = [block.block_id for table in tables for block in table.blocks[table.first_kept :]]
+            ids = [block.block_id for table in tables for block in table.blocks if not block.is_null]
             assert len(set(ids)) == len(ids), f"{request_id} has a block twice"
-            for table in tables:
+            for group, table in zip(self.groups, tables, strict=True):
                 assert len(table.blocks) == len(tables[0].blocks)
                 assert table.num_cached <= len(table.blocks)
-                assert [block.is_null for block in table.blocks].count(True) == table.first_kept
+                num_null = [block.is_null for block in table.blocks].count(True)
+                if group.is_state:
+                    assert len(table.blocks) - num_null <= 2, "more states than before and after a step"
+                else:
+                    assert num_null == table.first_kept
             holders.update(ids)
         self.block_pool.assert_consistent(holders)
 

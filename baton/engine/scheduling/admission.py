@@ -72,12 +72,17 @@ class Admission:
             match = NO_MATCH  # As in vLLM, the connector is asked and then told that nothing is loaded.
         if match is None:
             return _Turn.LATER
+        is_beyond = num_local + match.num_tokens >= request.num_tokens
+        if is_beyond and state.kv_cache.has_states and not match.is_async:
+            # The state after all tokens cannot compute the last one. Only a background load may come with
+            # output tokens, which makes it of use (`RemoteKV.settle`).
+            match = NO_MATCH
         if match.is_async:
             return self._start_loading(request, hits, num_local, match)
 
         # The last token is always computed here, for its logits.
         num_computed = min(num_local + match.num_tokens, request.num_tokens - 1)
-        num_new = step.chunk_of_prompt(request.num_tokens - num_computed)
+        num_new = step.chunk_of_prompt(request, num_computed)
         if not num_new or not self._allocate(request, num_new, hits, num_local, num_computed - num_local):
             return _Turn.NO_ROOM
         self._tell_allocated(request, match.num_tokens)
@@ -102,7 +107,7 @@ class Admission:
         return _Turn.DONE
 
     def _resume_loaded(self, request: Request, step: StepBuilder) -> _Turn:
-        num_new = step.chunk_of_prompt(request.num_tokens - request.num_computed_tokens)
+        num_new = step.chunk_of_prompt(request, request.num_computed_tokens)
         if not num_new or not self._allocate(request, num_new):
             return _Turn.NO_ROOM
         self._tell_allocated(request, 0)

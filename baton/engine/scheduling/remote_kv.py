@@ -274,10 +274,14 @@ class RemoteKV:
 
         `is_continued`: output tokens come with the load, so the next token to compute is after the prompt.
         Returns False if nothing of the load is of use and the request has to give its blocks back: with
-        windows, blocks for the end of the load are not those that the end of a part of it needs.
+        windows, blocks for the end of the load are not those that the end of a part of it needs, and a
+        recurrent state after the last token cannot compute that token again.
         """
         request = load.request
-        if self._kv_cache.is_hybrid and load.num_valid_tokens < request.num_computed_tokens:
+        is_short = load.num_valid_tokens < request.num_computed_tokens
+        is_beyond = load.num_valid_tokens == request.num_tokens and not is_continued
+        if (self._kv_cache.is_hybrid and is_short) or (self._kv_cache.has_states and is_beyond):
+            request.asks_connector &= is_short  # It would load as much again.
             self._kv_cache.distrust(request, load.num_valid_tokens)
             request.num_computed_tokens = request.num_transferred_tokens = 0
             return False

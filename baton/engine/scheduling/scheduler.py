@@ -171,7 +171,7 @@ class Scheduler:
             if is_scheduled or request in other_than or self.in_flight.is_busy(request):
                 index += 1
                 continue
-            num_new = step.chunk(len(request.all_token_ids) - request.num_computed_tokens)
+            num_new = step.chunk(request, request.num_computed_tokens)
             fresh = self.kv_cache.allocate_slots(request, num_new)
             if fresh is not None:
                 step.run_known(request, num_new, fresh)

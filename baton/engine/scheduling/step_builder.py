@@ -32,14 +32,18 @@ class StepBuilder:
 
     # --- How much of a request fits --------------------------------------------------------------
 
-    def chunk(self, num_tokens: int) -> int:
-        longest = self._limits.long_prefill_token_threshold
-        return min(num_tokens, self.budget, longest) if longest else min(num_tokens, self.budget)
+    def chunk(self, request: Request, num_computed: int) -> int:
+        num_known, longest = len(request.all_token_ids), self._limits.long_prefill_token_threshold
+        num_new = min(num_known - num_computed, self.budget)
+        if num_new == 1 or not self._limits.enable_chunked_prefill:
+            return num_new
+        return self._kv_cache.cut_chunk(num_computed, min(num_new, longest or num_new), num_known)
 
-    def chunk_of_prompt(self, num_tokens: int) -> int:
+    def chunk_of_prompt(self, request: Request, num_computed: int) -> int:
         """0: the prompt waits for a step with more budget, because chunked prefill is off."""
         if self._limits.enable_chunked_prefill:
-            return self.chunk(num_tokens)
+            return self.chunk(request, num_computed)
+        num_tokens = request.num_tokens - num_computed
         return num_tokens if num_tokens <= self.budget else 0
 
     # --- Requests --------------------------------------------------------------------------------
