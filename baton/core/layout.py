@@ -51,6 +51,30 @@ class LayerLayout(msgspec.Struct, frozen=True):
     group: int = 0  # Index of the layer's KV cache group (`baton.core.kv_groups`).
 
 
+class UnitsLayout(msgspec.Struct, frozen=True):
+    """One part of a layer's state in a block (`baton.core.states`): units of equal size without gaps.
+
+    A rank holds those units that it would hold of `num_units` KV heads.
+    """
+
+    name: str
+    offset: int  # From the start of the layer's block, in bytes.
+    num_units: int  # Of the whole model.
+    unit_bytes: int
+    dtype: str
+
+
+class StateLayout(msgspec.Struct, frozen=True):
+    """Recurrent state of one layer: one state in a block, without tokens. Offsets and strides in bytes."""
+
+    name: str
+    region: int  # Index into RankLayout.regions.
+    offset: int  # Of block 0 within the region.
+    block_stride: int  # From one block to the next.
+    group: int  # Index of the layer's KV cache group.
+    parts: tuple[UnitsLayout, ...]
+
+
 class RankLayout(msgspec.Struct, frozen=True):
     """The KV cache of one rank."""
 
@@ -66,6 +90,12 @@ class RankLayout(msgspec.Struct, frozen=True):
     pp_size: int = 1
     is_replicated: bool = False  # Every tensor-parallel rank holds all KV heads, as with MLA.
     packing: str = SLOT  # Without slots each head's part is contiguous, and token_stride has no meaning.
+    states: tuple[StateLayout, ...] = ()  # Of the rank's pipeline stage.
+
+    @property
+    def caches(self) -> "tuple[LayerLayout | StateLayout, ...]":
+        """Of all layers: those with tokens, then those with states."""
+        return (*self.layers, *self.states)
 
 
 class ModelFingerprint(msgspec.Struct, frozen=True):

@@ -17,6 +17,10 @@ so it is accepted only for addresses that the engine's own configuration allows.
 
 Without a `transfer_id` both engines use the request's own id as the transfer's.
 
+`"baton_continue": true` with a leg says that the answer continues after the token that P samples. It matters
+for models with a recurrent state: P then lends the state after the whole prompt. Otherwise P leaves the last
+token out, lends the state before it, and D computes that token; what P samples means nothing.
+
 In addition to any of these or none, `"baton_offload": "off" | "load_only" | "store_only"` limits what an
 engine that offloads its KV may do for this request.
 
@@ -33,6 +37,7 @@ from baton.core.errors import BadTransferParams
 from baton.core.ids import EngineId, TransferId
 
 FIELD = "kv_transfer_params"
+CONTINUE = "baton_continue"
 MAX_TICKET_CHARS = 1 << 20  # A ticket of 128k tokens in 16-token blocks is below 64 KiB.
 MAX_INTRODUCTION_CHARS = 1 << 13
 MAX_BLOCK_ID = 2**32 - 1
@@ -45,10 +50,12 @@ class Compute(msgspec.Struct, frozen=True):
     """Prefill here and hold the blocks for the consumer that brings the ticket.
 
     `ticket`: another engine holds the KV of the beginning of the prompt, from an earlier turn.
+    `continues`: the answer goes on after the token that is sampled here.
     """
 
     transfer_id: TransferId | None = None
     ticket: str | None = None
+    continues: bool = False
 
 
 class Fetch(msgspec.Struct, frozen=True):
@@ -71,6 +78,7 @@ class Stream(msgspec.Struct, frozen=True):
     transfer_id: TransferId | None
     introduction: str
     remote_engine_id: EngineId
+    continues: bool = False  # The producer has the same in its leg.
 
 
 class Named(msgspec.Struct, frozen=True):
@@ -83,6 +91,7 @@ class Named(msgspec.Struct, frozen=True):
     remote_engine_id: EngineId
     remote_host: str
     remote_port: int
+    continues: bool = False
 
 
 KVTransferParams: TypeAlias = Compute | Fetch | Stream | Named
@@ -151,7 +160,8 @@ def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | N
     if decode_elsewhere:
         transfer_id = _sized(raw, "transfer_id", MAX_TRANSFER_ID_CHARS)
         ticket = _sized(raw, "baton_ticket", MAX_TICKET_CHARS)
-        return Compute(TransferId(transfer_id) if transfer_id is not None else None, ticket)
+        name = TransferId(transfer_id) if transfer_id is not None else None
+        return Compute(name, ticket, _flag(raw, CONTINUE))
     if prefilled_elsewhere:
         return _parse_decode_leg(raw)
     return None
@@ -179,7 +189,7 @@ def _parse_decode_leg(raw: Mapping[str, Any]) -> Fetch | Stream | Named:
         return Fetch(ticket, EngineId(engine_id))
     assert introduction is not None
     name = TransferId(transfer_id) if transfer_id is not None else None
-    return Stream(name, introduction, EngineId(engine_id))
+    return Stream(name, introduction, EngineId(engine_id), _flag(raw, CONTINUE))
 
 
 def _parse_named(raw: Mapping[str, Any], transfer_id: TransferId | None) -> Named:
@@ -196,7 +206,7 @@ def _parse_named(raw: Mapping[str, Any], transfer_id: TransferId | None) -> Name
         _ranged(raw, key, 1, 4096)
     _optional(raw, "remote_request_id", str)
     assert port is not None
-    return Named(transfer_id, EngineId(engine_id), host, port)
+    return Named(transfer_id, EngineId(engine_id), host, port, _flag(raw, CONTINUE))
 
 
 def _check_block_ids(value: Any) -> None:

@@ -70,6 +70,7 @@ class Request:
         "block_hashes",
         "cache_salt",
         "is_known_to_ranks",
+        "is_truncated",
         "kv_transfer_params",
         "last_step",
         "load_failure",
@@ -127,6 +128,7 @@ class Request:
         # vLLM's name, for connectors. True: the whole prompt is computed here, without cache or load.
         self.skip_reading_prefix_cache = sampling.prompt_logprobs is not None
         self.is_known_to_ranks = False
+        self.is_truncated = False  # Without the prompt's last token: what it samples is no answer.
         self.needs_resend = False  # The ranks' copy is stale: send tokens and block table whole.
         self.last_step = 0  # Number of the last step that computes for the request; see `in_flight_steps`.
         self.void_step = 0  # Number of the step whose tokens for this request are dropped, if any.
@@ -183,6 +185,8 @@ class Request:
     @property
     def prefilled_tokens(self) -> PrefilledTokens | None:
         """The output so far, for the engine that continues the request."""
+        if self.is_truncated:
+            return None
         return prefilled_by(
             self.output_token_ids, self.output_logprobs, self.sampling_params, self.stop_token_ids
         )
@@ -205,6 +209,16 @@ class Request:
         if parts is None:
             return None
         return PromptLogprobs.joined(parts, width=parts[0].width if parts else 1)
+
+    def drop_last_prompt_token(self) -> None:
+        """Before the first step: leave the last token, if there are others, to the engine that decodes."""
+        if self.num_prompt_tokens == 1 or self.num_output_tokens:
+            return
+        self.is_truncated = True
+        self.prompt_token_ids = self.prompt_token_ids[:-1]
+        self._all_token_ids.pop()
+        self.num_prompt_tokens -= 1
+        del self.block_hashes[self.num_prompt_tokens // self._block_size :]
 
     def append_output_token(self, token_id: int) -> None:
         self._all_token_ids.append(token_id)

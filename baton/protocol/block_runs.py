@@ -176,7 +176,7 @@ def slot_spans(
         )
     )
     spans: list[CopySpan] = []
-    for span in _merged(atoms):
+    for span in merged_spans(atoms):
         if len(spans) == SPANS_MAX:
             raise PlanError(f"more than {SPANS_MAX} spans in one block")
         spans.append(span)
@@ -222,7 +222,7 @@ def _layer_spans(
         )
 
 
-def _merged(atoms: Iterable[CopySpan]) -> Iterator[CopySpan]:
+def merged_spans(atoms: Iterable[CopySpan]) -> Iterator[CopySpan]:
     """Merges spans that are adjacent on both sides into one, as long as it stays within a block."""
     last: CopySpan | None = None
     for atom in atoms:

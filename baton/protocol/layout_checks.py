@@ -4,13 +4,15 @@ from functools import lru_cache
 
 from baton.core.errors import PeerError
 from baton.core.kv_groups import MAX_GROUPS
-from baton.core.layout import SLOT, LayerLayout, RankLayout, kv_heads_of
+from baton.core.layout import SLOT, LayerLayout, RankLayout, StateLayout, UnitsLayout, kv_heads_of
 
 MAX_RANKS = 4096
 MAX_REGIONS = 4096
 MAX_LAYERS = 4096
 MAX_NAME_CHARS = 256
 MAX_BLOCKS = 2**32
+MAX_PARTS = 64  # Of one layer's state.
+MAX_UNITS = 1 << 16
 MAX_BLOCK_TOKENS = 1 << 16
 ADDRESS_SPACE = 2**64
 
@@ -28,16 +30,18 @@ def check_layout(layout: RankLayout) -> None:
     _check_range("num_blocks", layout.num_blocks, 1, MAX_BLOCKS)
     _check_range("block_tokens", layout.block_tokens, 1, MAX_BLOCK_TOKENS)
     _check_range("number of regions", len(layout.regions), 1, MAX_REGIONS)
-    _check_range("number of layers", len(layout.layers), 1, MAX_LAYERS)
+    _check_range("number of layers", len(layout.layers) + len(layout.states), 1, MAX_LAYERS)
     for region in layout.regions:
         _check_range("region address", region.address, 0, ADDRESS_SPACE - 1)
         _check_range("region nbytes", region.nbytes, 1, ADDRESS_SPACE - region.address)
     _check_range("length of the packing's name", len(layout.packing), 1, MAX_NAME_CHARS)
-    names = {layer.name for layer in layout.layers}
-    if len(names) != len(layout.layers):
+    names = {layer.name for layer in layout.caches}
+    if len(names) != len(layout.layers) + len(layout.states):
         raise PeerError("layout: two layers have the same name")
     for layer in layout.layers:
         _check_layer(layer, layout)
+    for state in layout.states:
+        _check_state(state, layout)
 
 
 def can_share(tp_size: int, num_kv_heads: int) -> bool:
@@ -50,6 +54,11 @@ def heads_of(layout: RankLayout) -> range:
     if layout.is_replicated:
         return range(layout.num_kv_heads)
     return kv_heads_of(layout.tp_rank, tp_size=layout.tp_size, num_kv_heads=layout.num_kv_heads)
+
+
+def units_of(part: UnitsLayout, layout: RankLayout) -> range:
+    """Global indices of the units of a state's part that this rank holds."""
+    return kv_heads_of(layout.tp_rank, tp_size=layout.tp_size, num_kv_heads=part.num_units)
 
 
 def slot_bytes_of(layer: LayerLayout, layout: RankLayout) -> int:
@@ -93,6 +102,35 @@ def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
     block_bytes = last_head + last_token + slot_bytes
     _check_range(where + "block_stride", layer.block_stride, block_bytes, ADDRESS_SPACE)
     end = layer.offset + (layout.num_blocks - 1) * layer.block_stride + block_bytes
+    if end > region_bytes:
+        raise PeerError(f"layout: {where}its last block ends at {end}, its region at {region_bytes}")
+
+
+def _check_state(state: StateLayout, layout: RankLayout) -> None:
+    where = f"state of layer {state.name!r}: "
+    _check_range(where + "length of the name", len(state.name), 1, MAX_NAME_CHARS)
+    _check_range(where + "group", state.group, 0, MAX_GROUPS - 1)
+    _check_range(where + "region", state.region, 0, len(layout.regions) - 1)
+    region_bytes = layout.regions[state.region].nbytes
+    _check_range(where + "offset", state.offset, 0, region_bytes - 1)
+    _check_range(where + "number of parts", len(state.parts), 1, MAX_PARTS)
+    if len({part.name for part in state.parts}) != len(state.parts):
+        raise PeerError(f"layout: {where}two parts have the same name")
+    end = 0
+    for part in state.parts:  # In the order in which they lie in a block.
+        _check_range(where + "length of a part's name", len(part.name), 1, MAX_NAME_CHARS)
+        _check_range(where + "length of a part's dtype", len(part.dtype), 1, MAX_NAME_CHARS)
+        _check_range(f"{where}num_units of {part.name}", part.num_units, 1, MAX_UNITS)
+        if not can_share(layout.tp_size, part.num_units):
+            raise PeerError(
+                f"layout: {where}{layout.tp_size} ranks cannot share {part.num_units} units of {part.name} "
+                "evenly"
+            )
+        _check_range(f"{where}unit_bytes of {part.name}", part.unit_bytes, 1, region_bytes)
+        _check_range(f"{where}offset of {part.name}", part.offset, end, region_bytes)
+        end = part.offset + len(units_of(part, layout)) * part.unit_bytes
+    _check_range(where + "block_stride", state.block_stride, end, ADDRESS_SPACE)
+    end += state.offset + (layout.num_blocks - 1) * state.block_stride
     if end > region_bytes:
         raise PeerError(f"layout: {where}its last block ends at {end}, its region at {region_bytes}")
 

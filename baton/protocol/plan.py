@@ -3,6 +3,7 @@
     plan_pairs_of_layouts  which rank of D reads from which rank of P: used by the scheduler
     plan_shares            what one rank of D takes from each of its ranks of P: used by the rank
     share_spans            which bytes these are
+    plan_state_spans       the same, of recurrent states
 
 Every KV head of every layer that a rank of D holds is read exactly once, from one rank of P that holds it.
 Layers are matched by name, so the stages of a pipeline may cut the model anywhere. If P has replicas (more
@@ -19,8 +20,8 @@ from typing import NamedTuple
 
 from baton.core.ids import Pair
 from baton.core.layout import CopySpan, RankLayout
-from baton.protocol.block_runs import PlanError, Shape, check_equal, slot_spans
-from baton.protocol.layout_checks import can_share, check_layout, heads_of
+from baton.protocol.block_runs import PlanError, Shape, check_equal, merged_spans, slot_spans
+from baton.protocol.layout_checks import can_share, check_layout, heads_of, units_of
 
 __all__ = [
     "GroupPair",
@@ -30,6 +31,7 @@ __all__ = [
     "pair_groups",
     "plan_pairs_of_layouts",
     "plan_shares",
+    "plan_state_spans",
     "share_spans",
 ]
 
@@ -64,19 +66,31 @@ def plan_pairs_of_layouts(
     producer, consumer = _side_of(producers), _side_of(consumers)
     num_kv_heads = consumers[0].num_kv_heads
     check_equal("num_kv_heads", num_kv_heads, producers[0].num_kv_heads)
-    stages = [{layer.name for layer in ranks[0].layers} for ranks in _stages(producers)]
+    stages = [{layer.name for layer in ranks[0].caches} for ranks in _stages(producers)]
     pairs: dict[Pair, None] = {}
     for index, layout in enumerate(consumers):
         wanted = {layer.name for layer in layout.layers}
-        if missing := wanted.difference(*stages):
+        states = {state.name for state in layout.states}
+        if missing := (wanted | states).difference(*stages):
             raise PlanError(f"layers differ: the producer has no {sorted(missing)[:3]}")
+        units = {
+            (unit, part.num_units)
+            for state in layout.states
+            for part in state.parts
+            for unit in units_of(part, layout)
+        }
         sources = [
             _source_of(head, layout.tp_rank, producer, consumer, num_kv_heads, rotation)
             for head in heads_of(layout)
         ]
+        # States are split over ranks even where all ranks hold every KV head.
+        sides = _Side(producer.tp_size), _Side(consumer.tp_size)
+        of_states = [
+            _source_of(unit, layout.tp_rank, *sides, num_units, rotation) for unit, num_units in sorted(units)
+        ]
         for stage, names in enumerate(stages):
-            if names & wanted:
-                pairs.update((Pair(stage * producer.tp_size + source, index), None) for source in sources)
+            read = (sources if names & wanted else []) + (of_states if names & states else [])
+            pairs.update((Pair(stage * producer.tp_size + source, index), None) for source in read)
     return tuple(pairs)
 
 
@@ -94,7 +108,7 @@ def pair_groups(producers: Sequence[RankLayout], consumers: Sequence[RankLayout]
 
 def _group_by_name(ranks: Sequence[RankLayout]) -> dict[str, int]:
     groups: dict[str, int] = {}
-    for layer in (layer for rank in ranks for layer in rank.layers):
+    for layer in (layer for rank in ranks for layer in rank.caches):
         if groups.setdefault(layer.name, layer.group) != layer.group:
             raise PlanError(f"ranks of one engine have {layer.name!r} in different cache groups")
     return groups
@@ -131,6 +145,62 @@ def plan_shares(local: RankLayout, remotes: Mapping[int, RankLayout]) -> dict[in
     return shares
 
 
+def plan_state_spans(
+    local: RankLayout, remotes: Mapping[int, RankLayout], source: int
+) -> dict[str, tuple[CopySpan, ...]]:
+    """Copies of the states that `local` takes from rank `source` of `remotes`, by layer, for any two blocks.
+
+    Of two replicas that hold a unit, only the first is read. Raises PlanError if a unit is missing, or a part
+    differs.
+    """
+    spans: dict[str, tuple[CopySpan, ...]] = {}
+    for state in local.states:
+        holders = {
+            index: theirs
+            for index, remote in remotes.items()
+            for theirs in remote.states
+            if theirs.name == state.name
+        }
+        for index, theirs in holders.items():
+            described = [
+                [(part.name, part.num_units, part.unit_bytes, part.dtype) for part in one.parts]
+                for one in (state, theirs)
+            ]
+            check_equal(f"parts of the state of {state.name} in rank {index}", *described)
+        atoms = []
+        for place, part in enumerate(state.parts):
+            ours = units_of(part, local)
+            for unit in ours:
+                held = {
+                    index: units_of(theirs.parts[place], remotes[index]) for index, theirs in holders.items()
+                }
+                found = next((index for index, units in held.items() if unit in units), None)
+                if found is None:
+                    raise PlanError(
+                        f"layers differ: none of ranks {sorted(remotes)} has unit {unit} of {part.name} of "
+                        f"the state of {state.name}"
+                    )
+                if found != source:
+                    continue
+                theirs = holders[source]
+                atoms.append(
+                    CopySpan(
+                        state.region,
+                        state.offset + part.offset + (unit - ours.start) * part.unit_bytes,
+                        state.block_stride,
+                        theirs.region,
+                        theirs.offset
+                        + theirs.parts[place].offset
+                        + (unit - held[source].start) * part.unit_bytes,
+                        theirs.block_stride,
+                        part.unit_bytes,
+                    )
+                )
+        if atoms:
+            spans[state.name] = tuple(merged_spans(atoms))
+    return spans
+
+
 def share_spans(
     local: RankLayout, remote: RankLayout, share: Share, shape: Shape, layers: Sequence[str] | None = None
 ) -> tuple[CopySpan, ...]:
@@ -149,7 +219,7 @@ def share_spans(
 def _source_of(
     head: int, consumer_rank: int, producer: _Side, consumer: _Side, num_kv_heads: int, rotation: int
 ) -> int:
-    """The tensor-parallel rank of P that `consumer_rank` reads `head` from."""
+    """The tensor-parallel rank of P that `consumer_rank` reads `head` (or a unit of a state) from."""
     if producer.is_replicated:
         # One reader takes all heads from one rank, which makes one pair instead of several.
         return _replica_of(consumer_rank, consumer.tp_size, producer.tp_size, rotation)

@@ -78,7 +78,7 @@ class PushStream:
         if self.frontier is None:
             return None
         unread = parts_between(self.frontier, ProgressFrontier(self.num_tokens), num_layers)
-        return self.prompt.cut(unread)
+        return self.prompt.cut(unread) + self.prompt.states()
 
 
 def frontier_of(message: Announced) -> ProgressFrontier:

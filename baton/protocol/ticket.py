@@ -27,7 +27,7 @@ from baton.core.transfer_params import (
 from baton.protocol.messages import PROMPT_HASH_BYTES, PUBLIC_KEY_BYTES, U64_MAX
 from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_range
 
-TICKET_VERSION = 4
+TICKET_VERSION = 5
 TICKET_FIELD = f"{FIELD}.baton_ticket"
 MAX_URL_CHARS = 512
 MAX_TP_SIZE = 4096
@@ -54,9 +54,13 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     # that lie wholly before a group's window are left out.
     block_ids: tuple[tuple[BlockId, ...], ...]
     windows: tuple[int | None, ...] = (None,)  # Of each group. With the model they define the group's layers.
-    num_tokens: int  # Tokens whose KV is held, from the start of the prompt.
+    # Tokens whose KV is held, from the start of the prompt. Every state is that after exactly these.
+    num_tokens: int
     prompt_hash: PromptHash  # Of exactly these tokens, with salt, adapter and media.
     prefilled: PrefilledTokens | None = None  # The tokens that P has sampled after them.
+    state_groups: tuple[
+        int, ...
+    ] = ()  # Groups of layers with a recurrent state: one block, and a window of 1.
 
     def __post_init__(self) -> None:
         check_range("version", self.version, 0, U64_MAX)
@@ -76,6 +80,10 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
             raise ValueError(f"names {len(self.windows)} windows for {len(self.block_ids)} cache groups")
         for window in self.windows:
             check_range("window", window if window is not None else 1, 1, U64_MAX)
+        for index in self.state_groups:
+            check_range("index of a group with states", index, 0, len(self.block_ids) - 1)
+            if self.windows[index] != 1 or len(self.block_ids[index]) != 1:
+                raise ValueError(f"names more than one state of a layer, in group {index}")
         for group in self.block_ids:
             # A full-attention group needs every block; a windowed group may hold fewer, never more.
             check_range("number of blocks", len(group), 0, -(-self.num_tokens // self.block_tokens))

@@ -10,6 +10,7 @@ from baton.core.errors import ConfigError
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup, has_tables
 from baton.core.layout import ModelFingerprint
+from baton.core.states import StatePart
 
 TICKET_KEY_PURPOSE = "baton.ticket.1"
 
@@ -32,6 +33,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     has_host_mirror: bool = False  # Peers see a copy of the cache in host memory (`host_mirror`).
     # Of the layers that this rank registers, by their place in that order; by default one, which has all.
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)
+    state_parts: tuple[StatePart, ...] = ()  # Of one layer's recurrent state, for the whole model.
     schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
 
     @classmethod
@@ -64,12 +66,18 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             does_push=does_push,
             has_host_mirror=_mirrors(transfer.kv_buffer_device, config.device_config.device),
             groups=config.kv_cache_groups,
+            state_parts=config.model_config.state_parts,
             schedules_ahead=config.parallel_config.max_concurrent_batches > 1,
         )
 
     @property
     def windows(self) -> tuple[int | None, ...]:
         return tuple(group.window for group in self.groups)
+
+    @property
+    def state_groups(self) -> tuple[int, ...]:
+        """Indices of the groups of layers with a recurrent state."""
+        return tuple(index for index, group in enumerate(self.groups) if group.is_state)
 
     @property
     def has_block_tables(self) -> bool:

@@ -55,6 +55,7 @@ class FetchStream(msgspec.Struct, frozen=True):
 
     introduction: Introduction
     transfer_id: TransferId | None  # None: derived from the request's id.
+    continues: bool = False  # With P's token. False: of a model with states all tokens but the last.
 
 
 class FetchByName(msgspec.Struct, frozen=True):
@@ -63,6 +64,7 @@ class FetchByName(msgspec.Struct, frozen=True):
     engine_id: EngineId
     control_url: str  # Allowed by the configuration.
     transfer_id: TransferId | None
+    continues: bool = False
 
 
 class LendBlocks(msgspec.Struct, frozen=True):
@@ -70,6 +72,7 @@ class LendBlocks(msgspec.Struct, frozen=True):
 
     transfer_id: TransferId | None
     previous_turn: FetchPreviousTurn | None = None
+    continues: bool = False  # The token that is sampled here is the answer's first.
 
 
 FetchIntent: TypeAlias = FetchLoan | FetchPreviousTurn | FetchStream | FetchByName
@@ -81,20 +84,20 @@ def parse_intent(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Tra
     match parse_transfer_params(raw):
         case None:
             return None
-        case Compute(transfer_id, before):
+        case Compute(transfer_id, before, continues):
             if not identity.is_producer:
                 raise BadTransferParams(
                     "this engine has kv_role kv_consumer; send the prefill leg to a producer",
                     field=f"{FIELD}.do_remote_decode",
                 )
             if before is None:
-                return LendBlocks(transfer_id)
+                return LendBlocks(transfer_id, continues=continues)
             if not identity.is_consumer:
                 raise BadTransferParams(
                     "is of an earlier turn, which only an engine with kv_role kv_both can fetch",
                     field=f"{FIELD}.baton_ticket",
                 )
-            return LendBlocks(transfer_id, FetchPreviousTurn(_open(before, identity)))
+            return LendBlocks(transfer_id, FetchPreviousTurn(_open(before, identity)), continues)
         case _ if not identity.is_consumer:
             raise BadTransferParams(
                 "this engine has kv_role kv_producer; send the decode leg to a consumer",
@@ -104,7 +107,7 @@ def parse_intent(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Tra
             ticket = _open(text, identity)
             _compare_engines(remote_engine_id, ticket.producer, "ticket")
             return FetchLoan(ticket)
-        case Stream(transfer_id, text, remote_engine_id):
+        case Stream(transfer_id, text, remote_engine_id, continues):
             if not identity.does_push:
                 raise BadTransferParams(
                     "asks for a push, which this connector does not do; send the producer's ticket",
@@ -112,9 +115,9 @@ def parse_intent(raw: Mapping[str, Any] | None, identity: EngineIdentity) -> Tra
                 )
             introduction = open_introduction(text, identity.ticket_key, identity.previous_ticket_key)
             _compare_engines(remote_engine_id, introduction.address, "introduction")
-            return FetchStream(introduction, transfer_id)
-        case Named(transfer_id, engine_id, host, port):
-            return FetchByName(engine_id, _allowed_url(host, port, identity), transfer_id)
+            return FetchStream(introduction, transfer_id, continues)
+        case Named(transfer_id, engine_id, host, port, continues):
+            return FetchByName(engine_id, _allowed_url(host, port, identity), transfer_id, continues)
 
 
 def _open(text: str, identity: EngineIdentity) -> Ticket:
@@ -215,18 +218,31 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
         converts_dtype=identity.settings.convert_dtype,
     )
     # The groups may have other layers. Their windows must be the same, unless the producer keeps every block.
-    if set(ticket.windows) not in ({None}, set(identity.windows)):
+    windows, our_windows = _windows(ticket), _windows(identity)
+    if bool(ticket.state_groups) != bool(identity.state_groups):
+        raise BadTicket(Fault.LAYOUT, "has recurrent states and this engine's model has none, or the reverse")
+    if windows not in (frozenset((None,)), our_windows):
         raise BadTicket(
             Fault.LAYOUT,
             f"has cache groups with windows {_shown(ticket.windows)}, this engine has "
             f"{_shown(identity.windows)}; set hybrid_kv_cache alike on both",
         )
     has_tables = identity.has_block_tables or len(ticket.block_ids) > 1  # On either side.
-    if has_tables and ticket.block_tokens != identity.block_tokens:
+    if has_tables and ticket.block_tokens != identity.block_tokens and (windows | our_windows) - {None}:
         raise BadTicket(
             Fault.LAYOUT,
             f"has blocks of {ticket.block_tokens} tokens, this engine of {identity.block_tokens}; "
-            "engines whose cache has several groups need the same",
+            "engines whose cache has groups with windows need the same",
+        )
+    if (
+        ticket.state_groups
+        and ticket.num_tokens == len(request.prompt_token_ids)
+        and ticket.prefilled is None
+    ):
+        raise BadTicket(
+            Fault.LAYOUT,
+            f"has the state after all {ticket.num_tokens} tokens, which cannot compute the last one again, "
+            "and no first token of the answer",
         )
     last = num_blocks(ticket.num_tokens, ticket.block_tokens)
     seen = [KVCacheGroup((), window) for window in ticket.windows]
@@ -237,6 +253,11 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
             f"names {[len(held) for held in ticket.block_ids]} blocks for {ticket.num_tokens} tokens; "
             f"needed are {needed} in its cache groups",
         )
+
+
+def _windows(of: Ticket | EngineIdentity) -> frozenset[int | None]:
+    """Of the groups of layers with tokens."""
+    return frozenset(window for group, window in enumerate(of.windows) if group not in of.state_groups)
 
 
 def _shown(windows: tuple[int | None, ...]) -> list[int | str]:

@@ -144,6 +144,8 @@ class HostPolicy:
     # {"baton_introduce": true} --> {"baton_introduction": "..."}     kv_transfer_params of request and answer
     # {"baton_take_back": "the ticket of a loan that no consumer will claim"}
     answers_by_request: bool = False
+    # Takes the prompt's last token from a request that has not run, unless it is the only one.
+    truncate_prompt: Callable[[Any], None] = lambda request: request.drop_last_prompt_token()
 
 
 BATON_POLICY: Final = HostPolicy()
@@ -269,6 +271,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             with self._changing as now:
                 self._fetches.begin(request, now)
                 intent = self._intents.params_of(request)
+                if self._identity.state_groups and isinstance(intent, LendBlocks) and not intent.continues:
+                    self._policy.truncate_prompt(request)
                 if self.announcer is not None and isinstance(intent, LendBlocks):
                     self.announcer.expect(request, intent, now)
         except BadTransferParams:

@@ -35,7 +35,7 @@ from baton.connectors.pull.metadata import (
     ReadEnd,
 )
 from baton.connectors.pull.reads.background import Background
-from baton.connectors.pull.reads.cache_layout import layout_of
+from baton.connectors.pull.reads.cache_layout import is_of_states, layout_of
 from baton.connectors.pull.reads.links import PeerLinks, RunInBackground
 from baton.contract import (
     KVConnectorHandshakeMetadata,
@@ -120,8 +120,9 @@ class PullWorkerHalf(BackgroundLoads):
                 "layer cannot go with kv_buffer_device cpu: what a step computes is there at its end",
                 field=f"{FIELD}.stream",
             )
-        self._layer_index = {name: index for index, name in enumerate(kv_caches)}
-        packing = SLOT if self._find_packing is None else self._find_packing(kv_caches)
+        with_tokens = {name: cache for name, cache in kv_caches.items() if not is_of_states(cache)}
+        self._layer_index = {name: index for index, name in enumerate(with_tokens)}
+        packing = SLOT if self._find_packing is None or not with_tokens else self._find_packing(with_tokens)
         if packing != SLOT:
             logger.info("the cache's blocks are packed as %r", packing)
         if self._identity.has_host_mirror:
@@ -138,8 +139,8 @@ class PullWorkerHalf(BackgroundLoads):
         # Imported here, because only a process that holds tensors has to load torch.
         from baton.connectors.pull.reads.staged import StagedReader
 
-        staged = StagedReader.of_caches(layout, kv_caches)
-        regions = (*layout.regions, staged.region)
+        staged = StagedReader.of_caches(layout, kv_caches) if layout.layers else None
+        regions = (*layout.regions, staged.region) if staged is not None else layout.regions
         endpoints = register_all(self._transports, regions)
         self._card = RankCard(self._identity.tp_rank, layout, endpoints, self._epoch)
         self._links = PeerLinks(
@@ -212,8 +213,9 @@ class PullWorkerHalf(BackgroundLoads):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        if self._reporter is not None:
-            self._reporter.layer_computed(self._layer_index[layer_name], kv_layer)
+        index = self._layer_index.get(layer_name)  # None: of a layer with a state.
+        if self._reporter is not None and index is not None:
+            self._reporter.layer_computed(index, kv_layer)
 
     def wait_for_save(self) -> None:
         if self.mirror is None or not self._identity.is_producer:

@@ -12,6 +12,8 @@ In layers with a window only those blocks are announced that tokens after the pr
 prompt computes, and all blocks before them are freed. If the request decodes on here, the window leaves them
 too, and what was announced is void.
 
+A recurrent state is replaced as the prompt computes. It is not announced, and goes with the ticket.
+
 The work of a step is done when every rank has reported *that* step, by number: a host that schedules ahead is
 some steps further by then. In between, layers are announced as ranks report them.
 
@@ -87,7 +89,10 @@ class Prefills:
         self._steps: dict[int, _Step] = {}  # In flight, oldest first.
 
     def expect(self, request_id: str, transfer_id: TransferId, num_prompt_tokens: int) -> None:
-        firsts = tuple(group.first_kept(num_prompt_tokens, self._block_tokens) for group in self._groups)
+        firsts = tuple(
+            0 if group.is_state else group.first_kept(num_prompt_tokens, self._block_tokens)
+            for group in self._groups
+        )
         self._prefills[request_id] = _Prefill(transfer_id, num_prompt_tokens, firsts)
 
     def fail_all(self, reason: str, now: float) -> None:
@@ -170,6 +175,7 @@ class Prefills:
         now: float,
     ) -> None:
         """The request begins, or begins again, in this step; the step computes its tokens up to `end`."""
+        tables = self._without_states(tables)
         self._write(work, tables, num_computed, end)
         if (prefill := self._prefills.get(request_id)) is None:
             return
@@ -193,12 +199,20 @@ class Prefills:
         if (prefill := self._prefills.get(request_id)) is None:
             work.writes_others = True
             return
-        for table, blocks in zip(prefill.tables, fresh, strict=False):
+        for table, blocks in zip(prefill.tables, self._without_states(fresh), strict=False):
             table.extend(blocks)
         self._write(work, prefill.tables, num_computed, end)
         if self._leaves(prefill, num_computed):
             self._make_void(prefill, now)
         work.reaches.append((request_id, prefill, end))
+
+    def _without_states(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
+        return [
+            () if group.is_state else table
+            for group, table in zip(
+                self._groups, tables, strict=False
+            )  # Without new blocks there is no table.
+        ]
 
     def _write(self, work: _Step, tables: Iterable[Sequence[int]], num_computed: int, end: int) -> None:
         size = self._block_tokens
@@ -231,6 +245,7 @@ class Prefills:
         return any(
             group.first_kept(num_computed + 1, self._block_tokens) > first  # A host may keep one token fewer.
             for group, first in zip(self._groups, prefill.first_blocks, strict=True)
+            if not group.is_state
         )
 
     def _make_void(self, prefill: _Prefill, now: float) -> None:

@@ -65,7 +65,7 @@ class RankOrders:
         assert ticket is not None
         if fetch.unread is None:
             prompt = GroupedPrompt(fetch.group_routes, ticket.num_tokens, ticket.block_tokens)
-            fetch.unread = prompt.cut([Part(fetch.first_token, fetch.num_moved_tokens)])
+            fetch.unread = prompt.cut([Part(fetch.first_token, fetch.num_moved_tokens)]) + prompt.states()
         parts = fetch.unread or (_NOTHING_MORE,)
         for part in parts:
             table = ticket.table_of(part.groups.remote if part.groups is not None else 0)
@@ -156,14 +156,14 @@ class ReadPlanner:
         """Through which tables the layers move. Raises PlanError."""
         theirs = [card.layout for card in ranks]
         if not self._identity.has_block_tables and not any(
-            layer.group for layout in theirs for layer in layout.layers
+            layer.group for layout in theirs for layer in layout.caches
         ):
             return ONE_TABLE
         return plan_group_routes(theirs, self._own_layouts, self._identity.windows)
 
     def check_windows(self, group_routes: GroupRoutes, ticket: Ticket) -> None:
         """Raises PlanError for groups that are not those of the ticket."""
-        for groups, _, window in group_routes:
+        for groups, _, window, is_state in group_routes:
             if groups is None:
                 if len(ticket.windows) > 1:
                     raise PlanError(f"layouts of one cache group, and a ticket of {len(ticket.windows)}")
@@ -172,6 +172,8 @@ class ReadPlanner:
                 raise PlanError(
                     f"layers of cache group {groups.remote}, and a ticket of {len(ticket.windows)}"
                 )
+            if is_state != (groups.remote in ticket.state_groups):
+                raise PlanError(f"cache group {groups.remote} has states on one side only")
             if ticket.windows[groups.remote] not in (None, window):
                 raise PlanError(f"layers see {window} tokens here and {ticket.windows[groups.remote]} there")
 

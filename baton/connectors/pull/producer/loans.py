@@ -117,7 +117,7 @@ class Loans:
         if not isinstance(intent, LendBlocks):
             return self._keep(request, block_ids, now)
         num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
-        held = self._held(block_ids, num_tokens)
+        held = self._held(block_ids, num_tokens, request.num_computed_tokens)
         if not held or request.prompt_token_ids is None:
             return False, None
         loan_id = self._machine.lend(now)
@@ -141,7 +141,7 @@ class Loans:
             return False, None
         token_ids = request.all_token_ids  # The last one has no KV: it was sampled and never computed.
         num_tokens = min(request.num_computed_tokens, len(token_ids))
-        held = self._held(block_ids, num_tokens)
+        held = self._held(block_ids, num_tokens, request.num_computed_tokens)
         num_held = sum(map(len, held))
         if not held or num_tokens < turns.min_tokens or not self._bound_kept(num_held, turns):
             return False, None
@@ -182,6 +182,7 @@ class Loans:
             block_tokens=identity.block_tokens,
             block_ids=held,
             windows=identity.windows,
+            state_groups=identity.state_groups,
             num_tokens=num_tokens,
             prompt_hash=hash_of_tokens(request, token_ids, num_tokens, identity),
             prefilled=prefilled,
@@ -204,8 +205,12 @@ class Loans:
             "baton_ticket": sign_ticket(ticket, self._identity.ticket_key),
         }
 
-    def _held(self, tables: Sequence[Sequence[int]], num_tokens: int) -> tuple[tuple[BlockId, ...], ...]:
+    def _held(
+        self, tables: Sequence[Sequence[int]], num_tokens: int, num_computed: int
+    ) -> tuple[tuple[BlockId, ...], ...]:
         """Of each group, the blocks that tokens after the first `num_tokens` need. Empty: cannot be lent."""
+        if self._identity.state_groups and num_tokens != num_computed:
+            return ()  # The states are those after other tokens.
         size = self._identity.block_tokens
         last = num_blocks(num_tokens, size)
         held: list[tuple[BlockId, ...]] = []

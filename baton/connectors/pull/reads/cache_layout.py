@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from baton.connectors.pull.identity import EngineIdentity
 from baton.core.errors import ConfigError, PeerError
-from baton.core.layout import SLOT, LayerLayout, RankLayout, Region, kv_heads_of
+from baton.core.layout import (
+    SLOT,
+    LayerLayout,
+    RankLayout,
+    Region,
+    StateLayout,
+    UnitsLayout,
+    kv_heads_of,
+)
+from baton.core.states import place_parts
 from baton.protocol.layout_checks import check_layout
 
 if TYPE_CHECKING:
@@ -24,44 +33,79 @@ def layout_of(
 ) -> RankLayout:
     """Tensors `[num_blocks, kv_heads, block_tokens, content]`, in whichever order their strides say.
 
-    Also `[num_blocks, block_tokens, content]`: one head. Those of one storage share a region. `group_of`: of
-    each layer, in an engine with several groups. Raises ConfigError for a cache whose blocks are not what a
-    plan can describe.
+    Also `[num_blocks, block_tokens, content]`: one head, and `[num_blocks, bytes]`: recurrent states, with
+    the parts that `identity` names. Those of one storage share a region. `group_of`: of each layer, in an
+    engine with several groups. Raises ConfigError for a cache whose blocks are not what a plan can describe.
     """
     if not kv_caches:
         raise ConfigError("has no layers", field=FIELD)
-    caches = {name: with_heads(cache) for name, cache in kv_caches.items()}
-    first = next(iter(caches.values()))
+    of_states = {name: cache for name, cache in kv_caches.items() if is_of_states(cache)}
+    caches = {name: with_heads(cache) for name, cache in kv_caches.items() if name not in of_states}
+    first = next(iter(caches.values()), None)
     regions: dict[int, tuple[int, Region]] = {}  # By address: (index, region).
-    layers = []
-    for name, cache in caches.items():
-        _check_shape(name, cache, first, identity)
+    layers, states = [], []
+    for name, cache in (caches | of_states).items():
         storage = cache.untyped_storage()
         index, _ = regions.setdefault(
             storage.data_ptr(),
             (len(regions), Region(storage.data_ptr(), storage.nbytes(), str(cache.device))),
         )
-        layers.append(_layer_of(name, cache, index, group_of[name] if group_of is not None else 0))
+        group = group_of[name] if group_of is not None else 0
+        if name in of_states:
+            states.append(_state_of(name, cache, index, group, identity))
+        else:
+            assert first is not None
+            _check_shape(name, cache, first, identity)
+            layers.append(_layer_of(name, cache, index, group))
     num_kv_heads = identity.fingerprint.num_kv_heads
     layout = RankLayout(
         tp_rank=identity.tp_rank,
         tp_size=identity.tp_size,
         num_kv_heads=num_kv_heads,
-        num_blocks=first.shape[0],
-        block_tokens=first.shape[2],
-        dtype=str(first.dtype).removeprefix("torch."),
+        num_blocks=len(next(iter(kv_caches.values()))),
+        block_tokens=identity.block_tokens,
+        dtype=identity.fingerprint.dtype if first is None else str(first.dtype).removeprefix("torch."),
         regions=tuple(region for _, region in regions.values()),
         layers=tuple(layers),
         pp_rank=identity.pp_rank,
         pp_size=identity.pp_size,
-        is_replicated=identity.tp_size > 1 and first.shape[1] == num_kv_heads,
+        is_replicated=first is not None and identity.tp_size > 1 and first.shape[1] == num_kv_heads,
         packing=packing,
+        states=tuple(states),
     )
     try:
         check_layout(layout)
     except PeerError as error:
         raise ConfigError(f"peers would not believe in it: {error}", field=FIELD) from error
     return layout
+
+
+def is_of_states(cache: torch.Tensor) -> bool:
+    """Whether it is a layer's raw pages of recurrent states, `[num_blocks, bytes]`."""
+    return cache.dim() == 2
+
+
+def _state_of(
+    name: str, cache: torch.Tensor, region: int, group: int, identity: EngineIdentity
+) -> StateLayout:
+    if cache.element_size() != 1 or cache.stride(1) != 1 or not identity.state_parts:
+        raise ConfigError(
+            f"has shape {tuple(cache.shape)} of {cache.dtype}; a state is a contiguous row of bytes, and the "
+            "model's configuration has to describe it",
+            field=f"{FIELD}.{name}",
+        )
+    placed = place_parts(identity.state_parts, tp_rank=identity.tp_rank, tp_size=identity.tp_size)
+    return StateLayout(
+        name=name,
+        region=region,
+        offset=int(cache.storage_offset()),
+        block_stride=cache.stride(0),
+        group=group,
+        parts=tuple(
+            UnitsLayout(part.name, offset, part.num_units, part.unit_bytes, part.dtype)
+            for part, offset, _ in placed
+        ),
+    )
 
 
 def with_heads(cache: torch.Tensor) -> torch.Tensor:

@@ -22,14 +22,14 @@ from functools import partial
 from typing import TYPE_CHECKING, NamedTuple
 
 from baton.connectors.pull.metadata import ReadBlocks
-from baton.connectors.pull.reads.operations import Operations, Read, Ready, Spans
+from baton.connectors.pull.reads.operations import WHOLE_STATE, Operations, Read, Ready, Spans
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, EngineId
 from baton.core.layout import RankLayout
 from baton.protocol.block_runs import BlockRun, Shape, period_shapes, plan_block_runs
 from baton.protocol.conversion import plan_conversion
 from baton.protocol.handshake import RankCard
-from baton.protocol.plan import PlanError, Share, plan_shares
+from baton.protocol.plan import PlanError, Share, plan_shares, plan_state_spans
 from baton.transport import choose_transport
 from baton.transport.base import Transport
 
@@ -90,6 +90,15 @@ class Link:
     def engine_id(self) -> EngineId:
         return self.key.producer.engine_id
 
+    def states_of(self, order: ReadBlocks, local: RankLayout) -> tuple[str, ...]:
+        """Layers with a recurrent state that the part names; empty if it is a part of tokens."""
+        if order.groups is None:
+            return ()
+        theirs = {state.name for state in self.card.layout.states if state.group == order.groups.remote}
+        return tuple(
+            state.name for state in local.states if state.group == order.groups.local and state.name in theirs
+        )
+
     def layers_of(self, order: ReadBlocks, local: RankLayout) -> tuple[str, ...]:
         """Layers of the share that the part names: positions in P's order become names."""
         assert self.ready is not None
@@ -141,7 +150,8 @@ class LinkOpener:
         address = Address(link.engine_id, link.card.epoch)
         transport, peer = choose_transport(self.transports, link.card.endpoints, address, order=self.order)
         try:
-            ready = Ready(transport, peer, self.layout, remote, share, way)
+            states = plan_state_spans(self.layout, sources, link.key.source)
+            ready = Ready(transport, peer, self.layout, remote, share, way, states)
             if share.layers and not way.is_staged:
                 for shape in period_shapes(self.layout.block_tokens, remote.block_tokens):
                     ready.prepare_whole(shape)
@@ -173,7 +183,10 @@ class ReadPosting:
 
     def begin(self, link: Link, ready: Ready, read: Read) -> Job | None:
         """With the lock of the operations held. Returns what is left to do in the background."""
-        order, layers = read.order, link.layers_of(read.order, self._layout)
+        order = read.order
+        if states := link.states_of(order, self._layout):
+            return self._begin_states(link, ready, read, states)
+        layers = link.layers_of(order, self._layout)
         if read.parts.error is not None or not layers:  # Cancelled before, or nothing of this part is there.
             self._operations.end(read)
             return None
@@ -202,6 +215,18 @@ class ReadPosting:
             self._post(link, ready, read, pieces, found)
             return None
         return Job(partial(self._prepare_and_post, link, ready, read, layers, pieces), link, read)
+
+    def _begin_states(self, link: Link, ready: Ready, read: Read, names: tuple[str, ...]) -> Job | None:
+        """One state of each layer moves: the last blocks of both tables."""
+        names = tuple(name for name in names if name in ready.states)
+        if read.parts.error is not None or not names:
+            self._operations.end(read)
+            return None
+        piece = BlockRun(WHOLE_STATE, read.order.local_blocks[-1:], read.order.remote_blocks[-1:])
+        if (spans := ready.find(WHOLE_STATE, names)) is not None:
+            self._post(link, ready, read, [piece], [spans])
+            return None
+        return Job(partial(self._prepare_and_post, link, ready, read, names, [piece]), link, read)
 
     def _begin_staged(self, link: Link, ready: Ready, read: Read, layers: tuple[str, ...]) -> Job | None:
         if self._staged is None or not ready.way.can_be_staged:

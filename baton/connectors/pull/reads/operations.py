@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
 from baton.core.ids import Pair
@@ -29,6 +29,7 @@ from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transpo
 
 LOOK_AGAIN_S = 0.2  # A waiting thread is woken earlier by what it waits for.
 PREPARED_MAX = 2048
+WHOLE_STATE: Final = Shape(0, 0, 0)  # Of the one block of a state, which has no tokens.
 
 
 class Spans(NamedTuple):
@@ -53,11 +54,14 @@ class Ready:
         remote: RankLayout,
         share: Share,
         way: Conversion,
+        states: Mapping[str, tuple[CopySpan, ...]] | None = None,
     ) -> None:
+        """`states`: copies of the states that are read from this rank, by layer."""
         self.transport = transport
         self.peer = peer
         self.share = share
         self.way = way
+        self.states = states or {}
         self._local = local
         self._remote = remote
         self._lock = threading.Lock()
@@ -93,6 +97,8 @@ class Ready:
         return Spans(self.transport.prepare(self.peer, spans), len(spans))
 
     def _spans_of(self, shape: Shape, layers: tuple[str, ...]) -> Sequence[CopySpan]:
+        if shape == WHOLE_STATE:
+            return [span for layer in layers for span in self.states[layer]]
         return share_spans(self._local, self._remote, self.share, shape, layers)
 
 
