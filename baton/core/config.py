@@ -16,6 +16,7 @@ from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
 from baton.core.kv_groups import KVCacheGroup, group_layers, one_group
 from baton.core.layout import ModelFingerprint
+from baton.core.states import StatePart
 from baton.core.validation import explain
 
 T = TypeVar("T")
@@ -144,6 +145,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     hf_config: dict[str, Any]  # Content of config.json.
     generation_config: dict[str, Any] = {}  # Content of generation_config.json; empty if there is none.
     windows: tuple[int | None, ...] = ()  # Sliding window of each layer, None without. Empty: no windows.
+    state_parts: tuple[StatePart, ...] = ()  # Of the recurrent state of each of `state_layers`.
+    state_layers: tuple[int, ...] = ()  # Indices of the layers with a recurrent state instead of attention.
 
     def fingerprint(self, hash_seed: str) -> ModelFingerprint:
         return ModelFingerprint(
