@@ -145,8 +145,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     hf_config: dict[str, Any]  # Content of config.json.
     generation_config: dict[str, Any] = {}  # Content of generation_config.json; empty if there is none.
     windows: tuple[int | None, ...] = ()  # Sliding window of each layer, None without. Empty: no windows.
-    state_parts: tuple[StatePart, ...] = ()  # Of one layer's recurrent state, for the whole model.
-    state_layers: tuple[int, ...] = ()  # Layers that have a recurrent state instead of attention.
+    state_parts: tuple[StatePart, ...] = ()  # Of the recurrent state of each of `state_layers`.
+    state_layers: tuple[int, ...] = ()  # Indices of the layers with a recurrent state instead of attention.
 
     def fingerprint(self, hash_seed: str) -> ModelFingerprint:
         return ModelFingerprint(

@@ -25,8 +25,10 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
+from baton.core.states import StatePart
 from baton.engine.checkpoints.config_fields import config_error, flag, number, positive
 from baton.engine.checkpoints.rope_config import RopeScaling, parse_rope
+from baton.engine.checkpoints.state_config import StateKind
 
 Family = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"]
 
@@ -110,6 +112,12 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]  # Per layer: keys that a query sees, its own included; None: all.
     dense_layers: tuple[int, ...] = ()  # That have an MLP although others have experts.
+    state: StateKind | None = None
+    state_layers: tuple[int, ...] = ()  # That have `state` instead of attention.
+
+    def state_parts(self, dtype: str) -> tuple[StatePart, ...]:
+        """Parts of one layer's state in the whole model. `dtype`: of the activations."""
+        return () if self.state is None else self.state.parts(dtype)
 
     def experts_of(self, layer: int) -> Experts | None:
         return None if layer in self.dense_layers else self.experts

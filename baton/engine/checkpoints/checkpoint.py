@@ -49,10 +49,11 @@ def load_model_config(
     generation = read_json(root / "generation_config.json", required=False)
     architecture = parse_architecture(config)
     _check_size(architecture, weight_files(root))
+    dtype = _choose_dtype(dtype, config)
     return ModelConfig(
         model=str(root.resolve()),
         served_model_name=served_model_name or root.resolve().name,
-        dtype=_choose_dtype(dtype, config),
+        dtype=dtype,
         max_model_len=_choose_max_model_len(max_model_len, config, architecture),
         num_hidden_layers=architecture.num_layers,
         num_attention_heads=architecture.num_heads,
@@ -67,6 +68,8 @@ def load_model_config(
         hf_config=config,
         generation_config=generation,
         windows=architecture.windows,
+        state_parts=architecture.state_parts(dtype),
+        state_layers=architecture.state_layers,
     )
 
 
