@@ -144,6 +144,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     hf_config: dict[str, Any]  # Content of config.json.
     generation_config: dict[str, Any] = {}  # Content of generation_config.json; empty if there is none.
     windows: tuple[int | None, ...] = ()  # Sliding window of each layer, None without. Empty: no windows.
+    latent_size: int = 0  # Elements of a slot that holds a latent instead of K and V (MLA); 0: K and V.
+
+    @property
+    def slot_size(self) -> int:
+        """Elements of the cache per layer, token and KV head."""
+        return self.latent_size or 2 * self.head_dim
 
     def fingerprint(self, hash_seed: str) -> ModelFingerprint:
         return ModelFingerprint(
