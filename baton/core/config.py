@@ -147,6 +147,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     windows: tuple[int | None, ...] = ()  # Sliding window of each layer, None without. Empty: no windows.
     state_parts: tuple[StatePart, ...] = ()  # Of the recurrent state of each of `state_layers`.
     state_layers: tuple[int, ...] = ()  # Indices of the layers with a recurrent state instead of attention.
+    latent_size: int = 0  # Elements of a slot that holds a latent instead of K and V (MLA); 0: K and V.
+
+    @property
+    def slot_size(self) -> int:
+        """Elements of the cache per layer, token and KV head."""
+        return self.latent_size or 2 * self.head_dim
 
     def fingerprint(self, hash_seed: str) -> ModelFingerprint:
         return ModelFingerprint(

@@ -1,7 +1,8 @@
 """Layout of a KV cache in memory, as data, so that copy plans are computed and assume nothing.
 
 One rank's cache is a few *regions* of registered memory. A *slot* holds K and V of one token and one KV head,
-side by side. The slot of token `t` and the rank's head `h` in block `b` of a layer starts at
+side by side; of latent attention (MLA) the latent and the rotary key, which all heads share. The slot of
+token `t` and the rank's head `h` in block `b` of a layer starts at
 
     regions[layer.region].address + offset + b * block_stride + h * head_stride + t * token_stride
 

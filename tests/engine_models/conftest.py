@@ -21,6 +21,17 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3_moe, shares not normalised": {"family": "qwen3_moe"},
     "gemma3": {"family": "gemma3", "sliding_window": 24, "tie_word_embeddings": True},
     "gpt_oss": {"family": "gpt_oss", "sliding_window": 24, "rope_scaling": "yarn"},
+    "deepseek_v2": {"family": "deepseek_v2"},
+    "deepseek_v2, as Lite": {
+        "family": "deepseek_v2",
+        "rope_scaling": "yarn",
+        "fields": {"q_lora_rank": None, "topk_method": "greedy", "first_k_dense_replace": 0},
+    },
+    "deepseek_v3": {"family": "deepseek_v3", "rope_scaling": "yarn"},
+    "deepseek_v3, halves rotated": {
+        "family": "deepseek_v3",
+        "fields": {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
+    },
 }
 
 

@@ -1,5 +1,6 @@
 """Parsing of config.json: supported fields are read, unsupported ones are refused by name."""
 
+import math
 from typing import Any
 
 import pytest
@@ -33,6 +34,28 @@ QWEN3_MOE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 32,
 }
+DEEPSEEK_V2: dict[str, Any] = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 12,
+    "n_routed_experts": 8,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+GROUPED = {**DEEPSEEK_V2, "topk_method": "group_limited_greedy", "n_group": 4, "topk_group": 2}
+DEEPSEEK_V3 = {
+    **GROUPED,
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "q_lora_rank": 24,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+}
+MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
     "sliding_window": 16,
@@ -97,6 +120,36 @@ def with_fields(**fields: Any) -> dict[str, Any]:
         ({**QWEN3_MOE, "mlp_only_layers": [True]}, "mlp_only_layers"),
         ({**QWEN3_MOE, "decoder_sparse_step": 0}, "decoder_sparse_step"),
         ({**QWEN3_MOE, "use_sliding_window": True}, "use_sliding_window"),
+        ({key: value for key, value in DEEPSEEK_V2.items() if key != "q_lora_rank"}, "q_lora_rank"),
+        ({**DEEPSEEK_V2, "q_lora_rank": 0}, "q_lora_rank"),
+        ({**DEEPSEEK_V2, "kv_lora_rank": None}, "kv_lora_rank"),
+        ({**DEEPSEEK_V2, "qk_rope_head_dim": 7}, "qk_rope_head_dim"),
+        ({**DEEPSEEK_V2, "v_head_dim": -1}, "v_head_dim"),
+        ({**DEEPSEEK_V2, "head_dim": 16}, "head_dim"),
+        ({**DEEPSEEK_V2, "attention_bias": True}, "attention_bias"),
+        ({**DEEPSEEK_V2, "mlp_bias": True}, "mlp_bias"),
+        ({**DEEPSEEK_V2, "norm_topk_prob": True}, "norm_topk_prob"),
+        ({**DEEPSEEK_V2, "scoring_func": "sigmoid"}, "scoring_func"),
+        ({**DEEPSEEK_V2, "topk_method": "noaux_tc"}, "topk_method"),
+        ({**DEEPSEEK_V2, "n_routed_experts": None}, "n_routed_experts"),
+        ({**DEEPSEEK_V2, "num_experts_per_tok": 9}, "num_experts_per_tok"),
+        ({**DEEPSEEK_V2, "n_shared_experts": 0}, "n_shared_experts"),
+        ({**DEEPSEEK_V2, "moe_layer_freq": 0}, "moe_layer_freq"),
+        ({**DEEPSEEK_V2, "first_k_dense_replace": -1}, "first_k_dense_replace"),
+        ({**DEEPSEEK_V2, "rope_scaling": {**YARN, "mscale": 1.0}}, "rope_scaling.mscale_all_dim"),
+        (
+            {**DEEPSEEK_V2, "rope_scaling": {**MSCALE, "attention_factor": 1.0}},
+            "rope_scaling.attention_factor",
+        ),
+        ({**DEEPSEEK_V2, "rope_scaling": {**MSCALE, "rope_type": "linear"}}, "rope_scaling.mscale"),
+        ({**GROUPED, "n_group": None}, "n_group"),
+        ({**GROUPED, "n_group": 3}, "n_group"),
+        ({**GROUPED, "topk_group": 5}, "topk_group"),
+        ({**GROUPED, "num_experts_per_tok": 5}, "num_experts_per_tok"),
+        ({**DEEPSEEK_V3, "topk_method": "greedy"}, "topk_method"),
+        ({**DEEPSEEK_V3, "scoring_func": "softmax"}, "scoring_func"),
+        ({**DEEPSEEK_V3, "n_group": 8}, "n_group"),
+        ({**DEEPSEEK_V3, "rope_interleave": 1}, "rope_interleave"),
     ],
 )
 def test_unsupported_models_are_refused_by_field(fields: dict[str, Any], named: str) -> None:
@@ -192,6 +245,9 @@ def test_layers_of_a_mixture_may_be_dense() -> None:
     assert dense(decoder_sparse_step=2) == (0, 2)
     assert dense(decoder_sparse_step=2, mlp_only_layers=[1]) == (0, 1, 2)
     assert parse_architecture(with_fields(**MIXTRAL)).dense_layers == ()
+    latent = with_fields(**{**DEEPSEEK_V2, "num_hidden_layers": 6, "first_k_dense_replace": 2})
+    assert parse_architecture(latent).dense_layers == (0, 1)
+    assert parse_architecture({**latent, "moe_layer_freq": 2}).dense_layers == (0, 1, 3, 5)
 
 
 def test_a_mixture_has_the_parameters_of_all_its_experts() -> None:
@@ -200,3 +256,25 @@ def test_a_mixture_has_the_parameters_of_all_its_experts() -> None:
     assert parse_architecture(with_fields(**MIXTRAL)).num_parameters_at_least - plain == 64 * 3 * 128 * 3 * 4
     mixed = parse_architecture(with_fields(**QWEN3_MOE, mlp_only_layers=[0], head_dim=16))
     assert mixed.num_parameters_at_least - plain == 64 * 3 * (3 * 4 * 32 - 3 * 128)
+
+
+def test_a_latent_cache_has_one_head_for_any_number_of_queries() -> None:
+    v2, v3 = (parse_architecture(with_fields(**fields)) for fields in (DEEPSEEK_V2, DEEPSEEK_V3))
+    assert v2.latent is not None
+    assert (v2.num_heads, v2.num_kv_heads, v2.head_dim, v2.latent.slot_size) == (4, 1, 8, 40)
+    queries = (64 * 96, 64 * 24 + 24 * 96)
+    cached, expanded, out_of = 64 * 40, 32 * 4 * (16 + 12), 4 * 12 * 64
+    inner = 128 + 3 * 32 * (8 + 2)
+    for architecture, of_queries in zip((v2, v3), queries, strict=True):
+        attention = of_queries + cached + expanded + out_of
+        assert architecture.num_parameters_at_least == 64 * (1000 + 3 * inner) + 4 * attention
+
+
+def test_the_mscale_of_yarn_changes_rotation_and_scores() -> None:
+    """0.1 * mscale * ln(factor) + 1, as in the reference implementation; the factor is 4."""
+    plain = parse_architecture(with_fields(**DEEPSEEK_V2))
+    scaled = parse_architecture(with_fields(**DEEPSEEK_V2, rope_scaling=MSCALE))
+    gain, gain_of_all = (0.1 * weight * math.log(4) + 1 for weight in (1.0, 0.5))
+    assert scaled.rope_scaling.attention_factor == pytest.approx(gain / gain_of_all)
+    assert plain.softmax_scale == pytest.approx(24**-0.5)
+    assert scaled.softmax_scale == pytest.approx(24**-0.5 * gain_of_all**2)

@@ -16,7 +16,8 @@ from tests.engine_models.paged import (
     prompt_of,
 )
 
-ALL_FAMILIES = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"]
+LATENT = ["deepseek_v2", "deepseek_v2, as Lite", "deepseek_v3", "deepseek_v3, halves rotated"]
+ALL_FAMILIES = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", *LATENT]
 
 
 @pytest.mark.slow
@@ -37,7 +38,7 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe, shares not normalised"])
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe, shares not normalised", *LATENT])
 def test_prompts_around_the_ends_of_blocks_get_the_tokens_of_transformers(
     family: str, paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf
 ) -> None:
@@ -89,7 +90,7 @@ def test_greedy_answers_vary_and_differ_between_prompts(family: str, paged_model
     assert len({tuple(answer[:8]) for answer in answers}) == 3
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
 def test_a_wrong_block_of_keys_changes_the_answer(family: str, paged_model_of: PagedModelOf) -> None:
     """Otherwise tests of transfers could not detect a wrong transfer.
 
@@ -106,11 +107,12 @@ def test_a_wrong_block_of_keys_changes_the_answer(family: str, paged_model_of: P
     assert wrong != right
 
 
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 @pytest.mark.parametrize("wanted", [[], [4], [0, 4, 6]])
 def test_unwanted_hidden_states_are_skipped_and_the_rest_is_the_same(
-    wanted: list[int], paged_model_of: PagedModelOf
+    wanted: list[int], family: str, paged_model_of: PagedModelOf
 ) -> None:
-    paged, ids = paged_model_of("qwen3"), torch.tensor([*prompt_of(1, 5), *prompt_of(2, 2)])
+    paged, ids = paged_model_of(family), torch.tensor([*prompt_of(1, 5), *prompt_of(2, 2)])
     metadata = build_attention_metadata([0, 0], [5, 2], [[0], [1]], BLOCK_SIZE)
 
     def run(wanted_tokens: torch.Tensor | None) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -142,8 +144,11 @@ class RecordingHalf(NullWorkerHalf):
         self.calls.append(("save", layer_name))
 
 
-def test_each_layer_waits_then_saves_but_only_for_a_half_with_metadata(paged_model_of: PagedModelOf) -> None:
-    paged, half, ids = paged_model_of("llama"), RecordingHalf(), torch.tensor(prompt_of(1, 5))
+@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+def test_each_layer_waits_then_saves_but_only_for_a_half_with_metadata(
+    family: str, paged_model_of: PagedModelOf
+) -> None:
+    paged, half, ids = paged_model_of(family), RecordingHalf(), torch.tensor(prompt_of(1, 5))
     metadata = build_attention_metadata([0], [5], [[0]], BLOCK_SIZE)
 
     def run(context: ForwardContext) -> None:

@@ -148,6 +148,20 @@ KEYS = (
     "decoder_sparse_step",
     "mlp_only_layers",
     "norm_topk_prob",
+    "q_lora_rank",
+    "kv_lora_rank",
+    "qk_nope_head_dim",
+    "qk_rope_head_dim",
+    "v_head_dim",
+    "n_routed_experts",
+    "n_shared_experts",
+    "first_k_dense_replace",
+    "moe_layer_freq",
+    "topk_method",
+    "scoring_func",
+    "n_group",
+    "topk_group",
+    "routed_scaling_factor",
     "sliding_window_pattern",
     "max_window_layers",
     "use_sliding_window",
@@ -161,7 +175,9 @@ VALUES = st.recursive(
     | st.text(max_size=5),
     lambda inner: (
         st.lists(inner, max_size=3)
-        | st.dictionaries(st.sampled_from(("rope_type", "factor", "rope_theta", "full_attention")), inner)
+        | st.dictionaries(
+            st.sampled_from(("rope_type", "factor", "rope_theta", "full_attention", "mscale_all_dim")), inner
+        )
     ),
     max_leaves=5,
 )
@@ -172,6 +188,8 @@ FAMILY_NAMES = (
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
+    "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
 )
 COMPLETE = {
     "num_hidden_layers": 2,
@@ -185,6 +203,16 @@ COMPLETE = {
     "num_experts": 4,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 2,
+    "topk_group": 1,
     "rope_scaling": {"rope_type": "default"},
 }
 

@@ -59,6 +59,9 @@ class ThreadGroup(TensorParallelGroup):
         ("gpt_oss", 4),
         ("mixtral", 2),
         ("qwen3_moe", 4),
+        ("deepseek_v2", 2),
+        ("deepseek_v2, as Lite", 4),
+        ("deepseek_v3", 2),
     ],
 )
 def test_ranks_together_give_the_logits_of_one(

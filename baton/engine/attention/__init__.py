@@ -1,11 +1,12 @@
 """Paged attention: one interface (`backend`), one implementation for each kind of device.
 
 cpu    sdpa     torch's scaled-dot-product attention over gathered blocks
-cuda   cuda     a Triton kernel that reads through the block table
+cuda   cuda     a Triton kernel that reads through the block table; for a latent cache `sdpa`
 """
 
 from baton.core.errors import UserError
 from baton.engine.attention.backend import AttentionBackend, AttentionShape
+from baton.engine.attention.sdpa import SdpaBackend
 
 __all__ = ["AttentionBackend", "AttentionShape", "build_backend"]
 
@@ -14,13 +15,11 @@ def build_backend(shape: AttentionShape) -> AttentionBackend:
     """The backend for the shape's device. Raises UserError if it cannot run."""
     match shape.device.type:
         case "cpu":
-            from baton.engine.attention.sdpa import SdpaBackend
-
             return SdpaBackend(shape)
         case "cuda":
             from baton.engine.attention.cuda import CudaBackend, require_cuda
 
             require_cuda()
-            return CudaBackend(shape)
+            return CudaBackend(shape) if shape.latent_dim is None else SdpaBackend(shape)
         case other:
             raise UserError(f"must be cpu or cuda, is {other!r}", field="device")

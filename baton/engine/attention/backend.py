@@ -5,6 +5,7 @@ Legend of shape suffixes, here and in the backends:
     T  tokens of the step          B  requests of a group        H  KV heads of this rank
     Q  query heads of this rank    G  query heads per KV head    D  head size
     L  keys, padded to blocks      C  2 * D: K before V          N  blocks of the pool,  P  slots of a block
+                                   or D, of a latent cache       V  value size: D, or that of the latent
 
 A cache `[N, H, P, C]` has one of these orders in a block, without gaps between slots:
 
@@ -36,6 +37,7 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     softmax_scale: float | None = None  # Of the scores; None: head_dim ** -0.5.
+    latent_dim: int | None = None  # The value is the key's beginning of this size; None: V follows K.
 
     @property
     def group_size(self) -> int:
@@ -44,6 +46,14 @@ class AttentionShape:
     @property
     def scale(self) -> float:
         return float(self.head_dim**-0.5) if self.softmax_scale is None else self.softmax_scale
+
+    @property
+    def slot_size(self) -> int:
+        return 2 * self.head_dim if self.latent_dim is None else self.head_dim
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim if self.latent_dim is None else self.latent_dim
 
 
 class AttentionBackend(ABC):
@@ -81,7 +91,10 @@ class AttentionBackend(ABC):
         """Set the contents of a `decode_plan` to those that `plan` would return."""
 
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any) -> None:
-        """Write the step's keys and values to their slots, the `write_rows` of the plan."""
+        """Write the step's keys and values to their slots, the `write_rows` of the plan.
+
+        Of a latent cache `k_THD` is the latent and `v_THD` the rotary key.
+        """
         width = cache_NHPC.shape[-1]
         rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
         rows_of(cache_NHPC).index_copy_(0, plan.write_rows, rows)
@@ -90,7 +103,7 @@ class AttentionBackend(ABC):
     def attend(
         self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any, sinks_Q: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """Return the attention output `[T, Q * D]`. Call it after `write` of the same step and layer.
+        """Return the attention output `[T, Q * V]`. Call it after `write` of the same step and layer.
 
         `sinks_Q`: one score per head, which takes part in the softmax of every query and has no value.
         """

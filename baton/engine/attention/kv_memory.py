@@ -11,9 +11,10 @@ or, for a connector that prefers to move a block of all layers at once (cross-la
 In a block of a layer heads come before tokens (HND), or tokens before heads (NHD). The layouts have vLLM's
 names: the order of layers, blocks, heads, tokens (N) and content in memory (`vllm/v1/kv_cache_layout.py`).
 
-In every layout each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, 2 * head_dim]`, K before
-V; its strides define the layout. vLLM 0.32 and later do the same (`create_kv_cache_views` in
-`vllm/v1/kv_cache_interface.py`), so attention and connectors index every cache in the same way.
+In every layout each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, slot]`, whose strides
+define the layout. A slot is K before V, or a latent before its rotary key. vLLM 0.32 and later do the same
+(`create_kv_cache_views` in `vllm/v1/kv_cache_interface.py`), so attention and connectors index every cache in
+the same way.
 If layers are grouped (`baton.core.kv_groups`), layers at the same place of different groups are views of
 the same memory: a block belongs to one group at a time.
 After the blocks of the pool there may be scratch blocks, which belong to no request and which connectors do
@@ -59,7 +60,7 @@ def allocate_kv_cache(
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
     groups = groups or one_group(model_config.num_hidden_layers)
     num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
-    slots = (len(heads), cache_config.block_size, 2 * model_config.head_dim)
+    slots = (len(heads), cache_config.block_size, model_config.slot_size)
     sizes = dict(zip(_AXES, (num_places(groups), num_blocks, *slots), strict=True))
     shape = tuple(sizes[axis] for axis in layout)
     dtype, device = torch_dtype(model_config.dtype), torch.device(device)

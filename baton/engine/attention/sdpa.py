@@ -1,4 +1,4 @@
-"""Paged attention on a CPU: gathers a request's blocks into contiguous keys, then calls torch's SDPA.
+"""Paged attention with torch alone: gathers a request's blocks into contiguous keys, then calls torch's SDPA.
 
 A gather is one `index_select`. Its result has the order that SDPA needs: heads before tokens. If the cache
 has heads first, a row is a KV head of a block. If it has tokens first, a row is a slot. Query heads that
@@ -78,14 +78,14 @@ class _Plan:
 
 
 class SdpaBackend(AttentionBackend):
-    """Backend for float32, bfloat16 and float16 on a CPU."""
+    """Backend for float32, bfloat16 and float16: on a CPU, and for a latent cache on any device."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
         self._heads = np.arange(shape.num_kv_heads, dtype=np.int64)
         # Gathered keys and values, reused by every layer: allocating this much memory costs more than the
         # copy.
-        self._scratch = torch.empty(0, dtype=shape.dtype)
+        self._scratch = torch.empty(0, dtype=shape.dtype, device=shape.device)
         # Of the cache in the current plan, in rows of a gather.
         self._block_stride = shape.num_kv_heads
         self._rows_in_block = self._heads[:, None]  # [H, P / run], from the block's first row.
@@ -104,7 +104,7 @@ class SdpaBackend(AttentionBackend):
         (decoding,) = np.nonzero(query_lens == 1)
         (prefilling,) = np.nonzero(query_lens > 1)
         return _Plan(
-            write_rows=torch.from_numpy(write_rows(metadata, cache_NHPC)),
+            write_rows=self._tensor(write_rows(metadata, cache_NHPC)),
             decodes=self._plan_decodes(metadata, decoding, window) if len(decoding) else [],
             prefills=[self._plan_prefill(metadata, request, window) for request in prefilling.tolist()],
         )
@@ -124,7 +124,10 @@ class SdpaBackend(AttentionBackend):
     def _gather_rows(self, block_ids: IntArray) -> torch.Tensor:
         """Cache rows of the block ids `[..., blocks]`, in the order `[..., H, blocks, P / run]`."""
         rows = block_ids[..., None, :, None] * self._block_stride + self._rows_in_block[:, None]
-        return torch.from_numpy(rows.reshape(-1))
+        return self._tensor(rows.reshape(-1))
+
+    def _tensor(self, array: IntArray) -> torch.Tensor:
+        return torch.from_numpy(array).to(self.shape.device)
 
     def _plan_decodes(
         self, metadata: AttentionMetadata, decoding: IntArray, window: int | None
@@ -134,7 +137,7 @@ class SdpaBackend(AttentionBackend):
             lengths = np.minimum(lengths, window)
         num_blocks = -(-lengths // metadata.block_size)
         block_bytes = (
-            metadata.block_size * len(self._heads) * 2 * self.shape.head_dim * self.shape.dtype.itemsize
+            metadata.block_size * len(self._heads) * self.shape.slot_size * self.shape.dtype.itemsize
         )
         groups = []
         for members in group_by_length(num_blocks, max_blocks=_GROUP_BYTES // block_bytes):
@@ -154,7 +157,7 @@ class SdpaBackend(AttentionBackend):
         block_ids = metadata.block_table_np[request, first_block : -(-seq_len // block_size)]
         token = metadata.query_start_loc_np[request : request + 1]
         return _DecodeGroup(
-            tokens=None if metadata.num_actual_tokens == 1 else torch.from_numpy(token),
+            tokens=None if metadata.num_actual_tokens == 1 else self._tensor(token),
             rows=self._gather_rows(block_ids),
             num_reqs=1,
             first_key=first_key - first_block * block_size,
@@ -182,7 +185,7 @@ class SdpaBackend(AttentionBackend):
         hidden = (keys >= ends) | (keys < starts)
         in_order = len(requests) == metadata.num_actual_tokens
         return _DecodeGroup(
-            tokens=None if in_order else torch.from_numpy(metadata.query_start_loc_np[requests]),
+            tokens=None if in_order else self._tensor(metadata.query_start_loc_np[requests]),
             rows=self._gather_rows(metadata.block_table_np[requests[:, None], columns]),
             num_reqs=len(requests),
             first_key=0,
@@ -196,11 +199,11 @@ class SdpaBackend(AttentionBackend):
         if not len(slot):
             return None
         rows = (request[:, None] * len(self._heads) + self._heads) * num_slots + slot[:, None]
-        return torch.from_numpy(rows.reshape(-1))
+        return self._tensor(rows.reshape(-1))
 
     def _mask(self, hidden: npt.NDArray[np.bool_]) -> torch.Tensor:
         mask = torch.zeros(hidden.shape, dtype=self.shape.dtype)
-        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf)
+        return mask.masked_fill_(torch.from_numpy(hidden), -torch.inf).to(self.shape.device)
 
     def _plan_prefill(self, metadata: AttentionMetadata, request: int, window: int | None) -> _Prefill:
         first_token, end_token = metadata.query_start_loc_np[request : request + 2].tolist()
@@ -245,19 +248,19 @@ class SdpaBackend(AttentionBackend):
     def attend(
         self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan, sinks_Q: torch.Tensor | None = None
     ) -> torch.Tensor:
-        out_TQD = torch.empty_like(q_TQD)
+        out_TQV = q_TQD.new_empty(*q_TQD.shape[:2], self.shape.value_dim)
         for group in plan.decodes:
-            self._attend_decodes(q_TQD, cache_NHPC, group, out_TQD, sinks_Q)
+            self._attend_decodes(q_TQD, cache_NHPC, group, out_TQV, sinks_Q)
         for prefill in plan.prefills:
-            self._attend_prefill(q_TQD, cache_NHPC, prefill, out_TQD, sinks_Q)
-        return out_TQD.view(len(q_TQD), -1)
+            self._attend_prefill(q_TQD, cache_NHPC, prefill, out_TQV, sinks_Q)
+        return out_TQV.view(len(q_TQD), -1)
 
     def _attend_decodes(
         self,
         q_TQD: torch.Tensor,
         cache_NHPC: torch.Tensor,
         group: _DecodeGroup,
-        out_TQD: torch.Tensor,
+        out_TQV: torch.Tensor,
         sinks_Q: torch.Tensor | None,
     ) -> None:
         heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
@@ -268,18 +271,18 @@ class SdpaBackend(AttentionBackend):
         queries = q_TQD if group.tokens is None else q_TQD.index_select(0, group.tokens)
         answer = self._softmax_over(
             queries.view(group.num_reqs, heads, -1, head_dim), kv_BHLC, group.mask, sinks_Q
-        ).reshape(group.num_reqs, -1, head_dim)
+        ).reshape(group.num_reqs, -1, self.shape.value_dim)
         if group.tokens is None:
-            out_TQD.copy_(answer)
+            out_TQV.copy_(answer)
         else:
-            out_TQD.index_copy_(0, group.tokens, answer)
+            out_TQV.index_copy_(0, group.tokens, answer)
 
     def _attend_prefill(
         self,
         q_TQD: torch.Tensor,
         cache_NHPC: torch.Tensor,
         prefill: _Prefill,
-        out_TQD: torch.Tensor,
+        out_TQV: torch.Tensor,
         sinks_Q: torch.Tensor | None,
     ) -> None:
         heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
@@ -291,8 +294,9 @@ class SdpaBackend(AttentionBackend):
             answer = self._softmax_over(
                 q_THGD.transpose(0, 1).reshape(1, heads, -1, head_dim), keys, tile.mask, sinks_Q
             )
-            out_TQD[tokens].view_as(q_THGD).copy_(
-                answer.view(heads, tile.num_tokens, -1, head_dim).transpose(0, 1)
+            answer_HTGV = answer.view(heads, tile.num_tokens, -1, self.shape.value_dim)
+            out_TQV[tokens].view(tile.num_tokens, heads, -1, self.shape.value_dim).copy_(
+                answer_HTGV.transpose(0, 1)
             )
 
     def _softmax_over(
@@ -302,12 +306,13 @@ class SdpaBackend(AttentionBackend):
         mask: torch.Tensor | None,
         sinks_Q: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Attention output `[B, H, R, D]`; row r belongs to query head r % G of its KV head.
+        """Attention output `[B, H, R, V]`; row r belongs to query head r % G of its KV head.
 
         `mask` is added to the scores.
         """
-        head_dim = self.shape.head_dim
-        keys, values = kv_BHLC[..., :head_dim], kv_BHLC[..., head_dim:]
+        keys = kv_BHLC[..., : self.shape.head_dim]
+        first = 0 if self.shape.latent_dim is not None else self.shape.head_dim
+        values = kv_BHLC[..., first : first + self.shape.value_dim]
         if sinks_Q is None:
             return F.scaled_dot_product_attention(
                 q_BHRD, keys, values, attn_mask=mask, scale=self.shape.scale
@@ -328,7 +333,7 @@ class SdpaBackend(AttentionBackend):
         size = len(rows) * run * width
         if self._scratch.numel() < size:
             with torch.inference_mode(False):  # So that a pass outside of inference mode can write here.
-                self._scratch = torch.empty(size, dtype=cache_NHPC.dtype)
+                self._scratch = torch.empty(size, dtype=cache_NHPC.dtype, device=cache_NHPC.device)
         gathered = self._scratch[:size].view(len(rows), run * width)
         torch.index_select(rows_of(cache_NHPC, run), 0, rows, out=gathered)
         return gathered.view(num_reqs, heads, -1, width)

@@ -1,6 +1,6 @@
 """Architecture of a decoder checkpoint, parsed from its config.json.
 
-This module contains all differences between the eight families:
+This module contains all differences between the ten families:
 
     family    bias of q, k, v   bias of o   bias of the MLP   norm of q and k   sliding window
     llama     attention_bias    as q        mlp_bias          no                no
@@ -11,10 +11,12 @@ This module contains all differences between the eight families:
     qwen3_moe attention_bias    as q        no                yes               no
     gemma3    attention_bias    as q        no                yes               five layers in six
     gpt_oss   attention_bias    as q        yes               no                every other layer
+    deepseek  no                no          no                -                 no
 
 Gemma 3 has norms before and after each half of a layer and scales its embedding; its layers with a window
 have their own rotary theta. GPT-OSS, Mixtral and most layers of Qwen3-MoE have experts instead of an MLP.
-GPT-OSS has a learned sink in every attention head.
+GPT-OSS has a learned sink in every attention head. DeepSeek V2 and V3 have latent attention, and experts in
+all layers but the first ones; some experts are shared by all tokens.
 
 Imports no torch, so the front end can read a checkpoint's shape without loading a model.
 """
@@ -29,8 +31,21 @@ from baton.core.states import StatePart
 from baton.engine.checkpoints.config_fields import config_error, flag, number, positive
 from baton.engine.checkpoints.rope_config import RopeScaling, parse_rope
 from baton.engine.checkpoints.state_config import StateKind
+from baton.engine.checkpoints.latent_config import Latent, parse_latent
+from baton.engine.checkpoints.rope_config import LATENT_FAMILIES, RopeScaling, parse_rope, score_gain
 
-Family = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"]
+Family = Literal[
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+]
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -41,6 +56,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Gemma3ForCausalLM": "gemma3",
     "GptOssForCausalLM": "gpt_oss",
+    "DeepseekV2ForCausalLM": "deepseek_v2",
+    "DeepseekV3ForCausalLM": "deepseek_v3",
 }
 HYBRIDS: frozenset[Family] = frozenset(("gemma3", "gpt_oss"))  # Some of their layers always have a window.
 MAX_LAYERS = 4096  # Twenty times the deepest models; bounds the lists with one entry per layer.
@@ -60,6 +77,8 @@ class ExpertNames(NamedTuple):
 EXPERT_NAMES: dict[Family, ExpertNames] = {
     "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v2": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v3": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -77,6 +96,14 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     limit: float | None = None
     inner_size: int | None = None  # None: the architecture's `intermediate_size`.
     is_normalised: bool = True  # The shares of the chosen experts are scaled to a sum of one.
+    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    is_wide: bool = False  # Scores are computed in float32.
+    has_choice_bias: bool = False  # Added to the scores for the choice, not for the shares.
+    num_groups: int = 1  # Of equally many experts. A token chooses groups, then experts of these.
+    groups_per_token: int = 1
+    scores_per_group: int = 1  # A group's score is the sum of this many best scores of its experts.
+    share_scale: float = 1.0
+    shared_size: int = 0  # Inner size of an expert that all tokens have, with a share of one; 0: none.
 
 
 class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -119,6 +146,9 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
         """Parts of one layer's state in the whole model. `dtype`: of the activations."""
         return () if self.state is None else self.state.parts(dtype)
 
+    # Latent attention; then `num_kv_heads` is 1 and `head_dim` the rotated part.
+    latent: Latent | None = None
+
     def experts_of(self, layer: int) -> Experts | None:
         return None if layer in self.dense_layers else self.experts
 
@@ -132,9 +162,13 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
         """Number of parameters of the matrices."""
         kv_rows = 2 * self.num_kv_heads * self.head_dim
         attention = self.hidden_size * (2 * self.num_heads * self.head_dim + kv_rows)
+        if self.latent is not None:
+            attention = self.latent.num_parameters(self.hidden_size, self.num_heads)
         num_dense = self.num_layers if self.experts is None else len(self.dense_layers)
-        num_experts = (self.num_layers - num_dense) * (self.experts.num_experts if self.experts else 0)
-        inner = num_dense * self.intermediate_size + num_experts * self.expert_size
+        inner = num_dense * self.intermediate_size
+        if self.experts is not None:
+            inner_of_mixture = self.experts.num_experts * self.expert_size + self.experts.shared_size
+            inner += (self.num_layers - num_dense) * inner_of_mixture
         return self.hidden_size * (self.vocab_size + 3 * inner) + self.num_layers * attention
 
     @property
@@ -149,12 +183,15 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
     _refuse_unsupported(config, family)
     num_heads = positive(config, "num_attention_heads")
     hidden_size = positive(config, "hidden_size")
-    num_kv_heads = positive(config, "num_key_value_heads", default=num_heads)
+    latent = parse_latent(config) if family in LATENT_FAMILIES else None
+    num_kv_heads = 1 if latent is not None else positive(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise config_error(
             f"must divide num_attention_heads ({num_heads}), is {num_kv_heads}", "num_key_value_heads"
         )
-    head_dim = _head_dim(config, family, hidden_size, num_heads)
+    head_dim = (
+        latent.qk_rope_head_dim if latent is not None else _head_dim(config, family, hidden_size, num_heads)
+    )
     num_layers = positive(config, "num_hidden_layers", maximum=MAX_LAYERS)
     rope_theta, rope_scaling, local_rope_theta = parse_rope(config, family)
     is_gemma, is_gpt_oss = family == "gemma3", family == "gpt_oss"
@@ -162,6 +199,8 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
         config, "attention_bias", default=is_gpt_oss
     )
     scored_dim = number(config, "query_pre_attn_scalar", 256.0) if is_gemma else head_dim
+    if latent is not None:
+        scored_dim = latent.qk_head_dim
     return DecoderArchitecture(
         family=family,
         num_layers=num_layers,
@@ -179,7 +218,7 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         local_rope_theta=local_rope_theta,
-        softmax_scale=scored_dim**-0.5,
+        softmax_scale=scored_dim**-0.5 * (score_gain(config) if latent is not None else 1.0),
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=is_gpt_oss or (family == "llama" and flag(config, "mlp_bias")),
@@ -193,7 +232,8 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
         experts=_experts(config, family),
         tie_word_embeddings=flag(config, "tie_word_embeddings", default=is_gemma),
         windows=_windows(config, family, num_layers),
-        dense_layers=_dense_layers(config, num_layers) if family == "qwen3_moe" else (),
+        dense_layers=_dense_layers(config, family, num_layers),
+        latent=latent,
     )
 
 
@@ -214,6 +254,11 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise config_error(f"must be 1, is {rotary_part!r}", "partial_rotary_factor")
     if family == "qwen3_moe" and flag(config, "use_sliding_window"):
         raise config_error("is not supported", "use_sliding_window")  # Loaders disagree about its layers.
+    if family == "deepseek_v2":
+        if flag(config, "mlp_bias"):
+            raise config_error("is not supported", "mlp_bias")
+        if flag(config, "norm_topk_prob"):
+            raise config_error("is not supported", "norm_topk_prob")  # Loaders disagree about its meaning.
     if family == "gemma3":
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if config.get(key):
@@ -243,6 +288,8 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden_size: int, num_h
 
 def _experts(config: Mapping[str, Any], family: Family) -> Experts | None:
     default = {"gpt_oss": 4, "mixtral": 2, "qwen3_moe": 8}.get(family)
+    if family in LATENT_FAMILIES:
+        return _latent_family_experts(config, family)
     if default is None:
         return None
     key = "num_local_experts"
@@ -269,7 +316,54 @@ def _experts(config: Mapping[str, Any], family: Family) -> Experts | None:
     )
 
 
-def _dense_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+def _latent_family_experts(config: Mapping[str, Any], family: Family) -> Experts:
+    """Experts of DeepSeek V2 and V3."""
+    scoring = "softmax" if family == "deepseek_v2" else "sigmoid"
+    methods = ("greedy", "group_limited_greedy") if family == "deepseek_v2" else ("noaux_tc",)
+    if (named := config.get("scoring_func")) not in (None, scoring):
+        raise config_error(f"must be {scoring!r}, is {named!r}", "scoring_func")
+    if (method := config.get("topk_method") or methods[0]) not in methods:
+        raise config_error(f"must be {' or '.join(methods)}, is {method!r}", "topk_method")
+    num_experts = positive(config, "n_routed_experts")
+    num_per_token = positive(config, "num_experts_per_tok")
+    num_groups = groups_per_token = 1
+    if method != "greedy":
+        num_groups, groups_per_token = positive(config, "n_group"), positive(config, "topk_group")
+    if num_experts % num_groups:
+        raise config_error(f"must divide n_routed_experts ({num_experts}), is {num_groups}", "n_group")
+    if groups_per_token > num_groups:
+        raise config_error(f"is above n_group ({num_groups})", "topk_group")
+    if num_per_token > num_experts // num_groups * groups_per_token:
+        raise config_error("is above the number of experts in topk_group groups", "num_experts_per_tok")
+    is_v3 = family == "deepseek_v3"
+    if is_v3 and num_experts < 2 * num_groups:
+        raise config_error("must leave two experts or more in a group", "n_group")
+    inner_size = positive(config, "moe_intermediate_size")
+    return Experts(
+        num_experts=num_experts,
+        num_per_token=num_per_token,
+        inner_size=inner_size,
+        is_normalised=is_v3 and flag(config, "norm_topk_prob", default=True),
+        scoring="sigmoid" if is_v3 else "softmax",
+        is_wide=True,
+        has_choice_bias=is_v3,
+        num_groups=num_groups,
+        groups_per_token=groups_per_token,
+        scores_per_group=2 if is_v3 else 1,
+        share_scale=number(config, "routed_scaling_factor", 2.5 if is_v3 else 1.0),
+        shared_size=positive(config, "n_shared_experts") * inner_size,
+    )
+
+
+def _dense_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    if family in LATENT_FAMILIES:
+        first, every = (
+            positive(config, "first_k_dense_replace", minimum=0),
+            positive(config, "moe_layer_freq", default=1),
+        )
+        return tuple(layer for layer in range(num_layers) if layer < first or layer % every)
+    if family != "qwen3_moe":
+        return ()
     step, named = positive(config, "decoder_sparse_step", default=1), config.get("mlp_only_layers") or []
     if not isinstance(named, list) or not all(type(layer) is int for layer in named):
         raise config_error(f"must be a list of layers, is {named!r:.100}", "mlp_only_layers")
@@ -279,7 +373,9 @@ def _dense_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     everywhere: tuple[int | None, ...] = (None,) * num_layers
-    if family in ("llama", "qwen3_moe") or (family not in HYBRIDS and config.get("sliding_window") is None):
+    if family in ("llama", "qwen3_moe", *LATENT_FAMILIES) or (
+        family not in HYBRIDS and config.get("sliding_window") is None
+    ):
         return everywhere
     window = positive(config, "sliding_window")
     if family in ("mistral", "mixtral"):

@@ -58,7 +58,7 @@ def load_model_config(
         num_hidden_layers=architecture.num_layers,
         num_attention_heads=architecture.num_heads,
         num_kv_heads=architecture.num_kv_heads,
-        head_dim=architecture.head_dim,
+        head_dim=architecture.latent.slot_size if architecture.latent else architecture.head_dim,
         hidden_size=architecture.hidden_size,
         vocab_size=architecture.vocab_size,
         eos_token_ids=_eos_token_ids(config, generation),
@@ -70,6 +70,7 @@ def load_model_config(
         windows=architecture.windows,
         state_parts=architecture.state_parts(dtype),
         state_layers=architecture.state_layers,
+        latent_size=architecture.latent.slot_size if architecture.latent else 0,
     )
 
 

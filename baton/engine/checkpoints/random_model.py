@@ -7,7 +7,7 @@ soon get different answers, as a test of KV transfer requires. The same argument
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, get_args
 
@@ -24,16 +24,20 @@ from baton.engine.checkpoints.architecture import (
     parse_architecture,
 )
 from baton.engine.checkpoints.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE
+from baton.engine.checkpoints.latent_config import Latent
 from baton.engine.checkpoints.random_tokenizer import WrittenTokenizer, write_tokenizer
+from baton.engine.checkpoints.rope_config import LATENT_FAMILIES
 
 RopeScalingName = Literal["none", "linear", "llama3", "yarn"]
 
 _QK_GAIN = 1.8  # Scores of standard deviation 1.8**2: a query attends to a few keys.
+_LATENT_GAIN = 1.5  # The same for latent attention, whose scores have heavier tails: products of projections.
 _DOWN_GAIN = 2.0  # Compensates for the gate.
 _LOGIT_STD = 3.0
 _BIAS_STD = 0.3
 _SINK_STD = 1.0
 _ROUTER_GAIN = 2.0  # Clear choices, so that rounding does not select other experts.
+_CHOICE_BIAS_STD = 0.1
 _NUM_EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
 _LAYERS_PER_GLOBAL = 3  # For a small Gemma 3: two layers with a window, then one without.
 _DEFAULT_WINDOW = 128  # For families that always have one.
@@ -67,10 +71,12 @@ def write_checkpoint(
     rope_theta: float = 10000.0,
     tie_word_embeddings: bool = False,
     shard_bytes: int = _SHARD_BYTES,
+    fields: Mapping[str, Any] | None = None,
 ) -> Path:
     """Write a checkpoint and return its folder, which is created if missing. Old weights are replaced.
 
     Defaults: `kv_heads` is half of `heads`, `head_dim` hidden / heads, `intermediate` 3 * hidden.
+    `fields` replace those of config.json that the family has otherwise.
     Raises UserError with the argument's name.
     """
     sizes = {
@@ -86,6 +92,7 @@ def write_checkpoint(
         _checked_family(family), sizes, dtype=dtype, sliding_window=sliding_window, rope_scaling=rope_scaling
     )
     config |= {"vocab_size": vocab, "rope_theta": rope_theta, "tie_word_embeddings": tie_word_embeddings}
+    config |= fields or {}
     architecture = parse_architecture(config)
     root = Path(folder)
     root.mkdir(parents=True, exist_ok=True)
@@ -124,7 +131,7 @@ def _config_json(
             raise UserError(f"must be positive, is {value}", field=field)
     if dtype not in DTYPES:
         raise UserError(f"must be one of {', '.join(DTYPES)}, is {dtype!r}", field="dtype")
-    if sliding_window is not None and family in ("llama", "qwen3_moe"):
+    if sliding_window is not None and family in ("llama", "qwen3_moe", *LATENT_FAMILIES):
         raise UserError(f"the {family} family has none; choose another one", field="sliding_window")
     layers, max_position = sizes["layers"], sizes["max_position"]
     config: dict[str, Any] = {
@@ -164,6 +171,10 @@ def _config_json(
             "decoder_sparse_step": 1,
             "mlp_only_layers": [0],  # So that one model has both kinds.
         }
+    if family in LATENT_FAMILIES:
+        config |= _latent_fields(family, sizes)
+        if rope_scaling == "yarn":
+            config["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": 0.7}
     if family == "llama":
         config["mlp_bias"] = False
     if family in HYBRIDS:
@@ -186,6 +197,42 @@ def _config_json(
             "layer_types": _layer_types(layers, 2),
         }
     return config
+
+
+def _latent_fields(family: Family, sizes: dict[str, int]) -> dict[str, Any]:
+    """Fields of the families with latent attention. A head has parts of different sizes, as a test needs."""
+    head_dim, hidden = sizes["head_dim"], sizes["hidden"]
+    rotated = 2 * max(1, head_dim // 4)
+    fields: dict[str, Any] = {
+        "q_lora_rank": max(1, 3 * hidden // 4),
+        "kv_lora_rank": max(1, hidden // 2),
+        "qk_nope_head_dim": head_dim,
+        "qk_rope_head_dim": rotated,
+        "head_dim": rotated,
+        "v_head_dim": max(1, 3 * head_dim // 4),
+        "n_routed_experts": _NUM_EXPERTS,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": _EXPERTS_PER_TOKEN,
+        "moe_intermediate_size": max(1, sizes["intermediate"] // _EXPERTS_PER_TOKEN),
+        "first_k_dense_replace": 1,  # So that one model has both kinds.
+        "moe_layer_freq": 1,
+        "n_group": 4,
+        "topk_group": 2,
+        "attention_bias": False,
+        "num_key_value_heads": sizes["heads"],
+    }
+    if family == "deepseek_v2":
+        return fields | {
+            "topk_method": "group_limited_greedy",
+            "norm_topk_prob": False,
+            "routed_scaling_factor": 2.0,
+        }
+    return fields | {
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.5,
+    }
 
 
 def _layer_types(layers: int, per_global: int) -> list[str]:
@@ -230,7 +277,10 @@ def _tensors(architecture: DecoderArchitecture) -> Iterator[_Tensor]:
     for layer in range(a.num_layers):
         prefix = f"model.layers.{layer}"
         yield _norm(a, f"{prefix}.{norms[0]}", 1.0)
-        yield from _attention_tensors(a, f"{prefix}.self_attn")
+        if a.latent is not None:
+            yield from _latent_attention_tensors(a, a.latent, f"{prefix}.self_attn")
+        else:
+            yield from _attention_tensors(a, f"{prefix}.self_attn")
         for name in norms[1:]:
             yield _norm(a, f"{prefix}.{name}", 1.0)
         yield from _mlp_tensors(a, layer, prefix)
@@ -263,6 +313,24 @@ def _attention_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[_Tensor]
         yield _norm(a, f"{prefix}.k_norm", _QK_GAIN, a.head_dim)
 
 
+def _latent_attention_tensors(a: DecoderArchitecture, latent: Latent, prefix: str) -> Iterator[_Tensor]:
+    queries, values = a.num_heads * latent.qk_head_dim, a.num_heads * latent.v_head_dim
+    into, rank = a.hidden_size**-0.5, latent.q_lora_rank
+    if rank is None:
+        yield _Tensor(f"{prefix}.q_proj.weight", (queries, a.hidden_size), into * _LATENT_GAIN)
+    else:
+        yield _Tensor(f"{prefix}.q_a_proj.weight", (rank, a.hidden_size), into)
+        yield _norm(a, f"{prefix}.q_a_layernorm", 1.0, rank)
+        yield _Tensor(f"{prefix}.q_b_proj.weight", (queries, rank), rank**-0.5 * _LATENT_GAIN)
+    slot = (latent.slot_size, a.hidden_size)
+    yield _Tensor(f"{prefix}.kv_a_proj_with_mqa.weight", slot, into * _LATENT_GAIN)
+    yield _norm(a, f"{prefix}.kv_a_layernorm", 1.0, latent.kv_lora_rank)
+    # Keys and values are rows of one matrix; the output compensates for the gain of the values.
+    expanded = (a.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)
+    yield _Tensor(f"{prefix}.kv_b_proj.weight", expanded, latent.kv_lora_rank**-0.5 * _LATENT_GAIN)
+    yield _Tensor(f"{prefix}.o_proj.weight", (a.hidden_size, values), values**-0.5 / _LATENT_GAIN)
+
+
 def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[_Tensor]:
     experts = a.experts_of(layer)
     if experts is None:
@@ -278,6 +346,11 @@ def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[_T
         for expert in range(num):
             own = f"{prefix}.{names.block}.experts.{expert}"
             yield from _gated_tensors(a, own, (names.gate, names.up, names.down), wide)
+        if experts.has_choice_bias:
+            yield _Tensor(f"{prefix}.{names.block}.gate.e_score_correction_bias", (num,), _CHOICE_BIAS_STD)
+        if experts.shared_size:
+            own = f"{prefix}.{names.block}.shared_experts"
+            yield from _gated_tensors(a, own, (names.gate, names.up, names.down), experts.shared_size)
         return
     prefix = f"{prefix}.mlp"
     yield _Tensor(f"{prefix}.router.weight", (num, a.hidden_size), into * _ROUTER_GAIN)

@@ -12,6 +12,7 @@ _DEFAULT_THETA = 10000.0
 _GEMMA3_GLOBAL_THETA, _GEMMA3_LOCAL_THETA = 1_000_000.0, 10000.0
 _GPT_OSS_THETA = 150000.0
 _MIXTRAL_THETA = 1_000_000.0
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,17 +34,56 @@ def parse_rope(config: Mapping[str, Any], family: str) -> tuple[float, RopeScali
 
     Reads both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5.
     """
-    field = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
-    raw = config.get(field) or {}
-    if not isinstance(raw, Mapping):
-        raise config_error(f"must be an object, is {raw!r}", field)
+    field, raw = _raw_of(config)
     if family == "gemma3":
         return _gemma3(config, raw, field)
     if family == "gpt_oss" and not raw:
         raise config_error("is missing", field)  # Loaders disagree about the default.
     default = {"gpt_oss": _GPT_OSS_THETA, "mixtral": _MIXTRAL_THETA}.get(family, _DEFAULT_THETA)
     theta = number(raw if "rope_theta" in raw else config, "rope_theta", default)
-    return theta, _scaling(raw, field), None
+    scaling = _scaling(raw, field)
+    if family in LATENT_FAMILIES:
+        scaling = _with_mscale(scaling, raw, field)
+    elif scaling.kind == "yarn":
+        _refuse_mscale(raw, field)
+    return theta, scaling, None
+
+
+def score_gain(config: Mapping[str, Any]) -> float:
+    """Factor of the softmax scale in latent attention: the square of YaRN's `mscale_all_dim`."""
+    field, raw = _raw_of(config)
+    if raw.get("mscale_all_dim") is None:
+        return 1.0
+    factor, all_dim = (number(raw, key, prefix=field) for key in ("factor", "mscale_all_dim"))
+    return _mscale(factor, all_dim) ** 2
+
+
+def _raw_of(config: Mapping[str, Any]) -> tuple[str, Mapping[str, Any]]:
+    """The field with the rotary settings, and its value."""
+    field = "rope_parameters" if config.get("rope_parameters") is not None else "rope_scaling"
+    raw = config.get(field) or {}
+    if not isinstance(raw, Mapping):
+        raise config_error(f"must be an object, is {raw!r}", field)
+    return field, raw
+
+
+def _with_mscale(scaling: RopeScaling, raw: Mapping[str, Any], field: str) -> RopeScaling:
+    """The scaling with the `mscale` and `mscale_all_dim` of DeepSeek. Loaders disagree about one without the
+    other, and about both with an `attention_factor` or without YaRN."""
+    given = [key for key in ("mscale", "mscale_all_dim") if raw.get(key) is not None]
+    if not given:
+        return scaling
+    if scaling.kind != "yarn":
+        raise config_error("needs rope_type yarn", f"{field}.{given[0]}")
+    mscale, all_dim = (number(raw, key, prefix=field) for key in ("mscale", "mscale_all_dim"))
+    if raw.get("attention_factor") is not None:
+        raise config_error("is not supported with mscale", f"{field}.attention_factor")
+    gain = _mscale(scaling.factor, mscale) / _mscale(scaling.factor, all_dim)
+    return msgspec.structs.replace(scaling, attention_factor=gain)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    return 0.1 * weight * math.log(max(factor, 1.0)) + 1
 
 
 def _gemma3(
@@ -64,7 +104,16 @@ def _gemma3(
         if "rope_theta" in sliding
         else number(config, "rope_local_base_freq", _GEMMA3_LOCAL_THETA)
     )
-    return theta, _scaling(everywhere, field), local
+    scaling = _scaling(everywhere, field)
+    if scaling.kind == "yarn":
+        _refuse_mscale(everywhere, field)
+    return theta, scaling, local
+
+
+def _refuse_mscale(raw: Mapping[str, Any], field: str) -> None:
+    for key in ("mscale", "mscale_all_dim"):
+        if raw.get(key) is not None:
+            raise config_error("is not supported", f"{field}.{key}")
 
 
 def _scaling(raw: Mapping[str, Any], field: str) -> RopeScaling:
@@ -90,9 +139,6 @@ def _scaling(raw: Mapping[str, Any], field: str) -> RopeScaling:
 
 
 def _yarn(raw: Mapping[str, Any], field: str) -> RopeScaling:
-    for key in ("mscale", "mscale_all_dim"):
-        if raw.get(key) is not None:
-            raise config_error("is not supported", f"{field}.{key}")
     factor = number(raw, "factor", prefix=field)
     return RopeScaling(
         kind="yarn",

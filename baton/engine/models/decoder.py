@@ -9,7 +9,7 @@ this rank, D head size, M hidden size.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -22,26 +22,12 @@ from baton.engine.checkpoints.architecture import DecoderArchitecture
 from baton.engine.checkpoints.rope_config import RopeScaling
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
 from baton.engine.models.experts import MixtureOfExperts
+from baton.engine.models.kinds import Kind, StepOfKind
+from baton.engine.models.latent_attention import LatentAttention
 from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter, rms_norm
 from baton.engine.models.matmul import Matmul, is_packable
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.rotary import Rotary, rotate
-
-Rotation = tuple[torch.Tensor, torch.Tensor]
-
-
-class Kind(NamedTuple):
-    """Layers of one kind share the attention plan and rotation of a step."""
-
-    group: int  # KV-cache group of the layers.
-    window: int | None
-
-
-class StepOfKind(NamedTuple):
-    """What attention needs for one kind of layer in a step."""
-
-    rotation: Rotation
-    plan: Any  # The backend's. None in a dummy run.
 
 
 class Decoder(nn.Module):
@@ -150,8 +136,9 @@ class Decoder(nn.Module):
 
     @property
     def can_be_recorded(self) -> bool:
-        """False for mixtures of experts, because the host routes tokens to experts in every step."""
-        return self.architecture.experts is None
+        """False for mixtures of experts, because the host routes tokens to experts in every step, and for
+        latent attention, whose plan has another size in every step."""
+        return self.architecture.experts is None and self.architecture.latent is None
 
     def decode_plans(
         self, num_reqs: int, max_blocks: int, kv_caches: dict[str, torch.Tensor]
@@ -193,7 +180,8 @@ class DecoderLayer(nn.Module):
         super().__init__()
         dtype, device = backend.shape.dtype, backend.shape.device
         self.input_norm = _norm(a, dtype, device)
-        self.attention = Attention(a, index, kind, backend, group)
+        attention = Attention if a.latent is None else LatentAttention
+        self.attention: Attention | LatentAttention = attention(a, index, kind, backend, group)
         self.attended_norm = _norm(a, dtype, device) if a.sandwich_norms else None
         self.post_norm = _norm(a, dtype, device)
         self.mlp: Mlp | MixtureOfExperts = (
@@ -368,8 +356,9 @@ def attention_shape(
     return AttentionShape(
         num_heads=a.num_heads // group.size,
         num_kv_heads=len(kv_heads),
-        head_dim=a.head_dim,
+        head_dim=a.head_dim if a.latent is None else a.latent.slot_size,
         dtype=dtype,
         device=device,
         softmax_scale=a.softmax_scale,
+        latent_dim=None if a.latent is None else a.latent.kv_lora_rank,
     )

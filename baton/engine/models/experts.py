@@ -1,7 +1,7 @@
 """Mixture of experts: a router selects a few of many small MLPs for each token.
 
 A rank has a slice of every expert, so the ranks' results are partial sums as in a dense MLP. Legend: T
-tokens, E experts, K experts of a token, M hidden size, I inner size of this rank's slices.
+tokens, E experts, K experts of a token, G groups of experts, M hidden size, I experts of a group.
 """
 
 import torch
@@ -40,6 +40,13 @@ class MixtureOfExperts(nn.Module):
         self.router_bias = empty(num) if has_bias else None
         self.gate_up_bias = empty(num, 2 * inner) if has_bias else None
         self.down_bias = empty(num, hidden) if has_bias else None
+        self.choice_bias = (
+            empty_parameter(num, dtype=torch.float32, device=device) if experts.has_choice_bias else None
+        )
+        shared = experts.shared_size // group.size
+        self.shared_gate_up = empty(2 * shared, hidden) if shared else None
+        self.shared_down = empty(hidden, shared) if shared else None
+        self._shared: tuple[Matmul, Matmul] | None = None
         self._gate_up: list[Matmul] = []
         self._down: list[Matmul] = []
 
@@ -50,12 +57,19 @@ class MixtureOfExperts(nn.Module):
         self._down = [Matmul(weight) for weight in self.down]
         if self._down[0].is_packed:
             self.gate_up.data = self.down.data = torch.empty(0, dtype=self.down.dtype)
+        if self.shared_gate_up is not None and self.shared_down is not None:
+            self._shared = (Matmul(self.shared_gate_up), Matmul(self.shared_down))
+            if all(matmul.is_packed for matmul in self._shared):
+                self.shared_gate_up.data = self.shared_down.data = torch.empty(0, dtype=self.down.dtype)
 
     def forward(self, hidden_TM: torch.Tensor) -> torch.Tensor:
         chosen_TK, shares_TK = self._choose(hidden_TM)
         shares_TE = hidden_TM.new_zeros(len(hidden_TM), self._experts.num_experts)
         shares_TE.scatter_(1, chosen_TK, shares_TK)
         sum_TM = torch.zeros_like(hidden_TM)
+        if self._shared is not None:
+            gate_up, down = self._shared
+            sum_TM += down(self._gated(gate_up(hidden_TM)))
         for expert in sorted(set(chosen_TK.flatten().tolist())):
             (tokens,) = torch.where((chosen_TK == expert).any(-1))
             part = self._down[expert](self._gated(self._gate_up[expert](hidden_TM[tokens])))
@@ -66,14 +80,34 @@ class MixtureOfExperts(nn.Module):
 
     def _choose(self, hidden_TM: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """The experts of each token, and their shares."""
-        scores_TE, count = F.linear(hidden_TM, self.router, self.router_bias), self._experts.num_per_token
-        if self._experts.alpha is not None:
+        experts, count = self._experts, self._experts.num_per_token
+        if experts.is_wide:
+            scores_TE = F.linear(hidden_TM.float(), self.router.float())
+        else:
+            scores_TE = F.linear(hidden_TM, self.router, self.router_bias)
+        if experts.alpha is not None:
             best_TK, chosen_TK = scores_TE.topk(count, dim=-1)
             return chosen_TK, best_TK.softmax(-1)
-        shares_TK, chosen_TK = scores_TE.float().softmax(-1).topk(count, dim=-1)
-        if self._experts.is_normalised:
+        scores_TE = scores_TE.float()
+        shares_TE = scores_TE.softmax(-1) if experts.scoring == "softmax" else scores_TE.sigmoid()
+        chosen_TK = self._in_best_groups(
+            shares_TE if self.choice_bias is None else shares_TE + self.choice_bias
+        ).topk(count, dim=-1)[1]
+        shares_TK = shares_TE.gather(1, chosen_TK)
+        if experts.is_normalised:
             shares_TK = shares_TK / shares_TK.sum(-1, keepdim=True)
-        return chosen_TK, shares_TK.to(hidden_TM.dtype)
+        return chosen_TK, (shares_TK * experts.share_scale).to(hidden_TM.dtype)
+
+    def _in_best_groups(self, scores_TE: torch.Tensor) -> torch.Tensor:
+        """The scores, with those outside of each token's best groups of experts at minus infinity."""
+        experts = self._experts
+        if experts.num_groups == experts.groups_per_token:
+            return scores_TE
+        scores_TGI = scores_TE.view(len(scores_TE), experts.num_groups, -1)
+        of_groups_TG = scores_TGI.topk(experts.scores_per_group, dim=-1)[0].sum(-1)
+        best_TG = of_groups_TG.topk(experts.groups_per_token, dim=-1)[1]
+        is_outside_TG = torch.ones_like(of_groups_TG, dtype=torch.bool).scatter_(1, best_TG, False)
+        return scores_TGI.masked_fill(is_outside_TG[..., None], -torch.inf).view_as(scores_TE)
 
     def _gated(self, gate_up: torch.Tensor) -> torch.Tensor:
         alpha, limit = self._experts.alpha, self._experts.limit

@@ -19,6 +19,7 @@ from baton.engine.checkpoints.architecture import EXPERT_NAMES
 from baton.engine.checkpoints.checkpoint import weight_files
 from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts
+from baton.engine.models.latent_attention import LatentAttention
 from baton.engine.models.layers import PackedLinear, RowParallelLinear
 
 _RECOMPUTED = ".rotary_emb.inv_freq"  # In old checkpoints; config.json determines it.
@@ -104,7 +105,10 @@ def _targets(model: Decoder) -> Iterator[_Target]:
             yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.attended_norm.weight)
             yield _Target(f"{prefix}.pre_feedforward_layernorm.weight", norm, layer.post_norm.weight)
             yield _Target(f"{prefix}.post_feedforward_layernorm.weight", norm, layer.mlp_norm.weight)
-        yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
+        if isinstance(layer.attention, LatentAttention):
+            yield from _latent_attention_targets(model, layer.attention, f"{prefix}.self_attn")
+        else:
+            yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
         if isinstance(layer.mlp, MixtureOfExperts):
             yield from _expert_targets(model, layer.mlp, prefix)
         else:
@@ -135,6 +139,32 @@ def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Ite
             yield _Target(f"{prefix}.{kind}.weight", (a.head_dim,), attention.qk_norm[row])
 
 
+def _latent_attention_targets(model: Decoder, attention: LatentAttention, prefix: str) -> Iterator[_Target]:
+    """This rank has the rows of its query heads, and all rows of the latents' projections and norms."""
+    a, group = model.architecture, model.group
+    assert a.latent is not None
+    latent, heads = a.latent, a.num_heads // group.size
+
+    def mine(size: int) -> slice:
+        return slice(group.rank * heads * size, (group.rank + 1) * heads * size)
+
+    queries, rank = a.num_heads * latent.qk_head_dim, latent.q_lora_rank
+    expanded = latent.qk_nope_head_dim + latent.v_head_dim
+    of_queries = mine(latent.qk_head_dim)
+    slot = _Part(f"{prefix}.kv_a_proj_with_mqa", latent.slot_size, slice(None))
+    if attention.query_norm is None or attention.query_up is None or rank is None:
+        yield from _packed(attention.down, _Part(f"{prefix}.q_proj", queries, of_queries), slot)
+    else:
+        yield from _packed(attention.down, _Part(f"{prefix}.q_a_proj", rank, slice(None)), slot)
+        yield _Target(f"{prefix}.q_a_layernorm.weight", (rank,), attention.query_norm.weight)
+        yield from _packed(attention.query_up, _Part(f"{prefix}.q_b_proj", queries, of_queries))
+    yield _Target(f"{prefix}.kv_a_layernorm.weight", (latent.kv_lora_rank,), attention.norm.weight)
+    shape = (a.num_heads * expanded, latent.kv_lora_rank)
+    yield _Target(f"{prefix}.kv_b_proj.weight", shape, attention.up.flatten(0, 1), mine(expanded))
+    num_values = a.num_heads * latent.v_head_dim
+    yield from _row_parallel(attention.output, f"{prefix}.o_proj", num_values, mine(latent.v_head_dim))
+
+
 def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str) -> Iterator[_Target]:
     total = model.architecture.intermediate_size
     wide = total // model.group.size
@@ -160,6 +190,16 @@ def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Itera
             yield _Target(f"{own}.{names.gate}.weight", (total, hidden), gate, mine)
             yield _Target(f"{own}.{names.up}.weight", (total, hidden), up, mine)
             yield _Target(f"{own}.{names.down}.weight", (hidden, total), mlp.down[expert], columns=mine)
+        if mlp.choice_bias is not None:
+            yield _Target(f"{prefix}.{names.block}.gate.e_score_correction_bias", (num,), mlp.choice_bias)
+        if mlp.shared_gate_up is not None and mlp.shared_down is not None:
+            own, total = f"{prefix}.{names.block}.shared_experts", a.experts.shared_size
+            wide = total // group.size
+            mine = slice(group.rank * wide, (group.rank + 1) * wide)
+            gate, up = mlp.shared_gate_up.chunk(2)
+            yield _Target(f"{own}.{names.gate}.weight", (total, hidden), gate, mine)
+            yield _Target(f"{own}.{names.up}.weight", (total, hidden), up, mine)
+            yield _Target(f"{own}.{names.down}.weight", (hidden, total), mlp.shared_down, columns=mine)
         return
     # Of GPT-OSS the expert matrices are `[inputs, outputs]`, with gate and up in alternating columns.
     both = slice(2 * mine.start, 2 * mine.stop)

@@ -40,6 +40,15 @@ def rotate(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return torch.addcmul(x_TAD * cos, torch.cat((-second, first), dim=-1), sin)
 
 
+def rotate_pairs(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotate `x_TAD`. Elements 2i and 2i + 1 of each head are the real and the imaginary part."""
+    half = x_TAD.shape[-1] // 2
+    cos, sin = cos[..., :half], sin[..., :half]
+    real, imaginary = x_TAD[..., ::2], x_TAD[..., 1::2]
+    rotated = torch.stack((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1)
+    return rotated.flatten(-2)
+
+
 def inverse_frequencies(head_dim: int, theta: float, scaling: RopeScaling) -> torch.Tensor:
     """Radians per position of each pair of dimensions, `[head_dim / 2]`."""
     exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).to(torch.float32) / head_dim

@@ -28,6 +28,7 @@ class KVCacheSpec:
     head_size: int
     dtype_name: str
     sliding_window: int | None  # Tokens; None: full attention.
+    is_latent: bool = False  # A slot is one vector of `head_size`, not K and V (vLLM's MLAAttentionSpec).
 
     @property
     def dtype(self) -> torch.dtype:
@@ -40,7 +41,8 @@ class KVCacheSpec:
     @property
     def page_size_bytes(self) -> int:
         """Size of one block of one layer."""
-        return 2 * self.block_size * self.num_kv_heads * self.head_size * self.dtype.itemsize
+        slot_size = self.head_size if self.is_latent else 2 * self.head_size
+        return self.block_size * self.num_kv_heads * slot_size * self.dtype.itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +72,12 @@ def describe_cache(config: EngineConfig, tp_rank: int) -> KVCacheConfig:
         KVCacheGroupSpec(
             [layer_name(layer) for layer in group.layers],
             KVCacheSpec(
-                config.cache_config.block_size, len(heads), model.head_dim, model.dtype, group.window
+                config.cache_config.block_size,
+                len(heads),
+                model.head_dim,
+                model.dtype,
+                group.window,
+                is_latent=bool(model.latent_size),
             ),
         )
         for group in config.kv_cache_groups

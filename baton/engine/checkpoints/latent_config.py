@@ -1,0 +1,64 @@
+"""Latent attention settings of config.json: multi-head latent attention (MLA) of DeepSeek V2 and V3.
+
+Keys and values of all heads of a token are projections of one latent vector. The cache holds the latent and
+one rotary key, which all heads share:
+
+    slot | latent: kv_lora_rank elements, normalised | rotary key: qk_rope_head_dim elements, rotated |
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from baton.engine.checkpoints.config_fields import config_error, flag, positive
+
+
+class Latent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Sizes of latent attention, with the names of config.json."""
+
+    q_lora_rank: int | None  # None: queries have no latent of their own.
+    kv_lora_rank: int
+    qk_nope_head_dim: int  # Of a head's query and key, the part without rotation.
+    qk_rope_head_dim: int
+    v_head_dim: int
+    rope_interleave: bool = True  # Element 2i is rotated with 2i + 1, not with the one half a head later.
+
+    @property
+    def qk_head_dim(self) -> int:
+        return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def slot_size(self) -> int:
+        """Elements of the cache per token."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
+
+    def num_parameters(self, hidden_size: int, num_heads: int) -> int:
+        """Number of parameters of one layer's matrices."""
+        queries, values = num_heads * self.qk_head_dim, num_heads * self.v_head_dim
+        rank = self.q_lora_rank
+        of_queries = hidden_size * queries if rank is None else rank * (hidden_size + queries)
+        expanded = self.kv_lora_rank * num_heads * (self.qk_nope_head_dim + self.v_head_dim)
+        return of_queries + hidden_size * (self.slot_size + values) + expanded
+
+
+def parse_latent(config: Mapping[str, Any]) -> Latent:
+    """Raises UserError naming the field."""
+    if flag(config, "attention_bias"):
+        raise config_error("is not supported", "attention_bias")
+    if "q_lora_rank" not in config:
+        raise config_error("is missing; null means that queries have no latent", "q_lora_rank")
+    has_query_latent = config["q_lora_rank"] is not None
+    rope_dim = positive(config, "qk_rope_head_dim")
+    if rope_dim % 2:
+        raise config_error(f"must be even for rotary embedding, is {rope_dim}", "qk_rope_head_dim")
+    if positive(config, "head_dim", default=rope_dim) != rope_dim:
+        raise config_error(f"must be qk_rope_head_dim ({rope_dim}), is {config['head_dim']}", "head_dim")
+    return Latent(
+        q_lora_rank=positive(config, "q_lora_rank") if has_query_latent else None,
+        kv_lora_rank=positive(config, "kv_lora_rank"),
+        qk_nope_head_dim=positive(config, "qk_nope_head_dim"),
+        qk_rope_head_dim=rope_dim,
+        v_head_dim=positive(config, "v_head_dim"),
+        rope_interleave=flag(config, "rope_interleave", default=True),
+    )

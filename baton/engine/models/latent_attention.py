@@ -1,0 +1,134 @@
+"""Multi-head latent attention (DeepSeek V2, arXiv 2405.04434, section 2.1) over a paged cache of latents.
+
+    hidden -> latent of the query -> queries [T, Q, nope + rope]
+    hidden -> latent, rotary key                       the slot of a token in the cache
+
+Keys and values of the heads are projections of the latent. The cache stays compressed, because the
+projections are absorbed: a query is projected into the space of latents before attention, and the result out
+of it afterwards. All heads share one key per token, `latent | rotary key`, whose latent is also the value.
+
+A rank has some of the query heads, and all of the latent: every rank computes and stores it. Legend: T
+tokens, Q query heads of this rank, N size of the part without rotation, P of the rotated part, R rank of the
+latent, V value size of a head.
+"""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from baton.core.kv_groups import layer_name
+from baton.engine.attention import AttentionBackend
+from baton.engine.checkpoints.architecture import DecoderArchitecture
+from baton.engine.forward_context import ForwardContext
+from baton.engine.models.kinds import Kind, StepOfKind
+from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter
+from baton.engine.models.parallel import TensorParallelGroup
+from baton.engine.models.rotary import rotate, rotate_pairs
+
+_EPS = 1e-6  # Of the latents' norms, whatever the other norms have.
+
+
+class LatentAttention(nn.Module):
+    """Projections, rotation and the connector's hooks around the paged attention of one layer.
+
+    The caller applies `output` to the result, possibly not to every token.
+    """
+
+    def __init__(
+        self,
+        a: DecoderArchitecture,
+        index: int,
+        kind: Kind,
+        backend: AttentionBackend,
+        group: TensorParallelGroup,
+    ) -> None:
+        super().__init__()
+        assert a.latent is not None, "the architecture has latent attention"
+        latent, shape = a.latent, backend.shape
+        self._backend, self._kind, self._name = backend, kind, layer_name(index)
+        self._latent = latent
+        self._rotate = rotate_pairs if latent.rope_interleave else rotate
+        dtype, device = shape.dtype, shape.device
+        queries, rank = shape.num_heads * latent.qk_head_dim, latent.q_lora_rank
+        # Projections of the hidden states: of the queries or of their latent, and of the slot.
+        self.down = PackedLinear(
+            a.hidden_size,
+            (queries if rank is None else rank, latent.slot_size),
+            bias=False,
+            dtype=dtype,
+            device=device,
+        )
+        self.query_norm = RMSNorm(rank, _EPS, dtype, device) if rank is not None else None
+        self.query_up = (
+            PackedLinear(rank, (queries,), bias=False, dtype=dtype, device=device)
+            if rank is not None
+            else None
+        )
+        self.norm = RMSNorm(latent.kv_lora_rank, _EPS, dtype, device)
+        # Per head: the rows of its key without rotation, then those of its value.
+        self.up = empty_parameter(
+            shape.num_heads,
+            latent.qk_nope_head_dim + latent.v_head_dim,
+            latent.kv_lora_rank,
+            dtype=dtype,
+            device=device,
+        )
+        self.output = RowParallelLinear(
+            shape.num_heads * latent.v_head_dim,
+            a.hidden_size,
+            bias=False,
+            group=group,
+            dtype=dtype,
+            device=device,
+        )
+
+    def seal(self) -> None:
+        """See `Decoder.seal`."""
+        self.down.seal()
+        if self.query_up is not None:
+            self.query_up.seal()
+        self.output.seal()
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        context: ForwardContext,
+        steps: dict[Kind, StepOfKind],
+    ) -> torch.Tensor:
+        latent, num_tokens, num_heads = self._latent, len(hidden), self._backend.shape.num_heads
+        if context.attn_metadata is None:
+            return hidden.new_zeros(num_tokens, num_heads * latent.v_head_dim)
+        queries, slots = self.down(hidden).split(self.down.part_sizes, dim=-1)
+        if self.query_norm is not None and self.query_up is not None:
+            queries = self.query_up(self.query_norm(queries))
+        nope, rank = latent.qk_nope_head_dim, latent.kv_lora_rank
+        q_TQD = queries.reshape(num_tokens, num_heads, latent.qk_head_dim)
+        rotation, plan = steps[self._kind]
+        rotated_TQP = self._rotate(q_TQD[..., nope:], *rotation)
+        key_T1P = self._rotate(slots[:, None, rank:], *rotation)
+        latent_T1R = self.norm(slots[:, None, :rank])
+        projected_QTR = torch.bmm(q_TQD[..., :nope].transpose(0, 1), self.up[:, :nope])
+        q_TQC = torch.cat((projected_QTR.transpose(0, 1), rotated_TQP), dim=-1)
+        attended_TQR = self._attend(q_TQC, latent_T1R, key_T1P, context, plan).view(num_tokens, -1, rank)
+        values_QTV = torch.bmm(attended_TQR.transpose(0, 1), self.up[:, nope:].transpose(1, 2))
+        return values_QTV.transpose(0, 1).reshape(num_tokens, -1)
+
+    def _attend(
+        self,
+        q_TQC: torch.Tensor,
+        latent_T1R: torch.Tensor,
+        key_T1P: torch.Tensor,
+        context: ForwardContext,
+        plan: Any,
+    ) -> torch.Tensor:
+        """Attention `[T, Q * R]` with the connector's hooks."""
+        cache_NHPC = context.kv_caches[self._name]
+        watcher = context.watcher
+        if watcher is not None:
+            watcher.wait_for_layer_load(self._name)
+        self._backend.write(latent_T1R, key_T1P, cache_NHPC, plan)
+        attended = self._backend.attend(q_TQC, cache_NHPC, plan)
+        if watcher is not None:
+            watcher.save_kv_layer(self._name, cache_NHPC, context.metadata_of(self._kind.group))
+        return attended
