@@ -9,6 +9,7 @@ from msgspec import structs
 
 from baton.cli.settings import Resolved, ServeSettings, parse_bytes
 from baton.core.config import (
+    BLOCK_SIZE_MAX,
     CacheConfig,
     DeviceConfig,
     EngineConfig,
@@ -18,11 +19,13 @@ from baton.core.config import (
 )
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import num_places
+from baton.core.states import state_bytes
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.runner.hybrid import settle_groups
 
 CONNECTOR_FACTORY = "baton.assemble:connector_factory"
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
+_BLOCK_SIZE = CacheConfig().block_size
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -41,7 +44,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
     config = EngineConfig(
         model_config=model,
         cache_config=CacheConfig(
-            block_size=settings.block_size,
+            block_size=settings.block_size or default_block_size(model, tp),
             enable_prefix_caching=settings.enable_prefix_caching,
             hybrid_kv_cache=settings.hybrid_kv_cache,
         ),
@@ -72,10 +75,25 @@ def engine_config(resolved: Resolved) -> EngineConfig:
     return structs.replace(config, cache_config=sized)
 
 
+def default_block_size(model: ModelConfig, tp: int) -> int:
+    """Tokens of a block: 16, or as many as have the size of a state if layers of both kinds share the pool.
+
+    Then neither kind leaves much of its blocks unused (vLLM, `platforms/interface.py`).
+    """
+    of_state = state_bytes(model.state_parts, tp_rank=0, tp_size=tp)
+    if len(model.state_layers) == model.num_hidden_layers:
+        return _BLOCK_SIZE
+    of_tokens = block_bytes(model, block_size=_BLOCK_SIZE, tp=tp, num_layers=1)
+    return min(_BLOCK_SIZE * max(1, -(-of_state // of_tokens)), BLOCK_SIZE_MAX)
+
+
 def block_bytes(model: ModelConfig, *, block_size: int, tp: int, num_layers: int) -> int:
     """Return the bytes of one block of the pool on one rank: KV of all layers, or of one group of them."""
     heads = max(1, model.num_kv_heads // tp)
-    return num_layers * heads * block_size * model.slot_size * _ITEM_BYTES[model.dtype]
+    of_tokens = heads * block_size * model.slot_size * _ITEM_BYTES[model.dtype]
+    if len(model.state_layers) == model.num_hidden_layers:
+        of_tokens = 0
+    return num_layers * max(of_tokens, state_bytes(model.state_parts, tp_rank=0, tp_size=tp))
 
 
 def _num_blocks(settings: ServeSettings, config: EngineConfig) -> int:
@@ -86,13 +104,14 @@ def _num_blocks(settings: ServeSettings, config: EngineConfig) -> int:
     wanted = parse_bytes(settings.kv_cache_memory, field="kv_cache_memory")
     one = block_bytes(
         config.model_config,
-        block_size=settings.block_size,
+        block_size=config.cache_config.block_size,
         tp=settings.tensor_parallel_size,
         num_layers=num_places(config.kv_cache_groups),
     )
     if wanted < 2 * one:
         raise ConfigError(
-            f"holds less than two blocks; one of {settings.block_size} tokens takes {one} bytes on each rank",
+            f"holds less than two blocks; one of {config.cache_config.block_size} tokens takes {one} bytes "
+            "on each rank",
             field="kv_cache_memory",
         )
     return wanted // one

@@ -44,7 +44,7 @@ _FLAGS: dict[str, dict[str, str]] = {
         "step_timeout_s": "Time limit of a step: an engine without progress for so long is ended",
     },
     "KV cache": {
-        "block_size": "Tokens in a block",
+        "block_size": "Tokens in a block (default 16; with recurrent states as many as have their size).",
         "num_blocks": f"Blocks of the cache (default {CacheConfig().num_gpu_blocks}).",
         "kv_cache_memory": "Size of the cache on each rank, such as 512MiB, instead of --num-blocks.",
         "enable_prefix_caching": "Reuse the KV of equal prefixes",

@@ -70,7 +70,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     step_timeout_s: float = 300.0  # Limit of a step; an engine without progress for so long is ended.
 
-    block_size: int = 16
+    block_size: int | None = None  # None: `default_block_size`.
     num_blocks: int | None = None
     kv_cache_memory: str | None = None  # "512MiB", of one rank; instead of num_blocks.
     enable_prefix_caching: bool = True

@@ -24,6 +24,7 @@ T = TypeVar("T")
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
+BLOCK_SIZE_MAX = 1024  # Tokens.
 MIN_SECRET_BYTES = 16
 _SCRYPT_N, _SCRYPT_R = 1 << 14, 8  # 16 MiB (128 * n * r bytes), hashlib's default limit.
 
@@ -176,8 +177,8 @@ class CacheConfig(msgspec.Struct, frozen=True, kw_only=True):
     hybrid_kv_cache: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
-        if not 1 <= self.block_size <= 1024:
-            raise ConfigError("must be in [1, 1024]", field="cache_config.block_size")
+        if not 1 <= self.block_size <= BLOCK_SIZE_MAX:
+            raise ConfigError(f"must be in [1, {BLOCK_SIZE_MAX}]", field="cache_config.block_size")
         if self.num_gpu_blocks < 2:
             raise ConfigError("must be at least 2", field="cache_config.num_gpu_blocks")
 

@@ -17,6 +17,8 @@ define the layout. A slot is K before V, or a latent before its rotary key. vLLM
 the same way.
 If layers are grouped (`baton.core.kv_groups`), layers at the same place of different groups are views of
 the same memory: a block belongs to one group at a time.
+If layers have a recurrent state, a block is a *page* that holds a block of tokens of one layer or one state,
+whichever is larger. A layer with states is a view `[num_blocks, bytes]` of type uint8.
 After the blocks of the pool there may be scratch blocks, which belong to no request and which connectors do
 not see (see `baton.engine.graphs`).
 """
@@ -32,6 +34,7 @@ from baton.core.config import CacheConfig, ModelConfig
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup, layer_name, num_places, one_group, places_of
 from baton.core.layout import kv_heads_of
+from baton.core.states import ALIGNMENT, state_bytes
 from baton.engine.forward_context import AttentionLayer
 from baton.tiers.host_memory import GIB, available_bytes, touch
 
@@ -57,6 +60,18 @@ def allocate_kv_cache(
     Every page is written at once, because a first touch costs as much as ten copies. By default all layers
     are in one group. Raises ConfigError if there is not enough memory.
     """
+    if model_config.state_layers:
+        assert groups is not None, "states have groups of their own"
+        return _allocate_pages(
+            model_config,
+            cache_config,
+            tp_rank,
+            tp_size,
+            torch.device(device),
+            layout,
+            num_scratch_blocks,
+            groups,
+        )
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
     groups = groups or one_group(model_config.num_hidden_layers)
     num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
@@ -66,13 +81,54 @@ def allocate_kv_cache(
     dtype, device = torch_dtype(model_config.dtype), torch.device(device)
     block_bytes = math.prod(shape) // num_blocks * dtype.itemsize
     check_room(num_blocks, block_bytes, device, num_ranks=tp_size)
+    storage = _touched(shape, dtype, device)
+    layers = storage.permute([layout.index(axis) for axis in _AXES])
+    return {layer_name(layer): layers[place] for layer, (_, place) in sorted(places_of(groups).items())}
+
+
+def _allocate_pages(
+    model_config: ModelConfig,
+    cache_config: CacheConfig,
+    tp_rank: int,
+    tp_size: int,
+    device: torch.device,
+    layout: KVCacheLayout,
+    num_scratch_blocks: int,
+    groups: Sequence[KVCacheGroup],
+) -> dict[str, torch.Tensor]:
+    """As `allocate_kv_cache`, of a model with recurrent states. Layers are apart in every layout."""
+    heads = len(kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads))
+    dtype, size, width = torch_dtype(model_config.dtype), cache_config.block_size, model_config.slot_size
+    has_tokens = any(not group.is_state for group in groups)
+    tokens_bytes = heads * size * width * dtype.itemsize if has_tokens else 0
+    of_state = state_bytes(model_config.state_parts, tp_rank=tp_rank, tp_size=tp_size)
+    unit = math.lcm(ALIGNMENT, width * dtype.itemsize if has_tokens else 1)
+    page_bytes = -(-max(tokens_bytes, of_state) // unit) * unit
+    num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
+    check_room(num_blocks, num_places(groups) * page_bytes, device, num_ranks=tp_size)
+    places = _touched((num_places(groups), num_blocks, page_bytes), torch.uint8, device)
+    head_first = layout.endswith("HNC")
+    strides = (size * width, width) if head_first else (width, heads * width)
+    caches = {}
+    for layer, (group, place) in sorted(places_of(groups).items()):
+        if groups[group].is_state:
+            caches[layer_name(layer)] = places[place][:, :of_state]
+            continue
+        page = places[place].view(dtype)
+        caches[layer_name(layer)] = page.as_strided(
+            (num_blocks, heads, size, width), (page.stride(0), *strides, 1), page.storage_offset()
+        )
+    return caches
+
+
+def _touched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Memory of which every page has been written."""
     storage = torch.empty(shape, dtype=dtype, device=device)
     if device.type == "cpu":
         touch(storage.view(-1).view(torch.uint8).numpy(), FIELD)
     else:
         storage.zero_()
-    layers = storage.permute([layout.index(axis) for axis in _AXES])
-    return {layer_name(layer): layers[place] for layer, (_, place) in sorted(places_of(groups).items())}
+    return storage
 
 
 def check_room(num_blocks: int, block_bytes: int, device: torch.device, *, num_ranks: int) -> None:

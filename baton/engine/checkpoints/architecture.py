@@ -29,10 +29,9 @@ import msgspec
 
 from baton.core.states import StatePart
 from baton.engine.checkpoints.config_fields import config_error, flag, number, positive
-from baton.engine.checkpoints.rope_config import RopeScaling, parse_rope
-from baton.engine.checkpoints.state_config import StateKind
 from baton.engine.checkpoints.latent_config import Latent, parse_latent
 from baton.engine.checkpoints.rope_config import LATENT_FAMILIES, RopeScaling, parse_rope, score_gain
+from baton.engine.checkpoints.state_config import StateKind
 
 Family = Literal[
     "llama",

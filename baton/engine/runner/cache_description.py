@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from baton.core.config import EngineConfig
 from baton.core.kv_groups import layer_name
 from baton.core.layout import kv_heads_of
+from baton.core.states import place_parts, state_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -46,11 +47,27 @@ class KVCacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateSpec:
+    """Recurrent state of the layers of a group (vLLM's MambaSpec)."""
+
+    block_size: int  # Tokens; a block holds the state after the last one.
+    shapes: tuple[tuple[int, ...], ...]  # Of the parts of one layer's state on this rank.
+    dtype_names: tuple[str, ...]
+    page_size_bytes: int
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        import torch
+
+        return tuple(getattr(torch, name) for name in self.dtype_names)
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheGroupSpec:
     """Layers that share a block table, and their cache format."""
 
     layer_names: list[str]
-    kv_cache_spec: KVCacheSpec
+    kv_cache_spec: KVCacheSpec | StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +81,23 @@ class KVCacheConfig:
 
 def describe_cache(config: EngineConfig, tp_rank: int) -> KVCacheConfig:
     """The description for the connector halves of rank `tp_rank`."""
-    model = config.model_config
-    heads = kv_heads_of(
-        tp_rank, tp_size=config.parallel_config.tensor_parallel_size, num_kv_heads=model.num_kv_heads
+    model, block_size = config.model_config, config.cache_config.block_size
+    tp_size = config.parallel_config.tensor_parallel_size
+    heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model.num_kv_heads)
+    placed = [*place_parts(model.state_parts, tp_rank=tp_rank, tp_size=tp_size)]
+    of_state = StateSpec(
+        block_size,
+        tuple((num_units, *part.unit_shape) for part, _, num_units in placed),
+        tuple(part.dtype for part, _, _ in placed),
+        state_bytes(model.state_parts, tp_rank=tp_rank, tp_size=tp_size),
     )
     groups = [
         KVCacheGroupSpec(
             [layer_name(layer) for layer in group.layers],
-            KVCacheSpec(
-                config.cache_config.block_size,
+            of_state
+            if group.is_state
+            else KVCacheSpec(
+                block_size,
                 len(heads),
                 model.head_dim,
                 model.dtype,

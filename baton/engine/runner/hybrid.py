@@ -6,7 +6,8 @@ import msgspec
 
 from baton.contract.factory import knows_groups
 from baton.core.config import EngineConfig
-from baton.core.kv_groups import is_hybrid
+from baton.core.errors import ConfigError
+from baton.core.kv_groups import has_states, is_hybrid
 
 logger = logging.getLogger(__name__)
 
@@ -15,11 +16,19 @@ def settle_groups(config: EngineConfig, connector_factory: str | None) -> Engine
     """The configuration of scheduler, ranks and connector halves, which have to agree on the groups.
 
     If the connector supports one table only, or not these groups, the engine uses one table: it keeps all
-    blocks, and windows are masks, as in vLLM without its hybrid KV-cache manager.
+    blocks, and windows are masks, as in vLLM without its hybrid KV-cache manager. Raises ConfigError for a
+    model with recurrent states, which cannot share a table with attention.
     """
     if not is_hybrid(config.kv_cache_groups) or knows_groups(connector_factory, config):
         return config
     transfer = config.kv_transfer_config
+    if has_states(config.kv_cache_groups):
+        name = transfer.kv_connector if transfer is not None else "this connector"
+        raise ConfigError(
+            f"{name} knows one block table only (it is no SupportsHMA), and this model has layers with a "
+            "recurrent state; choose BatonPullConnector or BatonPushConnector",
+            field="kv_transfer_config.kv_connector",
+        )
     logger.warning(
         "%s cannot handle KV-cache groups (it is no SupportsHMA, or needs blocks outside of windows): all "
         "layers share one block table, and blocks outside of sliding windows are kept",
