@@ -19,7 +19,7 @@ Without a `transfer_id` both engines use the request's own id as the transfer's.
 
 `"baton_continue": true` with a leg says that the answer continues after the token that P samples. It matters
 for models with a recurrent state: P then lends the state after the whole prompt. Otherwise P leaves the last
-token out, lends the state before it, and D computes that token; what P samples means nothing.
+token out and lends the state before it; P's answer is empty, and D computes that token.
 
 In addition to any of these or none, `"baton_offload": "off" | "load_only" | "store_only"` limits what an
 engine that offloads its KV may do for this request.

@@ -128,7 +128,7 @@ class Request:
         # vLLM's name, for connectors. True: the whole prompt is computed here, without cache or load.
         self.skip_reading_prefix_cache = sampling.prompt_logprobs is not None
         self.is_known_to_ranks = False
-        self.is_truncated = False  # Without the prompt's last token: what it samples is no answer.
+        self.is_truncated = False  # Without the prompt's last token: it ends without an answer.
         self.needs_resend = False  # The ranks' copy is stale: send tokens and block table whole.
         self.last_step = 0  # Number of the last step that computes for the request; see `in_flight_steps`.
         self.void_step = 0  # Number of the step whose tokens for this request are dropped, if any.

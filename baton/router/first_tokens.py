@@ -124,6 +124,11 @@ class FirstTokens:
         """P's token is all that is wanted."""
         return self._mode is not FirstTokenMode.WHOLE and is_one_token(self._body)
 
+    @property
+    def takes_prefills_token(self) -> bool:
+        """The answer goes on after the token that P samples."""
+        return self._mode is not FirstTokenMode.WHOLE and not self.is_told
+
     def can_continue(self, engine: Engine) -> bool:
         """Whether this decode engine can give what is left of the answer."""
         if self._given is not None:

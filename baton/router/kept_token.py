@@ -38,7 +38,7 @@ class KeptToken:
 
 
 def kept_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
-    leg = prefill_body(body, transfer_id)
+    leg = prefill_body(body, transfer_id, continues=True)
     leg["return_token_ids"] = True
     if (body.get("max_completion_tokens") or body.get("max_tokens")) == 1:
         del leg[PARAMS]  # It is the whole answer: no engine would fetch what P lends.

@@ -24,6 +24,7 @@ import msgspec
 
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
+from baton.core.transfer_params import CONTINUE
 
 PARAMS = "kv_transfer_params"
 FIRST_TOKEN = "baton_first_token"
@@ -169,28 +170,34 @@ def new_transfer_id() -> str:
     return secrets.token_hex(16)
 
 
-def prefill_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
+def prefill_body(body: Mapping[str, Any], transfer_id: str, *, continues: bool = False) -> dict[str, Any]:
+    """`continues`: the answer goes on after the token that P samples."""
     leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     leg |= {"stream": False, "n": 1, "max_tokens": 1}
     if "max_completion_tokens" in body:
         leg["max_completion_tokens"] = 1
-    leg[PARAMS] = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+    leg[PARAMS] = {**params, CONTINUE: True} if continues else params
     return leg
 
 
 def first_token_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
-    return {**body, PARAMS: {**params, FIRST_TOKEN: True}}
+    return {**body, PARAMS: {**params, FIRST_TOKEN: True, CONTINUE: True}}
 
 
-def push_params(transfer_id: str, *, engine_id: str, introduction: str) -> dict[str, Any]:
-    return {
+def push_params(
+    transfer_id: str, *, engine_id: str, introduction: str, continues: bool = False
+) -> dict[str, Any]:
+    """`continues`: as in P's leg."""
+    params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
         "transfer_id": transfer_id,
         "remote_engine_id": engine_id,
         "baton_introduction": introduction,
     }
+    return {**params, CONTINUE: True} if continues else params
 
 
 def with_seed(body: Mapping[str, Any]) -> dict[str, Any]:

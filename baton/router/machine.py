@@ -333,7 +333,10 @@ class Machine:
         hold_s = self._view.late_legs.hold_s(producer, consumer, self._num_prompt_tokens)
         self._transfer_id = self._view.new_transfer_id()
         self._push_params = push_params(
-            self._transfer_id, engine_id=card.engine_id, introduction=card.introduction
+            self._transfer_id,
+            engine_id=card.engine_id,
+            introduction=card.introduction,
+            continues=self._first.takes_prefills_token,
         )
         self._open_prefill(producer)
         if hold_s == 0.0:

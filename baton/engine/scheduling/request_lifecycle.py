@@ -46,6 +46,9 @@ class RequestLifecycle:
     ) -> bool:
         """Whether the tokens ended the request; the caller then takes it out of its queue."""
         final: RequestStatus | None = None
+        if request.is_truncated:  # It follows another prompt than the client's.
+            self.end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+            return True
         for num_taken, token_id in enumerate(token_ids, start=1):
             request.append_output_token(token_id)
             final = self._final_status(request, token_id)

@@ -28,6 +28,7 @@ class World:
         # Draws of models and of lies have generators of their own and leave the rest of a world as it is.
         self.rng_of_models = random.Random(f"models {seed}")
         self.rng_of_lies = random.Random(f"lies {seed}")
+        self.rng_of_states = random.Random(f"states {seed}")
         self.rng_of_router = random.Random(f"router {seed}")
         self.rng_of_hedges = random.Random(f"hedges {seed}")
         self.rng_of_queue = random.Random(f"queue {seed}")

@@ -17,6 +17,8 @@ from baton.connectors.pull.intent import FetchIntent
 from baton.core.errors import PeerError
 from baton.core.ids import Address
 from baton.core.reasons import Fault
+from baton.protocol.effects import Part
+from baton.protocol.grouped_prompt import GroupedPrompt
 from baton.protocol.messages import decode_envelope
 from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
 from baton.protocol.ticket import BadTicket, open_ticket
@@ -155,6 +157,73 @@ def _believe_half(engine: Engine) -> None:
     remote.settle = settle_as_one_table  # type: ignore[method-assign]
 
 
+# --- Recurrent states -------------------------------------------------------------------------------
+
+
+def _lend_as_shorter(engine: Engine) -> None:
+    """The ticket names one token less than the state has."""
+    loans = engine.half._loans
+    lend = loans._lend
+
+    def lend_as_shorter(
+        request: Any, loan_id: Any, held: Any, token_ids: Any, transfer_id: Any, prefilled: Any = None
+    ) -> dict[str, Any]:
+        if engine.cluster.has_states and len(token_ids) > 1:
+            token_ids, prefilled = token_ids[:-1], None
+        return lend(request, loan_id, held, token_ids, transfer_id, prefilled)
+
+    loans._lend = lend_as_shorter  # type: ignore[method-assign]
+
+
+def _count_last_twice(engine: Engine) -> None:
+    """A consumer that does not take the producer's token computes the last one on the state after it."""
+    remote, kv_cache, half = engine.scheduler.remote, engine.scheduler.kv_cache, engine.half
+    settle = remote.settle
+
+    def settle_as_attention(load: Any, *, is_continued: bool = False) -> bool:
+        has_states, kv_cache.has_states = kv_cache.has_states, False
+        is_of_use = settle(load, is_continued=is_continued)
+        kv_cache.has_states = has_states
+        return is_of_use
+
+    remote.settle = settle_as_attention  # type: ignore[method-assign]
+    take = half.take_prefilled_tokens
+    half.take_prefilled_tokens = (  # type: ignore[method-assign]
+        lambda request_id: None if engine.cluster.has_states else take(request_id)
+    )
+
+
+def _cache_within_block(engine: Engine) -> None:
+    """The prefix cache takes the state within a block for that at its end."""
+    kv_cache = engine.scheduler.kv_cache
+    size = kv_cache.block_size
+
+    def cache_state(request: Any, table: Any, group: int) -> None:
+        last = -(-request.num_computed_tokens // size)
+        if 0 < last <= min(len(table.blocks), len(request.block_hashes)):
+            engine.pool.cache_full_blocks(request, table.blocks, last - 1, last, group)
+
+    kv_cache._cache_state = cache_state  # type: ignore[method-assign]
+
+
+def _forget_states(engine: Engine) -> None:
+    """D does not read the states of one group."""
+    orders = engine.half._fetches.orders
+    read_lent = orders.read_lent
+
+    def read_less(fetch: Fetch, pairs: Any) -> None:
+        assert fetch.offer is not None
+        ticket = fetch.offer.ticket
+        assert ticket is not None
+        prompt = GroupedPrompt(fetch.group_routes, ticket.num_tokens, ticket.block_tokens)
+        if prompt.states() and fetch.unread is None:
+            tokens = prompt.cut([Part(fetch.first_token, fetch.num_moved_tokens)])
+            fetch.unread = tokens + prompt.states()[:-1]
+        read_lent(fetch, pairs)
+
+    orders.read_lent = read_less  # type: ignore[method-assign]
+
+
 # --- The router ------------------------------------------------------------------------------------
 
 
@@ -224,6 +293,11 @@ PULL: dict[str, Parts] = {
     "window_drop": Parts(tamper=_drop_early),
     "window_keep": Parts(tamper=_keep_outside),
     "whole_load": Parts(tamper=_believe_half),
+    # Recurrent states
+    "state_length": Parts(tamper=_lend_as_shorter),
+    "state_twice": Parts(tamper=_count_last_twice),
+    "state_boundary": Parts(tamper=_cache_within_block),
+    "state_missing": Parts(tamper=_forget_states),
     # The router
     "tells_all": Parts(router=_TellsAll),
     "resumes_short": Parts(router=_ResumesShort),

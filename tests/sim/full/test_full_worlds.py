@@ -19,11 +19,13 @@ TRIES = 60
 SEEDS = {
     ("pull", "bound_ops"): 600,
     ("pull", "counters"): 1890,
+    ("pull", "state_boundary"): 30,
     ("pull", "store_fence"): 90,
     ("push", "counters"): 1530,
     ("push", "fence"): 270,
     ("push", "preempted"): 480,
     ("push", "run"): 690,
+    ("push", "state_boundary"): 1200,
     ("push", "ticket_hash"): 160,
     ("push", "ticket_windows"): 90,
 }
@@ -55,6 +57,7 @@ EVERYWHERE = {
     "failed: the producer has restarted or is gone",
     "failed: the producer no longer holds the blocks",
     "handoffs of cache groups",
+    "handoffs of states",
     "host load: error",
     "host memory reset",
     "host store: error",

@@ -231,8 +231,9 @@ class ReadStart:
         """`block_tokens`: the producer's."""
         fetch.reads_early = True
         streams, ours = self._agent.streams, self._identity.block_tokens
-        if fetch.group_routes != ONE_TABLE and block_tokens != ours:
-            text = f"blocks of another size, {block_tokens} tokens and not {ours}: groups need the same"
+        has_windows = any(route.window is not None and not route.is_state for route in fetch.group_routes)
+        if has_windows and block_tokens != ours:
+            text = f"blocks of another size, {block_tokens} tokens and not {ours}: windows need the same"
             reason = FailureReason(FailureCode.BLOCK_SIZE_MISMATCH, text)
             self._agent.carry_out(streams.refuse(fetch.claim, reason, now), now)  # As its ticket would be.
             return

@@ -31,6 +31,7 @@ class Ask:
     session: str = ""  # Equal for the turns of one conversation.
     way: tuple[str, str] | None = None  # P and D; None: the router's choice.
     is_probe: bool = False  # Its KV has to be handed over.
+    may_be_empty: bool = False  # It asks a producer for a state, and not for an answer.
 
     def hear(self, token_ids: list[int]) -> None:
         self.answer += token_ids

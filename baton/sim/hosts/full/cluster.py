@@ -13,7 +13,7 @@ from baton.core.kv_groups import group_layers
 from baton.protocol.signed_frame import ProcessKey
 from baton.sim.hosts.full.engine import Engine
 from baton.sim.hosts.full.host_spec import HostSpec
-from baton.sim.hosts.full.model import Model, WindowModel, Windows
+from baton.sim.hosts.full.model import STATE, Model, WindowModel, Windows
 from baton.sim.hosts.full.port import Port
 from baton.sim.hosts.full.wire import FullWire
 from baton.sim.kernel.cluster import Cluster as BaseCluster
@@ -25,6 +25,7 @@ from baton.sim.kernel.world import World
 TOKENS_MAX = 40  # Of a prompt and its answer; any pool has to be able to hold them.
 
 OFFLOADS = 0.3  # Engines with a second connector.
+STATES = 0.25  # Worlds whose model has recurrent states.
 ONE_TABLE: Windows = (None, None)
 
 
@@ -47,6 +48,15 @@ def draw_windows(rng: random.Random) -> Windows:
     )
 
 
+def with_states(rng: random.Random, windows: Windows) -> Windows:
+    """In every fourth world some layers have a recurrent state, or all."""
+    if rng.random() >= STATES:
+        return windows
+    layers = range(len(windows))
+    chosen = rng.sample(layers, rng.choice([1, 1, *layers[1:], len(layers)]))
+    return tuple(STATE if layer in chosen else window for layer, window in enumerate(windows))
+
+
 class Cluster(BaseCluster):
     hosts: dict[str, Engine]  # type: ignore[assignment]
     wire: FullWire
@@ -57,11 +67,12 @@ class Cluster(BaseCluster):
         self.wire = FullWire(self)
         self.ports: dict[bytes, Port] = {}  # By endpoint.
         rng = world.rng
-        windows = draw_windows(world.rng_of_models)
-        self.is_hybrid = any(windows)
+        windows = with_states(world.rng_of_states, draw_windows(world.rng_of_models))
+        self.has_states = STATE in windows
+        self.is_hybrid = any(window is not None for window in windows)
         self.model = (WindowModel if self.is_hybrid else Model)(rng.choice([1, 2, 2, 4]), windows)
         self._block_tokens = rng.choice([(2,), (4,), (8,), (2, 4, 8)])  # Of its engines.
-        if self.is_hybrid:  # Theirs have to be alike.
+        if any(window not in (None, STATE) for window in windows):  # Theirs have to be alike.
             self._block_tokens = (world.rng_of_models.choice(self._block_tokens),)
         self.keeps_turns = rng.random() < 0.3  # D's blocks serve the next turn's prefill.
         self.meddler = ProcessKey(b"a member of the cluster, faulty!")
@@ -114,20 +125,24 @@ class Cluster(BaseCluster):
     def _with_groups(self, spec: HostSpec) -> HostSpec:
         """The smallest pool: what the longest request holds at its worst, and what is spare."""
         rng = self.world.rng_of_models
-        spec = replace(spec, knows_groups=rng.random() < 0.95, deals_layers_out=rng.choice([True, False]))
+        knows_groups = rng.random() < 0.95 or self.has_states  # Or it would be refused at start.
+        spec = replace(spec, knows_groups=knows_groups, deals_layers_out=rng.choice([True, False]))
         if not spec.knows_groups:
             return spec
         spare = spec.num_blocks - TOKENS_MAX // spec.block_tokens
         chunk = min(spec.num_tokens_max, spec.chunk_max or spec.num_tokens_max)
         needed = sum(
             group.blocks_at_most(TOKENS_MAX, block_size=spec.block_tokens, chunk=chunk)
-            for group in group_layers(self.model.windows)
+            for group in group_layers(
+                self.model.windows,
+                [layer for layer, window in enumerate(self.model.windows) if window == STATE],
+            )
         )
         return replace(spec, num_blocks=1 + needed + spare)
 
     def _with_offload(self, spec: HostSpec) -> HostSpec:
         rng = self.world.rng_of_models
-        if rng.random() >= OFFLOADS:
+        if rng.random() >= OFFLOADS or self.has_states:
             return spec
         return replace(
             spec,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from baton.connectors.multi.children import MAIN
+from baton.core.kv_groups import KVCacheGroup, has_states, is_hybrid
 from baton.engine.api import SchedulerStats
 from baton.sim.checkers import contained
 from baton.sim.kernel.world import World
 
 
-def count_stats(world: World, stats: SchedulerStats, *, is_hybrid: bool) -> None:
-    """Of one step of an engine, with several KV-cache groups if `is_hybrid`.
+def count_stats(world: World, stats: SchedulerStats, groups: Sequence[KVCacheGroup]) -> None:
+    """Of one step of an engine with these KV-cache groups.
 
     Raises Violation if its connector has contained a fault of its own.
     """
@@ -25,17 +27,19 @@ def count_stats(world: World, stats: SchedulerStats, *, is_hybrid: bool) -> None
         parts = {"handoff": parts}
     contained.check_children(parts.get(MAIN, {}))
     if "handoff" in parts:
-        _count_handoffs(world, parts["handoff"], is_hybrid=is_hybrid)
+        _count_handoffs(world, parts["handoff"], groups)
     if "offload" in parts:
         world.count("loaded from host memory", bool(parts["offload"]["hit_tokens"]))
 
 
-def _count_handoffs(world: World, connector: dict[str, Any], *, is_hybrid: bool) -> None:
-    world.count("handoffs delivered", len(connector["transfers"]))
-    world.count("handoffs of cache groups", is_hybrid * len(connector["transfers"]))
+def _count_handoffs(world: World, connector: dict[str, Any], groups: Sequence[KVCacheGroup]) -> None:
+    num_delivered = len(connector["transfers"])
+    world.count("handoffs delivered", num_delivered)
+    world.count("handoffs of cache groups", is_hybrid(groups) * num_delivered)
+    world.count("handoffs of states", has_states(groups) * num_delivered)
     num_early = sum(bool(record["early_tokens"]) for record in connector["transfers"])
     world.count("read early", num_early)
-    world.count("read early of cache groups", is_hybrid * num_early)
+    world.count("read early of cache groups", is_hybrid(groups) * num_early)
     world.count("loans expired", connector["num_expired_loans"])
     world.count("loans", connector["num_loans"])
     for reason, count in connector["failures"].items():

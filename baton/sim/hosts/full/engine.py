@@ -398,7 +398,7 @@ class Engine(Process):
         contained.check_step(self)
         whole.check_loans(self)
         if outputs.stats is not None:
-            count_stats(self.world, outputs.stats, is_hybrid=is_hybrid(self.groups))
+            count_stats(self.world, outputs.stats, self.groups)
         self._hand_out(outputs.outputs)
         if output.num_scheduled_tokens or self._was_poked or self._commands:
             self.poke()

@@ -17,7 +17,8 @@ from baton.core.config import (
 )
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup, is_hybrid
-from baton.sim.hosts.full.model import EOS_IDS, HEAD_DIM, VOCAB, Windows
+from baton.core.states import StatePart
+from baton.sim.hosts.full.model import CONTENT, EOS_IDS, HEAD_DIM, STATE, VOCAB, Windows
 from baton.sim.kernel.wire import SECRET
 
 if TYPE_CHECKING:
@@ -108,11 +109,16 @@ class _DealtOut(EngineConfig, frozen=True, kw_only=True):
         if not is_hybrid(groups):
             return groups
         dealt: list[KVCacheGroup] = []
-        for window in dict.fromkeys(group.window for group in groups):
-            alike = [group for group in groups if group.window == window]
+        for kind in dict.fromkeys((group.window, group.is_state) for group in groups):
+            alike = [group for group in groups if (group.window, group.is_state) == kind]
             layers = sorted(layer for group in alike for layer in group.layers)
-            dealt += [KVCacheGroup(tuple(layers[i :: len(alike)]), window) for i in range(len(alike))]
+            dealt += [KVCacheGroup(tuple(layers[i :: len(alike)]), *kind) for i in range(len(alike))]
         return tuple(dealt[::-1])
+
+
+def state_parts(num_kv_heads: int) -> tuple[StatePart, ...]:
+    """A layer's state: the words of one token."""
+    return (StatePart("words", num_kv_heads, (CONTENT,), "float32"),)
 
 
 def _model_config(num_kv_heads: int, windows: Windows) -> ModelConfig:
@@ -122,7 +128,9 @@ def _model_config(num_kv_heads: int, windows: Windows) -> ModelConfig:
         dtype="float32",
         max_model_len=MAX_MODEL_LEN,
         num_hidden_layers=len(windows),
-        windows=windows,
+        windows=tuple(None if window == STATE else window for window in windows),
+        state_parts=state_parts(num_kv_heads),
+        state_layers=tuple(layer for layer, window in enumerate(windows) if window == STATE),
         num_attention_heads=4,
         num_kv_heads=num_kv_heads,
         head_dim=HEAD_DIM,

@@ -5,19 +5,21 @@ Two layouts, as engines have them; plans and connectors see tensors, the world s
     layer-major    [place, block, head, token, K|V]
     block-major    [block, place, head, token, K|V]
 
-A place is the memory of one layer, or of one layer of each cache group.
+A place is the memory of one layer, or of one layer of each cache group. A state lies at the beginning of its
+page, `[head, K|V]`.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from baton.core.kv_groups import KVCacheGroup, num_places, places_of
+from baton.core.kv_groups import KVCacheGroup, layer_name, num_places, places_of
 from baton.core.layout import kv_heads_of
 from baton.sim.hosts.full.model import CONTENT, WORD_BYTES, Words
 
@@ -54,10 +56,12 @@ class RankMemory:
         axes = (0, 1, 2, 3, 4) if is_block_major else (1, 0, 2, 3, 4)
         self.words: Words = self._flat.reshape(shape).transpose(axes)
         self.writers: NDArray[np.int32] = self._flat_writers.reshape(shape).transpose(axes)
-        self.kv_caches = {
-            f"model.layers.{layer}.self_attn.attn": tensor[:, place] if is_block_major else tensor[place]
-            for layer, (_, place) in sorted(places_of(groups).items())
-        }
+        self.kv_caches = {}
+        for layer, (group, place) in sorted(places_of(groups).items()):
+            cache = tensor[:, place] if is_block_major else tensor[place]
+            if groups[group].is_state:  # At the beginning of a page.
+                cache = cache.flatten(1)[:, : len(self.heads) * CONTENT].view(torch.uint8)
+            self.kv_caches[layer_name(layer)] = cache
 
     def blocks(self, block_ids: Sequence[int], num_layers: int) -> Words:
         """`[token, layer, head, K|V]` of these blocks, of the `num_layers` layers of their group."""
@@ -77,6 +81,22 @@ class RankMemory:
         num_layers = kv.shape[1]
         self.words[blocks, :num_layers, :, offsets] = kv[:, :, self.heads.start : self.heads.stop]
         self.writers[blocks, :num_layers, :, offsets] = OWN
+
+    def state(self, block_id: int, num_layers: int) -> Words:
+        """`[layer, head, K|V]`: the states of the layers of this block's group."""
+        return self._state_of(self.words, block_id, num_layers)
+
+    def writers_of_state(self, block_id: int, num_layers: int) -> NDArray[np.int32]:
+        return self._state_of(self.writers, block_id, num_layers)
+
+    def write_state(self, block_id: int, words: Words) -> None:
+        """A state that was computed here, `[layer, head, K|V]`; what lay there before is gone."""
+        self._state_of(self.words, block_id, len(words))[:] = words[:, self.heads.start : self.heads.stop]
+        self._state_of(self.writers, block_id, len(words))[:] = OWN
+
+    def _state_of(self, cells: NDArray[Any], block_id: int, num_layers: int) -> NDArray[Any]:
+        pages = cells[block_id, :num_layers].reshape(num_layers, -1)  # A view: a page has no gaps.
+        return pages[:, : len(self.heads) * CONTENT].reshape(num_layers, len(self.heads), CONTENT)
 
     def forget_writers(self, block_ids: Sequence[int]) -> None:
         self.writers[list(block_ids)] = UNWRITTEN

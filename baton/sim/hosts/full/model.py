@@ -10,6 +10,11 @@ The answer of a correct engine depends on prompt and salt only.
 Layers with a window (`WindowModel`) are read as far as the window reaches, itself included, and no further:
 
     window 3       v(i) reads the layer's KV of i-2, i-1      next token reads i-2, i-1, i
+
+A layer with a recurrent state (`STATE` instead of a window) keeps the last token's words only. They are the
+state after that token, since v(i) depends on all tokens before it:
+
+    state          v(i) reads the words of i-1                next token reads those of i
 """
 
 from __future__ import annotations
@@ -25,6 +30,7 @@ from numpy.typing import NDArray
 Words = NDArray[np.uint32]
 Seen: TypeAlias = Any  # What a model has read so far; its own affair.
 Windows: TypeAlias = tuple[int | None, ...]  # Of each layer; None: it sees everything.
+STATE = 0  # Instead of a window: the layer has a recurrent state.
 
 HEAD_DIM = 1
 CONTENT = 2 * HEAD_DIM  # Words of one token, head and layer: K, then V.
@@ -142,7 +148,8 @@ class WindowModel(Model):
         for layer, earlier in sight.layers.items():
             window = self.windows[layer]
             assert window is not None
-            start = len(earlier) - (window - others_only) * self._stride
+            num_seen = 1 if window == STATE else window - others_only
+            start = len(earlier) - num_seen * self._stride
             found = crc32(earlier[max(0, start) :], found)
         return found
 

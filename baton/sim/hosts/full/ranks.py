@@ -112,6 +112,10 @@ class Ranks:
         positions = np.arange(first, last)
         offsets = positions % self._block_tokens
         for group, table in zip(self.groups, row.tables, strict=True):
+            if group.is_state:
+                for memory in self.memories:
+                    memory.write_state(table[(last - 1) // self._block_tokens], words[-1, list(group.layers)])
+                continue
             blocks = np.asarray(table)[positions // self._block_tokens]
             self._written.append((blocks, offsets))
             for memory in self.memories:
@@ -151,12 +155,25 @@ class Ranks:
         slots = np.empty((num_tokens, self.model.num_layers, len(memory.heads), CONTENT), np.uint32)
         for group, table in zip(self.groups, tables, strict=True):
             layers = list(group.layers)
+            if group.is_state:
+                slots[:, layers] = JUNK
+                slots[-1, layers] = memory.state(table[num_blocks - 1], len(layers))
+                continue
             slots[:, layers] = memory.blocks(table[:num_blocks], len(layers))[:num_tokens]
         return slots
 
     def holds(self, index: int, block_ids: Sequence[int], kv: Words, first: int) -> bool:
         """Every word of tokens `first` and up, in the layers of group `index`, equals `kv`."""
         last, layers = len(kv), list(self.groups[index].layers)
+        if self.groups[index].is_state:
+            block_id = block_ids[(last - 1) // self._block_tokens]
+            return all(
+                np.array_equal(
+                    memory.state(block_id, len(layers)),
+                    kv[-1, layers, memory.heads.start : memory.heads.stop],
+                )
+                for memory in self.memories
+            )
         needed, wanted = block_ids[: -(-last // self._block_tokens)], kv[first:, layers]
         return all(
             np.array_equal(
@@ -171,6 +188,10 @@ class Ranks:
         needed = block_ids[: -(-last // self._block_tokens)]
         num_layers = len(self.groups[index].layers)
         found: set[int] = set()
+        if self.groups[index].is_state:
+            for memory in self.memories:
+                found.update(np.unique(memory.writers_of_state(needed[-1], num_layers)).tolist())
+            return found
         for memory in self.memories:
             found.update(np.unique(memory.writers_of(needed, num_layers)[first:last]).tolist())
         return found

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from baton.core.transfer_params import CONTINUE
 from baton.engine.api import EngineOutput
 from baton.sim.checkers import bounded, whole
 from baton.sim.hosts.full.clients import Ask, Clients
@@ -101,6 +102,7 @@ class FullScenario(Scenario):
         prompt = of.prompt if rng.random() < 0.4 else self.clients.other_prompt(of.prompt)
         ask = self.clients.make(prompt, of.salt if rng.random() < 0.8 else "other", lambda ask: None)
         ask.causes.add("params that are not theirs")
+        ask.may_be_empty = self.cluster.has_states and role == "prefill" and CONTINUE not in params
         name = rng.choice(self.cluster.of_role(role))
         self.world.count("replays")
         self.world.note("client", f"{ask.name} brings the params of {of.name} to {name}")
