@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from baton.contract import KVConnectorBase_V1, KVConnectorStats, TwoHalvesOfGroups, supports_hma
 from baton.core.errors import ConfigError, place_of
+from baton.core.kv_groups import KVCacheGroup, has_states
 
 if TYPE_CHECKING:
     from baton.contract.host import KVTransferConfigLike
     from baton.core.config import EngineConfig
-    from baton.core.kv_groups import KVCacheGroup
 
 ENTRY_POINT_GROUP = "baton.connectors"
 BUILT_IN: Final = {
@@ -88,7 +88,9 @@ def knows_these_groups(
     """Whether it supports several KV-cache groups, and these in particular."""
     if not knows_several_groups(connector, transfer):
         return False
-    return not issubclass(connector, TwoHalvesOfGroups) or connector.supports_groups(transfer, groups)
+    if issubclass(connector, TwoHalvesOfGroups):
+        return connector.supports_groups(transfer, groups)
+    return not has_states(groups)
 
 
 def known_names() -> list[str]:

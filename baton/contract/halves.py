@@ -27,10 +27,10 @@ from baton.contract.base import (
     SupportsHMA,
 )
 from baton.contract.surface import ROWS, Half, Row, completed
+from baton.core.kv_groups import KVCacheGroup, has_states
 
 if TYPE_CHECKING:
     from baton.contract import host
-    from baton.core.kv_groups import KVCacheGroup
 
 
 class HoldsOneHalf:
@@ -107,8 +107,11 @@ class TwoHalvesOfGroups(TwoHalves, SupportsHMA):
     def supports_groups(
         cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
     ) -> bool:
-        """Whether it supports these groups. Baton's addition. If not, the host uses one group."""
-        return True
+        """Whether it supports these groups. Baton's addition. If not, the host uses one group.
+
+        By default all but those of layers with a recurrent state.
+        """
+        return not has_states(groups)
 
     def request_finished_all_groups(
         self, request: host.Request, block_ids: tuple[list[int], ...]

@@ -49,14 +49,16 @@ class PlacedPart(NamedTuple):
         return self.num_units * self.part.unit_bytes
 
 
-def place_parts(parts: Sequence[StatePart], *, tp_rank: int, tp_size: int) -> Iterator[PlacedPart]:
+def place_parts(
+    parts: Sequence[StatePart], *, tp_rank: int, tp_size: int, alignment: int = ALIGNMENT
+) -> Iterator[PlacedPart]:
     """The parts as rank `tp_rank` holds them, in order."""
     offset = 0
     for part in parts:
         units = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=part.num_units)
         placed = PlacedPart(part, offset, len(units))
         yield placed
-        offset += -(-placed.nbytes // ALIGNMENT) * ALIGNMENT
+        offset += -(-placed.nbytes // alignment) * alignment
 
 
 def state_bytes(parts: Sequence[StatePart], *, tp_rank: int, tp_size: int) -> int:

@@ -212,7 +212,7 @@ class Request:
 
     def drop_last_prompt_token(self) -> None:
         """Before the first step: leave the last token, if there are others, to the engine that decodes."""
-        if self.num_prompt_tokens == 1 or self.num_output_tokens:
+        if self.num_prompt_tokens == 1 or self.num_output_tokens or self.skip_reading_prefix_cache:
             return
         self.is_truncated = True
         self.prompt_token_ids = self.prompt_token_ids[:-1]

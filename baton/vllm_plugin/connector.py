@@ -21,10 +21,11 @@ from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
-from baton.vllm_plugin.groups import groups_of
+from baton.vllm_plugin.groups import groups_of, tables_by_position
 from baton.vllm_plugin.host_policy import EMPTY_STEP_S, vllm_policy
 from baton.vllm_plugin.identity import identity_of
 from baton.vllm_plugin.packing import find_packing
+from baton.vllm_plugin.states import parts_of
 
 
 class BatonPullConnector(ForwardingConnector):
@@ -41,7 +42,8 @@ class BatonPullConnector(ForwardingConnector):
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorSchedulerHalf:
         identity = cls._identity_of(vllm_config, kv_cache_config, is_worker=False)
-        return PullSchedulerHalf(identity, policy=vllm_policy(), announcer=cls._announcer)
+        policy = vllm_policy(tables_by_position(kv_cache_config, identity.block_tokens))
+        return PullSchedulerHalf(identity, policy=policy, announcer=cls._announcer)
 
     @classmethod
     def make_worker_half(
@@ -62,7 +64,8 @@ class BatonPullConnector(ForwardingConnector):
             os.environ,
             does_push=cls._does_push,
             is_worker=is_worker,
-            groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size)),
+            groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size), carries_states=True),
+            state_parts=parts_of(vllm_config, kv_cache_config),
         )
 
     @classmethod

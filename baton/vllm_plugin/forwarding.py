@@ -46,6 +46,7 @@ from baton.vllm_plugin.groups import in_order, keep_one_token_more
 from baton.vllm_plugin.log import share_log
 from baton.vllm_plugin.registration import register
 from baton.vllm_plugin.settings import PluginSettings
+from baton.vllm_plugin.states import with_states_as_bytes
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 from baton.vllm_plugin.versions import check_version
 
@@ -204,6 +205,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         if self._group is None:
             kv_caches = in_order(kv_caches, self._kv_cache_config)
+            kv_caches = with_states_as_bytes(kv_caches, self._kv_cache_config)
         self.worker_half.register_kv_caches(kv_caches)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -2,7 +2,8 @@
 
     FullAttentionSpec, MLAAttentionSpec     every block of a prompt
     SlidingWindowSpec                       the last few; vLLM's null block, 0, stands for the others
-    anything else                           refused: a state or a chunk is no cache of a prompt's tokens
+    MambaSpec                               the state after the last token: one block
+    anything else                           refused
 
 All groups take blocks from one pool, and their layers share memory: a block belongs to one group at a time.
 
@@ -15,26 +16,28 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any, Final
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, TypeAlias
 
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
 
+ExpandTables: TypeAlias = Callable[[tuple[list[int], ...], int], tuple[list[int], ...]]
 FIELD: Final = "scheduler_config.disable_hybrid_kv_cache_manager"
 WAY_OUT: Final = (
-    "start vLLM with --disable-hybrid-kv-cache-manager, or without a Baton connector if that is impossible "
-    "(layers that keep a state instead of a cache)"
+    "start vLLM with --disable-hybrid-kv-cache-manager, or without a Baton connector if that is impossible"
 )
 _KEEP_PART: Final = frozenset({"RSWASpec", "HiddenStateCacheSpec"})
 """Classes that vLLM derives from FullAttentionSpec and that do not keep the whole prompt."""
 
 
-def groups_of(kv_cache_config: Any, block_tokens: int) -> tuple[KVCacheGroup, ...]:
+def groups_of(
+    kv_cache_config: Any, block_tokens: int, *, carries_states: bool = False
+) -> tuple[KVCacheGroup, ...]:
     """Return the groups in vLLM's order. If there are several, layer indices follow `in_order`.
 
-    Raises ConfigError for a kind of cache that does not hold a prompt's tokens, and for several block
-    sizes.
+    Raises ConfigError for a kind of cache that the connector cannot carry, and for several block sizes.
+    `carries_states`: it can carry recurrent states.
     """
     places = {name: place for place, name in enumerate(_names_in_order(kv_cache_config))}
     groups = []
@@ -43,23 +46,34 @@ def groups_of(kv_cache_config: Any, block_tokens: int) -> tuple[KVCacheGroup, ..
             raise ConfigError(
                 f"has a KV-cache group that must not be transferred (HiSparse); {WAY_OUT}", field=FIELD
             )
-        windows = {_window_of(spec) for spec in specs_of(group)}
-        sizes = {int(getattr(spec, "block_size", block_tokens)) for spec in specs_of(group)}
-        if len(windows) != 1:
+        of_states = {is_state(spec) for spec in specs_of(group)}
+        if True in of_states and not carries_states:
+            raise ConfigError(
+                "has layers with a recurrent state (MambaSpec), which only BatonPullConnector and "
+                "BatonPushConnector carry",
+                field="model",
+            )
+        windows = {1 if is_state(spec) else _window_of(spec) for spec in specs_of(group)}
+        sizes = {
+            int(getattr(spec, "block_size", block_tokens))
+            for spec in specs_of(group)
+            if not has_one_block(spec)
+        }
+        if len(windows) != 1 or len(of_states) != 1:
             raise ConfigError(
                 f"has layers with different windows in one KV-cache group; {WAY_OUT}", field=FIELD
             )
-        if sizes != {block_tokens}:
+        if sizes - {block_tokens}:
             raise ConfigError(
                 f"has KV-cache groups with blocks of {sorted(sizes)} tokens; Baton supports one size, "
                 f"cache_config.block_size = {block_tokens}; {WAY_OUT}",
                 field=FIELD,
             )
         layers = tuple(sorted(places[name] for name in group.layer_names))
-        groups.append(KVCacheGroup(layers, windows.pop()))
+        groups.append(KVCacheGroup(layers, windows.pop(), of_states.pop()))
     if not groups:
         raise ConfigError("has no layer with a KV cache", field="model")
-    return tuple(groups) if len(groups) > 1 else (KVCacheGroup((), groups[0].window),)
+    return tuple(groups) if len(groups) > 1 else (KVCacheGroup((), groups[0].window, groups[0].is_state),)
 
 
 def in_order(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> dict[str, Any]:
@@ -79,6 +93,44 @@ def in_order(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> dict[str, An
     return {name: kv_caches[name] for name in names}
 
 
+def is_state(spec: Any) -> bool:
+    return any(kind.__name__ == "MambaSpec" for kind in type(spec).__mro__)
+
+
+def has_one_block(spec: Any) -> bool:
+    """Whether a request has one block for its state, which vLLM overwrites (mode "none").
+
+    In mode "align" the table is indexed by position.
+    """
+    return is_state(spec) and str(spec.mamba_cache_mode) == "none"
+
+
+def tables_by_position(kv_cache_config: Any, block_tokens: int) -> ExpandTables:
+    """What makes of vLLM's tables, and the number of tokens, tables that are indexed by position.
+
+    The one block of a request's state stands at every position: whatever the length, its state is there.
+    """
+    of_one = [
+        all(has_one_block(spec) for spec in specs_of(group)) for group in kv_cache_config.kv_cache_groups
+    ]
+
+    def expand(tables: tuple[list[int], ...], num_tokens: int) -> tuple[list[int], ...]:
+        num_blocks = -(-num_tokens // block_tokens)
+        return tuple(
+            table[:1] * num_blocks if is_one else table for table, is_one in zip(tables, of_one, strict=True)
+        )
+
+    return expand
+
+
+def state_spec(kv_cache_config: Any) -> Any | None:
+    """The spec of the layers with a state; None without. Raises ConfigError if they have several."""
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group) if is_state(spec)]
+    if len({(tuple(spec.shapes), tuple(map(str, spec.dtypes))) for spec in specs}) > 1:
+        raise ConfigError(f"has layers with states of different shapes; {WAY_OUT}", field="model")
+    return specs[0] if specs else None
+
+
 def keep_one_token_more(kv_cache_config: Any) -> None:
     """Make groups with a window keep one more token. Call in the scheduler's process before it makes its
     cache.
@@ -87,7 +139,7 @@ def keep_one_token_more(kv_cache_config: Any) -> None:
     """
     for group in kv_cache_config.kv_cache_groups:
         spec = group.kv_cache_spec
-        if all(_window_of(one) is None for one in specs_of(group)):
+        if all(is_state(one) or _window_of(one) is None for one in specs_of(group)):
             continue
         if not hasattr(spec, "extra_retained_tokens"):
             raise ConfigError(

@@ -13,6 +13,7 @@ from baton.core.errors import ConfigError
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.layout import ModelFingerprint
+from baton.core.states import StatePart
 from baton.vllm_plugin.fingerprint import fingerprint_of, unnamed
 from baton.vllm_plugin.settings import PluginSettings
 
@@ -25,6 +26,7 @@ def identity_of(
     does_push: bool,
     is_worker: bool,
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),),
+    state_parts: tuple[StatePart, ...] = (),
 ) -> EngineIdentity:
     """Raises ConfigError for a configuration in which no handoff could work."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
@@ -50,6 +52,8 @@ def identity_of(
         settings=settings,
         does_push=does_push,
         groups=groups,
+        state_parts=state_parts,
+        state_alignment=1,  # vLLM leaves no gaps between the parts.
         schedules_ahead=bool(vllm_config.scheduler_config.async_scheduling)
         or int(parallel.pipeline_parallel_size) > 1,
     )

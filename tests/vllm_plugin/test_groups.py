@@ -25,7 +25,19 @@ class MLAAttentionSpec(FullAttentionSpec): ...
 class RSWASpec(FullAttentionSpec): ...
 
 
-class MambaSpec: ...
+class ChunkedLocalAttentionSpec: ...
+
+
+@dataclass(frozen=True)
+class MambaSpec:
+    shapes: tuple[tuple[int, ...], ...] = ((6, 3), (2, 4, 5))
+    dtypes: tuple[Any, ...] = (torch.bfloat16, torch.float32)
+    mamba_cache_mode: str = "none"
+    block_size: int = 4096
+
+    @property
+    def state_content_size_bytes(self) -> int:
+        return 36 + 160
 
 
 @dataclass(frozen=True)
@@ -59,17 +71,17 @@ def test_windows_are_read_in_vllms_order() -> None:
 @pytest.mark.parametrize(
     ("spec", "reason"),
     [
-        (MambaSpec(), "neither the prompt nor a window"),
+        (ChunkedLocalAttentionSpec(), "neither the prompt nor a window"),
         (RSWASpec(), "neither the prompt nor a window"),
         (SlidingWindowMLASpec(300), "neither the prompt nor a window"),
-        (of_layers(a=FullAttentionSpec(), b=MambaSpec()), "neither the prompt nor a window"),
+        (of_layers(a=FullAttentionSpec(), b=MambaSpec()), "different windows"),
         (of_layers(a=SlidingWindowSpec(300), b=SlidingWindowSpec(200)), "different windows"),
         (SlidingWindowSpec(300, block_size=64), r"blocks of \[64\] tokens; .* = 128"),
     ],
 )
 def test_layers_without_a_cache_of_tokens_are_refused_with_advice(spec: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"{reason}.*--disable-hybrid-kv-cache-manager"):
-        groups_of(groups(FullAttentionSpec(), spec), BLOCK)
+        groups_of(groups(FullAttentionSpec(), spec), BLOCK, carries_states=True)
 
 
 @pytest.mark.parametrize("mark", [{"enable_kv_transfer": False}, {"host_resident": True}])

@@ -24,7 +24,7 @@ from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettin
 from baton.connectors.observed import ObservedConnector
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.config import EngineConfig
-from baton.core.kv_groups import KVCacheGroup
+from baton.core.kv_groups import KVCacheGroup, has_states
 from baton.core.transfer_params import parse_transfer_params
 
 
@@ -67,7 +67,7 @@ class BatonHiddenStatesConnector(ObservedConnector):
         cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
     ) -> bool:
         """States of tokens before a window would be lost with their slots."""
-        return groups[0].window is None  # Full-attention groups come first.
+        return groups[0].window is None and not has_states(groups)  # Full-attention groups come first.
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

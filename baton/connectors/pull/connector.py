@@ -6,7 +6,7 @@ reads them at once. D uses them if the lease held for the whole copy. docs/proto
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 from baton.connectors.observed import IdentityConnector, own_config
@@ -16,6 +16,7 @@ from baton.connectors.pull.stats import PullStats
 from baton.connectors.pull.worker import PullWorkerHalf
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.config import EngineConfig
+from baton.core.kv_groups import KVCacheGroup
 from baton.core.transfer_params import parse_transfer_params
 
 
@@ -39,6 +40,13 @@ class BatonPullConnector(IdentityConnector):
         """
         cls.identity_of(config)
         return parse_transfer_params
+
+    @classmethod
+    def supports_groups(
+        cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
+    ) -> bool:
+        """All of them, also those of layers with a recurrent state."""
+        return True
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:

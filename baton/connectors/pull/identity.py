@@ -10,7 +10,7 @@ from baton.core.errors import ConfigError
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup, has_tables
 from baton.core.layout import ModelFingerprint
-from baton.core.states import StatePart
+from baton.core.states import ALIGNMENT, StatePart
 
 TICKET_KEY_PURPOSE = "baton.ticket.1"
 
@@ -34,6 +34,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     # Of the layers that this rank registers, by their place in that order; by default one, which has all.
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)
     state_parts: tuple[StatePart, ...] = ()  # Of one layer's recurrent state, for the whole model.
+    state_alignment: int = ALIGNMENT  # Of the parts, in bytes.
     schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
 
     @classmethod

@@ -146,6 +146,8 @@ class HostPolicy:
     answers_by_request: bool = False
     # Takes the prompt's last token from a request that has not run, unless it is the only one.
     truncate_prompt: Callable[[Any], None] = lambda request: request.drop_last_prompt_token()
+    # Makes tables that are indexed by position of the host's, given the number of the request's tokens.
+    expand_tables: Callable[[tuple[list[int], ...], int], tuple[list[int], ...]] = lambda tables, _: tables
 
 
 BATON_POLICY: Final = HostPolicy()
@@ -299,7 +301,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     ) -> None:
         if not request.kv_transfer_params:
             return
-        block_ids = blocks.get_block_ids()
+        block_ids = self._policy.expand_tables(blocks.get_block_ids(), request.num_tokens)
         if num_external_tokens:
             self._awaited.add(request.request_id)
         with self._changing as now:
@@ -337,7 +339,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         with self._changing as now:
             self._fetches.finished(request.request_id, now)
             try:
-                keeps, params = self._loans.finished(request, block_ids, now)
+                tables = self._policy.expand_tables(block_ids, request.num_tokens)
+                keeps, params = self._loans.finished(request, tables, now)
             except Exception:  # A bug of ours: nothing was lent, and the blocks are free.
                 self._contain("request_finished", request)
                 keeps, params = False, None

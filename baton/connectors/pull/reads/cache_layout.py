@@ -94,7 +94,12 @@ def _state_of(
             "model's configuration has to describe it",
             field=f"{FIELD}.{name}",
         )
-    placed = place_parts(identity.state_parts, tp_rank=identity.tp_rank, tp_size=identity.tp_size)
+    placed = place_parts(
+        identity.state_parts,
+        tp_rank=identity.tp_rank,
+        tp_size=identity.tp_size,
+        alignment=identity.state_alignment,
+    )
     return StateLayout(
         name=name,
         region=region,
