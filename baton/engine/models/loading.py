@@ -15,8 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import UserError
 from baton.core.layout import kv_heads_of
-from baton.engine.checkpoints.architecture import EXPERT_NAMES
-from baton.engine.checkpoints.checkpoint import weight_files
+from baton.engine.checkpoints.architecture import EXPERT_NAMES, MAX_LAYERS
+from baton.engine.checkpoints.checkpoint import read_json, weight_files
+from baton.engine.checkpoints.config_fields import positive
 from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.latent_attention import LatentAttention
@@ -55,9 +56,18 @@ def fill_weights(model: Decoder, folder: str | Path) -> None:
             except SafetensorError as error:
                 raise UserError(f"{path.name} is damaged: {error}", field="model") from error
             home.update(dict.fromkeys(file.keys(), file))
-        _check_names(home, targets, tied=model.architecture.tie_word_embeddings)
+        drafting = _drafting_layers(model, folder)
+        described = {name: file for name, file in home.items() if not name.startswith(drafting)}
+        _check_names(described, targets, tied=model.architecture.tie_word_embeddings)
         for target in targets:
             _fill(target, home[target.name].get_slice(target.name))
+
+
+def _drafting_layers(model: Decoder, folder: str | Path) -> tuple[str, ...]:
+    """Prefixes of the layers after the model's, which predict further tokens and are not used."""
+    config, first = read_json(Path(folder) / "config.json"), model.architecture.num_layers
+    num_drafting = positive(config, "num_nextn_predict_layers", default=0, minimum=0, maximum=MAX_LAYERS)
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + num_drafting))
 
 
 def _check_names(home: dict[str, Any], targets: list[_Target], *, tied: bool) -> None:
