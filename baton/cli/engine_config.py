@@ -75,7 +75,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
 def block_bytes(model: ModelConfig, *, block_size: int, tp: int, num_layers: int) -> int:
     """Return the bytes of one block of the pool on one rank: KV of all layers, or of one group of them."""
     heads = max(1, model.num_kv_heads // tp)
-    return num_layers * heads * block_size * model.slot_size * _ITEM_BYTES[model.dtype]
+    return num_layers * heads * block_size * model.token_size * _ITEM_BYTES[model.dtype]
 
 
 def _num_blocks(settings: ServeSettings, config: EngineConfig) -> int:

@@ -12,7 +12,7 @@ from baton.core.config import ModelConfig
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.engine_core import EngineCore
-from tests.connectors import offload_world
+from tests.connectors import mirrored, offload_world
 from tests.connectors.engine_world import (
     BLOCK,
     FACTORY,
@@ -33,7 +33,7 @@ from tests.connectors.storage_world import fill, starting, storage
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ["deepseek_v2", "deepseek_v3"]
+FAMILIES = ["deepseek_v2", "deepseek_v3", "deepseek_v32"]  # The last has a second cache in each layer.
 PROMPTS = [prompt_of(70), prompt_of(3), prompt_of(32, step=11), prompt_of(101, step=13)]
 
 
@@ -89,12 +89,13 @@ def test_a_pushed_prompt_gets_the_tokens_of_a_single_engine(
 
 
 @pytest.mark.processes
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
 @pytest.mark.parametrize(("tp_of_p", "tp_of_d"), [(2, 1), (1, 2)])
 def test_every_rank_has_the_whole_latent(
-    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, tp_of_p: int, tp_of_d: int
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, tp_of_p: int, tp_of_d: int
 ) -> None:
     sizes = {"tp_of_p": tp_of_p, "tp_of_d": tp_of_d, "block_of_d": 2 * BLOCK}
-    check_push(stack, model_of("deepseek_v3"), answer_of, "deepseek_v3", "layer", **sizes)
+    check_push(stack, model_of(family), answer_of, family, "layer", **sizes)
 
 
 def check_push(
@@ -124,8 +125,24 @@ def check_push(
     assert [one.token_ids for one in decoded] == [answer_of(family, prompt) for prompt in PROMPTS]
     assert all(one.num_transferred_tokens > 0 for one in decoded)
     record = max(legs.transfers, key=lambda transfer: transfer["bytes"])
-    least = len(PROMPTS[-1]) * model.num_hidden_layers * model.slot_size * 4 * tp_of_d
+    least = len(PROMPTS[-1]) * model.num_hidden_layers * model.token_size * 4 * tp_of_d
     assert least <= record["bytes"] < 1.2 * least, "each of D's ranks reads the latents once"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("connector", ["MirroredPull", "MirroredPush"])
+def test_a_copy_in_host_memory_is_read_as_well(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, connector: str
+) -> None:
+    fields = {"kv_connector": connector, "kv_connector_module_path": mirrored.__name__}
+    p, d = (
+        start_in(stack, config_of(model_of(family), {**(hands_over(name) or {}), **fields}, num_blocks=100))
+        for name in ("p", "d")
+    )
+    for prompt in PROMPTS:
+        assert hand_over(p, d, prompt).token_ids == answer_of(family, prompt)
+    assert mirrored.COUNTED.blocks["h2d"] > 0
+    mirrored.COUNTED.blocks.clear()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

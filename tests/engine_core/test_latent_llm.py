@@ -11,7 +11,7 @@ from baton.engine.api import SamplingParams
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
-from baton.engine.runner.cache_description import describe_cache
+from baton.engine.runner.cache_description import UniformTypeKVCacheSpecs, describe_cache
 from tests.engine_core.test_llm import count_preemptions, prompts_of, tokens_of
 from tests.engine_models.paged import load_reference
 
@@ -21,7 +21,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 PROMPTS = [*prompts_of(8), [5 + index % 300 for index in range(90)]]
 
 
-@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v3"])
+@pytest.fixture(scope="module", params=["deepseek_v2", "deepseek_v3", "deepseek_v32"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = write_checkpoint(
         tmp_path_factory.mktemp("model"),
@@ -73,9 +73,13 @@ def test_tokens_survive_preemption(config: EngineConfig, expected: list[list[int
 
 
 def test_connectors_see_one_head_of_latents(config: EngineConfig) -> None:
-    """As vLLM describes such a cache: the head size is the slot's, and a page has it once."""
+    """As vLLM describes such caches: the head size is the slot's, and a page has it once."""
     (group,) = describe_cache(config, 0).kv_cache_groups
-    slot_size = config.model_config.slot_size
-    assert slot_size == 32 + 8
-    assert (group.kv_cache_spec.num_kv_heads, group.kv_cache_spec.head_size) == (1, slot_size)
-    assert group.kv_cache_spec.page_size_bytes == 4 * slot_size * 4
+    spec, of_index = group.kv_cache_spec, None
+    if isinstance(spec, UniformTypeKVCacheSpecs):
+        assert list(spec.kv_cache_specs) == group.layer_names
+        spec, of_index = list(spec.kv_cache_specs.values())[:2]
+    assert (spec.num_kv_heads, spec.head_size, spec.page_size_bytes) == (1, 32 + 8, 4 * (32 + 8) * 4)
+    assert (of_index is not None) == (config.model_config.index_size > 0)
+    if of_index is not None:
+        assert (of_index.num_kv_heads, of_index.head_size, of_index.page_size_bytes) == (1, 16, 4 * 16 * 4)

@@ -49,6 +49,7 @@ def load_model_config(
     generation = read_json(root / "generation_config.json", required=False)
     architecture = parse_architecture(config)
     _check_size(architecture, weight_files(root))
+    index = architecture.latent.index if architecture.latent else None
     return ModelConfig(
         model=str(root.resolve()),
         served_model_name=served_model_name or root.resolve().name,
@@ -68,6 +69,7 @@ def load_model_config(
         generation_config=generation,
         windows=architecture.windows,
         latent_size=architecture.latent.slot_size if architecture.latent else 0,
+        index_size=index.head_dim if index is not None else 0,
     )
 
 

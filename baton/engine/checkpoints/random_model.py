@@ -24,7 +24,7 @@ from baton.engine.checkpoints.architecture import (
     parse_architecture,
 )
 from baton.engine.checkpoints.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE
-from baton.engine.checkpoints.latent_config import Latent
+from baton.engine.checkpoints.latent_config import IndexShape, Latent
 from baton.engine.checkpoints.random_tokenizer import WrittenTokenizer, write_tokenizer
 from baton.engine.checkpoints.rope_config import LATENT_FAMILIES
 
@@ -38,6 +38,7 @@ _BIAS_STD = 0.3
 _SINK_STD = 1.0
 _ROUTER_GAIN = 2.0  # Clear choices, so that rounding does not select other experts.
 _CHOICE_BIAS_STD = 0.1
+_INDEX_TOPK = 32  # Fewer than most prompts have tokens.
 _NUM_EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
 _LAYERS_PER_GLOBAL = 3  # For a small Gemma 3: two layers with a window, then one without.
 _DEFAULT_WINDOW = 128  # For families that always have one.
@@ -227,12 +228,16 @@ def _latent_fields(family: Family, sizes: dict[str, int]) -> dict[str, Any]:
             "norm_topk_prob": False,
             "routed_scaling_factor": 2.0,
         }
-    return fields | {
+    fields |= {
         "topk_method": "noaux_tc",
         "scoring_func": "sigmoid",
         "norm_topk_prob": True,
         "routed_scaling_factor": 1.5,
     }
+    if family == "deepseek_v32":
+        # Many heads, because a key without a positive score in any of them ties with others like it.
+        fields |= {"index_n_heads": 16, "index_head_dim": 2 * rotated, "index_topk": _INDEX_TOPK}
+    return fields
 
 
 def _layer_types(layers: int, per_global: int) -> list[str]:
@@ -322,6 +327,8 @@ def _latent_attention_tensors(a: DecoderArchitecture, latent: Latent, prefix: st
         yield _Tensor(f"{prefix}.q_a_proj.weight", (rank, a.hidden_size), into)
         yield _norm(a, f"{prefix}.q_a_layernorm", 1.0, rank)
         yield _Tensor(f"{prefix}.q_b_proj.weight", (queries, rank), rank**-0.5 * _LATENT_GAIN)
+    if latent.index is not None and rank is not None:
+        yield from _indexer_tensors(a, rank, latent.index, f"{prefix}.indexer")
     slot = (latent.slot_size, a.hidden_size)
     yield _Tensor(f"{prefix}.kv_a_proj_with_mqa.weight", slot, into * _LATENT_GAIN)
     yield _norm(a, f"{prefix}.kv_a_layernorm", 1.0, latent.kv_lora_rank)
@@ -329,6 +336,17 @@ def _latent_attention_tensors(a: DecoderArchitecture, latent: Latent, prefix: st
     expanded = (a.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)
     yield _Tensor(f"{prefix}.kv_b_proj.weight", expanded, latent.kv_lora_rank**-0.5 * _LATENT_GAIN)
     yield _Tensor(f"{prefix}.o_proj.weight", (a.hidden_size, values), values**-0.5 / _LATENT_GAIN)
+
+
+def _indexer_tensors(
+    a: DecoderArchitecture, query_rank: int, shape: IndexShape, prefix: str
+) -> Iterator[_Tensor]:
+    into = a.hidden_size**-0.5
+    yield _Tensor(f"{prefix}.wq_b.weight", (shape.num_heads * shape.head_dim, query_rank), query_rank**-0.5)
+    yield _Tensor(f"{prefix}.wk.weight", (shape.head_dim, a.hidden_size), into)
+    yield _norm(a, f"{prefix}.k_norm", 1.0, shape.head_dim)
+    yield _Tensor(f"{prefix}.k_norm.bias", (shape.head_dim,), _BIAS_STD)
+    yield _Tensor(f"{prefix}.weights_proj.weight", (shape.num_heads, a.hidden_size), into)
 
 
 def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[_Tensor]:

@@ -18,8 +18,10 @@ from baton.core.layout import kv_heads_of
 from baton.engine.checkpoints.architecture import EXPERT_NAMES, MAX_LAYERS
 from baton.engine.checkpoints.checkpoint import read_json, weight_files
 from baton.engine.checkpoints.config_fields import positive
+from baton.engine.checkpoints.latent_config import IndexShape
 from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts
+from baton.engine.models.indexer import Indexer
 from baton.engine.models.latent_attention import LatentAttention
 from baton.engine.models.layers import PackedLinear, RowParallelLinear
 
@@ -168,11 +170,25 @@ def _latent_attention_targets(model: Decoder, attention: LatentAttention, prefix
         yield from _packed(attention.down, _Part(f"{prefix}.q_a_proj", rank, slice(None)), slot)
         yield _Target(f"{prefix}.q_a_layernorm.weight", (rank,), attention.query_norm.weight)
         yield from _packed(attention.query_up, _Part(f"{prefix}.q_b_proj", queries, of_queries))
+    if attention.indexer is not None and latent.index is not None:
+        yield from _indexer_targets(attention.indexer, latent.index, f"{prefix}.indexer")
     yield _Target(f"{prefix}.kv_a_layernorm.weight", (latent.kv_lora_rank,), attention.norm.weight)
     shape = (a.num_heads * expanded, latent.kv_lora_rank)
     yield _Target(f"{prefix}.kv_b_proj.weight", shape, attention.up.flatten(0, 1), mine(expanded))
     num_values = a.num_heads * latent.v_head_dim
     yield from _row_parallel(attention.output, f"{prefix}.o_proj", num_values, mine(latent.v_head_dim))
+
+
+def _indexer_targets(indexer: Indexer, shape: IndexShape, prefix: str) -> Iterator[_Target]:
+    queries, everything = shape.num_heads * shape.head_dim, slice(None)
+    yield from _packed(indexer.query, _Part(f"{prefix}.wq_b", queries, everything))
+    yield from _packed(
+        indexer.key_and_weights,
+        _Part(f"{prefix}.wk", shape.head_dim, everything),
+        _Part(f"{prefix}.weights_proj", shape.num_heads, everything),
+    )
+    yield _Target(f"{prefix}.k_norm.weight", (shape.head_dim,), indexer.norm_weight)
+    yield _Target(f"{prefix}.k_norm.bias", (shape.head_dim,), indexer.norm_bias)
 
 
 def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str) -> Iterator[_Target]:

@@ -8,11 +8,11 @@ Source: `vllm/v1/kv_cache_interface.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from baton.core.config import EngineConfig
-from baton.core.kv_groups import layer_name
+from baton.core.kv_groups import index_layer_name, layer_name
 from baton.core.layout import kv_heads_of
 
 if TYPE_CHECKING:
@@ -46,11 +46,24 @@ class KVCacheSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class UniformTypeKVCacheSpecs:
+    """Cache formats of a group whose layers have slots of different sizes."""
+
+    block_size: int
+    kv_cache_specs: dict[str, KVCacheSpec]  # By layer name.
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Size of one block of all layers, as in vLLM."""
+        return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheGroupSpec:
     """Layers that share a block table, and their cache format."""
 
     layer_names: list[str]
-    kv_cache_spec: KVCacheSpec
+    kv_cache_spec: KVCacheSpec | UniformTypeKVCacheSpecs
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +81,24 @@ def describe_cache(config: EngineConfig, tp_rank: int) -> KVCacheConfig:
     heads = kv_heads_of(
         tp_rank, tp_size=config.parallel_config.tensor_parallel_size, num_kv_heads=model.num_kv_heads
     )
-    groups = [
-        KVCacheGroupSpec(
-            [layer_name(layer) for layer in group.layers],
-            KVCacheSpec(
-                config.cache_config.block_size,
-                len(heads),
-                model.head_dim,
-                model.dtype,
-                group.window,
-                is_latent=bool(model.latent_size),
-            ),
+    block_size = config.cache_config.block_size
+    groups = []
+    for group in config.kv_cache_groups:
+        names = [layer_name(layer) for layer in group.layers]
+        spec = KVCacheSpec(
+            block_size,
+            len(heads),
+            model.head_dim,
+            model.dtype,
+            group.window,
+            is_latent=bool(model.latent_size),
         )
-        for group in config.kv_cache_groups
-    ]
+        if not model.index_size:
+            groups.append(KVCacheGroupSpec(names, spec))
+            continue
+        of_index = replace(spec, head_size=model.index_size)
+        specs: dict[str, KVCacheSpec] = {}
+        for layer in group.layers:
+            specs |= {layer_name(layer): spec, index_layer_name(layer): of_index}
+        groups.append(KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size, specs)))
     return KVCacheConfig(config.cache_config.num_gpu_blocks, groups)
