@@ -22,6 +22,7 @@ from tests.connectors.engine_world import (
     AnswerOf,
     Legs,
     ModelOf,
+    answering,
     config_of,
     core_in,
     hand_over,
@@ -37,7 +38,7 @@ FAMILIES = ["deepseek_v2", "deepseek_v3", "deepseek_v32"]  # The last has a seco
 PROMPTS = [prompt_of(70), prompt_of(3), prompt_of(32, step=11), prompt_of(101, step=13)]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
     def make(family: str) -> ModelConfig:
         folder = tmp_path_factory.mktemp(family)
@@ -45,6 +46,12 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
         return load_model_config(folder)
 
     return cache(make)
+
+
+@pytest.fixture(scope="module")
+def answer_of(model_of: ModelOf) -> Iterator[AnswerOf]:
+    with answering(model_of) as answer:
+        yield answer
 
 
 @pytest.fixture
