@@ -104,7 +104,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     groups_per_token: int = 1
     scores_per_group: int = 1  # A group's score is the sum of this many best scores of its experts.
     share_scale: float = 1.0
-    shared_size: int = 0  # Inner size of an expert that all tokens have, with a share of one; 0: none.
+    shared_size: int | None = None  # Inner size of an MLP that every token passes besides its experts.
 
 
 class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -162,7 +162,7 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
         num_dense = self.num_layers if self.experts is None else len(self.dense_layers)
         inner = num_dense * self.intermediate_size
         if self.experts is not None:
-            inner_of_mixture = self.experts.num_experts * self.expert_size + self.experts.shared_size
+            inner_of_mixture = self.experts.num_experts * self.expert_size + (self.experts.shared_size or 0)
             inner += (self.num_layers - num_dense) * inner_of_mixture
         return self.hidden_size * (self.vocab_size + 3 * inner) + self.num_layers * attention
 

@@ -125,6 +125,8 @@ def _targets(model: Decoder) -> Iterator[_Target]:
             yield from _expert_targets(model, layer.mlp, prefix)
         else:
             yield from _mlp_targets(model, layer.mlp, f"{prefix}.mlp")
+        if layer.shared_mlp is not None:
+            yield from _mlp_targets(model, layer.shared_mlp, f"{prefix}.mlp.shared_experts")
 
 
 def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Iterator[_Target]:
@@ -192,7 +194,7 @@ def _indexer_targets(indexer: Indexer, shape: IndexShape, prefix: str) -> Iterat
 
 
 def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str) -> Iterator[_Target]:
-    total = model.architecture.intermediate_size
+    total = mlp.inner_size
     wide = total // model.group.size
     mine = slice(model.group.rank * wide, (model.group.rank + 1) * wide)
     yield from _packed(
@@ -218,14 +220,6 @@ def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Itera
             yield _Target(f"{own}.{names.down}.weight", (hidden, total), mlp.down[expert], columns=mine)
         if mlp.choice_bias is not None:
             yield _Target(f"{prefix}.{names.block}.gate.e_score_correction_bias", (num,), mlp.choice_bias)
-        if mlp.shared_gate_up is not None and mlp.shared_down is not None:
-            own, total = f"{prefix}.{names.block}.shared_experts", a.experts.shared_size
-            wide = total // group.size
-            mine = slice(group.rank * wide, (group.rank + 1) * wide)
-            gate, up = mlp.shared_gate_up.chunk(2)
-            yield _Target(f"{own}.{names.gate}.weight", (total, hidden), gate, mine)
-            yield _Target(f"{own}.{names.up}.weight", (total, hidden), up, mine)
-            yield _Target(f"{own}.{names.down}.weight", (hidden, total), mlp.shared_down, columns=mine)
         return
     # Of GPT-OSS the expert matrices are `[inputs, outputs]`, with gate and up in alternating columns.
     both = slice(2 * mine.start, 2 * mine.stop)
