@@ -28,6 +28,12 @@ def demo(
     model: Annotated[
         Path | None, typer.Option(help="Folder of a checkpoint; by default a small model is made.")
     ] = None,
+    family: Annotated[
+        str | None,
+        typer.Option(
+            help="Family of the small model, as in `baton model new`; qwen3 by default.", show_default=False
+        ),
+    ] = None,
     connector: Annotated[
         str | None,
         typer.Option(
@@ -80,11 +86,14 @@ def demo(
 
     if model is not None and not (model / "config.json").is_file():
         raise typer.BadParameter(f"{model} has no config.json; omit --model to use a small model")
+    if model is not None and family is not None:
+        raise typer.BadParameter("--model has a family of its own; omit --family")
     of_a_pair = (prefill_tp, decode_tp, prefill_block_size)
     try:
         store, handoff = demo_run.choose(
             connector, mode, stream, is_uneven=any(n is not None for n in of_a_pair)
         )
+        chosen = demo_run.choose_family(family)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     console = Console(highlight=False)
@@ -99,7 +108,7 @@ def demo(
                 fleet=fleet, console=console, num_prompts=prompts, max_tokens=max_tokens, seed=seed
             )
             arguments = EngineArguments(
-                model or run.small_model(cache_dir or _cache_folder()),
+                model or run.small_model(cache_dir or _cache_folder(), chosen),
                 tp=decode_tp or tp,
                 block_size=block_size,
                 num_blocks=num_blocks,

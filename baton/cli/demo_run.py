@@ -20,10 +20,12 @@ from baton.cli.demo_rounds import KEEPING, RoundsPlan, run_rounds
 from baton.cli.processes import ChildDied, Fleet, StartTimeout
 from baton.cli.system import CONNECTORS, EnginePlan, HandoffArguments, SystemPlan, start_engines, start_system
 from baton.core.errors import ConfigError
+from baton.engine.checkpoints.architecture import FAMILIES
 
 START_TIMEOUT_S = 180.0  # Importing torch is slow on a loaded machine.
 MODEL_TIMEOUT_S = 120.0
-MODEL_ARGUMENTS = ("--family", "qwen3", "--hidden", "256", "--layers", "4")
+FAMILY = "qwen3"
+MODEL_ARGUMENTS = ("--hidden", "256", "--layers", "4")
 
 
 def choose(
@@ -43,6 +45,14 @@ def choose(
     if is_uneven:
         raise ConfigError("needs equal engines; use --tp and --block-size", field="connector")
     return connector, HandoffArguments(mode or "pull", stream)
+
+
+def choose_family(name: str | None) -> str:
+    """Return the small model's family; `name` may have - for _. Raises ConfigError."""
+    family = FAMILY if name is None else name.replace("-", "_")
+    if family not in FAMILIES.values():
+        raise ConfigError(f"must be one of {', '.join(FAMILIES.values())}, is {name!r}", field="family")
+    return family
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,18 +126,19 @@ class Demo:
             self.num_prompts, seed=self.seed, vocab_size=vocab_size, longest=min(LONGEST, limit)
         )
 
-    def small_model(self, cache: Path) -> Path:
-        """Return the small model's folder. A child process makes it once, because this one must not import
-        torch.
+    def small_model(self, cache: Path, family: str) -> Path:
+        """Return the folder of the small model of this family.
+
+        A child process makes it once, because this one must not import torch.
         """
-        folder = cache / f"demo-model-{baton.__version__}"
+        of_family = "" if family == FAMILY else f"-{family}"
+        folder = cache / f"demo-model-{baton.__version__}{of_family}"
         if (folder / "config.json").is_file():
             return folder
         self.console.print(f"making a small model in {folder}", soft_wrap=True)
         unfinished = cache / f"{folder.name}.{os.getpid()}"
-        child = self.fleet.start(
-            "model", [sys.executable, "-m", "baton.cli", "model", "new", str(unfinished), *MODEL_ARGUMENTS]
-        )
+        writer = [sys.executable, "-m", "baton.cli", "model", "new", str(unfinished), "--family", family]
+        child = self.fleet.start("model", [*writer, *MODEL_ARGUMENTS])
         if self.fleet.wait_exit(MODEL_TIMEOUT_S) is None:
             raise StartTimeout(f"the model was not made within {MODEL_TIMEOUT_S:.0f} s; see {child.log_path}")
         if child.exit_status() != 0:

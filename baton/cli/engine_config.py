@@ -90,7 +90,7 @@ def default_block_size(model: ModelConfig, tp: int) -> int:
 def block_bytes(model: ModelConfig, *, block_size: int, tp: int, num_layers: int) -> int:
     """Return the bytes of one block of the pool on one rank: KV of all layers, or of one group of them."""
     heads = max(1, model.num_kv_heads // tp)
-    of_tokens = heads * block_size * model.slot_size * _ITEM_BYTES[model.dtype]
+    of_tokens = heads * block_size * model.token_size * _ITEM_BYTES[model.dtype]
     if len(model.state_layers) == model.num_hidden_layers:
         of_tokens = 0
     return num_layers * max(of_tokens, state_bytes(model.state_parts, tp_rank=0, tp_size=tp))

@@ -304,11 +304,12 @@ class KVConnectorWorkerHalf(ABC):
         """Called once, before the first step. Each `[num_blocks, kv_heads, block_tokens, 2 * head_dim]`.
 
         The strides show the layout: tokens come before heads if `get_required_kvcache_layout` returned "NHD".
+        Slots of latent attention have another size, and its layers may have a second cache, of index keys.
         """
 
     def register_cross_layers_kv_cache(self, kv_cache: torch.Tensor, attn_backend: Any) -> None:
         """Called instead of `register_kv_caches` if `prefer_cross_layer_blocks` and the host has one tensor
-        for all layers, which is not so if layers of several cache groups share memory.
+        for all layers, which is not so if layers of several cache groups share memory, or have two caches.
 
         `[num_blocks, layers, kv_heads, block_tokens, 2 * head_dim]`, contiguous in this order, or with tokens
         before heads if "NHD" is required. Baton's hosts name the layers in `attn_backend.layer_names`.

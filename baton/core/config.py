@@ -149,18 +149,28 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_parts: tuple[StatePart, ...] = ()  # Of the recurrent state of each of `state_layers`.
     state_layers: tuple[int, ...] = ()  # Indices of the layers with a recurrent state instead of attention.
     latent_size: int = 0  # Elements of a slot that holds a latent instead of K and V (MLA); 0: K and V.
+    index_size: int = 0  # Elements of a slot of the second cache of each layer, of index keys; 0: none.
 
     @property
     def slot_size(self) -> int:
-        """Elements of the cache per layer, token and KV head."""
+        """Elements of a layer's cache per token and KV head."""
         return self.latent_size or 2 * self.head_dim
+
+    @property
+    def token_size(self) -> int:
+        """Elements of all caches of a layer per token and KV head."""
+        return self.slot_size + self.index_size
+
+    @property
+    def num_layer_caches(self) -> int:
+        return self.num_hidden_layers * (2 if self.index_size else 1)
 
     def fingerprint(self, hash_seed: str) -> ModelFingerprint:
         return ModelFingerprint(
             model=self.architecture_digest,
             revision=self.weights_digest,
             dtype=self.dtype,
-            num_layers=self.num_hidden_layers,
+            num_layers=self.num_layer_caches,
             num_kv_heads=self.num_kv_heads,
             head_dim=self.head_dim,
             hash_seed=hash_seed,

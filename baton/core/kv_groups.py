@@ -112,6 +112,11 @@ def layer_name(layer: int) -> str:
     return f"model.layers.{layer}.self_attn.attn"
 
 
+def index_layer_name(layer: int) -> str:
+    """The key of the cache of a layer's index keys (DeepSeek V3.2)."""
+    return f"model.layers.{layer}.self_attn.indexer.k_cache"
+
+
 def num_places(groups: Sequence[KVCacheGroup]) -> int:
     """Number of layers that have memory of their own."""
     return max(len(group.layers) for group in groups)

@@ -108,7 +108,7 @@ class ModelFingerprint(msgspec.Struct, frozen=True):
     model: str  # Content digest of the architecture (config), not a path.
     revision: str  # Content digest of the weights.
     dtype: str  # Of the KV cache.
-    num_layers: int
+    num_layers: int  # That have a cache. A layer with an index has two.
     num_kv_heads: int
     head_dim: int
     hash_seed: str

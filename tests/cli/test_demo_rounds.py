@@ -14,6 +14,7 @@ from baton.cli.demo import app
 from baton.cli.demo_prompts import DemoPrompt
 from baton.cli.demo_report import make_rounds_table, print_rounds_summary
 from baton.cli.demo_rounds import NO_PREFIX_CACHE, Answer, RoundsOutcome, RoundsPlan, plan_rounds
+from baton.cli.demo_run import choose_family
 from baton.cli.system import EngineArguments, HandoffArguments
 
 ARGUMENTS = EngineArguments(Path("m"), block_size=16)
@@ -80,12 +81,29 @@ def test_both_engines_of_a_pair_store_and_hand_over(mode: str, handoff: str) -> 
         (["--connector", "offload", "--mode", "pull"], "transfers no KV between engines"),
         (["--connector", "multi", "--prefill-tp", "2"], "needs equal engines"),
         (["--connector", "pull", "--stream", "layer"], "is only for --mode push"),
+        (["--family", "deepseek"], "must be one of llama, mistral"),
     ],
 )
 def test_conflicting_options_are_refused(options: list[str], complaint: str) -> None:
     ended = CliRunner().invoke(app, options, env={"COLUMNS": "200", "TERM": "dumb"})
     assert ended.exit_code == 2
     assert complaint in " ".join(ended.output.split())
+
+
+def test_a_checkpoint_has_a_family_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    ended = CliRunner().invoke(
+        app, ["--model", str(tmp_path), "--family", "llama"], env={"COLUMNS": "200", "TERM": "dumb"}
+    )
+    assert ended.exit_code == 2
+    assert "omit --family" in ended.output
+
+
+@pytest.mark.parametrize(
+    ("name", "family"), [(None, "qwen3"), ("deepseek-v3", "deepseek_v3"), ("gpt_oss", "gpt_oss")]
+)
+def test_a_family_is_named_with_either_sign(name: str | None, family: str) -> None:
+    assert choose_family(name) == family
 
 
 def shown(*outcomes: RoundsOutcome) -> str:

@@ -1,7 +1,6 @@
 """Models, engines and the world of pull. A file that needs others defines its own."""
 
 from collections.abc import Iterator
-from contextlib import ExitStack
 from functools import cache
 
 import pytest
@@ -11,13 +10,11 @@ from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from tests.connectors.engine_world import (
-    GREEDY,
     AnswerOf,
     ModelOf,
     Start,
-    config_of,
+    answering,
     engines,
-    start_in,
     windowed_model,
 )
 from tests.connectors.pull_world import World
@@ -52,16 +49,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
 @pytest.fixture(scope="session")
 def answer_of(model_of: ModelOf) -> Iterator[AnswerOf]:
     """Answer of an engine with a model of this family and without a connector."""
-    with ExitStack() as stack:
-        engine = cache(lambda family: start_in(stack, config_of(model_of(family), num_blocks=200)))
-        known: dict[tuple[str, tuple[int, ...]], list[int]] = {}
-
-        def answer(family: str, prompt: list[int]) -> list[int]:
-            key = (family, tuple(prompt))
-            if key not in known:
-                known[key] = engine(family).generate([prompt], GREEDY)[0].token_ids
-            return known[key]
-
+    with answering(model_of) as answer:
         yield answer
 
 

@@ -1,5 +1,6 @@
 """Embedded engines with any connector, in the test's own process or with rank processes."""
 
+import functools
 import threading
 import time
 from collections import Counter
@@ -111,6 +112,22 @@ def engines(model: ModelConfig) -> Iterator[Start]:
 def start_in(stack: ExitStack, config: EngineConfig) -> LLM:
     """Start an engine that ends with `stack`."""
     return stack.enter_context(LLM(config, FACTORY))
+
+
+@contextmanager
+def answering(model_of: ModelOf) -> Iterator[AnswerOf]:
+    """Function that returns the answer of an engine without a connector, by family and prompt."""
+    with ExitStack() as stack:
+        engine = functools.cache(lambda family: start_in(stack, config_of(model_of(family), num_blocks=200)))
+        known: dict[tuple[str, tuple[int, ...]], list[int]] = {}
+
+        def answer(family: str, prompt: list[int]) -> list[int]:
+            key = (family, tuple(prompt))
+            if key not in known:
+                known[key] = engine(family).generate([prompt], GREEDY)[0].token_ids
+            return known[key]
+
+        yield answer
 
 
 @contextmanager

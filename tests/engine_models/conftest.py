@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, object]] = {
         "family": "deepseek_v3",
         "fields": {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     },
+    "deepseek_v32": {"family": "deepseek_v32", "rope_scaling": "yarn"},
 }
 
 

@@ -55,6 +55,13 @@ DEEPSEEK_V3 = {
     "topk_method": "noaux_tc",
     "scoring_func": "sigmoid",
 }
+DEEPSEEK_V32 = {
+    **DEEPSEEK_V3,
+    "architectures": ["DeepseekV32ForCausalLM"],
+    "index_n_heads": 4,
+    "index_head_dim": 16,
+    "index_topk": 8,
+}
 MSCALE = {**YARN, "mscale": 1.0, "mscale_all_dim": 0.5}
 GPT_OSS = {
     "architectures": ["GptOssForCausalLM"],
@@ -150,6 +157,16 @@ def with_fields(**fields: Any) -> dict[str, Any]:
         ({**DEEPSEEK_V3, "scoring_func": "softmax"}, "scoring_func"),
         ({**DEEPSEEK_V3, "n_group": 8}, "n_group"),
         ({**DEEPSEEK_V3, "rope_interleave": 1}, "rope_interleave"),
+        ({**DEEPSEEK_V32, "q_lora_rank": None}, "q_lora_rank"),
+        ({**DEEPSEEK_V32, "rope_interleave": False}, "rope_interleave"),
+        ({**DEEPSEEK_V32, "index_n_heads": 0}, "index_n_heads"),
+        ({**DEEPSEEK_V32, "index_head_dim": 4}, "index_head_dim"),
+        ({**DEEPSEEK_V32, "index_topk": None}, "index_topk"),
+        ({**DEEPSEEK_V32, "layer_types": ["full_attention"] * 4}, "layer_types"),
+        ({**DEEPSEEK_V32, "layer_types": 4}, "layer_types"),
+        ({**DEEPSEEK_V32, "mlp_layer_types": ["dense"]}, "mlp_layer_types"),
+        ({**DEEPSEEK_V32, "mlp_layer_types": ["moe"] * 4}, "mlp_layer_types"),
+        ({**DEEPSEEK_V32, "mlp_bias": True}, "mlp_bias"),
     ],
 )
 def test_unsupported_models_are_refused_by_field(fields: dict[str, Any], named: str) -> None:
@@ -248,6 +265,8 @@ def test_layers_of_a_mixture_may_be_dense() -> None:
     latent = with_fields(**{**DEEPSEEK_V2, "num_hidden_layers": 6, "first_k_dense_replace": 2})
     assert parse_architecture(latent).dense_layers == (0, 1)
     assert parse_architecture({**latent, "moe_layer_freq": 2}).dense_layers == (0, 1, 3, 5)
+    kinds = ["sparse", "dense", "dense", "sparse"]
+    assert parse_architecture(with_fields(**DEEPSEEK_V32, mlp_layer_types=kinds)).dense_layers == (1, 2)
 
 
 def test_a_mixture_has_the_parameters_of_all_its_experts() -> None:
@@ -268,6 +287,9 @@ def test_a_latent_cache_has_one_head_for_any_number_of_queries() -> None:
     for architecture, of_queries in zip((v2, v3), queries, strict=True):
         attention = of_queries + cached + expanded + out_of
         assert architecture.num_parameters_at_least == 64 * (1000 + 3 * inner) + 4 * attention
+    indexed = parse_architecture(with_fields(**DEEPSEEK_V32))
+    of_index = 24 * 4 * 16 + 64 * (16 + 4)
+    assert indexed.num_parameters_at_least == v3.num_parameters_at_least + 4 * of_index
 
 
 def test_the_mscale_of_yarn_changes_rotation_and_scores() -> None:

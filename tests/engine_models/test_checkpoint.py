@@ -153,6 +153,14 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(folder: Path) -> 
         load(num_hidden_layers=2, intermediate_size=80)
 
 
+def test_layers_that_predict_further_tokens_are_left_out(folder: Path) -> None:
+    edit(folder / "config.json", num_hidden_layers=1, num_nextn_predict_layers=1)
+    load_weights(build_model(load_model_config(folder)), folder)
+    edit(folder / "config.json", num_nextn_predict_layers="1")
+    with pytest.raises(UserError, match="num_nextn_predict_layers"):
+        load_weights(build_model(load_model_config(folder)), folder)
+
+
 def test_a_damaged_weight_file_is_named(folder: Path) -> None:
     config = load_model_config(folder)
     path = folder / "model.safetensors"

@@ -1,22 +1,33 @@
 """Models compared with transformers, and with themselves for any division of a prompt into steps."""
 
+import json
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
 from baton.contract import NullConnectorMetadata, NullWorkerHalf
+from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from tests.engine_models.paged import (
     BLOCK_SIZE,
     SHUFFLED_BLOCKS,
     CheckpointOf,
+    PagedModel,
     PagedModelOf,
     load_reference,
     prompt_of,
 )
 
-LATENT = ["deepseek_v2", "deepseek_v2, as Lite", "deepseek_v3", "deepseek_v3, halves rotated"]
+LATENT = [
+    "deepseek_v2",
+    "deepseek_v2, as Lite",
+    "deepseek_v3",
+    "deepseek_v3, halves rotated",
+    "deepseek_v32",
+]
 ALL_FAMILIES = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", *LATENT]
 
 
@@ -107,6 +118,20 @@ def test_a_wrong_block_of_keys_changes_the_answer(family: str, paged_model_of: P
     assert wrong != right
 
 
+def test_the_choice_of_keys_by_the_index_changes_the_answer(
+    paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf, tmp_path: Path
+) -> None:
+    """Otherwise the comparison with transformers would not test it."""
+    folder = Path(shutil.copytree(checkpoint_of("deepseek_v32"), tmp_path / "all"))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "index_topk": 512}))
+    prompt, every_key = prompt_of(1, 100), PagedModel(load_model_config(folder))
+    by_index = paged_model_of("deepseek_v32").step([(prompt, 0, SHUFFLED_BLOCKS)])
+    by_all = every_key.step([(prompt, 0, SHUFFLED_BLOCKS)])
+    torch.testing.assert_close(by_index[:32], by_all[:32], atol=1e-4, rtol=0)
+    assert ((by_index - by_all).abs().amax(-1)[32:] > 0.1).all()
+
+
 @pytest.mark.parametrize("family", ["qwen3", "deepseek_v3"])
 @pytest.mark.parametrize("wanted", [[], [4], [0, 4, 6]])
 def test_unwanted_hidden_states_are_skipped_and_the_rest_is_the_same(
@@ -144,9 +169,9 @@ class RecordingHalf(NullWorkerHalf):
         self.calls.append(("save", layer_name))
 
 
-@pytest.mark.parametrize("family", ["llama", "deepseek_v2"])
+@pytest.mark.parametrize(("family", "per_layer"), [("llama", 1), ("deepseek_v2", 1), ("deepseek_v32", 2)])
 def test_each_layer_waits_then_saves_but_only_for_a_half_with_metadata(
-    family: str, paged_model_of: PagedModelOf
+    family: str, per_layer: int, paged_model_of: PagedModelOf
 ) -> None:
     paged, half, ids = paged_model_of(family), RecordingHalf(), torch.tensor(prompt_of(1, 5))
     metadata = build_attention_metadata([0], [5], [[0]], BLOCK_SIZE)
@@ -162,4 +187,6 @@ def test_each_layer_waits_then_saves_but_only_for_a_half_with_metadata(
     run(ForwardContext(None, paged.kv_caches, half))
     assert half.calls == []
     run(ForwardContext(metadata, paged.kv_caches, half))
-    assert half.calls == [(call, name) for name in paged.kv_caches for call in ("wait", "save")]
+    names = list(paged.kv_caches)
+    layers = [names[first : first + per_layer] for first in range(0, len(names), per_layer)]
+    assert half.calls == [(call, name) for layer in layers for call in ("wait", "save") for name in layer]

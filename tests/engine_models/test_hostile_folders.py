@@ -161,6 +161,10 @@ KEYS = (
     "scoring_func",
     "n_group",
     "topk_group",
+    "index_n_heads",
+    "index_head_dim",
+    "index_topk",
+    "mlp_layer_types",
     "routed_scaling_factor",
     "sliding_window_pattern",
     "max_window_layers",
@@ -190,6 +194,7 @@ FAMILY_NAMES = (
     "GptOssForCausalLM",
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
+    "DeepseekV32ForCausalLM",
 )
 COMPLETE = {
     "num_hidden_layers": 2,
@@ -213,6 +218,9 @@ COMPLETE = {
     "first_k_dense_replace": 1,
     "n_group": 2,
     "topk_group": 1,
+    "index_n_heads": 2,
+    "index_head_dim": 8,
+    "index_topk": 4,
     "rope_scaling": {"rope_type": "default"},
 }
 

@@ -62,6 +62,7 @@ class ThreadGroup(TensorParallelGroup):
         ("deepseek_v2", 2),
         ("deepseek_v2, as Lite", 4),
         ("deepseek_v3", 2),
+        ("deepseek_v32", 4),
     ],
 )
 def test_ranks_together_give_the_logits_of_one(

@@ -1,5 +1,6 @@
 """`baton demo` with fewer prompts: real engines, real bytes, equal tokens."""
 
+import json
 import os
 import subprocess
 import sys
@@ -13,8 +14,9 @@ pytestmark = [pytest.mark.processes, pytest.mark.slow]
 TIMEOUT_S = 240.0
 
 
-def demo(model: Path, logs: Path, *options: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, "-m", "baton.cli", "demo", "--model", str(model), "--log-dir", str(logs)]
+def demo(model: Path | None, logs: Path, *options: str) -> "subprocess.CompletedProcess[str]":
+    of_model = ["--model", str(model)] if model is not None else []
+    command = [sys.executable, "-m", "baton.cli", "demo", *of_model, "--log-dir", str(logs)]
     # Settings of `baton serve` must not change the demo.
     environment = {**os.environ, "BATON_BLOCK_SIZE": "4", "COLUMNS": "100"}
     return subprocess.run(
@@ -48,6 +50,16 @@ def test_the_demo_moves_kv_and_the_tokens_are_equal(
     ended = demo(small_model, tmp_path / "logs", "--num-blocks", "256", *options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert [line for line in expected_lines if line not in ended.stdout] == []
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
+def test_a_family_can_be_chosen_and_its_model_is_kept(tmp_path: Path) -> None:
+    options = ["--family", "deepseek-v3", "--cache-dir", str(tmp_path), "--prompts", "3"]
+    ended = demo(None, tmp_path / "logs", "--num-blocks", "256", *options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "3 of 3 answers equal" in ended.stdout
+    (config,) = tmp_path.glob("*/config.json")
+    assert json.loads(config.read_text())["model_type"] == "deepseek_v3"
 
 
 @pytest.mark.gpu

@@ -68,7 +68,7 @@ class OffloadIdentity:
         assert transfer is not None
         tp_size = parallel.tensor_parallel_size
         num_heads = len(kv_heads_of(parallel.rank, tp_size=tp_size, num_kv_heads=model.num_kv_heads))
-        token_bytes = num_heads * model.slot_size * FORMATS[model.dtype].itemsize
+        token_bytes = num_heads * model.token_size * FORMATS[model.dtype].itemsize
         return cls(
             settings=OffloadSettings.parse(transfer.kv_connector_extra_config),
             rank=parallel.rank,

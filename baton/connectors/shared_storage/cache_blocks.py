@@ -60,9 +60,10 @@ def blocks_of_kinds(
     kv_caches: Mapping[str, torch.Tensor], identity: StorageIdentity
 ) -> tuple[CacheBlocks, ...]:
     """One for each kind of the identity. `kv_caches`: by name, in the order of layers."""
-    names = list(kv_caches)
+    names, several = list(kv_caches), len(identity.groups) > 1
     of_groups = [
-        {name: kv_caches[name] for name in ([names[i] for i in group.layers] or names)}
+        # A single group has all caches, of which a layer may have two.
+        {name: kv_caches[name] for name in ([names[i] for i in group.layers] if several else names)}
         for group in identity.groups
     ]
     return tuple(

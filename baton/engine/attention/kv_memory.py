@@ -19,6 +19,8 @@ If layers are grouped (`baton.core.kv_groups`), layers at the same place of diff
 the same memory: a block belongs to one group at a time.
 If layers have a recurrent state, a block is a *page* that holds a block of tokens of one layer or one state,
 whichever is larger. A layer with states is a view `[num_blocks, bytes]` of type uint8.
+Layers with an index of keys have a second cache of narrower slots, in a storage of its own: a block has a
+part in both.
 After the blocks of the pool there may be scratch blocks, which belong to no request and which connectors do
 not see (see `baton.engine.graphs`).
 """
@@ -32,7 +34,14 @@ import torch
 
 from baton.core.config import CacheConfig, ModelConfig
 from baton.core.errors import ConfigError
-from baton.core.kv_groups import KVCacheGroup, layer_name, num_places, one_group, places_of
+from baton.core.kv_groups import (
+    KVCacheGroup,
+    index_layer_name,
+    layer_name,
+    num_places,
+    one_group,
+    places_of,
+)
 from baton.core.layout import kv_heads_of
 from baton.core.states import ALIGNMENT, state_bytes
 from baton.engine.forward_context import AttentionLayer
@@ -75,15 +84,27 @@ def allocate_kv_cache(
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
     groups = groups or one_group(model_config.num_hidden_layers)
     num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
-    slots = (len(heads), cache_config.block_size, model_config.slot_size)
-    sizes = dict(zip(_AXES, (num_places(groups), num_blocks, *slots), strict=True))
-    shape = tuple(sizes[axis] for axis in layout)
     dtype, device = torch_dtype(model_config.dtype), torch.device(device)
-    block_bytes = math.prod(shape) // num_blocks * dtype.itemsize
+
+    def shape_of(slot_size: int) -> tuple[int, ...]:
+        axes = (num_places(groups), num_blocks, len(heads), cache_config.block_size, slot_size)
+        sizes = dict(zip(_AXES, axes, strict=True))
+        return tuple(sizes[axis] for axis in layout)
+
+    def allocate(slot_size: int) -> torch.Tensor:
+        storage = _touched(shape_of(slot_size), dtype, device)
+        return storage.permute([layout.index(axis) for axis in _AXES])
+
+    block_bytes = math.prod(shape_of(model_config.token_size)) // num_blocks * dtype.itemsize
     check_room(num_blocks, block_bytes, device, num_ranks=tp_size)
-    storage = _touched(shape, dtype, device)
-    layers = storage.permute([layout.index(axis) for axis in _AXES])
-    return {layer_name(layer): layers[place] for layer, (_, place) in sorted(places_of(groups).items())}
+    layers = allocate(model_config.slot_size)
+    indices = allocate(model_config.index_size) if model_config.index_size else None
+    caches: dict[str, torch.Tensor] = {}
+    for layer, (_, place) in sorted(places_of(groups).items()):
+        caches[layer_name(layer)] = layers[place]
+        if indices is not None:
+            caches[index_layer_name(layer)] = indices[place]
+    return caches
 
 
 def _allocate_pages(

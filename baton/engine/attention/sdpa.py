@@ -29,6 +29,7 @@ from baton.engine.attention.backend import (
     slot_strides,
     write_rows,
 )
+from baton.engine.attention.key_index import KeyIndex
 from baton.engine.forward_context import AttentionMetadata, IntArray
 
 _TILE_ROWS = 256  # Most rows of a prefill tile: query tokens times query heads per KV head.
@@ -246,13 +247,19 @@ class SdpaBackend(AttentionBackend):
     # --- In every layer --------------------------------------------------------------------------
 
     def attend(
-        self, q_TQD: torch.Tensor, cache_NHPC: torch.Tensor, plan: _Plan, sinks_Q: torch.Tensor | None = None
+        self,
+        q_TQD: torch.Tensor,
+        cache_NHPC: torch.Tensor,
+        plan: _Plan,
+        sinks_Q: torch.Tensor | None = None,
+        index: KeyIndex | None = None,
     ) -> torch.Tensor:
+        """`index`: chooses the keys of each query. Its cache has the layout of `cache_NHPC`, and one head."""
         out_TQV = q_TQD.new_empty(*q_TQD.shape[:2], self.shape.value_dim)
         for group in plan.decodes:
-            self._attend_decodes(q_TQD, cache_NHPC, group, out_TQV, sinks_Q)
+            self._attend_decodes(q_TQD, cache_NHPC, group, out_TQV, sinks_Q, index)
         for prefill in plan.prefills:
-            self._attend_prefill(q_TQD, cache_NHPC, prefill, out_TQV, sinks_Q)
+            self._attend_prefill(q_TQD, cache_NHPC, prefill, out_TQV, sinks_Q, index)
         return out_TQV.view(len(q_TQD), -1)
 
     def _attend_decodes(
@@ -262,6 +269,7 @@ class SdpaBackend(AttentionBackend):
         group: _DecodeGroup,
         out_TQV: torch.Tensor,
         sinks_Q: torch.Tensor | None,
+        index: KeyIndex | None,
     ) -> None:
         heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
         kv_BHLC = self._gather(cache_NHPC, group.rows, group.num_reqs)
@@ -269,8 +277,9 @@ class SdpaBackend(AttentionBackend):
             kv_BHLC.view(-1, kv_BHLC.shape[-1]).index_fill_(0, group.stale, 0)
         kv_BHLC = kv_BHLC[:, :, group.first_key : group.first_key + group.num_keys]
         queries = q_TQD if group.tokens is None else q_TQD.index_select(0, group.tokens)
+        mask = group.mask if index is None else _restricted(index, group)
         answer = self._softmax_over(
-            queries.view(group.num_reqs, heads, -1, head_dim), kv_BHLC, group.mask, sinks_Q
+            queries.view(group.num_reqs, heads, -1, head_dim), kv_BHLC, mask, sinks_Q
         ).reshape(group.num_reqs, -1, self.shape.value_dim)
         if group.tokens is None:
             out_TQV.copy_(answer)
@@ -284,15 +293,23 @@ class SdpaBackend(AttentionBackend):
         prefill: _Prefill,
         out_TQV: torch.Tensor,
         sinks_Q: torch.Tensor | None,
+        index: KeyIndex | None,
     ) -> None:
         heads, head_dim = self.shape.num_kv_heads, self.shape.head_dim
         kv_BHLC = self._gather(cache_NHPC, prefill.rows, 1)
+        index_keys = None if index is None else index.gather(prefill.rows, 1)[0]
         for tile in prefill.tiles:
             tokens = slice(tile.first_token, tile.first_token + tile.num_tokens)
             keys = kv_BHLC[:, :, tile.first_key : tile.first_key + tile.num_keys]
+            mask = tile.mask
+            if index is not None and index_keys is not None:
+                of_tile = index_keys[tile.first_key : tile.first_key + tile.num_keys]
+                mask_TL = index.restrict(tokens, of_tile, tile.mask[:: self.shape.group_size])
+                assert mask_TL is not None
+                mask = mask_TL.repeat_interleave(self.shape.group_size, dim=0)
             q_THGD = q_TQD[tokens].view(tile.num_tokens, heads, -1, head_dim)
             answer = self._softmax_over(
-                q_THGD.transpose(0, 1).reshape(1, heads, -1, head_dim), keys, tile.mask, sinks_Q
+                q_THGD.transpose(0, 1).reshape(1, heads, -1, head_dim), keys, mask, sinks_Q
             )
             answer_HTGV = answer.view(heads, tile.num_tokens, -1, self.shape.value_dim)
             out_TQV[tokens].view(tile.num_tokens, heads, -1, self.shape.value_dim).copy_(
@@ -337,6 +354,18 @@ class SdpaBackend(AttentionBackend):
         gathered = self._scratch[:size].view(len(rows), run * width)
         torch.index_select(rows_of(cache_NHPC, run), 0, rows, out=gathered)
         return gathered.view(num_reqs, heads, -1, width)
+
+
+def _restricted(index: KeyIndex, group: _DecodeGroup) -> torch.Tensor | None:
+    """The group's mask `[B, 1, 1, keys]`, which hides also the keys that the index does not choose."""
+    keys_BLD = index.gather(group.rows, group.num_reqs)
+    if group.stale is not None:
+        keys_BLD.view(-1, keys_BLD.shape[-1]).index_fill_(0, group.stale, 0)
+    keys_BLD = keys_BLD[:, group.first_key : group.first_key + group.num_keys]
+    mask_BL = None if group.mask is None else group.mask[:, 0, 0]
+    tokens = slice(None) if group.tokens is None else group.tokens
+    restricted = index.restrict(tokens, keys_BLD, mask_BL)
+    return None if restricted is None else restricted[:, None, None]
 
 
 def group_by_length(num_blocks: IntArray, *, max_blocks: int) -> list[IntArray]:

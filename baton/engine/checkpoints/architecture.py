@@ -1,6 +1,6 @@
 """Architecture of a decoder checkpoint, parsed from its config.json.
 
-This module contains all differences between the ten families:
+This module contains all differences between the eleven families:
 
     family    bias of q, k, v   bias of o   bias of the MLP   norm of q and k   sliding window
     llama     attention_bias    as q        mlp_bias          no                no
@@ -15,8 +15,9 @@ This module contains all differences between the ten families:
 
 Gemma 3 has norms before and after each half of a layer and scales its embedding; its layers with a window
 have their own rotary theta. GPT-OSS, Mixtral and most layers of Qwen3-MoE have experts instead of an MLP.
-GPT-OSS has a learned sink in every attention head. DeepSeek V2 and V3 have latent attention, and experts in
-all layers but the first ones; some experts are shared by all tokens.
+GPT-OSS has a learned sink in every attention head. DeepSeek V2, V3 and V3.2 have latent attention, and
+experts in all layers but the first ones; some experts are shared by all tokens. V3.2 attends to the best keys
+only.
 
 Imports no torch, so the front end can read a checkpoint's shape without loading a model.
 """
@@ -44,6 +45,7 @@ Family = Literal[
     "gpt_oss",
     "deepseek_v2",
     "deepseek_v3",
+    "deepseek_v32",
 ]
 
 FAMILIES: dict[str, Family] = {
@@ -57,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": "gpt_oss",
     "DeepseekV2ForCausalLM": "deepseek_v2",
     "DeepseekV3ForCausalLM": "deepseek_v3",
+    "DeepseekV32ForCausalLM": "deepseek_v32",
 }
 HYBRIDS: frozenset[Family] = frozenset(("gemma3", "gpt_oss"))  # Some of their layers always have a window.
 MAX_LAYERS = 4096  # Twenty times the deepest models; bounds the lists with one entry per layer.
@@ -78,6 +81,7 @@ EXPERT_NAMES: dict[Family, ExpertNames] = {
     "qwen3_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
     "deepseek_v2": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
     "deepseek_v3": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    "deepseek_v32": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
 }
 
 
@@ -102,7 +106,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     groups_per_token: int = 1
     scores_per_group: int = 1  # A group's score is the sum of this many best scores of its experts.
     share_scale: float = 1.0
-    shared_size: int = 0  # Inner size of an expert that all tokens have, with a share of one; 0: none.
+    shared_size: int | None = None  # Inner size of an MLP that every token passes besides its experts.
 
 
 class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -166,7 +170,7 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
         num_dense = self.num_layers if self.experts is None else len(self.dense_layers)
         inner = num_dense * self.intermediate_size
         if self.experts is not None:
-            inner_of_mixture = self.experts.num_experts * self.expert_size + self.experts.shared_size
+            inner_of_mixture = self.experts.num_experts * self.expert_size + (self.experts.shared_size or 0)
             inner += (self.num_layers - num_dense) * inner_of_mixture
         return self.hidden_size * (self.vocab_size + 3 * inner) + self.num_layers * attention
 
@@ -182,7 +186,7 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
     _refuse_unsupported(config, family)
     num_heads = positive(config, "num_attention_heads")
     hidden_size = positive(config, "hidden_size")
-    latent = parse_latent(config) if family in LATENT_FAMILIES else None
+    latent = parse_latent(config, has_index=family == "deepseek_v32") if family in LATENT_FAMILIES else None
     num_kv_heads = 1 if latent is not None else positive(config, "num_key_value_heads", default=num_heads)
     if num_heads % num_kv_heads:
         raise config_error(
@@ -253,11 +257,12 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise config_error(f"must be 1, is {rotary_part!r}", "partial_rotary_factor")
     if family == "qwen3_moe" and flag(config, "use_sliding_window"):
         raise config_error("is not supported", "use_sliding_window")  # Loaders disagree about its layers.
-    if family == "deepseek_v2":
-        if flag(config, "mlp_bias"):
-            raise config_error("is not supported", "mlp_bias")
-        if flag(config, "norm_topk_prob"):
-            raise config_error("is not supported", "norm_topk_prob")  # Loaders disagree about its meaning.
+    if family in ("deepseek_v2", "deepseek_v32") and flag(config, "mlp_bias"):
+        raise config_error("is not supported", "mlp_bias")
+    if family == "deepseek_v2" and flag(config, "norm_topk_prob"):
+        raise config_error("is not supported", "norm_topk_prob")  # Loaders disagree about its meaning.
+    if family == "deepseek_v32" and set(_names(config, "layer_types")) - {"indexed_attention"}:
+        raise config_error("must be indexed_attention in every layer", "layer_types")
     if family == "gemma3":
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
             if config.get(key):
@@ -334,7 +339,7 @@ def _latent_family_experts(config: Mapping[str, Any], family: Family) -> Experts
         raise config_error(f"is above n_group ({num_groups})", "topk_group")
     if num_per_token > num_experts // num_groups * groups_per_token:
         raise config_error("is above the number of experts in topk_group groups", "num_experts_per_tok")
-    is_v3 = family == "deepseek_v3"
+    is_v3 = family != "deepseek_v2"
     if is_v3 and num_experts < 2 * num_groups:
         raise config_error("must leave two experts or more in a group", "n_group")
     inner_size = positive(config, "moe_intermediate_size")
@@ -354,7 +359,19 @@ def _latent_family_experts(config: Mapping[str, Any], family: Family) -> Experts
     )
 
 
+def _names(config: Mapping[str, Any], key: str) -> list[str]:
+    """A list of names; empty if the field is missing."""
+    names = config.get(key) or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise config_error(f"must be a list of names, is {names!r:.100}", key)
+    return names
+
+
 def _dense_layers(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    if family == "deepseek_v32" and (kinds := _names(config, "mlp_layer_types")):
+        if len(kinds) != num_layers or set(kinds) - {"dense", "sparse"}:
+            raise config_error(f"must be dense or sparse for each of {num_layers} layers", "mlp_layer_types")
+        return tuple(layer for layer, kind in enumerate(kinds) if kind == "dense")
     if family in LATENT_FAMILIES:
         first, every = (
             positive(config, "first_k_dense_replace", minimum=0),

@@ -50,6 +50,7 @@ def load_model_config(
     architecture = parse_architecture(config)
     _check_size(architecture, weight_files(root))
     dtype = _choose_dtype(dtype, config)
+    index = architecture.latent.index if architecture.latent else None
     return ModelConfig(
         model=str(root.resolve()),
         served_model_name=served_model_name or root.resolve().name,
@@ -71,6 +72,7 @@ def load_model_config(
         state_parts=architecture.state_parts(dtype),
         state_layers=architecture.state_layers,
         latent_size=architecture.latent.slot_size if architecture.latent else 0,
+        index_size=index.head_dim if index is not None else 0,
     )
 
 

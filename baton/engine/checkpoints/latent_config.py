@@ -1,9 +1,12 @@
-"""Latent attention settings of config.json: multi-head latent attention (MLA) of DeepSeek V2 and V3.
+"""Latent attention settings of config.json: multi-head latent attention (MLA) of DeepSeek V2, V3 and V3.2.
 
 Keys and values of all heads of a token are projections of one latent vector. The cache holds the latent and
 one rotary key, which all heads share:
 
     slot | latent: kv_lora_rank elements, normalised | rotary key: qk_rope_head_dim elements, rotated |
+
+DeepSeek V3.2 has a second cache in each layer, of index keys (`index_head_dim` elements): a query attends to
+the `index_topk` tokens, its own included, whose index keys have the best scores.
 """
 
 from collections.abc import Mapping
@@ -12,6 +15,14 @@ from typing import Any
 import msgspec
 
 from baton.engine.checkpoints.config_fields import config_error, flag, positive
+
+
+class IndexShape(msgspec.Struct, frozen=True, kw_only=True):
+    """Sizes of the index by which a layer chooses the keys of each query."""
+
+    num_heads: int
+    head_dim: int
+    num_chosen: int  # Keys of a query, its own included.
 
 
 class Latent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -23,6 +34,7 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     qk_rope_head_dim: int
     v_head_dim: int
     rope_interleave: bool = True  # Element 2i is rotated with 2i + 1, not with the one half a head later.
+    index: IndexShape | None = None  # None: a query attends to all keys before it.
 
     @property
     def qk_head_dim(self) -> int:
@@ -38,11 +50,16 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         queries, values = num_heads * self.qk_head_dim, num_heads * self.v_head_dim
         rank = self.q_lora_rank
         of_queries = hidden_size * queries if rank is None else rank * (hidden_size + queries)
+        index = self.index
+        if index is not None and rank is not None:
+            of_queries += (
+                index.num_heads * (rank * index.head_dim + hidden_size) + hidden_size * index.head_dim
+            )
         expanded = self.kv_lora_rank * num_heads * (self.qk_nope_head_dim + self.v_head_dim)
         return of_queries + hidden_size * (self.slot_size + values) + expanded
 
 
-def parse_latent(config: Mapping[str, Any]) -> Latent:
+def parse_latent(config: Mapping[str, Any], *, has_index: bool) -> Latent:
     """Raises UserError naming the field."""
     if flag(config, "attention_bias"):
         raise config_error("is not supported", "attention_bias")
@@ -61,4 +78,20 @@ def parse_latent(config: Mapping[str, Any]) -> Latent:
         qk_rope_head_dim=rope_dim,
         v_head_dim=positive(config, "v_head_dim"),
         rope_interleave=flag(config, "rope_interleave", default=True),
+        index=_parse_index(config, rope_dim) if has_index else None,
+    )
+
+
+def _parse_index(config: Mapping[str, Any], rope_dim: int) -> IndexShape:
+    if config["q_lora_rank"] is None:
+        raise config_error("must not be null: the index needs the queries' latent", "q_lora_rank")
+    if not flag(config, "rope_interleave", default=True):
+        raise config_error("must be true", "rope_interleave")
+    head_dim = positive(config, "index_head_dim")
+    if head_dim < rope_dim:
+        raise config_error(f"must be at least qk_rope_head_dim ({rope_dim}), is {head_dim}", "index_head_dim")
+    return IndexShape(
+        num_heads=positive(config, "index_n_heads"),
+        head_dim=head_dim,
+        num_chosen=positive(config, "index_topk"),
     )

@@ -9,7 +9,7 @@ soon get different answers, as a test of KV transfer requires. The same argument
 import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from safetensors.torch import save_file
@@ -24,14 +24,14 @@ from baton.engine.checkpoints.architecture import (
     parse_architecture,
 )
 from baton.engine.checkpoints.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE
-from baton.engine.checkpoints.latent_config import Latent
+from baton.engine.checkpoints.random_latents import latent_attention_tensors, latent_fields
+from baton.engine.checkpoints.random_tensor import RandomTensor
 from baton.engine.checkpoints.random_tokenizer import WrittenTokenizer, write_tokenizer
 from baton.engine.checkpoints.rope_config import LATENT_FAMILIES
 
 RopeScalingName = Literal["none", "linear", "llama3", "yarn"]
 
 _QK_GAIN = 1.8  # Scores of standard deviation 1.8**2: a query attends to a few keys.
-_LATENT_GAIN = 1.5  # The same for latent attention, whose scores have heavier tails: products of projections.
 _DOWN_GAIN = 2.0  # Compensates for the gate.
 _LOGIT_STD = 3.0
 _BIAS_STD = 0.3
@@ -43,13 +43,6 @@ _LAYERS_PER_GLOBAL = 3  # For a small Gemma 3: two layers with a window, then on
 _DEFAULT_WINDOW = 128  # For families that always have one.
 _MUTE_SCALE = 1e-3  # Puts the logits of tokens that must not be chosen near zero, far below the largest.
 _SHARD_BYTES = 512 << 20
-
-
-class _Tensor(NamedTuple):
-    name: str
-    shape: tuple[int, ...]
-    std: float
-    mean: float = 0.0
 
 
 def write_checkpoint(
@@ -172,7 +165,7 @@ def _config_json(
             "mlp_only_layers": [0],  # So that one model has both kinds.
         }
     if family in LATENT_FAMILIES:
-        config |= _latent_fields(family, sizes)
+        config |= latent_fields(family, sizes, num_experts=_NUM_EXPERTS, num_per_token=_EXPERTS_PER_TOKEN)
         if rope_scaling == "yarn":
             config["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": 0.7}
     if family == "llama":
@@ -197,42 +190,6 @@ def _config_json(
             "layer_types": _layer_types(layers, 2),
         }
     return config
-
-
-def _latent_fields(family: Family, sizes: dict[str, int]) -> dict[str, Any]:
-    """Fields of the families with latent attention. A head has parts of different sizes, as a test needs."""
-    head_dim, hidden = sizes["head_dim"], sizes["hidden"]
-    rotated = 2 * max(1, head_dim // 4)
-    fields: dict[str, Any] = {
-        "q_lora_rank": max(1, 3 * hidden // 4),
-        "kv_lora_rank": max(1, hidden // 2),
-        "qk_nope_head_dim": head_dim,
-        "qk_rope_head_dim": rotated,
-        "head_dim": rotated,
-        "v_head_dim": max(1, 3 * head_dim // 4),
-        "n_routed_experts": _NUM_EXPERTS,
-        "n_shared_experts": 1,
-        "num_experts_per_tok": _EXPERTS_PER_TOKEN,
-        "moe_intermediate_size": max(1, sizes["intermediate"] // _EXPERTS_PER_TOKEN),
-        "first_k_dense_replace": 1,  # So that one model has both kinds.
-        "moe_layer_freq": 1,
-        "n_group": 4,
-        "topk_group": 2,
-        "attention_bias": False,
-        "num_key_value_heads": sizes["heads"],
-    }
-    if family == "deepseek_v2":
-        return fields | {
-            "topk_method": "group_limited_greedy",
-            "norm_topk_prob": False,
-            "routed_scaling_factor": 2.0,
-        }
-    return fields | {
-        "topk_method": "noaux_tc",
-        "scoring_func": "sigmoid",
-        "norm_topk_prob": True,
-        "routed_scaling_factor": 1.5,
-    }
 
 
 def _layer_types(layers: int, per_global: int) -> list[str]:
@@ -268,7 +225,7 @@ def _rope_scaling(name: str, max_position: int) -> dict[str, Any] | None:
             )
 
 
-def _tensors(architecture: DecoderArchitecture) -> Iterator[_Tensor]:
+def _tensors(architecture: DecoderArchitecture) -> Iterator[RandomTensor]:
     """All tensors except the embedding and the head, in the order of the checkpoint."""
     a = architecture
     norms = ["input_layernorm", "post_attention_layernorm"]
@@ -278,7 +235,7 @@ def _tensors(architecture: DecoderArchitecture) -> Iterator[_Tensor]:
         prefix = f"model.layers.{layer}"
         yield _norm(a, f"{prefix}.{norms[0]}", 1.0)
         if a.latent is not None:
-            yield from _latent_attention_tensors(a, a.latent, f"{prefix}.self_attn")
+            yield from latent_attention_tensors(a, a.latent, f"{prefix}.self_attn")
         else:
             yield from _attention_tensors(a, f"{prefix}.self_attn")
         for name in norms[1:]:
@@ -288,50 +245,32 @@ def _tensors(architecture: DecoderArchitecture) -> Iterator[_Tensor]:
     yield _norm(a, "model.norm", a.embedding_scale if a.tie_word_embeddings else 1.0)
 
 
-def _norm(a: DecoderArchitecture, name: str, gain: float, size: int | None = None) -> _Tensor:
-    return _Tensor(f"{name}.weight", (size or a.hidden_size,), 0.1, gain - a.norm_offset)
+def _norm(a: DecoderArchitecture, name: str, gain: float, size: int | None = None) -> RandomTensor:
+    return RandomTensor(f"{name}.weight", (size or a.hidden_size,), 0.1, gain - a.norm_offset)
 
 
-def _attention_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[_Tensor]:
+def _attention_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[RandomTensor]:
     query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     into, out_of = a.hidden_size**-0.5, query**-0.5
     sharp = into if a.qk_norm else into * _QK_GAIN
-    yield _Tensor(f"{prefix}.q_proj.weight", (query, a.hidden_size), sharp)
-    yield _Tensor(f"{prefix}.k_proj.weight", (key, a.hidden_size), sharp)
-    yield _Tensor(f"{prefix}.v_proj.weight", (key, a.hidden_size), into)
-    yield _Tensor(f"{prefix}.o_proj.weight", (a.hidden_size, query), out_of)
+    yield RandomTensor(f"{prefix}.q_proj.weight", (query, a.hidden_size), sharp)
+    yield RandomTensor(f"{prefix}.k_proj.weight", (key, a.hidden_size), sharp)
+    yield RandomTensor(f"{prefix}.v_proj.weight", (key, a.hidden_size), into)
+    yield RandomTensor(f"{prefix}.o_proj.weight", (a.hidden_size, query), out_of)
     if a.qkv_bias:
-        yield _Tensor(f"{prefix}.q_proj.bias", (query,), _BIAS_STD)
-        yield _Tensor(f"{prefix}.k_proj.bias", (key,), _BIAS_STD)
-        yield _Tensor(f"{prefix}.v_proj.bias", (key,), _BIAS_STD)
+        yield RandomTensor(f"{prefix}.q_proj.bias", (query,), _BIAS_STD)
+        yield RandomTensor(f"{prefix}.k_proj.bias", (key,), _BIAS_STD)
+        yield RandomTensor(f"{prefix}.v_proj.bias", (key,), _BIAS_STD)
     if a.output_bias:
-        yield _Tensor(f"{prefix}.o_proj.bias", (a.hidden_size,), _BIAS_STD)
+        yield RandomTensor(f"{prefix}.o_proj.bias", (a.hidden_size,), _BIAS_STD)
     if a.sinks:
-        yield _Tensor(f"{prefix}.sinks", (a.num_heads,), _SINK_STD)
+        yield RandomTensor(f"{prefix}.sinks", (a.num_heads,), _SINK_STD)
     if a.qk_norm:
         yield _norm(a, f"{prefix}.q_norm", _QK_GAIN, a.head_dim)
         yield _norm(a, f"{prefix}.k_norm", _QK_GAIN, a.head_dim)
 
 
-def _latent_attention_tensors(a: DecoderArchitecture, latent: Latent, prefix: str) -> Iterator[_Tensor]:
-    queries, values = a.num_heads * latent.qk_head_dim, a.num_heads * latent.v_head_dim
-    into, rank = a.hidden_size**-0.5, latent.q_lora_rank
-    if rank is None:
-        yield _Tensor(f"{prefix}.q_proj.weight", (queries, a.hidden_size), into * _LATENT_GAIN)
-    else:
-        yield _Tensor(f"{prefix}.q_a_proj.weight", (rank, a.hidden_size), into)
-        yield _norm(a, f"{prefix}.q_a_layernorm", 1.0, rank)
-        yield _Tensor(f"{prefix}.q_b_proj.weight", (queries, rank), rank**-0.5 * _LATENT_GAIN)
-    slot = (latent.slot_size, a.hidden_size)
-    yield _Tensor(f"{prefix}.kv_a_proj_with_mqa.weight", slot, into * _LATENT_GAIN)
-    yield _norm(a, f"{prefix}.kv_a_layernorm", 1.0, latent.kv_lora_rank)
-    # Keys and values are rows of one matrix; the output compensates for the gain of the values.
-    expanded = (a.num_heads * (latent.qk_nope_head_dim + latent.v_head_dim), latent.kv_lora_rank)
-    yield _Tensor(f"{prefix}.kv_b_proj.weight", expanded, latent.kv_lora_rank**-0.5 * _LATENT_GAIN)
-    yield _Tensor(f"{prefix}.o_proj.weight", (a.hidden_size, values), values**-0.5 / _LATENT_GAIN)
-
-
-def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[_Tensor]:
+def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[RandomTensor]:
     experts = a.experts_of(layer)
     if experts is None:
         yield from _gated_tensors(
@@ -342,32 +281,34 @@ def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[_T
     down = _DOWN_GAIN * wide**-0.5
     if (names := EXPERT_NAMES.get(a.family)) is not None:
         router = f"{prefix}.{names.block}.gate.weight"
-        yield _Tensor(router, (num, a.hidden_size), into * _ROUTER_GAIN)
+        yield RandomTensor(router, (num, a.hidden_size), into * _ROUTER_GAIN)
         for expert in range(num):
             own = f"{prefix}.{names.block}.experts.{expert}"
             yield from _gated_tensors(a, own, (names.gate, names.up, names.down), wide)
         if experts.has_choice_bias:
-            yield _Tensor(f"{prefix}.{names.block}.gate.e_score_correction_bias", (num,), _CHOICE_BIAS_STD)
+            yield RandomTensor(
+                f"{prefix}.{names.block}.gate.e_score_correction_bias", (num,), _CHOICE_BIAS_STD
+            )
         if experts.shared_size:
             own = f"{prefix}.{names.block}.shared_experts"
             yield from _gated_tensors(a, own, (names.gate, names.up, names.down), experts.shared_size)
         return
     prefix = f"{prefix}.mlp"
-    yield _Tensor(f"{prefix}.router.weight", (num, a.hidden_size), into * _ROUTER_GAIN)
-    yield _Tensor(f"{prefix}.router.bias", (num,), _BIAS_STD)
-    yield _Tensor(f"{prefix}.experts.gate_up_proj", (num, a.hidden_size, 2 * wide), into)
-    yield _Tensor(f"{prefix}.experts.gate_up_proj_bias", (num, 2 * wide), _BIAS_STD)
-    yield _Tensor(f"{prefix}.experts.down_proj", (num, wide, a.hidden_size), down)
-    yield _Tensor(f"{prefix}.experts.down_proj_bias", (num, a.hidden_size), _BIAS_STD)
+    yield RandomTensor(f"{prefix}.router.weight", (num, a.hidden_size), into * _ROUTER_GAIN)
+    yield RandomTensor(f"{prefix}.router.bias", (num,), _BIAS_STD)
+    yield RandomTensor(f"{prefix}.experts.gate_up_proj", (num, a.hidden_size, 2 * wide), into)
+    yield RandomTensor(f"{prefix}.experts.gate_up_proj_bias", (num, 2 * wide), _BIAS_STD)
+    yield RandomTensor(f"{prefix}.experts.down_proj", (num, wide, a.hidden_size), down)
+    yield RandomTensor(f"{prefix}.experts.down_proj_bias", (num, a.hidden_size), _BIAS_STD)
 
 
 def _gated_tensors(
     a: DecoderArchitecture, prefix: str, names: tuple[str, str, str], wide: int
-) -> Iterator[_Tensor]:
+) -> Iterator[RandomTensor]:
     gate, up, down = (f"{prefix}.{name}.weight" for name in names)
-    yield _Tensor(gate, (wide, a.hidden_size), a.hidden_size**-0.5)
-    yield _Tensor(up, (wide, a.hidden_size), a.hidden_size**-0.5)
-    yield _Tensor(down, (a.hidden_size, wide), _DOWN_GAIN * wide**-0.5)
+    yield RandomTensor(gate, (wide, a.hidden_size), a.hidden_size**-0.5)
+    yield RandomTensor(up, (wide, a.hidden_size), a.hidden_size**-0.5)
+    yield RandomTensor(down, (a.hidden_size, wide), _DOWN_GAIN * wide**-0.5)
 
 
 def _write_weights(

@@ -12,7 +12,7 @@ _DEFAULT_THETA = 10000.0
 _GEMMA3_GLOBAL_THETA, _GEMMA3_LOCAL_THETA = 1_000_000.0, 10000.0
 _GPT_OSS_THETA = 150000.0
 _MIXTRAL_THETA = 1_000_000.0
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3")
+LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):

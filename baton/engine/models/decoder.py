@@ -184,11 +184,15 @@ class DecoderLayer(nn.Module):
         self.attention: Attention | LatentAttention = attention(a, index, kind, backend, group)
         self.attended_norm = _norm(a, dtype, device) if a.sandwich_norms else None
         self.post_norm = _norm(a, dtype, device)
+        experts = a.experts_of(index)
         self.mlp: Mlp | MixtureOfExperts = (
             Mlp(a, group, dtype, device)
-            if (experts := a.experts_of(index)) is None
+            if experts is None
             else MixtureOfExperts(a, experts, group, dtype, device)
         )
+        self.shared_mlp: Mlp | None = None
+        if experts is not None and experts.shared_size is not None:
+            self.shared_mlp = Mlp(a, group, dtype, device, inner_size=experts.shared_size)
         self.mlp_norm = _norm(a, dtype, device) if a.sandwich_norms else None
 
     def forward(
@@ -206,14 +210,18 @@ class DecoderLayer(nn.Module):
                 return hidden
         attended = self.attention.output(attended)
         hidden = (attended if self.attended_norm is None else self.attended_norm(attended)).add_(hidden)
-        transformed = self.mlp(self.post_norm(hidden))
+        normed = self.post_norm(hidden)
+        transformed = self.mlp(normed)
+        if self.shared_mlp is not None:
+            transformed = transformed + self.shared_mlp(normed)
         if self.mlp_norm is not None:
             transformed = self.mlp_norm(transformed)
         return transformed.add_(hidden)  # type: ignore[no-any-return]
 
     def seal(self) -> None:
-        self.attention.seal()
-        self.mlp.seal()
+        for part in (self.attention, self.mlp, self.shared_mlp):
+            if part is not None:
+                part.seal()
         for norm in (self.input_norm, self.attended_norm, self.post_norm, self.mlp_norm):
             if norm is not None:
                 norm.seal()
@@ -309,14 +317,21 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU, or GeGLU with the tanh approximation."""
+    """SwiGLU, or GeGLU with the tanh approximation. `inner_size`: None: the architecture's."""
 
     def __init__(
-        self, a: DecoderArchitecture, group: TensorParallelGroup, dtype: torch.dtype, device: torch.device
+        self,
+        a: DecoderArchitecture,
+        group: TensorParallelGroup,
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        inner_size: int | None = None,
     ) -> None:
         super().__init__()
         self._activation = a.activation
-        wide = a.intermediate_size // group.size
+        self.inner_size = a.intermediate_size if inner_size is None else inner_size
+        wide = self.inner_size // group.size
         self.gate_up = PackedLinear(a.hidden_size, (wide, wide), bias=a.mlp_bias, dtype=dtype, device=device)
         self.down = RowParallelLinear(
             wide, a.hidden_size, bias=a.mlp_bias, group=group, dtype=dtype, device=device

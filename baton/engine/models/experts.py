@@ -43,10 +43,6 @@ class MixtureOfExperts(nn.Module):
         self.choice_bias = (
             empty_parameter(num, dtype=torch.float32, device=device) if experts.has_choice_bias else None
         )
-        shared = experts.shared_size // group.size
-        self.shared_gate_up = empty(2 * shared, hidden) if shared else None
-        self.shared_down = empty(hidden, shared) if shared else None
-        self._shared: tuple[Matmul, Matmul] | None = None
         self._gate_up: list[Matmul] = []
         self._down: list[Matmul] = []
 
@@ -57,19 +53,12 @@ class MixtureOfExperts(nn.Module):
         self._down = [Matmul(weight) for weight in self.down]
         if self._down[0].is_packed:
             self.gate_up.data = self.down.data = torch.empty(0, dtype=self.down.dtype)
-        if self.shared_gate_up is not None and self.shared_down is not None:
-            self._shared = (Matmul(self.shared_gate_up), Matmul(self.shared_down))
-            if all(matmul.is_packed for matmul in self._shared):
-                self.shared_gate_up.data = self.shared_down.data = torch.empty(0, dtype=self.down.dtype)
 
     def forward(self, hidden_TM: torch.Tensor) -> torch.Tensor:
         chosen_TK, shares_TK = self._choose(hidden_TM)
         shares_TE = hidden_TM.new_zeros(len(hidden_TM), self._experts.num_experts)
         shares_TE.scatter_(1, chosen_TK, shares_TK)
         sum_TM = torch.zeros_like(hidden_TM)
-        if self._shared is not None:
-            gate_up, down = self._shared
-            sum_TM += down(self._gated(gate_up(hidden_TM)))
         for expert in sorted(set(chosen_TK.flatten().tolist())):
             (tokens,) = torch.where((chosen_TK == expert).any(-1))
             part = self._down[expert](self._gated(self._gate_up[expert](hidden_TM[tokens])))

@@ -1,21 +1,21 @@
-"""Kinds of layers: layers of one kind share the attention plan and rotation of a step."""
+"""Kinds of layers. The layers of one kind share the plan and rotation of a step."""
 
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple
 
 import torch
 
-Rotation: TypeAlias = tuple[torch.Tensor, torch.Tensor]
+Rotation = tuple[torch.Tensor, torch.Tensor]
 
 
 class Kind(NamedTuple):
-    """Key of `StepOfKind`."""
+    """Layers of one kind share the attention plan and rotation of a step."""
 
     group: int  # KV-cache group of the layers.
     window: int | None
 
 
 class StepOfKind(NamedTuple):
-    """What attention needs for one kind of layer in a step."""
+    """What one kind of layer needs in a step."""
 
     rotation: Rotation
-    plan: Any  # The backend's. None in a dummy run.
+    plan: Any  # The attention backend's. None in a dummy run.

@@ -17,10 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.core.kv_groups import layer_name
+from baton.core.kv_groups import index_layer_name, layer_name
 from baton.engine.attention import AttentionBackend
+from baton.engine.attention.key_index import KeyIndex
+from baton.engine.attention.sdpa import SdpaBackend
 from baton.engine.checkpoints.architecture import DecoderArchitecture
 from baton.engine.forward_context import ForwardContext
+from baton.engine.models.indexer import Indexed, Indexer
 from baton.engine.models.kinds import Kind, StepOfKind
 from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter
 from baton.engine.models.parallel import TensorParallelGroup
@@ -45,9 +48,10 @@ class LatentAttention(nn.Module):
     ) -> None:
         super().__init__()
         assert a.latent is not None, "the architecture has latent attention"
+        assert isinstance(backend, SdpaBackend), "others have no latent form"
         latent, shape = a.latent, backend.shape
         self._backend, self._kind, self._name = backend, kind, layer_name(index)
-        self._latent = latent
+        self._latent, self._index_name = latent, index_layer_name(index)
         self._rotate = rotate_pairs if latent.rope_interleave else rotate
         dtype, device = shape.dtype, shape.device
         queries, rank = shape.num_heads * latent.qk_head_dim, latent.q_lora_rank
@@ -74,6 +78,11 @@ class LatentAttention(nn.Module):
             dtype=dtype,
             device=device,
         )
+        self.indexer = (
+            Indexer(a, rank, latent.index, dtype, device)
+            if latent.index is not None and rank is not None
+            else None
+        )
         self.output = RowParallelLinear(
             shape.num_heads * latent.v_head_dim,
             a.hidden_size,
@@ -88,6 +97,8 @@ class LatentAttention(nn.Module):
         self.down.seal()
         if self.query_up is not None:
             self.query_up.seal()
+        if self.indexer is not None:
+            self.indexer.seal()
         self.output.seal()
 
     def forward(
@@ -100,17 +111,22 @@ class LatentAttention(nn.Module):
         if context.attn_metadata is None:
             return hidden.new_zeros(num_tokens, num_heads * latent.v_head_dim)
         queries, slots = self.down(hidden).split(self.down.part_sizes, dim=-1)
+        rotation, plan = steps[self._kind]
+        indexed: Indexed | None = None
         if self.query_norm is not None and self.query_up is not None:
-            queries = self.query_up(self.query_norm(queries))
+            query_latent = self.query_norm(queries)
+            queries = self.query_up(query_latent)
+            if self.indexer is not None:
+                indexed = self.indexer(hidden, query_latent, rotation)
         nope, rank = latent.qk_nope_head_dim, latent.kv_lora_rank
         q_TQD = queries.reshape(num_tokens, num_heads, latent.qk_head_dim)
-        rotation, plan = steps[self._kind]
         rotated_TQP = self._rotate(q_TQD[..., nope:], *rotation)
         key_T1P = self._rotate(slots[:, None, rank:], *rotation)
         latent_T1R = self.norm(slots[:, None, :rank])
         projected_QTR = torch.bmm(q_TQD[..., :nope].transpose(0, 1), self.up[:, :nope])
         q_TQC = torch.cat((projected_QTR.transpose(0, 1), rotated_TQP), dim=-1)
-        attended_TQR = self._attend(q_TQC, latent_T1R, key_T1P, context, plan).view(num_tokens, -1, rank)
+        attended_TQR = self._attend(q_TQC, latent_T1R, key_T1P, indexed, context, plan)
+        attended_TQR = attended_TQR.view(num_tokens, -1, rank)
         values_QTV = torch.bmm(attended_TQR.transpose(0, 1), self.up[:, nope:].transpose(1, 2))
         return values_QTV.transpose(0, 1).reshape(num_tokens, -1)
 
@@ -119,16 +135,25 @@ class LatentAttention(nn.Module):
         q_TQC: torch.Tensor,
         latent_T1R: torch.Tensor,
         key_T1P: torch.Tensor,
+        indexed: Indexed | None,
         context: ForwardContext,
         plan: Any,
     ) -> torch.Tensor:
         """Attention `[T, Q * R]` with the connector's hooks."""
-        cache_NHPC = context.kv_caches[self._name]
+        names = [self._name] if indexed is None else [self._name, self._index_name]
+        caches = [context.kv_caches[name] for name in names]
         watcher = context.watcher
         if watcher is not None:
-            watcher.wait_for_layer_load(self._name)
-        self._backend.write(latent_T1R, key_T1P, cache_NHPC, plan)
-        attended = self._backend.attend(q_TQC, cache_NHPC, plan)
+            for name in names:
+                watcher.wait_for_layer_load(name)
+        self._backend.write(latent_T1R, key_T1P, caches[0], plan)
+        index: KeyIndex | None = None
+        if indexed is not None and self._latent.index is not None:
+            self._backend.write(indexed.rotated_T1P, indexed.rest_T1X, caches[1], plan)
+            num_chosen = self._latent.index.num_chosen
+            index = KeyIndex(indexed.queries_TID, indexed.weights_TI, caches[1], num_chosen)
+        attended = self._backend.attend(q_TQC, caches[0], plan, index=index)
         if watcher is not None:
-            watcher.save_kv_layer(self._name, cache_NHPC, context.metadata_of(self._kind.group))
+            for name, cache in zip(names, caches, strict=True):
+                watcher.save_kv_layer(name, cache, context.metadata_of(self._kind.group))
         return attended

@@ -15,10 +15,13 @@ from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import UserError
 from baton.core.layout import kv_heads_of
-from baton.engine.checkpoints.architecture import EXPERT_NAMES
-from baton.engine.checkpoints.checkpoint import weight_files
+from baton.engine.checkpoints.architecture import EXPERT_NAMES, MAX_LAYERS
+from baton.engine.checkpoints.checkpoint import read_json, weight_files
+from baton.engine.checkpoints.config_fields import positive
+from baton.engine.checkpoints.latent_config import IndexShape
 from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts
+from baton.engine.models.indexer import Indexer
 from baton.engine.models.latent_attention import LatentAttention
 from baton.engine.models.layers import PackedLinear, RowParallelLinear
 
@@ -55,9 +58,18 @@ def fill_weights(model: Decoder, folder: str | Path) -> None:
             except SafetensorError as error:
                 raise UserError(f"{path.name} is damaged: {error}", field="model") from error
             home.update(dict.fromkeys(file.keys(), file))
-        _check_names(home, targets, tied=model.architecture.tie_word_embeddings)
+        drafting = _drafting_layers(model, folder)
+        described = {name: file for name, file in home.items() if not name.startswith(drafting)}
+        _check_names(described, targets, tied=model.architecture.tie_word_embeddings)
         for target in targets:
             _fill(target, home[target.name].get_slice(target.name))
+
+
+def _drafting_layers(model: Decoder, folder: str | Path) -> tuple[str, ...]:
+    """Prefixes of the layers after the model's, which predict further tokens and are not used."""
+    config, first = read_json(Path(folder) / "config.json"), model.architecture.num_layers
+    num_drafting = positive(config, "num_nextn_predict_layers", default=0, minimum=0, maximum=MAX_LAYERS)
+    return tuple(f"model.layers.{layer}." for layer in range(first, first + num_drafting))
 
 
 def _check_names(home: dict[str, Any], targets: list[_Target], *, tied: bool) -> None:
@@ -113,6 +125,8 @@ def _targets(model: Decoder) -> Iterator[_Target]:
             yield from _expert_targets(model, layer.mlp, prefix)
         else:
             yield from _mlp_targets(model, layer.mlp, f"{prefix}.mlp")
+        if layer.shared_mlp is not None:
+            yield from _mlp_targets(model, layer.shared_mlp, f"{prefix}.mlp.shared_experts")
 
 
 def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Iterator[_Target]:
@@ -158,6 +172,8 @@ def _latent_attention_targets(model: Decoder, attention: LatentAttention, prefix
         yield from _packed(attention.down, _Part(f"{prefix}.q_a_proj", rank, slice(None)), slot)
         yield _Target(f"{prefix}.q_a_layernorm.weight", (rank,), attention.query_norm.weight)
         yield from _packed(attention.query_up, _Part(f"{prefix}.q_b_proj", queries, of_queries))
+    if attention.indexer is not None and latent.index is not None:
+        yield from _indexer_targets(attention.indexer, latent.index, f"{prefix}.indexer")
     yield _Target(f"{prefix}.kv_a_layernorm.weight", (latent.kv_lora_rank,), attention.norm.weight)
     shape = (a.num_heads * expanded, latent.kv_lora_rank)
     yield _Target(f"{prefix}.kv_b_proj.weight", shape, attention.up.flatten(0, 1), mine(expanded))
@@ -165,8 +181,20 @@ def _latent_attention_targets(model: Decoder, attention: LatentAttention, prefix
     yield from _row_parallel(attention.output, f"{prefix}.o_proj", num_values, mine(latent.v_head_dim))
 
 
+def _indexer_targets(indexer: Indexer, shape: IndexShape, prefix: str) -> Iterator[_Target]:
+    queries, everything = shape.num_heads * shape.head_dim, slice(None)
+    yield from _packed(indexer.query, _Part(f"{prefix}.wq_b", queries, everything))
+    yield from _packed(
+        indexer.key_and_weights,
+        _Part(f"{prefix}.wk", shape.head_dim, everything),
+        _Part(f"{prefix}.weights_proj", shape.num_heads, everything),
+    )
+    yield _Target(f"{prefix}.k_norm.weight", (shape.head_dim,), indexer.norm_weight)
+    yield _Target(f"{prefix}.k_norm.bias", (shape.head_dim,), indexer.norm_bias)
+
+
 def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str) -> Iterator[_Target]:
-    total = model.architecture.intermediate_size
+    total = mlp.inner_size
     wide = total // model.group.size
     mine = slice(model.group.rank * wide, (model.group.rank + 1) * wide)
     yield from _packed(
@@ -192,14 +220,6 @@ def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Itera
             yield _Target(f"{own}.{names.down}.weight", (hidden, total), mlp.down[expert], columns=mine)
         if mlp.choice_bias is not None:
             yield _Target(f"{prefix}.{names.block}.gate.e_score_correction_bias", (num,), mlp.choice_bias)
-        if mlp.shared_gate_up is not None and mlp.shared_down is not None:
-            own, total = f"{prefix}.{names.block}.shared_experts", a.experts.shared_size
-            wide = total // group.size
-            mine = slice(group.rank * wide, (group.rank + 1) * wide)
-            gate, up = mlp.shared_gate_up.chunk(2)
-            yield _Target(f"{own}.{names.gate}.weight", (total, hidden), gate, mine)
-            yield _Target(f"{own}.{names.up}.weight", (total, hidden), up, mine)
-            yield _Target(f"{own}.{names.down}.weight", (hidden, total), mlp.shared_down, columns=mine)
         return
     # Of GPT-OSS the expert matrices are `[inputs, outputs]`, with gate and up in alternating columns.
     both = slice(2 * mine.start, 2 * mine.stop)

@@ -8,11 +8,11 @@ Source: `vllm/v1/kv_cache_interface.py`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from baton.core.config import EngineConfig
-from baton.core.kv_groups import layer_name
+from baton.core.kv_groups import index_layer_name, layer_name
 from baton.core.layout import kv_heads_of
 from baton.core.states import place_parts, state_bytes
 
@@ -63,11 +63,24 @@ class StateSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class UniformTypeKVCacheSpecs:
+    """Cache formats of a group whose layers have slots of different sizes."""
+
+    block_size: int
+    kv_cache_specs: dict[str, KVCacheSpec]  # By layer name.
+
+    @property
+    def page_size_bytes(self) -> int:
+        """Size of one block of all layers, as in vLLM."""
+        return sum(spec.page_size_bytes for spec in self.kv_cache_specs.values())
+
+
+@dataclass(frozen=True, slots=True)
 class KVCacheGroupSpec:
     """Layers that share a block table, and their cache format."""
 
     layer_names: list[str]
-    kv_cache_spec: KVCacheSpec | StateSpec
+    kv_cache_spec: KVCacheSpec | UniformTypeKVCacheSpecs | StateSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +104,26 @@ def describe_cache(config: EngineConfig, tp_rank: int) -> KVCacheConfig:
         tuple(part.dtype for part, _, _ in placed),
         state_bytes(model.state_parts, tp_rank=tp_rank, tp_size=tp_size),
     )
-    groups = [
-        KVCacheGroupSpec(
-            [layer_name(layer) for layer in group.layers],
-            of_state
-            if group.is_state
-            else KVCacheSpec(
-                block_size,
-                len(heads),
-                model.head_dim,
-                model.dtype,
-                group.window,
-                is_latent=bool(model.latent_size),
-            ),
+    groups = []
+    for group in config.kv_cache_groups:
+        names = [layer_name(layer) for layer in group.layers]
+        if group.is_state:
+            groups.append(KVCacheGroupSpec(names, of_state))
+            continue
+        spec = KVCacheSpec(
+            block_size,
+            len(heads),
+            model.head_dim,
+            model.dtype,
+            group.window,
+            is_latent=bool(model.latent_size),
         )
-        for group in config.kv_cache_groups
-    ]
+        if not model.index_size:
+            groups.append(KVCacheGroupSpec(names, spec))
+            continue
+        of_index = replace(spec, head_size=model.index_size)
+        specs: dict[str, KVCacheSpec] = {}
+        for layer in group.layers:
+            specs |= {layer_name(layer): spec, index_layer_name(layer): of_index}
+        groups.append(KVCacheGroupSpec(list(specs), UniformTypeKVCacheSpecs(block_size, specs)))
     return KVCacheConfig(config.cache_config.num_gpu_blocks, groups)

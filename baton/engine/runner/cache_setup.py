@@ -90,12 +90,14 @@ def layout_for(half: KVConnectorWorkerHalf, config: EngineConfig) -> KVCacheLayo
 def register(half: KVConnectorWorkerHalf, kv_caches: dict[str, torch.Tensor], num_blocks: int) -> None:
     """Register the blocks of the pool with the half, in the form that it prefers.
 
-    Layers of several cache groups share memory, so no tensor contains all of them. They are registered one by
-    one, and their strides show that a block holds the data of its group's layers.
+    Layers of several cache groups share memory, and a layer's index keys have a storage of their own, so no
+    tensor contains all of them. They are registered one by one, and their strides show that a block holds the
+    data of its group's layers.
     """
     shared = blocks_of_pool(kv_caches, num_blocks)
     have_memory_each = len({cache.data_ptr() for cache in shared.values()}) == len(shared)
-    if half.prefer_cross_layer_blocks and have_memory_each:
+    are_alike = len({cache.shape for cache in shared.values()}) == 1
+    if half.prefer_cross_layer_blocks and have_memory_each and are_alike:
         half.register_cross_layers_kv_cache(cross_layer_cache(shared), CrossLayerBackend(tuple(shared)))
     else:
         half.register_kv_caches(shared)
