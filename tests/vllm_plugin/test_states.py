@@ -37,7 +37,7 @@ def test_a_group_of_states_may_have_another_block_size() -> None:
     with pytest.raises(ConfigError, match=r"blocks of \[64\] tokens"):
         groups_of(in_place, BLOCK, carries_states=True)
     with pytest.raises(
-        ConfigError, match="recurrent state .* only BatonPullConnector and BatonPushConnector"
+        ConfigError, match=r"recurrent state .* only BatonPullConnector and BatonPushConnector"
     ):
         groups_of(HYBRID, BLOCK)
     keep_one_token_more(HYBRID)  # A state has no token to keep.
