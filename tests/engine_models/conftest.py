@@ -21,6 +21,8 @@ FAMILIES: dict[str, dict[str, object]] = {
     "qwen3_moe, shares not normalised": {"family": "qwen3_moe"},
     "gemma3": {"family": "gemma3", "sliding_window": 24, "tie_word_embeddings": True},
     "gpt_oss": {"family": "gpt_oss", "sliding_window": 24, "rope_scaling": "yarn"},
+    "mamba2": {"family": "mamba2"},
+    "granite_hybrid": {"family": "granite_hybrid"},
 }
 
 

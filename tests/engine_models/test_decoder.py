@@ -16,7 +16,18 @@ from tests.engine_models.paged import (
     prompt_of,
 )
 
-ALL_FAMILIES = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"]
+ALL_FAMILIES = [
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3",
+    "gpt_oss",
+    "mamba2",
+    "granite_hybrid",
+]
 
 
 @pytest.mark.slow
@@ -37,7 +48,9 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe, shares not normalised"])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "qwen3_moe, shares not normalised", "mamba2", "granite_hybrid"]
+)
 def test_prompts_around_the_ends_of_blocks_get_the_tokens_of_transformers(
     family: str, paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf
 ) -> None:
@@ -75,6 +88,9 @@ def test_other_requests_of_a_batch_do_not_matter(family: str, paged_model_of: Pa
     # Four decode their last token; the fourth one is prefilled in the middle of them.
     done = [len(p) - 1 for p in prompts]
     done[3] = 5
+    for p, d, table in zip(prompts, done, tables, strict=True):
+        if d:  # A state is that of all tokens computed, so it is computed again up to here.
+            model.step([(p[:d], 0, table)])
     together = model.step([(p[d:], d, table) for p, d, table in zip(prompts, done, tables, strict=True)])
     expected = torch.cat([logits[d:] for logits, d in zip(alone, done, strict=True)])
     torch.testing.assert_close(together, expected, atol=1e-4, rtol=0)

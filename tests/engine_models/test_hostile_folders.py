@@ -152,6 +152,20 @@ KEYS = (
     "max_window_layers",
     "use_sliding_window",
     "query_pre_attn_scalar",
+    "num_heads",
+    "n_groups",
+    "expand",
+    "state_size",
+    "conv_kernel",
+    "time_step_limit",
+    "layers_block_type",
+    "mamba_n_heads",
+    "mamba_d_head",
+    "mamba_n_groups",
+    "mamba_d_state",
+    "mamba_expand",
+    "position_embedding_type",
+    "residual_multiplier",
 )
 VALUES = st.recursive(
     st.none()
@@ -172,6 +186,8 @@ FAMILY_NAMES = (
     "Qwen3MoeForCausalLM",
     "Gemma3ForCausalLM",
     "GptOssForCausalLM",
+    "Mamba2ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
 )
 COMPLETE = {
     "num_hidden_layers": 2,
@@ -186,6 +202,10 @@ COMPLETE = {
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 16,
     "rope_scaling": {"rope_type": "default"},
+    "num_heads": 4,
+    "n_groups": 2,
+    "shared_intermediate_size": 32,
+    "mamba_n_heads": 4,
 }
 
 

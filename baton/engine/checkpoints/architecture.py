@@ -1,6 +1,6 @@
 """Architecture of a decoder checkpoint, parsed from its config.json.
 
-This module contains all differences between the eight families:
+This module contains all differences between the ten families:
 
     family    bias of q, k, v   bias of o   bias of the MLP   norm of q and k   sliding window
     llama     attention_bias    as q        mlp_bias          no                no
@@ -11,10 +11,13 @@ This module contains all differences between the eight families:
     qwen3_moe attention_bias    as q        no                yes               no
     gemma3    attention_bias    as q        no                yes               five layers in six
     gpt_oss   attention_bias    as q        yes               no                every other layer
+    granite_hybrid  attention_bias  as q    no                no                no
+    mamba2    -                 -           -                 -                 -
 
 Gemma 3 has norms before and after each half of a layer and scales its embedding; its layers with a window
 have their own rotary theta. GPT-OSS, Mixtral and most layers of Qwen3-MoE have experts instead of an MLP.
-GPT-OSS has a learned sink in every attention head.
+GPT-OSS has a learned sink in every attention head. Mamba 2 has a recurrent state in every layer and no MLP;
+most layers of Granite's hybrids have one instead of attention, whose keys have no position.
 
 Imports no torch, so the front end can read a checkpoint's shape without loading a model.
 """
@@ -28,9 +31,26 @@ import msgspec
 from baton.core.states import StatePart
 from baton.engine.checkpoints.config_fields import config_error, flag, number, positive
 from baton.engine.checkpoints.rope_config import RopeScaling, parse_rope
-from baton.engine.checkpoints.state_config import StateKind
+from baton.engine.checkpoints.state_config import (
+    GRANITE_KEYS,
+    MAMBA2_KEYS,
+    StateKind,
+    parse_mamba2,
+    parse_state_layers,
+)
 
-Family = Literal["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss"]
+Family = Literal[
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3",
+    "gpt_oss",
+    "mamba2",
+    "granite_hybrid",
+]
 
 FAMILIES: dict[str, Family] = {
     "LlamaForCausalLM": "llama",
@@ -41,6 +61,8 @@ FAMILIES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": "qwen3_moe",
     "Gemma3ForCausalLM": "gemma3",
     "GptOssForCausalLM": "gpt_oss",
+    "Mamba2ForCausalLM": "mamba2",
+    "GraniteMoeHybridForCausalLM": "granite_hybrid",
 }
 HYBRIDS: frozenset[Family] = frozenset(("gemma3", "gpt_oss"))  # Some of their layers always have a window.
 MAX_LAYERS = 4096  # Twenty times the deepest models; bounds the lists with one entry per layer.
@@ -53,13 +75,46 @@ class ExpertNames(NamedTuple):
 
     block: str
     gate: str
-    up: str
+    up: str  # As `gate`: one tensor has the rows of both, gate first.
     down: str
+    router: str = "gate"
+    is_stacked: bool = False  # One tensor has the matrices of all experts.
 
 
 EXPERT_NAMES: dict[Family, ExpertNames] = {
     "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    "granite_hybrid": ExpertNames(
+        "block_sparse_moe", "input_linear", "input_linear", "output_linear", "router.layer", is_stacked=True
+    ),
+}
+
+
+class MlpNames(NamedTuple):
+    """Of the tensors of an MLP. With `gate` as `up`, one tensor has the rows of both, gate first."""
+
+    block: str
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+
+
+class TensorNames(NamedTuple):
+    """Of other tensors in a checkpoint, as far as families differ."""
+
+    root: str = "model"
+    embedding: str = "embed_tokens"
+    norm: str = "norm"
+    input_norm: str = "input_layernorm"
+    mixer: str = "linear_attn"  # What a layer with a state has instead of attention.
+    mlp: MlpNames = MlpNames("mlp")
+    shared_mlp: MlpNames = MlpNames("mlp.shared_expert")
+
+
+_GRANITE_MLP = MlpNames("shared_mlp", "input_linear", "input_linear", "output_linear")
+TENSOR_NAMES: dict[Family, TensorNames] = {
+    "mamba2": TensorNames("backbone", "embeddings", "norm_f", "norm", "mixer"),
+    "granite_hybrid": TensorNames(mixer="mamba", mlp=_GRANITE_MLP, shared_mlp=_GRANITE_MLP),
 }
 
 
@@ -77,18 +132,20 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     limit: float | None = None
     inner_size: int | None = None  # None: the architecture's `intermediate_size`.
     is_normalised: bool = True  # The shares of the chosen experts are scaled to a sum of one.
+    shared_size: int | None = None  # Inner size of an MLP that every token passes besides its experts.
 
 
 class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The fields of config.json that change the model's results, and no others.
 
-    A new field needs a default that means no change, so that the digests of known models stay.
+    A new field needs a default that means no change, so that the digests of known models stay. It has to be a
+    constant such as None or False: equal floats or tuples are not omitted.
     """
 
     family: Family
     num_layers: int
     hidden_size: int
-    intermediate_size: int
+    intermediate_size: int  # 0: layers have no MLP.
     num_heads: int
     num_kv_heads: int
     head_dim: int
@@ -114,6 +171,9 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     dense_layers: tuple[int, ...] = ()  # That have an MLP although others have experts.
     state: StateKind | None = None
     state_layers: tuple[int, ...] = ()  # That have `state` instead of attention.
+    rotary_dim: int | None = None  # Leading elements of a head that rotate; None: all; 0: no positions.
+    residual_scale: float | None = None  # Factor of the results of attention and MLP; None: 1.
+    logit_scale: float | None = None  # Divides the logits; None: 1.
 
     def state_parts(self, dtype: str) -> tuple[StatePart, ...]:
         """Parts of one layer's state in the whole model. `dtype`: of the activations."""
@@ -121,6 +181,15 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
     def experts_of(self, layer: int) -> Experts | None:
         return None if layer in self.dense_layers else self.experts
+
+    @property
+    def rotated_dim(self) -> int:
+        """Elements of a head that rotate; 0: the model has no positions."""
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+    @property
+    def names(self) -> TensorNames:
+        return TENSOR_NAMES.get(self.family, TensorNames())
 
     @property
     def expert_size(self) -> int:
@@ -135,7 +204,15 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
         num_dense = self.num_layers if self.experts is None else len(self.dense_layers)
         num_experts = (self.num_layers - num_dense) * (self.experts.num_experts if self.experts else 0)
         inner = num_dense * self.intermediate_size + num_experts * self.expert_size
-        return self.hidden_size * (self.vocab_size + 3 * inner) + self.num_layers * attention
+        if self.experts is not None and self.experts.shared_size is not None:
+            inner += (self.num_layers - num_dense) * self.experts.shared_size
+        mixers = 0 if self.state is None else self.state.num_parameters(self.hidden_size)
+        num_states = len(self.state_layers)
+        return (
+            self.hidden_size * (self.vocab_size + 3 * inner)
+            + (self.num_layers - num_states) * attention
+            + num_states * mixers
+        )
 
     @property
     def digest(self) -> str:
@@ -147,6 +224,8 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
     """Raises UserError naming the field of config.json that is missing, wrong or not supported."""
     family = _family(config)
     _refuse_unsupported(config, family)
+    if family == "mamba2":
+        return _without_attention(config, family)
     num_heads = positive(config, "num_attention_heads")
     hidden_size = positive(config, "hidden_size")
     num_kv_heads = positive(config, "num_key_value_heads", default=num_heads)
@@ -157,16 +236,23 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
     head_dim = _head_dim(config, family, hidden_size, num_heads)
     num_layers = positive(config, "num_hidden_layers", maximum=MAX_LAYERS)
     rope_theta, rope_scaling, local_rope_theta = parse_rope(config, family)
-    is_gemma, is_gpt_oss = family == "gemma3", family == "gpt_oss"
-    attention_bias = family in ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss") and flag(
-        config, "attention_bias", default=is_gpt_oss
-    )
+    is_gemma, is_gpt_oss, is_granite = family == "gemma3", family == "gpt_oss", family == "granite_hybrid"
+    attention_bias = family in (
+        "llama",
+        "qwen3",
+        "qwen3_moe",
+        "gemma3",
+        "gpt_oss",
+        "granite_hybrid",
+    ) and flag(config, "attention_bias", default=is_gpt_oss)
     scored_dim = number(config, "query_pre_attn_scalar", 256.0) if is_gemma else head_dim
+    state_layers = parse_state_layers(config, num_layers, ["mamba"] * num_layers) if is_granite else ()
+    state = parse_mamba2(config, GRANITE_KEYS, hidden_size) if state_layers else None
     return DecoderArchitecture(
         family=family,
         num_layers=num_layers,
         hidden_size=hidden_size,
-        intermediate_size=positive(config, "intermediate_size"),
+        intermediate_size=positive(config, "shared_intermediate_size" if is_granite else "intermediate_size"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         head_dim=head_dim,
@@ -179,7 +265,7 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         local_rope_theta=local_rope_theta,
-        softmax_scale=scored_dim**-0.5,
+        softmax_scale=number(config, "attention_multiplier", 1.0) if is_granite else scored_dim**-0.5,
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=is_gpt_oss or (family == "llama" and flag(config, "mlp_bias")),
@@ -187,14 +273,77 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
         sandwich_norms=is_gemma,
         norm_offset=1.0 if is_gemma else 0.0,
         wide_norms=is_gemma or is_gpt_oss,
-        embedding_scale=hidden_size**0.5 if is_gemma else 1.0,
+        embedding_scale=(
+            hidden_size**0.5
+            if is_gemma
+            else number(config, "embedding_multiplier", 1.0)
+            if is_granite
+            else 1.0
+        ),
         activation=_activation(config, family),
         sinks=is_gpt_oss,
         experts=_experts(config, family),
         tie_word_embeddings=flag(config, "tie_word_embeddings", default=is_gemma),
         windows=_windows(config, family, num_layers),
         dense_layers=_dense_layers(config, num_layers) if family == "qwen3_moe" else (),
+        state=state,
+        state_layers=state_layers,
+        rotary_dim=0 if is_granite and not _has_positions(config) else None,
+        residual_scale=_factor(config, "residual_multiplier") if is_granite else None,
+        logit_scale=_factor(config, "logits_scaling") if is_granite else None,
     )
+
+
+def _without_attention(config: Mapping[str, Any], family: Family) -> DecoderArchitecture:
+    """Every layer is a Mamba 2 mixer with its norm."""
+    hidden_size = positive(config, "hidden_size")
+    num_layers = positive(config, "num_hidden_layers", maximum=MAX_LAYERS)
+    state = parse_mamba2(config, MAMBA2_KEYS, hidden_size)
+    return DecoderArchitecture(
+        family=family,
+        num_layers=num_layers,
+        hidden_size=hidden_size,
+        intermediate_size=0,
+        # No layer attends. With these numbers the rules for tensor parallelism are those of states: a rank
+        # has some of the heads, and some of the groups or a part of one.
+        num_heads=state.num_heads,
+        num_kv_heads=state.num_groups,
+        head_dim=state.head_dim,
+        vocab_size=positive(config, "vocab_size"),
+        rms_norm_eps=number(config, "layer_norm_epsilon", 1e-5),
+        rope_theta=1.0,
+        rope_scaling=RopeScaling(),
+        local_rope_theta=None,
+        softmax_scale=1.0,
+        qkv_bias=False,
+        output_bias=False,
+        mlp_bias=False,
+        qk_norm=False,
+        sandwich_norms=False,
+        norm_offset=0.0,
+        wide_norms=False,
+        embedding_scale=1.0,
+        activation=_activation(config, family),
+        sinks=False,
+        experts=None,
+        tie_word_embeddings=flag(config, "tie_word_embeddings"),
+        windows=(None,) * num_layers,
+        state=state,
+        state_layers=tuple(range(num_layers)),
+        rotary_dim=0,
+    )
+
+
+def _factor(config: Mapping[str, Any], key: str) -> float | None:
+    """None instead of 1, so that both have one digest."""
+    return None if (factor := number(config, key, 1.0)) == 1 else factor
+
+
+def _has_positions(config: Mapping[str, Any]) -> bool:
+    kind = config.get("position_embedding_type")
+    if kind not in (None, "nope", "rope"):
+        raise config_error(f"must be rope or nope, is {kind!r:.100}", "position_embedding_type")
+    return bool(kind == "rope")
 
 
 def _family(config: Mapping[str, Any]) -> Family:
@@ -242,8 +391,8 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden_size: int, num_h
 
 
 def _experts(config: Mapping[str, Any], family: Family) -> Experts | None:
-    default = {"gpt_oss": 4, "mixtral": 2, "qwen3_moe": 8}.get(family)
-    if default is None:
+    default = {"gpt_oss": 4, "mixtral": 2, "qwen3_moe": 8, "granite_hybrid": 2}.get(family)
+    if default is None or (family == "granite_hybrid" and config.get("num_local_experts") == 0):
         return None
     key = "num_local_experts"
     if family == "qwen3_moe" and config.get("num_experts") is not None:
@@ -254,6 +403,13 @@ def _experts(config: Mapping[str, Any], family: Family) -> Experts | None:
         raise config_error(f"is above {key} ({num_experts})", "num_experts_per_tok")
     if family == "mixtral":
         return Experts(num_experts=num_experts, num_per_token=num_per_token)
+    if family == "granite_hybrid":
+        return Experts(
+            num_experts=num_experts,
+            num_per_token=num_per_token,
+            inner_size=positive(config, "intermediate_size"),
+            shared_size=positive(config, "shared_intermediate_size"),
+        )
     if family == "qwen3_moe":
         return Experts(
             num_experts=num_experts,
@@ -279,7 +435,9 @@ def _dense_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     everywhere: tuple[int | None, ...] = (None,) * num_layers
-    if family in ("llama", "qwen3_moe") or (family not in HYBRIDS and config.get("sliding_window") is None):
+    if family in ("llama", "qwen3_moe", "granite_hybrid") or (
+        family not in HYBRIDS and config.get("sliding_window") is None
+    ):
         return everywhere
     window = positive(config, "sliding_window")
     if family in ("mistral", "mixtral"):

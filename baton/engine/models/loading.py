@@ -15,11 +15,13 @@ from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import UserError
 from baton.core.layout import kv_heads_of
-from baton.engine.checkpoints.architecture import EXPERT_NAMES
+from baton.engine.checkpoints.architecture import EXPERT_NAMES, MlpNames
 from baton.engine.checkpoints.checkpoint import weight_files
 from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.layers import PackedLinear, RowParallelLinear
+from baton.engine.models.mamba2 import Mamba2Mixer
+from baton.engine.models.state_mixer import StateMixer
 
 _RECOMPUTED = ".rotary_emb.inv_freq"  # In old checkpoints; config.json determines it.
 
@@ -27,7 +29,7 @@ _RECOMPUTED = ".rotary_emb.inv_freq"  # In old checkpoints; config.json determin
 class _Target(NamedTuple):
     """`rows` and `columns` of the checkpoint's tensor `name` are copied to `destination`.
 
-    If the tensor has one matrix per expert, this applies to each of them.
+    If the tensor has one matrix per expert, this applies to each of the `matrices`.
     """
 
     name: str
@@ -35,6 +37,7 @@ class _Target(NamedTuple):
     destination: torch.Tensor
     rows: slice = slice(None)
     columns: slice = slice(None)
+    matrices: slice = slice(None)
 
 
 def load_weights(model: Decoder, folder: str | Path) -> None:
@@ -82,7 +85,9 @@ def _fill(target: _Target, stored: Any) -> None:
         raise UserError(
             f"{target.name} has shape {list(shape)}, config.json requires {list(target.shape)}", field="model"
         )
-    index = (target.rows,) if len(shape) == 1 else (slice(None), target.rows, target.columns)[-len(shape) :]
+    index = (
+        (target.rows,) if len(shape) == 1 else (target.matrices, target.rows, target.columns)[-len(shape) :]
+    )
     piece = stored[index]
     assert piece.shape == target.destination.shape
     target.destination.copy_(piece)
@@ -91,24 +96,32 @@ def _fill(target: _Target, stored: Any) -> None:
 def _targets(model: Decoder) -> Iterator[_Target]:
     a = model.architecture
     norm, vocabulary = (a.hidden_size,), (a.vocab_size, a.hidden_size)
-    yield _Target("model.embed_tokens.weight", vocabulary, model.embedding)
+    names = a.names
+    yield _Target(f"{names.root}.{names.embedding}.weight", vocabulary, model.embedding)
     if not a.tie_word_embeddings:
         yield _Target("lm_head.weight", vocabulary, model.head)
-    yield _Target("model.norm.weight", norm, model.norm.weight)
+    yield _Target(f"{names.root}.{names.norm}.weight", norm, model.norm.weight)
     for index, layer in enumerate(model.layers):
-        prefix = f"model.layers.{index}"
-        yield _Target(f"{prefix}.input_layernorm.weight", norm, layer.input_norm.weight)
+        prefix = f"{names.root}.layers.{index}"
+        yield _Target(f"{prefix}.{names.input_norm}.weight", norm, layer.input_norm.weight)
+        if isinstance(layer.attention, StateMixer):
+            yield from _mixer_targets(model, layer.attention, f"{prefix}.{names.mixer}")
+        else:
+            yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
+        if layer.post_norm is None or layer.mlp is None:
+            continue
         if layer.attended_norm is None or layer.mlp_norm is None:
             yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.post_norm.weight)
         else:
             yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.attended_norm.weight)
             yield _Target(f"{prefix}.pre_feedforward_layernorm.weight", norm, layer.post_norm.weight)
             yield _Target(f"{prefix}.post_feedforward_layernorm.weight", norm, layer.mlp_norm.weight)
-        yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
         if isinstance(layer.mlp, MixtureOfExperts):
             yield from _expert_targets(model, layer.mlp, prefix)
         else:
-            yield from _mlp_targets(model, layer.mlp, f"{prefix}.mlp")
+            yield from _mlp_targets(model, layer.mlp, prefix, names.mlp)
+        if layer.shared_mlp is not None:
+            yield from _mlp_targets(model, layer.shared_mlp, prefix, names.shared_mlp)
 
 
 def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Iterator[_Target]:
@@ -135,14 +148,15 @@ def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Ite
             yield _Target(f"{prefix}.{kind}.weight", (a.head_dim,), attention.qk_norm[row])
 
 
-def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str) -> Iterator[_Target]:
-    total = model.architecture.intermediate_size
+def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str, names: MlpNames) -> Iterator[_Target]:
+    total, prefix = mlp.inner_size, f"{prefix}.{names.block}"
     wide = total // model.group.size
     mine = slice(model.group.rank * wide, (model.group.rank + 1) * wide)
-    yield from _packed(
-        mlp.gate_up, _Part(f"{prefix}.gate_proj", total, mine), _Part(f"{prefix}.up_proj", total, mine)
-    )
-    yield from _row_parallel(mlp.down, f"{prefix}.down_proj", total, mine)
+    gate, up = _Part(f"{prefix}.{names.gate}", total, mine), _Part(f"{prefix}.{names.up}", total, mine)
+    if gate == up:
+        gate, up = _stacked(gate.name, gate, up)
+    yield from _packed(mlp.gate_up, gate, up)
+    yield from _row_parallel(mlp.down, f"{prefix}.{names.down}", total, mine)
 
 
 def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Iterator[_Target]:
@@ -153,9 +167,17 @@ def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Itera
     mine = slice(group.rank * wide, (group.rank + 1) * wide)
     if mlp.router_bias is None or mlp.gate_up_bias is None or mlp.down_bias is None:
         names = EXPERT_NAMES[a.family]
-        yield _Target(f"{prefix}.{names.block}.gate.weight", (num, hidden), mlp.router)
+        block = f"{prefix}.{names.block}"
+        yield _Target(f"{block}.{names.router}.weight", (num, hidden), mlp.router)
+        if names.is_stacked:
+            gates, ups = mlp.gate_up.chunk(2, dim=1)
+            stack, above = (num, 2 * total, hidden), slice(total + mine.start, total + mine.stop)
+            yield _Target(f"{block}.{names.gate}.weight", stack, gates, mine)
+            yield _Target(f"{block}.{names.up}.weight", stack, ups, above)
+            yield _Target(f"{block}.{names.down}.weight", (num, hidden, total), mlp.down, columns=mine)
+            return
         for expert in range(num):
-            own = f"{prefix}.{names.block}.experts.{expert}"
+            own = f"{block}.experts.{expert}"
             gate, up = mlp.gate_up[expert].chunk(2)
             yield _Target(f"{own}.{names.gate}.weight", (total, hidden), gate, mine)
             yield _Target(f"{own}.{names.up}.weight", (total, hidden), up, mine)
@@ -172,6 +194,59 @@ def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Itera
     yield _Target(f"{experts}.gate_up_proj_bias", (num, 2 * total), mlp.gate_up_bias, columns=both)
     yield _Target(f"{experts}.down_proj", (num, total, hidden), down, mine)
     yield _Target(f"{experts}.down_proj_bias", (num, hidden), mlp.down_bias)
+
+
+def _mixer_targets(model: Decoder, mixer: StateMixer, prefix: str) -> Iterator[_Target]:
+    if isinstance(mixer, Mamba2Mixer):
+        yield from _mamba2_targets(model, mixer, prefix)
+
+
+def _mamba2_targets(model: Decoder, mixer: Mamba2Mixer, prefix: str) -> Iterator[_Target]:
+    """Targets of a mixer, whose projection and convolution have the rows of several vectors."""
+    state, group = mixer.state, model.group
+    heads = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=state.num_heads)
+    groups = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=state.num_groups)
+    inner, of_groups = state.inner_size, state.num_groups * state.state_size
+    mine = _rows_of(heads, state.head_dim)
+    x, b, c = (
+        _Part(f"{prefix}.conv1d", size, rows)
+        for size, rows in (
+            (inner, mine),
+            (of_groups, _rows_of(groups, state.state_size)),
+            (of_groups, _rows_of(groups, state.state_size)),
+        )
+    )
+    yield from _stacked_conv(mixer, x, b, c)
+    gate, steps = _Part("", inner, mine), _Part("", state.num_heads, _rows_of(heads, 1))
+    yield from _packed(mixer.input, *_stacked(f"{prefix}.in_proj", gate, x, b, c, steps))
+    yield from _row_parallel(mixer.output, f"{prefix}.out_proj", inner, mine)
+    yield _Target(f"{prefix}.norm.weight", (inner,), mixer.norm, mine)
+    for name, parameter in (("A_log", mixer.a_log), ("D", mixer.skip), ("dt_bias", mixer.step_bias)):
+        yield _Target(f"{prefix}.{name}", (state.num_heads,), parameter, _rows_of(heads, 1))
+
+
+def _rows_of(units: range, size: int) -> slice:
+    return slice(units.start * size, units.stop * size)
+
+
+def _stacked(name: str, *parts: "_Part") -> Iterator["_Part"]:
+    """The parts where the tensor `name` has the rows of all of them, one after the other."""
+    start, total = 0, sum(part.num_rows for part in parts)
+    for part in parts:
+        yield _Part(name, total, slice(part.rows.start + start, part.rows.stop + start))
+        start += part.num_rows
+
+
+def _stacked_conv(mixer: StateMixer, *parts: "_Part") -> Iterator[_Target]:
+    """Targets of the convolution, `[channels, 1, kernel]`."""
+    kernel, start = mixer.conv.shape[-1], 0
+    for part in _stacked(parts[0].name, *parts):
+        mine = slice(start, start + part.rows.stop - part.rows.start)
+        start = mine.stop
+        shape = (part.num_rows, 1, kernel)
+        yield _Target(f"{part.name}.weight", shape, mixer.conv[mine], matrices=part.rows)
+        if mixer.conv_bias is not None:
+            yield _Target(f"{part.name}.bias", (part.num_rows,), mixer.conv_bias[mine], part.rows)
 
 
 class _Part(NamedTuple):

@@ -1,0 +1,41 @@
+"""Random weights of layers with a recurrent state.
+
+A head's matrix fades over one to some dozens of tokens, so that answers depend on what a state remembers, and
+what the convolution has of the last tokens matters too.
+"""
+
+from collections.abc import Iterator
+
+from baton.engine.checkpoints.architecture import DecoderArchitecture
+from baton.engine.checkpoints.random_tensor import RandomTensor
+from baton.engine.checkpoints.state_config import Mamba2
+
+_CONV_STD = 0.7
+_BIAS_STD = 0.3
+_DECAY_STD = 1.0  # Of the logarithm of a head's decay, about this mean.
+_DECAY_MEAN = -2.0
+_STEP_STD, _STEP_MEAN = 0.5, -0.5  # Of a head's time step before softplus.
+_SKIP = 0.3
+
+
+def mixer_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[RandomTensor]:
+    if isinstance(a.state, Mamba2):
+        yield from _mamba2_tensors(a, a.state, prefix)
+
+
+def _mamba2_tensors(a: DecoderArchitecture, state: Mamba2, prefix: str) -> Iterator[RandomTensor]:
+    inner, heads, hidden = state.inner_size, state.num_heads, a.hidden_size
+    channels = inner + 2 * state.num_groups * state.state_size
+    rows = inner + channels + heads
+    yield RandomTensor(f"{prefix}.in_proj.weight", (rows, hidden), hidden**-0.5)
+    yield RandomTensor(f"{prefix}.conv1d.weight", (channels, 1, state.kernel), _CONV_STD)
+    if state.conv_bias:
+        yield RandomTensor(f"{prefix}.conv1d.bias", (channels,), _BIAS_STD)
+    yield RandomTensor(f"{prefix}.A_log", (heads,), _DECAY_STD, _DECAY_MEAN)
+    yield RandomTensor(f"{prefix}.dt_bias", (heads,), _STEP_STD, _STEP_MEAN)
+    yield RandomTensor(f"{prefix}.D", (heads,), _SKIP, _SKIP)
+    yield RandomTensor(f"{prefix}.norm.weight", (inner,), 0.1, 1.0)
+    yield RandomTensor(f"{prefix}.out_proj.weight", (hidden, inner), inner**-0.5)
+    if state.projection_bias:
+        yield RandomTensor(f"{prefix}.in_proj.bias", (rows,), _BIAS_STD)
+        yield RandomTensor(f"{prefix}.out_proj.bias", (hidden,), _BIAS_STD)
