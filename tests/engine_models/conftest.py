@@ -23,6 +23,7 @@ FAMILIES: dict[str, dict[str, object]] = {
     "gpt_oss": {"family": "gpt_oss", "sliding_window": 24, "rope_scaling": "yarn"},
     "mamba2": {"family": "mamba2"},
     "granite_hybrid": {"family": "granite_hybrid"},
+    "qwen3_next": {"family": "qwen3_next", "head_dim": 24},
 }
 
 

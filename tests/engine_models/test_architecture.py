@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import UserError
-from baton.engine.checkpoints.architecture import parse_architecture
+from baton.engine.checkpoints.architecture import DecoderArchitecture, parse_architecture
 from baton.engine.checkpoints.state_config import Mamba2
 
 LLAMA: dict[str, Any] = {
@@ -56,6 +56,14 @@ GRANITE = {
     "layer_types": ["mamba", "attention"] * 2,
     "mamba_n_heads": 8,
     "mamba_d_state": 32,
+}
+QWEN3_NEXT = {
+    **QWEN3_MOE,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 
 
@@ -151,6 +159,22 @@ def with_fields(**fields: Any) -> dict[str, Any]:
         ({**GRANITE, "logits_scaling": math.inf}, "logits_scaling"),
         ({**GRANITE, "shared_intermediate_size": None}, "shared_intermediate_size"),
         ({**GRANITE, "num_local_experts": -1}, "num_local_experts"),
+        ({**QWEN3_NEXT, "linear_num_key_heads": 3}, "linear_num_key_heads"),
+        ({**QWEN3_NEXT, "linear_num_value_heads": 0}, "linear_num_value_heads"),
+        ({**QWEN3_NEXT, "linear_key_head_dim": 0.5}, "linear_key_head_dim"),
+        ({**QWEN3_NEXT, "linear_value_head_dim": -1}, "linear_value_head_dim"),
+        ({**QWEN3_NEXT, "linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim"),
+        ({**QWEN3_NEXT, "layer_types": ["linear_attention"]}, "layer_types"),
+        ({**QWEN3_NEXT, "layer_types": ["linear_attention", "sliding_attention"] * 2}, "layer_types"),
+        ({**QWEN3_NEXT, "full_attention_interval": 0}, "full_attention_interval"),
+        ({**QWEN3_NEXT, "partial_rotary_factor": 2.0}, "partial_rotary_factor"),
+        ({**QWEN3_NEXT, "partial_rotary_factor": 0.2}, "partial_rotary_factor"),
+        ({**QWEN3_NEXT, "rope_parameters": {"partial_rotary_factor": "1"}}, "partial_rotary_factor"),
+        ({**QWEN3_NEXT, "shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+        ({**QWEN3_NEXT, "moe_intermediate_size": None}, "moe_intermediate_size"),
+        ({**QWEN3_NEXT, "num_experts": 1}, "num_experts_per_tok"),
+        ({**QWEN3_NEXT, "mlp_only_layers": "0"}, "mlp_only_layers"),
+        ({**QWEN3_NEXT, "use_sliding_window": True}, "use_sliding_window"),
     ],
 )
 def test_unsupported_models_are_refused_by_field(fields: dict[str, Any], named: str) -> None:
@@ -300,3 +324,16 @@ def test_hybrids_may_have_no_experts_and_positions() -> None:
     turned = parse_architecture(with_fields(**GRANITE, position_embedding_type="rope"))
     assert turned.rotated_dim == 16
     assert turned.digest != parse_architecture(with_fields(**GRANITE)).digest
+
+
+def test_every_fourth_layer_of_qwen3_next_attends_and_a_quarter_of_a_head_rotates() -> None:
+    def parsed(**fields: Any) -> DecoderArchitecture:
+        return parse_architecture(with_fields(**{**QWEN3_NEXT, **fields}))
+
+    assert parsed(num_hidden_layers=9).state_layers == (0, 1, 2, 4, 5, 6, 8)
+    assert parsed(full_attention_interval=2).state_layers == (0, 2)
+    assert parsed(layer_types=["full_attention"] * 4).state is None
+    assert parsed().rotated_dim == 4
+    assert parsed(partial_rotary_factor=0.5).rotated_dim == 8
+    assert parsed(rope_parameters={"partial_rotary_factor": 0.5}).rotated_dim == 8
+    assert parsed(partial_rotary_factor=1.0).rotary_dim is None

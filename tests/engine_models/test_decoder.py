@@ -27,6 +27,7 @@ ALL_FAMILIES = [
     "gpt_oss",
     "mamba2",
     "granite_hybrid",
+    "qwen3_next",
 ]
 
 
@@ -49,7 +50,8 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "family", ["mixtral", "qwen3_moe", "qwen3_moe, shares not normalised", "mamba2", "granite_hybrid"]
+    "family",
+    ["mixtral", "qwen3_moe", "qwen3_moe, shares not normalised", "mamba2", "granite_hybrid", "qwen3_next"],
 )
 def test_prompts_around_the_ends_of_blocks_get_the_tokens_of_transformers(
     family: str, paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf

@@ -166,6 +166,11 @@ KEYS = (
     "mamba_expand",
     "position_embedding_type",
     "residual_multiplier",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_conv_kernel_dim",
+    "full_attention_interval",
+    "partial_rotary_factor",
 )
 VALUES = st.recursive(
     st.none()
@@ -188,6 +193,7 @@ FAMILY_NAMES = (
     "GptOssForCausalLM",
     "Mamba2ForCausalLM",
     "GraniteMoeHybridForCausalLM",
+    "Qwen3NextForCausalLM",
 )
 COMPLETE = {
     "num_hidden_layers": 2,
@@ -206,6 +212,7 @@ COMPLETE = {
     "n_groups": 2,
     "shared_intermediate_size": 32,
     "mamba_n_heads": 4,
+    "shared_expert_intermediate_size": 32,
 }
 
 

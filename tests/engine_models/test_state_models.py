@@ -16,6 +16,7 @@ from baton.engine.checkpoints.checkpoint import load_model_config, read_json
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from baton.engine.models.state_mixer import CHUNK
+from baton.engine.states import state_views
 from tests.engine_models.conftest import SMALL
 from tests.engine_models.paged import (
     BLOCK_SIZE,
@@ -27,7 +28,7 @@ from tests.engine_models.paged import (
     prompt_of,
 )
 
-STATE_FAMILIES = ["mamba2", "granite_hybrid"]
+STATE_FAMILIES = ["mamba2", "granite_hybrid", "qwen3_next"]
 
 
 def decode(model: PagedModel, prompt: list[int], table: list[int], num_tokens: int = 16) -> list[int]:
@@ -93,19 +94,21 @@ def test_requests_continue_from_one_state_which_stays(family: str, paged_model_o
 
 
 @pytest.mark.parametrize("family", STATE_FAMILIES)
-def test_a_state_of_zeros_changes_the_answer(family: str, paged_model_of: PagedModelOf) -> None:
-    """Otherwise tests of transfers could not detect a lost state. Each part matters."""
+def test_zeros_instead_of_any_part_change_the_answer(
+    family: str, paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf
+) -> None:
+    """Otherwise tests of transfers could not detect that one of them is lost."""
     model, prompt, table = paged_model_of(family), prompt_of(7, 60), SHUFFLED_BLOCKS
+    parts = load_model_config(checkpoint_of(family)).state_parts
     model.step([(prompt[:-1], 0, table)])
     stored = {name: cache.clone() for name, cache in model.kv_caches.items()}
     right = decode(model, prompt, table)
-    state_caches = {name: cache for name, cache in model.kv_caches.items() if cache.dtype == torch.uint8}
-    for start, stop in ((0, None), (0, 64), (-64, None)):
+    for index, part in enumerate(parts):
         for name, cache in model.kv_caches.items():
             cache.copy_(stored[name])
-        for cache in state_caches.values():
-            cache[:, start:stop] = 0
-        assert decode(model, prompt, table) != right, (start, stop)
+            if cache.dtype == torch.uint8:
+                state_views(cache, parts, tp_rank=0, tp_size=1)[index].zero_()
+        assert decode(model, prompt, table) != right, part.name
 
 
 @pytest.mark.parametrize("family", STATE_FAMILIES)
@@ -179,6 +182,18 @@ def without_experts(tensors: Tensors) -> None:
         del tensors[name]
 
 
+def with_attention_biases(tensors: Tensors) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if ".self_attn." in name and name.endswith("_proj.weight")]:
+        tensors[name.replace("weight", "bias")] = torch.randn(len(tensors[name]), generator=generator).mul_(
+            0.3
+        )
+
+
+def with_drafts(tensors: Tensors) -> None:
+    tensors["mtp.fc.weight"] = torch.zeros(2, 2)
+
+
 def with_nothing_else(tensors: Tensors) -> None:
     pass
 
@@ -195,6 +210,10 @@ def with_nothing_else(tensors: Tensors) -> None:
         ("granite_hybrid", {"position_embedding_type": "rope", "rope_theta": 500.0}, with_nothing_else),
         ("granite_hybrid", {"num_local_experts": 0}, without_experts),
         ("granite_hybrid", {"time_step_limit": [0.4, 0.6]}, with_nothing_else),
+        ("qwen3_next", {"attention_bias": True}, with_attention_biases),
+        ("qwen3_next", {"partial_rotary_factor": 0.5}, with_nothing_else),
+        ("qwen3_next", {"partial_rotary_factor": 1.0, "norm_topk_prob": False}, with_nothing_else),
+        ("qwen3_next", {"rope_theta": 500.0}, with_drafts),
     ],
 )
 def test_variants_of_the_configuration_give_the_logits_of_transformers(
@@ -214,7 +233,7 @@ def test_variants_of_the_configuration_give_the_logits_of_transformers(
 
 
 def test_the_configuration_has_the_states_of_the_model(checkpoint_of: CheckpointOf) -> None:
-    pure, hybrid = (load_model_config(checkpoint_of(family)) for family in STATE_FAMILIES)
+    pure, hybrid, delta = (load_model_config(checkpoint_of(family)) for family in STATE_FAMILIES)
     assert pure.state_layers == (0, 1, 2, 3)
     assert hybrid.state_layers == (0, 2, 3)
     assert pure.state_parts == (
@@ -224,6 +243,13 @@ def test_the_configuration_has_the_states_of_the_model(checkpoint_of: Checkpoint
         StatePart("ssm", 4, (32, 32), "float32"),
     )
     assert [part.num_units for part in hybrid.state_parts] == [8, 1, 1, 8]
+    assert delta.state_layers == (0, 2, 3)
+    assert delta.state_parts == (
+        StatePart("conv_q", 2, (32, 3), "float32"),
+        StatePart("conv_k", 2, (32, 3), "float32"),
+        StatePart("conv_v", 4, (24, 3), "float32"),
+        StatePart("recurrent", 4, (32, 24), "float32"),
+    )
     low = load_model_config(checkpoint_of("mamba2"), dtype="bfloat16")
     assert [part.dtype for part in low.state_parts] == ["bfloat16"] * 3 + ["float32"]
 

@@ -63,6 +63,8 @@ class ThreadGroup(TensorParallelGroup):
         ("mamba2", 4),
         ("granite_hybrid", 2),
         ("granite_hybrid", 4),
+        ("qwen3_next", 2),
+        ("qwen3_next", 4),
     ],
 )
 def test_ranks_together_give_the_logits_of_one(

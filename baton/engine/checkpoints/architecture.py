@@ -1,6 +1,6 @@
 """Architecture of a decoder checkpoint, parsed from its config.json.
 
-This module contains all differences between the ten families:
+This module contains all differences between the eleven families:
 
     family    bias of q, k, v   bias of o   bias of the MLP   norm of q and k   sliding window
     llama     attention_bias    as q        mlp_bias          no                no
@@ -12,12 +12,14 @@ This module contains all differences between the ten families:
     gemma3    attention_bias    as q        no                yes               five layers in six
     gpt_oss   attention_bias    as q        yes               no                every other layer
     granite_hybrid  attention_bias  as q    no                no                no
+    qwen3_next  attention_bias  as q        no                yes               no
     mamba2    -                 -           -                 -                 -
 
 Gemma 3 has norms before and after each half of a layer and scales its embedding; its layers with a window
 have their own rotary theta. GPT-OSS, Mixtral and most layers of Qwen3-MoE have experts instead of an MLP.
 GPT-OSS has a learned sink in every attention head. Mamba 2 has a recurrent state in every layer and no MLP;
-most layers of Granite's hybrids have one instead of attention, whose keys have no position.
+most layers of Granite's hybrids and of Qwen3-Next have one instead of attention. Granite's keys have no
+position. Attention of Qwen3-Next has a gate for every output, and rotates a part of each head.
 
 Imports no torch, so the front end can read a checkpoint's shape without loading a model.
 """
@@ -35,6 +37,7 @@ from baton.engine.checkpoints.state_config import (
     GRANITE_KEYS,
     MAMBA2_KEYS,
     StateKind,
+    parse_gated_delta,
     parse_mamba2,
     parse_state_layers,
 )
@@ -50,6 +53,7 @@ Family = Literal[
     "gpt_oss",
     "mamba2",
     "granite_hybrid",
+    "qwen3_next",
 ]
 
 FAMILIES: dict[str, Family] = {
@@ -63,6 +67,7 @@ FAMILIES: dict[str, Family] = {
     "GptOssForCausalLM": "gpt_oss",
     "Mamba2ForCausalLM": "mamba2",
     "GraniteMoeHybridForCausalLM": "granite_hybrid",
+    "Qwen3NextForCausalLM": "qwen3_next",
 }
 HYBRIDS: frozenset[Family] = frozenset(("gemma3", "gpt_oss"))  # Some of their layers always have a window.
 MAX_LAYERS = 4096  # Twenty times the deepest models; bounds the lists with one entry per layer.
@@ -84,6 +89,7 @@ class ExpertNames(NamedTuple):
 EXPERT_NAMES: dict[Family, ExpertNames] = {
     "mixtral": ExpertNames("block_sparse_moe", "w1", "w3", "w2"),
     "qwen3_moe": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
+    "qwen3_next": ExpertNames("mlp", "gate_proj", "up_proj", "down_proj"),
     "granite_hybrid": ExpertNames(
         "block_sparse_moe", "input_linear", "input_linear", "output_linear", "router.layer", is_stacked=True
     ),
@@ -133,6 +139,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     inner_size: int | None = None  # None: the architecture's `intermediate_size`.
     is_normalised: bool = True  # The shares of the chosen experts are scaled to a sum of one.
     shared_size: int | None = None  # Inner size of an MLP that every token passes besides its experts.
+    shared_gate: bool = False  # A learned factor of that MLP's result.
 
 
 class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -174,6 +181,7 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     rotary_dim: int | None = None  # Leading elements of a head that rotate; None: all; 0: no positions.
     residual_scale: float | None = None  # Factor of the results of attention and MLP; None: 1.
     logit_scale: float | None = None  # Divides the logits; None: 1.
+    attention_gate: bool = False  # q_proj has a gate for every output of attention.
 
     def state_parts(self, dtype: str) -> tuple[StatePart, ...]:
         """Parts of one layer's state in the whole model. `dtype`: of the activations."""
@@ -237,6 +245,7 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
     num_layers = positive(config, "num_hidden_layers", maximum=MAX_LAYERS)
     rope_theta, rope_scaling, local_rope_theta = parse_rope(config, family)
     is_gemma, is_gpt_oss, is_granite = family == "gemma3", family == "gpt_oss", family == "granite_hybrid"
+    is_next = family == "qwen3_next"
     attention_bias = family in (
         "llama",
         "qwen3",
@@ -244,10 +253,10 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
         "gemma3",
         "gpt_oss",
         "granite_hybrid",
+        "qwen3_next",
     ) and flag(config, "attention_bias", default=is_gpt_oss)
     scored_dim = number(config, "query_pre_attn_scalar", 256.0) if is_gemma else head_dim
-    state_layers = parse_state_layers(config, num_layers, ["mamba"] * num_layers) if is_granite else ()
-    state = parse_mamba2(config, GRANITE_KEYS, hidden_size) if state_layers else None
+    state, state_layers = _states(config, family, num_layers, hidden_size)
     return DecoderArchitecture(
         family=family,
         num_layers=num_layers,
@@ -269,10 +278,10 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
         qkv_bias=family == "qwen2" or attention_bias,
         output_bias=attention_bias,
         mlp_bias=is_gpt_oss or (family == "llama" and flag(config, "mlp_bias")),
-        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3"),
+        qk_norm=family in ("qwen3", "qwen3_moe", "gemma3", "qwen3_next"),
         sandwich_norms=is_gemma,
-        norm_offset=1.0 if is_gemma else 0.0,
-        wide_norms=is_gemma or is_gpt_oss,
+        norm_offset=1.0 if is_gemma or is_next else 0.0,
+        wide_norms=is_gemma or is_gpt_oss or is_next,
         embedding_scale=(
             hidden_size**0.5
             if is_gemma
@@ -285,12 +294,13 @@ def parse_architecture(config: Mapping[str, Any]) -> DecoderArchitecture:
         experts=_experts(config, family),
         tie_word_embeddings=flag(config, "tie_word_embeddings", default=is_gemma),
         windows=_windows(config, family, num_layers),
-        dense_layers=_dense_layers(config, num_layers) if family == "qwen3_moe" else (),
+        dense_layers=_dense_layers(config, num_layers) if family in ("qwen3_moe", "qwen3_next") else (),
         state=state,
         state_layers=state_layers,
-        rotary_dim=0 if is_granite and not _has_positions(config) else None,
+        rotary_dim=_rotary_dim(config, family, head_dim),
         residual_scale=_factor(config, "residual_multiplier") if is_granite else None,
         logit_scale=_factor(config, "logits_scaling") if is_granite else None,
+        attention_gate=is_next,
     )
 
 
@@ -339,11 +349,36 @@ def _factor(config: Mapping[str, Any], key: str) -> float | None:
     return None if (factor := number(config, key, 1.0)) == 1 else factor
 
 
-def _has_positions(config: Mapping[str, Any]) -> bool:
-    kind = config.get("position_embedding_type")
-    if kind not in (None, "nope", "rope"):
-        raise config_error(f"must be rope or nope, is {kind!r:.100}", "position_embedding_type")
-    return bool(kind == "rope")
+def _states(
+    config: Mapping[str, Any], family: Family, num_layers: int, hidden_size: int
+) -> tuple[StateKind | None, tuple[int, ...]]:
+    """States of hybrids, and the layers that have one."""
+    if family == "granite_hybrid":
+        layers = parse_state_layers(config, ["mamba"] * num_layers)
+        return parse_mamba2(config, GRANITE_KEYS, hidden_size) if layers else None, layers
+    if family == "qwen3_next":
+        period = positive(config, "full_attention_interval", default=4)
+        kinds = ["linear_attention" if (layer + 1) % period else "attention" for layer in range(num_layers)]
+        layers = parse_state_layers(config, kinds)
+        return parse_gated_delta(config) if layers else None, layers
+    return None, ()
+
+
+def _rotary_dim(config: Mapping[str, Any], family: Family, head_dim: int) -> int | None:
+    """See the field."""
+    if family == "granite_hybrid":
+        kind = config.get("position_embedding_type")
+        if kind not in (None, "nope", "rope"):
+            raise config_error(f"must be rope or nope, is {kind!r:.100}", "position_embedding_type")
+        return None if kind == "rope" else 0
+    if family != "qwen3_next":
+        return None
+    key, nested = "partial_rotary_factor", config.get("rope_parameters")
+    factor = number(nested if isinstance(nested, Mapping) and key in nested else config, key, 0.25)
+    size = int(head_dim * factor)
+    if size % 2 or not 0 < size <= head_dim:
+        raise config_error(f"must rotate an even number of the {head_dim} elements, is {factor}", key)
+    return None if size == head_dim else size
 
 
 def _family(config: Mapping[str, Any]) -> Family:
@@ -359,9 +394,10 @@ def _refuse_unsupported(config: Mapping[str, Any], family: Family) -> None:
         raise config_error(
             "quantised checkpoints are not supported; use the original weights", "quantization_config"
         )
-    if (rotary_part := config.get("partial_rotary_factor", 1.0)) not in (None, 1, 1.0):
+    rotary_part = config.get("partial_rotary_factor", 1.0)
+    if family != "qwen3_next" and rotary_part not in (None, 1, 1.0):
         raise config_error(f"must be 1, is {rotary_part!r}", "partial_rotary_factor")
-    if family == "qwen3_moe" and flag(config, "use_sliding_window"):
+    if family in ("qwen3_moe", "qwen3_next") and flag(config, "use_sliding_window"):
         raise config_error("is not supported", "use_sliding_window")  # Loaders disagree about its layers.
     if family == "gemma3":
         for key in ("attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention"):
@@ -383,7 +419,7 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden_size: int, num_h
         raise config_error(
             f"must be a multiple of num_attention_heads ({num_heads}), or set head_dim", "hidden_size"
         )
-    defaults = {"qwen3": 128, "gemma3": 256, "gpt_oss": 64}
+    defaults = {"qwen3": 128, "gemma3": 256, "gpt_oss": 64, "qwen3_next": 256}
     head_dim = positive(config, "head_dim", default=defaults.get(family, hidden_size // num_heads))
     if head_dim % 2:
         raise config_error(f"must be even for rotary embedding, is {head_dim}", "head_dim")
@@ -391,11 +427,12 @@ def _head_dim(config: Mapping[str, Any], family: Family, hidden_size: int, num_h
 
 
 def _experts(config: Mapping[str, Any], family: Family) -> Experts | None:
-    default = {"gpt_oss": 4, "mixtral": 2, "qwen3_moe": 8, "granite_hybrid": 2}.get(family)
+    defaults = {"gpt_oss": 4, "mixtral": 2, "qwen3_moe": 8, "granite_hybrid": 2, "qwen3_next": 10}
+    default = defaults.get(family)
     if default is None or (family == "granite_hybrid" and config.get("num_local_experts") == 0):
         return None
     key = "num_local_experts"
-    if family == "qwen3_moe" and config.get("num_experts") is not None:
+    if family in ("qwen3_moe", "qwen3_next") and config.get("num_experts") is not None:
         key = "num_experts"
     num_experts = positive(config, key)
     num_per_token = positive(config, "num_experts_per_tok", default=default)
@@ -417,6 +454,15 @@ def _experts(config: Mapping[str, Any], family: Family) -> Experts | None:
             inner_size=positive(config, "moe_intermediate_size"),
             is_normalised=flag(config, "norm_topk_prob"),
         )
+    if family == "qwen3_next":
+        return Experts(
+            num_experts=num_experts,
+            num_per_token=num_per_token,
+            inner_size=positive(config, "moe_intermediate_size"),
+            is_normalised=flag(config, "norm_topk_prob", default=True),
+            shared_size=positive(config, "shared_expert_intermediate_size"),
+            shared_gate=True,
+        )
     return Experts(
         num_experts=num_experts,
         num_per_token=num_per_token,
@@ -435,7 +481,7 @@ def _dense_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]
 
 def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int | None, ...]:
     everywhere: tuple[int | None, ...] = (None,) * num_layers
-    if family in ("llama", "qwen3_moe", "granite_hybrid") or (
+    if family in ("llama", "qwen3_moe", "granite_hybrid", "qwen3_next") or (
         family not in HYBRIDS and config.get("sliding_window") is None
     ):
         return everywhere

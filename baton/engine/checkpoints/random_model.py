@@ -33,6 +33,7 @@ RopeScalingName = Literal["none", "linear", "llama3", "yarn"]
 
 _QK_GAIN = 1.8  # Scores of standard deviation 1.8**2: a query attends to a few keys.
 _DOWN_GAIN = 2.0  # Compensates for the gate.
+_GATE_GAIN = 2.0  # The same of attention.
 _LOGIT_STD = 3.0
 _BIAS_STD = 0.3
 _SINK_STD = 1.0
@@ -42,7 +43,9 @@ _LAYERS_PER_GLOBAL = 3  # For a small Gemma 3: two layers with a window, then on
 _DEFAULT_WINDOW = 128  # For families that always have one.
 _MUTE_SCALE = 1e-3  # Puts the logits of tokens that must not be chosen near zero, far below the largest.
 _MODEL_TYPES: dict[Family, str] = {"gemma3": "gemma3_text", "granite_hybrid": "granitemoehybrid"}
-_WITHOUT_WINDOWS: frozenset[Family] = frozenset(("llama", "qwen3_moe", "mamba2", "granite_hybrid"))
+_WITHOUT_WINDOWS: frozenset[Family] = frozenset(
+    ("llama", "qwen3_moe", "mamba2", "granite_hybrid", "qwen3_next")
+)
 _WITHOUT_POSITIONS: frozenset[Family] = frozenset(("mamba2", "granite_hybrid"))
 _STATE_SIZE, _STATE_KERNEL, _STATE_EXPAND = 32, 4, 2
 _LAYERS_PER_ATTENTION = 4  # For a small hybrid: the second layer of four attends.
@@ -156,11 +159,11 @@ def _config_json(
         config["use_sliding_window"] = True
         # The upper half of the layers has a window, so one model has both kinds.
         config["max_window_layers"] = layers // 2
-    if family in ("llama", "qwen3", "qwen3_moe", "gemma3", "granite_hybrid"):
+    if family in ("llama", "qwen3", "qwen3_moe", "gemma3", "granite_hybrid", "qwen3_next"):
         config["attention_bias"] = False
     if family == "mixtral":
         config |= {"num_local_experts": _NUM_EXPERTS, "num_experts_per_tok": _EXPERTS_PER_TOKEN}
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen3_next"):
         config |= {
             "num_experts": _NUM_EXPERTS,
             "num_experts_per_tok": _EXPERTS_PER_TOKEN,
@@ -168,6 +171,17 @@ def _config_json(
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
             "mlp_only_layers": [0],  # So that one model has both kinds.
+        }
+    if family == "qwen3_next":
+        config |= {
+            "layer_types": _hybrid_types(layers, "linear_attention", "full_attention"),
+            "partial_rotary_factor": 0.25,
+            "shared_expert_intermediate_size": max(1, sizes["intermediate"] // _EXPERTS_PER_TOKEN),
+            "linear_num_key_heads": sizes["kv_heads"],
+            "linear_num_value_heads": sizes["heads"],
+            "linear_key_head_dim": _STATE_SIZE,
+            "linear_value_head_dim": sizes["head_dim"],
+            "linear_conv_kernel_dim": _STATE_KERNEL,
         }
     if family == "granite_hybrid":
         heads = _STATE_EXPAND * sizes["heads"]
@@ -299,14 +313,15 @@ def _norm(a: DecoderArchitecture, name: str, gain: float, size: int | None = Non
 
 def _attention_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[RandomTensor]:
     query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    into, out_of = a.hidden_size**-0.5, query**-0.5
+    into, out_of = a.hidden_size**-0.5, query**-0.5 * (_GATE_GAIN if a.attention_gate else 1)
     sharp = into if a.qk_norm else into * _QK_GAIN
-    yield RandomTensor(f"{prefix}.q_proj.weight", (query, a.hidden_size), sharp)
+    num_rows = 2 * query if a.attention_gate else query
+    yield RandomTensor(f"{prefix}.q_proj.weight", (num_rows, a.hidden_size), sharp)
     yield RandomTensor(f"{prefix}.k_proj.weight", (key, a.hidden_size), sharp)
     yield RandomTensor(f"{prefix}.v_proj.weight", (key, a.hidden_size), into)
     yield RandomTensor(f"{prefix}.o_proj.weight", (a.hidden_size, query), out_of)
     if a.qkv_bias:
-        yield RandomTensor(f"{prefix}.q_proj.bias", (query,), _BIAS_STD)
+        yield RandomTensor(f"{prefix}.q_proj.bias", (num_rows,), _BIAS_STD)
         yield RandomTensor(f"{prefix}.k_proj.bias", (key,), _BIAS_STD)
         yield RandomTensor(f"{prefix}.v_proj.bias", (key,), _BIAS_STD)
     if a.output_bias:
@@ -325,6 +340,9 @@ def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[Ra
         return
     if experts.shared_size is not None:
         yield from _gated_tensors(a, prefix, a.names.shared_mlp, experts.shared_size)
+    if experts.shared_gate:
+        name = f"{prefix}.{a.names.shared_mlp.block}_gate.weight"
+        yield RandomTensor(name, (1, a.hidden_size), a.hidden_size**-0.5)
     num, wide, into = experts.num_experts, a.expert_size, a.hidden_size**-0.5
     down = _DOWN_GAIN * wide**-0.5
     if (names := EXPERT_NAMES.get(a.family)) is not None:

@@ -185,14 +185,14 @@ def parse_gated_delta(config: Mapping[str, Any]) -> GatedDelta:
     )
 
 
-def parse_state_layers(config: Mapping[str, Any], num_layers: int, default: list[str]) -> tuple[int, ...]:
-    """Indices of the layers with a state. `default`: kinds of the layers if config.json has none."""
+def parse_state_layers(config: Mapping[str, Any], default: list[str]) -> tuple[int, ...]:
+    """Indices of the layers with a state. `default`: kind of each layer if config.json has none."""
     key = "layer_types" if config.get("layer_types") is not None else "layers_block_type"
     kinds = config.get(key)
     if kinds is None:
         kinds = default
-    if not isinstance(kinds, list) or len(kinds) != num_layers:
-        raise config_error(f"must be a list of {num_layers} kinds, one per layer, is {kinds!r:.100}", key)
+    if not isinstance(kinds, list) or len(kinds) != len(default):
+        raise config_error(f"must be a list of {len(default)} kinds, one per layer, is {kinds!r:.100}", key)
     for kind in kinds:
         if not isinstance(kind, str) or kind not in STATE_LAYER_KINDS:
             raise config_error(f"must be one of {', '.join(STATE_LAYER_KINDS)}, has {kind!r:.100}", key)

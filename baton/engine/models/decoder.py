@@ -23,6 +23,7 @@ from baton.engine.checkpoints.rope_config import RopeScaling
 from baton.engine.checkpoints.state_config import GatedDelta, Mamba2
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
 from baton.engine.models.experts import MixtureOfExperts
+from baton.engine.models.gated_delta import GatedDeltaMixer
 from baton.engine.models.kinds import Kind, Rotation, StepOfKind
 from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter, rms_norm
 from baton.engine.models.mamba2 import Mamba2Mixer
@@ -205,10 +206,13 @@ class DecoderLayer(nn.Module):
         self.post_norm = _norm(a, dtype, device) if has_mlp else None
         self.mlp: Mlp | MixtureOfExperts | None = None
         self.shared_mlp: Mlp | None = None
+        self.shared_gate: nn.Parameter | None = None
         if experts is not None:
             self.mlp = MixtureOfExperts(a, experts, group, dtype, device)
             if experts.shared_size is not None:
                 self.shared_mlp = Mlp(a, group, dtype, device, inner_size=experts.shared_size)
+            if experts.shared_gate:
+                self.shared_gate = empty_parameter(1, a.hidden_size, dtype=dtype, device=device)
         elif has_mlp:
             self.mlp = Mlp(a, group, dtype, device)
         self.mlp_norm = _norm(a, dtype, device) if a.sandwich_norms else None
@@ -233,7 +237,10 @@ class DecoderLayer(nn.Module):
         normed = self.post_norm(hidden)
         transformed = self.mlp(normed)
         if self.shared_mlp is not None:
-            transformed = transformed + self.shared_mlp(normed)
+            shared = self.shared_mlp(normed)
+            if self.shared_gate is not None:
+                shared = shared * F.linear(normed, self.shared_gate).sigmoid()
+            transformed = transformed + shared
         if self.mlp_norm is not None:
             transformed = self.mlp_norm(transformed)
         return self._sum(transformed, hidden)
@@ -272,8 +279,13 @@ class Attention(nn.Module):
         self._kind = kind
         self._eps = a.rms_norm_eps
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.has_gate = a.attention_gate
         self.qkv = PackedLinear(
-            a.hidden_size, (query, key, key), bias=a.qkv_bias, dtype=shape.dtype, device=shape.device
+            a.hidden_size,
+            (query, key, key, query) if self.has_gate else (query, key, key),
+            bias=a.qkv_bias,
+            dtype=shape.dtype,
+            device=shape.device,
         )
         self.output = RowParallelLinear(
             query, a.hidden_size, bias=a.output_bias, group=group, dtype=shape.dtype, device=shape.device
@@ -307,7 +319,8 @@ class Attention(nn.Module):
         shape = self._backend.shape
         packed = self.qkv(hidden).view(len(hidden), -1, shape.head_dim)
         num_queried = shape.num_heads + shape.num_kv_heads
-        qk, v_THD = packed[:, :num_queried], packed[:, num_queried:]
+        num_stored = num_queried + shape.num_kv_heads
+        qk, v_THD = packed[:, :num_queried], packed[:, num_queried:num_stored]
         if self.qk_norm is not None:
             qk = rms_norm(qk, self.qk_norm, self._eps)
         rotation, plan = steps[self._kind]
@@ -318,8 +331,10 @@ class Attention(nn.Module):
             return torch.zeros_like(q_TQD).reshape(len(hidden), -1)
         q_TQD = q_TQD.contiguous()
         if context.outside_graph is not None:
-            return context.outside_graph(lambda: self._attend(q_TQD, k_THD, v_THD, context, plan))
-        return self._attend(q_TQD, k_THD, v_THD, context, plan)
+            attended = context.outside_graph(lambda: self._attend(q_TQD, k_THD, v_THD, context, plan))
+        else:
+            attended = self._attend(q_TQD, k_THD, v_THD, context, plan)
+        return attended * packed[:, num_stored:].flatten(1).sigmoid() if self.has_gate else attended
 
     def _attend(
         self,
@@ -394,7 +409,7 @@ def _state_mixer(
         case Mamba2():
             return Mamba2Mixer(a, a.state, index, kind, group, dtype, device)
         case GatedDelta():
-            raise NotImplementedError
+            return GatedDeltaMixer(a, a.state, index, kind, group, dtype, device)
 
 
 def _norm(a: DecoderArchitecture, dtype: torch.dtype, device: torch.device) -> RMSNorm:

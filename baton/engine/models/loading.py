@@ -19,11 +19,13 @@ from baton.engine.checkpoints.architecture import EXPERT_NAMES, MlpNames
 from baton.engine.checkpoints.checkpoint import weight_files
 from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts
+from baton.engine.models.gated_delta import GatedDeltaMixer
 from baton.engine.models.layers import PackedLinear, RowParallelLinear
 from baton.engine.models.mamba2 import Mamba2Mixer
 from baton.engine.models.state_mixer import StateMixer
 
 _RECOMPUTED = ".rotary_emb.inv_freq"  # In old checkpoints; config.json determines it.
+_DRAFTS = "mtp."  # Layers that guess several tokens. The engine does not run them.
 
 
 class _Target(NamedTuple):
@@ -67,7 +69,11 @@ def _check_names(home: dict[str, Any], targets: list[_Target], *, tied: bool) ->
     if missing := sorted(wanted - home.keys()):
         raise UserError(f"the checkpoint lacks {_some(missing)}", field="model")
     ignored = {"lm_head.weight"} if tied else set()
-    left_over = sorted(name for name in home.keys() - wanted - ignored if not name.endswith(_RECOMPUTED))
+    left_over = sorted(
+        name
+        for name in home.keys() - wanted - ignored
+        if not (name.endswith(_RECOMPUTED) or name.startswith(_DRAFTS))
+    )
     if left_over:
         raise UserError(
             f"the checkpoint has {_some(left_over)}, which its config.json does not describe", field="model"
@@ -122,6 +128,9 @@ def _targets(model: Decoder) -> Iterator[_Target]:
             yield from _mlp_targets(model, layer.mlp, prefix, names.mlp)
         if layer.shared_mlp is not None:
             yield from _mlp_targets(model, layer.shared_mlp, prefix, names.shared_mlp)
+        if layer.shared_gate is not None:
+            gate = f"{prefix}.{names.shared_mlp.block}_gate.weight"
+            yield _Target(gate, (1, a.hidden_size), layer.shared_gate)
 
 
 def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Iterator[_Target]:
@@ -131,12 +140,12 @@ def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Ite
     num_queries, num_keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     query = slice(group.rank * heads * a.head_dim, (group.rank + 1) * heads * a.head_dim)
     key = slice(kv_heads.start * a.head_dim, kv_heads.stop * a.head_dim)
-    yield from _packed(
-        attention.qkv,
-        _Part(f"{prefix}.q_proj", num_queries, query),
-        _Part(f"{prefix}.k_proj", num_keys, key),
-        _Part(f"{prefix}.v_proj", num_keys, key),
-    )
+    if attention.has_gate:
+        yield from _gated_query_targets(model, attention, f"{prefix}.q_proj")
+    else:
+        yield from _packed(attention.qkv, _Part(f"{prefix}.q_proj", num_queries, query))
+    keys, values = _Part(f"{prefix}.k_proj", num_keys, key), _Part(f"{prefix}.v_proj", num_keys, key)
+    yield from _packed(attention.qkv, keys, values, first=1)
     yield from _row_parallel(attention.output, f"{prefix}.o_proj", num_queries, query)
     if attention.sinks is not None:
         mine = slice(group.rank * heads, (group.rank + 1) * heads)
@@ -146,6 +155,26 @@ def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Ite
         for row in range(len(attention.qk_norm)):
             kind = "q_norm" if row < heads else "k_norm"
             yield _Target(f"{prefix}.{kind}.weight", (a.head_dim,), attention.qk_norm[row])
+
+
+def _gated_query_targets(model: Decoder, attention: Attention, name: str) -> Iterator[_Target]:
+    """Targets of queries and gates, which alternate in the checkpoint: each head has the rows of both."""
+    a, group = model.architecture, model.group
+    heads = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=a.num_heads)
+    wanted: list[tuple[str, tuple[int, ...], tuple[torch.Tensor, ...]]] = [
+        ("weight", (a.hidden_size,), attention.qkv.weight_parts())
+    ]
+    if attention.qkv.bias is not None:
+        wanted.append(("bias", (), attention.qkv.bias_parts()))
+    for kind, inputs, (queries, _, _, gates) in wanted:
+        for place, head in enumerate(heads):
+            for row, destination in ((2 * head, queries), (2 * head + 1, gates)):
+                yield _Target(
+                    f"{name}.{kind}",
+                    (2 * a.num_heads * a.head_dim, *inputs),
+                    destination[_rows_of(range(place, place + 1), a.head_dim)],
+                    _rows_of(range(row, row + 1), a.head_dim),
+                )
 
 
 def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str, names: MlpNames) -> Iterator[_Target]:
@@ -199,6 +228,8 @@ def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Itera
 def _mixer_targets(model: Decoder, mixer: StateMixer, prefix: str) -> Iterator[_Target]:
     if isinstance(mixer, Mamba2Mixer):
         yield from _mamba2_targets(model, mixer, prefix)
+    if isinstance(mixer, GatedDeltaMixer):
+        yield from _gated_delta_targets(model, mixer, prefix)
 
 
 def _mamba2_targets(model: Decoder, mixer: Mamba2Mixer, prefix: str) -> Iterator[_Target]:
@@ -223,6 +254,46 @@ def _mamba2_targets(model: Decoder, mixer: Mamba2Mixer, prefix: str) -> Iterator
     yield _Target(f"{prefix}.norm.weight", (inner,), mixer.norm, mine)
     for name, parameter in (("A_log", mixer.a_log), ("D", mixer.skip), ("dt_bias", mixer.step_bias)):
         yield _Target(f"{prefix}.{name}", (state.num_heads,), parameter, _rows_of(heads, 1))
+
+
+def _gated_delta_targets(model: Decoder, mixer: GatedDeltaMixer, prefix: str) -> Iterator[_Target]:
+    """Targets of a mixer. In its two projections each key head has the rows of all that belongs to it."""
+    state, group = mixer.state, model.group
+    keys = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=state.num_key_heads)
+    values = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=state.num_value_heads)
+    key_dim, value_dim, total = state.key_dim, state.value_dim, state.num_value_heads
+    of_keys, in_group = state.num_key_heads * key_dim, total // state.num_key_heads
+    mine = _rows_of(values, value_dim)
+    some_keys = _Part(f"{prefix}.conv1d", of_keys, _rows_of(keys, key_dim))
+    some_values = _Part(f"{prefix}.conv1d", total * value_dim, mine)
+    yield from _stacked_conv(mixer, some_keys, some_keys, some_values)
+    q, k, v, gate, rate, step = mixer.input.weight_parts()
+    hidden = mixer.input.weight.shape[1]
+    of_group = 2 * key_dim + 2 * in_group * value_dim
+
+    def wide(destination: torch.Tensor, place: int, start: int, size: int) -> _Target:
+        shape, rows = (state.num_key_heads * of_group, hidden), slice(start, start + size)
+        own = destination[place * size : (place + 1) * size]
+        return _Target(f"{prefix}.in_proj_qkvz.weight", shape, own, rows)
+
+    def narrow(destination: torch.Tensor, place: int, row: int) -> _Target:
+        own, rows = destination[place : place + 1], slice(row, row + 1)
+        return _Target(f"{prefix}.in_proj_ba.weight", (2 * total, hidden), own, rows)
+
+    for place, key in enumerate(keys):
+        yield wide(q, place, key * of_group, key_dim)
+        yield wide(k, place, key * of_group + key_dim, key_dim)
+    for place, value in enumerate(values):
+        key, in_key = divmod(value, in_group)
+        start = key * of_group + 2 * key_dim + in_key * value_dim
+        yield wide(v, place, start, value_dim)
+        yield wide(gate, place, start + in_group * value_dim, value_dim)
+        yield narrow(rate, place, 2 * key * in_group + in_key)
+        yield narrow(step, place, (2 * key + 1) * in_group + in_key)
+    yield from _row_parallel(mixer.output, f"{prefix}.out_proj", total * value_dim, mine)
+    yield _Target(f"{prefix}.norm.weight", (value_dim,), mixer.norm)
+    for name, parameter in (("A_log", mixer.a_log), ("dt_bias", mixer.step_bias)):
+        yield _Target(f"{prefix}.{name}", (total,), parameter, _rows_of(values, 1))
 
 
 def _rows_of(units: range, size: int) -> slice:
@@ -257,12 +328,13 @@ class _Part(NamedTuple):
     rows: slice
 
 
-def _packed(linear: PackedLinear, *parts: _Part) -> Iterator[_Target]:
-    num_inputs = linear.weight.shape[1]
-    for part, weight in zip(parts, linear.weight_parts(), strict=True):
+def _packed(linear: PackedLinear, *parts: _Part, first: int = 0) -> Iterator[_Target]:
+    """Targets of the projections from the one with index `first` on."""
+    num_inputs, those = linear.weight.shape[1], slice(first, first + len(parts))
+    for part, weight in zip(parts, linear.weight_parts()[those], strict=True):
         yield _Target(f"{part.name}.weight", (part.num_rows, num_inputs), weight, part.rows)
     if linear.bias is not None:
-        for part, bias in zip(parts, linear.bias_parts(), strict=True):
+        for part, bias in zip(parts, linear.bias_parts()[those], strict=True):
             yield _Target(f"{part.name}.bias", (part.num_rows,), bias, part.rows)
 
 
