@@ -33,6 +33,9 @@ FAMILIES: dict[str, dict[str, object]] = {
         "fields": {"rope_interleave": False, "norm_topk_prob": False, "n_group": 1, "topk_group": 1},
     },
     "deepseek_v32": {"family": "deepseek_v32", "rope_scaling": "yarn"},
+    "mamba2": {"family": "mamba2"},
+    "granite_hybrid": {"family": "granite_hybrid"},
+    "qwen3_next": {"family": "qwen3_next", "head_dim": 24},
 }
 
 

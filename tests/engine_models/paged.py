@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from baton.core.config import CacheConfig, ModelConfig
+from baton.core.kv_groups import KVCacheGroup, layer_name
+from baton.core.states import state_bytes
 from baton.engine.attention.kv_memory import allocate_kv_cache
-from baton.engine.forward_context import ForwardContext, build_attention_metadata
+from baton.engine.forward_context import AttentionMetadata, ForwardContext, build_attention_metadata
 from baton.engine.models import Decoder, TensorParallelGroup, build_model, load_weights
 
 BLOCK_SIZE = 8
@@ -27,10 +29,24 @@ class PagedModel:
         self, config: ModelConfig, group: TensorParallelGroup | None = None, *, device: str = "cpu"
     ) -> None:
         rank, size = (group.rank, group.size) if group is not None else (0, 1)
-        self.model: Decoder = build_model(config, group, device)
+        states = frozenset(config.state_layers)
+        layers = range(config.num_hidden_layers)
+        groups = [KVCacheGroup(tuple(layer for layer in layers if layer not in states))]
+        if states:
+            groups.append(KVCacheGroup(config.state_layers))
+        self.model: Decoder = build_model(config, group, device, kv_cache_groups=groups)
         load_weights(self.model, config.model)
-        cache = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS)
-        self.kv_caches = allocate_kv_cache(config, cache, rank, size, device)
+        self.kv_caches: dict[str, torch.Tensor] = {}
+        if attending := groups[0].layers:
+            cache = CacheConfig(block_size=BLOCK_SIZE, num_gpu_blocks=NUM_BLOCKS)
+            attention = KVCacheGroup(attending)
+            self.kv_caches |= allocate_kv_cache(config, cache, rank, size, device, groups=(attention,))
+        row = state_bytes(config.state_parts, tp_rank=rank, tp_size=size)
+        for layer in config.state_layers:
+            # Not zeros, and with gaps between the pages: a new request may not read an old state.
+            pages = torch.randint(256, (NUM_BLOCKS, row + 64), dtype=torch.uint8, device=device)
+            self.kv_caches[layer_name(layer)] = pages[:, :row]
+        self._num_groups = len(groups)
         self._device = device
 
     def step(self, requests: Sequence[tuple[list[int], int, list[int]]]) -> torch.Tensor:
@@ -40,8 +56,12 @@ class PagedModel:
         ids = torch.tensor([token for request in tokens for token in request], device=self._device)
         positions = metadata.positions.to(self._device)
         with torch.inference_mode():
-            hidden = self.model(ids, positions, ForwardContext(metadata, self.kv_caches))
+            hidden = self.model(ids, positions, self.context(metadata))
             return self.model.compute_logits(hidden)
+
+    def context(self, metadata: AttentionMetadata) -> ForwardContext:
+        """Attention and states use the same block ids, of pages of their own."""
+        return ForwardContext(metadata, self.kv_caches, group_metadata=(metadata,) * self._num_groups)
 
     def greedy(self, prompt: list[int], num_tokens: int, block_ids: list[int]) -> list[int]:
         logits = self.step([(prompt, 0, block_ids)])

@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import UserError
-from baton.engine.checkpoints.architecture import parse_architecture
+from baton.engine.checkpoints.architecture import DecoderArchitecture, parse_architecture
+from baton.engine.checkpoints.state_config import Mamba2
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -69,6 +70,29 @@ GPT_OSS = {
     "num_local_experts": 4,
     "num_experts_per_tok": 2,
     "rope_scaling": YARN,
+}
+MAMBA2 = {
+    "architectures": ["Mamba2ForCausalLM"],
+    "num_heads": 8,
+    "head_dim": 16,
+    "n_groups": 2,
+    "state_size": 32,
+}
+GRANITE = {
+    "architectures": ["GraniteMoeHybridForCausalLM"],
+    "num_local_experts": 4,
+    "shared_intermediate_size": 48,
+    "layer_types": ["mamba", "attention"] * 2,
+    "mamba_n_heads": 8,
+    "mamba_d_state": 32,
+}
+QWEN3_NEXT = {
+    **QWEN3_MOE,
+    "architectures": ["Qwen3NextForCausalLM"],
+    "shared_expert_intermediate_size": 32,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
 }
 
 
@@ -167,6 +191,59 @@ def with_fields(**fields: Any) -> dict[str, Any]:
         ({**DEEPSEEK_V32, "mlp_layer_types": ["dense"]}, "mlp_layer_types"),
         ({**DEEPSEEK_V32, "mlp_layer_types": ["moe"] * 4}, "mlp_layer_types"),
         ({**DEEPSEEK_V32, "mlp_bias": True}, "mlp_bias"),
+        ({**MAMBA2, "num_heads": 0}, "num_heads"),
+        ({**MAMBA2, "num_heads": 6}, "head_dim"),
+        ({**MAMBA2, "head_dim": "16"}, "head_dim"),
+        ({**MAMBA2, "expand": 3}, "head_dim"),
+        ({**MAMBA2, "n_groups": 3}, "n_groups"),
+        ({**MAMBA2, "state_size": 1.5}, "state_size"),
+        ({**MAMBA2, "conv_kernel": 1}, "conv_kernel"),
+        ({**MAMBA2, "conv_kernel": 1 << 20}, "conv_kernel"),
+        ({**MAMBA2, "use_bias": 1}, "use_bias"),
+        ({**MAMBA2, "use_conv_bias": "no"}, "use_conv_bias"),
+        ({**MAMBA2, "time_step_limit": 1.0}, "time_step_limit"),
+        ({**MAMBA2, "time_step_limit": [0.0]}, "time_step_limit"),
+        ({**MAMBA2, "time_step_limit": [-1.0, 1.0]}, "time_step_limit"),
+        ({**MAMBA2, "time_step_limit": [1.0, 0.5]}, "time_step_limit"),
+        ({**MAMBA2, "time_step_limit": [0.0, math.nan]}, "time_step_limit"),
+        ({**MAMBA2, "time_step_limit": [math.inf, math.inf]}, "time_step_limit"),
+        ({**MAMBA2, "hidden_act": "gelu"}, "hidden_act"),
+        ({**MAMBA2, "layer_norm_epsilon": 0}, "layer_norm_epsilon"),
+        ({**MAMBA2, "num_hidden_layers": 1 << 20}, "num_hidden_layers"),
+        ({**GRANITE, "layer_types": ["mamba"]}, "layer_types"),
+        ({**GRANITE, "layer_types": ["mamba", "attention", "mamba", "sliding_attention"]}, "layer_types"),
+        ({**GRANITE, "layer_types": [[]] * 4}, "layer_types"),
+        ({**GRANITE, "layer_types": None, "layers_block_type": 4}, "layers_block_type"),
+        ({**GRANITE, "mamba_n_heads": 7}, "mamba_d_head"),
+        ({**GRANITE, "mamba_d_head": 15}, "mamba_d_head"),
+        ({**GRANITE, "mamba_n_groups": 3}, "mamba_n_groups"),
+        ({**GRANITE, "mamba_d_state": None, "mamba_d_conv": True}, "mamba_d_conv"),
+        ({**GRANITE, "mamba_expand": -2}, "mamba_expand"),
+        ({**GRANITE, "mamba_proj_bias": 0}, "mamba_proj_bias"),
+        ({**GRANITE, "position_embedding_type": "alibi"}, "position_embedding_type"),
+        ({**GRANITE, "position_embedding_type": {}}, "position_embedding_type"),
+        ({**GRANITE, "residual_multiplier": 0}, "residual_multiplier"),
+        ({**GRANITE, "embedding_multiplier": "1"}, "embedding_multiplier"),
+        ({**GRANITE, "attention_multiplier": False}, "attention_multiplier"),
+        ({**GRANITE, "logits_scaling": math.inf}, "logits_scaling"),
+        ({**GRANITE, "shared_intermediate_size": None}, "shared_intermediate_size"),
+        ({**GRANITE, "num_local_experts": -1}, "num_local_experts"),
+        ({**QWEN3_NEXT, "linear_num_key_heads": 3}, "linear_num_key_heads"),
+        ({**QWEN3_NEXT, "linear_num_value_heads": 0}, "linear_num_value_heads"),
+        ({**QWEN3_NEXT, "linear_key_head_dim": 0.5}, "linear_key_head_dim"),
+        ({**QWEN3_NEXT, "linear_value_head_dim": -1}, "linear_value_head_dim"),
+        ({**QWEN3_NEXT, "linear_conv_kernel_dim": 65}, "linear_conv_kernel_dim"),
+        ({**QWEN3_NEXT, "layer_types": ["linear_attention"]}, "layer_types"),
+        ({**QWEN3_NEXT, "layer_types": ["linear_attention", "sliding_attention"] * 2}, "layer_types"),
+        ({**QWEN3_NEXT, "full_attention_interval": 0}, "full_attention_interval"),
+        ({**QWEN3_NEXT, "partial_rotary_factor": 2.0}, "partial_rotary_factor"),
+        ({**QWEN3_NEXT, "partial_rotary_factor": 0.2}, "partial_rotary_factor"),
+        ({**QWEN3_NEXT, "rope_parameters": {"partial_rotary_factor": "1"}}, "partial_rotary_factor"),
+        ({**QWEN3_NEXT, "shared_expert_intermediate_size": None}, "shared_expert_intermediate_size"),
+        ({**QWEN3_NEXT, "moe_intermediate_size": None}, "moe_intermediate_size"),
+        ({**QWEN3_NEXT, "num_experts": 1}, "num_experts_per_tok"),
+        ({**QWEN3_NEXT, "mlp_only_layers": "0"}, "mlp_only_layers"),
+        ({**QWEN3_NEXT, "use_sliding_window": True}, "use_sliding_window"),
     ],
 )
 def test_unsupported_models_are_refused_by_field(fields: dict[str, Any], named: str) -> None:
@@ -300,3 +377,62 @@ def test_the_mscale_of_yarn_changes_rotation_and_scores() -> None:
     assert scaled.rope_scaling.attention_factor == pytest.approx(gain / gain_of_all)
     assert plain.softmax_scale == pytest.approx(24**-0.5)
     assert scaled.softmax_scale == pytest.approx(24**-0.5 * gain_of_all**2)
+
+
+@pytest.mark.parametrize("spelled", [[0.0, math.inf], [0, None], [0.0, {"__float__": "Infinity"}], None])
+def test_a_time_step_without_upper_limit_has_several_spellings(spelled: Any) -> None:
+    a, plain = (
+        parse_architecture(with_fields(**MAMBA2, **more)) for more in ({"time_step_limit": spelled}, {})
+    )
+    assert isinstance(a.state, Mamba2)
+    assert (a.state.min_time_step, a.state.max_time_step) == (None, None)
+    assert a.digest == plain.digest
+
+
+def test_factors_of_one_are_as_good_as_none() -> None:
+    ones = dict.fromkeys(("residual_multiplier", "logits_scaling", "embedding_multiplier"), 1.0)
+    assert (
+        parse_architecture(with_fields(**GRANITE, **ones)).digest
+        == parse_architecture(with_fields(**GRANITE)).digest
+    )
+
+
+def test_old_and_new_names_of_the_kinds_of_layers_mean_the_same() -> None:
+    old = parse_architecture(with_fields(**GRANITE))
+    new = parse_architecture(
+        with_fields(**{**GRANITE, "layer_types": ["linear_attention", "full_attention"] * 2})
+    )
+    assert old == new
+    assert old.state_layers == (0, 2)
+    assert parse_architecture(with_fields(**{**GRANITE, "layer_types": None})).state_layers == (0, 1, 2, 3)
+    plain = parse_architecture(with_fields(**{**GRANITE, "layer_types": ["attention"] * 4}))
+    assert (plain.state, plain.state_parts("float32")) == (None, ())
+
+
+def test_a_model_of_states_has_no_attention_and_no_mlp() -> None:
+    a = parse_architecture(with_fields(**MAMBA2))
+    # Gate, x, B, C and time steps; the last projection; the convolution.
+    mixer = 64 * (128 + 128 + 2 * 64 + 8) + 64 * 128 + 4 * (128 + 2 * 64)
+    assert a.num_parameters_at_least == 64 * 1000 + 4 * mixer
+    assert a.rotated_dim == 0
+
+
+def test_hybrids_may_have_no_experts_and_positions() -> None:
+    plain = parse_architecture(with_fields(**{**GRANITE, "num_local_experts": 0}))
+    assert (plain.experts, plain.intermediate_size, plain.rotated_dim) == (None, 48, 0)
+    turned = parse_architecture(with_fields(**GRANITE, position_embedding_type="rope"))
+    assert turned.rotated_dim == 16
+    assert turned.digest != parse_architecture(with_fields(**GRANITE)).digest
+
+
+def test_every_fourth_layer_of_qwen3_next_attends_and_a_quarter_of_a_head_rotates() -> None:
+    def parsed(**fields: Any) -> DecoderArchitecture:
+        return parse_architecture(with_fields(**{**QWEN3_NEXT, **fields}))
+
+    assert parsed(num_hidden_layers=9).state_layers == (0, 1, 2, 4, 5, 6, 8)
+    assert parsed(full_attention_interval=2).state_layers == (0, 2)
+    assert parsed(layer_types=["full_attention"] * 4).state is None
+    assert parsed().rotated_dim == 4
+    assert parsed(partial_rotary_factor=0.5).rotated_dim == 8
+    assert parsed(rope_parameters={"partial_rotary_factor": 0.5}).rotated_dim == 8
+    assert parsed(partial_rotary_factor=1.0).rotary_dim is None

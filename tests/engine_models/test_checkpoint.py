@@ -48,6 +48,28 @@ def test_limits_and_types_may_be_chosen(folder: Path) -> None:
     assert (config.dtype, config.max_model_len, config.served_model_name) == ("bfloat16", 100, "m")
 
 
+def test_a_model_without_positions_may_name_no_limit(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, family="mamba2", **TINY)
+    edit(folder / "config.json", max_position_embeddings=None)
+    assert load_model_config(folder).max_model_len == 2048
+    assert load_model_config(folder, max_model_len=100_000).max_model_len == 100_000
+    with pytest.raises(UserError) as caught:
+        load_model_config(folder, max_model_len=1 << 30)
+    assert caught.value.field == "max_model_len"
+
+
+def test_a_time_step_limit_may_be_infinite_as_python_writes_it(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, family="mamba2", **TINY)
+    plain = load_model_config(folder)
+    edit(folder / "config.json", time_step_limit=[0.0, float("inf")])
+    assert "Infinity" in (folder / "config.json").read_text()
+    assert load_model_config(folder).architecture_digest == plain.architecture_digest
+    (folder / "config.json").write_text("[Infinity]")
+    with pytest.raises(UserError) as caught:
+        load_model_config(folder)
+    assert caught.value.field == "config.json"
+
+
 def test_eos_ids_fall_back_to_config_json(folder: Path) -> None:
     (folder / "generation_config.json").unlink()
     assert load_model_config(folder).eos_token_ids == (2,)
@@ -128,6 +150,9 @@ def test_shards_hold_what_one_file_holds(folder: Path, tmp_path: Path) -> None:
         ({"vocab": 100}, "vocab"),
         ({"layers": 0}, "layers"),
         ({"rope_scaling": "longrope"}, "rope_scaling"),
+        ({"family": "mamba2", "rope_scaling": "yarn"}, "rope_scaling"),
+        ({"family": "granite_hybrid", "sliding_window": 8}, "sliding_window"),
+        ({"family": "mamba2", "heads": 3, "kv_heads": 1}, "config.json: head_dim"),
         ({"family": "llama", "sliding_window": 8}, "sliding_window"),
         ({"heads": 3, "kv_heads": 2}, "config.json: num_key_value_heads"),
     ],

@@ -28,7 +28,19 @@ LATENT = [
     "deepseek_v3, halves rotated",
     "deepseek_v32",
 ]
-ALL_FAMILIES = ["llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma3", "gpt_oss", *LATENT]
+STATES = ["mamba2", "granite_hybrid", "qwen3_next"]
+ALL_FAMILIES = [
+    "llama",
+    "mistral",
+    "mixtral",
+    "qwen2",
+    "qwen3",
+    "qwen3_moe",
+    "gemma3",
+    "gpt_oss",
+    *LATENT,
+    *STATES,
+]
 
 
 @pytest.mark.slow
@@ -49,7 +61,9 @@ def test_logits_and_64_greedy_tokens_are_those_of_transformers(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "qwen3_moe, shares not normalised", *LATENT])
+@pytest.mark.parametrize(
+    "family", ["mixtral", "qwen3_moe", "qwen3_moe, shares not normalised", *LATENT, *STATES]
+)
 def test_prompts_around_the_ends_of_blocks_get_the_tokens_of_transformers(
     family: str, paged_model_of: PagedModelOf, checkpoint_of: CheckpointOf
 ) -> None:
@@ -87,6 +101,9 @@ def test_other_requests_of_a_batch_do_not_matter(family: str, paged_model_of: Pa
     # Four decode their last token; the fourth one is prefilled in the middle of them.
     done = [len(p) - 1 for p in prompts]
     done[3] = 5
+    for p, d, table in zip(prompts, done, tables, strict=True):
+        if d:  # A state is that of all tokens computed, so it is computed again up to here.
+            model.step([(p[:d], 0, table)])
     together = model.step([(p[d:], d, table) for p, d, table in zip(prompts, done, tables, strict=True)])
     expected = torch.cat([logits[d:] for logits, d in zip(alone, done, strict=True)])
     torch.testing.assert_close(together, expected, atol=1e-4, rtol=0)

@@ -170,6 +170,25 @@ KEYS = (
     "max_window_layers",
     "use_sliding_window",
     "query_pre_attn_scalar",
+    "num_heads",
+    "n_groups",
+    "expand",
+    "state_size",
+    "conv_kernel",
+    "time_step_limit",
+    "layers_block_type",
+    "mamba_n_heads",
+    "mamba_d_head",
+    "mamba_n_groups",
+    "mamba_d_state",
+    "mamba_expand",
+    "position_embedding_type",
+    "residual_multiplier",
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_conv_kernel_dim",
+    "full_attention_interval",
+    "partial_rotary_factor",
 )
 VALUES = st.recursive(
     st.none()
@@ -195,6 +214,9 @@ FAMILY_NAMES = (
     "DeepseekV2ForCausalLM",
     "DeepseekV3ForCausalLM",
     "DeepseekV32ForCausalLM",
+    "Mamba2ForCausalLM",
+    "GraniteMoeHybridForCausalLM",
+    "Qwen3NextForCausalLM",
 )
 COMPLETE = {
     "num_hidden_layers": 2,
@@ -222,6 +244,11 @@ COMPLETE = {
     "index_head_dim": 8,
     "index_topk": 4,
     "rope_scaling": {"rope_type": "default"},
+    "num_heads": 4,
+    "n_groups": 2,
+    "shared_intermediate_size": 32,
+    "mamba_n_heads": 4,
+    "shared_expert_intermediate_size": 32,
 }
 
 

@@ -63,6 +63,12 @@ class ThreadGroup(TensorParallelGroup):
         ("deepseek_v2, as Lite", 4),
         ("deepseek_v3", 2),
         ("deepseek_v32", 4),
+        ("mamba2", 2),
+        ("mamba2", 4),
+        ("granite_hybrid", 2),
+        ("granite_hybrid", 4),
+        ("qwen3_next", 2),
+        ("qwen3_next", 4),
     ],
 )
 def test_ranks_together_give_the_logits_of_one(
@@ -115,3 +121,15 @@ def test_a_size_that_does_not_divide_the_model_is_refused(tmp_path: Path) -> Non
     for size, named in ((3, "num_attention_heads"), (2, "intermediate_size")):
         with pytest.raises(UserError, match=named):
             build_model(config, ThreadGroup(0, size, Meeting(size)))
+
+
+@pytest.mark.parametrize(("heads", "groups", "size"), [(6, 2, 4), (6, 3, 2)])
+def test_ranks_that_do_not_divide_the_states_are_refused(
+    heads: int, groups: int, size: int, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(
+        tmp_path, family="mamba2", hidden=48, layers=1, heads=heads, kv_heads=groups, vocab=512
+    )
+    with pytest.raises(UserError) as caught:
+        build_model(load_model_config(folder), ThreadGroup(0, size, Meeting(size)))
+    assert caught.value.field == "parallel_config.tensor_parallel_size"

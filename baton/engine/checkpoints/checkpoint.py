@@ -7,6 +7,7 @@
 Raises UserError with the file and the field. Imports no torch.
 """
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_POSITION = 1 << 27
 MAX_JSON_BYTES = 32 << 20  # The index of a checkpoint with 100,000 tensors has 10 MiB.
 MAX_ROPE_ENTRIES = 1 << 30  # Positions times head_dim: 4 GiB of tables.
+_DEFAULT_LENGTH = 2048  # As in vLLM, for models without positions that name no limit.
 _HASH_CHUNK_BYTES = 1 << 22
 
 
@@ -86,7 +88,18 @@ def read_json(path: Path, *, required: bool = True) -> dict[str, Any]:
     try:
         return decode_json(content, dict[str, Any])
     except NotJson as error:
+        if b"Infinity" in content and (config := _json_with_infinity(content)) is not None:
+            return config
         raise UserError(f"is not a JSON object: {error}", field=path.name) from error
+
+
+def _json_with_infinity(content: bytes) -> dict[str, Any] | None:
+    """An object as Python writes it, with `Infinity` as a number: the `time_step_limit` of Mamba 2 has it."""
+    try:
+        value = json.loads(content)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
 
 
 def weight_files(folder: str | Path) -> list[Path]:
@@ -143,6 +156,8 @@ def _choose_max_model_len(
     wanted: int | None, config: dict[str, Any], architecture: DecoderArchitecture
 ) -> int:
     limit = config.get("max_position_embeddings")
+    if limit is None and not architecture.rotated_dim:
+        limit = MAX_POSITION if wanted is not None else _DEFAULT_LENGTH
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 1:
         raise UserError(
             f"must be a positive integer, is {limit!r}", field="config.json: max_position_embeddings"
@@ -157,10 +172,10 @@ def _choose_max_model_len(
     chosen = limit if wanted is None else wanted
     if not 1 <= chosen <= limit:
         raise UserError(f"must be in [1, {limit}], the range of the model", field="max_model_len")
-    if chosen * architecture.head_dim > MAX_ROPE_ENTRIES:
+    if chosen * architecture.rotated_dim > MAX_ROPE_ENTRIES:
         raise UserError(
-            f"{chosen} positions of {architecture.head_dim} are too many; at most "
-            f"{MAX_ROPE_ENTRIES // architecture.head_dim} fit into the tables of rotary embedding",
+            f"{chosen} positions of {architecture.rotated_dim} are too many; at most "
+            f"{MAX_ROPE_ENTRIES // architecture.rotated_dim} fit into the tables of rotary embedding",
             field="max_model_len",
         )
     return chosen

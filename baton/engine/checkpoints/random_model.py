@@ -21,10 +21,12 @@ from baton.engine.checkpoints.architecture import (
     HYBRIDS,
     DecoderArchitecture,
     Family,
+    MlpNames,
     parse_architecture,
 )
 from baton.engine.checkpoints.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE
 from baton.engine.checkpoints.random_latents import latent_attention_tensors, latent_fields
+from baton.engine.checkpoints.random_mixers import mixer_tensors
 from baton.engine.checkpoints.random_tensor import RandomTensor
 from baton.engine.checkpoints.random_tokenizer import WrittenTokenizer, write_tokenizer
 from baton.engine.checkpoints.rope_config import LATENT_FAMILIES
@@ -33,6 +35,7 @@ RopeScalingName = Literal["none", "linear", "llama3", "yarn"]
 
 _QK_GAIN = 1.8  # Scores of standard deviation 1.8**2: a query attends to a few keys.
 _DOWN_GAIN = 2.0  # Compensates for the gate.
+_GATE_GAIN = 2.0  # The same of attention.
 _LOGIT_STD = 3.0
 _BIAS_STD = 0.3
 _SINK_STD = 1.0
@@ -42,6 +45,13 @@ _NUM_EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
 _LAYERS_PER_GLOBAL = 3  # For a small Gemma 3: two layers with a window, then one without.
 _DEFAULT_WINDOW = 128  # For families that always have one.
 _MUTE_SCALE = 1e-3  # Puts the logits of tokens that must not be chosen near zero, far below the largest.
+_MODEL_TYPES: dict[Family, str] = {"gemma3": "gemma3_text", "granite_hybrid": "granitemoehybrid"}
+_WITHOUT_WINDOWS: frozenset[str] = frozenset(
+    ("llama", "qwen3_moe", "mamba2", "granite_hybrid", "qwen3_next", *LATENT_FAMILIES)
+)
+_WITHOUT_POSITIONS: frozenset[Family] = frozenset(("mamba2", "granite_hybrid"))
+_STATE_SIZE, _STATE_KERNEL, _STATE_EXPAND = 32, 4, 2
+_LAYERS_PER_ATTENTION = 4  # For a small hybrid: the second layer of four attends.
 _SHARD_BYTES = 512 << 20
 
 
@@ -84,6 +94,8 @@ def write_checkpoint(
     config = _config_json(
         _checked_family(family), sizes, dtype=dtype, sliding_window=sliding_window, rope_scaling=rope_scaling
     )
+    if family == "mamba2":
+        config = _mamba2_json(config, sizes)
     config |= {"vocab_size": vocab, "rope_theta": rope_theta, "tie_word_embeddings": tie_word_embeddings}
     config |= fields or {}
     architecture = parse_architecture(config)
@@ -124,12 +136,14 @@ def _config_json(
             raise UserError(f"must be positive, is {value}", field=field)
     if dtype not in DTYPES:
         raise UserError(f"must be one of {', '.join(DTYPES)}, is {dtype!r}", field="dtype")
-    if sliding_window is not None and family in ("llama", "qwen3_moe", *LATENT_FAMILIES):
+    if sliding_window is not None and family in _WITHOUT_WINDOWS:
         raise UserError(f"the {family} family has none; choose another one", field="sliding_window")
+    if rope_scaling != "none" and family in _WITHOUT_POSITIONS:
+        raise UserError(f"the {family} family has no positions; choose another one", field="rope_scaling")
     layers, max_position = sizes["layers"], sizes["max_position"]
     config: dict[str, Any] = {
         "architectures": [next(name for name, kind in FAMILIES.items() if kind == family)],
-        "model_type": "gemma3_text" if family == "gemma3" else family,
+        "model_type": _MODEL_TYPES.get(family, family),
         "hidden_size": sizes["hidden"],
         "num_hidden_layers": layers,
         "num_attention_heads": sizes["heads"],
@@ -151,11 +165,11 @@ def _config_json(
         config["use_sliding_window"] = True
         # The upper half of the layers has a window, so one model has both kinds.
         config["max_window_layers"] = layers // 2
-    if family in ("llama", "qwen3", "qwen3_moe", "gemma3"):
+    if family in ("llama", "qwen3", "qwen3_moe", "gemma3", "granite_hybrid", "qwen3_next"):
         config["attention_bias"] = False
     if family == "mixtral":
         config |= {"num_local_experts": _NUM_EXPERTS, "num_experts_per_tok": _EXPERTS_PER_TOKEN}
-    if family == "qwen3_moe":
+    if family in ("qwen3_moe", "qwen3_next"):
         config |= {
             "num_experts": _NUM_EXPERTS,
             "num_experts_per_tok": _EXPERTS_PER_TOKEN,
@@ -168,6 +182,40 @@ def _config_json(
         config |= latent_fields(family, sizes, num_experts=_NUM_EXPERTS, num_per_token=_EXPERTS_PER_TOKEN)
         if rope_scaling == "yarn":
             config["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": 0.7}
+    if family == "qwen3_next":
+        config |= {
+            "layer_types": _hybrid_types(layers, "linear_attention", "full_attention"),
+            "partial_rotary_factor": 0.25,
+            "shared_expert_intermediate_size": max(1, sizes["intermediate"] // _EXPERTS_PER_TOKEN),
+            "linear_num_key_heads": sizes["kv_heads"],
+            "linear_num_value_heads": sizes["heads"],
+            "linear_key_head_dim": _STATE_SIZE,
+            "linear_value_head_dim": sizes["head_dim"],
+            "linear_conv_kernel_dim": _STATE_KERNEL,
+        }
+    if family == "granite_hybrid":
+        heads = _STATE_EXPAND * sizes["heads"]
+        config |= {
+            "layer_types": _hybrid_types(layers, "mamba", "attention"),
+            "position_embedding_type": "nope",
+            "num_local_experts": _NUM_EXPERTS,
+            "num_experts_per_tok": _EXPERTS_PER_TOKEN,
+            "intermediate_size": max(1, sizes["intermediate"] // _EXPERTS_PER_TOKEN),
+            "shared_intermediate_size": sizes["intermediate"],
+            "mamba_n_heads": heads,
+            "mamba_d_head": max(1, _STATE_EXPAND * sizes["hidden"] // heads),
+            "mamba_n_groups": 1,
+            "mamba_d_state": _STATE_SIZE,
+            "mamba_d_conv": _STATE_KERNEL,
+            "mamba_expand": _STATE_EXPAND,
+            "mamba_conv_bias": True,
+            "mamba_proj_bias": False,
+            # Unlike 1, so that a loader which ignores one of them gives other tokens.
+            "embedding_multiplier": 4.0,
+            "residual_multiplier": 0.75,
+            "attention_multiplier": 1.25 * sizes["head_dim"] ** -0.5,
+            "logits_scaling": 2.0,
+        }
     if family == "llama":
         config["mlp_bias"] = False
     if family in HYBRIDS:
@@ -190,6 +238,27 @@ def _config_json(
             "layer_types": _layer_types(layers, 2),
         }
     return config
+
+
+def _mamba2_json(config: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """config.json of a model without attention, for the same arguments."""
+    kept = ("architectures", "model_type", "hidden_size", "num_hidden_layers", "hidden_act", "torch_dtype")
+    return {key: config[key] for key in (*kept, "max_position_embeddings", "use_cache")} | {
+        "num_heads": sizes["heads"],
+        "head_dim": max(1, _STATE_EXPAND * sizes["hidden"] // sizes["heads"]),
+        "n_groups": sizes["kv_heads"],
+        "state_size": _STATE_SIZE,
+        "conv_kernel": _STATE_KERNEL,
+        "expand": _STATE_EXPAND,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "layer_norm_epsilon": config["rms_norm_eps"],
+        "residual_in_fp32": False,
+    }
+
+
+def _hybrid_types(layers: int, with_state: str, with_attention: str) -> list[str]:
+    return [with_attention if layer % _LAYERS_PER_ATTENTION == 1 else with_state for layer in range(layers)]
 
 
 def _layer_types(layers: int, per_global: int) -> list[str]:
@@ -227,22 +296,27 @@ def _rope_scaling(name: str, max_position: int) -> dict[str, Any] | None:
 
 def _tensors(architecture: DecoderArchitecture) -> Iterator[RandomTensor]:
     """All tensors except the embedding and the head, in the order of the checkpoint."""
-    a = architecture
-    norms = ["input_layernorm", "post_attention_layernorm"]
+    a, names = architecture, architecture.names
+    norms = ["post_attention_layernorm"]
     if a.sandwich_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     for layer in range(a.num_layers):
-        prefix = f"model.layers.{layer}"
-        yield _norm(a, f"{prefix}.{norms[0]}", 1.0)
-        if a.latent is not None:
+        prefix = f"{names.root}.layers.{layer}"
+        yield _norm(a, f"{prefix}.{names.input_norm}", 1.0)
+        if layer in a.state_layers:
+            yield from mixer_tensors(a, f"{prefix}.{names.mixer}")
+        elif a.latent is not None:
             yield from latent_attention_tensors(a, a.latent, f"{prefix}.self_attn")
         else:
             yield from _attention_tensors(a, f"{prefix}.self_attn")
-        for name in norms[1:]:
+        if not a.intermediate_size:
+            continue
+        for name in norms:
             yield _norm(a, f"{prefix}.{name}", 1.0)
         yield from _mlp_tensors(a, layer, prefix)
     # A tied, scaled embedding is smaller by the scale, which the head has to compensate.
-    yield _norm(a, "model.norm", a.embedding_scale if a.tie_word_embeddings else 1.0)
+    scale = a.embedding_scale if a.tie_word_embeddings else 1.0
+    yield _norm(a, f"{names.root}.{names.norm}", scale * (a.logit_scale or 1.0))
 
 
 def _norm(a: DecoderArchitecture, name: str, gain: float, size: int | None = None) -> RandomTensor:
@@ -251,14 +325,15 @@ def _norm(a: DecoderArchitecture, name: str, gain: float, size: int | None = Non
 
 def _attention_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[RandomTensor]:
     query, key = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
-    into, out_of = a.hidden_size**-0.5, query**-0.5
+    into, out_of = a.hidden_size**-0.5, query**-0.5 * (_GATE_GAIN if a.attention_gate else 1)
     sharp = into if a.qk_norm else into * _QK_GAIN
-    yield RandomTensor(f"{prefix}.q_proj.weight", (query, a.hidden_size), sharp)
+    num_rows = 2 * query if a.attention_gate else query
+    yield RandomTensor(f"{prefix}.q_proj.weight", (num_rows, a.hidden_size), sharp)
     yield RandomTensor(f"{prefix}.k_proj.weight", (key, a.hidden_size), sharp)
     yield RandomTensor(f"{prefix}.v_proj.weight", (key, a.hidden_size), into)
     yield RandomTensor(f"{prefix}.o_proj.weight", (a.hidden_size, query), out_of)
     if a.qkv_bias:
-        yield RandomTensor(f"{prefix}.q_proj.bias", (query,), _BIAS_STD)
+        yield RandomTensor(f"{prefix}.q_proj.bias", (num_rows,), _BIAS_STD)
         yield RandomTensor(f"{prefix}.k_proj.bias", (key,), _BIAS_STD)
         yield RandomTensor(f"{prefix}.v_proj.bias", (key,), _BIAS_STD)
     if a.output_bias:
@@ -273,25 +348,27 @@ def _attention_tensors(a: DecoderArchitecture, prefix: str) -> Iterator[RandomTe
 def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[RandomTensor]:
     experts = a.experts_of(layer)
     if experts is None:
-        yield from _gated_tensors(
-            a, f"{prefix}.mlp", ("gate_proj", "up_proj", "down_proj"), a.intermediate_size
-        )
+        yield from _gated_tensors(a, prefix, a.names.mlp, a.intermediate_size)
         return
+    if experts.shared_size is not None:
+        yield from _gated_tensors(a, prefix, a.names.shared_mlp, experts.shared_size)
+    if experts.shared_gate:
+        name = f"{prefix}.{a.names.shared_mlp.block}_gate.weight"
+        yield RandomTensor(name, (1, a.hidden_size), a.hidden_size**-0.5)
     num, wide, into = experts.num_experts, a.expert_size, a.hidden_size**-0.5
     down = _DOWN_GAIN * wide**-0.5
     if (names := EXPERT_NAMES.get(a.family)) is not None:
-        router = f"{prefix}.{names.block}.gate.weight"
-        yield RandomTensor(router, (num, a.hidden_size), into * _ROUTER_GAIN)
+        block = f"{prefix}.{names.block}"
+        yield RandomTensor(f"{block}.{names.router}.weight", (num, a.hidden_size), into * _ROUTER_GAIN)
+        if names.is_stacked:
+            yield RandomTensor(f"{block}.{names.gate}.weight", (num, 2 * wide, a.hidden_size), into)
+            yield RandomTensor(f"{block}.{names.down}.weight", (num, a.hidden_size, wide), down)
+            return
         for expert in range(num):
-            own = f"{prefix}.{names.block}.experts.{expert}"
-            yield from _gated_tensors(a, own, (names.gate, names.up, names.down), wide)
+            own = MlpNames(f"experts.{expert}", names.gate, names.up, names.down)
+            yield from _gated_tensors(a, block, own, wide)
         if experts.has_choice_bias:
-            yield RandomTensor(
-                f"{prefix}.{names.block}.gate.e_score_correction_bias", (num,), _CHOICE_BIAS_STD
-            )
-        if experts.shared_size:
-            own = f"{prefix}.{names.block}.shared_experts"
-            yield from _gated_tensors(a, own, (names.gate, names.up, names.down), experts.shared_size)
+            yield RandomTensor(f"{block}.gate.e_score_correction_bias", (num,), _CHOICE_BIAS_STD)
         return
     prefix = f"{prefix}.mlp"
     yield RandomTensor(f"{prefix}.router.weight", (num, a.hidden_size), into * _ROUTER_GAIN)
@@ -302,12 +379,13 @@ def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[Ra
     yield RandomTensor(f"{prefix}.experts.down_proj_bias", (num, a.hidden_size), _BIAS_STD)
 
 
-def _gated_tensors(
-    a: DecoderArchitecture, prefix: str, names: tuple[str, str, str], wide: int
-) -> Iterator[RandomTensor]:
-    gate, up, down = (f"{prefix}.{name}.weight" for name in names)
-    yield RandomTensor(gate, (wide, a.hidden_size), a.hidden_size**-0.5)
-    yield RandomTensor(up, (wide, a.hidden_size), a.hidden_size**-0.5)
+def _gated_tensors(a: DecoderArchitecture, prefix: str, names: MlpNames, wide: int) -> Iterator[RandomTensor]:
+    gate, up, down = (f"{prefix}.{names.block}.{name}.weight" for name in names[1:])
+    if gate == up:
+        yield RandomTensor(gate, (2 * wide, a.hidden_size), a.hidden_size**-0.5)
+    else:
+        yield RandomTensor(gate, (wide, a.hidden_size), a.hidden_size**-0.5)
+        yield RandomTensor(up, (wide, a.hidden_size), a.hidden_size**-0.5)
     yield RandomTensor(down, (a.hidden_size, wide), _DOWN_GAIN * wide**-0.5)
 
 
@@ -333,7 +411,8 @@ def _write_weights(
         return rows
 
     def drawn() -> Iterator[tuple[str, torch.Tensor]]:
-        yield "model.embed_tokens.weight", draw_vocabulary().div_(architecture.embedding_scale)
+        names = architecture.names
+        yield f"{names.root}.{names.embedding}.weight", draw_vocabulary().div_(architecture.embedding_scale)
         for tensor in _tensors(architecture):
             yield tensor.name, draw(tensor.shape, tensor.std, tensor.mean)
         if not architecture.tie_word_embeddings:

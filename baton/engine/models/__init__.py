@@ -33,10 +33,19 @@ def build_model(
         ("num_attention_heads", architecture.num_heads),
         ("intermediate_size", architecture.intermediate_size),
         ("moe_intermediate_size", architecture.expert_size),
+        ("shared_intermediate_size", (architecture.experts and architecture.experts.shared_size) or 0),
     ):
         if size % group.size:
             raise UserError(
                 f"must divide the model's {name} ({size})", field="parallel_config.tensor_parallel_size"
+            )
+    if architecture.state is not None:
+        heads, groups = architecture.state.unit_counts
+        if heads % group.size or (groups % group.size and group.size % groups):
+            raise UserError(
+                f"must divide the {heads} heads of the model's states, and must divide their {groups} groups "
+                "or be a multiple of them",
+                field="parallel_config.tensor_parallel_size",
             )
     return Decoder(
         architecture,

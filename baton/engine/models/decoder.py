@@ -20,14 +20,18 @@ from baton.core.layout import kv_heads_of
 from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
 from baton.engine.checkpoints.architecture import DecoderArchitecture
 from baton.engine.checkpoints.rope_config import RopeScaling
+from baton.engine.checkpoints.state_config import GatedDelta, Mamba2
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
 from baton.engine.models.experts import MixtureOfExperts
-from baton.engine.models.kinds import Kind, StepOfKind
+from baton.engine.models.gated_delta import GatedDeltaMixer
+from baton.engine.models.kinds import Kind, Rotation, StepOfKind
 from baton.engine.models.latent_attention import LatentAttention
 from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter, rms_norm
+from baton.engine.models.mamba2 import Mamba2Mixer
 from baton.engine.models.matmul import Matmul, is_packable
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.rotary import Rotary, rotate
+from baton.engine.models.state_mixer import StateMixer, plan_states
 
 
 class Decoder(nn.Module):
@@ -50,13 +54,17 @@ class Decoder(nn.Module):
         self.backend = build_backend(shape)
         vocabulary = (architecture.vocab_size, architecture.hidden_size)
         self.embedding = empty_parameter(*vocabulary, dtype=dtype, device=device)
-        self.rotary = Rotary(
-            architecture.head_dim,
-            theta=architecture.rope_theta,
-            scaling=architecture.rope_scaling,
-            max_positions=max_positions,
-            dtype=dtype,
-        ).to(device)
+        self.rotary = (
+            Rotary(
+                architecture.rotated_dim,
+                theta=architecture.rope_theta,
+                scaling=architecture.rope_scaling,
+                max_positions=max_positions,
+                dtype=dtype,
+            ).to(device)
+            if architecture.rotated_dim
+            else None
+        )
         self.local_rotary = (
             Rotary(
                 architecture.head_dim,
@@ -69,7 +77,10 @@ class Decoder(nn.Module):
             else None
         )
         places = places_of(kv_cache_groups)
-        kinds = [Kind(places[layer][0], window) for layer, window in enumerate(architecture.windows)]
+        kinds = [
+            Kind(places[layer][0], window, layer in architecture.state_layers)
+            for layer, window in enumerate(architecture.windows)
+        ]
         self._first_of = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
         self.layers = [
             DecoderLayer(architecture, layer, kinds[layer], self.backend, group)
@@ -100,16 +111,19 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Hidden states `[T, M]`, or those of `context.wanted_tokens`.
 
-        Writes all of the step's keys and values into `context.kv_caches`. After the last layer's attention
-        only wanted tokens are computed, which saves most of a layer for a long prompt.
+        Writes all of the step's keys, values and states into `context.kv_caches`. After the last layer's
+        attention only wanted tokens are computed, which saves most of a layer for a long prompt.
         A dummy run, without metadata, warms attention up instead of calling it.
         """
-        rotation = self.rotary(positions)
+        rotation: Rotation | None = None if self.rotary is None else self.rotary(positions)
         local = rotation if self.local_rotary is None else self.local_rotary(positions)
         steps: dict[Kind, StepOfKind] = {}
         for kind, first in self._first_of.items():
             if context.plans is not None:
                 plan = context.plans[kind]
+            elif kind.has_state:
+                metadata = context.metadata_of(kind.group)
+                plan = None if metadata is None else plan_states(metadata, self.backend.shape.device)
             elif (metadata := context.metadata_of(kind.group)) is not None:
                 plan = self.backend.plan(metadata, kind.window, context.kv_caches[layer_name(first)])
             else:
@@ -137,8 +151,9 @@ class Decoder(nn.Module):
     @property
     def can_be_recorded(self) -> bool:
         """False for mixtures of experts, because the host routes tokens to experts in every step, and for
-        latent attention, whose plan has another size in every step."""
-        return self.architecture.experts is None and self.architecture.latent is None
+        latent attention and states, whose plans have no fixed addresses."""
+        a = self.architecture
+        return a.experts is None and a.latent is None and a.state is None
 
     def decode_plans(
         self, num_reqs: int, max_blocks: int, kv_caches: dict[str, torch.Tensor]
@@ -163,11 +178,12 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[S, V]` in float32 of the rows of `hidden`; the same on every rank."""
         assert self._head_matmul is not None, "`seal` comes before the first step"
-        return self._head_matmul(hidden).float()
+        logits = self._head_matmul(hidden).float()
+        return logits if self.architecture.logit_scale is None else logits / self.architecture.logit_scale
 
 
 class DecoderLayer(nn.Module):
-    """Attention and MLP with their norms and residual sums."""
+    """Attention, or a mixer with a state, and MLP with their norms and residual sums."""
 
     def __init__(
         self,
@@ -180,19 +196,29 @@ class DecoderLayer(nn.Module):
         super().__init__()
         dtype, device = backend.shape.dtype, backend.shape.device
         self.input_norm = _norm(a, dtype, device)
-        attention = Attention if a.latent is None else LatentAttention
-        self.attention: Attention | LatentAttention = attention(a, index, kind, backend, group)
+        self.attention: Attention | LatentAttention | StateMixer
+        if kind.has_state:
+            self.attention = _state_mixer(a, index, kind, group, dtype, device)
+        else:
+            self.attention = (Attention if a.latent is None else LatentAttention)(
+                a, index, kind, backend, group
+            )
+        self._residual_scale = a.residual_scale
         self.attended_norm = _norm(a, dtype, device) if a.sandwich_norms else None
-        self.post_norm = _norm(a, dtype, device)
         experts = a.experts_of(index)
-        self.mlp: Mlp | MixtureOfExperts = (
-            Mlp(a, group, dtype, device)
-            if experts is None
-            else MixtureOfExperts(a, experts, group, dtype, device)
-        )
+        has_mlp = experts is not None or a.intermediate_size > 0
+        self.post_norm = _norm(a, dtype, device) if has_mlp else None
+        self.mlp: Mlp | MixtureOfExperts | None = None
         self.shared_mlp: Mlp | None = None
-        if experts is not None and experts.shared_size is not None:
-            self.shared_mlp = Mlp(a, group, dtype, device, inner_size=experts.shared_size)
+        self.shared_gate: nn.Parameter | None = None
+        if experts is not None:
+            self.mlp = MixtureOfExperts(a, experts, group, dtype, device)
+            if experts.shared_size is not None:
+                self.shared_mlp = Mlp(a, group, dtype, device, inner_size=experts.shared_size)
+            if experts.shared_gate:
+                self.shared_gate = empty_parameter(1, a.hidden_size, dtype=dtype, device=device)
+        elif has_mlp:
+            self.mlp = Mlp(a, group, dtype, device)
         self.mlp_norm = _norm(a, dtype, device) if a.sandwich_norms else None
 
     def forward(
@@ -209,14 +235,23 @@ class DecoderLayer(nn.Module):
             if not len(wanted):
                 return hidden
         attended = self.attention.output(attended)
-        hidden = (attended if self.attended_norm is None else self.attended_norm(attended)).add_(hidden)
+        hidden = self._sum(attended if self.attended_norm is None else self.attended_norm(attended), hidden)
+        if self.mlp is None or self.post_norm is None:
+            return hidden
         normed = self.post_norm(hidden)
         transformed = self.mlp(normed)
         if self.shared_mlp is not None:
-            transformed = transformed + self.shared_mlp(normed)
+            shared = self.shared_mlp(normed)
+            if self.shared_gate is not None:
+                shared = shared * F.linear(normed, self.shared_gate).sigmoid()
+            transformed = transformed + shared
         if self.mlp_norm is not None:
             transformed = self.mlp_norm(transformed)
-        return transformed.add_(hidden)  # type: ignore[no-any-return]
+        return self._sum(transformed, hidden)
+
+    def _sum(self, added: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """The residual sum, which may use the memory of `added`."""
+        return (added if self._residual_scale is None else added.mul_(self._residual_scale)).add_(hidden)
 
     def seal(self) -> None:
         for part in (self.attention, self.mlp, self.shared_mlp):
@@ -248,8 +283,13 @@ class Attention(nn.Module):
         self._kind = kind
         self._eps = a.rms_norm_eps
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        self.has_gate = a.attention_gate
         self.qkv = PackedLinear(
-            a.hidden_size, (query, key, key), bias=a.qkv_bias, dtype=shape.dtype, device=shape.device
+            a.hidden_size,
+            (query, key, key, query) if self.has_gate else (query, key, key),
+            bias=a.qkv_bias,
+            dtype=shape.dtype,
+            device=shape.device,
         )
         self.output = RowParallelLinear(
             query, a.hidden_size, bias=a.output_bias, group=group, dtype=shape.dtype, device=shape.device
@@ -283,18 +323,22 @@ class Attention(nn.Module):
         shape = self._backend.shape
         packed = self.qkv(hidden).view(len(hidden), -1, shape.head_dim)
         num_queried = shape.num_heads + shape.num_kv_heads
-        qk, v_THD = packed[:, :num_queried], packed[:, num_queried:]
+        num_stored = num_queried + shape.num_kv_heads
+        qk, v_THD = packed[:, :num_queried], packed[:, num_queried:num_stored]
         if self.qk_norm is not None:
             qk = rms_norm(qk, self.qk_norm, self._eps)
         rotation, plan = steps[self._kind]
-        qk = rotate(qk, *rotation)
+        if rotation is not None:
+            qk = rotate(qk, *rotation)
         q_TQD, k_THD = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
         if context.attn_metadata is None:
             return torch.zeros_like(q_TQD).reshape(len(hidden), -1)
         q_TQD = q_TQD.contiguous()
         if context.outside_graph is not None:
-            return context.outside_graph(lambda: self._attend(q_TQD, k_THD, v_THD, context, plan))
-        return self._attend(q_TQD, k_THD, v_THD, context, plan)
+            attended = context.outside_graph(lambda: self._attend(q_TQD, k_THD, v_THD, context, plan))
+        else:
+            attended = self._attend(q_TQD, k_THD, v_THD, context, plan)
+        return attended * packed[:, num_stored:].flatten(1).sigmoid() if self.has_gate else attended
 
     def _attend(
         self,
@@ -354,6 +398,22 @@ class Mlp(nn.Module):
         else:
             self.gate_up.seal()
         self.down.seal()
+
+
+def _state_mixer(
+    a: DecoderArchitecture,
+    index: int,
+    kind: Kind,
+    group: TensorParallelGroup,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> StateMixer:
+    assert a.state is not None, "some layers have states"
+    match a.state:
+        case Mamba2():
+            return Mamba2Mixer(a, a.state, index, kind, group, dtype, device)
+        case GatedDelta():
+            return GatedDeltaMixer(a, a.state, index, kind, group, dtype, device)
 
 
 def _norm(a: DecoderArchitecture, dtype: torch.dtype, device: torch.device) -> RMSNorm:

@@ -12,10 +12,11 @@ class Kind(NamedTuple):
 
     group: int  # KV-cache group of the layers.
     window: int | None
+    has_state: bool = False  # A recurrent state instead of attention.
 
 
 class StepOfKind(NamedTuple):
     """What one kind of layer needs in a step."""
 
-    rotation: Rotation
-    plan: Any  # The attention backend's. None in a dummy run.
+    rotation: Rotation | None  # None: the model has no positions.
+    plan: Any  # The attention backend's, or a StatePlan. None in a dummy run.

@@ -112,6 +112,7 @@ class LatentAttention(nn.Module):
             return hidden.new_zeros(num_tokens, num_heads * latent.v_head_dim)
         queries, slots = self.down(hidden).split(self.down.part_sizes, dim=-1)
         rotation, plan = steps[self._kind]
+        assert rotation is not None, "the families with latents have positions"
         indexed: Indexed | None = None
         if self.query_norm is not None and self.query_up is not None:
             query_latent = self.query_norm(queries)

@@ -15,23 +15,27 @@ from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import UserError
 from baton.core.layout import kv_heads_of
-from baton.engine.checkpoints.architecture import EXPERT_NAMES, MAX_LAYERS
+from baton.engine.checkpoints.architecture import EXPERT_NAMES, MAX_LAYERS, MlpNames
 from baton.engine.checkpoints.checkpoint import read_json, weight_files
 from baton.engine.checkpoints.config_fields import positive
 from baton.engine.checkpoints.latent_config import IndexShape
 from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts
+from baton.engine.models.gated_delta import GatedDeltaMixer
 from baton.engine.models.indexer import Indexer
 from baton.engine.models.latent_attention import LatentAttention
 from baton.engine.models.layers import PackedLinear, RowParallelLinear
+from baton.engine.models.mamba2 import Mamba2Mixer
+from baton.engine.models.state_mixer import StateMixer
 
 _RECOMPUTED = ".rotary_emb.inv_freq"  # In old checkpoints; config.json determines it.
+_DRAFTS = "mtp."  # Layers that guess several tokens. The engine does not run them.
 
 
 class _Target(NamedTuple):
     """`rows` and `columns` of the checkpoint's tensor `name` are copied to `destination`.
 
-    If the tensor has one matrix per expert, this applies to each of them.
+    If the tensor has one matrix per expert, this applies to each of the `matrices`.
     """
 
     name: str
@@ -39,6 +43,7 @@ class _Target(NamedTuple):
     destination: torch.Tensor
     rows: slice = slice(None)
     columns: slice = slice(None)
+    matrices: slice = slice(None)
 
 
 def load_weights(model: Decoder, folder: str | Path) -> None:
@@ -77,7 +82,11 @@ def _check_names(home: dict[str, Any], targets: list[_Target], *, tied: bool) ->
     if missing := sorted(wanted - home.keys()):
         raise UserError(f"the checkpoint lacks {_some(missing)}", field="model")
     ignored = {"lm_head.weight"} if tied else set()
-    left_over = sorted(name for name in home.keys() - wanted - ignored if not name.endswith(_RECOMPUTED))
+    left_over = sorted(
+        name
+        for name in home.keys() - wanted - ignored
+        if not (name.endswith(_RECOMPUTED) or name.startswith(_DRAFTS))
+    )
     if left_over:
         raise UserError(
             f"the checkpoint has {_some(left_over)}, which its config.json does not describe", field="model"
@@ -95,7 +104,9 @@ def _fill(target: _Target, stored: Any) -> None:
         raise UserError(
             f"{target.name} has shape {list(shape)}, config.json requires {list(target.shape)}", field="model"
         )
-    index = (target.rows,) if len(shape) == 1 else (slice(None), target.rows, target.columns)[-len(shape) :]
+    index = (
+        (target.rows,) if len(shape) == 1 else (target.matrices, target.rows, target.columns)[-len(shape) :]
+    )
     piece = stored[index]
     assert piece.shape == target.destination.shape
     target.destination.copy_(piece)
@@ -104,29 +115,37 @@ def _fill(target: _Target, stored: Any) -> None:
 def _targets(model: Decoder) -> Iterator[_Target]:
     a = model.architecture
     norm, vocabulary = (a.hidden_size,), (a.vocab_size, a.hidden_size)
-    yield _Target("model.embed_tokens.weight", vocabulary, model.embedding)
+    names = a.names
+    yield _Target(f"{names.root}.{names.embedding}.weight", vocabulary, model.embedding)
     if not a.tie_word_embeddings:
         yield _Target("lm_head.weight", vocabulary, model.head)
-    yield _Target("model.norm.weight", norm, model.norm.weight)
+    yield _Target(f"{names.root}.{names.norm}.weight", norm, model.norm.weight)
     for index, layer in enumerate(model.layers):
-        prefix = f"model.layers.{index}"
-        yield _Target(f"{prefix}.input_layernorm.weight", norm, layer.input_norm.weight)
+        prefix = f"{names.root}.layers.{index}"
+        yield _Target(f"{prefix}.{names.input_norm}.weight", norm, layer.input_norm.weight)
+        if isinstance(layer.attention, StateMixer):
+            yield from _mixer_targets(model, layer.attention, f"{prefix}.{names.mixer}")
+        elif isinstance(layer.attention, LatentAttention):
+            yield from _latent_attention_targets(model, layer.attention, f"{prefix}.self_attn")
+        else:
+            yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
+        if layer.post_norm is None or layer.mlp is None:
+            continue
         if layer.attended_norm is None or layer.mlp_norm is None:
             yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.post_norm.weight)
         else:
             yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.attended_norm.weight)
             yield _Target(f"{prefix}.pre_feedforward_layernorm.weight", norm, layer.post_norm.weight)
             yield _Target(f"{prefix}.post_feedforward_layernorm.weight", norm, layer.mlp_norm.weight)
-        if isinstance(layer.attention, LatentAttention):
-            yield from _latent_attention_targets(model, layer.attention, f"{prefix}.self_attn")
-        else:
-            yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
         if isinstance(layer.mlp, MixtureOfExperts):
             yield from _expert_targets(model, layer.mlp, prefix)
         else:
-            yield from _mlp_targets(model, layer.mlp, f"{prefix}.mlp")
+            yield from _mlp_targets(model, layer.mlp, prefix, names.mlp)
         if layer.shared_mlp is not None:
-            yield from _mlp_targets(model, layer.shared_mlp, f"{prefix}.mlp.shared_experts")
+            yield from _mlp_targets(model, layer.shared_mlp, prefix, names.shared_mlp)
+        if layer.shared_gate is not None:
+            gate = f"{prefix}.{names.shared_mlp.block}_gate.weight"
+            yield _Target(gate, (1, a.hidden_size), layer.shared_gate)
 
 
 def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Iterator[_Target]:
@@ -136,12 +155,12 @@ def _attention_targets(model: Decoder, attention: Attention, prefix: str) -> Ite
     num_queries, num_keys = a.num_heads * a.head_dim, a.num_kv_heads * a.head_dim
     query = slice(group.rank * heads * a.head_dim, (group.rank + 1) * heads * a.head_dim)
     key = slice(kv_heads.start * a.head_dim, kv_heads.stop * a.head_dim)
-    yield from _packed(
-        attention.qkv,
-        _Part(f"{prefix}.q_proj", num_queries, query),
-        _Part(f"{prefix}.k_proj", num_keys, key),
-        _Part(f"{prefix}.v_proj", num_keys, key),
-    )
+    if attention.has_gate:
+        yield from _gated_query_targets(model, attention, f"{prefix}.q_proj")
+    else:
+        yield from _packed(attention.qkv, _Part(f"{prefix}.q_proj", num_queries, query))
+    keys, values = _Part(f"{prefix}.k_proj", num_keys, key), _Part(f"{prefix}.v_proj", num_keys, key)
+    yield from _packed(attention.qkv, keys, values, first=1)
     yield from _row_parallel(attention.output, f"{prefix}.o_proj", num_queries, query)
     if attention.sinks is not None:
         mine = slice(group.rank * heads, (group.rank + 1) * heads)
@@ -193,14 +212,35 @@ def _indexer_targets(indexer: Indexer, shape: IndexShape, prefix: str) -> Iterat
     yield _Target(f"{prefix}.k_norm.bias", (shape.head_dim,), indexer.norm_bias)
 
 
-def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str) -> Iterator[_Target]:
-    total = mlp.inner_size
+def _gated_query_targets(model: Decoder, attention: Attention, name: str) -> Iterator[_Target]:
+    """Targets of queries and gates, which alternate in the checkpoint: each head has the rows of both."""
+    a, group = model.architecture, model.group
+    heads = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=a.num_heads)
+    wanted: list[tuple[str, tuple[int, ...], tuple[torch.Tensor, ...]]] = [
+        ("weight", (a.hidden_size,), attention.qkv.weight_parts())
+    ]
+    if attention.qkv.bias is not None:
+        wanted.append(("bias", (), attention.qkv.bias_parts()))
+    for kind, inputs, (queries, _, _, gates) in wanted:
+        for place, head in enumerate(heads):
+            for row, destination in ((2 * head, queries), (2 * head + 1, gates)):
+                yield _Target(
+                    f"{name}.{kind}",
+                    (2 * a.num_heads * a.head_dim, *inputs),
+                    destination[_rows_of(range(place, place + 1), a.head_dim)],
+                    _rows_of(range(row, row + 1), a.head_dim),
+                )
+
+
+def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str, names: MlpNames) -> Iterator[_Target]:
+    total, prefix = mlp.inner_size, f"{prefix}.{names.block}"
     wide = total // model.group.size
     mine = slice(model.group.rank * wide, (model.group.rank + 1) * wide)
-    yield from _packed(
-        mlp.gate_up, _Part(f"{prefix}.gate_proj", total, mine), _Part(f"{prefix}.up_proj", total, mine)
-    )
-    yield from _row_parallel(mlp.down, f"{prefix}.down_proj", total, mine)
+    gate, up = _Part(f"{prefix}.{names.gate}", total, mine), _Part(f"{prefix}.{names.up}", total, mine)
+    if gate == up:
+        gate, up = _stacked(gate.name, gate, up)
+    yield from _packed(mlp.gate_up, gate, up)
+    yield from _row_parallel(mlp.down, f"{prefix}.{names.down}", total, mine)
 
 
 def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Iterator[_Target]:
@@ -211,9 +251,17 @@ def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Itera
     mine = slice(group.rank * wide, (group.rank + 1) * wide)
     if mlp.router_bias is None or mlp.gate_up_bias is None or mlp.down_bias is None:
         names = EXPERT_NAMES[a.family]
-        yield _Target(f"{prefix}.{names.block}.gate.weight", (num, hidden), mlp.router)
+        block = f"{prefix}.{names.block}"
+        yield _Target(f"{block}.{names.router}.weight", (num, hidden), mlp.router)
+        if names.is_stacked:
+            gates, ups = mlp.gate_up.chunk(2, dim=1)
+            stack, above = (num, 2 * total, hidden), slice(total + mine.start, total + mine.stop)
+            yield _Target(f"{block}.{names.gate}.weight", stack, gates, mine)
+            yield _Target(f"{block}.{names.up}.weight", stack, ups, above)
+            yield _Target(f"{block}.{names.down}.weight", (num, hidden, total), mlp.down, columns=mine)
+            return
         for expert in range(num):
-            own = f"{prefix}.{names.block}.experts.{expert}"
+            own = f"{block}.experts.{expert}"
             gate, up = mlp.gate_up[expert].chunk(2)
             yield _Target(f"{own}.{names.gate}.weight", (total, hidden), gate, mine)
             yield _Target(f"{own}.{names.up}.weight", (total, hidden), up, mine)
@@ -234,6 +282,101 @@ def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Itera
     yield _Target(f"{experts}.down_proj_bias", (num, hidden), mlp.down_bias)
 
 
+def _mixer_targets(model: Decoder, mixer: StateMixer, prefix: str) -> Iterator[_Target]:
+    if isinstance(mixer, Mamba2Mixer):
+        yield from _mamba2_targets(model, mixer, prefix)
+    if isinstance(mixer, GatedDeltaMixer):
+        yield from _gated_delta_targets(model, mixer, prefix)
+
+
+def _mamba2_targets(model: Decoder, mixer: Mamba2Mixer, prefix: str) -> Iterator[_Target]:
+    """Targets of a mixer, whose projection and convolution have the rows of several vectors."""
+    state, group = mixer.state, model.group
+    heads = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=state.num_heads)
+    groups = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=state.num_groups)
+    inner, of_groups = state.inner_size, state.num_groups * state.state_size
+    mine = _rows_of(heads, state.head_dim)
+    x, b, c = (
+        _Part(f"{prefix}.conv1d", size, rows)
+        for size, rows in (
+            (inner, mine),
+            (of_groups, _rows_of(groups, state.state_size)),
+            (of_groups, _rows_of(groups, state.state_size)),
+        )
+    )
+    yield from _stacked_conv(mixer, x, b, c)
+    gate, steps = _Part("", inner, mine), _Part("", state.num_heads, _rows_of(heads, 1))
+    yield from _packed(mixer.input, *_stacked(f"{prefix}.in_proj", gate, x, b, c, steps))
+    yield from _row_parallel(mixer.output, f"{prefix}.out_proj", inner, mine)
+    yield _Target(f"{prefix}.norm.weight", (inner,), mixer.norm, mine)
+    for name, parameter in (("A_log", mixer.a_log), ("D", mixer.skip), ("dt_bias", mixer.step_bias)):
+        yield _Target(f"{prefix}.{name}", (state.num_heads,), parameter, _rows_of(heads, 1))
+
+
+def _gated_delta_targets(model: Decoder, mixer: GatedDeltaMixer, prefix: str) -> Iterator[_Target]:
+    """Targets of a mixer. In its two projections each key head has the rows of all that belongs to it."""
+    state, group = mixer.state, model.group
+    keys = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=state.num_key_heads)
+    values = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=state.num_value_heads)
+    key_dim, value_dim, total = state.key_dim, state.value_dim, state.num_value_heads
+    of_keys, in_group = state.num_key_heads * key_dim, total // state.num_key_heads
+    mine = _rows_of(values, value_dim)
+    some_keys = _Part(f"{prefix}.conv1d", of_keys, _rows_of(keys, key_dim))
+    some_values = _Part(f"{prefix}.conv1d", total * value_dim, mine)
+    yield from _stacked_conv(mixer, some_keys, some_keys, some_values)
+    q, k, v, gate, rate, step = mixer.input.weight_parts()
+    hidden = mixer.input.weight.shape[1]
+    of_group = 2 * key_dim + 2 * in_group * value_dim
+
+    def wide(destination: torch.Tensor, place: int, start: int, size: int) -> _Target:
+        shape, rows = (state.num_key_heads * of_group, hidden), slice(start, start + size)
+        own = destination[place * size : (place + 1) * size]
+        return _Target(f"{prefix}.in_proj_qkvz.weight", shape, own, rows)
+
+    def narrow(destination: torch.Tensor, place: int, row: int) -> _Target:
+        own, rows = destination[place : place + 1], slice(row, row + 1)
+        return _Target(f"{prefix}.in_proj_ba.weight", (2 * total, hidden), own, rows)
+
+    for place, key in enumerate(keys):
+        yield wide(q, place, key * of_group, key_dim)
+        yield wide(k, place, key * of_group + key_dim, key_dim)
+    for place, value in enumerate(values):
+        key, in_key = divmod(value, in_group)
+        start = key * of_group + 2 * key_dim + in_key * value_dim
+        yield wide(v, place, start, value_dim)
+        yield wide(gate, place, start + in_group * value_dim, value_dim)
+        yield narrow(rate, place, 2 * key * in_group + in_key)
+        yield narrow(step, place, (2 * key + 1) * in_group + in_key)
+    yield from _row_parallel(mixer.output, f"{prefix}.out_proj", total * value_dim, mine)
+    yield _Target(f"{prefix}.norm.weight", (value_dim,), mixer.norm)
+    for name, parameter in (("A_log", mixer.a_log), ("dt_bias", mixer.step_bias)):
+        yield _Target(f"{prefix}.{name}", (total,), parameter, _rows_of(values, 1))
+
+
+def _rows_of(units: range, size: int) -> slice:
+    return slice(units.start * size, units.stop * size)
+
+
+def _stacked(name: str, *parts: "_Part") -> Iterator["_Part"]:
+    """The parts where the tensor `name` has the rows of all of them, one after the other."""
+    start, total = 0, sum(part.num_rows for part in parts)
+    for part in parts:
+        yield _Part(name, total, slice(part.rows.start + start, part.rows.stop + start))
+        start += part.num_rows
+
+
+def _stacked_conv(mixer: StateMixer, *parts: "_Part") -> Iterator[_Target]:
+    """Targets of the convolution, `[channels, 1, kernel]`."""
+    kernel, start = mixer.conv.shape[-1], 0
+    for part in _stacked(parts[0].name, *parts):
+        mine = slice(start, start + part.rows.stop - part.rows.start)
+        start = mine.stop
+        shape = (part.num_rows, 1, kernel)
+        yield _Target(f"{part.name}.weight", shape, mixer.conv[mine], matrices=part.rows)
+        if mixer.conv_bias is not None:
+            yield _Target(f"{part.name}.bias", (part.num_rows,), mixer.conv_bias[mine], part.rows)
+
+
 class _Part(NamedTuple):
     """One projection of a packed linear: this rank has `rows` of its `num_rows` outputs."""
 
@@ -242,12 +385,13 @@ class _Part(NamedTuple):
     rows: slice
 
 
-def _packed(linear: PackedLinear, *parts: _Part) -> Iterator[_Target]:
-    num_inputs = linear.weight.shape[1]
-    for part, weight in zip(parts, linear.weight_parts(), strict=True):
+def _packed(linear: PackedLinear, *parts: _Part, first: int = 0) -> Iterator[_Target]:
+    """Targets of the projections from the one with index `first` on."""
+    num_inputs, those = linear.weight.shape[1], slice(first, first + len(parts))
+    for part, weight in zip(parts, linear.weight_parts()[those], strict=True):
         yield _Target(f"{part.name}.weight", (part.num_rows, num_inputs), weight, part.rows)
     if linear.bias is not None:
-        for part, bias in zip(parts, linear.bias_parts(), strict=True):
+        for part, bias in zip(parts, linear.bias_parts()[those], strict=True):
             yield _Target(f"{part.name}.bias", (part.num_rows,), bias, part.rows)
 
 

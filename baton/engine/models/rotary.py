@@ -35,7 +35,12 @@ class Rotary(nn.Module):
 
 
 def rotate(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotate `x_TAD`. The first half of each head is the real part, the second half the imaginary part."""
+    """Rotate the leading elements of each head of `x_TAD`, as many as the tables have.
+
+    Their first half is the real part, the second half the imaginary part.
+    """
+    if (width := cos.shape[-1]) < x_TAD.shape[-1]:
+        return torch.cat((rotate(x_TAD[..., :width], cos, sin), x_TAD[..., width:]), dim=-1)
     first, second = x_TAD.chunk(2, dim=-1)
     return torch.addcmul(x_TAD * cos, torch.cat((-second, first), dim=-1), sin)
 
