@@ -139,6 +139,7 @@ def rows_of(cache_NHPC: torch.Tensor, run: int = 1) -> torch.Tensor:
     """
     num_blocks, heads, block_size, width = cache_NHPC.shape
     block, head, token, _ = cache_NHPC.stride()
+    assert block % (run * width) == 0, "blocks are multiples of a row"
     row, last = run * width, (num_blocks - 1) * block + (heads - 1) * head + (block_size - 1) * token
     return cache_NHPC.as_strided((last // row + 1, row), (row, 1))
 

@@ -123,7 +123,8 @@ def _allocate_pages(
     has_tokens = any(not group.is_state for group in groups)
     tokens_bytes = heads * size * width * dtype.itemsize if has_tokens else 0
     of_state = state_bytes(model_config.state_parts, tp_rank=tp_rank, tp_size=tp_size)
-    unit = math.lcm(ALIGNMENT, width * dtype.itemsize if has_tokens else 1)
+    # Attention gathers the slots of a head in a block as one row (`backend.rows_of`).
+    unit = math.lcm(ALIGNMENT, size * width * dtype.itemsize if has_tokens else 1)
     page_bytes = -(-max(tokens_bytes, of_state) // unit) * unit
     num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
     check_room(num_blocks, num_places(groups) * page_bytes, device, num_ranks=tp_size)
