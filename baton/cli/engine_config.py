@@ -44,7 +44,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
     config = EngineConfig(
         model_config=model,
         cache_config=CacheConfig(
-            block_size=settings.block_size or default_block_size(model, tp),
+            block_size=default_block_size(model, tp) if settings.block_size is None else settings.block_size,
             enable_prefix_caching=settings.enable_prefix_caching,
             hybrid_kv_cache=settings.hybrid_kv_cache,
         ),

@@ -25,8 +25,8 @@ def settle_groups(config: EngineConfig, connector_factory: str | None) -> Engine
     if has_states(config.kv_cache_groups):
         name = transfer.kv_connector if transfer is not None else "this connector"
         raise ConfigError(
-            f"{name} knows one block table only (it is no SupportsHMA), and this model has layers with a "
-            "recurrent state; choose BatonPullConnector or BatonPushConnector",
+            f"{name} cannot carry recurrent states, and this model has layers with one; choose "
+            "BatonPullConnector or BatonPushConnector, or none",
             field="kv_transfer_config.kv_connector",
         )
     logger.warning(
