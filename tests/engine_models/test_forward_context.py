@@ -1,5 +1,8 @@
 """Step metadata and cache memory compared with their definitions, element by element."""
 
+from typing import get_args
+
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -7,6 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.config import CacheConfig, ModelConfig
+from baton.core.kv_groups import KVCacheGroup, layer_name
+from baton.core.states import StatePart, state_bytes
+from baton.engine.attention.backend import rows_of, run_of, slot_strides
 from baton.engine.attention.kv_memory import KVCacheLayout, allocate_kv_cache
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 
@@ -92,6 +98,30 @@ def test_the_cache_is_one_allocation_in_the_order_of_its_layout(
 def test_more_ranks_than_heads_replicate_them() -> None:
     kv_caches = allocate_kv_cache(model_config(2), CacheConfig(block_size=4, num_gpu_blocks=2), 3, 4, "cpu")
     assert all(cache.shape == (2, 1, 4, 16) for cache in kv_caches.values())
+
+
+@pytest.mark.parametrize("layout", get_args(KVCacheLayout))
+@pytest.mark.parametrize("state_size", [1, 100, 140, 1000])
+def test_pages_with_a_state_have_whole_rows_of_a_head(layout: KVCacheLayout, state_size: int) -> None:
+    """A gather reads the slots of a head in a block as one row. Blocks must begin with a row."""
+    config = msgspec.structs.replace(
+        model_config(2),
+        state_layers=(0, 2),
+        state_parts=(StatePart("ssm", 1, (state_size,), "float32"),),
+    )
+    groups = (KVCacheGroup((1,)), KVCacheGroup((0, 2), is_state=True))
+    cache = CacheConfig(block_size=4, num_gpu_blocks=5)
+    caches = allocate_kv_cache(config, cache, 0, 1, "cpu", layout=layout, groups=groups)
+    attention, state = caches[layer_name(1)], caches[layer_name(0)]
+    assert state.shape == (5, state_bytes(config.state_parts, tp_rank=0, tp_size=1))
+    assert attention.stride(0) * attention.itemsize == state.stride(0)
+    attention.copy_(torch.arange(attention.numel()).view(attention.shape) % 251)
+    run = run_of(attention)
+    rows = rows_of(attention, run)
+    strides = slot_strides(attention)
+    for block, head, token in np.ndindex(5, 2, 4 // run):
+        slot = block * strides.block + head * strides.head + token * run * strides.token
+        assert rows[slot // run].equal(attention[block, head, token * run : (token + 1) * run].flatten())
 
 
 def test_a_dummy_run_calls_no_layer_hook() -> None:

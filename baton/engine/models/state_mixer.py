@@ -29,7 +29,7 @@ from baton.engine.models.layers import RowParallelLinear, empty_parameter
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.states import state_metadata, state_views
 
-CHUNK = 64  # Tokens of a chunk of a prompt.
+CHUNK = 64  # Tokens of a chunk of a prompt. On one core, 32 to 128 are equally fast for a prompt of 500.
 
 
 class Prompt(NamedTuple):
