@@ -102,7 +102,7 @@ def test_tokens_of_two_ranks(
 def test_states_matter(config: EngineConfig, expected: list[list[int]]) -> None:
     """Zeros in place of the states change the tokens, so the other tests would notice a wrong state."""
     with LLM(config) as llm:
-        caches = llm.engine_core.executor.runner._kv_caches  # type: ignore[attr-defined]
+        caches = llm.core.executor._worker._runner._kv_caches  # type: ignore[attr-defined]
         llm.generate([_LONG], GREEDY)
         for layer in config.model_config.state_layers:
             caches[layer_name(layer)].zero_()

@@ -1,0 +1,197 @@
+"""Recurrent states are handed over: with every prompt length, TP size, block size, and either last token."""
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from functools import cache
+from typing import Any
+
+import pytest
+
+from baton.core.config import ModelConfig
+from baton.core.states import state_bytes
+from baton.engine.api import SamplingParams
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.engine.llm import LLM
+from baton.engine.step import SchedulerOutput
+from tests.connectors import mirrored
+from tests.connectors.engine_world import (
+    BLOCK,
+    GREEDY,
+    ONE_TOKEN,
+    PATIENT,
+    SETTLE_S,
+    AnswerOf,
+    Legs,
+    ModelOf,
+    answering,
+    config_of,
+    core_in,
+    hand_over,
+    hands_over,
+    legs_of,
+    prompt_of,
+    start_in,
+)
+
+pytestmark = pytest.mark.slow
+
+FAMILIES = ["mamba2", "granite_hybrid", "qwen3_next"]
+# Without common beginnings, so that nothing is in a cache.
+LENGTHS = (2, BLOCK - 1, BLOCK, BLOCK + 1, 3 * BLOCK, 3 * BLOCK + 1, 70)
+PROMPTS = [[3 + index, *prompt_of(length - 1)] for index, length in enumerate(LENGTHS)]
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
+    def make(family: str) -> ModelConfig:
+        folder = tmp_path_factory.mktemp(family)
+        write_checkpoint(folder, family=family, hidden=32, layers=5, heads=4, vocab=512, max_position=256)
+        return load_model_config(folder)
+
+    return cache(make)
+
+
+@pytest.fixture(scope="module")
+def answer_of(model_of: ModelOf) -> Iterator[AnswerOf]:
+    with answering(model_of) as answer:
+        yield answer
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+def count_tokens(llm: LLM) -> list[int]:
+    """Tokens that each step with any computes from now on."""
+    counts: list[int] = []
+    schedule = llm.core.scheduler.schedule
+
+    def counting() -> SchedulerOutput:
+        output = schedule()
+        counts.extend([output.total_num_scheduled_tokens] if output.num_scheduled_tokens else [])
+        return output
+
+    llm.core.scheduler.schedule = counting  # type: ignore[method-assign]
+    return counts
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("block_of_p", "block_of_d"), [(BLOCK, BLOCK), (4, 16), (16, 4)])
+def test_d_computes_the_last_token_of_a_pulled_prompt(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, block_of_p: int, block_of_d: int
+) -> None:
+    model = model_of(family)
+    p, d = (
+        start_in(
+            stack,
+            config_of(model, hands_over(name, timers=PATIENT), num_blocks=100, block_size=block_size),
+        )
+        for name, block_size in (("p", block_of_p), ("d", block_of_d))
+    )
+    computed = count_tokens(d)
+    for prompt in PROMPTS:
+        (prefilled,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[{"do_remote_decode": True}])
+        assert prefilled.token_ids == [], "what follows the shortened prompt is no answer"
+        computed.clear()
+        (decoded,) = d.generate([prompt], GREEDY, kv_transfer_params=[prefilled.kv_transfer_params])
+        assert decoded.token_ids == answer_of(family, prompt)
+        assert decoded.num_transferred_tokens > 0
+        assert set(computed) == {1}, "each step of D has one token, the first that of the prompt"
+    p.settle(SETTLE_S)
+    d.settle(SETTLE_S)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_d_continues_after_the_token_of_p(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str
+) -> None:
+    p, d = (
+        start_in(stack, config_of(model_of(family), hands_over(name, timers=PATIENT), num_blocks=100))
+        for name in ("p", "d")
+    )
+    ask = {"do_remote_decode": True, "baton_continue": True}
+    for prompt in (*PROMPTS, prompt_of(1)):
+        (prefilled,) = p.generate([prompt], ONE_TOKEN, kv_transfer_params=[dict(ask)])
+        assert prefilled.token_ids == answer_of(family, prompt)[:1]
+        (decoded,) = d.generate([prompt], GREEDY, kv_transfer_params=[prefilled.kv_transfer_params])
+        assert decoded.token_ids == answer_of(family, prompt)
+        assert decoded.num_transferred_tokens > 0
+    # A consumer that would sample in another way cannot use the token, nor the state after the prompt.
+    (prefilled,) = p.generate([PROMPTS[-1]], ONE_TOKEN, kv_transfer_params=[dict(ask)])
+    other = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True, repetition_penalty=1.0001)
+    (decoded,) = d.generate([PROMPTS[-1]], other, kv_transfer_params=[prefilled.kv_transfer_params])
+    (alone,) = d.generate([PROMPTS[-1]], other)
+    assert decoded.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("stream", ["off", "chunk", "layer"])
+@pytest.mark.parametrize("continues", [False, True])
+def test_a_pushed_prompt_gets_the_tokens_of_a_single_engine(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, stream: str, continues: bool
+) -> None:
+    check_push(stack, model_of(family), answer_of, family, stream, continues=continues)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("tp_of_p", "tp_of_d"), [(2, 1), (1, 2)])
+def test_ranks_read_the_units_that_they_hold(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, tp_of_p: int, tp_of_d: int
+) -> None:
+    sizes = {"tp_of_p": tp_of_p, "tp_of_d": tp_of_d, "block_of_d": 2 * BLOCK}
+    check_push(stack, model_of(family), answer_of, family, "layer", **sizes)
+
+
+def check_push(
+    stack: ExitStack,
+    model: ModelConfig,
+    answer_of: AnswerOf,
+    family: str,
+    stream: str,
+    *,
+    tp_of_p: int = 1,
+    tp_of_d: int = 1,
+    block_of_d: int = BLOCK,
+    continues: bool = False,
+) -> None:
+    sizes: dict[str, Any] = {"num_blocks": 100, "budget": 16}
+    of_p, of_d = (
+        hands_over("p", "Push", stream=stream, timers=PATIENT),
+        hands_over("d", "Push", timers=PATIENT),
+    )
+    p = core_in(stack, config_of(model, of_p, tp_size=tp_of_p, **sizes))
+    d = core_in(stack, config_of(model, of_d, tp_size=tp_of_d, block_size=block_of_d, **sizes))
+    legs, decoded = Legs(p, d), []
+    for index, prompt in enumerate(PROMPTS):
+        for_p, for_d = legs_of(p, f"r{index}")
+        if continues:
+            for_p["baton_continue"] = for_d["baton_continue"] = True
+        decoded.append(legs.add(d, f"r{index}", prompt, GREEDY, for_d))
+        legs.add(p, f"r{index}", prompt, ONE_TOKEN, for_p)
+    legs.run()
+    assert [one.token_ids for one in decoded] == [answer_of(family, prompt) for prompt in PROMPTS]
+    assert all(one.num_transferred_tokens > 0 for one in decoded)
+    of_states = len(model.state_layers) * sum(
+        state_bytes(model.state_parts, tp_rank=rank, tp_size=tp_of_d) for rank in range(tp_of_d)
+    )
+    least = min(transfer["bytes"] for transfer in legs.transfers)
+    assert least > 0.9 * of_states, "every layer's state is read"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_copy_in_host_memory_is_read_as_well(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str
+) -> None:
+    fields = {"kv_connector": "MirroredPull", "kv_connector_module_path": mirrored.__name__}
+    p, d = (
+        start_in(stack, config_of(model_of(family), {**(hands_over(name) or {}), **fields}, num_blocks=100))
+        for name in ("p", "d")
+    )
+    for prompt in PROMPTS:
+        assert hand_over(p, d, prompt).token_ids == answer_of(family, prompt)
+    assert mirrored.COUNTED.blocks["h2d"] > 0
+    mirrored.COUNTED.blocks.clear()
