@@ -30,6 +30,8 @@ def _line(name: str, resolved: Resolved) -> str:
 def _unset(name: str, settings: ServeSettings) -> str:
     """Describe the value that applies to an unset setting."""
     match name:
+        case "block_size":
+            return f"{CacheConfig().block_size}; with recurrent states as many tokens as have their size"
         case "num_blocks" if settings.kv_cache_memory is None:
             return f"{CacheConfig().num_gpu_blocks} (default)"
         case "num_blocks":

@@ -141,12 +141,15 @@ class FirstTokens:
         if self.is_told:
             self._mode = FirstTokenMode.CONTINUE
         elif self._first is None:
+            card = producer.introduction if producer is not None else None
+            has_states = card is not None and card.has_states
             self._mode = choose_mode(
                 producer.kind if producer is not None else None,
                 consumer.kind,
                 is_push=is_push,
                 may_verify=self._may_verify,
                 may_continue=self._may_continue and can_continue(consumer),
+                has_states=has_states,
             )
 
     def settle(self, consumer: Engine) -> None:

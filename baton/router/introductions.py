@@ -46,6 +46,7 @@ class _Models(msgspec.Struct):
 class _Said(msgspec.Struct):
     remote_engine_id: str | None = None
     baton_introduction: str | None = None
+    baton_has_states: bool = False
 
 
 class _Completion(msgspec.Struct):
@@ -104,7 +105,9 @@ def _connector_in(engine: Engine, answer: Answer) -> Introduction | None:
     params = completion.kv_transfer_params if completion is not None else None
     if params is None or params.remote_engine_id is None or params.baton_introduction is None:
         return None
-    return Introduction(params.remote_engine_id, params.baton_introduction)
+    return Introduction(
+        params.remote_engine_id, params.baton_introduction, has_states=params.baton_has_states
+    )
 
 
 def _identity_of(card: Introduction) -> Identity | None:

@@ -6,7 +6,8 @@ VERIFY     P gives the first token and stops after it (`baton_first_token`). D g
 CONTINUE   P gives the first token in an answer of one token. D continues after it as after a prompt
            (`kept_token`). The engines cannot disagree. Exact for requests that `exact.can_split` accepts.
 OVERLAP    As CONTINUE, but D's leg left before P had answered: D gives the token too. If it gives another
-           one, it is asked again, to continue after P's.
+           one, it is asked again, to continue after P's. Not for models with recurrent states: P's state
+           after the whole prompt is of no use to a D that has to give the first token.
 """
 
 from enum import Enum, auto
@@ -29,10 +30,11 @@ def choose_mode(
     is_push: bool,
     may_verify: bool,
     may_continue: bool,
+    has_states: bool = False,
 ) -> FirstTokenMode:
     if producer == consumer == "baton" and may_verify:
         return FirstTokenMode.VERIFY
-    if producer is not None and consumer == "vllm" and may_continue:
+    if producer is not None and consumer == "vllm" and may_continue and not (is_push and has_states):
         return FirstTokenMode.OVERLAP if is_push else FirstTokenMode.CONTINUE
     # In push they would overlap: two kinds of engines draw unlike tokens, however they are seeded.
     if producer == "vllm" and consumer == "baton" and may_continue and not is_push:

@@ -26,6 +26,7 @@ class Introduction(msgspec.Struct, frozen=True):
     fingerprint: ModelFingerprint
     secret_ids: tuple[str, ...]  # Hex; first the secret that this engine signs with, then others it accepts.
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
+    has_states: bool = False  # Some layers have a recurrent state.
 
 
 async def introduce(config: EngineConfig, engine: EngineClient) -> Introduction | None:
@@ -43,6 +44,7 @@ async def introduce(config: EngineConfig, engine: EngineClient) -> Introduction 
         served_model_name=config.model_config.served_model_name,
         fingerprint=config.model_config.fingerprint(config.cache_config.hash_seed),
         secret_ids=secret_ids(config.cluster_secret),
+        has_states=bool(config.model_config.state_layers),
     )
 
 

@@ -195,7 +195,7 @@ def test_the_output_of_show_config_is_a_file_with_the_same_settings(tmp_path: Pa
     resolved = resolve(given, environment=STATE)
     shown = show_config(resolved)
     assert "port = 1  # command line --port" in shown
-    assert "block_size = 16  # default" in shown
+    assert "# block_size: 16; with recurrent states" in shown
     again = resolve({}, environment=STATE, config_file=write(tmp_path, shown))
     assert again.settings == resolved.settings
 

@@ -304,3 +304,15 @@ def test_an_id_in_use_is_refused() -> None:
     with pytest.raises(UserError, match="choose a new one"):
         world.scheduler.add_request(engine_request("a", prompt(0, 5)))
     world.end()
+
+
+def test_a_loaded_request_gives_its_blocks_to_a_more_urgent_one_that_runs() -> None:
+    """Otherwise the running one is preempted, starts again before the loaded one, and so on without end."""
+    world = World(num_blocks=14, budget=3, policy="priority", caching=False)
+    answers = [(13, True)]  # To the first question.
+    world.half.verdict = lambda request, local: answers.pop() if answers else (0, False)
+    world.add("loaded", range(1, 21), priority=1)
+    world.step()
+    world.end_load("loaded")
+    world.add("urgent", range(1, 43), priority=0)
+    world.end("loaded", "urgent")

@@ -28,6 +28,7 @@ OTHER_CASTS = frozenset(
         "test_readme",
         "test_refused",
         "test_shared_storage",
+        "test_states",
     }
 )
 ENVIRONMENT = {
@@ -38,6 +39,7 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # Otherwise the first request with logprobs compiles for 8 s.
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # The layout that TP sizes and hosts can divide.
 }
 
 

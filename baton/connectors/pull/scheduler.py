@@ -54,6 +54,7 @@ logger = logging.getLogger(__name__)
 
 INTRODUCE: Final = "baton_introduce"
 INTRODUCTION: Final = "baton_introduction"
+HAS_STATES: Final = "baton_has_states"
 TAKE_BACK: Final = "baton_take_back"
 
 
@@ -141,7 +142,8 @@ class HostPolicy:
     # The host ends with what `build_connector_meta` raises: without the control thread, prompts are computed.
     survives_dead_control: bool = False
     # Routers have no other way to the half than a request:
-    # {"baton_introduce": true} --> {"baton_introduction": "..."}     kv_transfer_params of request and answer
+    # {"baton_introduce": true} --> {"baton_introduction": "..."}     kv_transfer_params of request and answer;
+    #                               with "baton_has_states": true for a model with recurrent states
     # {"baton_take_back": "the ticket of a loan that no consumer will claim"}
     answers_by_request: bool = False
     # Takes the prompt's last token from a request that has not run, unless it is the only one.
@@ -365,7 +367,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             except BadTransferParams as error:
                 logger.warning("a loan was not taken back: %s", error)
         if params is None and asked.get(INTRODUCE) is True and (text := self.introduction()) is not None:
-            return {"remote_engine_id": self._identity.engine_id, INTRODUCTION: text}
+            states = {HAS_STATES: True} if self._identity.state_groups else {}
+            return {"remote_engine_id": self._identity.engine_id, INTRODUCTION: text, **states}
         return params
 
     # --- Step ----------------------------------------------------------------------------------

@@ -118,6 +118,14 @@ class RequestQueues:
         self.preempt(request)
         return True
 
+    def preempt_loaded_after(self, request: Request) -> bool:
+        """Preempt the last loaded request that comes after `request`. Whether there was one."""
+        last = self.loaded.youngest(other_than=request)
+        if last is None or last.order < request.order:
+            return False
+        self.preempt(last)
+        return True
+
     def send_back(self, request: Request) -> None:
         """Free the blocks of a request that is in no queue; it waits to be computed from its first token."""
         self._kv_cache.free(request)

@@ -182,7 +182,7 @@ class Scheduler:
                 index += 1  # Blocks will be freed soon: skip a step instead of recomputing everything.
             elif self.in_flight.is_busy(last := running[-1]) or last.request_id in num_scheduled:
                 break  # It is preempted when its step is done. Later requests must not get ahead of this one.
-            else:
+            elif not self.queues.preempt_loaded_after(last):
                 # Possibly this request; those before it have their blocks.
                 self.queues.preempt(last)
                 step.output.preempted_req_ids.add(last.request_id)

@@ -22,6 +22,7 @@ SEEDS = {
     ("pull", "state_boundary"): 30,
     ("pull", "store_fence"): 90,
     ("push", "counters"): 1530,
+    ("push", "drain_early_reads"): 60,
     ("push", "fence"): 270,
     ("push", "preempted"): 480,
     ("push", "run"): 690,
@@ -46,7 +47,6 @@ EVERYWHERE = {
     "lies of a member",
     "request flipped",
     "request renumbered",
-    "request replayed",
     "request truncated",
     "suspended as it hears something",
     "crash",
@@ -109,7 +109,7 @@ EVERYWHERE = {
     "turns resumed",
 }
 HAPPENS = {
-    "pull": EVERYWHERE,
+    "pull": EVERYWHERE | {"request replayed"},  # Rarer in push.
     "push": EVERYWHERE
     | {
         "answer replayed",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -100,8 +101,10 @@ def _state_of(
         tp_size=identity.tp_size,
         alignment=identity.state_alignment,
     )
+    number = re.search(r"\d+", name)
     return StateLayout(
-        name=name,
+        # Hosts name these layers differently: vLLM after the module, which each model calls otherwise.
+        name=name if number is None else f"layers.{number[0]}.state",
         region=region,
         offset=int(cache.storage_offset()),
         block_stride=cache.stride(0),
