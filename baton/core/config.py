@@ -166,13 +166,15 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.num_hidden_layers * (2 if self.index_size else 1)
 
     def fingerprint(self, hash_seed: str) -> ModelFingerprint:
+        # Without attention hosts differ about these numbers, which then mean nothing.
+        attends = len(self.state_layers) < self.num_hidden_layers
         return ModelFingerprint(
             model=self.architecture_digest,
             revision=self.weights_digest,
             dtype=self.dtype,
             num_layers=self.num_layer_caches,
-            num_kv_heads=self.num_kv_heads,
-            head_dim=self.head_dim,
+            num_kv_heads=self.num_kv_heads if attends else 1,
+            head_dim=self.head_dim if attends else 1,
             hash_seed=hash_seed,
         )
 

@@ -69,13 +69,15 @@ def unnamed(model: Any, cache_dtype: str) -> ModelFingerprint:
 
     The dtype is the torch name of the cache's. A cache with scales has vLLM's name, which is never converted.
     """
+    num_kv_heads = 1 if model.use_mla else int(model.get_total_num_kv_heads())
+    attends = num_kv_heads > 0  # Otherwise every layer has a state; see `ModelConfig.fingerprint`.
     return ModelFingerprint(
         model="",
         revision="",
         dtype=str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype,
         num_layers=int(model.get_total_num_hidden_layers()),
-        num_kv_heads=1 if model.use_mla else int(model.get_total_num_kv_heads()),
-        head_dim=int(model.get_head_size()),
+        num_kv_heads=num_kv_heads if attends else 1,
+        head_dim=int(model.get_head_size()) if attends else 1,
         hash_seed=HASH_SEED,
     )
 

@@ -142,7 +142,7 @@ class HostPolicy:
     # The host ends with what `build_connector_meta` raises: without the control thread, prompts are computed.
     survives_dead_control: bool = False
     # Routers have no other way to the half than a request:
-    # {"baton_introduce": true} --> {"baton_introduction": "..."}     kv_transfer_params of request and answer;
+    # {"baton_introduce": true} --> {"baton_introduction": "..."}     kv_transfer_params of request, answer
     #                               with "baton_has_states": true for a model with recurrent states
     # {"baton_take_back": "the ticket of a loan that no consumer will claim"}
     answers_by_request: bool = False
