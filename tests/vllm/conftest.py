@@ -25,6 +25,7 @@ OTHER_CASTS = frozenset(
         "test_hybrid",
         "test_multi",
         "test_offload",
+        "test_other_caches",
         "test_readme",
         "test_refused",
         "test_shared_storage",
