@@ -26,7 +26,7 @@ SEEDS = {
 }
 TRIES = 300
 
-LIES = {
+COMMON = {
     "altered frames dropped",
     "answer exchanged",
     "answer flipped",
@@ -41,10 +41,12 @@ LIES = {
     "request renumbered",
     "request replayed",
     "request truncated",
+    "slices of states read",
+    "states read",
     "suspended as it hears something",
 }
 HAPPENS = {
-    "pull": LIES
+    "pull": COMMON
     | {
         "batched envelopes",
         "crash",
@@ -68,7 +70,7 @@ HAPPENS = {
         "failed: the producer has restarted or is gone",
         "failed: the producer no longer holds the blocks",
     },
-    "push": LIES
+    "push": COMMON
     | {
         "a window moves on",
         "delivered to cache groups",

@@ -26,7 +26,7 @@ TORN = "torn"  # Content of a cell that was copied while its source changed or w
 def check_delivery(host: Host, landing: Landing) -> None:
     if host.cluster.is_excused(landing, host.name):
         return
-    if any(TORN in host.pool.contents(block) for block in landing.blocks):
+    if any(host.pool.is_torn(block) for block in landing.blocks):
         raise Violation("I1", "accepted bytes whose source was not held")
     if not _is_right(host, landing):
         raise Violation("I1", "delivered wrong bytes")
@@ -41,7 +41,7 @@ def check_use(host: Host, landing: Landing) -> None:
 def _is_right(host: Host, landing: Landing) -> bool:
     """Of each group, all blocks that its layers see after the prompt."""
     return all(
-        host.pool.contents(table[index]) == {(landing.prompt, index, number)}
+        host.pool.holds(table[index], landing.prompt, index, number)
         for number, (group, table) in enumerate(zip(host.pool.groups, landing.tables, strict=True))
         for index in range(group.first_kept(landing.num_tokens, 1), landing.num_tokens)
     )

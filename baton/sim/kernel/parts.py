@@ -25,6 +25,8 @@ class Parts:
     # Of fast worlds
     prompts_differ: bool = True  # False: all prompts of one length look alike to the halves.
     drops_early: int = 0  # Tokens too early at which P frees a window's blocks.
+    slices_states: bool = True  # False: every rank's units of a state are taken for the first ones.
+    keeps_lent_states: bool = True  # False: P computes one more token into a state that it has lent.
     seals_frames: bool = True  # Channel: a frame that was altered on the way is dropped.
     binds_senders: bool = True  # Channel: a frame whose sender is another process is dropped.
     # Of full worlds

@@ -26,6 +26,8 @@ OF_PULL: dict[str, Parts] = {
 FAST: dict[str, Parts] = {
     **SHARED,
     "window_drop": Parts(drops_early=1),
+    "state_slices": Parts(slices_states=False),
+    "state_lent": Parts(keeps_lent_states=False),
     "frame_mac": Parts(seals_frames=False),
     "sender_bound": Parts(binds_senders=False),
 }
@@ -60,5 +62,6 @@ PUSH: dict[str, Parts] = {
     "stream_deadline": machines(streams=m.NoStreamDeadline),
     "early_tables": machines(streams=m.OneTable),
     "early_first": machines(streams=m.FromTokenZero),
+    "state_after_stream": machines(streams=m.ForgetsStates),
 }
 MUTANTS = {"pull": PULL, "push": PUSH}

@@ -9,7 +9,16 @@ from baton.core.ids import Address, BlockId, LoanId, Pair, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.core.reasons import FailureCode
 from baton.core.timers import Timers
-from baton.protocol.effects import ConsumerEffect, FreeTarget, ProducerEffect, ReadEarly, Send, StreamEffect
+from baton.protocol.effects import (
+    ConsumerEffect,
+    FreeTarget,
+    Lent,
+    Part,
+    ProducerEffect,
+    ReadEarly,
+    Send,
+    StreamEffect,
+)
 from baton.protocol.messages import Announced, Envelope, Finished, Message, Renewed
 from baton.protocol.pull_consumer import NEVER, PullConsumer, _Fetch
 from baton.protocol.pull_producer import PullProducer, _Loan
@@ -315,6 +324,21 @@ class FromTokenZero(PushConsumer):
             return early.block_ids
         named = tuple(block for block in early.block_ids if block != NULL_BLOCK_ID)
         return named + named[-1:] * (len(early.block_ids) - len(named))
+
+
+class ForgetsStates(PushConsumer):
+    """When a stream has ended, reads the tokens that are missing, and no state."""
+
+    def accept(self, claim: int, ticket: Ticket, now: float) -> list[StreamEffect]:
+        return [
+            replace(effect, unread=tuple(part for part in effect.unread if not self._is_state(effect, part)))
+            if isinstance(effect, Lent) and effect.unread is not None
+            else effect
+            for effect in super().accept(claim, ticket, now)
+        ]
+
+    def _is_state(self, lent: Lent, part: Part) -> bool:
+        return part.groups is not None and part.groups.remote in lent.ticket.state_groups
 
 
 # --- Between --------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from baton.core.ids import Address, EngineId
-from baton.core.kv_groups import group_layers, is_hybrid
+from baton.core.kv_groups import group_layers, has_states, is_hybrid
 from baton.protocol.ticket import Ticket
 from baton.sim.hosts.fast.facts import Landing
 from baton.sim.hosts.fast.host import Host
@@ -21,6 +21,7 @@ from baton.sim.kernel.timers import SIM_TIMERS
 from baton.sim.kernel.windows import shortened
 from baton.sim.kernel.world import World
 
+STATES = 0.25  # Worlds whose model has recurrent states.
 CLINGY_TIMERS = msgspec.structs.replace(SIM_TIMERS, deadline_s=60.0, loan_max_s=100.0)
 
 
@@ -28,6 +29,13 @@ def draw_windows(rng: random.Random) -> tuple[int | None, int | None]:
     """Of both layers. In every second world some layers have a window."""
     one, other = rng.sample([1, 2, 3], 2)
     return rng.choice([*[(None, None)] * 4, (None, one), (one, None), (one, one), (one, other)])
+
+
+def draw_states(rng: random.Random) -> frozenset[int]:
+    """Layers with a recurrent state."""
+    if rng.random() >= STATES:
+        return frozenset()
+    return frozenset(rng.choice([[0], [1], [1], [0, 1]]))
 
 
 class Cluster(BaseCluster):
@@ -44,7 +52,10 @@ class Cluster(BaseCluster):
         self.on_boot: list[tuple[str, Callable[[], None]]] = []
         rng = world.rng
         self.num_blocks = rng.choice([6, 9] if self.is_push else [4, 6])
-        self.groups = group_layers(draw_windows(world.rng_of_models))
+        self.groups = group_layers(draw_windows(world.rng_of_models), draw_states(world.rng_of_states))
+        self.has_states = has_states(self.groups)
+        # The state stays in one block, as without prefix caching in vLLM. Otherwise each step takes another.
+        self.states_stay = world.rng_of_states.random() < 0.5
         self.groups_as_told = shortened(self.groups, parts.window_error)
         if is_hybrid(self.groups):
             self.num_blocks = 1 + len(self.groups) * self.num_blocks

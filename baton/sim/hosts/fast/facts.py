@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from baton.core.ids import BlockId, LoanId, TransferId
+from baton.core.prefilled import PrefilledTokens
 from baton.engine.request import RequestStatus
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ class HostRequest:
     num_computed_tokens: int = 0
     status: RequestStatus = RequestStatus.RUNNING
     cache_salt: str | None = None
+    prefilled_tokens: PrefilledTokens | None = None  # Of a prefill, once it has ended.
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -36,6 +38,10 @@ class HostRequest:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids)
+
+    def drop_last_prompt_token(self) -> None:
+        if len(self.prompt_token_ids) > 1:
+            del self.prompt_token_ids[-1]
 
 
 @dataclass(slots=True, eq=False)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.ids import BlockId
 from baton.core.kv_groups import NULL_BLOCK_ID
+from baton.core.transfer_params import CONTINUE
 from baton.engine.request import RequestStatus
 from baton.protocol.ticket import BadTicket, Ticket, open_ticket
 from baton.sim.checkers import bounded, contained, fenced, fresh
@@ -67,6 +68,8 @@ class Fetches:
             covered, transfer_id = ticket.num_tokens, ticket.transfer_id
         else:
             covered, transfer_id = num_tokens, params["transfer_id"]
+            if host.cluster.has_states and not params.get(CONTINUE):
+                covered = max(1, covered - 1)
         landing = Landing(
             self._request(params, prompt, num_tokens),
             prompt,
@@ -155,7 +158,7 @@ class Fetches:
         landing.blocks = pool.held(landing.tables)
         for group, (first, table) in enumerate(zip(firsts, landing.tables, strict=True)):
             for index in range(first, landing.num_hits):
-                pool.write(table[index], (landing.prompt, index, group))
+                pool.write(table[index], landing.prompt, index, group)
         num_external, _ = host.half.get_num_new_matched_tokens(landing.request, landing.num_hits)
         assert num_external is not None
         blocks = Blocks(tuple(list(table) for table in landing.tables))

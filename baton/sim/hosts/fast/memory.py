@@ -3,7 +3,7 @@
 The model has two KV heads and two layers, which share a block table or have one each
 (`baton.core.kv_groups`). The memory of a rank is a flat list of cells, one for each place, block and head. A
 real `RankLayout` describes it, in which a head of a block is one byte long, so the real planner decides which
-cells to copy.
+cells to copy. A recurrent state has one unit for each head, and lies in the block of its last token.
 """
 
 import random
@@ -11,19 +11,22 @@ from collections.abc import Sequence
 from functools import cache
 from typing import TypeAlias
 
+import msgspec
+
 from baton.core.ids import BlockId, Pair
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup, is_hybrid, num_places, places_of
-from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region, kv_heads_of
+from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region, StateLayout, UnitsLayout, kv_heads_of
 from baton.protocol.block_runs import Shape
-from baton.protocol.plan import Share, share_spans
+from baton.protocol.plan import Share, plan_state_spans, share_spans
 from baton.sim.checkers.fresh import TORN
 from baton.sim.checkers.violation import Violation
 from baton.sim.kernel.connection import flip_one
 
 NUM_HEADS = 2
 NUM_LAYERS = 2
-# A cell that was copied while its source changed or was not held is TORN.
-Content = tuple[int, int, int] | str | None  # (prompt, block of the prompt, group), TORN, or None: junk.
+# Prompt, its token, layer, head; of a state its last token. TORN: its source changed or was not held while it
+# was copied. None: junk.
+Content = tuple[int, int, int, int] | str | None
 Groups: TypeAlias = tuple[KVCacheGroup, ...]
 Tables: TypeAlias = tuple[tuple[BlockId, ...], ...]  # Of each group, from token 0 on. A block is one token.
 
@@ -33,6 +36,8 @@ def toy_layout(tp_rank: int, tp_size: int, num_blocks: int, groups: Groups) -> R
     heads = len(kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=NUM_HEADS))
     layer_bytes = num_blocks * heads
     places = places_of(groups)
+    name = "attn.{}".format
+    with_states = {layer for group in groups if group.is_state for layer in group.layers}
     return RankLayout(
         tp_rank=tp_rank,
         tp_size=tp_size,
@@ -43,7 +48,7 @@ def toy_layout(tp_rank: int, tp_size: int, num_blocks: int, groups: Groups) -> R
         regions=(Region(address=0x1000, nbytes=num_places(groups) * layer_bytes),),
         layers=tuple(
             LayerLayout(
-                name=f"attn.{layer}",
+                name=name(layer),
                 region=0,
                 offset=places[layer][1] * layer_bytes,
                 block_stride=heads,
@@ -52,7 +57,46 @@ def toy_layout(tp_rank: int, tp_size: int, num_blocks: int, groups: Groups) -> R
                 group=places[layer][0],
             )
             for layer in range(NUM_LAYERS)
+            if layer not in with_states
         ),
+        states=tuple(
+            StateLayout(
+                name=name(layer),
+                region=0,
+                offset=places[layer][1] * layer_bytes,
+                block_stride=heads,
+                group=places[layer][0],
+                parts=(UnitsLayout("state", 0, NUM_HEADS, 1, "float8_e4m3fn"),),
+            )
+            for layer in sorted(with_states)
+        ),
+    )
+
+
+@cache
+def toy_state_spans(
+    pair: Pair,
+    sources: tuple[int, ...],
+    producer_ranks: int,
+    consumer_ranks: int,
+    num_blocks: int,
+    groups: Groups,
+    group: int,
+) -> tuple[CopySpan, ...]:
+    """Spans of the states of this group. `sources`: all ranks that the consumer's rank reads from."""
+    local = toy_layout(pair.consumer_rank, consumer_ranks, num_blocks, groups)
+    remotes = {rank: toy_layout(rank, producer_ranks, num_blocks, groups) for rank in sources}
+    spans = plan_state_spans(local, remotes, pair.producer_rank)
+    of_group = [state.name for state in local.states if state.group == group]
+    return tuple(span for name in of_group for span in spans.get(name, ()))
+
+
+def from_first_unit(span: CopySpan) -> CopySpan:
+    """As if every rank had the same units of a state (a mutant)."""
+    return msgspec.structs.replace(
+        span,
+        local_offset=span.local_offset - span.local_offset % span.local_stride,
+        remote_offset=span.remote_offset - span.remote_offset % span.remote_stride,
     )
 
 
@@ -66,7 +110,7 @@ def toy_spans(
     layers: tuple[int, int] | None,
     group: int,
 ) -> tuple[CopySpan, ...]:
-    """Spans of those of these layers that are in this group."""
+    """Spans of those of these layers that are in this group. Its layers have tokens."""
     named = set(range(*(layers or (0, NUM_LAYERS)))) & set(groups[group].layers)
     ours = kv_heads_of(pair.consumer_rank, tp_size=consumer_ranks, num_kv_heads=NUM_HEADS)
     theirs = kv_heads_of(pair.producer_rank, tp_size=producer_ranks, num_kv_heads=NUM_HEADS)
@@ -112,10 +156,14 @@ class Pool:
         self.generation = [0] * num_blocks  # Counts reuses, so that a torn copy is seen.
         layouts = [toy_layout(rank, num_ranks, num_blocks, groups) for rank in range(num_ranks)]
         self.ranks = [Cells([None] * layout.regions[0].nbytes) for layout in layouts]
-        # Each with the bytes of a layer, and of a block in it.
-        layers = [len(memory) // num_places(groups) for memory in self.ranks]
+        # Each with the bytes of a layer, and the heads that it holds.
         self._shapes = [
-            (memory, nbytes, nbytes // num_blocks) for memory, nbytes in zip(self.ranks, layers, strict=True)
+            (
+                memory,
+                len(memory) // num_places(groups),
+                kv_heads_of(rank, tp_size=num_ranks, num_kv_heads=NUM_HEADS),
+            )
+            for rank, memory in enumerate(self.ranks)
         ]
         self._free = [BlockId(block) for block in range(num_blocks) if block not in self._null]
         self.num_usable = len(self._free)
@@ -133,7 +181,9 @@ class Pool:
         blocks = tuple(self._free.pop() for _ in range(count))  # Last freed, first reused: unkind.
         for block in blocks:
             self.owner[block] = owner
-            self.write(block, None)
+            for memory, layer_bytes, heads in self._shapes:
+                for start in range(block * len(heads), len(memory), layer_bytes):
+                    memory[start : start + len(heads)] = [None] * len(heads)
         return blocks
 
     def allocate_tables(self, counts: Sequence[int], owner: object) -> Tables | None:
@@ -160,17 +210,31 @@ class Pool:
         for block in blocks:
             self.owner[block] = owner
 
-    def write(self, block: BlockId, content: Content, num_layers: int | None = None) -> None:
-        """The first `num_layers` places of it."""
-        for memory, layer_bytes, width in self._shapes:
-            end = len(memory) if num_layers is None else num_layers * layer_bytes
-            for start in range(block * width, end, layer_bytes):
-                memory[start : start + width] = [content] * width
+    def write(
+        self, block: BlockId, prompt: int, token: int, group: int, num_layers: int = NUM_LAYERS
+    ) -> None:
+        """A token's KV, or the state after it, of those of the model's first `num_layers` in this group."""
+        for memory, layer_bytes, heads in self._shapes:
+            start = block * len(heads)
+            for layer in self.groups[group].layers:
+                if layer < num_layers:
+                    memory[start : start + len(heads)] = [(prompt, token, layer, head) for head in heads]
+                start += layer_bytes
 
-    def contents(self, block: BlockId) -> set[Content]:
-        """Contents of its cells, on all ranks and places."""
-        found: set[Content] = set()
-        for memory, layer_bytes, width in self._shapes:
-            for start in range(block * width, len(memory), layer_bytes):
-                found.update(memory[start : start + width])
-        return found
+    def holds(self, block: BlockId, prompt: int, token: int, group: int) -> bool:
+        """Whether that is what all ranks have there."""
+        for memory, layer_bytes, heads in self._shapes:
+            start = block * len(heads)
+            for layer in self.groups[group].layers:
+                wanted = [(prompt, token, layer, head) for head in heads]
+                if memory[start : start + len(heads)] != wanted:
+                    return False
+                start += layer_bytes
+        return True
+
+    def is_torn(self, block: BlockId) -> bool:
+        return any(
+            TORN in memory[start : start + len(heads)]
+            for memory, layer_bytes, heads in self._shapes
+            for start in range(block * len(heads), len(memory), layer_bytes)
+        )

@@ -68,6 +68,5 @@ def identity_of(
     )
 
 
-@cache
 def tokens_of(prompt: int, num_tokens: int) -> list[int]:
     return [prompt] * num_tokens

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.ids import BlockId, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID
+from baton.core.prefilled import PrefilledTokens
+from baton.core.transfer_params import CONTINUE
 from baton.engine.api import SamplingParams
 from baton.engine.request import RequestStatus
 from baton.engine.step import NewRequestData, SchedulerOutput
@@ -83,14 +85,18 @@ class Prefills:
         transfer_id: TransferId,
         request_id: str,
         on_ticket: Callable[[dict[str, Any]], None],
+        *,
+        continues: bool,
     ) -> Prefill | None:
-        """Take a prefill leg. None: the host drains."""
+        """Take a prefill leg. None: the host drains. `continues`: the answer goes on after P's token."""
         host = self._host
         if host.is_draining:
             self._world.count("P drains")
             return None
         self._num_requests += 1
         params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
+        if continues:
+            params[CONTINUE] = True
         told = prompt if host.cluster.parts.prompts_differ else 0
         request = HostRequest(f"{request_id}-p{self._num_requests}", tokens_of(told, num_tokens), params)
         prefill = Prefill(request, prompt, transfer_id, on_ticket, Lent(prompt, transfer_id))
@@ -143,18 +149,19 @@ class Prefills:
         world.after(took_s, lambda: self._host.when_awake(partial(self._computed, step)))
 
     def _schedule_one(self, prefill: Prefill, output: SchedulerOutput, step: _Step) -> None:
-        world, faults, pool = self._world, self._world.faults, self._host.pool
+        world, faults = self._world, self._world.faults
         request_id = prefill.request.request_id
         if prefill.is_running and world.chance(faults.preempt):
             return self._preempt(prefill, output)
         left = prefill.num_tokens - prefill.num_done
         count = 1 if world.chance(faults.chunked) else left
         num_hits = 0
-        if not prefill.num_done and count < left and world.chance(faults.prefix_hit):
+        can_hit = not (self._host.cluster.has_states and self._host.cluster.states_stay)
+        if can_hit and not prefill.num_done and count < left and world.chance(faults.prefix_hit):
             world.count("P had the beginning")
             num_hits = 1
         self._drop_outside_windows(prefill)
-        tables = pool.allocate_tables([num_hits + count] * len(pool.groups), prefill.run)
+        tables = self._allocate(prefill, num_hits, count)
         if tables is None:
             prefill.num_tries += 1
             if prefill.num_tries > TRIES_MAX:
@@ -234,6 +241,8 @@ class Prefills:
         self._drop_outside_windows(prefill)
         request = prefill.request
         request.status = status
+        if (request.kv_transfer_params or {}).get(CONTINUE) and status is RequestStatus.FINISHED_STOPPED:
+            request.prefilled_tokens = PrefilledTokens((prefill.prompt,))
         tables = _lists(prefill.told) or ([],) * len(host.pool.groups)
         is_lent, params = host.half.request_finished_all_groups(request, tables)
         if params is None:
@@ -266,6 +275,8 @@ class Prefills:
         self._host.cluster.tickets[params["baton_ticket"]] = ticket
         run.loan_id, run.transfer_id, run.lent_at = ticket.loan_id, ticket.transfer_id, self._world.now
         self.lent[request_id] = run
+        if not self._host.cluster.parts.keeps_lent_states:
+            self._later(0.5, partial(self._overwrite, run))
         self._world.note(self._host.name, f"lends {run.loan_id} prompt {run.prompt} blocks {run.tables}")
 
     def _take_back(self, params: dict[str, Any]) -> None:
@@ -283,13 +294,51 @@ class Prefills:
 
     # --- Parts ------------------------------------------------------------------------------------
 
+    def _allocate(self, prefill: Prefill, num_hits: int, count: int) -> Tables | None:
+        """Blocks for the next `num_hits` tokens, which are cached, and `count`, which are computed.
+
+        Of the states only the last one of either takes a block.
+        """
+        pool, run, stays = self._host.pool, prefill.run, self._host.cluster.states_stay
+        lengths = [length for length in (num_hits, count) if length]
+        num_states = len(lengths) if not stays else 0 if run.tables else 1
+        tables = pool.allocate_tables(
+            [num_states if group.is_state else num_hits + count for group in pool.groups], run
+        )
+        if tables is None:
+            return None
+        found = list(tables)
+        for index, group in enumerate(pool.groups):
+            if group.is_state:
+                blocks = tables[index] or run.tables[index][-1:]
+                found[index] = tuple(
+                    block
+                    for length, last in zip(lengths, blocks, strict=True)
+                    for block in (*(BlockId(NULL_BLOCK_ID),) * (length - 1), last)
+                )
+        if stays and run.tables:
+            run.tables, prefill.told = (self._without_states(one) for one in (run.tables, prefill.told))
+        return tuple(found)
+
+    def _without_states(self, tables: Tables) -> Tables:
+        return tuple(
+            (BlockId(NULL_BLOCK_ID),) * len(table) if group.is_state else table
+            for group, table in zip(self._host.pool.groups, tables, strict=True)
+        )
+
     def _write(self, prefill: Prefill, first: int, end: int, num_layers: int) -> None:
         """Write the first `num_layers` layers, each where its group's table says."""
         pool = self._host.pool
         for number, (group, table) in enumerate(zip(pool.groups, prefill.run.tables, strict=True)):
-            num_places = sum(layer < num_layers for layer in group.layers)
-            for index in range(first, end):
-                pool.write(table[index], (prefill.prompt, index, number), num_places)
+            for index in range(end - 1 if group.is_state else first, end):
+                pool.write(table[index], prefill.prompt, index, number, num_layers)
+
+    def _overwrite(self, run: Lent) -> None:
+        """Of a mutant."""
+        pool = self._host.pool
+        for number, (group, table) in enumerate(zip(pool.groups, run.tables, strict=True)):
+            if group.is_state and pool.owner[table[-1]] is run:
+                pool.write(table[-1], run.prompt, len(table), number)
 
     def _drop_outside_windows(self, prefill: Prefill) -> None:
         pool, run, early = self._host.pool, prefill.run, self._host.cluster.parts.drops_early

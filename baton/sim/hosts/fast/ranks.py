@@ -19,7 +19,7 @@ from baton.connectors.pull.metadata import (
 from baton.connectors.pull.reads.operations import Parts
 from baton.core.ids import Address, Pair
 from baton.sim.hosts.fast.facts import Landing
-from baton.sim.hosts.fast.memory import toy_spans
+from baton.sim.hosts.fast.memory import from_first_unit, toy_spans, toy_state_spans
 from baton.sim.kernel.connection import Connection
 from baton.sim.kernel.reads import Copy, Read
 
@@ -91,9 +91,27 @@ class Ranks:
         copies: list[Copy] = []  # None of a lost link, or if the producer lies: the post is refused.
         if not link.is_lost and all(0 <= block < num_blocks for block in origins):
             group = order.groups.local if order.groups is not None else 0
-            spans = toy_spans(
-                pair, source.num_ranks, host.num_ranks, num_blocks, host.pool.groups, order.layers, group
-            )
+            if host.pool.groups[group].is_state:
+                host.world.count("states read")
+                host.world.count("slices of states read", source.num_ranks != host.num_ranks)
+                sources = sorted(
+                    p.producer_rank for p in order.pairs if p.consumer_rank == pair.consumer_rank
+                )
+                spans = toy_state_spans(
+                    pair,
+                    tuple(sources),
+                    source.num_ranks,
+                    host.num_ranks,
+                    num_blocks,
+                    host.pool.groups,
+                    group,
+                )
+                if not cluster.parts.slices_states:
+                    spans = tuple(map(from_first_unit, spans))
+            else:
+                spans = toy_spans(
+                    pair, source.num_ranks, host.num_ranks, num_blocks, host.pool.groups, order.layers, group
+                )
             copies = [
                 (
                     span.local_offset + local * span.local_stride,

@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any
 
 from baton.core.ids import RequestId, TransferId
+from baton.core.transfer_params import CONTINUE
 from baton.sim.hosts.fast.cluster import Cluster
 from baton.sim.hosts.fast.facts import Landing
 from baton.sim.hosts.fast.host import Host
@@ -42,6 +43,7 @@ class Attempt:
     request: Request
     producer: str
     consumer: str
+    continues: bool = False  # D goes on after P's token.
     fetches: list[tuple[Host, Landing]] = field(default_factory=list)
     prefills: list[tuple[Host, Prefill]] = field(default_factory=list)
 
@@ -63,7 +65,8 @@ class Router:
         world, rng = self._world, self._world.rng
         producer = rng.choice(self._cluster.producers)
         consumer = rng.choice([name for name in self._cluster.consumers if name != producer])
-        attempt = Attempt(request, *(request.way or (producer, consumer)))
+        continues = self._cluster.has_states and world.rng_of_states.random() < 0.5
+        attempt = Attempt(request, *(request.way or (producer, consumer)), continues=continues)
         if self._cluster.is_push:
             self._push(attempt)
         else:
@@ -86,7 +89,13 @@ class Router:
         if not world.chance(world.faults.old_introduction):
             self._introduce(name)
         introduced, text = self._introductions[name]
-        stream = {"do_remote_prefill": True, "remote_engine_id": name, "transfer_id": transfer_id}
+        stream: dict[str, Any] = {
+            "do_remote_prefill": True,
+            "remote_engine_id": name,
+            "transfer_id": transfer_id,
+        }
+        if attempt.continues:
+            stream[CONTINUE] = True
         is_named = self._num_transfers % 3 == 2  # As proxies do that do not know introductions.
         if is_named:
             stream |= {"remote_host": CONTROL_HOST, "remote_port": CONTROL_PORT}
@@ -122,7 +131,12 @@ class Router:
 
         def prefill(host: Host) -> None:
             added = host.prefills.add(
-                request.prompt, request.num_tokens, transfer_id, request.request_id, on_ticket
+                request.prompt,
+                request.num_tokens,
+                transfer_id,
+                request.request_id,
+                on_ticket,
+                continues=attempt.continues,
             )
             if added is not None and self._cluster.is_push:
                 attempt.prefills.append((host, added))
