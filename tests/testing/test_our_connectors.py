@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from baton.connectors.registry import BUILT_IN
+from baton.protocol.grouped_prompt import GroupedPrompt
 from baton.testing.contract import ConnectorCase, check_connector
 from baton.testing.contract.engine_site import EngineSite, ExecutorName
 from baton.testing.contract.ours import in_engines, our_cases
@@ -19,6 +20,15 @@ def test_no_connector_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_it_keeps_the_contract(name: str, tmp_path: Path) -> None:
     check_enough(our_cases(tmp_path)[name], {"steps": 20}, examples=6, tries=20)
+
+
+@pytest.mark.parametrize("name", ["BatonPullConnector", "BatonPushConnector"])
+def test_states_that_are_not_read_are_noticed(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(GroupedPrompt, "states", lambda prompt: ())
+    verdict = check_connector(our_cases(tmp_path)[name], examples=100, tries=5)
+    assert verdict.broken_rule == "wrong-bytes", verdict.broken
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,13 @@ from typing import Any, Final, Literal
 
 import msgspec
 
-from baton.connectors.registry import BUILT_IN, connector_class, from_module, knows_several_groups
+from baton.connectors.registry import (
+    BUILT_IN,
+    connector_class,
+    from_module,
+    knows_several_groups,
+    knows_these_groups,
+)
 from baton.contract import KVConnectorRole
 from baton.core.config import (
     CacheConfig,
@@ -19,7 +25,8 @@ from baton.core.config import (
     SchedulerConfig,
 )
 from baton.core.errors import ConfigError
-from baton.core.kv_groups import group_layers, is_hybrid, one_group
+from baton.core.kv_groups import is_hybrid
+from baton.core.states import StatePart
 from baton.testing.contract.arithmetic import NUM_MARKS, VOCAB
 
 BLOCK = 4  # Tokens.
@@ -28,9 +35,11 @@ KV_HEADS = 4
 HEAD_DIM = 2
 
 Windows = tuple[int | None, ...]
-"""Per layer: attention window in tokens; None: full attention. Each window has its own KV-cache group."""
+"""Per layer: attention window in tokens; None: full attention; STATE. Each kind has a KV-cache group."""
 
+STATE: Final = 0  # Instead of a window: the layer has a recurrent state.
 WINDOWS: Final[tuple[Windows, ...]] = ((), (), (None, 6), (9, None, 5))
+WINDOWS_AND_STATES: Final[tuple[Windows, ...]] = ((None, STATE), (STATE, 6, STATE), (STATE, STATE))
 
 Pairing = Literal["none", "pull", "push"]
 """Mode of the handoff. none: one engine. pull: P's params go to D. push: P and D are asked at once."""
@@ -98,7 +107,19 @@ def knows_groups(case: ConnectorCase) -> bool:
     return knows_several_groups(find_class(case.path), transfer_config(case, "e", "kv_both", "recompute"))
 
 
+def knows_states(case: ConnectorCase) -> bool:
+    """Return whether the connector supports layers with a recurrent state."""
+    groups = engine_config(case, Shape(windows=WINDOWS_AND_STATES[0])).kv_cache_groups
+    return knows_these_groups(
+        find_class(case.path), transfer_config(case, "e", "kv_both", "recompute"), groups
+    )
+
+
 def toy_model(windows: Windows = (), head_dim: int = HEAD_DIM) -> ModelConfig:
+    """A state has one unit for each KV head, as wide as a token's KV of that head."""
+    state_layers = tuple(layer for layer, window in enumerate(windows) if window == STATE)
+    state_parts = (StatePart("state", KV_HEADS, (2 * head_dim,), "float32"),)
+    windows = tuple(None if window == STATE else window for window in windows)
     return ModelConfig(
         model="toy",
         served_model_name="toy",
@@ -106,6 +127,8 @@ def toy_model(windows: Windows = (), head_dim: int = HEAD_DIM) -> ModelConfig:
         max_model_len=MAX_MODEL_LEN,
         num_hidden_layers=len(windows) or 2,
         windows=windows,
+        state_layers=state_layers,
+        state_parts=state_parts if state_layers else (),
         num_attention_heads=KV_HEADS,
         num_kv_heads=KV_HEADS,
         head_dim=head_dim,
@@ -128,7 +151,7 @@ class Shape:
     budget: int = 64  # Tokens in one step.
     caching: bool = True  # The engine's own prefix cache.
     policy: str = "recompute"
-    windows: Windows = ()  # Tokens that each layer sees; empty: two layers with full attention.
+    windows: Windows = ()  # What each layer sees; empty: two layers with full attention.
     in_flight: int = 1  # Steps that are scheduled before the result of the first one is known.
 
 
@@ -143,13 +166,10 @@ def engine_config(
     secret: ClusterSecret | None = None,
 ) -> EngineConfig:
     model = model if model is not None else toy_model(shape.windows)
-    groups = group_layers(model.windows) if any(model.windows) else one_group(model.num_hidden_layers)
-    return EngineConfig(
+    config = EngineConfig(
         model_config=model,
         cache_config=CacheConfig(
-            block_size=BLOCK,
-            num_gpu_blocks=shape.num_blocks * len(groups) + is_hybrid(groups),
-            enable_prefix_caching=shape.caching,
+            block_size=BLOCK, num_gpu_blocks=shape.num_blocks, enable_prefix_caching=shape.caching
         ),
         scheduler_config=SchedulerConfig(max_num_batched_tokens=shape.budget, max_num_seqs=8),
         parallel_config=ParallelConfig(
@@ -161,6 +181,10 @@ def engine_config(
         cluster_secret=secret,
         insecure_no_secret=secret is None,
     )
+    groups = config.kv_cache_groups
+    num_blocks = shape.num_blocks * len(groups) + is_hybrid(groups)
+    cache = msgspec.structs.replace(config.cache_config, num_gpu_blocks=num_blocks)
+    return msgspec.structs.replace(config, cache_config=cache)
 
 
 def new_secret() -> ClusterSecret:

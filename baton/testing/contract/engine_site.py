@@ -23,11 +23,13 @@ from baton.testing.contract.case import (
     BLOCK,
     KV_HEADS,
     MAX_MODEL_LEN,
+    STATE,
     ConnectorCase,
     Shape,
     Windows,
     engine_config,
     knows_groups,
+    knows_states,
 )
 from baton.testing.contract.engine import Expect
 from baton.testing.contract.ledger import Ledger
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from baton.engine.executor.ray_actors import RankActors
 
 WINDOWS: Windows = (None, 6)  # Per layer, for the model with several KV-cache groups.
+STATES: Windows = (STATE, None)  # For the model with recurrent states.
 
 MODEL_VOCAB = 512
 
@@ -65,6 +68,8 @@ class EngineSite(ToySite):
             self._actors = RankActors(engine_config(case, Shape()))
         self._folder = tempfile.TemporaryDirectory(prefix="baton-kit-")
         self.windows = ((), WINDOWS) if knows_groups(case) else ((),)
+        if knows_states(case):
+            self.windows += (STATES,)
         self._models: dict[Windows, tuple[ModelConfig, Reference]] = {}
 
     def model_of(self, shape: Shape) -> tuple[ModelConfig, Expect]:
@@ -73,16 +78,20 @@ class EngineSite(ToySite):
             folder = Path(self._folder.name) / str(len(self._models))
             write_checkpoint(
                 folder,
+                family="granite_hybrid" if windows == STATES else "qwen3",
                 hidden=32,
                 layers=2,
                 heads=KV_HEADS,
                 kv_heads=KV_HEADS,
                 vocab=MODEL_VOCAB,
-                sliding_window=windows[-1] if windows else None,
+                sliding_window=windows[-1] if windows == WINDOWS else None,
             )
             model = load_model_config(folder, max_model_len=MAX_MODEL_LEN)
             assert model.vocab_size == MODEL_VOCAB, "the model must have every token of the kit's prompts"
-            assert model.windows in (windows, (None,) * len(model.windows)), model.windows
+            if windows == STATES:
+                assert model.state_layers == (0,), model.state_layers
+            else:
+                assert model.windows in (windows, (None,) * len(model.windows)), model.windows
             self._models[windows] = model, Reference(engine_config(self.case, Shape(), model=model))
         model, reference = self._models[windows]
         return model, reference.tokens

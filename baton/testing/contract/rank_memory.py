@@ -91,19 +91,38 @@ class RankMemory:
     def __init__(
         self, rank: int, heads: range, caches: dict[str, torch.Tensor], on_fault: Callable[[], None]
     ) -> None:
-        """`caches`: by layer name, `[num_blocks, heads, block tokens, width]`. `heads`: global head indices.
+        """`caches`: by layer name, `[num_blocks, heads, block tokens, width]`; of a recurrent state
+        `[num_blocks, bytes]`. `heads`: global head indices.
 
         `on_fault` is called when an armed write of the connector fails.
         """
         self.rank = rank
         self.heads = heads
-        self.caches = caches
         self.write_fault = WriteFault(on_fault)
         self.shown = self.write_fault.show(caches)  # What the connector gets.
-        self._places = {cache.data_ptr(): (name, cache) for name, cache in reversed(caches.items())}
+        # A state as `[num_blocks, heads, width]`.
+        self.caches = {
+            name: cache if cache.dim() > 2 else cache.view(torch.float32).view(len(cache), len(heads), -1)
+            for name, cache in caches.items()
+        }
+        by_size = sorted(self.caches.items(), key=lambda item: item[1].numel())
+        self._places = {cache.data_ptr(): (name, cache) for name, cache in by_size}  # Of several the largest.
         for _, cache in self._places.values():
             cache.fill_(FRESH)
-        self._shadows = {place: cache.clone() for place, (_, cache) in self._places.items()}
+        memories = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches.values()}
+        copies = {
+            address: torch.empty(0, dtype=torch.uint8).set_(memory).clone().untyped_storage()
+            for address, memory in memories.items()
+        }
+        self._shadows = {
+            name: torch.empty(0, dtype=cache.dtype).set_(
+                copies[cache.untyped_storage().data_ptr()],
+                cache.storage_offset(),
+                cache.size(),
+                cache.stride(),
+            )
+            for name, cache in self.caches.items()
+        }
         self._expected: set[int] = set()  # Blocks that loads should fill, until the model writes them.
         # Per memory: blocks filled by loads.
         self._filled: dict[int, set[int]] = {place: set() for place in self._places}
@@ -112,8 +131,14 @@ class RankMemory:
         """Write the model's own `values` `[tokens, heads, width]`."""
         cache = self.caches[layer]
         cache[blocks, :, offsets] = values
-        self._shadows[cache.data_ptr()][blocks, :, offsets] = values
+        self._shadows[layer][blocks, :, offsets] = values
         self._expected.difference_update(blocks[offsets == 0].tolist())
+
+    def write_state(self, layer: str, block_id: int, values: torch.Tensor) -> None:
+        """Write the model's own state, `[heads, width]`."""
+        self.caches[layer][block_id] = values
+        self._shadows[layer][block_id] = values
+        self._expected.discard(block_id)
 
     def expect_load(self, block_ids: set[int]) -> None:
         """Note that loads into these blocks have begun."""
@@ -128,7 +153,7 @@ class RankMemory:
     def take_over(self, check: Callable[[str, set[int]], None]) -> None:
         """Call `check(layer, blocks)` with the blocks changed by others than the model; update the shadow."""
         for place, (name, cache) in self._places.items():
-            shadow = self._shadows[place]
+            shadow = self._shadows[name]
             if torch.equal(cache, shadow):
                 continue
             changed = set((cache != shadow).flatten(1).any(1).nonzero().flatten().tolist())

@@ -211,7 +211,9 @@ class KitRanks(Executor):
 
     def _give_up(self, row: _Row) -> None:
         for position, state in enumerate(row.states):
-            for table in row.tables:
+            for group, table in zip(self._groups, row.tables, strict=True):
+                if group.is_state and position != row.num_computed - 1:
+                    continue
                 if position // self._block < len(table):
                     self._provenance.note_given_up(table[position // self._block], state)
 
@@ -238,23 +240,34 @@ class KitRanks(Executor):
         watcher = context.watcher
         assert context.attn_metadata is not None
         hidden_TM = self._hidden_states(context.attn_metadata)
-        for layer, (name, cache) in enumerate(memory.caches.items()):
+        for layer, (name, cache) in enumerate(memory.shown.items()):
             if layer in context.hidden_states_wanted:
                 context.show_hidden_states(layer, hidden_TM)
             if watcher is not None:
                 watcher.wait_for_layer_load(name)
+            is_state = self._groups[self._group_of[layer]].is_state
+            if is_state:  # The step reads it, and then writes another, maybe in the same place.
+                self._look_for_wrong(memory, layer, rows, [row.num_computed for row in rows], wrongs)
             for row, last in zip(rows, ends, strict=True):
-                self._write(memory, layer, row, last, is_poisoned=row.request_id in wrongs)
-            for row, last in zip(rows, ends, strict=True):
-                if row.request_id in wrongs:
-                    continue
-                if (wrong := self._find_wrong(memory, layer, row, last)) is not None:
-                    wrongs[row.request_id] = wrong
+                write = self._write_state if is_state else self._write
+                write(memory, layer, row, last, is_poisoned=row.request_id in wrongs)
+            if not is_state:
+                self._look_for_wrong(memory, layer, rows, ends, wrongs)
             if watcher is not None:
                 watcher.save_kv_layer(name, cache, context.metadata_of(self._group_of[layer]))
         if (num_layers := len(memory.caches)) in context.hidden_states_wanted:
             context.show_hidden_states(num_layers, hidden_TM)
         return wrongs
+
+    def _look_for_wrong(
+        self, memory: RankMemory, layer: int, rows: list[_Row], ends: list[int], wrongs: dict[str, Wrong]
+    ) -> None:
+        """Add the first wrong slot before `ends` of each request that has none yet."""
+        for row, last in zip(rows, ends, strict=True):
+            if row.request_id not in wrongs:
+                wrong = self._find_wrong(memory, layer, row, last)
+                if wrong is not None:
+                    wrongs[row.request_id] = wrong
 
     def _hidden_states(self, metadata: AttentionMetadata) -> torch.Tensor:
         """Return `[T, hidden size]` of arbitrary numbers; the kit does not read what is done with them."""
@@ -275,16 +288,28 @@ class KitRanks(Executor):
         for block_id, state in zip(blocks.tolist(), states, strict=True):
             self._provenance.note_written(block_id, state)
 
+    def _write_state(
+        self, memory: RankMemory, layer: int, row: _Row, last: int, *, is_poisoned: bool
+    ) -> None:
+        """The state after `last` tokens."""
+        block_id = row.tables[self._group_of[layer]][(last - 1) // self._block]
+        state, name = row.states[last - 1], layer_name(layer)
+        values = kv_values((state,), layer, memory.heads, memory.caches[name].shape[-1])[0]
+        memory.write_state(name, block_id, torch.full_like(values, POISON) if is_poisoned else values)
+        self._provenance.note_written(block_id, state)
+
     def _find_wrong(self, memory: RankMemory, layer: int, row: _Row, last: int) -> Wrong | None:
         """Find the first wrong slot that this step's tokens attend to. Slots before the window are not
-        checked.
+        checked. Of a recurrent state: the state after `last` tokens, which the step begins with.
         """
-        window = self._windows[layer]
+        window, name = self._windows[layer], layer_name(layer)
         first = 0 if window is None else max(0, row.num_computed - window + 1)
-        blocks, offsets = self._slots(row, layer, first, last)
-        name = layer_name(layer)
+        is_state = self._groups[self._group_of[layer]].is_state
+        if is_state:
+            first = max(0, last - 1)
         cache = memory.caches[name]
-        found = cache[blocks, :, offsets]
+        blocks, offsets = self._slots(row, layer, first, last)
+        found = cache[blocks] if is_state else cache[blocks, :, offsets]
         states = row.states[first:last]
         right = kv_values(states, layer, memory.heads, cache.shape[-1])
         if torch.equal(found, right):

@@ -12,11 +12,13 @@ from baton.testing.contract.arithmetic import NUM_MARKS, VOCAB, expected_tokens
 from baton.testing.contract.case import (
     HEAD_DIM,
     WINDOWS,
+    WINDOWS_AND_STATES,
     ConnectorCase,
     Shape,
     Windows,
     engine_config,
     knows_groups,
+    knows_states,
     make_half,
     new_secret,
     toy_model,
@@ -93,6 +95,8 @@ class ToySite:
     def __init__(self, case: ConnectorCase) -> None:
         self.case = case
         self.windows: tuple[Windows, ...] = WINDOWS if knows_groups(case) else ((),)
+        if knows_states(case):
+            self.windows += WINDOWS_AND_STATES
         self.patience = Patience(case.patience_s)
         self.thread_patience_s = case.patience_s  # For threads that a connector has asked to end.
         self._last_mark = secrets.randbelow(NUM_MARKS)

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from baton.testing.contract.case import Shape
+from baton.core.transfer_params import CONTINUE
+from baton.testing.contract.case import STATE, Shape
 from baton.testing.contract.engine import KitEngine
 from baton.testing.contract.leaks import new_threads, running_threads
 from baton.testing.contract.ranks import KitRanks
@@ -46,10 +47,11 @@ class World:
         story.record_line(
             f"engine with {shape.tp} rank(s), {shape.num_blocks} blocks, {shape.budget} tokens a step, "
             f"prefix cache {'on' if shape.caching else 'off'}, on failed loads: {shape.policy}"
-            + (f", layers that see {shape.windows} tokens" if shape.windows else "")
+            + (f", layers that see {shape.windows} tokens (0: a recurrent state)" if shape.windows else "")
             + (f", {shape.in_flight} steps in flight" if shape.in_flight > 1 else "")
         )
         story.seen["engines with several KV-cache groups"] += bool(shape.windows)
+        story.seen["engines with recurrent states"] += STATE in shape.windows
         self.pairing = site.case.pairing
         self.engines: list[KitEngine] = []
         if self.pairing == "none":
@@ -91,10 +93,13 @@ class World:
         transfer_id = f"t{number}"
         producer = self.engines[0]
         params: dict[str, Any] = {**REMOTE_DECODE, "transfer_id": transfer_id}
+        # A state is handed over after all tokens, with P's first token, or after all but one.
+        continues = {CONTINUE: True} if STATE in self.shape.windows and number % 2 else {}
+        params |= continues
         producer.ask(f"p{number}", prompt, max_tokens=1, salt=salt, params=params)
         if self.pairing == "push":
             known = {"remote_engine_id": producer.name, "baton_introduction": producer.half.introduction()}
-            self._ask_decode(leg, {**REMOTE_PREFILL, "transfer_id": transfer_id, **known})
+            self._ask_decode(leg, {**REMOTE_PREFILL, "transfer_id": transfer_id, **known, **continues})
 
     def ask_again(self, index: int, max_tokens: int) -> None:
         """Repeat an earlier request after the engines' caches were reset; the connector may still have its
