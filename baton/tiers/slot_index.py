@@ -25,6 +25,7 @@ class Entry(Generic[K]):
     is_ready: bool = False
     is_doomed: bool = False  # Cannot be found; its slot is freed after its last use.
     num_pins: int = 0
+    has_state: bool = False  # Also the recurrent state at its end is stored.
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,11 @@ class SlotIndex(Generic[K]):
             num_found += 1
         return num_found
 
+    def num_found_to_state(self, keys: Sequence[K]) -> int:
+        """As `num_found`, up to the last key whose entry has a recurrent state."""
+        ends = (end for end in range(self.num_found(keys), 0, -1) if self._entries[keys[end - 1]].has_state)
+        return next(ends, 0)
+
     # --- Storing ---------------------------------------------------------------------------------
 
     def reserve(self, key: K, protected: Collection[K] = ()) -> Reserved[K] | None:
@@ -95,6 +101,14 @@ class SlotIndex(Generic[K]):
         return False
 
     # --- Loading ---------------------------------------------------------------------------------
+
+    def pin_without_state(self, key: K) -> Entry[K] | None:
+        """The entry of this key if it is ready and lacks its state: keeps its slot until `unpin`."""
+        entry = self._entries.get(key)
+        if entry is None or not entry.is_ready or entry.has_state:
+            return None
+        entry.num_pins += 1
+        return entry
 
     def pin(self, keys: Sequence[K]) -> list[Entry[K]] | None:
         """Keeps the slots unchanged until `unpin`. Returns None and pins nothing if a key is not ready."""

@@ -14,7 +14,7 @@ from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from baton.engine.step import SchedulerOutput
-from tests.connectors import mirrored
+from tests.connectors import mirrored, offload_world
 from tests.connectors.engine_world import (
     BLOCK,
     GREEDY,
@@ -180,6 +180,46 @@ def check_push(
     )
     least = min(transfer["bytes"] for transfer in legs.transfers)
     assert least > 0.9 * of_states, "every layer's state is read"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_offloaded_states_are_loaded_again(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str
+) -> None:
+    """At the last end of a block; a longer prompt goes on from there."""
+    transfer = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": {"cpu_gib": 0.01}}
+    engine = offload_world.Engine(
+        core_in(stack, config_of(model_of(family), transfer, num_blocks=120, budget=16))
+    )
+    for prompt in PROMPTS:
+        assert engine.tokens(prompt, sampling=GREEDY) == answer_of(family, prompt)
+    for prompt in [*PROMPTS, [*PROMPTS[-1], *prompt_of(30)]]:
+        engine.forget()
+        again = engine.ask(prompt, GREEDY)
+        assert again.token_ids == answer_of(family, prompt)
+        known = min(len(prompt), max(LENGTHS))
+        assert again.num_transferred_tokens == (known - 1) // BLOCK * BLOCK
+    assert engine.counts["hit_tokens"] > 100
+    engine.assert_whole()
+
+
+def test_a_chunk_gets_its_state_from_a_later_request(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf
+) -> None:
+    """A long prompt stores tokens of blocks within which it ends no step; a short one ends there."""
+    transfer = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": {"cpu_gib": 0.01}}
+    engine = offload_world.Engine(
+        core_in(stack, config_of(model_of("granite_hybrid"), transfer, num_blocks=120))
+    )
+    long, short = PROMPTS[-1], PROMPTS[-1][: 3 * BLOCK + 1]
+    engine.tokens(long)
+    engine.forget()
+    assert engine.ask(short).num_transferred_tokens == 0, "no state at a length that it could use"
+    engine.forget()
+    again = engine.ask(short, GREEDY)
+    assert again.num_transferred_tokens == 3 * BLOCK
+    assert again.token_ids == answer_of("granite_hybrid", short)
+    engine.assert_whole()
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -7,7 +7,7 @@ background, by hash. `settings` defines the options. A request opts out by `kv_t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from baton.connectors.observed import IdentityConnector, own_config
@@ -17,6 +17,7 @@ from baton.connectors.offload.stats import OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import host
 from baton.core.config import EngineConfig
+from baton.core.kv_groups import KVCacheGroup
 from baton.core.transfer_params import parse_offload_choice, parse_transfer_params
 
 
@@ -26,6 +27,13 @@ class BatonOffloadConnector(IdentityConnector):
     @classmethod
     def identity_of(cls, vllm_config: host.HostConfig) -> OffloadIdentity:
         return OffloadIdentity.of_engine(own_config(vllm_config))
+
+    @classmethod
+    def supports_groups(
+        cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
+    ) -> bool:
+        """All of them, also those of layers with a recurrent state."""
+        return True
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:

@@ -10,8 +10,9 @@ from baton.connectors.offload.settings import GIB, OffloadSettings
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
-from baton.core.kv_groups import KVCacheGroup, num_places
+from baton.core.kv_groups import KVCacheGroup, has_states, num_places
 from baton.core.layout import FORMATS, kv_heads_of
+from baton.core.states import state_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +31,11 @@ class OffloadIdentity:
     is_consumer: bool = True  # May load.
 
     def __post_init__(self) -> None:
+        if has_states(self.groups) and self.settings.blocks_per_chunk != 1:
+            raise ConfigError(
+                "must be 1 for a model with recurrent states: a state is stored at the end of one block",
+                field=f"{FIELD}.blocks_per_chunk",
+            )
         windows = [group.window for group in self.groups if group.window is not None]
         if any(window < (self.settings.blocks_per_chunk - 1) * self.block_tokens for window in windows):
             raise ConfigError(
@@ -69,13 +75,21 @@ class OffloadIdentity:
         tp_size = parallel.tensor_parallel_size
         num_heads = len(kv_heads_of(parallel.rank, tp_size=tp_size, num_kv_heads=model.num_kv_heads))
         token_bytes = num_heads * model.token_size * FORMATS[model.dtype].itemsize
+        of_tokens = config.cache_config.block_size * token_bytes
+        of_state = state_bytes(model.state_parts, tp_rank=parallel.rank % tp_size, tp_size=tp_size)
+        groups = config.kv_cache_groups
+        # A layer's memory is shared by the groups that have a layer at its place.
+        of_places = [
+            max(of_state if group.is_state else of_tokens for group in groups if place < len(group.layers))
+            for place in range(num_places(groups))
+        ]
         return cls(
             settings=OffloadSettings.parse(transfer.kv_connector_extra_config),
             rank=parallel.rank,
             num_ranks=parallel.world_size,
             block_tokens=config.cache_config.block_size,
-            block_bytes=num_places(config.kv_cache_groups) * config.cache_config.block_size * token_bytes,
-            groups=config.kv_cache_groups,
+            block_bytes=sum(of_places),
+            groups=groups,
             hash_seed=config.cache_config.hash_seed,
             publishes_events=config.enable_kv_events,
             is_producer=transfer.is_kv_producer,

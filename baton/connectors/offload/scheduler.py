@@ -18,6 +18,9 @@ With several KV-cache groups a chunk has blocks of each, and is stored while all
 before a window are freed from step to step, so every store is fenced then. Loads leave out the blocks before
 a window.
 
+A recurrent state is that after the last token of a step. A chunk gets its state if a step ends with it, maybe
+of a later request than the one that stored its tokens. Loads end with a chunk that has one.
+
 Pure: no torch, no clock, no thread.
 """
 
@@ -25,7 +28,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from baton.connectors.block_tables import follow_tables
@@ -40,7 +43,7 @@ from baton.contract.events import KVCacheEvent
 from baton.contract.reports import RankCombiner
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import BlockHash
-from baton.core.kv_groups import NULL_BLOCK_ID, is_hybrid
+from baton.core.kv_groups import NULL_BLOCK_ID, has_states, is_hybrid
 from baton.core.transfer_params import OffloadChoice, parse_offload_choice
 from baton.tiers.eviction import make_policy
 from baton.tiers.slot_index import Entry, SlotIndex
@@ -53,6 +56,8 @@ class _Store:
     prompt: Prompt
     chunks: list[int]  # Indices in the prompt, ascending.
     entries: list[Entry[BlockHash]]
+    state: Entry[BlockHash] | None = None  # Gets its recurrent state. None: nothing does, or it is not valid.
+    pinned: list[Entry[BlockHash]] = field(default_factory=list)  # Stored before, without the state.
 
 
 class OffloadSchedulerHalf(FinishesByFirstGroup):
@@ -62,6 +67,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self._identity = identity
         self._chunk_blocks = settings.blocks_per_chunk
         self._is_hybrid = is_hybrid(identity.groups)
+        self._has_states = has_states(identity.groups)
         self._index: SlotIndex[BlockHash] = SlotIndex(num_slots, make_policy(settings.eviction, num_slots))
         self._reports = RankCombiner(OffloadReport, identity.num_ranks)
         self._prompts: dict[str, Prompt] = {}
@@ -112,7 +118,8 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         end = (request.num_tokens - 1) // size * size
         if end <= num_computed_tokens:
             return 0, False
-        num_found = self._index.num_found(prompt.keys_between(num_computed_tokens, end))
+        keys = prompt.keys_between(num_computed_tokens, end)
+        num_found = self._index.num_found_to_state(keys) if self._has_states else self._index.num_found(keys)
         if not num_found:
             return 0, False
         first_chunk = num_computed_tokens // self._chunk_tokens
@@ -270,12 +277,16 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             return None
         prompt.hash_up_to(num_chunks * self._chunk_tokens)
         store = _Store(prompt, [], [])
+        ends_here = end == num_computed + num_scheduled and end == num_chunks * self._chunk_tokens
+        with_state = num_chunks - 1 if self._has_states and ends_here else None
         prompt.num_seen_chunks = num_chunks
         first_held = self._first_held(num_computed)
         for chunk in range(first, num_chunks):
             key = prompt.keys[chunk]
             if key in self._index:
                 self._index.use(key)
+                if chunk == with_state and (entry := self._index.pin_without_state(key)) is not None:
+                    store.state, store.pinned = entry, [entry]
                 continue
             is_held = chunk * self._chunk_blocks >= first_held and not self._has_hole(prompt, chunk)
             reserved = self._index.reserve(key, prompt.key_set) if is_held else None
@@ -290,36 +301,37 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
                 self._events.removed(reserved.evicted)
             store.chunks.append(chunk)
             store.entries.append(reserved.entry)
-        if not store.chunks:
+            if chunk == with_state:
+                store.state = reserved.entry
+        if not store.chunks and store.state is None:
             return None
         job = self._next_job()
         self._stores[job] = store
         prompt.open_stores.add(job)
-        return StoreBlocks(
-            job,
-            tuple(
-                block
-                for table in prompt.tables
-                for chunk in store.chunks
-                for block in table[prompt.blocks_of(chunk)]
-            ),
-            tuple(
-                row
-                for group in range(len(prompt.tables))
-                for entry in store.entries
-                for row in self._rows_of(entry, group)
-            ),
-        )
+        pairs: list[tuple[int, int]] = []  # (block, row)
+        for index, (group, table) in enumerate(zip(self._identity.groups, prompt.tables, strict=True)):
+            if group.is_state:
+                if store.state is not None:
+                    pairs.append((table[num_chunks - 1], self._rows_of(store.state, index)[0]))
+                continue
+            for chunk, entry in zip(store.chunks, store.entries, strict=True):
+                pairs += zip(table[prompt.blocks_of(chunk)], self._rows_of(entry, index), strict=True)
+        return StoreBlocks(job, tuple(block for block, _ in pairs), tuple(row for _, row in pairs))
 
     def _first_held(self, num_computed: int) -> int:
-        """First block that every group holds in a step that starts after `num_computed` tokens."""
+        """First block that all groups with tokens hold in a step that starts after `num_computed` tokens."""
         size = self._identity.block_tokens
-        return max(group.first_kept(num_computed, size) for group in self._identity.groups)
+        firsts = (
+            group.first_kept(num_computed, size) for group in self._identity.groups if not group.is_state
+        )
+        return max(firsts, default=0)
 
     def _has_hole(self, prompt: Prompt, chunk: int) -> bool:
         """Whether a block is missing: a prefix hit may begin one block later than computed blocks do."""
         return self._is_hybrid and any(
-            NULL_BLOCK_ID in table[prompt.blocks_of(chunk)] for table in prompt.tables
+            NULL_BLOCK_ID in table[prompt.blocks_of(chunk)]
+            for group, table in zip(self._identity.groups, prompt.tables, strict=True)
+            if not group.is_state
         )
 
     def _rows_of(self, entry: Entry[BlockHash], group: int) -> range:
@@ -339,10 +351,13 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             for chunk, entry in zip(store.chunks, store.entries, strict=True)
             if self._index.end_store(entry, ok=ok)
         ]
+        self._index.unpin(store.pinned)
+        if store.state is not None and ok:
+            store.state.has_state = True
         self._stats.add(stored_chunks=len(found))
         if not ok:
             self._stats.add_for("failures", "store")
-            prompt.num_seen_chunks = min(prompt.num_seen_chunks, store.chunks[0])
+            prompt.num_seen_chunks = min((prompt.num_seen_chunks, *store.chunks[:1]))
         if self._identity.publishes_events:
             self._events.stored(prompt, found)
 
@@ -364,4 +379,5 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         for store in self._stores.values():
             for entry in store.entries:
                 self._index.forget(entry)
-            store.prompt.num_seen_chunks = min(store.prompt.num_seen_chunks, store.chunks[0])
+            store.state = None
+            store.prompt.num_seen_chunks = min((store.prompt.num_seen_chunks, *store.chunks[:1]))

@@ -58,9 +58,13 @@ class OffloadWorkerHalf(BackgroundLoads):
                 f"this rank's share is {needed / GIB:.2f} GiB, and {available / GIB:.2f} GiB are free",
                 field=f"{FIELD}.cpu_gib",
             )
-        # Layers of different groups may share memory; a block belongs to only one group at a time.
-        distinct = {cache.data_ptr(): (name, cache) for name, cache in reversed(kv_caches.items())}
-        self._copies = self._make_copies(dict(reversed(distinct.values())), self._identity)
+        # Layers of different groups may share memory; a block belongs to only one group at a time. Of layers
+        # with tokens and with a state, the one with the larger part of a page is copied.
+        by_size = sorted(kv_caches.items(), key=lambda item: -item[1][0].nbytes)
+        distinct: dict[int, tuple[str, torch.Tensor]] = {}
+        for name, cache in by_size:
+            distinct.setdefault(cache.data_ptr(), (name, cache))
+        self._copies = self._make_copies(dict(distinct.values()), self._identity)
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         return self._copies is not None and self._copies.bind_wake(wake)

@@ -26,7 +26,7 @@ def settle_groups(config: EngineConfig, connector_factory: str | None) -> Engine
         name = transfer.kv_connector if transfer is not None else "this connector"
         raise ConfigError(
             f"{name} cannot carry recurrent states, and this model has layers with one; choose "
-            "BatonPullConnector or BatonPushConnector, or none",
+            "BatonPullConnector, BatonPushConnector or BatonOffloadConnector, or none",
             field="kv_transfer_config.kv_connector",
         )
     logger.warning(

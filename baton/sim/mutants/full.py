@@ -307,6 +307,8 @@ PULL: dict[str, Parts] = {
     # Offload and Multi
     "store_fence": Parts(offload_half=halves.StoresUnfenced),
     "store_failed": Parts(offload_half=halves.FindsFailedStores),
+    "store_states": Parts(offload_half=halves.FindsNoStates),
+    "store_state_length": Parts(offload_half=halves.StoresAnyState),
     "loader_told": Parts(multi_half=halves.TellsNoLoader),
     "lender_counts": Parts(multi_half=halves.LendsNothing),
 }

@@ -160,6 +160,22 @@ class FindsFailedStores(OffloadHalf):
         super().update_connector_output(connector_output)
 
 
+class FindsNoStates(OffloadHalf):
+    """A load may end with a chunk whose state is not stored."""
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        self._has_states = False
+        return super().get_num_new_matched_tokens(request, num_computed_tokens)
+
+
+class StoresAnyState(OffloadHalf):
+    """The state after a step is stored as that at the end of the last full block."""
+
+    def _plan_store(self, prompt: Any, num_computed: int, num_scheduled: int) -> Any:
+        within = (num_computed + num_scheduled) % self._identity.block_tokens
+        return super()._plan_store(prompt, num_computed, max(1, num_scheduled - within))
+
+
 class TellsNoLoader(MultiHalf):
     """The child whose tokens were promised is not told where they go."""
 

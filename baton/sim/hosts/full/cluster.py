@@ -142,7 +142,7 @@ class Cluster(BaseCluster):
 
     def _with_offload(self, spec: HostSpec) -> HostSpec:
         rng = self.world.rng_of_models
-        if rng.random() >= OFFLOADS or self.has_states:
+        if rng.random() >= OFFLOADS:
             return spec
         return replace(
             spec,
