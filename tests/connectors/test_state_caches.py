@@ -3,11 +3,13 @@
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.core.config import ModelConfig
+from baton.core.config import KVTransferConfig, ModelConfig
+from baton.core.errors import ConfigError
 from baton.core.states import state_bytes
 from baton.engine.api import SamplingParams
 from baton.engine.checkpoints.checkpoint import load_model_config
@@ -33,6 +35,7 @@ from tests.connectors.engine_world import (
     prompt_of,
     start_in,
 )
+from tests.connectors.storage_world import fill, starting, storage
 
 pytestmark = pytest.mark.slow
 
@@ -201,6 +204,37 @@ def test_offloaded_states_are_loaded_again(
         assert again.num_transferred_tokens == (known - 1) // BLOCK * BLOCK
     assert engine.counts["hit_tokens"] > 100
     engine.assert_whole()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_one_engine_reads_the_files_of_another(
+    model_of: ModelOf, answer_of: AnswerOf, tmp_path: Path, family: str
+) -> None:
+    """Files of tokens for each block, one of the state at the end of the last block."""
+    prompt = prompt_of(3 * BLOCK + 2)
+    with starting(model_of(family)) as start:
+        a, b = (start(storage(tmp_path, chunk_tokens=BLOCK)) for _ in range(2))
+        num_files = 1 if family == "mamba2" else 4
+        of_a = fill(a, tmp_path, prompt, num_files)
+        assert of_a == answer_of(family, prompt)[: len(of_a)]
+        for asked in (prompt, [*prompt, 7, 8, 9]):
+            assert b.core.scheduler.reset_prefix_cache()
+            (by_b,) = b.generate([asked], GREEDY)
+            assert by_b.token_ids == answer_of(family, asked)
+            assert by_b.num_transferred_tokens == 3 * BLOCK
+
+
+def test_a_state_needs_chunks_of_one_block(model_of: ModelOf, tmp_path: Path) -> None:
+    with starting(model_of("mamba2")) as start:
+        with pytest.raises(ConfigError, match="chunk_tokens: must be the block size"):
+            start(storage(tmp_path, chunk_tokens=2 * BLOCK))
+        transfer = KVTransferConfig(
+            kv_connector="BatonOffloadConnector",
+            kv_role="kv_both",
+            kv_connector_extra_config={"cpu_gib": 0.01, "blocks_per_chunk": 2},
+        )
+        with pytest.raises(ConfigError, match="blocks_per_chunk: must be 1 for a model with recurrent"):
+            start(transfer)
 
 
 def test_a_chunk_gets_its_state_from_a_later_request(

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SUFFIX = ".safetensors"
+STATE = 0
+"""Instead of a window: the layers have a recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,7 +15,7 @@ class ChunkName:
     namespace: str
     key: bytes  # Hash of the prefix up to the chunk's end.
     rank: int
-    window: int | None = None  # Of the layers whose blocks the file holds.
+    window: int | None = None  # Of the layers whose blocks the file holds; or STATE.
 
     def path_in(self, folder: Path) -> Path:
         digits = self.key.hex()

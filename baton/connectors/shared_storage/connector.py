@@ -9,12 +9,15 @@ both. Requests need no `kv_transfer_params`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from baton.connectors.observed import IdentityConnector, own_config
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.scheduler import StorageSchedulerHalf
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.worker import StorageWorkerHalf
 from baton.contract import host
+from baton.core.kv_groups import KVCacheGroup
 
 
 class BatonSharedStorageConnector(IdentityConnector):
@@ -24,3 +27,10 @@ class BatonSharedStorageConnector(IdentityConnector):
     def identity_of(cls, vllm_config: host.HostConfig) -> StorageIdentity:
         """A subclass for another host overrides only this method."""
         return StorageIdentity.of_engine(own_config(vllm_config))
+
+    @classmethod
+    def supports_groups(
+        cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
+    ) -> bool:
+        """All of them, also those of layers with a recurrent state."""
+        return True

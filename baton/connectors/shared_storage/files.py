@@ -3,6 +3,7 @@
     <path>/<namespace>/<2 hex of key>/<key>.<rank>.safetensors        full-attention layers
     <path>/<namespace>/<2 hex of key>/<key>.<rank>.w<window>.safetensors  layers with a window, if they have
                                                                       their own block tables
+                                             (w0: recurrent states)
 
     body         <layer name>   [blocks of the chunk (`layer_kinds`), (kv_heads,) block_tokens, content]
     metadata     format, namespace, key, rank, (window,) checksum

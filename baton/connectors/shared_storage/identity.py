@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from baton.connectors.extra_config import parse_extra
+from baton.connectors.extra_config import FIELD, parse_extra
+from baton.connectors.shared_storage.chunk_name import STATE
 from baton.connectors.shared_storage.layer_kinds import LayerKind, kinds_of
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
-from baton.core.kv_groups import KVCacheGroup, is_hybrid
+from baton.core.kv_groups import KVCacheGroup, has_states, is_hybrid
 from baton.core.layout import SLOT, ModelFingerprint
 
 if TYPE_CHECKING:
@@ -63,10 +64,19 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def __post_init__(self) -> None:
+        if has_states(self.groups) and self.settings.chunk_tokens not in (None, self.block_tokens):
+            raise ConfigError(
+                f"must be the block size, {self.block_tokens}, for a model with recurrent states: a state is "
+                "stored at the end of a block",
+                field=f"{FIELD}.chunk_tokens",
+            )
         self.settings.chunk_tokens_of(self.block_tokens)
 
     @property
     def chunk_tokens(self) -> int:
+        """Of a model with recurrent states those of a block, since steps end with blocks, not with chunks."""
+        if has_states(self.groups):
+            return self.block_tokens
         return self.settings.chunk_tokens_of(self.block_tokens)
 
     @property
@@ -98,7 +108,13 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
         parts = [FORMAT, msgspec.structs.asdict(self.fingerprint), self.chunk_tokens, signed_by]
         if is_hybrid(self.groups):
             # The window of each layer. Files do not show how the layers of one window are split into groups.
-            parts.append(sorted((layer, group.window) for group in self.groups for layer in group.layers))
+            parts.append(
+                sorted(
+                    (layer, STATE if group.is_state else group.window)
+                    for group in self.groups
+                    for layer in group.layers
+                )
+            )
         described = msgspec.json.encode([*parts, [layouts[rank] for rank in sorted(layouts)]])
         return hashlib.blake2b(described, digest_size=NAMESPACE_BYTES).hexdigest()
 
@@ -106,14 +122,16 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
 def layout_digest(kv_caches: Mapping[str, torch.Tensor], block_tokens: int, packing: str = SLOT) -> str:
     """Digest of the form of one rank's chunk in a file. Raises ConfigError for caches of another shape.
 
-    The first dimension is blocks; the tokens of a block are the third, or the second if there are no heads.
+    The first dimension is blocks; the tokens of a block are the third, or the second if there are no heads. A
+    cache of recurrent states is `[num_blocks, bytes]`.
     The number of blocks and the strides may differ between engines and are left out.
     """
     if not kv_caches:
         raise ConfigError("has no layers", field="kv_caches")
     described = []
     for name, cache in kv_caches.items():
-        if cache.dim() not in (3, 4) or cache.shape[-2] != block_tokens:
+        is_state = cache.dim() == 2 and cache.dtype.itemsize == 1
+        if not is_state and (cache.dim() not in (3, 4) or cache.shape[-2] != block_tokens):
             raise ConfigError(
                 f"has shape {tuple(cache.shape)}, expected [num_blocks, (kv_heads,) {block_tokens}, content]",
                 field=f"kv_caches.{name}",

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from baton.connectors.shared_storage.chunk_name import STATE
 from baton.core.kv_groups import KVCacheGroup
 
 
@@ -26,6 +27,12 @@ class LayerKind:
     groups: tuple[int, ...]
     chunk_blocks: int
     block_tokens: int
+    is_state: bool = False  # A recurrent state: a file has the state at the end of its chunk.
+
+    @property
+    def window_of_files(self) -> int | None:
+        """As in `ChunkName`: a recurrent state, of window 1, has files of its own."""
+        return STATE if self.is_state else self.window
 
     @property
     def first_stored(self) -> int:
@@ -52,16 +59,16 @@ IsStored = Callable[[LayerKind, int], bool]
 def kinds_of(
     groups: Sequence[KVCacheGroup], *, chunk_blocks: int, block_tokens: int
 ) -> tuple[LayerKind, ...]:
-    """One kind for each window. Full attention comes first, because it shows soonest what is not stored."""
-    windows = sorted({group.window for group in groups}, key=lambda window: (window is not None, window or 0))
+    """One kind for each window, and one for states. Full attention comes first, because it shows soonest what
+    is not stored.
+    """
+    found: dict[tuple[bool, int | None], list[int]] = {}
+    for index, group in enumerate(groups):
+        found.setdefault((group.is_state, group.window), []).append(index)
+    in_order = sorted(found.items(), key=lambda item: (item[0][0], item[0][1] is not None, item[0][1] or 0))
     return tuple(
-        LayerKind(
-            window,
-            tuple(index for index, group in enumerate(groups) if group.window == window),
-            chunk_blocks,
-            block_tokens,
-        )
-        for window in windows
+        LayerKind(window, tuple(indices), chunk_blocks, block_tokens, is_state)
+        for (is_state, window), indices in in_order
     )
 
 

@@ -90,9 +90,13 @@ class Prompt:
             for number, kind in enumerate(self.kinds):
                 start = end - kind.num_stored
                 blocks = _blocks(kind, self.tables, start, end)
-                if kind.window is None or (
-                    start >= kind.first_held(num_computed_before) and NULL_BLOCK_ID not in blocks
-                ):
+                if kind.is_state:  # That after the step.
+                    is_held = (index + 1) * self.chunk_tokens == num_computed_tokens
+                else:
+                    is_held = kind.window is None or (
+                        start >= kind.first_held(num_computed_before) and NULL_BLOCK_ID not in blocks
+                    )
+                if is_held:
                     saves.append((index, SaveChunk(keys[index], blocks, number)))
         self.num_saved = num_computed
         return saves

@@ -47,6 +47,7 @@ from baton.contract import (
 )
 from baton.contract.defaults import FinishesByFirstGroup
 from baton.core.errors import ConfigError
+from baton.core.kv_groups import has_states
 
 if TYPE_CHECKING:
     from baton.core.hashing import BlockHash
@@ -246,6 +247,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     def _look_up(self, prompt: Prompt) -> None:
         """Starts a lookup. Also for an engine that only saves, because stored chunks need no copy."""
         keys = list(prompt.extend_keys())
+        if has_states(self._identity.groups):  # The state after all tokens cannot compute the last one again.
+            del keys[(prompt.request.num_tokens - 1) // self._identity.chunk_tokens :]
         now = self._clock()
         if not self._namespaces or not keys or self._is_lookup_overdue(now):
             return
@@ -265,7 +268,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         def is_stored(kind: LayerKind, chunk: int) -> bool:
             return all(
                 any(
-                    ChunkName(namespace, keys[chunk], rank, kind.window).path_in(self._folder).exists()
+                    ChunkName(namespace, keys[chunk], rank, kind.window_of_files)
+                    .path_in(self._folder)
+                    .exists()
                     for namespace in namespaces
                 )
                 for rank in range(self._identity.num_ranks)

@@ -153,7 +153,7 @@ class StorageWorkerHalf(BackgroundLoads):
                     continue
                 self._backlog_bytes += blocks.form.nbytes
             body = blocks.copy_out(save.block_ids)
-            copies.append(_Copy(save.key, blocks.kind.window, blocks.form, body))
+            copies.append(_Copy(save.key, blocks.kind.window_of_files, blocks.form, body))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         now = self._clock()
@@ -291,7 +291,7 @@ class StorageWorkerHalf(BackgroundLoads):
     def _find(self, part: ChunkPart, blocks: CacheBlocks) -> tuple[ChunkName, bytes]:
         """The chunk's file and the key that signed it: the current one, otherwise the previous one."""
         found = [
-            (ChunkName(namespace, part.key, self._identity.rank, blocks.kind.window), key)
+            (ChunkName(namespace, part.key, self._identity.rank, blocks.kind.window_of_files), key)
             for namespace, key in zip(self._namespaces, self._keys, strict=True)
         ]
         stored = (pair for pair in found if pair[0].path_in(self._folder).exists())

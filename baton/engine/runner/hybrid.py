@@ -25,8 +25,8 @@ def settle_groups(config: EngineConfig, connector_factory: str | None) -> Engine
     if has_states(config.kv_cache_groups):
         name = transfer.kv_connector if transfer is not None else "this connector"
         raise ConfigError(
-            f"{name} cannot carry recurrent states, and this model has layers with one; choose "
-            "BatonPullConnector, BatonPushConnector or BatonOffloadConnector, or none",
+            f"{name} cannot carry recurrent states, and this model has layers with one; choose the "
+            "pull, push, offload or shared storage connector, or none",
             field="kv_transfer_config.kv_connector",
         )
     logger.warning(
