@@ -19,7 +19,7 @@ TRIES = 60
 SEEDS = {
     ("pull", "bound_ops"): 600,
     ("pull", "counters"): 1890,
-    ("pull", "state_boundary"): 30,
+    ("pull", "state_boundary"): 240,
     ("pull", "store_fence"): 90,
     ("push", "counters"): 1530,
     ("push", "drain_early_reads"): 60,
