@@ -23,10 +23,19 @@ from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec
 
 from baton.connectors.offload.events import BlockNames, EventGroup, StoreEvents
 from baton.connectors.offload.prompts import Prompt
+from baton.core.errors import ConfigError
 
 
 def store_events(kv_cache_config: Any, block_tokens: int) -> StoreEvents:
-    """Return the events of stored blocks. vLLM hashes every request's blocks if there is a connector."""
+    """Return the events of stored blocks. vLLM hashes every request's blocks if there is a connector.
+
+    Raises ConfigError for a vLLM (0.31) that does not say how many tokens a hash is of.
+    """
+    if not hasattr(kv_cache_config, "hash_block_size"):
+        raise ConfigError(
+            "needs a vLLM of 0.32 or later with BatonOffloadConnector; start without it",
+            field="kv_events_config",
+        )
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     return StoreEvents(
         block_tokens=block_tokens,

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, ClassVar
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.layer_reports import LayerReporter
 from baton.connectors.pull.metadata import PullHandshake, PullMetadata
@@ -21,21 +19,23 @@ from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
-from baton.vllm_plugin.groups import groups_of, tables_by_position
+from baton.vllm_plugin.groups import groups_of, specs_of, tables_by_position
 from baton.vllm_plugin.host_policy import EMPTY_STEP_S, vllm_policy
 from baton.vllm_plugin.identity import identity_of
 from baton.vllm_plugin.packing import find_packing
+from baton.vllm_plugin.self_test import run_self_test
 from baton.vllm_plugin.states import parts_of
 
 
 class BatonPullConnector(ForwardingConnector):
-    _cache_hit_source = CacheHitSource.P2P
+    _cache_hit_source = "p2p"
     _empty_metadata = PullMetadata()
     _stats_kind = PullStats
     _settings_kind: ClassVar[type[PullSettings]] = PullSettings
     _announcer: ClassVar[MakeAnnouncer | None] = None
     _reporter: ClassVar[Callable[[int], LayerReporter] | None] = None
     _does_push: ClassVar[bool] = False
+    _has_self_test: ClassVar[bool] = True
 
     @classmethod
     def make_scheduler_half(
@@ -80,6 +80,21 @@ class BatonPullConnector(ForwardingConnector):
             return None
         extra = vllm_config.kv_transfer_config.kv_connector_extra_config
         return "BLHNC" if extra.get("cross_layer_blocks") is True else "LBHNC"
+
+    def self_test(self, kv_caches: dict[str, Any]) -> str:
+        half, config = self.worker_half, self._kv_cache_config
+        assert isinstance(half, PullWorkerHalf)
+        handshake = half.get_handshake_metadata()
+        assert isinstance(handshake, PullHandshake), "the caches are registered"
+        layout = handshake.card.layout
+        if layout.num_blocks != config.num_blocks:
+            raise ConfigError(
+                f"have {layout.num_blocks} blocks, and vLLM's tables {config.num_blocks}", field="kv_caches"
+            )
+        kinds = {type(spec).__name__ for group in config.kv_cache_groups for spec in specs_of(group)}
+        # What peers read: with `kv_buffer_device` that is a copy of the caches.
+        read = kv_caches if half.mirror is None else half.mirror.caches
+        return f"{', '.join(sorted(kinds))}; {run_self_test(layout, read)}"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

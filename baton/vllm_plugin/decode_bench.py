@@ -5,8 +5,6 @@ from __future__ import annotations
 import logging
 from typing import Any, ClassVar
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from baton.connectors.decode_bench.connector import WARNING
 from baton.connectors.decode_bench.halves import (
     DecodeBenchMetadata,
@@ -24,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class BatonDecodeBenchConnector(ForwardingConnector):
-    _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+    _cache_hit_source = "external_unspecified"
     _empty_metadata = DecodeBenchMetadata()
     _stats_kind = DecodeBenchStats
     _stands_alone: ClassVar[bool] = True

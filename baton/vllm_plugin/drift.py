@@ -3,9 +3,11 @@
     python -m baton.vllm_plugin.drift FOLDER      compare the vllm package in FOLDER (or the installed one)
     python -m baton.vllm_plugin.drift FOLDER --record 0.34
 
-Parses sources without importing them, so that a version can be checked before it is installed. `record/` has
-one record per version tried. The newest one lists what Baton relies on: to rely on another member, add it
-there, with any text, and record the versions again. Of a class that we only use, a record has
+A start compares too (`find_misfits`), and `versions` decides. Parses sources without importing them, so that
+a version can be checked before it is installed. `record/` has one record per version tried. The newest one
+lists what Baton relies on: to rely on another member, add it there, with any text, and record the versions
+again. What an older version lacks and never needs is "missing" in its record. Of a class that we only use, a
+record has
 
     name       a method, a function, a field, or an attribute that __init__ sets
     "name"     in quotes: this text occurs in the source, as a value that configurations use
@@ -22,12 +24,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, TypeAlias
 
-from baton.vllm_plugin.versions import TESTED
+from baton.vllm_plugin.versions import TESTED, release_of
 
 Record: TypeAlias = dict[str, dict[str, str]]
 """{"path:Class", or "path:" for a module: {member: its kind and parameters}}."""
 
 Scope: TypeAlias = ast.ClassDef | ast.Module
+_ABSENT: Final = "not there"
 MISSING: Final = "missing"
 RECORDS: Final = Path(__file__).with_name("record")
 BASES: Final = "(bases)"
@@ -44,15 +47,14 @@ EXTENDED: Final = (
 
 
 def describe(package: Path, relied_on: Record | None = None) -> Record:
-    """Describe what is `relied_on` (None: the newest record) of the vllm package in this folder.
-
-    Raises FileNotFoundError or LookupError for missing parts.
-    """
+    """Describe what is `relied_on` (None: the newest record) of the vllm package in this folder."""
     described: Record = {}
     for name, wanted in (load_record(TESTED[-1]) if relied_on is None else relied_on).items():
         path, _, class_name = name.partition(":")
         node = _find(package / path, class_name)
-        if name in EXTENDED:
+        if node is None:
+            described[name] = {} if name in EXTENDED else dict.fromkeys(wanted, MISSING)
+        elif name in EXTENDED:
             described[name] = members_of(node)
         else:
             known = {**_set_at_first(node), **members_of(node), **_texts_and_bases(node)}
@@ -68,14 +70,68 @@ def load_record(release: str) -> Record:
 
 def differences(believed: Record, found: Record) -> list[str]:
     """Return one line for each member that is new, gone, or has other parameters."""
-    lines: list[str] = []
+    return [_words(*change) for change in _changes(believed, found)]
+
+
+def misfits(believed: Record, found: Record) -> list[str]:
+    """Return the lines of `differences` that keep Baton's connectors from working, or may do so.
+
+    What vLLM calls must be as recorded, and may have company that vLLM's base class answers. What we call
+    must be there, and accept the calls that the recorded one accepts.
+    """
+    return [
+        _words(*change)
+        for change in _changes(believed, found)
+        if (_breaks_extended if change[0] in EXTENDED else _breaks_used)(*change[1:])
+    ]
+
+
+def find_misfits(package: Path, version: str) -> list[str]:
+    """Return how this vllm package differs, in what matters, from the record of its version.
+
+    A version without a record is compared with all of them, and the nearest one counts: members that are
+    new in one version are missing in those before it. Takes 0.3 s.
+    """
+    found = describe(package)
+    release = release_of(version)
+    against = (release,) if release in TESTED else TESTED
+    return min((misfits(load_record(one), found) for one in against), key=len)
+
+
+def _changes(believed: Record, found: Record) -> Iterator[tuple[str, str, str, str]]:
+    """Yield (class, member, recorded, found) of all members that differ."""
     for name in sorted(believed.keys() | found.keys()):
         ours, theirs = believed.get(name, {}), found.get(name, {})
         for member in sorted(ours.keys() | theirs.keys()):
-            before, now = ours.get(member, "not there"), theirs.get(member, "not there")
+            before, now = ours.get(member, _ABSENT), theirs.get(member, _ABSENT)
             if before != now:
-                lines.append(f"{name.rpartition(':')[2]}.{member}: recorded {before}, found {now}")
-    return lines
+                yield name, member, before, now
+
+
+def _words(name: str, member: str, before: str, now: str) -> str:
+    return f"{name.rpartition(':')[2]}.{member}: recorded {before}, found {now}"
+
+
+def _breaks_extended(member: str, before: str, now: str) -> bool:
+    return before != _ABSENT or "abstract" in now
+
+
+def _breaks_used(member: str, before: str, now: str) -> bool:
+    if before in (_ABSENT, MISSING):
+        return False
+    (kind, ours), (their_kind, theirs) = _parsed(before), _parsed(now)
+    if member == BASES or kind != their_kind or len(theirs) < len(ours):
+        return True
+    is_kept = all(new in (old, f"{old}=") for old, new in zip(ours, theirs, strict=False))
+    return not is_kept or any(
+        not new.endswith("=") and not new.startswith("*") for new in theirs[len(ours) :]
+    )
+
+
+def _parsed(called: str) -> tuple[str, list[str]]:
+    """ "property (self)" -> ("property ", ["self"])."""
+    kind, _, parameters = called.removesuffix(")").partition("(")
+    return kind, parameters.split(", ") if parameters else []
 
 
 def installed_package() -> Path | None:
@@ -84,15 +140,15 @@ def installed_package() -> Path | None:
     return Path(spec.origin).parent if spec is not None and spec.origin is not None else None
 
 
-def _find(path: Path, class_name: str) -> Scope:
-    """Return the class, or the module if no class is named."""
+def _find(path: Path, class_name: str) -> Scope | None:
+    """Return the class, or the module if no class is named; None if there is none."""
+    if not path.is_file():
+        return None
     module = ast.parse(path.read_text())
     if not class_name:
         return module
-    for node in module.body:
-        if isinstance(node, ast.ClassDef) and node.name == class_name:
-            return node
-    raise LookupError(f"{path} has no class {class_name}")
+    classes = (node for node in module.body if isinstance(node, ast.ClassDef))
+    return next((node for node in classes if node.name == class_name), None)
 
 
 def members_of(scope: Scope) -> dict[str, str]:

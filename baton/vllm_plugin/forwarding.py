@@ -1,7 +1,7 @@
 """Base class of our vLLM connectors: forwards vLLM's hooks to one of our halves.
 
     class BatonOtherConnector(ForwardingConnector):
-        _cache_hit_source = CacheHitSource.DISK
+        _cache_hit_source = "disk"
         _empty_metadata = OtherMetadata()
         _stats_kind = OtherStats
 
@@ -23,7 +23,8 @@ from __future__ import annotations
 import logging
 from abc import abstractmethod
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import vllm
@@ -39,8 +40,9 @@ from baton.contract import KVConnectorMetadata, KVConnectorSchedulerHalf, KVConn
 from baton.contract import SupportsHMA as KnowsGroups
 from baton.contract.halves import HoldsOneHalf, forward_to_half
 from baton.contract.surface import ROWS, Half, Row, Scope, completed
-from baton.core.errors import ConfigError
+from baton.core.errors import BatonError, ConfigError
 from baton.core.reasons import FailureCode
+from baton.vllm_plugin import drift
 from baton.vllm_plugin.containment import Containment
 from baton.vllm_plugin.groups import in_order, keep_one_token_more
 from baton.vllm_plugin.log import share_log
@@ -48,7 +50,7 @@ from baton.vllm_plugin.registration import register
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.states import with_states_as_bytes
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
-from baton.vllm_plugin.versions import check_version
+from baton.vllm_plugin.versions import Start, decide_start, name_some, name_tested
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,11 @@ share_log()
 
 # MultiConnector finds the statistics of its children by their registered names.
 register()
+
+
+@cache
+def _find_misfits(version: str) -> tuple[str, ...]:
+    return tuple(drift.find_misfits(Path(vllm.__file__).parent, version))
 
 
 def _forward(row: Row) -> Callable[..., Any]:
@@ -73,12 +80,11 @@ def _forward(row: Row) -> Callable[..., Any]:
 @completed((row for row in ROWS if row.by == "vllm" and row.half is not Half.CLASS), _forward)
 class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # type: ignore[misc]  # vLLM is not installed
     # where types are checked, so that its base classes are Any there.
-    _cache_hit_source: (
-        Any  # vLLM's CacheHitSource, an attribute of its base class: where loaded tokens are from.
-    )
+    _cache_hit_source: str  # Where loaded tokens are from: a value of vLLM's CacheHitSource.
     _empty_metadata: ClassVar[KVConnectorMetadata]  # Used for a step in which the scheduler half failed.
     _stats_kind: ClassVar[type[CountedStats]]  # Its data has "failures": {reason: count}.
     _stands_alone: ClassVar[bool] = False  # Must not be a child of MultiConnector.
+    _has_self_test: ClassVar[bool] = False
 
     @classmethod
     def find_group(cls, kv_cache_config: Any) -> int | None:
@@ -103,8 +109,20 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         """Raises ConfigError for a vLLM version or a configuration that cannot work."""
         super().__init__(vllm_config, role, kv_cache_config)
         ours, settings = PluginSettings.split(self._kv_transfer_config.kv_connector_extra_config)
-        if warning := check_version(vllm.__version__, allow_untested=ours.allow_untested_vllm):
-            logger.warning(warning)
+        self._misfits = _find_misfits(vllm.__version__)
+        self._start = decide_start(
+            vllm.__version__,
+            self._misfits,
+            has_self_test=self._has_self_test,
+            allow_untested=ours.allow_untested_vllm,
+        )
+        if self._start is Start.UNTESTED:
+            logger.warning(
+                "vLLM %s is untested with %s (tested: %s); allowed by allow_untested_vllm",
+                vllm.__version__,
+                type(self).__name__,
+                name_tested(),
+            )
         self._refuse_multi_connector()
         self._group = self.find_group(kv_cache_config)
         self._contained = Containment()
@@ -179,7 +197,11 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         return tuple(range(len(self._kv_cache_config.kv_cache_groups)))
 
     def get_external_cache_hit_sources(self, request: Any, num_external_tokens: int) -> dict[Any, int]:
-        return {self._cache_hit_source: num_external_tokens} if num_external_tokens else {}
+        # Imported here, because vLLM 0.31, which does not call this, does not have it.
+        from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+        source = CacheHitSource(self._cache_hit_source)
+        return {source: num_external_tokens} if num_external_tokens else {}
 
     def build_connector_meta(self, scheduler_output: Any) -> Any:
         build = partial(self.scheduler_half.build_connector_meta, scheduler_output)
@@ -206,7 +228,29 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         if self._group is None:
             kv_caches = in_order(kv_caches, self._kv_cache_config)
             kv_caches = with_states_as_bytes(kv_caches, self._kv_cache_config)
-        self.worker_half.register_kv_caches(kv_caches)
+        if self._start is not Start.AFTER_SELF_TEST:
+            self.worker_half.register_kv_caches(kv_caches)
+            return
+        try:
+            self.worker_half.register_kv_caches(kv_caches)
+            checked = self.self_test(kv_caches)
+        except BatonError as error:
+            raise ConfigError(
+                f"this is vLLM {vllm.__version__}, which is not among the tested versions and fails the "
+                f"self-test: {error}. Install {name_tested('or')}",
+                field="vllm",
+            ) from error
+        logger.warning(
+            "vLLM %s is not among the tested versions (%s); it %s, and passes the self-test: %s",
+            vllm.__version__,
+            name_tested(),
+            f"lacks {name_some(self._misfits)}" if self._misfits else "fits the record of one",
+            checked,
+        )
+
+    def self_test(self, kv_caches: dict[str, Any]) -> str:
+        """Test the registered caches, and say what was tested. Raises BatonError; see `_has_self_test`."""
+        raise NotImplementedError
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         results = self.get_transfer_results(finished_req_ids)

@@ -20,8 +20,6 @@ import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from baton.connectors.extra_config import FIELD, parse_extra
 from baton.connectors.hidden_states.halves import (
     HiddenStatesMetadata,
@@ -104,7 +102,7 @@ class VllmHiddenStatesWorkerHalf(HiddenStatesWorkerHalf):
 
 
 class BatonHiddenStatesConnector(ForwardingConnector):
-    _cache_hit_source = CacheHitSource.EXTERNAL_UNSPECIFIED
+    _cache_hit_source = "external_unspecified"
     _empty_metadata = HiddenStatesMetadata()
     _stats_kind = HiddenStatesStats
     _stands_alone: ClassVar[bool] = True

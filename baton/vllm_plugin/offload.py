@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import OffloadMetadata
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
@@ -33,7 +31,7 @@ class VllmOffloadSchedulerHalf(OffloadSchedulerHalf):
 
 
 class BatonOffloadConnector(ForwardingConnector):
-    _cache_hit_source = CacheHitSource.HOST
+    _cache_hit_source = "host"
     _empty_metadata = OffloadMetadata()
     _stats_kind = OffloadStats
 

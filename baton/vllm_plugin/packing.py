@@ -13,6 +13,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from baton.core.layout import FORMATS, PLANES, SLOT
+from baton.vllm_plugin.versions import is_listed
 
 if TYPE_CHECKING:
     import torch
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 SLOT_BACKENDS: Final = frozenset({"FLASH_ATTN", "TRITON_ATTN", "FLEX_ATTENTION"})
-"""Backends that split a cache's last dimension into K and V (0.32 and 0.33)."""
+"""Backends that split a cache's last dimension into K and V, in the tested versions of vLLM."""
 
 
 def find_packing(vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> str:
@@ -35,7 +36,15 @@ def find_packing(vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> str:
         first = next(iter(kv_caches.values()))
         return packing_on_cpu(first, model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
     name = str(get_current_attn_backend(vllm_config).get_name())
-    return SLOT if name in SLOT_BACKENDS else f"vllm {name} {cache.cache_dtype}"
+    host = _host()
+    return SLOT if name in SLOT_BACKENDS and host == "vllm" else f"{host} {name} {cache.cache_dtype}"
+
+
+def _host() -> str:
+    """With the version, if that is not listed: its backends were not read."""
+    import vllm
+
+    return "vllm" if is_listed(vllm.__version__) else f"vllm {vllm.__version__}"
 
 
 def packing_on_cpu(
@@ -47,7 +56,7 @@ def packing_on_cpu(
     isa = _get_attn_isa(dtype, block_tokens, head_dim, cache_dtype)
     if like.dtype == dtype and str(dtype).removeprefix("torch.") in FORMATS and _has_planes(like, isa):
         return PLANES
-    return f"vllm CPU_ATTN {isa} {cache_dtype}"
+    return f"{_host()} CPU_ATTN {isa} {cache_dtype}"
 
 
 def _has_planes(like: torch.Tensor, isa: str) -> bool:

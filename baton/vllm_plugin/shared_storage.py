@@ -11,8 +11,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
-
 from baton.connectors.extra_config import parse_extra
 from baton.connectors.shared_storage import (
     StorageIdentity,
@@ -55,7 +53,7 @@ class VllmStorageWorkerHalf(StorageWorkerHalf):
 
 
 class BatonSharedStorageConnector(ForwardingConnector):
-    _cache_hit_source = CacheHitSource.DISK
+    _cache_hit_source = "disk"
     _empty_metadata = StorageMetadata()
     _stats_kind = StorageStats
 

@@ -1,38 +1,65 @@
-"""vLLM versions that the plug-in was tested with. Others are refused at start, unless the operator allows
-them.
+"""vLLM versions that the plug-in was tested with, and the decision whether another one may start.
 
 vLLM's connector interface is experimental and changes. A hook that is called in another way than recorded
 gives wrong tokens rather than an error. `baton/vllm_plugin/record` has the records.
+
+    listed, fits its record          starts
+    not listed, fits a record        starts after the self-test (`self_test`) of pull and push
+    does not fit                     refused; with "allow_untested_vllm" as one that fits
+    not listed, other connectors     refused; with "allow_untested_vllm" starts
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Final
 
 from baton.core.errors import ConfigError
 
-TESTED: Final = ("0.32", "0.33")
+TESTED: Final = ("0.31", "0.32", "0.33")
 FIELD = "kv_transfer_config.kv_connector_extra_config.allow_untested_vllm"
+MAX_NAMED: Final = 5  # Differences in a message.
 
 _RELEASE = re.compile(r"(\d+)\.(\d+)")
 
 
-def check_version(version: str, *, allow_untested: bool) -> str | None:
-    """Return a warning to log, or None. Raises ConfigError for an untested version that is not allowed."""
-    if release_of(version) in TESTED:
-        return None
-    tested = " and ".join(TESTED)
-    if not allow_untested:
+class Start(Enum):
+    AT_ONCE = auto()
+    AFTER_SELF_TEST = auto()
+    UNTESTED = auto()  # With a warning: the operator allows it, and nothing can be tested.
+
+
+def decide_start(version: str, misfits: Sequence[str], *, has_self_test: bool, allow_untested: bool) -> Start:
+    """Decide how a connector may start in this version of vLLM.
+
+    `misfits`: what `drift.find_misfits` returns. The operator can overrule these, because they are read in
+    sources, but not a self-test that fails. Raises ConfigError for a version that must not start.
+    """
+    if is_listed(version) and not misfits:
+        return Start.AT_ONCE
+    if not allow_untested and (misfits or not has_self_test):
+        problem = f", and lacks what they need: {name_some(misfits)}" if misfits else ""
         raise ConfigError(
-            f"this is vLLM {version}; Baton's connectors are tested with {tested}. Install one of these, or "
-            'set "allow_untested_vllm": true and compare answers first',
+            f"this is vLLM {version}; Baton's connectors are tested with {name_tested()}{problem}. Install "
+            'one of these, or set "allow_untested_vllm": true and compare answers first',
             field=FIELD,
         )
-    return (
-        f"vLLM {version} is untested with Baton's connectors (tested: {tested}); allowed by "
-        "allow_untested_vllm"
-    )
+    return Start.AFTER_SELF_TEST if has_self_test else Start.UNTESTED
+
+
+def is_listed(version: str) -> bool:
+    return release_of(version) in TESTED
+
+
+def name_tested(conjunction: str = "and") -> str:
+    return f"{', '.join(TESTED[:-1])} {conjunction} {TESTED[-1]}"
+
+
+def name_some(misfits: Sequence[str]) -> str:
+    more = len(misfits) - MAX_NAMED
+    return "; ".join(misfits[:MAX_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def release_of(version: str) -> str:

@@ -57,12 +57,34 @@ def test_all_names_are_registered_once_if_the_plugin_is_loaded_twice(plugin: Any
         plugin.BatonOtherConnector  # noqa: B018
 
 
-def test_an_untested_vllm_is_refused_unless_allowed(
+@pytest.fixture
+def unlisted(monkeypatch: pytest.MonkeyPatch, plugin: Any) -> str:
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.40.0")
+    return "0.40.0"
+
+
+def test_an_unlisted_vllm_is_refused_without_a_self_test_unless_allowed(
+    plugin: Any, folder: Path, unlisted: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Make pull's halves, which wait for the caches, and those of a connector that has no self-test."""
+    kind = plugin.BatonPullConnector
+    kind(vllm_config(folder, parallel=PARALLEL), roles().SCHEDULER, GROUPS).shutdown()
+    bench = plugin.BatonDecodeBenchConnector
+    with pytest.raises(ConfigError, match=rf"{unlisted}.*allow_untested_vllm"):
+        bench(vllm_config(folder, parallel=PARALLEL), roles().SCHEDULER, GROUPS)
+    allowed = vllm_config(folder, {"allow_untested_vllm": True}, parallel=PARALLEL)
+    with caplog.at_level("WARNING"):
+        bench(allowed, roles().SCHEDULER, GROUPS).shutdown()
+    assert f"vLLM {unlisted} is untested with BatonDecodeBenchConnector" in caplog.text
+
+
+def test_a_vllm_that_fits_no_record_is_refused_unless_allowed(
     plugin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     kind = plugin.BatonPullConnector
-    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.40.0")
-    with pytest.raises(ConfigError, match="allow_untested_vllm"):
+    monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.41.0")  # Compared once in a process.
+    monkeypatch.setattr("baton.vllm_plugin.drift.find_misfits", lambda package, version: ["Pool.touch: ..."])
+    with pytest.raises(ConfigError, match=r"0\.41\.0.*lacks what they need: Pool\.touch"):
         kind(vllm_config(folder, parallel=PARALLEL), roles().SCHEDULER, GROUPS)
     allowed = vllm_config(folder, {"allow_untested_vllm": True}, parallel=PARALLEL)
     kind(allowed, roles().SCHEDULER, GROUPS).shutdown()

@@ -14,8 +14,10 @@ from baton.vllm_plugin.drift import (
     RECORDS,
     describe,
     differences,
+    find_misfits,
     load_record,
     members_of,
+    misfits,
 )
 from baton.vllm_plugin.versions import TESTED
 
@@ -24,6 +26,13 @@ HMA = EXTENDED[1]
 MODULES = {"_custom_ops"}  # Imported whole; the parts used are recorded.
 AN_INSTANCE_OF = {"current_platform": "Platform"}
 OURS_ALONE = {"role"}  # Answered by the base class.
+OPTIONAL = {
+    "0.31": {
+        "v1/kv_cache_interface.py:KVCacheConfig": {"hash_block_size"},  # Needed for KV events.
+        "v1/metrics/cache_hit_source.py:CacheHitSource": {"DISK", "EXTERNAL_UNSPECIFIED", "HOST", "P2P"},
+    }
+}
+"""What a version lacks, and does not need: it does not call the hook, or a start is refused by name."""
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +84,12 @@ def test_what_is_imported_from_vllm_is_recorded(release: str) -> None:
 
 @pytest.mark.parametrize("release", TESTED)
 def test_every_recorded_version_has_what_we_rely_on(release: str) -> None:
-    missing = [name for name, members in load_record(release).items() if MISSING in members.values()]
-    assert missing == []
+    lacking = {
+        name: {member for member, found in members.items() if found == MISSING}
+        for name, members in load_record(release).items()
+        if MISSING in members.values()
+    }
+    assert lacking == OPTIONAL.get(release, {})
 
 
 def test_fields_functions_texts_and_bases_are_found(tmp_path: Path) -> None:
@@ -120,6 +133,68 @@ def test_differences_are_named() -> None:
         "Base.gone: recorded (self), found not there",
         "Base.new: recorded not there, found property (self)",
     ]
+
+
+USED, EXTENDS = "v1/a.py:Used", BASE
+RECORDED = {USED: {"called": "(self, a)", "field": "attribute", BASES: "Spec", "optional": MISSING}}
+
+
+@pytest.mark.parametrize(
+    ("change", "fits"),
+    [
+        ({}, True),
+        ({"called": "(self, a=, b=, *c, d=, **e)"}, True),
+        ({"called": "(self, a, b)"}, False),
+        ({"called": "(self)"}, False),
+        ({"called": "(self, b)"}, False),
+        ({"called": "classmethod (self, a)"}, False),
+        ({"field": MISSING}, False),
+        ({"field": "property (self)"}, False),
+        ({BASES: "Spec, Other"}, False),
+        ({"optional": "attribute"}, True),
+    ],
+)
+def test_what_we_use_must_accept_our_calls(change: dict[str, str], fits: bool) -> None:
+    found = {USED: RECORDED[USED] | change}
+    assert (misfits(RECORDED, found) == []) == fits
+    assert len(differences(RECORDED, found)) == len(change)
+
+
+@pytest.mark.parametrize(
+    ("found", "fits"),
+    [
+        ({"hook": "(self, a)", "new": "(self)"}, True),
+        ({"hook": "(self, a)", "new": "abstractmethod (self)"}, False),
+        ({"hook": "(self, a, b=)"}, False),
+        ({}, False),
+    ],
+)
+def test_what_vllm_calls_must_be_as_recorded(found: dict[str, str], fits: bool) -> None:
+    assert (misfits({EXTENDS: {"hook": "(self, a)"}}, {EXTENDS: found}) == []) == fits
+
+
+def test_a_version_without_a_record_is_compared_with_the_nearest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read the sources of a vLLM that is a mixture: 0.32 with one member of 0.33."""
+    between = load_record("0.32")
+    between = {
+        **between,
+        BASE: between[BASE] | {"restore_kv_caches": load_record("0.33")[BASE]["restore_kv_caches"]},
+    }
+    monkeypatch.setattr("baton.vllm_plugin.drift.describe", lambda package: between)
+    assert find_misfits(tmp_path, "0.34.0") == [], "nothing of 0.32 is missing"
+    assert find_misfits(tmp_path, "0.33.1") == [
+        f"KVConnectorBase_V1.{name}: recorded {load_record('0.33')[BASE][name]}, found not there"
+        for name in ("supports_sleep_mode", "unregister_kv_caches")
+    ]
+
+
+def test_a_package_without_what_we_need_is_described(tmp_path: Path) -> None:
+    found = describe(tmp_path)
+    assert found[BASE] == {}
+    assert set(found["v1/core/block_pool.py:BlockPool"].values()) == {MISSING}
+    assert len(find_misfits(tmp_path, "0.99")) > 100
 
 
 def test_sources_are_read_without_being_imported(tmp_path: Path) -> None:

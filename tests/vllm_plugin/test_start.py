@@ -14,7 +14,7 @@ from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.vllm_plugin.fingerprint import fingerprint_of
 from baton.vllm_plugin.identity import find_folder, identity_of
 from baton.vllm_plugin.settings import PluginSettings
-from baton.vllm_plugin.versions import check_version, release_of
+from baton.vllm_plugin.versions import Start, decide_start, is_listed, name_some
 
 SECRET = "0123456789abcdef"
 
@@ -183,19 +183,45 @@ def groups(*specs: Any) -> Any:
     )
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.0+cpu", "0.33.1"])
-def test_tested_versions_start_without_a_warning(version: str) -> None:
-    assert check_version(version, allow_untested=False) is None
+LACKS = ("Pool.touch: recorded (self), found missing",)
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "1.0", "dev"])
-def test_untested_versions_start_only_if_allowed(version: str) -> None:
-    with pytest.raises(ConfigError, match="allow_untested_vllm"):
-        check_version(version, allow_untested=False)
-    warning = check_version(version, allow_untested=True)
-    assert warning is not None
-    assert version in warning
-    assert release_of("0.320.1") == "0.320"
+@pytest.mark.parametrize("has_self_test", [True, False])
+@pytest.mark.parametrize("version", ["0.31.0", "0.32.0", "0.32.0+cpu", "0.33.1"])
+def test_listed_versions_start_at_once(version: str, has_self_test: bool) -> None:
+    start = decide_start(version, (), has_self_test=has_self_test, allow_untested=False)
+    assert start is Start.AT_ONCE
+    assert is_listed(version)
+
+
+@pytest.mark.parametrize("version", ["0.30.2", "0.34.0", "1.0", "dev", "0.320.1"])
+@pytest.mark.parametrize("allow_untested", [True, False])
+def test_other_versions_that_fit_a_record_start_after_the_self_test(
+    version: str, allow_untested: bool
+) -> None:
+    start = decide_start(version, (), has_self_test=True, allow_untested=allow_untested)
+    assert start is Start.AFTER_SELF_TEST
+    assert not is_listed(version)
+
+
+@pytest.mark.parametrize(
+    ("version", "misfits", "has_self_test"),
+    [("0.34.0", (), False), ("0.34.0", LACKS, True), ("0.34.0", LACKS, False), ("0.32.9", LACKS, True)],
+)
+def test_versions_that_fit_no_record_or_cannot_be_tested_start_only_if_allowed(
+    version: str, misfits: tuple[str, ...], has_self_test: bool
+) -> None:
+    with pytest.raises(ConfigError, match="allow_untested_vllm") as refused:
+        decide_start(version, misfits, has_self_test=has_self_test, allow_untested=False)
+    for named in (version, "0.31, 0.32 and 0.33", *misfits):
+        assert named in str(refused.value)
+    start = decide_start(version, misfits, has_self_test=has_self_test, allow_untested=True)
+    assert start is (Start.AFTER_SELF_TEST if has_self_test else Start.UNTESTED)
+
+
+def test_a_refusal_names_a_few_differences() -> None:
+    assert name_some(["a", "b"]) == "a; b"
+    assert name_some(list("abcdefg")) == "a; b; c; d; e; and 2 more"
 
 
 # --- The secret --------------------------------------------------------------------------------------
