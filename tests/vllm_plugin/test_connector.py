@@ -59,6 +59,7 @@ def test_all_names_are_registered_once_if_the_plugin_is_loaded_twice(plugin: Any
 
 @pytest.fixture
 def unlisted(monkeypatch: pytest.MonkeyPatch, plugin: Any) -> str:
+    assert plugin.BatonPullConnector, "imports the stub"
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.40.0")
     return "0.40.0"
 
