@@ -63,7 +63,7 @@ def run_self_test(layout: RankLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
         groups[state.group][state.name] = cache
     with _Reader(layout) as reader:
         return "; ".join(
-            f"{len(caches)} layers of group {group}: {_read_group(reader, group, caches)}"
+            f"group {group} ({len(caches)} layers), {_read_group(reader, group, caches)}"
             for group, caches in sorted(groups.items())
         )
 

@@ -42,22 +42,23 @@ def test_vllm_does_not_start(site: Site, tmp_path: Path, name: str, expected_tex
     assert expected_text in log, log[-8000:]
 
 
-def test_an_untested_version_is_refused_unless_allowed(
+def test_a_connector_without_a_self_test_is_refused_in_an_unlisted_version_unless_allowed(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Make the connector as a worker of vLLM does, but without an engine."""
+    """Make connectors as vLLM's scheduler does, but without an engine."""
     monkeypatch.setattr(vllm, "__version__", "0.99.0")
     load_general_plugins()
 
-    def make(**extra: Any) -> None:
-        config = KVTransferConfig(
-            kv_connector="BatonPullConnector", kv_role="kv_both", kv_connector_extra_config=extra
-        )
+    def make(name: str, **extra: Any) -> None:
+        config = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
         engine = SimpleNamespace(kv_transfer_config=config)
+        # The check of the version has passed if the missing configuration is found.
         KVConnectorFactory.get_connector_class(config)(engine, KVConnectorRole.SCHEDULER, None)
 
     with pytest.raises(ConfigError, match=r"this is vLLM 0\.99\.0.*allow_untested_vllm"):
-        make()
+        make("BatonOffloadConnector", cpu_gib=1)
     with caplog.at_level(logging.WARNING), pytest.raises(AttributeError, match="kv_cache_groups"):
-        make(allow_untested_vllm=True)
-    assert "vLLM 0.99.0 is untested" in caplog.text
+        make("BatonOffloadConnector", cpu_gib=1, allow_untested_vllm=True)
+    assert "vLLM 0.99.0 is untested with BatonOffloadConnector" in caplog.text
+    with pytest.raises(AttributeError, match="kv_cache_groups"):
+        make("BatonPullConnector")
