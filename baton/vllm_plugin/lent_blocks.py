@@ -17,8 +17,10 @@ from baton.core.ids import LoanId
 
 
 class BlockPool(Protocol):
-    """What we need of `vllm.v1.core.block_pool.BlockPool`."""
+    """What we need of `vllm.v1.core.block_pool.BlockPool`. Nothing else of Baton's calls it."""
 
+    @property
+    def num_gpu_blocks(self) -> int: ...
     @property
     def blocks(self) -> Sequence[Any]: ...
     def touch(self, blocks: Sequence[Any]) -> None: ...
@@ -26,7 +28,7 @@ class BlockPool(Protocol):
     def get_num_free_blocks(self) -> int: ...
 
 
-_NEEDED = ("blocks", "touch", "free_blocks", "get_num_free_blocks")
+_NEEDED = ("num_gpu_blocks", "blocks", "touch", "free_blocks", "get_num_free_blocks")
 
 
 class LentBlocks:
@@ -36,12 +38,13 @@ class LentBlocks:
         self._pool: BlockPool | None = None
         self._held: dict[LoanId, tuple[Any, ...]] = {}  # vLLM's blocks, from token 0 on.
 
-    def bind(self, pool: BlockPool) -> None:
-        """Raises ConfigError for a pool without the methods that count references."""
+    def bind(self, pool: BlockPool) -> int:
+        """Returns its number of blocks. Raises ConfigError for a pool that cannot count references."""
         missing = [name for name in _NEEDED if not hasattr(pool, name)]
         if missing:
             raise ConfigError(f"this vLLM's block pool has no {', '.join(missing)}", field="vllm")
         self._pool = pool
+        return pool.num_gpu_blocks
 
     def hold(self, loan_id: LoanId, block_ids: Sequence[int]) -> None:
         assert self._pool is not None, "lent before the pool was known"

@@ -246,10 +246,9 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
         if self._policy.holder is not None:
-            self._policy.holder.bind(gpu_block_pool)
-        # vLLM's name of it, or the embedded engine's.
-        num_blocks = getattr(gpu_block_pool, "num_gpu_blocks", None)
-        self._loans.num_pool_blocks = num_blocks or getattr(gpu_block_pool, "num_blocks", None)
+            self._loans.num_pool_blocks = self._policy.holder.bind(gpu_block_pool)
+        else:
+            self._loans.num_pool_blocks = getattr(gpu_block_pool, "num_blocks", None)
 
     def introduction(self) -> str | None:
         identity = self._identity

@@ -50,8 +50,8 @@ class BlockHolder(Protocol):
     def num_free(self) -> int:
         """Blocks of the pool without a reference."""
 
-    def bind(self, pool: Any) -> None:
-        """Called once, with the host's block pool."""
+    def bind(self, pool: Any) -> int:
+        """Called once, with the host's block pool. Returns its number of blocks."""
 
     def hold(self, loan_id: LoanId, block_ids: Sequence[int]) -> None: ...
 
