@@ -20,15 +20,13 @@ class BlockPool(Protocol):
     """What we need of `vllm.v1.core.block_pool.BlockPool`. Nothing else of Baton's calls it."""
 
     @property
-    def num_gpu_blocks(self) -> int: ...
-    @property
     def blocks(self) -> Sequence[Any]: ...
     def touch(self, blocks: Sequence[Any]) -> None: ...
     def free_blocks(self, ordered_blocks: Iterable[Any]) -> None: ...
     def get_num_free_blocks(self) -> int: ...
 
 
-_NEEDED = ("num_gpu_blocks", "blocks", "touch", "free_blocks", "get_num_free_blocks")
+_NEEDED = ("blocks", "touch", "free_blocks", "get_num_free_blocks")
 
 
 class LentBlocks:
@@ -44,7 +42,7 @@ class LentBlocks:
         if missing:
             raise ConfigError(f"this vLLM's block pool has no {', '.join(missing)}", field="vllm")
         self._pool = pool
-        return pool.num_gpu_blocks
+        return len(pool.blocks)
 
     def hold(self, loan_id: LoanId, block_ids: Sequence[int]) -> None:
         assert self._pool is not None, "lent before the pool was known"

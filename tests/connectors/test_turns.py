@@ -187,7 +187,7 @@ def test_a_drain_does_not_wait_for_next_turns(world: World, p: Engine, d: Engine
 
 def test_the_oldest_makes_room_when_too_much_is_kept(world: World) -> None:
     class Pool:
-        num_gpu_blocks = 16
+        num_blocks = 16
 
     p = world.engine("p", extra=TURNS)
     d = world.engine("d", extra={"turns": {"min_tokens": BLOCK, "pool_share_max": 0.5}})
