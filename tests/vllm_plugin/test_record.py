@@ -92,6 +92,30 @@ def test_every_recorded_version_has_what_we_rely_on(release: str) -> None:
     assert lacking == OPTIONAL.get(release, {})
 
 
+@pytest.mark.parametrize(
+    ("names", "files"),
+    [
+        ({"bind_gpu_block_pool", "block_pool"}, {"forwarding.py"}),
+        ({"touch", "free_blocks", "get_num_free_blocks"}, {"lent_blocks.py"}),
+        ({"KVConnectorPromMetrics"}, {"stats.py"}),
+        ({"CacheHitSource"}, {"forwarding.py"}),
+        ({"KVConnectorFactory"}, {"registration.py"}),
+        ({"_all_token_ids"}, {"host_policy.py"}),
+    ],
+)
+def test_what_vllm_may_move_has_one_place(names: set[str], files: set[str]) -> None:
+    """As the table in docs/vllm.md says."""
+    found = {
+        file.name
+        for file in Path(baton.vllm_plugin.__file__).parent.glob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        if (isinstance(node, ast.Name) and node.id in names)
+        or (isinstance(node, ast.Attribute) and node.attr in names)
+        or (isinstance(node, ast.alias) and node.name in names)
+    }
+    assert found == files
+
+
 def test_fields_functions_texts_and_bases_are_found(tmp_path: Path) -> None:
     (tmp_path / "a.py").write_text(
         "KIND = Literal['one', 'two']\n"
