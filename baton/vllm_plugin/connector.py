@@ -82,9 +82,7 @@ class BatonPullConnector(ForwardingConnector):
         return "BLHNC" if extra.get("cross_layer_blocks") is True else "LBHNC"
 
     def self_test(self, kv_caches: dict[str, Any]) -> str:
-        half, config = self.worker_half, self._kv_cache_config
-        assert isinstance(half, PullWorkerHalf)
-        handshake = half.get_handshake_metadata()
+        config, handshake = self._kv_cache_config, self.worker_half.get_handshake_metadata()
         assert isinstance(handshake, PullHandshake), "the caches are registered"
         layout = handshake.card.layout
         if layout.num_blocks != config.num_blocks:
@@ -92,9 +90,7 @@ class BatonPullConnector(ForwardingConnector):
                 f"have {layout.num_blocks} blocks, and vLLM's tables {config.num_blocks}", field="kv_caches"
             )
         kinds = {type(spec).__name__ for group in config.kv_cache_groups for spec in specs_of(group)}
-        # What peers read: with `kv_buffer_device` that is a copy of the caches.
-        read = kv_caches if half.mirror is None else half.mirror.caches
-        return f"{', '.join(sorted(kinds))}; {run_self_test(layout, read)}"
+        return f"{', '.join(sorted(kinds))}; {run_self_test(layout, kv_caches)}"
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:

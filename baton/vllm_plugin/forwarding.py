@@ -240,7 +240,9 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
                 f"self-test: {error}. Install {name_tested('or')}",
                 field="vllm",
             ) from error
-        logger.warning(
+        # Other ranks of the engine test their own caches, with the same result.
+        logger.log(
+            logging.INFO if self._vllm_config.parallel_config.rank else logging.WARNING,
             "vLLM %s is not among the tested versions (%s); it %s, and passes the self-test: %s",
             vllm.__version__,
             name_tested(),
