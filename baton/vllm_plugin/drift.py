@@ -109,7 +109,8 @@ def _changes(believed: Record, found: Record) -> Iterator[tuple[str, str, str, s
 
 
 def _words(name: str, member: str, before: str, now: str) -> str:
-    return f"{name.rpartition(':')[2]}.{member}: recorded {before}, found {now}"
+    path, _, class_name = name.partition(":")
+    return f"{class_name or Path(path).stem}.{member}: recorded {before}, found {now}"
 
 
 def _breaks_extended(member: str, before: str, now: str) -> bool:

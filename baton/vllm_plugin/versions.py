@@ -40,10 +40,10 @@ def decide_start(version: str, misfits: Sequence[str], *, has_self_test: bool, a
     if is_listed(version) and not misfits:
         return Start.AT_ONCE
     if not allow_untested and (misfits or not has_self_test):
-        problem = f", and lacks what they need: {name_some(misfits)}" if misfits else ""
+        problem = f". It lacks what they need: {name_some(misfits)}" if misfits else ""
         raise ConfigError(
-            f"this is vLLM {version}; Baton's connectors are tested with {name_tested()}{problem}. Install "
-            'one of these, or set "allow_untested_vllm": true and compare answers first',
+            f"this is vLLM {version}, and Baton's connectors are tested with {name_tested()}{problem}. "
+            'Install one of these, or set "allow_untested_vllm": true and compare answers first',
             field=FIELD,
         )
     return Start.AFTER_SELF_TEST if has_self_test else Start.UNTESTED

@@ -85,7 +85,7 @@ def test_a_vllm_that_fits_no_record_is_refused_unless_allowed(
     kind = plugin.BatonPullConnector
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.41.0")  # Compared once in a process.
     monkeypatch.setattr("baton.vllm_plugin.drift.find_misfits", lambda package, version: ["Pool.touch: ..."])
-    with pytest.raises(ConfigError, match=r"0\.41\.0.*lacks what they need: Pool\.touch"):
+    with pytest.raises(ConfigError, match=r"0\.41\.0.*It lacks what they need: Pool\.touch"):
         kind(vllm_config(folder, parallel=PARALLEL), roles().SCHEDULER, GROUPS)
     allowed = vllm_config(folder, {"allow_untested_vllm": True}, parallel=PARALLEL)
     kind(allowed, roles().SCHEDULER, GROUPS).shutdown()

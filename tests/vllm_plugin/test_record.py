@@ -157,6 +157,7 @@ def test_differences_are_named() -> None:
         "Base.gone: recorded (self), found not there",
         "Base.new: recorded not there, found property (self)",
     ]
+    assert differences({"a/module.py:": {"f": "()"}}, {}) == ["module.f: recorded (), found not there"]
 
 
 USED, EXTENDS = "v1/a.py:Used", BASE
