@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import free_ports
+from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.vllm.engines import START_S, Site, VllmPlan, check_handoffs, transfer
 from tests.vllm.prompts import Prompt, prompts
 
@@ -86,6 +87,16 @@ def test_an_unlisted_version_hands_over_the_same_tokens(caches: Site, family: st
         assert warnings[0].count("bytes by local") == num_groups
     with caches.router(engines["p"], engines["d"], "pull") as router:
         check_handoffs(router, engines["d"], ASKED, expected.__getitem__)
+
+
+def test_latents_are_tested_too(site: Site, tmp_path: Path) -> None:
+    """Not handed over: this CPU build gives other tokens for them than itself (docs/caches.md)."""
+    site.dismiss()
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
+    other = Site(site.fleet, write_checkpoint(tmp_path / "latent", family="deepseek_v2", fields=latent))
+    server = other.cast("latent", unlisted("p", "kv_producer", tmp_path))["p"]
+    assert "passes the self-test: MLAAttentionSpec; group 0 (4 layers), " in server.log()
+    other.dismiss()
 
 
 @pytest.mark.parametrize(
