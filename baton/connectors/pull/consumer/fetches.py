@@ -275,9 +275,7 @@ class Fetches:
             case _:
                 producer, num_tokens = route_of(intent)[0], request.num_prompt_tokens
                 if self._identity.state_groups and not intent.continues:
-                    num_tokens = max(
-                        1, num_tokens - 1
-                    )  # As much as `truncate_prompt` leaves at the producer.
+                    num_tokens = max(1, num_tokens - 1)  # What `truncate_prompt` leaves at the producer.
                 name = intent.transfer_id or transfer_of_request(request_id)
                 prompt = hash_of_prompt(request, num_tokens, self._identity)
                 block_tokens = intent.introduction.block_tokens if isinstance(intent, FetchStream) else None
