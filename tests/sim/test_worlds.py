@@ -11,9 +11,9 @@ import pytest
 from baton.core.errors import UserError
 from baton.sim import FAILED_ONCE, GUARDS, MODES, Report, find_broken, replay, run_worlds
 
-NUM_WORLDS = {"pull": 8_000, "push": 6_000}
+NUM_WORLDS = {"pull": 4_000, "push": 3_000}
 PARTS = 4  # Each well within the time limit of a test.
-SLICE = 500
+SLICE = 250
 
 # The first seed that is tried, and how many worlds from there. A rare fault needs its seed. When a change of
 # the world moves it, `python -m baton.sim mutants` finds another.
