@@ -134,17 +134,6 @@ def test_a_zeroed_state_changes_the_tokens(
     assert all(answer != expected[prompt] for prompt, answer in answers.items())
 
 
-def test_a_producer_of_two_ranks_hands_over_to_one(states: Site, expected: dict[Prompt, list[int]]) -> None:
-    """Each rank has some heads' parts of a state."""
-    of_p = transfer("BatonPushConnector", "kv_producer", "p-two")
-    plan = VllmPlan("p-two", of_p, num_ranks=2, extra=IN_STEPS)
-    engines = states.cast("two ranks", plan, D)
-    p, d = engines["p-two"], engines["d"]
-    for mode in ("pull", "push"):
-        with states.router(p, d, mode) as router:
-            check_handoffs(router, d, ASKED, expected.__getitem__)
-
-
 def test_a_stock_proxys_handoff_computes_one_token(
     engines: dict[str, Server], expected: dict[Prompt, list[int]]
 ) -> None:
@@ -159,3 +148,14 @@ def test_a_stock_proxys_handoff_computes_one_token(
         d.wait_metric(TRANSFERS, lambda num, before=before: num == before + 1)
         by_d = d.metric("vllm:prompt_tokens_by_source_total", source="local_compute") - computed
         assert by_d == 1, "D computes the last token of the prompt"
+
+
+def test_a_producer_of_two_ranks_hands_over_to_one(states: Site, expected: dict[Prompt, list[int]]) -> None:
+    """Each rank has some heads' parts of a state. Last, because it ends the engines of the other tests."""
+    of_p = transfer("BatonPushConnector", "kv_producer", "p-two")
+    plan = VllmPlan("p-two", of_p, num_ranks=2, extra=IN_STEPS)
+    engines = states.cast("two ranks", plan, D)
+    p, d = engines["p-two"], engines["d"]
+    for mode in ("pull", "push"):
+        with states.router(p, d, mode) as router:
+            check_handoffs(router, d, ASKED, expected.__getitem__)
