@@ -71,6 +71,9 @@ def demo(
         Device, typer.Option(help="Device of all engines. With cuda, they share one GPU.")
     ] = "cpu",
     dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16.")] = None,
+    kv_cache_dtype: Annotated[
+        str | None, typer.Option(help="Of the KV cache, as in `baton serve`.", show_default=False)
+    ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder in which the small model is kept.")] = None,
     log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the system running until Ctrl-C.")] = False,
@@ -114,6 +117,7 @@ def demo(
                 num_blocks=num_blocks,
                 dtype=dtype,
                 device=device,
+                extra=() if kv_cache_dtype is None else ("--kv-cache-dtype", kv_cache_dtype),
             )
             if store is not None:
                 kv_folder = Path(stack.enter_context(TemporaryDirectory(prefix="baton-kv-")))

@@ -26,7 +26,6 @@ from baton.engine.runner.hybrid import settle_groups
 CONNECTOR_FACTORY = "baton.assemble:connector_factory"
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 _BLOCK_SIZE = CacheConfig().block_size
-_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def engine_config(resolved: Resolved) -> EngineConfig:
@@ -39,6 +38,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         dtype=settings.dtype,
         max_model_len=settings.max_model_len,
         served_model_name=settings.served_model_name,
+        kv_cache_dtype=settings.kv_cache_dtype,
     )
     tp = settings.tensor_parallel_size
     config = EngineConfig(
@@ -90,7 +90,7 @@ def default_block_size(model: ModelConfig, tp: int) -> int:
 def block_bytes(model: ModelConfig, *, block_size: int, tp: int, num_layers: int) -> int:
     """Return the bytes of one block of the pool on one rank: KV of all layers, or of one group of them."""
     heads = max(1, model.num_kv_heads // tp)
-    of_tokens = heads * block_size * model.token_size * _ITEM_BYTES[model.dtype]
+    of_tokens = heads * block_size * model.token_bytes
     if len(model.state_layers) == model.num_hidden_layers:
         of_tokens = 0
     return num_layers * max(of_tokens, state_bytes(model.state_parts, tp_rank=0, tp_size=tp))

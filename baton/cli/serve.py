@@ -48,6 +48,7 @@ _FLAGS: dict[str, dict[str, str]] = {
         "num_blocks": f"Blocks of the cache (default {CacheConfig().num_gpu_blocks}).",
         "kv_cache_memory": "Size of the cache on each rank, such as 512MiB, instead of --num-blocks.",
         "enable_prefix_caching": "Reuse the KV of equal prefixes",
+        "kv_cache_dtype": "auto (that of the model), fp8, fp8_e4m3, fp8_e5m2 or int8_per_token_head",
         "hybrid_kv_cache": "auto: layers with a sliding window free the blocks before it; off",
     },
     "Scheduler": {

@@ -22,7 +22,7 @@ from typing import Any, Literal
 import msgspec
 
 from baton.cli.http_options import API_KEY_ENV, ENGINE_API_KEY_ENV, read_api_keys
-from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
+from baton.core.config import ClusterSecret, KVCacheDtype, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
 from baton.core.secret_source import PREVIOUS_SECRET_ENV, SECRET_ENV, find_secret
@@ -75,6 +75,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     kv_cache_memory: str | None = None  # "512MiB", of one rank; instead of num_blocks.
     enable_prefix_caching: bool = True
     hybrid_kv_cache: HybridCache = "auto"
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     max_num_batched_tokens: int = 2048
     max_num_seqs: int = 256
@@ -147,7 +148,14 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "drain_timeout_s",
         "step_timeout_s",
     ),
-    "cache": ("block_size", "num_blocks", "kv_cache_memory", "enable_prefix_caching", "hybrid_kv_cache"),
+    "cache": (
+        "block_size",
+        "num_blocks",
+        "kv_cache_memory",
+        "enable_prefix_caching",
+        "hybrid_kv_cache",
+        "kv_cache_dtype",
+    ),
     "scheduler": ("max_num_batched_tokens", "max_num_seqs", "scheduling_policy", "enable_chunked_prefill"),
     "parallel": (
         "tensor_parallel_size",

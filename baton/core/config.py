@@ -23,6 +23,17 @@ T = TypeVar("T")
 
 KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["recompute", "fail"]
+KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
+"""vLLM's `CacheDType`, those that this engine has. "fp8" is "fp8_e4m3"."""
+
+_STORED_DTYPES = {
+    "fp8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+    "int8_per_token_head": "int8",
+}
+_ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
+_SCALES_BYTES = 8  # Of a slot with scales inline: one float32 for K and one for V.
 
 BLOCK_SIZE_MAX = 1024  # Tokens.
 MIN_SECRET_BYTES = 16
@@ -131,7 +142,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str  # Folder.
     served_model_name: str
-    dtype: str  # "float32", "bfloat16", "float16": weights, activations and KV.
+    dtype: str  # "float32", "bfloat16", "float16": weights and activations.
     max_model_len: int  # Tokens of prompt plus output.
     num_hidden_layers: int
     num_attention_heads: int
@@ -150,16 +161,48 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_layers: tuple[int, ...] = ()  # Indices of the layers with a recurrent state instead of attention.
     latent_size: int = 0  # Elements of a slot that holds a latent instead of K and V (MLA); 0: K and V.
     index_size: int = 0  # Elements of a slot of the second cache of each layer, of index keys; 0: none.
+    kv_cache_dtype: KVCacheDtype = "auto"  # Of keys, values and latents. "auto": `dtype`.
+
+    def __post_init__(self) -> None:
+        if self.kv_cache_dtype == "auto":
+            return
+        if self.index_size:
+            raise ConfigError("must be auto for a model with index keys", field="kv_cache_dtype")
+        if self.has_scales and self.slot_size % 4:
+            raise ConfigError(
+                f"needs slots of a multiple of 4 numbers; this model has {self.slot_size}",
+                field="kv_cache_dtype",
+            )
+
+    @property
+    def stored_dtype(self) -> str:
+        """Element type of the KV cache, by its name in torch."""
+        return _STORED_DTYPES.get(self.kv_cache_dtype, self.dtype)
+
+    @property
+    def has_scales(self) -> bool:
+        """Whether a slot ends with its scales (`baton.engine.attention.quantised`)."""
+        return self.kv_cache_dtype == "int8_per_token_head"
+
+    @property
+    def item_bytes(self) -> int:
+        """Size of an element of the KV cache."""
+        return _ITEM_BYTES[self.stored_dtype]
 
     @property
     def slot_size(self) -> int:
-        """Elements of a layer's cache per token and KV head."""
+        """Numbers of a layer's cache per token and KV head."""
         return self.latent_size or 2 * self.head_dim
 
     @property
-    def token_size(self) -> int:
-        """Elements of all caches of a layer per token and KV head."""
-        return self.slot_size + self.index_size
+    def stored_slot_size(self) -> int:
+        """Elements of a layer's cache per token and KV head: the numbers, and their scales."""
+        return self.slot_size + (_SCALES_BYTES if self.has_scales else 0)
+
+    @property
+    def token_bytes(self) -> int:
+        """Size of all caches of a layer per token and KV head."""
+        return (self.stored_slot_size + self.index_size) * self.item_bytes
 
     @property
     def num_layer_caches(self) -> int:
@@ -171,7 +214,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return ModelFingerprint(
             model=self.architecture_digest,
             revision=self.weights_digest,
-            dtype=self.dtype,
+            # Scales make another format of the same element type.
+            dtype=self.kv_cache_dtype if self.has_scales else self.stored_dtype,
             num_layers=self.num_layer_caches,
             num_kv_heads=self.num_kv_heads if attends else 1,
             head_dim=self.head_dim if attends else 1,

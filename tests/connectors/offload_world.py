@@ -39,7 +39,7 @@ def config_of(
     """`slots`: blocks in host memory; None: an engine without a connector."""
     transfer = None
     if slots is not None:
-        block_bytes = model.num_hidden_layers * model.num_kv_heads * BLOCK * model.token_size * 4
+        block_bytes = model.num_hidden_layers * model.num_kv_heads * BLOCK * model.token_bytes
         cpu_gib = (slots + 0.5) * block_bytes / 2**30
         transfer = KVTransferConfig(
             kv_connector="BatonOffloadConnector",

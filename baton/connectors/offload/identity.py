@@ -11,7 +11,7 @@ from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
 from baton.core.kv_groups import KVCacheGroup, has_states, num_places
-from baton.core.layout import FORMATS, kv_heads_of
+from baton.core.layout import kv_heads_of
 from baton.core.states import state_bytes
 
 
@@ -74,8 +74,7 @@ class OffloadIdentity:
         assert transfer is not None
         tp_size = parallel.tensor_parallel_size
         num_heads = len(kv_heads_of(parallel.rank, tp_size=tp_size, num_kv_heads=model.num_kv_heads))
-        token_bytes = num_heads * model.token_size * FORMATS[model.dtype].itemsize
-        of_tokens = config.cache_config.block_size * token_bytes
+        of_tokens = config.cache_config.block_size * num_heads * model.token_bytes
         of_state = state_bytes(model.state_parts, tp_rank=parallel.rank % tp_size, tp_size=tp_size)
         groups = config.kv_cache_groups
         # A layer's memory is shared by the groups that have a layer at its place.

@@ -47,7 +47,7 @@ class CacheBlocks:
             for of_group, index in self._by_group(block_ids):
                 skipped = self.kind.num_stored - len(index)
                 for name, cache in of_group.items():
-                    cache.index_copy_(0, index, stored[name][skipped:])
+                    cache.index_put_((index,), stored[name][skipped:])
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # Waits for this thread's copies.
 

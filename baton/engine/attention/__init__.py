@@ -1,7 +1,7 @@
 """Paged attention: one interface (`backend`), one implementation for each kind of device.
 
 cpu    sdpa     torch's scaled-dot-product attention over gathered blocks
-cuda   cuda     a Triton kernel that reads through the block table; for a latent cache `sdpa`
+cuda   cuda     a Triton kernel that reads through the block table; for a latent or quantised cache `sdpa`
 """
 
 from baton.core.errors import UserError
@@ -20,6 +20,7 @@ def build_backend(shape: AttentionShape) -> AttentionBackend:
             from baton.engine.attention.cuda import CudaBackend, require_cuda
 
             require_cuda()
-            return CudaBackend(shape) if shape.latent_dim is None else SdpaBackend(shape)
+            reads_as_stored = shape.latent_dim is None and not shape.is_quantised
+            return CudaBackend(shape) if reads_as_stored else SdpaBackend(shape)
         case other:
             raise UserError(f"must be cpu or cuda, is {other!r}", field="device")

@@ -24,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.engine.attention.quantised import quantise
 from baton.engine.forward_context import AttentionMetadata, IntArray
 
 
@@ -37,6 +38,7 @@ class AttentionShape:
     dtype: torch.dtype
     device: torch.device
     softmax_scale: float | None = None  # Of the scores; None: head_dim ** -0.5.
+    is_quantised: bool = False  # The cache has another dtype (`baton.engine.attention.quantised`).
     latent_dim: int | None = None  # The value is the key's beginning of this size; None: V follows K.
 
     @property
@@ -96,8 +98,13 @@ class AttentionBackend(ABC):
         Of a latent cache `k_THD` is the latent and `v_THD` the rotary key.
         """
         width = cache_NHPC.shape[-1]
-        rows = torch.cat((k_THD, v_THD), dim=-1).view(-1, width)
-        rows_of(cache_NHPC).index_copy_(0, plan.write_rows, rows)
+        if cache_NHPC.dtype == k_THD.dtype:
+            rows = torch.cat((k_THD, v_THD), dim=-1)
+        else:
+            # As bytes, because torch cannot copy every dtype by an index.
+            rows = quantise(k_THD, v_THD, cache_NHPC.dtype).view(torch.uint8)
+            cache_NHPC = cache_NHPC.view(torch.uint8)
+        rows_of(cache_NHPC).index_copy_(0, plan.write_rows, rows.view(-1, width))
 
     @abstractmethod
     def attend(

@@ -84,7 +84,7 @@ def allocate_kv_cache(
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
     groups = groups or one_group(model_config.num_hidden_layers)
     num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
-    dtype, device = torch_dtype(model_config.dtype), torch.device(device)
+    dtype, device = torch_dtype(model_config.stored_dtype), torch.device(device)
 
     def shape_of(slot_size: int) -> tuple[int, ...]:
         axes = (num_places(groups), num_blocks, len(heads), cache_config.block_size, slot_size)
@@ -95,9 +95,9 @@ def allocate_kv_cache(
         storage = _touched(shape_of(slot_size), dtype, device)
         return storage.permute([layout.index(axis) for axis in _AXES])
 
-    block_bytes = math.prod(shape_of(model_config.token_size)) // num_blocks * dtype.itemsize
+    block_bytes = math.prod(shape_of(model_config.token_bytes)) // num_blocks
     check_room(num_blocks, block_bytes, device, num_ranks=tp_size)
-    layers = allocate(model_config.slot_size)
+    layers = allocate(model_config.stored_slot_size)
     indices = allocate(model_config.index_size) if model_config.index_size else None
     caches: dict[str, torch.Tensor] = {}
     for layer, (_, place) in sorted(places_of(groups).items()):
@@ -119,7 +119,8 @@ def _allocate_pages(
 ) -> dict[str, torch.Tensor]:
     """As `allocate_kv_cache`, of a model with recurrent states. Layers are apart in every layout."""
     heads = len(kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads))
-    dtype, size, width = torch_dtype(model_config.dtype), cache_config.block_size, model_config.slot_size
+    dtype, size = torch_dtype(model_config.stored_dtype), cache_config.block_size
+    width = model_config.stored_slot_size
     has_tokens = any(not group.is_state for group in groups)
     tokens_bytes = heads * size * width * dtype.itemsize if has_tokens else 0
     of_state = state_bytes(model_config.state_parts, tp_rank=tp_rank, tp_size=tp_size)
@@ -211,4 +212,6 @@ def cross_layer_cache(kv_caches: dict[str, torch.Tensor]) -> torch.Tensor:
 
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype of a name in ModelConfig."""
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    dtype = getattr(torch, name)
+    assert isinstance(dtype, torch.dtype)
+    return dtype

@@ -30,6 +30,7 @@ from baton.engine.attention.backend import (
     write_rows,
 )
 from baton.engine.attention.key_index import KeyIndex
+from baton.engine.attention.quantised import dequantise
 from baton.engine.forward_context import AttentionMetadata, IntArray
 
 _TILE_ROWS = 256  # Most rows of a prefill tile: query tokens times query heads per KV head.
@@ -79,14 +80,14 @@ class _Plan:
 
 
 class SdpaBackend(AttentionBackend):
-    """Backend for float32, bfloat16 and float16: on a CPU, and for a latent cache on any device."""
+    """Backend for float32, bfloat16 and float16: on a CPU; for latent and quantised caches on any device."""
 
     def __init__(self, shape: AttentionShape) -> None:
         super().__init__(shape)
         self._heads = np.arange(shape.num_kv_heads, dtype=np.int64)
         # Gathered keys and values, reused by every layer: allocating this much memory costs more than the
         # copy.
-        self._scratch = torch.empty(0, dtype=shape.dtype, device=shape.device)
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=shape.device)
         # Of the cache in the current plan, in rows of a gather.
         self._block_stride = shape.num_kv_heads
         self._rows_in_block = self._heads[:, None]  # [H, P / run], from the block's first row.
@@ -344,16 +345,23 @@ class SdpaBackend(AttentionBackend):
         return torch.matmul(weights, values)
 
     def _gather(self, cache_NHPC: torch.Tensor, rows: torch.Tensor, num_reqs: int) -> torch.Tensor:
-        """Copy the rows' blocks to scratch memory. The result is valid until the next gather."""
+        """Copy the rows' blocks to scratch memory. The result is valid until the next gather.
+
+        Returns numbers `[reqs, H, L, slot_size]`.
+        """
         _, heads, _, width = cache_NHPC.shape
         run = run_of(cache_NHPC)
         size = len(rows) * run * width
-        if self._scratch.numel() < size:
+        if self._scratch.dtype != cache_NHPC.dtype or self._scratch.numel() < size:
             with torch.inference_mode(False):  # So that a pass outside of inference mode can write here.
                 self._scratch = torch.empty(size, dtype=cache_NHPC.dtype, device=cache_NHPC.device)
         gathered = self._scratch[:size].view(len(rows), run * width)
         torch.index_select(rows_of(cache_NHPC, run), 0, rows, out=gathered)
-        return gathered.view(num_reqs, heads, -1, width)
+        slots = gathered.view(num_reqs, heads, -1, width)
+        if slots.dtype == self.shape.dtype:
+            return slots
+        key_size, dtype = self.shape.latent_dim or self.shape.head_dim, self.shape.dtype
+        return dequantise(slots, key_size, self.shape.slot_size, dtype)
 
 
 def _restricted(index: KeyIndex, group: _DecodeGroup) -> torch.Tensor | None:

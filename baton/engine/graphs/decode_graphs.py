@@ -49,6 +49,9 @@ def choose_mode(config: EngineConfig, half: KVConnectorWorkerHalf) -> GraphMode:
         if config.device_config.graph_mode == "full":
             logger.warning("%s needs its layer hooks: graphs are piecewise", type(half).__name__)
         return GraphMode.PIECEWISE
+    model = config.model_config
+    if config.device_config.device == "cuda" and (model.latent_size or model.stored_dtype != model.dtype):
+        return GraphMode.PIECEWISE  # Their attention gathers as many blocks as a step needs.
     return GraphMode.FULL
 
 

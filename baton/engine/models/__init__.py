@@ -54,4 +54,5 @@ def build_model(
         device=torch.device(device),
         group=group,
         kv_cache_groups=kv_cache_groups or one_group(architecture.num_layers),
+        is_cache_quantised=model_config.stored_dtype != model_config.dtype,
     )

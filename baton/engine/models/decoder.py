@@ -9,6 +9,7 @@ this rank, D head size, M hidden size.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -46,12 +47,13 @@ class Decoder(nn.Module):
         device: torch.device,
         group: TensorParallelGroup,
         kv_cache_groups: Sequence[KVCacheGroup],
+        is_cache_quantised: bool = False,
     ) -> None:
         super().__init__()
         self.architecture = architecture
         self.group = group
         shape = attention_shape(architecture, group, dtype, device)
-        self.backend = build_backend(shape)
+        self.backend = build_backend(replace(shape, is_quantised=is_cache_quantised))
         vocabulary = (architecture.vocab_size, architecture.hidden_size)
         self.embedding = empty_parameter(*vocabulary, dtype=dtype, device=device)
         self.rotary = (

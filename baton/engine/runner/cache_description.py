@@ -29,6 +29,7 @@ class KVCacheSpec:
     head_size: int
     dtype_name: str
     sliding_window: int | None  # Tokens; None: full attention.
+    scales_bytes: int = 0  # Of a slot, after its numbers.
     is_latent: bool = False  # A slot is one vector of `head_size`, not K and V (vLLM's MLAAttentionSpec).
 
     @property
@@ -43,7 +44,8 @@ class KVCacheSpec:
     def page_size_bytes(self) -> int:
         """Size of one block of one layer."""
         slot_size = self.head_size if self.is_latent else 2 * self.head_size
-        return self.block_size * self.num_kv_heads * slot_size * self.dtype.itemsize
+        slot_bytes = slot_size * self.dtype.itemsize + self.scales_bytes
+        return self.block_size * self.num_kv_heads * slot_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +116,9 @@ def describe_cache(config: EngineConfig, tp_rank: int) -> KVCacheConfig:
             block_size,
             len(heads),
             model.head_dim,
-            model.dtype,
+            model.stored_dtype,
             group.window,
+            scales_bytes=(model.stored_slot_size - model.slot_size) * model.item_bytes,
             is_latent=bool(model.latent_size),
         )
         if not model.index_size:

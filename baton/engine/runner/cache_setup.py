@@ -125,7 +125,7 @@ def copy_blocks(
     placed = torch.tensor(destination_blocks, dtype=torch.int64, device=last.device)
     for name, source in source_caches.items():
         packed = source.index_select(0, taken).to(last.device)
-        destination_caches[name].index_copy_(0, placed, packed)
+        destination_caches[name].index_put_((placed,), packed)
     for device in {first.device, last.device}:
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()

@@ -1,4 +1,4 @@
-"""Latent caches are handed over, stored and loaded: one head with slots of another width than K and V."""
+"""Latent and quantised caches are handed over, stored and loaded: slots of other widths and dtypes."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -7,16 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from msgspec import structs
 
 from baton.core.config import ModelConfig
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.engine_core import EngineCore
+from baton.engine.llm import LLM
 from tests.connectors import mirrored, offload_world
 from tests.connectors.engine_world import (
     BLOCK,
     FACTORY,
     GREEDY,
+    ONE_TOKEN,
     PATIENT,
     SETTLE_S,
     AnswerOf,
@@ -34,16 +38,24 @@ from tests.connectors.storage_world import fill, starting, storage
 
 pytestmark = pytest.mark.slow
 
-FAMILIES = ["deepseek_v2", "deepseek_v3", "deepseek_v32"]  # The last has a second cache in each layer.
+# A family, and the dtype of its cache if that is another one.
+FAMILIES = [
+    "deepseek_v3",
+    "deepseek_v32",  # Has a second cache in each layer.
+    "deepseek_v2 int8_per_token_head",
+    "llama fp8_e4m3",
+    "qwen3 int8_per_token_head",
+]
 PROMPTS = [prompt_of(70), prompt_of(3), prompt_of(32, step=11), prompt_of(101, step=13)]
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
     def make(family: str) -> ModelConfig:
+        family, *dtype = family.split()
         folder = tmp_path_factory.mktemp(family)
         write_checkpoint(folder, family=family, hidden=32, layers=3, heads=4, vocab=512, max_position=256)
-        return load_model_config(folder)
+        return structs.replace(load_model_config(folder), kv_cache_dtype=dtype[0] if dtype else "auto")
 
     return cache(make)
 
@@ -96,9 +108,9 @@ def test_a_pushed_prompt_gets_the_tokens_of_a_single_engine(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "qwen3 int8_per_token_head"])
 @pytest.mark.parametrize(("tp_of_p", "tp_of_d"), [(2, 1), (1, 2)])
-def test_every_rank_has_the_whole_latent(
+def test_ranks_have_the_whole_latent_or_their_heads(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, tp_of_p: int, tp_of_d: int
 ) -> None:
     sizes = {"tp_of_p": tp_of_p, "tp_of_d": tp_of_d, "block_of_d": 2 * BLOCK}
@@ -132,8 +144,9 @@ def check_push(
     assert [one.token_ids for one in decoded] == [answer_of(family, prompt) for prompt in PROMPTS]
     assert all(one.num_transferred_tokens > 0 for one in decoded)
     record = max(legs.transfers, key=lambda transfer: transfer["bytes"])
-    least = len(PROMPTS[-1]) * model.num_hidden_layers * model.token_size * 4 * tp_of_d
-    assert least <= record["bytes"] < 1.2 * least, "each of D's ranks reads the latents once"
+    num_slots = len(PROMPTS[-1]) * (tp_of_d if model.latent_size else model.num_kv_heads)
+    least = num_slots * model.num_hidden_layers * model.token_bytes
+    assert least <= record["bytes"] < 1.2 * least, "each of D's ranks reads the latents, or its heads, once"
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -179,3 +192,62 @@ def test_offloaded_latents_are_loaded_again(model_of: ModelOf, answer_of: Answer
         engine.assert_whole()
     finally:
         core.shutdown()
+
+
+def test_the_handoff_of_a_quantised_cache_is_exact(stack: ExitStack, model_of: ModelOf) -> None:
+    model = model_of("qwen3 int8_per_token_head")
+    p, d = (
+        start_in(stack, config_of(model, hands_over(name), num_blocks=100, cache={"hash_seed": "one"}))
+        for name in ("p", "d")
+    )
+    prompt = prompt_of(8 * BLOCK)
+    (alone,) = p.generate([prompt], ONE_TOKEN)
+    assert hand_over(p, d, prompt).token_ids[:1] == alone.token_ids
+    # Blocks of equal content, whose ids differ; the last one is computed by D.
+    of_p, of_d = (sorted(map(bytes, _blocks(llm))) for llm in (p, d))
+    assert len(set(of_p) & set(of_d) - {bytes(len(of_p[0]))}) >= 3 * 7
+
+
+def test_an_fp8_engine_converts_what_it_reads(stack: ExitStack, model_of: ModelOf) -> None:
+    d_model = model_of("llama fp8_e4m3")
+    p = start_in(
+        stack, config_of(structs.replace(d_model, kv_cache_dtype="auto"), hands_over("p"), num_blocks=100)
+    )
+    d = start_in(stack, config_of(d_model, hands_over("d"), num_blocks=100))
+    decoded = hand_over(p, d, prompt_of(8 * BLOCK))
+    assert decoded.num_transferred_tokens > 0
+    of_p, of_d = (set(map(bytes, _blocks(llm, torch.float8_e4m3fn))) for llm in (p, d))
+    assert len(of_p & of_d - {bytes(len(next(iter(of_p))))}) >= 3 * 7, "scale 1, rounded as D itself rounds"
+
+
+def _blocks(llm: LLM, dtype: torch.dtype | None = None) -> list[Any]:
+    """The blocks of all layers as bytes; `dtype`: after conversion to it."""
+    caches = llm.core.executor._worker._runner._kv_caches.values()  # type: ignore[attr-defined]
+    converted = [cache.to(dtype or cache.dtype).reshape(len(cache), -1) for cache in caches]
+    return [block for cache in converted for block in cache.view(torch.uint8).numpy()]
+
+
+@pytest.mark.parametrize("connector", ["Pull", "Push"])
+def test_unlike_quantised_caches_are_refused_by_name(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, connector: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    plain, scaled = "qwen3", "qwen3 int8_per_token_head"
+    model = structs.replace(model_of(scaled), kv_cache_dtype="auto")
+    p = start_in(stack, config_of(model_of(scaled), hands_over("p", connector), num_blocks=100))
+    d = start_in(stack, config_of(model, hands_over("d", connector), num_blocks=100))
+    decoded = hand_over(p, d, PROMPTS[0])
+    assert decoded.num_transferred_tokens == 0
+    assert decoded.token_ids == d.generate([PROMPTS[0]], GREEDY)[0].token_ids, plain
+    assert "dtype: ours 'float32', theirs 'int8_per_token_head'" in caplog.text
+
+
+@pytest.mark.parametrize("dtype", ["fp8_e5m2", "int8_per_token_head"])
+def test_quantised_attention_beside_recurrent_states(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, dtype: str
+) -> None:
+    family = f"granite_hybrid {dtype}"
+    p, d = (start_in(stack, config_of(model_of(family), hands_over(name), num_blocks=100)) for name in "pd")
+    for prompt in PROMPTS:
+        decoded = hand_over(p, d, prompt)
+        assert decoded.token_ids == answer_of(family, prompt)
+        assert decoded.num_transferred_tokens > 0
