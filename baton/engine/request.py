@@ -87,6 +87,7 @@ class Request:
         "prompt_token_ids",
         "request_id",
         "sampling_params",
+        "scheduled_at_s",
         "skip_reading_prefix_cache",
         "status",
         "stop_token_ids",
@@ -107,6 +108,7 @@ class Request:
         self.prompt_token_ids = asked.prompt_token_ids
         self.sampling_params = sampling
         self.arrival_time = asked.arrival_time_s
+        self.scheduled_at_s = 0.0  # First, on the same clock, as the core notes it; 0.0: not yet.
         self.priority = asked.priority
         self.cache_salt = asked.cache_salt
         # Connectors change it to mark what they have done, so the request has its own copy.

@@ -178,7 +178,7 @@ def is_handed_over(answer: LegAnswer) -> bool | None:
     Baton's engines report in a header what they did with the prompt, because a stream's usage comes last, if
     at all.
     """
-    if (counts := _prompt_counts(answer)) is None:
+    if (counts := prompt_counts(answer)) is None:
         return None
     total, local, transferred = counts
     if transferred:
@@ -188,13 +188,13 @@ def is_handed_over(answer: LegAnswer) -> bool | None:
 
 def num_transferred(answer: LegAnswer) -> int:
     """Tokens of the prompt that the engine has loaded; 0: none, or it does not report it."""
-    counts = _prompt_counts(answer)
+    counts = prompt_counts(answer)
     return 0 if counts is None else counts[2]
 
 
 def num_computed(answer: LegAnswer) -> int | None:
     """Tokens of the prompt that the engine has computed. None: it does not report it."""
-    if (counts := _prompt_counts(answer)) is not None:
+    if (counts := prompt_counts(answer)) is not None:
         total, local, transferred = counts
         return max(0, total - local - transferred)
     if answer.is_stream or len(answer.body) > MAX_KEPT:
@@ -208,7 +208,7 @@ def num_computed(answer: LegAnswer) -> int | None:
     return max(0, usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)
 
 
-def _prompt_counts(answer: LegAnswer) -> tuple[int, int, int] | None:
+def prompt_counts(answer: LegAnswer) -> tuple[int, int, int] | None:
     """All tokens of the prompt, those that the engine had, and those that it has loaded."""
     found = _PROMPT_COUNTS.fullmatch(answer.headers.get(PROMPT_HEADER, ""))
     return None if found is None else (int(found[1]), int(found[2]), int(found[3]))

@@ -274,6 +274,14 @@ class FirstTokens:
         return ContinuedSieve(0 if consumer.kind == "baton" else len(self._told_ids))
 
     @property
+    def num_known(self) -> int | None:
+        """Tokens that the client has. None: the engine does not name them."""
+        record = self._record
+        if record is None:
+            return len(self._told_ids) if self.is_told else None
+        return len(self._told_ids) + len(record.token_ids) if record.is_complete else None
+
+    @property
     def is_finished(self) -> bool:
         """The client has all tokens and the finish reason."""
         is_first_last = self._first is not None and self._first.is_last

@@ -183,6 +183,16 @@ class Machine:
         self._status: int | None = None  # Of the client's answer, once it has begun.
         self._error: RouterError | None = None  # For a client that has been sent nothing.
 
+    @property
+    def num_output_tokens(self) -> int | None:
+        """Tokens that the client has of a stream. None: it has none of a stream."""
+        if self._status != 200 or not self._first.is_stream:
+            return None
+        known, leg = self._first.num_known, self._decode
+        if known is not None or leg is None:
+            return known
+        return leg.num_chunks_before + leg.num_chunks  # One chunk, one token: the engine names none.
+
     def begin(self, now_s: float) -> Sequence[Effect]:
         self._view.retries.note_request(now_s)
         return self._run(now_s, self._ask_admission)

@@ -3,6 +3,7 @@
 POST /v1/completions, /v1/chat/completions      OpenAI's, with vLLM's extensions and `kv_transfer_params`
 GET  /v1/models, POST /tokenize, /detokenize
 GET  /health (503 while the engine should get no requests), /version, /metrics
+GET  /baton/requests/{id}                       what happened here to a recent request, and when
 GET  /baton/introduction                        for routers that start both legs of a request at once
 POST /baton/take_back                           for routers whose client left before the second leg
 """
@@ -131,13 +132,15 @@ async def _generate(
     admit: Callable[[Service, Request_, str], Awaitable[CompletionWork | ChatWork]],
 ) -> Response:
     """Handle a generation request. Error responses carry the request id too."""
-    request_id = request_id_of(http)
+    request_id, timelines = request_id_of(http), service.metrics.timelines
+    arrived_s = timelines.now_s()
     try:
         service.check_open()
         async with service.bodies.read(http.headers, http.receive) as body:
             request = parse_request(body, kind, endpoint)
         async with _admission_deadline(service):
             work = await admit(service, request, request_id)
+        timelines.begin(request_id, [sample.request for sample in work.samples], arrived_s, None)
         if request.stream:
             return EventStream(work.chunks(), request_id=request_id, late_headers=work.headers)
         answer = json_response(await _whole(service, http, work), request_id=request_id)
@@ -245,6 +248,11 @@ def _add_admin(app: FastAPI, service: Service) -> None:
             lent = parse_body(body, Lent)
         service.engine.take_back({"baton_ticket": lent.checked_ticket})
         return Response(status_code=202)
+
+    @app.get("/baton/requests/{request_id:path}")
+    async def recent_request(request_id: str) -> Response:
+        """The timelines of the choices of a recent request. An empty list: none is remembered."""
+        return json_response({"timelines": service.metrics.timelines.find(request_id)})
 
     @app.get("/metrics")
     async def metrics() -> Response:

@@ -27,8 +27,9 @@ from typing import Any, TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from baton.contract import KVConnectorPromMetrics
-from baton.engine.api import EngineRequest, SchedulerStats
+from baton.engine.api import EngineOutput, EngineRequest, SchedulerStats
 from baton.server.connector_log import ConnectorLog
+from baton.server.timeline import EngineTimelines
 
 logger = logging.getLogger(__name__)
 
@@ -130,8 +131,15 @@ class RequestMetrics:
 class RequestObserver:
     """Times one engine request."""
 
-    def __init__(self, metrics: RequestMetrics, request: EngineRequest, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        metrics: RequestMetrics,
+        request: EngineRequest,
+        clock: Callable[[], float],
+        timelines: EngineTimelines,
+    ) -> None:
         self._metrics = metrics
+        self._timelines = timelines
         self._request = request
         self._clock = clock
         self._num_tokens = 0
@@ -139,7 +147,9 @@ class RequestObserver:
         self._latest_s = 0.0
         self._ended = False
 
-    def tokens(self, count: int) -> None:
+    def output(self, output: EngineOutput) -> None:
+        count = len(output.new_token_ids)
+        self._timelines.note_output(output)
         if not count:
             return
         now_s = self._clock()
@@ -156,6 +166,7 @@ class RequestObserver:
         if self._ended:
             return
         self._ended = True
+        self._timelines.end(self._request.request_id, reason)
         metrics = self._metrics
         metrics.success(reason).inc()
         metrics.end_to_end.observe(self._clock() - self._request.arrival_time_s)
@@ -189,6 +200,7 @@ class ServerMetrics:
         self._connector_log = connector_log
         self._requests = RequestMetrics(make)
         self._clock = clock
+        self.timelines = EngineTimelines(model_name, clock=clock)
         self.is_connector_retired = False  # It failed for good; prompts are computed here until a restart.
 
     def observe_stats(self, stats: SchedulerStats) -> None:
@@ -203,6 +215,7 @@ class ServerMetrics:
         if self._connector is not None:
             try:
                 self._connector.observe(stats.kv_connector_stats)
+                self.timelines.observe_connector(stats.kv_connector_stats)
             except Exception as error:  # The connector may be any code: only its numbers are lost.
                 self._counters["num_kv_connector_errors"].inc()
                 logger.warning("the connector's statistics are not counted: %r", error)
@@ -210,7 +223,7 @@ class ServerMetrics:
             self._connector_log.observe(stats.kv_connector_stats)
 
     def observe(self, request: EngineRequest) -> RequestObserver:
-        return RequestObserver(self._requests, request, self._clock)
+        return RequestObserver(self._requests, request, self._clock, self.timelines)
 
     def exposition(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

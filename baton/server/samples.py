@@ -140,7 +140,7 @@ async def _pieces_of(
                 if output.finish_reason in ("error", "abort") and output.kv_transfer_params is not None:
                     engine.take_back(output.kv_transfer_params)
                 _raise_if_failed(output)
-                observer.tokens(len(output.new_token_ids))
+                observer.output(output)
                 parts = _with_first_alone(output) if is_first else (output,)
                 is_first = is_first and not output.new_token_ids
                 for piece in (_piece(sample, part) for part in parts):

@@ -470,9 +470,9 @@ class Engine:
     # --- Ends ----------------------------------------------------------------------------------
 
     def counted(self, name: str) -> Any:
-        """Over all steps: a number, or {reason or peer: number}, or all transfers."""
+        """Over all steps: a number, or {reason or peer: number}, or all records."""
         values = [stats[name] for stats in self.stats]
-        if name == "transfers":
+        if name in ("transfers", "failed", "loans"):
             return [record for value in values for record in value]
         if name in ("failures", "refused", "peer_failures", "lost_links"):
             total: dict[str, int] = {}

@@ -50,6 +50,40 @@ def test_only_what_is_missing_moves_and_leaves_a_record(world: World) -> None:
     world.assert_settles_whole()
 
 
+def test_a_handoff_leaves_its_times_on_both_sides(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(9)
+    request = d.fetch("r", tokens, p.prefill("r", tokens))
+    world.settle()
+    d.read_out(request)
+    world.assert_settles_whole()
+    (fetched,), (lent,) = d.counted("transfers"), p.counted("loans")
+    times = fetched["times"]
+    names = ("claimed_s", "ready_s", "started_s", "read_s", "ended_s")
+    in_order = [times[name] for name in names]
+    assert in_order == sorted(in_order)
+    assert 0.0 < in_order[0] <= times["allocated_s"] <= times["started_s"]
+    assert (lent["request_id"], lent["outcome"]) == ("r", "released")
+    assert lent["transfer_id"] == fetched["transfer_id"]
+    assert lent["lent_s"] <= times["claimed_s"] <= times["ended_s"] <= lent["ended_s"]
+
+
+def test_a_fetch_that_fails_leaves_its_reason_and_a_loan_that_expires_its_end(world: World) -> None:
+    p, d = world.engine("p"), world.engine("d")
+    tokens = tokens_of(9)
+    params = p.prefill("r", tokens)
+    for worker in p.workers:
+        p.kill_rank(worker)
+    d.fetch("r", tokens, params)
+    world.settle()
+    (failed,) = d.counted("failed")
+    assert (failed["request_id"], failed["producer"]) == ("r", "p")
+    assert {failed["reason"]: 1} == d.counted("failures")
+    p.prefill("unused", tokens_of(5))
+    world.pass_time(31)
+    assert [one["outcome"] for one in p.counted("loans") if one["request_id"] == "unused"] == ["expired"]
+
+
 def test_a_full_local_hit_moves_nothing_and_releases_the_loan_at_once(world: World) -> None:
     p, d = world.engine("p"), world.engine("d")
     tokens = tokens_of(2 * BLOCK)

@@ -111,7 +111,11 @@ TRANSFER: Any = SimpleNamespace(
     num_moved_tokens=16,
     early=(),
     unread=(),
+    claimed_at=0.25,
+    ready_at=0.25,
     fetched_at=0.5,
+    started_at=0.5,
+    read_at=0.75,
     read_ends=[SimpleNamespace(nbytes=1, duration_s=0.1, num_descriptors=1, transport="tcp")],
 )
 

@@ -101,6 +101,11 @@ async def test_workers_share_a_port_a_fleet_and_the_metrics_and_are_replaced() -
         for _ in range(20):
             assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert await router.count() == 20
+        recent = (await client.get("/requests")).json()["requests"]  # Of both workers, the latest first.
+        arrivals = [one["arrived_at_s"] for one in recent]
+        assert (len(recent), arrivals) == (20, sorted(arrivals, reverse=True))
+        one = (await client.get(f"/requests/{recent[7]['id']}")).json()
+        assert one["request"] == recent[7]
 
         order = {"type": "decode", "instance": await servers.start(new)}
         assert (await client.post("/instances/add", json=order)).status_code == 200

@@ -12,7 +12,7 @@ from baton.assemble import make_connector_metrics
 from baton.connectors.counted import FewLabels
 from baton.connectors.pull.stats import PullStats
 from baton.contract import KVConnectorPromMetrics
-from baton.engine.api import EngineRequest, SamplingParams, SchedulerStats
+from baton.engine.api import EngineOutput, EngineRequest, SamplingParams, SchedulerStats
 from baton.server.connector_log import ConnectorLog
 from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
 from tests.connectors.pull_world import engine_config
@@ -177,7 +177,7 @@ def test_a_request_is_timed_from_its_arrival() -> None:
     observer = metrics.observe(request)
     for later_s, count in ((2.0, 1), (0.5, 1), (0.5, 0), (1.0, 1)):
         clock.now_s += later_s
-        observer.tokens(count)
+        observer.output(EngineOutput(request_id="r", new_token_ids=[7] * count))
     observer.finish("length")
     observer.finish("abort")  # Closing the iterator afterwards is no second end.
     found = values(metrics.exposition().decode())

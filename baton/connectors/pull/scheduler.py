@@ -293,7 +293,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self, request: host.Request, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         with self._lock:
-            self._loans.make_room(request.num_tokens, num_computed_tokens)
+            self._loans.make_room(request.num_tokens, num_computed_tokens, self._clock())
             num_tokens = self._fetches.num_matched(request.request_id, num_computed_tokens)
         return num_tokens, num_tokens > 0
 
@@ -346,7 +346,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                 self._contain("request_finished", request)
                 keeps, params = False, None
             if self.announcer is not None and not self.announcer.finished(request, params, now):
-                self._loans.take_back_of(request.request_id)
+                self._loans.take_back_of(request.request_id, now)
             self._intents.forget(request.request_id)
         if self._policy.answers_by_request and isinstance(request.kv_transfer_params, dict):
             params = self._answer(request.kv_transfer_params, params)
@@ -354,8 +354,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
         """Raises BadTransferParams for a ticket that this process has not signed."""
-        with self._changing:
-            self._loans.take_back(kv_transfer_params)
+        with self._changing as now:
+            self._loans.take_back(kv_transfer_params, now)
             self._loans.release_ended()
 
     def _answer(self, asked: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any] | None:
@@ -417,7 +417,9 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def has_pending_block_frees(self) -> bool:
         """Asked when an allocation has failed: what is released here is free for the next one."""
         with self._lock:
-            return self._loans.release_ended() or self._has_news or self._loans.give_up_oldest()
+            if self._loans.release_ended() or self._has_news:
+                return True
+            return self._loans.give_up_oldest(self._clock())
 
     def has_pending_push_work(self) -> bool:
         with self._lock:

@@ -5,9 +5,12 @@ transfers               baton:kv_transfer_seconds, baton:kv_transfer_wire_second
                         baton:kv_early_tokens_total;
                         one record per delivered transfer: request_id, transfer_id, producer, tokens,
                         early_tokens (read while the prefill ran), blocks, bytes, ms (allocation to delivery),
-                        wire_ms (slowest rank's copies), gb_per_s (on the wire), descriptors, transport
+                        wire_ms (slowest rank's copies), gb_per_s (on the wire), descriptors, transport,
+                        times (`baton.connectors.pull.consumer.fetch.times_of`)
                         by peer (the producer's engine id): baton:kv_peer_transfers_total,
                         baton:kv_peer_bytes_total, baton:kv_peer_wire_seconds_total
+failed                  one record per fetch that failed: request_id, transfer_id, producer, reason, times
+loans                   one record per ended loan: request_id, transfer_id, blocks, outcome, lent_s, ended_s
 failures {reason: n}    baton:kv_transfer_failures_total      fetches that failed, by FailureCode
 peer_failures {peer: n} baton:kv_peer_failures_total          of them, those from a producer that is known
 lost_links {peer: n}    baton:kv_links_lost_total             connections to it that broke
@@ -28,6 +31,7 @@ from typing import Any, ClassVar, Self
 from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
 from baton.core.reasons import FailureCode, Fault
 
+_RECORDS = ("transfers", "failed", "loans")
 _SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
 )  # fmt: skip
@@ -53,7 +57,7 @@ class PullStats(CountedStats):
 
     def reset(self) -> None:
         super().reset()
-        self.data["transfers"] = []
+        self.data |= {name: [] for name in _RECORDS}
 
     def count_failure(self, code: FailureCode) -> None:
         self.add_for("failures", code.value)
@@ -65,8 +69,17 @@ class PullStats(CountedStats):
         """See `record_of`."""
         self.data["transfers"].append(record)
 
+    def record_failure(self, record: dict[str, Any]) -> None:
+        """See `failure_record_of`."""
+        self.data["failed"].append(record)
+
+    def record_loan(self, record: dict[str, Any]) -> None:
+        """See `loan_record`."""
+        self.data["loans"].append(record)
+
     def aggregate(self, other: Self) -> Self:
-        self.data["transfers"] += other.data["transfers"]
+        for name in _RECORDS:
+            self.data[name] += other.data[name]
         return super().aggregate(other)
 
     def reduce(self) -> dict[str, int | float | str]:

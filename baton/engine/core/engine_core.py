@@ -133,6 +133,7 @@ class EngineCore:
         ):
             started = time.perf_counter()
             output = self.scheduler.schedule()
+            self._note_scheduled(output)
             scheduled = time.perf_counter()
             self._batches.append((output, self.executor.submit(output)))
             self.times.schedule_s += scheduled - started
@@ -143,6 +144,15 @@ class EngineCore:
                 self.has_progressed = True
                 return EngineOutputs(outputs=[])
         return self._take_oldest()
+
+    def _note_scheduled(self, output: SchedulerOutput) -> None:
+        """The scheduler reads no clock."""
+        if not output.scheduled_new_reqs:
+            return
+        now_s = time.monotonic()
+        for new in output.scheduled_new_reqs:
+            if (request := self.scheduler.requests.get(new.req_id)) is not None:
+                request.scheduled_at_s = request.scheduled_at_s or now_s
 
     def _take_oldest(self) -> EngineOutputs:
         waiting = time.perf_counter()

@@ -69,6 +69,7 @@ class RequestLifecycle:
                     prompt_logprobs=prompt_logprobs,
                     num_cached_tokens=request.num_cached_tokens,
                     num_transferred_tokens=request.num_transferred_tokens,
+                    scheduled_at_s=request.scheduled_at_s,
                 )
             )
             return False
@@ -141,6 +142,7 @@ class RequestLifecycle:
                 kv_transfer_params=params,
                 num_cached_tokens=max(0, request.num_cached_tokens),
                 num_transferred_tokens=request.num_transferred_tokens,
+                scheduled_at_s=request.scheduled_at_s,
             )
         )
 

@@ -7,6 +7,7 @@ abort.
 import asyncio
 import logging
 import re
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,13 +32,14 @@ from baton.router.settings import RouterSettings
 from baton.router.shell.admin import not_allowed
 from baton.router.shell.client_http import DEFECT, REQUEST_ID, Incoming, Listener, Reply
 from baton.router.shell.control import PATHS as ADMIN_PATHS
-from baton.router.shell.control import Administration, AdminPages, Control, not_found
+from baton.router.shell.control import Administration, AdminPages, Control, is_admin_path, not_found
 from baton.router.shell.index_client import IndexClient, IndexOwner
 from baton.router.shell.legs import Ask, Upstream
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
 from baton.router.shell.requests import RequestDriver, Requests, forward
 from baton.router.shell.timers import TimerWheel
+from baton.router.timeline import RecentRequests, Recorder, RequestTimeline, latest_first
 from baton.router.turns import SESSION_HEADER
 
 logger = logging.getLogger(__name__)
@@ -67,8 +69,9 @@ class Router:
 
         `index_path`: of the coordinator's index process.
         """
-        self._settings = settings
+        self._settings, self._loop = settings, asyncio.get_running_loop()
         self._parts = parts = Parts(settings)
+        self.recent = RecentRequests()
         self.fleet, self.metrics, self.replica = parts.fleet, parts.metrics, Replica(parts.view)
         self._wheel = TimerWheel(asyncio.get_running_loop())
         upstream = Upstream(parts.pool, self._wheel, settings)
@@ -96,6 +99,7 @@ class Router:
                 parts,
                 num_requests=lambda: self.num_requests,
                 exposition=self._exposition,
+                recent=self._recent,
                 on_fault=self.note_fault,
                 index=self._index,
                 peers=self.peers,
@@ -224,7 +228,7 @@ class Router:
             reply.refuse(not_found(incoming))
 
     def serve_all(self, incoming: Incoming, reply: Reply) -> None:
-        if incoming.path in ADMIN_PATHS:
+        if is_admin_path(incoming.path):
             self._admin_pages.serve(incoming, reply)
         else:
             self.serve(incoming, reply)
@@ -234,31 +238,41 @@ class Router:
         if not _GOOD_REQUEST_ID.fullmatch(request_id):
             request_id = str(uuid.uuid4())
         reply.extra = {REQUEST_ID: request_id}
+        recorder = self._recorder(incoming, request_id)
         self.num_requests += 1
         self._is_idle.clear()
         self.metrics.in_flight.set(self.num_requests)
         try:
-            self._begin(incoming, reply, request_id)
+            self._begin(incoming, reply, request_id, recorder)
         except UserError as error:
-            self._refuse(reply, ApiError.of_user(error))
+            self._refuse(reply, ApiError.of_user(error), recorder)
         except ApiError as error:
-            self._refuse(reply, error)
+            self._refuse(reply, error, recorder)
         except Exception:
             logger.exception("%s: a request has failed", request_id)
-            self._refuse(reply, ApiError(500, DEFECT))
+            self._refuse(reply, ApiError(500, DEFECT), recorder)
 
-    def _refuse(self, reply: Reply, error: ApiError) -> None:
+    def _recorder(self, incoming: Incoming, request_id: str) -> Recorder:
+        received_at_s = incoming.received_at_s
+        arrived_at_s = time.time() - (self._loop.time() - received_at_s)
+        return Recorder(
+            request_id, incoming.path, received_at_s=received_at_s, arrived_at_s=arrived_at_s, span=None
+        )
+
+    def _refuse(self, reply: Reply, error: ApiError, recorder: Recorder) -> None:
         reply.refuse(error)
-        self._count_out(error.status)
+        self._count_out(error.status, recorder)
 
-    def _count_out(self, status: int) -> None:
+    def _count_out(self, status: int, recorder: Recorder) -> None:
+        timeline = recorder.finish(status, self._loop.time())
+        self.recent.add(timeline)
         self.num_requests -= 1
         if not self.num_requests:
             self._is_idle.set()
         self.metrics.in_flight.set(self.num_requests)
-        self.metrics.requests.labels(str(status)).inc()
+        self.metrics.observe(timeline)
 
-    def _begin(self, incoming: Incoming, reply: Reply, request_id: str) -> None:
+    def _begin(self, incoming: Incoming, reply: Reply, request_id: str, recorder: Recorder) -> None:
         """Raises UserError, ApiError."""
         path = incoming.path
         if self._is_draining:
@@ -272,12 +286,13 @@ class Router:
         ask = Ask(incoming.method, incoming.target, headers, ends_at_s)
         if path == "/v1/models" and (cards := self.fleet.model_cards()) is not None:
             reply.whole(200, {**JSON, **reply.extra}, msgspec.json.encode({"object": "list", "data": cards}))
-            return self._count_out(200)
+            return self._count_out(200, recorder)
         if path in FORWARDED:
             forwarding = Forwarding(self._requests, ask, incoming.body, incoming.received_at_s, reply)
             self._run(forwarding, reply)
-            return forwarding.begin(lambda status: self._end(forwarding, status))
+            return forwarding.begin(lambda status: self._end(forwarding, recorder, status))
         body, admission = parse_body(incoming.body), self._settings.admission
+        recorder.asked(body)
         request = machine.Request(
             id=request_id,
             body=body,
@@ -286,17 +301,17 @@ class Router:
             received_at_s=incoming.received_at_s,
             objective=NO_OBJECTIVE if admission is None else objective_of(admission, body, incoming.headers),
         )
-        driver = RequestDriver(self._requests, Machine(self._parts.view, request), ask, reply)
+        driver = RequestDriver(self._requests, Machine(self._parts.view, request), ask, reply, recorder)
         self._run(driver, reply)
-        return driver.begin(lambda status: self._end(driver, status))
+        return driver.begin(lambda status: self._end(driver, recorder, status))
 
     def _run(self, request: "RequestDriver | Forwarding", reply: Reply) -> None:
         self._running.add(request)
         reply.handler = request
 
-    def _end(self, request: "RequestDriver | Forwarding", status: int) -> None:
+    def _end(self, request: "RequestDriver | Forwarding", recorder: Recorder, status: int) -> None:
         self._running.discard(request)
-        self._count_out(status)
+        self._count_out(status, recorder)
 
     def _passed_on(self, headers: Mapping[str, str]) -> dict[str, str]:
         """A key for this router, or one that the engines' replaces, is not for engines."""
@@ -319,6 +334,9 @@ class Router:
 
     async def _exposition(self) -> bytes:
         return self.metrics.exposition()
+
+    async def _recent(self, request_id: str | None) -> list[RequestTimeline]:
+        return latest_first([self.recent.find(request_id)])
 
 
 class Forwarding:

@@ -5,28 +5,40 @@ import logging
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import Any, Protocol
+from urllib.parse import quote, unquote
 
 import msgspec
 
+from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
+from baton.router.fleet import Engine
 from baton.router.shell import admin
+from baton.router.shell.asking import AskFailed
 from baton.router.shell.client_http import DEFECT, Incoming, Reply
 from baton.router.shell.dashboard import PAGE
 from baton.router.shell.index_client import IndexClient
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
 from baton.router.shell.probes import Prober, ProberDied
+from baton.router.timeline import RequestTimeline
 
 logger = logging.getLogger(__name__)
 
 LAST_PROBES_S = 0.5  # For probes in flight when the router is told to stop.
-PAGES = ("/metrics", "/fleet", "/")
+REQUESTS = "/requests"
+REQUEST = "/requests/{id}"
+PAGES = ("/metrics", "/fleet", "/", REQUESTS, REQUEST)
 PATHS = {**dict.fromkeys(PAGES, "GET"), **admin.METHODS}
+_REQUEST_PREFIX = "/requests/"
+
+
+def is_admin_path(path: str) -> bool:
+    return path in PATHS or path.startswith(_REQUEST_PREFIX)
 
 
 class Administration(Protocol):
     async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> admin.Reply:
-        """`path` is one of PATHS. The keys in `headers` have been checked."""
+        """`is_admin_path(path)` holds. The keys in `headers` have been checked."""
 
 
 class AdminPages:
@@ -37,7 +49,7 @@ class AdminPages:
         self._calls: set[asyncio.Task[None]] = set()
 
     def serve(self, incoming: Incoming, reply: Reply) -> None:
-        if incoming.path not in PATHS:
+        if not is_admin_path(incoming.path):
             return reply.refuse(not_found(incoming))
         if isinstance(incoming.body, ApiError):
             return reply.refuse(incoming.body)
@@ -69,13 +81,18 @@ class Control:
         *,
         num_requests: Callable[[], int],
         exposition: Callable[[], Awaitable[bytes]],
+        recent: Callable[[str | None], Awaitable[list[RequestTimeline]]],
         on_fault: Callable[[str], None],
         index: IndexClient | None,
         peers: PeerLink | None,
     ) -> None:
-        """`num_requests`: of clients, in flight. `on_fault`: the task that watches the engines has ended."""
+        """`num_requests`: of clients, in flight. `recent`: those with this id, or all, the latest first.
+
+        `on_fault`: the task that watches the engines has ended.
+        """
         self._parts = parts
         self._num_requests, self._exposition, self._on_fault = num_requests, exposition, on_fault
+        self._recent = recent
         settings = parts.settings
         self.prober = Prober(parts.fleet, parts.asker, settings.probe, parts.introducer.refresh)
         self._admin = admin.Admin(parts.view, self.prober, index, peers)
@@ -102,13 +119,17 @@ class Control:
 
     async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> admin.Reply:
         try:
-            if path not in PAGES:
+            if path in admin.METHODS:
                 return await self._admin.answer(method, path, headers, body)
             if method not in ("GET", "HEAD"):
                 return admin.refusal(admin.not_allowed(method, path), allow="GET, HEAD")
             if path == "/metrics":
                 kind = {"content-type": "text/plain; version=0.0.4; charset=utf-8"}
                 return admin.Reply(200, kind, await self._exposition())
+            if path == REQUESTS:
+                return _json({"requests": await self._recent(None)})
+            if path.startswith(_REQUEST_PREFIX):
+                return await self._request(unquote(path.removeprefix(_REQUEST_PREFIX)))
             return _dashboard() if path == "/" else self._fleet_state()
         except Exception:
             logger.exception("%s: a request has failed", path)
@@ -126,7 +147,40 @@ class Control:
             "engines": parts.fleet.snapshot(),
             "pairs": parts.pairs.snapshot(parts.fleet.engines, asyncio.get_running_loop().time()),
         }
-        return admin.Reply(200, admin.JSON, msgspec.json.encode(state))
+        return _json(state)
+
+    async def _request(self, request_id: str) -> admin.Reply:
+        """The last request with this id, and what its engines report about it."""
+        found = await self._recent(request_id)
+        if not found:
+            return admin.refusal(ApiError(404, f"no recent request has the id {request_id!r}"))
+        legs = {(leg.role, leg.engine) for leg in found[0].legs}
+        engines = sorted(
+            (one for one in self._parts.fleet.engines if one.key in legs), key=lambda one: one.key
+        )
+        parts = await asyncio.gather(*(self._part_of(one, request_id) for one in engines))
+        return _json({"request": found[0], "engines": parts})
+
+    async def _part_of(self, engine: Engine, request_id: str) -> dict[str, Any]:
+        part: dict[str, Any] = {"role": engine.role, "engine": engine.url, "timelines": [], "error": None}
+        url = f"{engine.admin_address}/baton{_REQUEST_PREFIX}{quote(request_id, safe='')}"
+        try:
+            answer = await self._parts.asker.ask(url, timeout_s=self._parts.settings.probe.timeout_s)
+            if answer.status == 200:
+                part["timelines"] = decode_json(answer.body, _EnginePart).timelines
+            else:
+                part["error"] = f"answered with {answer.status}"
+        except (TimeoutError, AskFailed, NotJson) as error:
+            part["error"] = str(error) or type(error).__name__
+        return part
+
+
+class _EnginePart(msgspec.Struct):
+    timelines: list[dict[str, Any]]
+
+
+def _json(value: Any) -> admin.Reply:
+    return admin.Reply(200, admin.JSON, msgspec.json.encode(value))
 
 
 def _dashboard() -> admin.Reply:

@@ -35,6 +35,8 @@ from baton.router.shell.frames import (
     Frame,
     FrameStream,
     Listening,
+    Recall,
+    Recalled,
     Welcome,
     start_process,
 )
@@ -43,6 +45,7 @@ from baton.router.shell.metrics import Samples, sum_families
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
 from baton.router.shell.timers import TimerWheel
+from baton.router.timeline import RequestTimeline, latest_first
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,7 @@ class _Worker:
         self.is_collected = asyncio.Event()
         self.has_reported = False
         self.num_silent_ticks = 0
+        self.recalled: dict[int, asyncio.Future[list[RequestTimeline]]] = {}  # By the number of a `Recall`.
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
@@ -105,6 +109,7 @@ class Coordinator:
             self._parts,
             num_requests=lambda: self._replica.num_requests_elsewhere,
             exposition=self._exposition,
+            recent=self._recent,
             on_fault=self._note_fault,
             index=self._lookups,
             peers=self._peers,
@@ -115,7 +120,7 @@ class Coordinator:
         self._where: tuple[str, int, bool] = ("", 0, False)  # Host, port, and whether there is an admin port.
         self._reserved: list[socket.socket] = []
         self._workers: dict[int, _Worker] = {}
-        self._num_started = 0
+        self._num_started = self._num_recalls = 0
         self._first_ones: list[asyncio.Future[None]] = [
             self._loop.create_future() for _ in range(num_workers)
         ]
@@ -280,7 +285,10 @@ class Coordinator:
                 task = asyncio.create_task(self._answer(worker, frame))
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
-            case Welcome() | Drain() | EndRequests() | Fault() | Collect() | Answers():
+            case Recalled(number, timelines):
+                if (recalled := worker.recalled.pop(number, None)) is not None and not recalled.done():
+                    recalled.set_result(timelines)
+            case Welcome() | Drain() | EndRequests() | Fault() | Collect() | Recall() | Answers():
                 raise AssertionError(f"the coordinator gets no {type(frame).__name__}")
             case _:
                 self._replica.apply(frame, self._loop.time())
@@ -331,6 +339,20 @@ class Coordinator:
                 await asyncio.gather(*(worker.is_collected.wait() for worker in workers))
         self._parts.metrics.in_flight.set(self._replica.num_requests_elsewhere)
         return self._parts.metrics.exposition([self._ended, *(worker.samples for worker in workers)])
+
+    async def _recent(self, request_id: str | None) -> list[RequestTimeline]:
+        """Of all workers; those of a worker that is late are missing."""
+        self._num_recalls += 1
+        number, asked = self._num_recalls, []
+        for worker in self._workers.values():
+            asked.append(self._loop.create_future())
+            worker.recalled[number] = asked[-1]
+            worker.stream.send(Recall(number, request_id))
+        if asked:
+            await asyncio.wait(asked, timeout=COLLECT_S)
+        for worker in self._workers.values():
+            worker.recalled.pop(number, None)
+        return latest_first(one.result() for one in asked if one.done())
 
 
 async def reserve(host: str, port: int) -> tuple[list[socket.socket], int]:

@@ -12,6 +12,7 @@ import msgspec
 from baton.router.notes import Note
 from baton.router.settings import RouterSettings
 from baton.router.shell.metrics import Samples
+from baton.router.timeline import RequestTimeline
 
 LENGTH_BYTES = 4
 LOAD_EVERY_S = 0.005  # At most: how old a picture of the others' load may be, on each of the two ways.
@@ -61,6 +62,18 @@ class Collected(_Frame, frozen=True, tag="Collected"):
     samples: Samples
 
 
+class Recall(_Frame, frozen=True, tag="Recall"):
+    """To a worker: send the last requests with this id. None: all."""
+
+    number: int
+    request_id: str | None
+
+
+class Recalled(_Frame, frozen=True, tag="Recalled"):
+    number: int
+    timelines: list[RequestTimeline]
+
+
 class Asks(_Frame, frozen=True, tag="Asks"):
     """From a worker: an administrator's request, whose key has been checked."""
 
@@ -79,7 +92,18 @@ class Answers(_Frame, frozen=True, tag="Answers"):
 
 
 Frame: TypeAlias = (
-    Welcome | Listening | Drain | EndRequests | Fault | Collect | Collected | Asks | Answers | Note
+    Welcome
+    | Listening
+    | Drain
+    | EndRequests
+    | Fault
+    | Collect
+    | Collected
+    | Recall
+    | Recalled
+    | Asks
+    | Answers
+    | Note
 )
 
 _decoder = msgspec.msgpack.Decoder(Frame)

@@ -13,6 +13,8 @@ from baton.router.settings import RouterSettings
 from baton.router.shell.engine_http import EnginePool, Sending, header_lines, origin_of, request_bytes
 from baton.router.shell.timers import TimerWheel
 
+NO_HEADERS: Mapping[str, str] = {}
+
 
 class Upstream:
     """What all legs share."""
@@ -37,12 +39,17 @@ class Ask:
         self.ends_at_s = ends_at_s
         self._lines: dict[bytes | None, bytes] = {}
 
-    def bytes_for(self, address: str, authorization: bytes | None, body: bytes) -> bytes:
+    def bytes_for(
+        self, address: str, authorization: bytes | None, body: bytes, more: Mapping[str, str]
+    ) -> bytes:
+        """`more`: headers of this leg alone."""
         origin = origin_of(address)
         key = authorization or origin.authorization
         lines = self._lines.get(key)
         if lines is None:
             lines = self._lines[key] = header_lines(self.headers, key)
+        if more:
+            lines += header_lines(more)
         return request_bytes(origin, self.method, self.path, lines, body)
 
 
@@ -59,12 +66,13 @@ class WireLeg:
         self._whole = bytearray()
         self._ends_at_s = self._wait_s = 0.0
 
-    def start(self, ask: Ask, body: bytes) -> None:
+    def start(self, ask: Ask, body: bytes, headers: Mapping[str, str] = NO_HEADERS) -> None:
+        """`headers`: of this leg alone."""
         self._ends_at_s = ask.ends_at_s
         self._engine.waits[self] = None
         self._expect(self._leg.wait_s)
         address = self._engine.address
-        data = ask.bytes_for(address, self._upstream.authorization, body)
+        data = ask.bytes_for(address, self._upstream.authorization, body, headers)
         self._sending = self._upstream.pool.send(origin_of(address), data, self)
 
     def close(self) -> None:

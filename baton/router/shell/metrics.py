@@ -13,14 +13,17 @@ from prometheus_client.samples import Sample
 from baton.router.events import Count
 from baton.router.fleet import Engine, Fleet
 from baton.router.pairs import Pairs
+from baton.router.timeline import LegTimeline, RequestTimeline
 
 Family: TypeAlias = list[tuple[str, dict[str, str], float]]  # Of one metric: name, labels, value.
 Samples: TypeAlias = dict[str, Family]  # Of one process, by metric.
 
 _SUMMED = ("counter", "histogram")
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 _LEG_LABELS = ("role", "engine", "outcome")
 _HANDOFF_LABELS = ("prefill", "decode", "outcome")
+_TOKEN_LABELS = ("role", "engine", "source")
 
 
 class RouterMetrics:
@@ -128,19 +131,73 @@ class RouterMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self.first_token = Histogram(
+            "baton:router_time_to_first_token_seconds",
+            "Of streams: from the whole request received to the first piece of the answer.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.between_pieces = Histogram(
+            "baton:router_inter_token_latency_seconds",
+            "Between two pieces of a stream to the client.",
+            buckets=_GAP_S,
+            registry=self.registry,
+        )
+        self.end_to_end = Histogram(
+            "baton:router_e2e_request_latency_seconds",
+            "Of answers with status 200: from the whole request received to the last byte of the answer.",
+            buckets=_SECONDS,
+            registry=self.registry,
+        )
+        self.prompt_tokens = Counter(
+            "baton:router_prompt_tokens",
+            "Tokens of prompts by the engine that answered, and what it did: computed, cached (it had their "
+            "KV), or loaded (from another engine or a tier). Of engines that report it.",
+            _TOKEN_LABELS,
+            registry=self.registry,
+        )
+        self.generation_tokens = Counter(
+            "baton:router_generation_tokens", "Tokens of answers.", registry=self.registry
+        )
         self.registry.register(_FleetCollector(fleet, pairs))
 
     def count(self, effect: Count) -> None:
         """Carry out what a request's machine asks for."""
-        key = (effect.metric, effect.labels)
-        labelled = self._children.get(key)
-        if labelled is None:
-            metric = getattr(self, effect.metric)
-            labelled = self._children[key] = metric.labels(*effect.labels) if effect.labels else metric
+        child = self._child(effect.metric, effect.labels)
         if effect.value is None:
-            labelled.inc()
+            child.inc()
         else:
-            labelled.observe(effect.value)
+            child.observe(effect.value)
+
+    def observe(self, timeline: RequestTimeline) -> None:
+        """Count a request that has ended."""
+        self._child("requests", (str(timeline.status),)).inc()
+        for leg in timeline.legs:
+            self._observe_prompt(leg)
+        if timeline.output_tokens:
+            self.generation_tokens.inc(timeline.output_tokens)
+        if timeline.status != 200 or timeline.first_byte_s is None or timeline.last_byte_s is None:
+            return
+        self.end_to_end.observe(timeline.last_byte_s)
+        if timeline.is_stream:
+            self.first_token.observe(timeline.first_byte_s)
+
+    def _observe_prompt(self, leg: LegTimeline) -> None:
+        if leg.prompt_tokens is None:
+            return
+        cached, loaded = leg.cached_tokens or 0, leg.loaded_tokens or 0
+        computed = max(0, leg.prompt_tokens - cached - loaded)
+        for source, num_tokens in (("computed", computed), ("cached", cached), ("loaded", loaded)):
+            if num_tokens:
+                self._child("prompt_tokens", (leg.role, leg.engine, source)).inc(num_tokens)
+
+    def _child(self, metric: str, labels: tuple[str, ...]) -> Any:
+        key = (metric, labels)
+        child = self._children.get(key)
+        if child is None:
+            family = getattr(self, metric)
+            child = self._children[key] = family.labels(*labels) if labels else family
+        return child
 
     def forget(self, engine: Engine) -> None:
         """It is removed: so are its labels, with the next exposition, when its last leg has been counted."""
@@ -150,7 +207,12 @@ class RouterMetrics:
         gone = self._gone - {engine.url for engine in self._fleet.engines}
         self._gone.clear()
         self._children.clear()
-        for metric, names in ((self.legs, _LEG_LABELS), (self.handoffs, _HANDOFF_LABELS)):
+        by_engine = (
+            (self.legs, _LEG_LABELS),
+            (self.handoffs, _HANDOFF_LABELS),
+            (self.prompt_tokens, _TOKEN_LABELS),
+        )
+        for metric, names in by_engine:
             series = {
                 tuple(found.labels[name] for name in names) for found in next(iter(metric.collect())).samples
             }

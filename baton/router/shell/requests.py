@@ -22,6 +22,7 @@ from baton.router.events import (
     Effect,
     Event,
     Failed,
+    Found,
     GiveBack,
     Head,
     Hold,
@@ -47,6 +48,7 @@ from baton.router.shell.introductions import Introducer
 from baton.router.shell.legs import Ask, Upstream, WireLeg
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
+from baton.router.timeline import Recorder
 
 logger = logging.getLogger(__name__)
 
@@ -76,8 +78,11 @@ class Requests:
 class RequestDriver:
     """One request on its way. Implements `Handler`."""
 
-    def __init__(self, requests: Requests, machine: Machine, ask: Ask, reply: Reply) -> None:
+    def __init__(
+        self, requests: Requests, machine: Machine, ask: Ask, reply: Reply, recorder: Recorder
+    ) -> None:
         self._requests, self._machine, self._ask, self._reply = requests, machine, ask, reply
+        self._recorder = recorder
         self._on_over: Callable[[int], None] = lambda status: None
         self._loop = asyncio.get_running_loop()
         self._events: deque[Event | None] = deque()  # None: the request begins.
@@ -135,20 +140,28 @@ class RequestDriver:
             event, now_s = self._events.popleft(), self._loop.time()
             if isinstance(event, Closed):
                 del self._legs[event.leg]
-            elif isinstance(event, Opened) and self._is_paused:
-                self._legs[event.leg].pause()
+                self._recorder.leg_ended(event.leg, now_s)
+            elif isinstance(event, Opened):
+                self._recorder.leg_answered(event.leg, event.answer, now_s)
+                if self._is_paused:
+                    self._legs[event.leg].pause()
+            elif isinstance(event, Found):
+                self._recorder.mark("looked_up", "", now_s)
             effects = self._machine.begin(now_s) if event is None else self._machine.on(event, now_s)
             for effect in effects:
-                self._carry_out(effect)
+                self._carry_out(effect, now_s)
 
-    def _carry_out(self, effect: Effect) -> None:
+    def _carry_out(self, effect: Effect, now_s: float) -> None:
         match effect:
             case Send(data, is_last):
                 self._reply.write(data, is_last=is_last)
+                if (gap_s := self._recorder.sent(now_s)) is not None:
+                    self._requests.metrics.between_pieces.observe(gap_s)
             case Count():
                 self._requests.metrics.count(effect)
+                self._recorder.counted(effect, now_s)
             case Leg():
-                self._open(effect)
+                self._open(effect, now_s)
             case Close(leg):
                 self._legs[leg].close()
             case Head(status, headers):
@@ -173,9 +186,10 @@ class RequestDriver:
                 assert status is not None
                 self._end(status)
 
-    def _open(self, leg: Leg) -> None:
+    def _open(self, leg: Leg, now_s: float) -> None:
         wire = self._legs[leg] = WireLeg(self._requests.upstream, leg, self._put)
-        wire.start(self._ask, msgspec.json.encode(leg.body))
+        span = self._recorder.leg_sent(leg, now_s)
+        wire.start(self._ask, msgspec.json.encode(leg.body), {} if span is None else span.headers)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -200,6 +214,7 @@ class RequestDriver:
             self._hold.cancel()
         for task in self._tasks:
             task.cancel()
+        self._recorder.streamed(self._machine.num_output_tokens)
         self._on_over(status)
 
     def _clear(self) -> None:
@@ -214,7 +229,7 @@ class RequestDriver:
                 effects += self._machine.on(Closed(leg), self._loop.time())
             for effect in effects:
                 if isinstance(effect, GiveBack | Count):
-                    self._carry_out(effect)
+                    self._carry_out(effect, self._loop.time())
         except Exception:
             logger.exception("a request that has failed cannot be ended in order")
 

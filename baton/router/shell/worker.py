@@ -30,6 +30,8 @@ from baton.router.shell.frames import (
     Frame,
     FrameStream,
     Listening,
+    Recall,
+    Recalled,
     Welcome,
 )
 
@@ -100,10 +102,13 @@ class Worker:
             case Collect():
                 if self._router is not None:
                     self._stream.send(Collected(self._router.metrics.samples()))
+            case Recall(number, request_id):
+                if self._router is not None:
+                    self._stream.send(Recalled(number, self._router.recent.find(request_id)))
             case Answers(number):
                 if (asked := self._asked.pop(number, None)) is not None and not asked.done():
                     asked.set_result(frame)
-            case Collected() | Asks() | Listening():
+            case Collected() | Recalled() | Asks() | Listening():
                 raise AssertionError(f"a worker gets no {type(frame).__name__}")
             case _:
                 if self._router is not None:

@@ -166,11 +166,17 @@ def _lend_as_shorter(engine: Engine) -> None:
     lend = loans._lend
 
     def lend_as_shorter(
-        request: Any, loan_id: Any, held: Any, token_ids: Any, transfer_id: Any, prefilled: Any = None
+        request: Any,
+        loan_id: Any,
+        held: Any,
+        token_ids: Any,
+        transfer_id: Any,
+        now: Any,
+        prefilled: Any = None,
     ) -> dict[str, Any]:
         if engine.cluster.has_states and len(token_ids) > 1:
             token_ids, prefilled = token_ids[:-1], None
-        return lend(request, loan_id, held, token_ids, transfer_id, prefilled)
+        return lend(request, loan_id, held, token_ids, transfer_id, now, prefilled)
 
     loans._lend = lend_as_shorter  # type: ignore[method-assign]
 

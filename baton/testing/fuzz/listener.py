@@ -151,7 +151,7 @@ class _World:
         self.agent.greet(_PRODUCER, self.now)
         self.agent.take_envelopes()
         self.effects: list[object] = []
-        self.agent.on_free = self.effects.append
+        self.agent.on_free = lambda effect, now: self.effects.append(effect)
         self.agent.on_effect = lambda effect, now: self.effects.append(effect)
 
     def cast(self) -> Cast:

@@ -58,7 +58,12 @@ class Fetch:
     group_routes: GroupRoutes = ONE_TABLE
     early: list[Part] = field(default_factory=list)  # Ordered while the prefill ran, in the run that counts.
     unread: tuple[Part, ...] | None = None  # Parts of the loan not read yet; None: everything missing here.
-    fetched_at: float = 0.0  # Seconds.
+    # Times in seconds; 0.0: not yet.
+    claimed_at: float = 0.0
+    ready_at: float = 0.0  # The producer's ranks are known.
+    fetched_at: float = 0.0  # Its blocks are allocated.
+    started_at: float = 0.0  # The first read was ordered.
+    read_at: float = 0.0  # The last end of a read so far was reported.
     reads_early: bool = False  # Its announced parts are being read.
     is_started: bool = False  # Its loan is being read.
     is_unused: bool = False  # Released before anything was fetched. This is no failure.
@@ -121,4 +126,28 @@ def record_of(fetch: Fetch, num_moved_blocks: int, now: float) -> dict[str, Any]
         "gb_per_s": round(nbytes / wire_s / 1e9, 3) if wire_s > 0 else 0.0,
         "descriptors": sum(end.num_descriptors for end in ends),
         "transport": "+".join(sorted({end.transport for end in ends if end.transport})),
+        "times": times_of(fetch, now),
+    }
+
+
+def failure_record_of(fetch: Fetch, code: FailureCode, now: float) -> dict[str, Any]:
+    """A fetch that has failed, for the timeline of its request."""
+    return {
+        "request_id": fetch.request_id,
+        "transfer_id": fetch.offer.transfer_id if fetch.offer is not None else "",
+        "producer": fetch.offer.producer.engine_id if fetch.offer is not None else "",
+        "reason": code.value,
+        "times": times_of(fetch, now),
+    }
+
+
+def times_of(fetch: Fetch, now: float) -> dict[str, float]:
+    """On the clock of the scheduler half, in seconds; 0.0: it has not come to this."""
+    return {
+        "claimed_s": fetch.claimed_at,
+        "ready_s": fetch.ready_at,
+        "allocated_s": fetch.fetched_at,
+        "started_s": fetch.started_at,
+        "read_s": fetch.read_at,
+        "ended_s": now,
     }

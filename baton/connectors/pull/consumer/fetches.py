@@ -17,7 +17,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
-from baton.connectors.pull.consumer.fetch import Fetch, Offer, State, blocks_from, record_of
+from baton.connectors.pull.consumer.fetch import (
+    Fetch,
+    Offer,
+    State,
+    blocks_from,
+    failure_record_of,
+    record_of,
+)
 from baton.connectors.pull.consumer.orders import RankOrders, ReadStart
 from baton.connectors.pull.control.agent import AnyEffect, PullAgent
 from baton.connectors.pull.identity import EngineIdentity
@@ -219,6 +226,7 @@ class Fetches:
     def read_ended(self, end: ReadEnd, now: float) -> None:
         if (fetch := self._claims.get(end.claim)) is not None:
             fetch.read_ends.append(end)
+            fetch.read_at = now
         claim, pair, ok = end.claim, end.pair, end.ok
         effects: list[AnyEffect] = [*self._streams.read_ended(claim, pair, ok, now, end.error)]
         effects += self._consumer.read_ended(claim, pair, ok, now, end.error)
@@ -229,6 +237,8 @@ class Fetches:
             case PeerReady(address, _, ranks):
                 self.orders.peer_ready(address, ranks)
                 for fetch in list(self._claims.values()):
+                    if fetch.offer is not None and fetch.offer.producer == address:
+                        fetch.ready_at = fetch.ready_at or now
                     self._reads.start_if_ready(fetch, now)
             case PeerLost(address, _):
                 self.orders.peer_lost(address)
@@ -238,7 +248,7 @@ class Fetches:
                 fetch.offer.producer = producer
                 self._agent.greet(producer, now)
             case ReadEarly(claim, pairs, part, block_ids):
-                self.orders.read_early(self._claims[claim], pairs, part, block_ids)
+                self.orders.read_early(self._started(claim, now), pairs, part, block_ids)
             case OpenTicket(claim, text):
                 self._reads.open_ticket(self._claims[claim], text, now)
             case Lent(claim, ticket, unread):
@@ -248,13 +258,13 @@ class Fetches:
                 fetch.covers_prompt = True
                 self._reads.start_if_ready(fetch, now)
             case StartReads(claim, pairs):
-                self.orders.read_lent(self._claims[claim], pairs)
+                self.orders.read_lent(self._started(claim, now), pairs)
             case CancelReads(claim):
                 self.orders.cancel_reads(self._claims[claim])
             case Deliver(claim):
                 self._deliver(self._claims.pop(claim), now)
             case Fail(claim, reason):
-                self._fail(self._claims[claim], reason)
+                self._fail(self._claims[claim], reason, now)
             case FreeTarget(claim):
                 self._free_target(self._claims.pop(claim))
 
@@ -293,11 +303,14 @@ class Fetches:
                 reason=Fault.IN_USE,
             )
         fetch.claim, effects = claimed
+        fetch.claimed_at = now
         self._fetches[fetch.request_id] = self._claims[fetch.claim] = fetch
         self._agent.carry_out(effects, now)
         assert fetch.offer is not None
         if not fetch.offer.producer.is_named_only:  # Then it is greeted when it has answered.
             self._agent.greet(fetch.offer.producer, now)
+        if self.orders.cards_of(fetch.offer.producer) is not None:
+            fetch.ready_at = fetch.ready_at or now
 
     def _abort(self, claim: int, now: float) -> None:
         effects: list[AnyEffect] = [*self._streams.abort(claim, now), *self._consumer.abort(claim, now)]
@@ -314,11 +327,17 @@ class Fetches:
         self.received.add(fetch.request_id)
         self._stats.record_transfer(record_of(fetch, len(fetch.moved_blocks), now))
 
-    def _fail(self, fetch: Fetch, reason: FailureReason) -> None:
+    def _started(self, claim: int, now: float) -> Fetch:
+        fetch = self._claims[claim]
+        fetch.started_at = fetch.started_at or now
+        return fetch
+
+    def _fail(self, fetch: Fetch, reason: FailureReason, now: float) -> None:
         if fetch.is_unused or fetch.is_finished:
             return  # We, or the host, have ended it.
         fetch.failure = fetch.failure or reason.code
         self._stats.count_failure(reason.code)
+        self._stats.record_failure(failure_record_of(fetch, reason.code, now))
         if fetch.offer is not None and not fetch.offer.producer.is_named_only:
             self._stats.add_for("peer_failures", fetch.offer.producer.engine_id)
         logger.warning("fetch %d of request %s failed: %s", fetch.claim, fetch.request_id, reason)

@@ -81,7 +81,7 @@ class PullAgent:
         self._is_handing_over = False
         self.num_effects = 0  # Given to their owners so far.
         # Bound by the owners of loans and of fetches, and by the half that counts faults.
-        self.on_free: Callable[[FreeLoan], None] = lambda effect: None
+        self.on_free: Callable[[FreeLoan, float], None] = lambda effect, now: None
         self.on_effect: Callable[[AnyEffect, float], None] = lambda effect, now: None
         self.on_fault: Callable[[], None] = lambda: None
 
@@ -166,7 +166,7 @@ class PullAgent:
                 self.num_effects += 1
                 try:
                     if isinstance(effect, FreeLoan):
-                        self.on_free(effect)
+                        self.on_free(effect, now)
                     else:
                         self.on_effect(effect, now)
                 except Exception:  # A bug of ours costs this effect; what waits for it ends by its deadline.

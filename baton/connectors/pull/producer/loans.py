@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
@@ -59,6 +60,16 @@ class BlockHolder(Protocol):
         """A loan that was never held changes nothing."""
 
 
+@dataclass(frozen=True, slots=True)
+class Lending:
+    """Of an open loan."""
+
+    request_id: str
+    transfer_id: TransferId
+    num_blocks: int
+    lent_at: float
+
+
 class Loans:
     """What this engine lends and keeps, from the end of a request to the end of its loan.
 
@@ -87,7 +98,7 @@ class Loans:
         self._requests = requests
         self._stats = stats
         self._holder = holder
-        self._lent: dict[LoanId, str] = {}  # To request ids.
+        self._lent: dict[LoanId, Lending] = {}
         self._kept: dict[LoanId, int] = {}  # For a next turn; to the number of blocks, oldest first.
         self._ended: list[LoanId] = []  # Not released by the holder yet.
         self.freed: set[str] = set()  # Requests whose blocks are no longer lent, not reported yet.
@@ -127,7 +138,7 @@ class Loans:
         prefilled: PrefilledTokens | None = getattr(request, "prefilled_tokens", None)
         transfer_id = intent.transfer_id or transfer_of_request(request.request_id)
         lent = self._lend(
-            request, loan_id, held, request.prompt_token_ids[:num_tokens], transfer_id, prefilled
+            request, loan_id, held, request.prompt_token_ids[:num_tokens], transfer_id, now, prefilled
         )
         params = {"do_remote_prefill": True, "do_remote_decode": False, **lent, "transfer_id": transfer_id}
         return self._holder is None, params
@@ -143,14 +154,14 @@ class Loans:
         num_tokens = min(request.num_computed_tokens, len(token_ids))
         held = self._held(block_ids, num_tokens, request.num_computed_tokens)
         num_held = sum(map(len, held))
-        if not held or num_tokens < turns.min_tokens or not self._bound_kept(num_held, turns):
+        if not held or num_tokens < turns.min_tokens or not self._bound_kept(num_held, turns, now):
             return False, None
         loan_id = self._machine.keep(now, turns.ttl_s)
         if loan_id is None:
             return False, None
         # The transfer id of the next leg is another one: the router gives it.
         name = transfer_of_request(request.request_id)
-        lent = self._lend(request, loan_id, held, token_ids[:num_tokens], name)
+        lent = self._lend(request, loan_id, held, token_ids[:num_tokens], name, now)
         self._kept[loan_id] = num_held
         return self._holder is None, {"do_remote_prefill": False, "do_remote_decode": True, **lent}
 
@@ -161,6 +172,7 @@ class Loans:
         held: tuple[tuple[BlockId, ...], ...],
         token_ids: Sequence[int],
         transfer_id: TransferId,
+        now: float,
         prefilled: PrefilledTokens | None = None,
     ) -> dict[str, Any]:
         """Hold the blocks and sign the ticket. Returns the params that lead to them.
@@ -188,7 +200,8 @@ class Loans:
             prefilled=prefilled,
         )
         params = self._params(ticket)
-        self._lent[loan_id] = request.request_id
+        num_held = sum(map(len, held))
+        self._lent[loan_id] = Lending(request.request_id, transfer_id, num_held, now)
         self._stats.add(num_loans=1)
         return params
 
@@ -224,17 +237,19 @@ class Loans:
 
     # --- Ends of loans ---------------------------------------------------------------------------
 
-    def ended(self, effect: FreeLoan) -> None:
-        """The machine has ended a loan. On any thread."""
+    def ended(self, effect: FreeLoan, now: float, *, is_given_up: bool = False) -> None:
+        """The machine has ended a loan. On any thread. `is_given_up`: no consumer will come."""
         loan_id = effect.loan_id
         if self._holder is not None:
             self._ended.append(loan_id)
-        request_id = self._lent.pop(loan_id, None)
-        if request_id is None:
+        lending = self._lent.pop(loan_id, None)
+        if lending is None:
             return  # Its ticket was never made.
         if self._holder is None:
-            self.freed.add(request_id)
+            self.freed.add(lending.request_id)
         was_kept = self._kept.pop(loan_id, None) is not None
+        outcome = "expired" if effect.expired else "taken back" if is_given_up else "released"
+        self._stats.record_loan(loan_record(lending, outcome, now))
         if effect.expired and not was_kept:
             self._stats.add(num_expired_loans=1)
             logger.warning("loan %d expired: no consumer released it", loan_id.counter)
@@ -253,7 +268,7 @@ class Loans:
         freed, self.freed = self.freed, set()
         return freed
 
-    def take_back(self, params: Mapping[str, Any]) -> None:
+    def take_back(self, params: Mapping[str, Any], now: float) -> None:
         """End the loan that these params of an answer lead to, unless a consumer has claimed it.
 
         Raises BadTransferParams for a ticket that this process has not signed.
@@ -263,24 +278,24 @@ class Loans:
         ticket = open_ticket(text, self._identity.ticket_key)
         if ticket.producer != Address(self._identity.engine_id, self._machine.epoch):
             raise BadTransferParams("is of another engine", field=TICKET_FIELD)
-        self._give_up(ticket.loan_id)
+        self._give_up(ticket.loan_id, now)
 
-    def take_back_of(self, request_id: str) -> None:
+    def take_back_of(self, request_id: str, now: float) -> None:
         """The same, of the blocks that this request has just lent."""
-        for loan_id in [loan_id for loan_id, of in self._lent.items() if of == request_id]:
-            self._give_up(loan_id)
+        for loan_id in [loan_id for loan_id, of in self._lent.items() if of.request_id == request_id]:
+            self._give_up(loan_id, now)
 
-    def _give_up(self, loan_id: LoanId) -> bool:
+    def _give_up(self, loan_id: LoanId, now: float) -> bool:
         """False if a consumer has claimed it, or it has ended."""
         effects = self._machine.give_up(loan_id)
         for effect in effects:
             assert isinstance(effect, FreeLoan)
-            self.ended(effect)
+            self.ended(effect, now, is_given_up=True)
         return bool(effects)
 
     # --- Blocks kept for a next turn -------------------------------------------------------------
 
-    def make_room(self, num_tokens: int, num_computed_tokens: int) -> None:
+    def make_room(self, num_tokens: int, num_computed_tokens: int, now: float) -> None:
         """Give up kept blocks until the pool has enough for the rest of this prompt. With a holder only."""
         if self._holder is None:
             return
@@ -291,16 +306,16 @@ class Loans:
             last - max(num_computed_tokens // size, group.first_kept(num_tokens, size))
             for group in self._identity.groups
         )
-        while self._holder.num_free < num_wanted and self.give_up_oldest():
+        while self._holder.num_free < num_wanted and self.give_up_oldest(now):
             pass
 
-    def give_up_oldest(self) -> bool:
+    def give_up_oldest(self, now: float) -> bool:
         """Free the oldest kept blocks that no consumer has claimed. False: there are none."""
-        if self._holder is None or not any(self._give_up(loan_id) for loan_id in list(self._kept)):
+        if self._holder is None or not any(self._give_up(loan_id, now) for loan_id in list(self._kept)):
             return False
         return self.release_ended()
 
-    def _bound_kept(self, num_wanted: int, turns: TurnSettings) -> bool:
+    def _bound_kept(self, num_wanted: int, turns: TurnSettings, now: float) -> bool:
         """Give up the oldest until `num_wanted` more blocks can be kept. False: they cannot."""
         if self.num_pool_blocks is None:
             return True
@@ -308,7 +323,7 @@ class Loans:
         for loan_id in list(self._kept):
             if sum(self._kept.values()) <= num_max:
                 break
-            self._give_up(loan_id)
+            self._give_up(loan_id, now)
         return sum(self._kept.values()) <= num_max
 
     # --- All loans -------------------------------------------------------------------------------
@@ -320,6 +335,18 @@ class Loans:
     @property
     def num_open(self) -> int:
         return self._machine.num_open
+
+
+def loan_record(lending: Lending, outcome: str, now: float) -> dict[str, Any]:
+    """A loan that has ended, for the timeline of its request."""
+    return {
+        "request_id": lending.request_id,
+        "transfer_id": lending.transfer_id,
+        "blocks": lending.num_blocks,
+        "outcome": outcome,
+        "lent_s": lending.lent_at,
+        "ended_s": now,
+    }
 
 
 def _name_for_logs(request_id: str) -> RequestId:
