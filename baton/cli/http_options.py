@@ -13,6 +13,7 @@ from baton.http.settings import HttpLimits, parse_api_keys
 
 API_KEY_ENV = "BATON_API_KEY"  # Keys that clients must send.
 ENGINE_API_KEY_ENV = "BATON_ENGINE_API_KEY"  # Key that the router sends to engines.
+REGISTER_KEY_ENV = "BATON_REGISTER_KEY"  # API key of the routers where an engine registers.
 PEER_SECRET_ENV = "BATON_PEER_SECRET"  # Of routers of the same engines.
 MAX_KEY_FILE_BYTES = 1 << 16
 

@@ -11,7 +11,7 @@ Flags override the environment (BATON_ROUTE_MODE=push), which overrides the file
 """
 
 import os
-from collections.abc import Collection
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,29 +28,14 @@ from baton.cli.http_options import (
     read_api_keys,
     warn_if_open,
 )
-from baton.cli.settings import read_toml
+from baton.cli.members import MEMBERS_HELP, ROLES, TABLE, read_members, read_route_config, source_of
 from baton.cli.show_config import to_toml
 from baton.core.errors import ConfigError, UserError
 
 app = typer.Typer(help="Route requests between prefill and decode engines.")
 
 ENV_PREFIX = "BATON_ROUTE"
-TABLE = "route"
 OWN_OPTIONS = ("config", "show_config", "help")  # Not keys of the table.
-
-
-def read_route_config(path: Path, known: Collection[str]) -> dict[str, Any]:
-    """Read the table. Raises ConfigError that names file and key."""
-    document = read_toml(path)
-    values = document.pop(TABLE, None)
-    if document or not isinstance(values, dict):
-        raise ConfigError(f"{path} must have one table, [{TABLE}]", field="config")
-    for name in values:
-        if name not in known:
-            raise ConfigError(
-                f"unknown in {path}; [{TABLE}] has {', '.join(sorted(known))}", field=f"{TABLE}.{name}"
-            )
-    return values
 
 
 _ORIGINS = {"COMMANDLINE": "command line", "ENVIRONMENT": "environment", "DEFAULT_MAP": "file"}
@@ -67,12 +52,20 @@ def show_route_config(context: typer.Context) -> str:
     return "\n".join(lines)
 
 
+def _known_options(context: typer.Context) -> set[str]:
+    return {option.name for option in context.command.params if option.name} - {*OWN_OPTIONS}
+
+
+def _is_from_file(context: typer.Context, name: str) -> bool:
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "DEFAULT_MAP"
+
+
 def _use_config(context: typer.Context, path: Path | None) -> Path | None:
     """Make the file's values the defaults, before the other options are parsed."""
     if path is not None:
-        known = {option.name for option in context.command.params if option.name} - {*OWN_OPTIONS}
         try:
-            context.default_map = read_route_config(path, known)
+            context.default_map = read_route_config(path, _known_options(context))
         except UserError as error:
             raise typer.BadParameter(str(error)) from error
     return path
@@ -81,8 +74,13 @@ def _use_config(context: typer.Context, path: Path | None) -> Path | None:
 @app.command(context_settings={"auto_envvar_prefix": ENV_PREFIX})
 def route(
     context: typer.Context,
-    prefill: Annotated[list[str], typer.Option(help="Root URL of a prefill engine; repeat for more.")],
-    decode: Annotated[list[str], typer.Option(help="Root URL of a decode engine; repeat for more.")],
+    prefill: Annotated[
+        list[str] | None, typer.Option(help="Root URL of a prefill engine; repeat for more.")
+    ] = None,
+    decode: Annotated[
+        list[str] | None, typer.Option(help="Root URL of a decode engine; repeat for more.")
+    ] = None,
+    members: Annotated[list[str] | None, typer.Option(help=MEMBERS_HELP, metavar="SOURCE")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
     mode: Annotated[
@@ -255,21 +253,26 @@ def route(
 ) -> None:
     """Serve an OpenAI-compatible endpoint; the dashboard is at /, the fleet's state at /fleet.
 
-    Every option can also come from the environment (BATON_ROUTE_MODE) or from a TOML file (--config).
+    Every option can also come from the environment (BATON_ROUTE_MODE) or from a TOML file (--config), whose
+    engines are read again when it changes, and at SIGHUP.
     """
     from baton.core.validation import explain
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.router.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
     from baton.router.shell.run import num_workers_for, serve
+    from baton.router.shell.sources.file import FileSource
 
     if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
         raise typer.BadParameter(f"tokenizer: {tokenizer} has no tokenizer.json")
+    reread = [role for role in ROLES if _is_from_file(context, role)]
     options = context.params  # Most have the names of the settings.
     wanted = {
         **{name: options[name] for name in RouterSettings.__struct_fields__ if name in options},
-        "prefill_urls": [url.rstrip("/") for url in prefill],
-        "decode_urls": [url.rstrip("/") for url in decode],
+        "prefill_urls": [url.rstrip("/") for url in prefill or ()],
+        "decode_urls": [url.rstrip("/") for url in decode or ()],
+        "has_sources": bool(members),
+        "reread_roles": reread,
         "kv_events": [_kv_events_source(text) for text in kv_events or ()],
         "timeouts": {
             name: options[f"{name.removesuffix('_s')}_timeout_s"] for name in LegTimeouts.__struct_fields__
@@ -277,6 +280,11 @@ def route(
     }
     try:
         settings = msgspec.convert(wanted, RouterSettings)
+        sources = [source for text in members or () if (source := source_of(text)) is not None]
+        if reread:
+            assert config is not None
+            read = partial(read_members, config, _known_options(context), tuple(reread))
+            sources.append(FileSource(config, read))
         keys = read_api_keys(api_key_file, os.environ, variable=API_KEY_ENV, field="api_key_file")
         engine_keys = read_api_keys(
             engine_api_key_file, os.environ, variable=ENGINE_API_KEY_ENV, field="engine_api_key_file"
@@ -328,6 +336,7 @@ def route(
         admin_port=admin_port,
         num_workers=workers or num_workers_for(settings, os.cpu_count() or 1),
         log_config=_log_config(log_level),
+        sources=sources,
     )
     raise typer.Exit(status)
 

@@ -8,15 +8,24 @@ import inspect
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import msgspec
 import typer
 
-from baton.cli.http_options import ALLOWED_HOSTS_HELP, API_KEY_HELP, LIMITS_HELP, warn_if_open
+from baton.cli.http_options import (
+    ALLOWED_HOSTS_HELP,
+    API_KEY_HELP,
+    LIMITS_HELP,
+    REGISTER_KEY_ENV,
+    warn_if_open,
+)
 from baton.cli.settings import DRAIN_S, Resolved, ServeSettings, resolve
 from baton.core.config import CacheConfig, EngineConfig
 from baton.core.errors import UserError
+
+if TYPE_CHECKING:
+    from baton.server.registration import Registrar
 
 app = typer.Typer()
 
@@ -41,6 +50,14 @@ _FLAGS: dict[str, dict[str, str]] = {
         "shutdown_timeout_s": "Time for running requests after a stop signal",
         "drain_timeout_s": "Time to drain before that: new requests get 503, running ones finish, lent KV is "
         f"returned (default {DRAIN_S:g} for producers, else 0).",
+        "register": "Routers at which this engine registers, such as http://10.0.0.1:8000, or a registry "
+        "that they read, such as redis://10.0.0.2:6379/0; several with commas.",
+        "register_url": "URL of this engine for routers (default: where it listens).",
+        "register_role": "prefill, decode or both (default: as kv_role).",
+        "register_weight": "Share of requests, at most 1, which the others have",
+        "register_ttl_s": "Time after which a router drains this engine if it does not hear from it",
+        "register_key_file": f"File with the API key of the routers; or set {REGISTER_KEY_ENV} "
+        "(default: the first of this engine's keys).",
         "step_timeout_s": "Time limit of a step: an engine without progress for so long is ended",
     },
     "KV cache": {
@@ -83,6 +100,9 @@ _METAVARS = {
     "kv_events_config": "JSON",
     "api_key_file": "FILE",
     "secret_file": "FILE",
+    "register": "URLS",
+    "register_url": "URL",
+    "register_key_file": "FILE",
 }
 
 
@@ -207,12 +227,24 @@ def _serve(resolved: Resolved) -> int:
         check_params=make_door(config),
         build_connector_metrics=make_connector_metrics(config),
         connector_log=ConnectorLog(build_stats) if build_stats is not None else None,
+        new_registrar=lambda url: _new_registrar(resolved, url, config.model_config.served_model_name),
     )
     try:
         return asyncio.run(run(config, options, parts, lambda url: _announce(config, url)))
     except EngineDeadError as error:
         typer.echo(f"baton serve: the engine did not start: {error}", err=True)
         return EXIT_ENGINE_DIED
+
+
+def _new_registrar(resolved: Resolved, url: str, model: str | None) -> "Registrar | None":
+    from baton.http.registration import register_places
+    from baton.server.registration import Registrar, place_of
+
+    settings = resolved.settings
+    if settings.register is None:
+        return None
+    places = [place_of(place, resolved.register_key) for place in register_places(settings.register)]
+    return Registrar(settings.registrations(url, model), places)
 
 
 def _announce(config: EngineConfig, url: str) -> None:

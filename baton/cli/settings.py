@@ -18,22 +18,26 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import urlsplit
 
 import msgspec
 
-from baton.cli.http_options import API_KEY_ENV, ENGINE_API_KEY_ENV, read_api_keys
+from baton.cli.http_options import API_KEY_ENV, ENGINE_API_KEY_ENV, REGISTER_KEY_ENV, read_api_keys
 from baton.core.config import ClusterSecret, KVCacheDtype, KVEventsConfig, KVTransferConfig
-from baton.core.errors import ConfigError
+from baton.core.errors import ConfigError, UserError
 from baton.core.limited_file import read_limited
 from baton.core.secret_source import PREVIOUS_SECRET_ENV, SECRET_ENV, find_secret
 from baton.core.timers import Timers
 from baton.core.validation import explain
 from baton.http.gate import is_loopback
+from baton.http.registration import TTL_S, Registration, Role, register_places
 from baton.http.settings import HttpLimits, HttpSettings
 
 ENV_PREFIX = "BATON_"
 CONFIG_ENV = "BATON_CONFIG"
-OTHER_VARIABLES = frozenset({SECRET_ENV, PREVIOUS_SECRET_ENV, CONFIG_ENV, API_KEY_ENV, ENGINE_API_KEY_ENV})
+OTHER_VARIABLES = frozenset(
+    {SECRET_ENV, PREVIOUS_SECRET_ENV, CONFIG_ENV, API_KEY_ENV, ENGINE_API_KEY_ENV, REGISTER_KEY_ENV}
+)
 OTHER_PREFIXES = ("BATON_ROUTE_", "BATON_BENCH_")  # Of other commands, which may share an environment.
 MAX_CONFIG_BYTES = 1 << 20
 DEFAULT_HTTP = HttpSettings()
@@ -67,6 +71,13 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     limits: HttpLimits = HttpLimits()
     shutdown_timeout_s: float = 5.0  # For running requests after a stop signal.
     drain_timeout_s: float | None = None  # Before that. None: DRAIN_S for a producer, else 0.
+
+    register: str | None = None  # URLs of routers, or of a Redis or Valkey, with commas.
+    register_url: str | None = None  # Of this engine, as routers reach it. None: where it listens.
+    register_role: str | None = None  # None: as kv_role; kv_both has to say it.
+    register_weight: float = 1.0
+    register_ttl_s: float = TTL_S
+    register_key_file: str | None = None
 
     step_timeout_s: float = 300.0  # Limit of a step; an engine without progress for so long is ended.
 
@@ -116,6 +127,40 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, field="kv_cache_memory")
+        if self.register is not None:
+            register_places(self.register)
+            for one in self.registrations(f"http://{self.host}:{self.port}"):
+                try:
+                    one.check()
+                except UserError as error:
+                    raise ConfigError(error.problem, field=f"register_{error.field}") from error
+                if urlsplit(one.instance).hostname in ("0.0.0.0", "::", None):
+                    raise ConfigError(
+                        f"{one.instance} is no URL that routers can reach; name one", field="register_url"
+                    )
+
+    def registrations(self, url: str, model: str | None = None) -> tuple[Registration, ...]:
+        """One for each role. `url`: where this engine listens. Raises UserError."""
+        roles: tuple[Role, ...]
+        kv_role = None if self.kv_transfer_config is None else self.kv_transfer_config.kv_role
+        wanted = self.register_role or {"kv_producer": "prefill", "kv_consumer": "decode"}.get(kv_role or "")
+        match wanted:
+            case "prefill" | "decode":
+                roles = (wanted,)
+            case "both":
+                roles = ("prefill", "decode")
+            case _:
+                raise ConfigError("must be prefill, decode or both", field="register_role")
+        return tuple(
+            Registration(
+                self.register_url or url,
+                role,
+                model,
+                weight=self.register_weight,
+                ttl_s=self.register_ttl_s,
+            )
+            for role in roles
+        )
 
     @property
     def drains_for_s(self) -> float:
@@ -147,6 +192,12 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "shutdown_timeout_s",
         "drain_timeout_s",
         "step_timeout_s",
+        "register",
+        "register_url",
+        "register_role",
+        "register_weight",
+        "register_ttl_s",
+        "register_key_file",
     ),
     "cache": (
         "block_size",
@@ -188,6 +239,7 @@ class Resolved:
     secret_origin: str | None
     secret_warning: str | None
     http: HttpSettings = DEFAULT_HTTP
+    register_key: str | None = None  # For routers.
 
 
 def resolve(
@@ -222,7 +274,11 @@ def resolve(
     _check_exposure(settings, found.secret)
     keys = read_api_keys(settings.api_key_file, environment, variable=API_KEY_ENV, field="api_key_file")
     http = HttpSettings.of(settings.limits, api_keys=keys, allowed_hosts=settings.allowed_hosts)
-    return Resolved(settings, origins, *found, http)
+    register_keys = read_api_keys(
+        settings.register_key_file, environment, variable=REGISTER_KEY_ENV, field="register_key_file"
+    )
+    # One key for a whole fleet is the usual case.
+    return Resolved(settings, origins, *found, http, next(iter((*register_keys, *keys)), None))
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

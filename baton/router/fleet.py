@@ -32,10 +32,11 @@ from baton.router.errors import LegFailure, RouterError
 from baton.router.health import Health, Probe, Status
 from baton.router.identity import Identity, Introduced, Introduction, Kind, ModelCard, Seat, choose_identity
 from baton.router.legs import PREFIX_TOKENS
-from baton.router.notes import EngineKey, Erred, LegFailed, Note, Speeds
+from baton.router.members import Member
+from baton.router.notes import Erred, LegFailed, Note, Speeds
 from baton.router.policies import POLICIES, EngineState, RoutedRequest, choose_least_cost, prefix_holder
 from baton.router.rates import BusyTime, Line, Rate, outliers
-from baton.router.settings import Role, RouterSettings, check_url, without_credentials
+from baton.router.settings import EngineKey, Role, RouterSettings, check_url, without_credentials
 
 logger = logging.getLogger(__name__)
 
@@ -68,6 +69,8 @@ class Engine:
     address: str = field(repr=False)  # For requests. Only `url` is shown to anybody.
     role: Role
     health: Health = field(default_factory=Health, repr=False)
+    model: str | None = None  # That it serves if it does not report names, as the operator says.
+    weight: float = 1.0  # Share of requests, compared with 1 of the others.
     in_flight: int = 0
     num_requests: int = 0
     num_failures: int = 0  # Legs without an answer, and answers of 500 and above.
@@ -109,6 +112,10 @@ class Engine:
     def key(self) -> EngineKey:
         """Its name in every process of this router."""
         return self.role, self.url
+
+    @property
+    def member(self) -> Member:
+        return Member(self.role, self.address, self.model, self.weight)
 
     @property
     def load(self) -> int:
@@ -153,7 +160,7 @@ class Engine:
     def share(self, now_s: float) -> float:
         """Of its usual requests: less in slow start, and while it is late or much slower than its peers."""
         is_slow = self.is_slow or now_s < self.late_until_s
-        return self.health.share(now_s) * (SLOW_SHARE if is_slow else 1.0)
+        return self.health.share(now_s) * (SLOW_SHARE if is_slow else 1.0) * self.weight
 
     @property
     def is_eligible(self) -> bool:
@@ -489,24 +496,35 @@ class Fleet:
 
     # --- Members
 
-    def add(self, role: Role, address: str) -> Engine:
+    def add(self, member: Member, now_s: float) -> Engine:
+        """`join`, by the administrator. Raises ConfigError for an engine that is there already."""
+        check_url(member.address, "instance")
+        known = self.find(member.key)
+        if known is not None and known.drain_until_s is None:
+            raise ConfigError(
+                f"{known.url} is a {known.role} engine already; remove it first", field="instance"
+            )
+        return self.join(member, now_s)
+
+    def join(self, member: Member, now_s: float) -> Engine:
         """A new engine, which gets requests after its first healthy probe; or one that drains, which returns.
 
-        Raises ConfigError.
+        One that is there takes over what has changed.
         """
-        check_url(address, "instance")
-        url = without_credentials(address)
-        known = self.find((role, url))
+        role, url = member.key
+        known = self.find(member.key)
         if known is None:
-            known = Engine(address, role, Health(self._probe_settings, status="down"))
+            known = Engine(member.address, role, Health(self._probe_settings, status="down"))
             self._engines[role].append(known)
-            self._judge()
             logger.info("%s engine %s is added", role, url)
-        elif known.drain_until_s is None:
-            raise ConfigError(f"{url} is a {role} engine already; remove it first", field="instance")
-        else:
+        elif known.drain_until_s is not None:
             known.drain_until_s, known.is_leaving = None, False
+            # Perhaps another process meanwhile.
+            known.is_introduced, known.health.probe_at_s = False, now_s
             logger.info("%s engine %s is added again", role, url)
+        known.address, known.model, known.weight = member.address, member.model, member.weight
+        self._set_names(known)
+        self._judge()
         return known
 
     def drain(self, engine: Engine, until_s: float, *, is_leaving: bool) -> None:
@@ -635,8 +653,14 @@ class Fleet:
         if engine.identity == identity and engine.cards == cards:
             return
         engine.identity, engine.cards = identity, cards
-        engine.names = None if cards is None else tuple(card.id for card in cards if card.id is not None)
+        self._set_names(engine)
         self._judge()
+
+    def _set_names(self, engine: Engine) -> None:
+        if engine.cards is not None:
+            engine.names = tuple(card.id for card in engine.cards if card.id is not None)
+        else:
+            engine.names = None if engine.model is None else (engine.model,)
 
     def _judge(self) -> None:
         """Refuse engines that do not fit the others.

@@ -21,6 +21,7 @@ class Introduction(msgspec.Struct, frozen=True):
     secret_ids: tuple[str, ...] | None = None  # Of the secret that it signs with, then of others it accepts.
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
     has_states: bool = False  # Some layers have a recurrent state. A vLLM reports it too.
+    kv_role: str | None = None
 
 
 class ModelCard(msgspec.Struct, frozen=True):

@@ -11,9 +11,9 @@ import msgspec
 
 from baton.router.health import ProbeKind
 from baton.router.identity import Introduced
-from baton.router.settings import Role
+from baton.router.members import Member
+from baton.router.settings import EngineKey
 
-EngineKey: TypeAlias = tuple[Role, str]  # The URL has no credentials.
 Outcome = Literal["handed_over", "computed", "refused"]
 
 
@@ -21,10 +21,9 @@ class _Note(msgspec.Struct, frozen=True, array_like=True): ...
 
 
 class Joined(_Note, frozen=True, tag="Joined"):
-    """The operator has added an engine, or has added one again that drains."""
+    """An engine has become a member, again if it drains, or as a member has changed."""
 
-    role: Role
-    address: str
+    member: Member
 
 
 class Drains(_Note, frozen=True, tag="Drains"):

@@ -17,8 +17,9 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from baton.core.errors import PeerError
-from baton.router.notes import EngineKey, EngineLoad, Load, TurnKept, TurnTaken
+from baton.router.notes import EngineLoad, Load, TurnKept, TurnTaken
 from baton.router.replica import sum_of
+from baton.router.settings import EngineKey
 
 SILENT_S = 1.0
 LATE_MAX_S = 30.0  # Between two hosts' clocks, and on the way.

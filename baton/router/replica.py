@@ -16,7 +16,6 @@ from baton.router.health import Probe, ProbeKind
 from baton.router.identity import Introduced
 from baton.router.notes import (
     Drains,
-    EngineKey,
     EngineLoad,
     Erred,
     Handoff,
@@ -29,7 +28,7 @@ from baton.router.notes import (
     TurnKept,
     TurnTaken,
 )
-from baton.router.settings import without_credentials
+from baton.router.settings import EngineKey, without_credentials
 from baton.router.turns import Turn
 
 
@@ -43,10 +42,8 @@ class Replica:
         """A note of another process. One about an engine that is not known here any more changes nothing."""
         fleet, find = self._fleet, self._fleet.find
         match note:
-            case Joined(role, address):
-                known = find((role, without_credentials(address)))
-                if known is None or known.drain_until_s is not None:
-                    fleet.add(role, address)
+            case Joined(member):
+                fleet.join(member, now_s)
             case Load(num_requests, rows):
                 self._learn_load(num_requests, rows)
             case Handoff(producer_key, consumer_key, outcome, num_loaded, took_s):
@@ -120,8 +117,8 @@ class Replica:
         first |= {("decode", without_credentials(url)) for url in settings.decode_urls}
         notes: list[Note] = [Drains(key, 0.0, is_leaving=True) for key in first if fleet.find(key) is None]
         for engine in fleet.engines:
-            if engine.key not in first:
-                notes.append(Joined(engine.role, engine.address))
+            if engine.key not in first or engine.weight != 1.0 or engine.model is not None:
+                notes.append(Joined(engine.member))
             if engine.is_introduced:
                 found = Introduced(
                     engine.kind, engine.introduction, engine.max_model_len, engine.identity, engine.cards

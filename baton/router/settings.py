@@ -1,19 +1,21 @@
 """Settings of the router: frozen, validated once, every number with its unit."""
 
 import re
+from collections.abc import Sequence
 from math import inf
-from typing import Literal
+from typing import Literal, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
 from baton.core.errors import ConfigError
+from baton.http.registration import Role as Role
 from baton.http.settings import HttpSettings
 
 PEER_SECRET_CHARS_MIN = 16
 _ENDPOINT = re.compile(r"tcp://[^\s/]+:(?:\d{1,5}|\*)|ipc://\S+")
 
-Role = Literal["prefill", "decode"]
+EngineKey: TypeAlias = tuple[Role, str]  # The URL has no credentials.
 Mode = Literal["pull", "push"]  # push: both legs start at once, and KV moves while it is computed.
 # Of a push. late: when P has answered, or shortly before; auto: late for a vLLM on its producer's host.
 DecodeLegStart = Literal["auto", "at_once", "late"]
@@ -114,8 +116,10 @@ class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    prefill_urls: tuple[str, ...]
+    prefill_urls: tuple[str, ...]  # Of the start. Others join and leave; see `baton.router.members`.
     decode_urls: tuple[str, ...]
+    has_sources: bool = False  # Engines also come from elsewhere, or may come by registration only.
+    reread_roles: tuple[Role, ...] = ()  # Whose engines are in a file that is read again when it changes.
     mode: Mode = "pull"
     decode_leg: DecodeLegStart = "auto"
     first_token: bool = True  # From the prefill engine at once, where all engines concerned are Baton's.
@@ -140,8 +144,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     probe: ProbeSettings = ProbeSettings()
 
     def __post_init__(self) -> None:
-        _check_urls(self.prefill_urls, "prefill_urls")
-        _check_urls(self.decode_urls, "decode_urls")
+        check_urls(self.prefill_urls, "prefill_urls", may_be_empty=self.has_sources)
+        check_urls(self.decode_urls, "decode_urls", may_be_empty=self.has_sources)
         for name in (
             "prefill_attempts",
             "decode_attempts",
@@ -152,7 +156,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("must be at least 1", field=name)
         urls = {without_credentials(url) for url in (*self.prefill_urls, *self.decode_urls)}
         for source in self.kv_events:
-            if source.url not in urls:
+            if source.url not in urls and not self.has_sources:
                 raise ConfigError(f"{source.url} is no engine of this router", field="kv_events")
         if self.kv_events and self.policy != "cost":
             raise ConfigError('is used with policy "cost" only', field="kv_events")
@@ -163,6 +167,12 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.min_prefill_tokens < 0:
             raise ConfigError("must not be negative", field="min_prefill_tokens")
 
+    def option_urls(self, role: Role) -> tuple[str, ...]:
+        """Of engines that stay members for as long as the router runs."""
+        if role in self.reread_roles:
+            return ()
+        return self.prefill_urls if role == "prefill" else self.decode_urls
+
 
 def without_credentials(url: str) -> str:
     """For logs, metrics, errors and `/fleet`."""
@@ -170,8 +180,9 @@ def without_credentials(url: str) -> str:
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
 
-def _check_urls(urls: tuple[str, ...], field: str) -> None:
-    if not urls:
+def check_urls(urls: Sequence[str], field: str, *, may_be_empty: bool = False) -> None:
+    """Raises ConfigError."""
+    if not urls and not may_be_empty:
         raise ConfigError("needs at least one engine, e.g. http://127.0.0.1:8100", field=field)
     if len({without_credentials(url) for url in urls}) != len(urls):
         raise ConfigError("names an engine twice", field=field)

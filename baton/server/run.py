@@ -6,6 +6,7 @@
 The port is bound first, so that a port in use is reported before seconds go into loading a model. Clients
 cannot connect until the engine is ready.
 
+    leave    at most 3 s                  routers where it is registered hear that it leaves
     drain    at most drain_timeout_s      new requests and /health get 503, running ones finish, and lent
                                           blocks are returned
     stop     at most shutdown_timeout_s   the port is closed; running requests may still finish
@@ -39,6 +40,7 @@ from baton.server.app import build_admin_app, build_app
 from baton.server.connector_log import ConnectorLog
 from baton.server.introduction import introduce
 from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
+from baton.server.registration import Registrar
 from baton.server.service import CheckParams, Service
 from baton.server.tokens import PromptEncoder
 
@@ -67,6 +69,7 @@ class Parts(NamedTuple):
     check_params: CheckParams
     build_connector_metrics: BuildConnectorMetrics | None = None
     connector_log: ConnectorLog | None = None
+    new_registrar: Callable[[str], Registrar | None] = lambda url: None  # Called in the event loop.
 
 
 async def run(
@@ -124,13 +127,22 @@ async def run(
                 service.admin_port = admin_listener.getsockname()[1]
             app = build_app(service, checked_hosts=hosts)
             url = _url(options.host, listener)
-            server = _Server(app, options, lambda: on_ready(url))
+            registrar = parts.new_registrar(url)
+
+            def started() -> None:
+                on_ready(url)
+                if registrar is not None:
+                    registrar.start()
+
+            server = _Server(app, options, started)
             try:
                 async with _admin_server(
                     build_admin_app(service, checked_hosts=hosts), options, admin_listener
                 ):
-                    await _serve(server, service, listener, stop, hurry, options)
+                    await _serve(server, service, listener, stop, hurry, options, registrar)
             finally:
+                if registrar is not None:
+                    await registrar.close()
                 if parts.connector_log is not None:
                     parts.connector_log.flush()
             return EXIT_ENGINE_DIED if server.engine_died else EXIT_STOPPED
@@ -160,6 +172,7 @@ async def _serve(
     stop: asyncio.Event,
     hurry: asyncio.Event,
     options: ServeOptions,
+    registrar: Registrar | None,
 ) -> None:
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     dying = asyncio.create_task(service.engine.wait_dead())
@@ -169,6 +182,8 @@ async def _serve(
         server.engine_died = dying.done()
         if server.engine_died:
             logger.error("the engine has died; the server ends")
+        elif registrar is not None:
+            await registrar.leave()
         service.is_draining = True
         if not server.engine_died and options.drain_timeout_s > 0:
             await _drain(server, service, hurry, options.drain_timeout_s)

@@ -84,6 +84,14 @@ def test_the_connector_is_json_on_the_command_line_and_a_table_in_the_file(tmp_p
         ({}, {"BATON_PORT": "http"}, ["port", "environment BATON_PORT"]),
         ({}, {"BATON_ENABLE_PREFIX_CACHING": "maybe"}, ["enable_prefix_caching", "environment"]),
         ({"dtype": "int3"}, {}, ["dtype", "command line --dtype"]),
+        ({"register": "http://r:1"}, {}, ["register_role", "prefill, decode or both"]),
+        ({"register": "r:1", "register_role": "both"}, {}, ["register", "command line --register"]),
+        (
+            {"register": "http://r:1", "register_role": "prefill", "host": "0.0.0.0"},
+            {},
+            ["register_url", "http://0.0.0.0:8000"],
+        ),
+        ({"register": "redis://r", "register_role": "decode", "register_ttl_s": 0.5}, {}, ["register_ttl_s"]),
         ({"kv_transfer_config": "{"}, {}, ["kv_transfer_config", "command line"]),
         ({"kv_transfer_config": '{"kv_conector": 1}'}, {}, ["kv_conector"]),
         ({"kv_events_config": '{"hwm": 0}'}, {}, ["kv_events_config.hwm", "at least 1"]),
@@ -198,6 +206,19 @@ def test_the_output_of_show_config_is_a_file_with_the_same_settings(tmp_path: Pa
     assert "# block_size: 16; with recurrent states" in shown
     again = resolve({}, environment=STATE, config_file=write(tmp_path, shown))
     assert again.settings == resolved.settings
+
+
+def test_an_engine_registers_in_its_role_and_under_its_url() -> None:
+    settings = resolve(
+        {"register": "http://r:1, valkey://r:2/0", "register_role": "both", "register_weight": 0.5},
+        environment={"BATON_REGISTER_KEY": "key-of-router"},
+    )
+    assert settings.register_key == "key-of-router"
+    found = settings.settings.registrations("http://127.0.0.1:8100", "m")
+    assert [(one.type, one.instance, one.model, one.weight) for one in found] == [
+        ("prefill", "http://127.0.0.1:8100", "m", 0.5),
+        ("decode", "http://127.0.0.1:8100", "m", 0.5),
+    ]
 
 
 def test_an_engine_that_moves_kv_without_a_secret_stays_on_the_loopback() -> None:

@@ -313,12 +313,13 @@ async def system(
         settings.setdefault("decode_leg", "at_once")  # All fakes share a host.
         settings.setdefault("probe", QUIET)
         settings.setdefault("doors", HttpSettings(idle_s=1e4, header_s=1e4))  # Also when time jumps.
-        timeouts = settings.pop("timeouts", LegTimeouts())
+        timeouts, sources = settings.pop("timeouts", LegTimeouts()), settings.pop("sources", ())
         settings["timeouts"] = msgspec.structs.replace(timeouts, connect_s=2 * LATER_S)
         router = Router(
             RouterSettings(
                 prefill_urls=tuple(urls[: len(prefill)]), decode_urls=tuple(urls[len(prefill) :]), **settings
-            )
+            ),
+            sources=sources,
         )
         try:
             router.start()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from baton.router.errors import LegFailure
 from baton.router.fleet import Engine, Fleet
 from baton.router.health import BACKOFF_MAX_S, SHARE_FIRST, Health, Probe
+from baton.router.members import Member
 from baton.router.policies import RoutedRequest
 from baton.router.settings import ProbeSettings, RouterSettings
 
@@ -146,7 +147,9 @@ class World:
     def add(self, url: str) -> None:
         engine = next((known for known in self.fleet.engines if known.url == url), None)
         if engine is None or engine.drain_until_s is not None:
-            assert self.fleet.add("decode", url).is_eligible == (engine is not None and engine.is_up)
+            assert self.fleet.add(Member("decode", url), 0.0).is_eligible == (
+                engine is not None and engine.is_up
+            )
 
     def fail(self, leg: Leg, kind: str) -> None:
         self.healthy_since_s.pop(leg.engine, None)

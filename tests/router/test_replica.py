@@ -11,6 +11,7 @@ from baton.router.errors import LegFailure
 from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.health import Probe
+from baton.router.members import Member
 from baton.router.notes import Drains, Joined, Load, Note, Probed
 from baton.router.pairs import FAILURES_TO_STOP, Pairs
 from baton.router.replica import Loads, Replica
@@ -153,8 +154,8 @@ def carry_out(router: Router, what: str, number: int, index: int) -> None:
         case "add":
             known = hub.fleet.find(("decode", NEW))
             if known is None or known.drain_until_s is not None:
-                hub.fleet.add("decode", NEW)
-                hub.fleet.tell(Joined("decode", NEW))
+                hub.fleet.add(Member("decode", NEW), 0.0)
+                hub.fleet.tell(Joined(Member("decode", NEW)))
         case "drain" | "remove":
             if (engine := picked(hub.fleet)) is not None:
                 hub.fleet.drain(engine, router.now_s + 1.0, is_leaving=what == "remove")

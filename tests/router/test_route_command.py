@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
@@ -32,7 +33,12 @@ def test_the_router_needs_no_torch() -> None:
         ([*URLS, "--mode", "shove"], "mode"),
         ([*URLS, "--idle-timeout-s", "0"], "timeouts.idle_s"),
         ([*URLS, "--decode-leg", "never"], "decode_leg"),
-        (["--prefill", "http://p:1"], "--decode"),
+        (["--prefill", "http://p:1"], "decode_urls"),
+        ([*URLS, "--members", "dns:engines"], "role=decode"),
+        ([*URLS, "--members", "dns:engines?role=decode&port=x"], "port"),
+        ([*URLS, "--members", "dns:engines?roll=decode"], "roll"),
+        ([*URLS, "--members", "kubernetes:default"], "selector"),
+        ([*URLS, "--members", "etcd://10.0.0.1"], "kinds are dns, kubernetes"),
     ],
 )
 def test_arguments_that_cannot_work_are_refused_by_name(arguments: list[str], complaint: str) -> None:
@@ -148,4 +154,6 @@ def test_what_is_shown_is_a_file_that_says_the_same(tmp_path: Path, started: lis
     environment = {"BATON_ROUTE_POLICY": "round_robin"}
     for arguments in (given, ["--config", str(tmp_path / "route.toml")]):
         assert CliRunner().invoke(app, arguments, env=environment).exit_code == 0
-    assert started[0] == started[1]
+    first, second = started
+    assert second.reread_roles == ("prefill", "decode")
+    assert msgspec.structs.replace(first, reread_roles=second.reread_roles) == second

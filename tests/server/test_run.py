@@ -5,16 +5,21 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import httpx
+import msgspec
 import pytest
 
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.engine.core.client import EngineClient, EngineDeadError
+from baton.http.registration import Registration
 from baton.http.settings import HttpSettings
+from baton.server.registration import Registrar, place_of
 from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, ServeOptions, run
 from baton.server.service import check_common_params
+from tests.router.fakes import Servers
 from tests.server.fakes import WAIT_S, CharacterTokenizer, ScriptedEngine, model_config
 
 CONFIG = EngineConfig(model_config=model_config())
@@ -33,6 +38,7 @@ class Process:
         port: int = 0,
         admin_port: int | None = None,
         http: HttpSettings = HttpSettings(),  # noqa: B008  It is frozen.
+        new_registrar: Callable[[str], Registrar | None] = lambda url: None,
     ) -> None:
         async def start_engine() -> EngineClient:
             return engine
@@ -42,7 +48,12 @@ class Process:
             run(
                 CONFIG,
                 ServeOptions("127.0.0.1", port, shutdown_timeout_s, drain_timeout_s, http, admin_port),
-                Parts(start or start_engine, CharacterTokenizer, check_common_params),
+                Parts(
+                    start or start_engine,
+                    CharacterTokenizer,
+                    check_common_params,
+                    new_registrar=new_registrar,
+                ),
                 self.url.set_result,
             )
         )
@@ -74,6 +85,37 @@ async def test_it_serves_until_a_signal_and_stops_the_engine() -> None:
     stop_this_process()
     assert await process.exit == EXIT_STOPPED
     assert engine.events[-1] == "closed"
+
+
+async def test_it_registers_with_its_key_and_leaves_before_it_refuses_requests() -> None:
+    heard: list[tuple[Registration, str, int]] = []  # And its key, and the status of /health by then.
+    process: Process
+
+    async def router(scope: Any, receive: Any, send: Any) -> None:
+        registration = msgspec.json.decode((await receive())["body"], type=Registration)
+        key = dict(scope["headers"])[b"authorization"].decode()
+        heard.append((registration, key, (await process.health()).status_code))
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    servers = Servers()
+    place = place_of(await servers.start(router), "secret")
+
+    def new_registrar(url: str) -> Registrar:
+        return Registrar([Registration(url, "prefill", "m", ttl_s=3000.0)], [place])
+
+    process = Process(ScriptedEngine(), new_registrar=new_registrar)
+    url = await process.url
+    while not heard:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    stop_this_process()
+    assert await process.exit == EXIT_STOPPED
+    assert [one[0] for one in heard] == [
+        Registration(url, "prefill", "m", ttl_s=3000.0),
+        Registration(url, "prefill", "m", ttl_s=0.0),
+    ]
+    assert {one[1:] for one in heard} == {("Bearer secret", 200)}
+    await servers.stop()
 
 
 async def test_an_admin_port_takes_metrics_and_batons_own_paths() -> None:

@@ -5,30 +5,35 @@ POST /explain             a client's completion or chat: what each placement wou
 POST /instances/add       {"type": "prefill" | "decode", "instance": "host:port" | URL}
 POST /instances/drain     {"instance": ...}: no new requests; those that run have `timeout_s` to end
 POST /instances/remove    the same, and then the engine is forgotten
+POST /instances/role      {"instance": ..., "type": ...}: it drains in its present role, and joins in this one
+POST /instances/register  by an engine, again and again: see `baton.http.registration`
 
 An engine is added if it answers a probe, and introduces itself before it gets requests.
 """
 
 import asyncio
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
-from baton.router.fleet import DRAIN_GRACE_S, Engine, Fleet
+from baton.http.registration import PATH as REGISTER_PATH
+from baton.http.registration import Registration, check_weight
+from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.legs import parse_body, shape_of
 from baton.router.lookups import look_for
-from baton.router.notes import Drains, Joined, Speeds
-from baton.router.settings import Role, without_credentials
+from baton.router.members import Member, address_in, member_of
+from baton.router.notes import Speeds
+from baton.router.settings import Role, check_url, without_credentials
 from baton.router.shell.index_client import IndexClient
+from baton.router.shell.members import Members, node_of
 from baton.router.shell.peers import PeerLink
-from baton.router.shell.probes import Prober
 
 METHODS = {
     "/status": "GET",
@@ -36,7 +41,10 @@ METHODS = {
     "/instances/add": "POST",
     "/instances/drain": "POST",
     "/instances/remove": "POST",
+    "/instances/role": "POST",
+    REGISTER_PATH: "POST",
 }
+T = TypeVar("T")
 JSON = {"content-type": "application/json"}
 
 
@@ -50,22 +58,16 @@ class _Order(msgspec.Struct):
     instance: str
     type: Literal["prefill", "decode"] | None = None
     timeout_s: float | None = None
-
-
-def watch_drain(loop: asyncio.AbstractEventLoop, fleet: Fleet, engine: Engine) -> None:
-    """Let other engines continue its streams soon, and end what is left at the drain's deadline."""
-    until_s = engine.drain_until_s
-    assert until_s is not None
-    loop.call_at(min(until_s, loop.time() + DRAIN_GRACE_S), fleet.hand_over, engine, until_s)
-    loop.call_at(until_s, fleet.end_drain, engine, until_s)
+    model: str | None = None
+    weight: float = 1.0
 
 
 class Admin:
     def __init__(
-        self, view: FleetView, prober: Prober, index: IndexClient | None, peers: PeerLink | None
+        self, view: FleetView, members: Members, index: IndexClient | None, peers: PeerLink | None
     ) -> None:
         self._view, self._settings, self._fleet = view, view.settings, view.fleet
-        self._prober, self._index, self._peers = prober, index, peers
+        self._members, self._index, self._peers = members, index, peers
         settings = view.settings
         # Without a key, only this machine may change the fleet. The Host is checked on loopback only.
         self._is_open = bool(settings.doors.api_keys) or settings.checked_hosts is not None
@@ -82,7 +84,9 @@ class Admin:
             if not self._is_open:
                 why = "the fleet is changed with an API key only; start the router with --api-key-file"
                 raise ApiError(403, why, code="no_admin_key")
-            return _json({"message": await self._carry_out(path, _parse(body))})
+            if path == REGISTER_PATH:
+                return _json({"message": self._register(decode_as(body, Registration))})
+            return _json({"message": await self._carry_out(path, decode_as(body, _Order))})
         except UserError as error:
             return refusal(ApiError.of_user(error))
         except ApiError as error:
@@ -115,49 +119,58 @@ class Admin:
 
     async def _carry_out(self, path: str, order: _Order) -> str:
         """Return what was done. Raises UserError, ApiError."""
-        address = order.instance if "://" in order.instance else f"http://{order.instance}"
-        address = address.rstrip("/")
+        address = address_in(order.instance)
+        if path in ("/instances/add", "/instances/role") and order.type is None:
+            raise UserError('is missing; "prefill" or "decode"', field="type")
         if path == "/instances/add":
-            if order.type is None:
-                raise UserError('is missing; "prefill" or "decode"', field="type")
-            return await self._add(order.type, address)
+            return await self._add(order)
         url = without_credentials(address)
-        engines = [one for one in self._fleet.engines if one.url == url and order.type in (None, one.role)]
+        is_change = path == "/instances/role"
+        engines = [
+            one
+            for one in self._fleet.engines
+            if one.url == url and (is_change or order.type in (None, one.role))
+        ]
         if not engines:
             raise UserError(f"{url} is no engine of this router; GET /status lists them", field="instance")
         timeout_s = self._settings.drain_timeout_s if order.timeout_s is None else order.timeout_s
         if not 0 <= timeout_s < math.inf:
             raise UserError("must be a number of seconds, at least 0", field="timeout_s")
-        done = [self._drain(one, timeout_s, is_leaving=path == "/instances/remove") for one in engines]
+        if is_change:
+            done = self._change_role(engines, order, timeout_s)
+        elif path == "/instances/remove":
+            done = [self._members.remove(one, timeout_s) for one in engines]
+        else:
+            done = [self._members.drain(one, timeout_s, is_leaving=False) for one in engines]
         if not any(one.role == "decode" and one.is_eligible for one in self._fleet.engines):
             done.append("No decode engine is left: /health answers 503.")
         return " ".join(done)
 
-    async def _add(self, role: Role, address: str) -> str:
-        known = self._fleet.engines
-        engine = self._fleet.add(role, address)
-        self._fleet.tell(Joined(role, address))
-        if engine not in known:
-            await self._prober.probe(engine)
-            if not engine.is_up:
-                self._drain(engine, 0.0, is_leaving=True)
-                why = f"{engine.last_error}; start the engine first"
-                raise UserError(f"{engine.url} does not serve: {why}", field="instance")
-            self._prober.watch(engine)
-        added = f"Added {node_of(engine)} to {role}_instances."
+    async def _add(self, order: _Order) -> str:
+        assert order.type is not None
+        check_weight(order.weight)
+        member = Member(order.type, address_in(order.instance), order.model, order.weight)
+        engine = await self._members.add(member)
+        added = f"Added {node_of(engine)} to {engine.role}_instances."
         return added if engine.refused is None else f"{added} It gets no requests: it {engine.refused}."
 
-    def _drain(self, engine: Engine, timeout_s: float, *, is_leaving: bool) -> str:
-        loop = asyncio.get_running_loop()
-        until_s = loop.time() + timeout_s
-        self._fleet.drain(engine, until_s, is_leaving=is_leaving)
-        self._fleet.tell(Drains(engine.key, timeout_s, is_leaving))
-        node, what = node_of(engine), f"{engine.role}_instances"
-        if engine.is_removed:
-            return f"Removed {node} from {what}."
-        watch_drain(loop, self._fleet, engine)
-        then = f", and is then removed from {what}" if engine.is_leaving else ""
-        return f"{node} drains {engine.load} requests for at most {timeout_s:g} s{then}."
+    def _change_role(self, engines: Sequence[Engine], order: _Order, timeout_s: float) -> list[str]:
+        """Raises UserError."""
+        present = [one for one in engines if not one.is_leaving]
+        if any(one.role == order.type for one in present):
+            raise UserError(f"{engines[0].url} is a {order.type} engine already", field="type")
+        if not present:
+            raise UserError(f"{engines[0].url} is leaving; add it again", field="instance")
+        assert order.type is not None
+        return self._members.change_role(present[0], order.type, timeout_s)
+
+    def _register(self, registration: Registration) -> str:
+        """Raises UserError."""
+        registration.check()
+        member = member_of(registration)
+        check_url(member.address, "instance")
+        self._members.registrations.note(member, registration.ttl_s)
+        return f"Registered for {registration.ttl_s:g} s." if registration.ttl_s else "It leaves."
 
     def _status(self) -> Mapping[str, Any]:
         now_s = asyncio.get_running_loop().time()
@@ -199,14 +212,10 @@ def _speeds(engine: Engine) -> Mapping[str, float | None]:
     return msgspec.structs.asdict(speeds)
 
 
-def node_of(engine: Engine) -> str:
-    """In the form of vLLM's proxies: host:port."""
-    return engine.url.removeprefix("http://")
-
-
-def _parse(body: bytes) -> _Order:
+def decode_as(body: bytes, kind: type[T]) -> T:
+    """Raises UserError."""
     try:
-        return decode_json(body, _Order)
+        return decode_json(body, kind)
     except NotJson as error:
         wanted = '{"type": "prefill" or "decode", "instance": "host:port"}'
         raise UserError(f"{error}; expected {wanted}", field="body") from error

@@ -9,7 +9,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -35,6 +35,7 @@ from baton.router.shell.control import PATHS as ADMIN_PATHS
 from baton.router.shell.control import Administration, AdminPages, Control, is_admin_path, not_found
 from baton.router.shell.index_client import IndexClient, IndexOwner
 from baton.router.shell.legs import Ask, Upstream
+from baton.router.shell.members import Source
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
 from baton.router.shell.requests import RequestDriver, Requests, forward
@@ -64,10 +65,11 @@ class Router:
         administration: Administration | None = None,
         index_path: str | None = None,
         log_config: Mapping[str, Any] | None = None,
+        sources: Sequence[Source] = (),
     ) -> None:
         """`administration`: of the coordinator. None: this is the router's only process.
 
-        `index_path`: of the coordinator's index process.
+        `index_path`: of the coordinator's index process. `sources`: of members of the fleet.
         """
         self._settings, self._loop = settings, asyncio.get_running_loop()
         self._parts = parts = Parts(settings)
@@ -103,6 +105,7 @@ class Router:
                 on_fault=self.note_fault,
                 index=self._index,
                 peers=self.peers,
+                sources=sources,
             )
         self._admin_pages = AdminPages(administration)
         self._workers = WorkerPool()
@@ -178,6 +181,11 @@ class Router:
     def _learn_peers(self) -> None:
         assert self.peers is not None
         self.replica.apply(self.peers.peers.load(), asyncio.get_running_loop().time())
+
+    async def reload(self) -> None:
+        """Read the sources of members anew."""
+        if self.control is not None:
+            await self.control.members.reload()
 
     def note_fault(self, why: str) -> None:
         """The router must not go on blind: /health says so."""

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any, Protocol
 from urllib.parse import quote, unquote
@@ -17,6 +17,7 @@ from baton.router.shell.asking import AskFailed
 from baton.router.shell.client_http import DEFECT, Incoming, Reply
 from baton.router.shell.dashboard import PAGE
 from baton.router.shell.index_client import IndexClient
+from baton.router.shell.members import Members, Source
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
 from baton.router.shell.probes import Prober, ProberDied
@@ -85,22 +86,25 @@ class Control:
         on_fault: Callable[[str], None],
         index: IndexClient | None,
         peers: PeerLink | None,
+        sources: Sequence[Source] = (),
     ) -> None:
         """`num_requests`: of clients, in flight. `recent`: those with this id, or all, the latest first.
 
-        `on_fault`: the task that watches the engines has ended.
+        `on_fault`: a task that watches the engines, or reads `sources` of members, has ended.
         """
         self._parts = parts
         self._num_requests, self._exposition, self._on_fault = num_requests, exposition, on_fault
         self._recent = recent
         settings = parts.settings
         self.prober = Prober(parts.fleet, parts.asker, settings.probe, parts.introducer.refresh)
-        self._admin = admin.Admin(parts.view, self.prober, index, peers)
+        self.members = Members(settings, parts.fleet, self.prober, parts.metrics, sources, on_fault)
+        self._admin = admin.Admin(parts.view, self.members, index, peers)
         self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._watch = asyncio.create_task(self.prober.run(), name="baton-router-prober")
         self._watch.add_done_callback(self._hear_prober)
+        self.members.start()
 
     def _hear_prober(self, watch: asyncio.Task[None]) -> None:
         if watch.cancelled() or self.prober.is_stopping:
@@ -110,6 +114,7 @@ class Control:
         self._on_fault(str(fault))
 
     async def close(self) -> None:
+        await self.members.close()
         self.prober.stop()
         if self._watch is not None:
             await asyncio.wait({self._watch}, timeout=LAST_PROBES_S)

@@ -9,7 +9,7 @@ import asyncio
 import copy
 import logging
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -41,6 +41,7 @@ from baton.router.shell.frames import (
     start_process,
 )
 from baton.router.shell.index_client import IndexClient, IndexOwner
+from baton.router.shell.members import Source
 from baton.router.shell.metrics import Samples, sum_families
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
@@ -82,7 +83,13 @@ class _Worker:
 class Coordinator:
     """Made and used in one event loop. `open` it, and `close` it."""
 
-    def __init__(self, settings: RouterSettings, num_workers: int, log_config: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        settings: RouterSettings,
+        num_workers: int,
+        log_config: Mapping[str, Any],
+        sources: Sequence[Source] = (),
+    ) -> None:
         self._settings = settings
         self._log_config = log_config
         self._loop = asyncio.get_running_loop()
@@ -113,6 +120,7 @@ class Coordinator:
             on_fault=self._note_fault,
             index=self._lookups,
             peers=self._peers,
+            sources=sources,
         )
         self._pages = AdminPages(self._control)
         self._pool = WorkerPool()
@@ -171,6 +179,9 @@ class Coordinator:
         self._send_all(self._drain)
         keepers = self._tasks[: len(self._first_ones)]
         await asyncio.wait(keepers, timeout=timeout_s + CLOSING_S + EXIT_S)
+
+    async def reload(self) -> None:
+        await self._control.members.reload()
 
     def end_requests(self) -> None:
         self._send_all(EndRequests())

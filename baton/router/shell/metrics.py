@@ -89,6 +89,24 @@ class RouterMetrics:
             buckets=_SECONDS,
             registry=self.registry,
         )
+        self.member_changes = Counter(
+            "baton:router_member_changes",
+            "Members of the fleet that joined or changed, left, or were held as the last ones of their role.",
+            ["change"],
+            registry=self.registry,
+        )
+        self.source_members = Gauge(
+            "baton:router_source_members",
+            "Members that a source named last.",
+            ["source"],
+            registry=self.registry,
+        )
+        self.source_failures = Counter(
+            "baton:router_source_failures",
+            "Times that a source of members could not be read, or was silent.",
+            ["source"],
+            registry=self.registry,
+        )
         self.broken_streams = Counter(
             "baton:router_broken_streams",
             "Streams that ended with an error event because the decode engine failed.",

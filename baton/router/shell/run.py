@@ -4,7 +4,7 @@ import asyncio
 import logging
 import logging.config
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import uvloop
@@ -14,6 +14,7 @@ from baton.http.log_limit import limit_logs
 from baton.router.settings import RouterSettings
 from baton.router.shell.app import CLOSING_S, LOGS_LIMITED, Router
 from baton.router.shell.coordinator import Coordinator, NotStarted
+from baton.router.shell.members import Source
 
 logger = logging.getLogger(__name__)
 
@@ -37,16 +38,20 @@ def serve(
     admin_port: int | None,
     num_workers: int,
     log_config: dict[str, Any],
+    sources: Sequence[Source] = (),
 ) -> int:
-    """Returns the exit status after a signal. `admin_port`: for metrics, /fleet and the dashboard."""
+    """Returns the exit status after a signal. `admin_port`: for metrics, /fleet and the dashboard.
+
+    SIGHUP: the sources of members are read anew.
+    """
     logging.config.dictConfig(log_config)
     raise_descriptor_limit()
     limit_logs(*LOGS_LIMITED)
 
     def make() -> Router | Coordinator:
         if num_workers == 1:
-            return Router(settings, log_config=log_config)
-        return Coordinator(settings, num_workers, log_config)
+            return Router(settings, log_config=log_config, sources=sources)
+        return Coordinator(settings, num_workers, log_config, sources)
 
     status: int = uvloop.run(_serve(make, host, port, admin_port, settings.drain_timeout_s))
     return status
@@ -64,9 +69,17 @@ async def _serve(
             router.end_requests()
         is_told.set()
 
+    reloads: set[asyncio.Task[None]] = set()
+
+    def reload() -> None:
+        if not reloads:
+            reloads.add(task := asyncio.create_task(router.reload()))
+            task.add_done_callback(reloads.discard)
+
     loop = asyncio.get_running_loop()
     for number in _STOP_SIGNALS:
         loop.add_signal_handler(number, hear)
+    loop.add_signal_handler(signal.SIGHUP, reload)
     try:
         try:
             bound = await router.open(host, port, admin_port)
@@ -79,5 +92,5 @@ async def _serve(
         return EXIT_STOPPED
     finally:
         await router.close(CLOSING_S)
-        for number in _STOP_SIGNALS:
+        for number in (*_STOP_SIGNALS, signal.SIGHUP):
             loop.remove_signal_handler(number)

@@ -34,6 +34,7 @@ from baton.router.shell.frames import (
     Recalled,
     Welcome,
 )
+from baton.router.shell.members import watch_drain
 
 logger = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class Worker:
         fleet = self._router.fleet
         self._router.replica.apply(note, self._loop.time())
         if isinstance(note, Drains) and (engine := fleet.find(note.engine)) is not None:
-            admin.watch_drain(self._loop, fleet, engine)
+            watch_drain(self._loop, fleet, engine)
 
     def _on_lost(self) -> None:
         """The coordinator has ended without a word."""
@@ -168,7 +169,7 @@ class Worker:
 
 def main(descriptor: int) -> None:
     # A signal to the process group is the coordinator's to obey.
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     sys.exit(uvloop.run(_run(socket.socket(fileno=descriptor))))
 

@@ -1,0 +1,226 @@
+"""Members that the fleet should have: what several sources name, merged into orders.
+
+    options --------\
+    file ------------\
+    DNS, Kubernetes --> Membership --Join, Leave, Hold--> fleet
+    registrations ---/
+    administrator --/
+
+A source names all of its members each time. One that fails or is silent names nothing, so its last members
+stay. The first source in order decides on the model and weight of a member that several name.
+
+An order of the administrator holds as long as any source names the engine: an engine that was removed stays
+away until every source has dropped it, or the administrator adds it again. Engines that leave are drained.
+
+The last members of a role that serve never leave because of a source: a registry that has lost its contents
+must not empty the fleet. They leave when another member of their role has served for HELD_S.
+
+Pure: time is an argument. `shell/members.py` reads the sources and carries the orders out.
+"""
+
+from collections.abc import Collection, Iterable, Sequence
+from math import inf
+from typing import NamedTuple, TypeAlias
+
+import msgspec
+
+from baton.http.registration import Registration
+from baton.router.settings import EngineKey, Role, without_credentials
+
+HELD_S = 15.0  # In which the others of a registry's engines register again, too.
+ADMINISTRATOR = "administrator"
+ROLES: tuple[Role, ...] = ("prefill", "decode")
+
+
+class Member(msgspec.Struct, frozen=True, array_like=True):
+    """An engine in one role. One that serves in both roles is two members."""
+
+    role: Role
+    address: str  # Its root URL, perhaps with credentials.
+    model: str | None = None  # That it serves, if it does not report names.
+    weight: float = 1.0  # Share of requests, compared with 1 of the others.
+
+    @property
+    def url(self) -> str:
+        return without_credentials(self.address)
+
+    @property
+    def key(self) -> EngineKey:
+        return self.role, self.url
+
+
+def address_in(instance: str) -> str:
+    """Of `host:port` or a URL."""
+    return (instance if "://" in instance else f"http://{instance}").rstrip("/")
+
+
+def member_of(registration: Registration) -> Member:
+    address = address_in(registration.instance)
+    return Member(registration.type, address, registration.model, registration.weight)
+
+
+class Join(NamedTuple):
+    """New, or changed."""
+
+    member: Member
+
+
+class Leave(NamedTuple):
+    """To be drained, and then forgotten."""
+
+    key: EngineKey
+
+
+class Hold(NamedTuple):
+    """No source names it, but it is one of the last of its role that serve."""
+
+    key: EngineKey
+
+
+Order: TypeAlias = Join | Leave | Hold
+
+
+class Membership:
+    def __init__(self, sources: Sequence[str] = (), first: Iterable[Member] = ()) -> None:
+        """`sources`: the first one decides where several name an engine. `first`: already in the fleet."""
+        self._named: dict[str, frozenset[Member]] = dict.fromkeys((ADMINISTRATOR, *sources), frozenset())
+        self._removed: set[EngineKey] = set()
+        self._roles: dict[str, Role] = {}  # By URL, as the administrator has changed them.
+        self._current = {member.key: member for member in first}
+        self._held: dict[EngineKey, float] = {}  # Until when. inf: they are the last ones.
+
+    @property
+    def members(self) -> Collection[Member]:
+        """Those that the fleet has by now, without those that drain."""
+        return self._current.values()
+
+    @property
+    def held(self) -> Collection[EngineKey]:
+        return self._held.keys()
+
+    @property
+    def held_until_s(self) -> float:
+        """When the next one may leave. inf: none may, until others serve."""
+        return min(self._held.values(), default=inf)
+
+    def named_by(self, source: str) -> int:
+        return len(self._named[source])
+
+    # --- Sources
+
+    def hear(
+        self, source: str, members: Iterable[Member], now_s: float, serving: Collection[EngineKey]
+    ) -> list[Order]:
+        """All members that this source names now. `serving`: the engines that can get requests."""
+        self._named[source] = frozenset(members)
+        return self.look(now_s, serving)
+
+    def look(
+        self, now_s: float, serving: Collection[EngineKey], *, ordered: Collection[EngineKey] = ()
+    ) -> list[Order]:
+        """Again and again while any are held. `ordered`: may leave even as the last ones of their role."""
+        wanted = self._wanted()
+        orders: list[Order] = [
+            Join(member) for key, member in wanted.items() if self._current.get(key) != member
+        ]
+        self._current.update(wanted)
+        for role in ROLES:
+            stay = [key for key in wanted if key[0] == role]
+            others_serve = any(key in serving for key in stay)
+            gone = [key for key in self._current if key[0] == role and key not in wanted]
+            # One that does not serve is only kept if there would be none at all.
+            last = {key for key in gone if not others_serve and (key in serving or not stay)} - {*ordered}
+            orders += self._let_go(gone, last, ordered, now_s)
+        for key in wanted:
+            self._held.pop(key, None)
+        return orders
+
+    def _let_go(
+        self, gone: list[EngineKey], last: set[EngineKey], ordered: Collection[EngineKey], now_s: float
+    ) -> list[Order]:
+        orders: list[Order] = []
+        for key in gone:
+            until_s = self._held.get(key)
+            if key in last:
+                self._held[key] = inf
+                orders += [Hold(key)] if until_s is None else []
+                continue
+            if until_s == inf and key not in ordered:
+                until_s = self._held[key] = now_s + HELD_S
+            if until_s is None or until_s <= now_s or key in ordered:
+                self._held.pop(key, None)
+                del self._current[key]
+                orders.append(Leave(key))
+        return orders
+
+    def _wanted(self) -> dict[EngineKey, Member]:
+        named = [one for members in self._named.values() for one in sorted(members, key=_order)]
+        urls = {one.url for one in named}
+        self._roles = {url: role for url, role in self._roles.items() if url in urls}
+        wanted: dict[EngineKey, Member] = {}
+        for one in named:
+            role = self._roles.get(one.url, one.role)
+            wanted.setdefault((role, one.url), msgspec.structs.replace(one, role=role))
+        self._removed &= wanted.keys()
+        return {key: member for key, member in wanted.items() if key not in self._removed}
+
+    # --- The administrator
+
+    def add(self, member: Member, now_s: float, serving: Collection[EngineKey]) -> list[Order]:
+        """Also one that was removed."""
+        self._removed.discard(member.key)
+        self._roles.pop(member.url, None)
+        named = [one for one in self._named[ADMINISTRATOR] if one.key != member.key]
+        return self.hear(ADMINISTRATOR, [*named, member], now_s, serving)
+
+    def remove(self, key: EngineKey, now_s: float, serving: Collection[EngineKey]) -> list[Order]:
+        """Until every source has dropped it."""
+        self._named[ADMINISTRATOR] = frozenset(
+            one for one in self._named[ADMINISTRATOR] if (self._roles.get(one.url, one.role), one.url) != key
+        )
+        self._removed.add(key)
+        return self.look(now_s, serving, ordered=[key])
+
+    def change_role(self, url: str, role: Role, now_s: float, serving: Collection[EngineKey]) -> list[Order]:
+        """Of an engine that a source names, in whatever role; until every source has dropped it."""
+        self._removed = {key for key in self._removed if key[1] != url}
+        self._roles[url] = role
+        return self.look(now_s, serving, ordered=[(other, url) for other in ROLES if other != role])
+
+
+def _order(member: Member) -> tuple[str, str, str, float]:
+    return member.role, member.address, member.model or "", member.weight
+
+
+class Registrations:
+    """Engines that have registered, each until its time is over."""
+
+    def __init__(self) -> None:
+        self._ends_at_s: dict[EngineKey, tuple[Member, float]] = {}
+        self._looks_at_s: float | None = None
+
+    @property
+    def members(self) -> frozenset[Member]:
+        return frozenset(member for member, _ in self._ends_at_s.values())
+
+    def note(self, member: Member, ttl_s: float, now_s: float) -> bool:
+        """`ttl_s`: 0, if it leaves. True: the members have changed."""
+        before = self._ends_at_s.pop(member.key, None)
+        if ttl_s > 0:
+            self._ends_at_s[member.key] = (member, now_s + ttl_s)
+        return (before is None or before[0] != member) if ttl_s > 0 else before is not None
+
+    def expire(self, now_s: float, next_s: float) -> bool:
+        """Called at least every `next_s` seconds. True: the members have changed.
+
+        A router that stood still could not hear its engines meanwhile. It gives them that time.
+        """
+        late_s = 0.0 if self._looks_at_s is None else max(0.0, now_s - self._looks_at_s)
+        self._looks_at_s = now_s + next_s
+        if late_s > next_s:
+            for key, (member, ends_at_s) in self._ends_at_s.items():
+                self._ends_at_s[key] = (member, ends_at_s + late_s)
+        over = [key for key, (_, ends_at_s) in self._ends_at_s.items() if ends_at_s <= now_s]
+        for key in over:
+            del self._ends_at_s[key]
+        return bool(over)

@@ -1,0 +1,139 @@
+"""Members that Kubernetes names: ready endpoints of services with a role label, from their EndpointSlices."""
+
+from collections.abc import AsyncGenerator, Iterable
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import aiohttp
+from kubernetes_asyncio import client, config, watch
+from kubernetes_asyncio.client.exceptions import ApiException
+from kubernetes_asyncio.config.config_exception import ConfigException
+
+from baton.router.members import ROLES, Member
+from baton.router.settings import Role
+from baton.router.shell.members import SourceFailed
+
+ROLE_LABEL = "baton/role"
+BOTH = "both"
+WATCH_S = 240.0  # Then the slices are listed again: a watch that has silently died costs no more.
+ASK_S = 10.0
+GONE = 410
+
+
+class Rule(NamedTuple):
+    """Which slices, and what they say."""
+
+    namespace: str
+    selector: str  # Of labels of the slices, which are those of their service.
+    role_label: str = ROLE_LABEL
+    port: str | None = None  # Name or number. None: the only one.
+    scheme: str = "http"
+
+
+class KubernetesSource:
+    """Implements `Source`. In a pod it uses the pod's service account, elsewhere the user's kubeconfig."""
+
+    silent_after_s = WATCH_S + 3 * ASK_S
+
+    def __init__(self, rule: Rule, configuration: client.Configuration | None = None) -> None:
+        self.name = f"kubernetes:{rule.namespace}"
+        self._rule, self._configuration = rule, configuration
+
+    async def members(self) -> AsyncGenerator[frozenset[Member], None]:
+        try:
+            async with client.ApiClient(await self._configured()) as api:
+                while True:
+                    async for slices in self._slices(client.DiscoveryV1Api(api)):
+                        yield members_of(slices, self._rule)
+        except ApiException as error:
+            raise SourceFailed(f"the API answers {error.status}: {error.reason}") from error
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise SourceFailed(f"the API cannot be reached: {error!r}") from error
+
+    async def _configured(self) -> client.Configuration:
+        if self._configuration is not None:
+            return self._configuration
+        found = client.Configuration()
+        try:
+            try:
+                config.load_incluster_config(client_configuration=found)  # type: ignore[no-untyped-call]
+            except ConfigException:
+                await config.load_kube_config(client_configuration=found)
+        except ConfigException as error:
+            raise SourceFailed(f"no cluster is configured: {error}") from error
+        return found
+
+    async def _slices(self, api: client.DiscoveryV1Api) -> AsyncGenerator[list[Any], None]:
+        """All slices, at first and after each change, for one watch. Raises ApiException, ClientError."""
+        rule = self._rule
+        listed = await api.list_namespaced_endpoint_slice(
+            rule.namespace, label_selector=rule.selector, _request_timeout=ASK_S
+        )
+        slices = {one.metadata.name: one for one in listed.items}
+        yield list(slices.values())
+        stream = watch.Watch().stream(
+            api.list_namespaced_endpoint_slice,
+            rule.namespace,
+            label_selector=rule.selector,
+            resource_version=listed.metadata.resource_version,
+            timeout_seconds=int(WATCH_S),
+            _request_timeout=aiohttp.ClientTimeout(total=WATCH_S + ASK_S, sock_connect=ASK_S),
+        )
+        async with stream:
+            with suppress(StopAsyncIteration):
+                while True:
+                    try:
+                        event = await anext(stream)
+                    except ApiException as error:
+                        if error.status == GONE:
+                            return  # The version is too old: list again.
+                        raise
+                    if event["type"] == "BOOKMARK":
+                        continue
+                    found = event["object"]
+                    if event["type"] == "DELETED":
+                        slices.pop(found.metadata.name, None)
+                    else:
+                        slices[found.metadata.name] = found
+                    yield list(slices.values())
+
+
+def members_of(slices: Iterable[Any], rule: Rule) -> frozenset[Member]:
+    """Of V1EndpointSlice. Raises SourceFailed for slices that the rule cannot read."""
+    found: set[Member] = set()
+    for one in slices:
+        roles = _roles_of(one, rule)
+        port = _port_of(one, rule)
+        if port is None:
+            continue  # It has no endpoints yet.
+        for endpoint in one.endpoints or ():
+            # None means ready (discovery.k8s.io/v1). A pod that terminates is not ready.
+            if endpoint.conditions is not None and endpoint.conditions.ready is False:
+                continue
+            # Addresses of one endpoint are alike; consumers use the first one.
+            host = endpoint.addresses[0]
+            host = f"[{host}]" if one.address_type == "IPv6" else host
+            found.update(Member(role, f"{rule.scheme}://{host}:{port}") for role in roles)
+    return frozenset(found)
+
+
+def _roles_of(one: Any, rule: Rule) -> tuple[Role, ...]:
+    label = (one.metadata.labels or {}).get(rule.role_label)
+    if label == BOTH:
+        return ROLES
+    found = tuple(role for role in ROLES if role == label)
+    if not found:
+        allowed = ", ".join((*ROLES, BOTH))
+        why = f"label {rule.role_label} is {label!r}; label its service with one of {allowed}"
+        raise SourceFailed(f"{one.metadata.name}: {why}")
+    return found
+
+
+def _port_of(one: Any, rule: Rule) -> int | None:
+    """None: there is none yet."""
+    ports = [port for port in one.ports or () if port.port is not None]
+    if rule.port is not None:
+        ports = [port for port in ports if rule.port in (port.name, str(port.port))]
+    if len(ports) > 1:
+        raise SourceFailed(f"{one.metadata.name} has {len(ports)} ports; name one with ?port=")
+    return ports[0].port if ports else None
