@@ -9,19 +9,26 @@ import msgspec
 
 from baton.core.errors import ConfigError
 from baton.core.limited_file import read_limited
-from baton.http.settings import HttpLimits, parse_api_keys
+from baton.http.auth import NO_AUTH, AuthSettings
+from baton.http.settings import HttpLimits, HttpSettings, parse_api_keys
 
 API_KEY_ENV = "BATON_API_KEY"  # Keys that clients must send.
+ADMIN_API_KEY_ENV = "BATON_ADMIN_API_KEY"
 ENGINE_API_KEY_ENV = "BATON_ENGINE_API_KEY"  # Key that the router sends to engines.
 REGISTER_KEY_ENV = "BATON_REGISTER_KEY"  # API key of the routers where an engine registers.
 PEER_SECRET_ENV = "BATON_PEER_SECRET"  # Of routers of the same engines.
 MAX_KEY_FILE_BYTES = 1 << 16
+MAX_AUTH_FILE_BYTES = 4 << 20  # With the keys of ten thousands of tenants.
 
 _DEFAULTS = ", ".join(f'"{name}": {value}' for name, value in msgspec.structs.asdict(HttpLimits()).items())
 LIMITS_HELP = f"JSON object of limits and deadlines of HTTP requests; the defaults are {{{_DEFAULTS}}}."
 API_KEY_HELP = (
     f"File with the API keys that clients may use, one per line; or set {API_KEY_ENV}. "
     "Without keys every client is served."
+)
+ADMIN_API_KEY_HELP = (
+    f"File with the keys of the administrator's pages; or set {ADMIN_API_KEY_ENV}. "
+    "Default: the keys of --api-key-file."
 )
 ALLOWED_HOSTS_HELP = (
     "Comma-separated names that the Host header may have besides loopback names, for a server on "
@@ -37,21 +44,36 @@ def read_api_keys(
     """Return the keys of the file, or of the environment variable without a file. Raises ConfigError."""
     if file is None:
         return parse_api_keys(environment.get(variable, ""), field=variable)
-    path = Path(file)
-    content = read_limited(path, MAX_KEY_FILE_BYTES, field=field)
-    if path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        logger.warning("%s can be read by other users of this machine; chmod 600 it", path)
-    try:
-        keys = parse_api_keys(content.decode(), field=field)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text", field=field) from error
+    keys = parse_api_keys(_read_secret(Path(file), MAX_KEY_FILE_BYTES, field), field=field)
     if not keys:
-        raise ConfigError(f"{path} has no key", field=field)
+        raise ConfigError(f"{file} has no key", field=field)
     return keys
 
 
-def warn_if_open(host: str, keys: tuple[str, ...], *, is_loopback: bool) -> None:
-    if not keys and not is_loopback:
+def read_auth(file: str | None) -> AuthSettings:
+    """Files that the file names are relative to it. Raises ConfigError."""
+    if file is None:
+        return NO_AUTH
+
+    def read_file(name: str, field: str) -> str:
+        is_public = field == "jwt.key_file"
+        return _read_secret(Path(file).parent / name, MAX_KEY_FILE_BYTES, field, is_public=is_public)
+
+    return AuthSettings.from_toml(_read_secret(Path(file), MAX_AUTH_FILE_BYTES, "auth_file"), read_file)
+
+
+def _read_secret(path: Path, max_bytes: int, field: str, *, is_public: bool = False) -> str:
+    content = read_limited(path, max_bytes, field=field)
+    if not is_public and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning("%s can be read by other users of this machine; chmod 600 it", path)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text", field=field) from error
+
+
+def warn_if_open(host: str, http: HttpSettings, *, is_loopback: bool) -> None:
+    if http.is_open and not is_loopback:
         logger.warning(
             "every client that reaches %s is served: no API key is set (--api-key-file, %s)",
             host,

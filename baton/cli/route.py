@@ -19,6 +19,8 @@ import msgspec
 import typer
 
 from baton.cli.http_options import (
+    ADMIN_API_KEY_ENV,
+    ADMIN_API_KEY_HELP,
     ALLOWED_HOSTS_HELP,
     API_KEY_ENV,
     API_KEY_HELP,
@@ -26,6 +28,7 @@ from baton.cli.http_options import (
     LIMITS_HELP,
     PEER_SECRET_ENV,
     read_api_keys,
+    read_auth,
     warn_if_open,
 )
 from baton.cli.members import MEMBERS_HELP, ROLES, TABLE, read_members, read_route_config, source_of
@@ -228,6 +231,15 @@ def route(
         ),
     ] = None,
     api_key_file: Annotated[str | None, typer.Option(help=API_KEY_HELP, metavar="FILE")] = None,
+    auth_file: Annotated[
+        str | None,
+        typer.Option(
+            help="TOML file with tenants' keys and rate limits, and issuers of JSON Web Tokens; see "
+            "docs/operations.md.",
+            metavar="FILE",
+        ),
+    ] = None,
+    admin_api_key_file: Annotated[str | None, typer.Option(help=ADMIN_API_KEY_HELP, metavar="FILE")] = None,
     engine_api_key_file: Annotated[
         str | None,
         typer.Option(
@@ -286,6 +298,10 @@ def route(
             read = partial(read_members, config, _known_options(context), tuple(reread))
             sources.append(FileSource(config, read))
         keys = read_api_keys(api_key_file, os.environ, variable=API_KEY_ENV, field="api_key_file")
+        admin_keys = read_api_keys(
+            admin_api_key_file, os.environ, variable=ADMIN_API_KEY_ENV, field="admin_api_key_file"
+        )
+        auth = read_auth(auth_file)
         engine_keys = read_api_keys(
             engine_api_key_file, os.environ, variable=ENGINE_API_KEY_ENV, field="engine_api_key_file"
         )
@@ -301,7 +317,7 @@ def route(
                 ttft_s=max_ttft_s,
                 least_priority=least_priority,
                 tenant_header=tenant_header,
-                shares=tuple(_share(text) for text in tenant_share or ()),
+                shares=(*auth.shares, *(_share(text) for text in tenant_share or ())),
             )
             settings = msgspec.structs.replace(settings, admission=admission)
         if peer_bind is None and peer:
@@ -310,7 +326,11 @@ def route(
             peers = PeerSettings(peer_bind, tuple(peer or ()), next(iter(secrets), ""))
             settings = msgspec.structs.replace(settings, peers=peers)
         http = HttpSettings.of(
-            HttpLimits.from_json(limits or "{}"), api_keys=keys, allowed_hosts=allowed_hosts
+            HttpLimits.from_json(limits or "{}"),
+            api_keys=keys,
+            allowed_hosts=allowed_hosts,
+            admin_keys=admin_keys,
+            auth=auth,
         )
         hosts = hosts_to_check(host, http.allowed_hosts)
         settings = msgspec.structs.replace(
@@ -328,7 +348,7 @@ def route(
     if show_config:
         typer.echo(show_route_config(context))
         return
-    warn_if_open(host, keys, is_loopback=is_loopback(host))
+    warn_if_open(host, http, is_loopback=is_loopback(host))
     status = serve(
         settings,
         host=host,

@@ -210,7 +210,7 @@ def _serve(resolved: Resolved) -> int:
     if resolved.secret_warning:
         logging.getLogger("baton.cli.serve").warning(resolved.secret_warning)
     config = engine_config(resolved)
-    warn_if_open(settings.host, resolved.http.api_keys, is_loopback=is_loopback(settings.host))
+    warn_if_open(settings.host, resolved.http, is_loopback=is_loopback(settings.host))
     options = ServeOptions(
         settings.host,
         settings.port,

@@ -22,7 +22,13 @@ from urllib.parse import urlsplit
 
 import msgspec
 
-from baton.cli.http_options import API_KEY_ENV, ENGINE_API_KEY_ENV, REGISTER_KEY_ENV, read_api_keys
+from baton.cli.http_options import (
+    ADMIN_API_KEY_ENV,
+    API_KEY_ENV,
+    ENGINE_API_KEY_ENV,
+    REGISTER_KEY_ENV,
+    read_api_keys,
+)
 from baton.core.config import ClusterSecret, KVCacheDtype, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError, UserError
 from baton.core.limited_file import read_limited
@@ -36,7 +42,15 @@ from baton.http.settings import HttpLimits, HttpSettings
 ENV_PREFIX = "BATON_"
 CONFIG_ENV = "BATON_CONFIG"
 OTHER_VARIABLES = frozenset(
-    {SECRET_ENV, PREVIOUS_SECRET_ENV, CONFIG_ENV, API_KEY_ENV, ENGINE_API_KEY_ENV, REGISTER_KEY_ENV}
+    {
+        SECRET_ENV,
+        PREVIOUS_SECRET_ENV,
+        CONFIG_ENV,
+        API_KEY_ENV,
+        ADMIN_API_KEY_ENV,
+        ENGINE_API_KEY_ENV,
+        REGISTER_KEY_ENV,
+    }
 )
 OTHER_PREFIXES = ("BATON_ROUTE_", "BATON_BENCH_")  # Of other commands, which may share an environment.
 MAX_CONFIG_BYTES = 1 << 20

@@ -1,5 +1,6 @@
 """HTTP errors in OpenAI's format: `{"error": {"message", "type", "param", "code"}}` and a status."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -34,12 +35,15 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: int | None = None,
+        extra: Mapping[str, str] | None = None,
     ) -> None:
+        """`extra`: further headers."""
         super().__init__(message)
         self.status = status
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.extra = extra or {}
 
     @classmethod
     def of_user(cls, error: UserError) -> "ApiError":
@@ -57,11 +61,14 @@ class ApiError(Exception):
 
     def headers(self) -> dict[str, str]:
         """Return the headers that belong to the status."""
-        headers: dict[str, str] = {}
+        headers = dict(self.extra)
         if self.retry_after_s is not None:
             headers["Retry-After"] = str(self.retry_after_s)
         if self.status == 401:
-            headers["WWW-Authenticate"] = "Bearer"
+            # RFC 6750, 3.1.
+            headers["WWW-Authenticate"] = (
+                'Bearer error="invalid_token"' if self.code == "invalid_token" else "Bearer"
+            )
         if self.status in (408, 413):
             headers["Connection"] = "close"  # The rest of the body is still on its way.
         return headers

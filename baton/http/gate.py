@@ -1,14 +1,13 @@
 """Checks of a request's headers: API key, Host, content type and bytes.
 
-401   no valid API key in `Authorization: Bearer KEY` or `X-API-Key: KEY`, where keys are configured; /health
-      needs none
+401   no valid API key or token in `Authorization: Bearer KEY` or `X-API-Key: KEY`, where any are configured;
+      /health needs none
 403   a Host header that is not this machine's name (a web page can make a browser send requests to
       loopback under its own name: DNS rebinding)
 415   a POST whose content type is not JSON (a web page may send other types without asking: CSRF)
 400   a header with bytes that are not ASCII
 """
 
-import hmac
 from collections.abc import Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
@@ -16,9 +15,9 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core import hosts
+from baton.http.auth import Authenticator, Caller
 from baton.http.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health"})  # For load balancers and supervisors, which have no key.
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _ANY_HOST = "*"
 
@@ -26,20 +25,23 @@ _ANY_HOST = "*"
 class Checks:
     """`allowed_hosts` are names besides loopback's own; None: the Host header is not checked."""
 
-    def __init__(self, *, api_keys: Sequence[str] = (), allowed_hosts: Sequence[str] | None = None) -> None:
-        self._keys = [key.encode() for key in api_keys]
+    def __init__(
+        self, authenticator: Authenticator | None = None, *, allowed_hosts: Sequence[str] | None = None
+    ) -> None:
+        """No `authenticator`: every client is served."""
+        self._authenticator = authenticator or Authenticator()
         self._hosts = None
         if allowed_hosts is not None and _ANY_HOST not in allowed_hosts:
             self._hosts = frozenset(name.lower() for name in allowed_hosts)
 
-    def check(self, method: str, path: str, headers: Mapping[str, str]) -> None:
+    def check(self, method: str, path: str, headers: Mapping[str, str]) -> Caller:
         """Raise ApiError. `headers`: names in lower case, values ASCII; see `ascii_headers`."""
         if self._hosts is not None:
             self._check_host(headers.get("host"), self._hosts)
-        if self._keys and path not in OPEN_PATHS:
-            self._check_key(headers.get("authorization", ""), headers.get("x-api-key", ""))
+        caller = self._authenticator.caller(path, headers)
         if method in _WITH_BODY:
             _check_content_type(headers.get("content-type", ""))
+        return caller
 
     def _check_host(self, host: str | None, allowed: frozenset[str]) -> None:
         if host is None:
@@ -53,16 +55,6 @@ class Checks:
                 code="host_not_allowed",
             )
 
-    def _check_key(self, authorization: str, other: str) -> None:
-        scheme, _, given = authorization.partition(" ")
-        key = (given if scheme.lower() == "bearer" else other).strip().encode()
-        # Compares with every key in constant time, so that the time does not reveal a partial match.
-        matches = [hmac.compare_digest(key, valid) for valid in self._keys]
-        if not any(matches):
-            raise ApiError(
-                401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key"
-            )
-
 
 class Gate:
     """ASGI middleware that makes the checks."""
@@ -71,7 +63,7 @@ class Gate:
         self, app: ASGIApp, *, api_keys: Sequence[str] = (), allowed_hosts: Sequence[str] | None = None
     ) -> None:
         self._app = app
-        self._checks = Checks(api_keys=api_keys, allowed_hosts=allowed_hosts)
+        self._checks = Checks(Authenticator(api_keys), allowed_hosts=allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

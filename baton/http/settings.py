@@ -3,8 +3,7 @@
 import msgspec
 
 from baton.core.errors import ConfigError
-
-MIN_KEY_CHARS = 8  # A shorter key is guessed over the network.
+from baton.http.auth import NO_AUTH, AuthSettings, check_keys
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -41,14 +40,35 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All settings of the HTTP layer of one server."""
 
-    api_keys: tuple[str, ...] = ()  # Empty: no key is needed.
+    api_keys: tuple[str, ...] = ()
+    admin_keys: tuple[str, ...] = ()  # Of the administrator's pages. Empty: `api_keys` open these, too.
+    auth: AuthSettings = NO_AUTH
     allowed_hosts: tuple[str, ...] = ()  # Names in the Host header besides those of loopback; "*": any.
 
+    @property
+    def is_open(self) -> bool:
+        """Whether a client needs neither key nor token."""
+        return not (self.api_keys or self.auth.has_keys or self.auth.jwt)
+
     @classmethod
-    def of(cls, limits: HttpLimits, *, api_keys: tuple[str, ...], allowed_hosts: str) -> "HttpSettings":
+    def of(
+        cls,
+        limits: HttpLimits,
+        *,
+        api_keys: tuple[str, ...],
+        allowed_hosts: str,
+        admin_keys: tuple[str, ...] = (),
+        auth: AuthSettings = NO_AUTH,
+    ) -> "HttpSettings":
         """Make the settings; `allowed_hosts` is a list separated by commas."""
         hosts = tuple(name.strip() for name in allowed_hosts.split(",") if name.strip())
-        return cls(**msgspec.structs.asdict(limits), api_keys=api_keys, allowed_hosts=hosts)
+        return cls(
+            **msgspec.structs.asdict(limits),
+            api_keys=api_keys,
+            admin_keys=admin_keys,
+            auth=auth,
+            allowed_hosts=hosts,
+        )
 
 
 def parse_api_keys(text: str, *, field: str) -> tuple[str, ...]:
@@ -58,11 +78,5 @@ def parse_api_keys(text: str, *, field: str) -> tuple[str, ...]:
     """
     lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
     keys = tuple(key for line in lines for key in line.replace(",", " ").split())
-    for key in keys:
-        if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable():
-            raise ConfigError(
-                f"each key must have at least {MIN_KEY_CHARS} printable ASCII characters; "
-                "for example: openssl rand -hex 32",
-                field=field,
-            )
+    check_keys(keys, field=field)
     return keys

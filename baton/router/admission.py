@@ -53,11 +53,12 @@ NO_OBJECTIVE = Objective()
 
 
 def objective_of(
-    settings: AdmissionSettings, body: Mapping[str, Any], headers: Mapping[str, str]
+    settings: AdmissionSettings, body: Mapping[str, Any], headers: Mapping[str, str], tenant: str = ""
 ) -> Objective:
     """Raises UserError.
 
-    The tenant is named by a header that a gateway sets, or is the API key. llm-d's header
+    `tenant`: named by the client's key or token. Else a header that a gateway sets names it, or it is the API
+    key. llm-d's header
     `x-slo-ttft-ms` is the time to the first token that the client can use.
     """
     priority = body.get("priority")
@@ -68,7 +69,8 @@ def objective_of(
     if priority < settings.least_priority:
         raise UserError(f"must be at least {settings.least_priority} here, is {priority}", field="priority")
     header = settings.tenant_header
-    tenant = headers.get(header.lower(), "") if header is not None else _key_name(headers)
+    if not tenant:
+        tenant = headers.get(header.lower(), "") if header is not None else _key_name(headers)
     if len(tenant) > TENANT_CHARS_MAX:
         raise UserError(f"must have at most {TENANT_CHARS_MAX} characters", field=header or "authorization")
     ttft_s = settings.ttft_s

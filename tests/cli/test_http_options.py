@@ -7,6 +7,7 @@ import pytest
 from baton.cli.http_options import API_KEY_ENV, read_api_keys, warn_if_open
 from baton.cli.settings import resolve
 from baton.core.errors import ConfigError
+from baton.http.settings import HttpSettings
 
 
 def read(file: Path | None, environment: dict[str, str]) -> tuple[str, ...]:
@@ -43,10 +44,10 @@ def test_a_file_that_others_can_read_is_warned_about(
 
 
 def test_a_server_beyond_loopback_without_keys_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    warn_if_open("0.0.0.0", ("key-number-1",), is_loopback=False)
-    warn_if_open("127.0.0.1", (), is_loopback=True)
+    warn_if_open("0.0.0.0", HttpSettings(api_keys=("key-number-1",)), is_loopback=False)
+    warn_if_open("127.0.0.1", HttpSettings(api_keys=()), is_loopback=True)
     assert caplog.text == ""
-    warn_if_open("0.0.0.0", (), is_loopback=False)
+    warn_if_open("0.0.0.0", HttpSettings(api_keys=()), is_loopback=False)
     assert "no API key is set" in caplog.text
 
 

@@ -70,7 +70,8 @@ class Admin:
         self._members, self._index, self._peers = members, index, peers
         settings = view.settings
         # Without a key, only this machine may change the fleet. The Host is checked on loopback only.
-        self._is_open = bool(settings.doors.api_keys) or settings.checked_hosts is not None
+        doors = settings.doors
+        self._is_open = bool(doors.api_keys or doors.admin_keys) or settings.checked_hosts is not None
 
     async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> Reply:
         """`path` is one of METHODS. The keys in `headers` have been checked."""
@@ -82,7 +83,7 @@ class Admin:
             if path == "/explain":
                 return _json(await self._explain(parse_body(body)))
             if not self._is_open:
-                why = "the fleet is changed with an API key only; start the router with --api-key-file"
+                why = "the fleet is changed with an API key only; start the router with --admin-api-key-file"
                 raise ApiError(403, why, code="no_admin_key")
             if path == REGISTER_PATH:
                 return _json({"message": self._register(decode_as(body, Registration))})

@@ -18,18 +18,19 @@ import baton
 from baton.core.errors import UserError
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
-from baton.http.gate import Checks
+from baton.http.rate_limits import RateLimits
 from baton.http.workers import WorkerPool
 from baton.router import machine
 from baton.router.admission import NO_OBJECTIVE, objective_of
 from baton.router.answers import end_to_end
 from baton.router.errors import RouterError
 from baton.router.events import Count
-from baton.router.legs import parse_body
+from baton.router.legs import parse_body, shape_of
 from baton.router.machine import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN, Machine
 from baton.router.replica import Replica
 from baton.router.settings import RouterSettings
 from baton.router.shell.admin import not_allowed
+from baton.router.shell.client_auth import ClientAuth
 from baton.router.shell.client_http import DEFECT, REQUEST_ID, Incoming, Listener, Reply
 from baton.router.shell.control import PATHS as ADMIN_PATHS
 from baton.router.shell.control import Administration, AdminPages, Control, is_admin_path, not_found
@@ -38,6 +39,7 @@ from baton.router.shell.legs import Ask, Upstream
 from baton.router.shell.members import Source
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
+from baton.router.shell.rate_limiting import Charges, Charging
 from baton.router.shell.requests import RequestDriver, Requests, forward
 from baton.router.shell.timers import TimerWheel
 from baton.router.timeline import RecentRequests, Recorder, RequestTimeline, latest_first
@@ -66,10 +68,12 @@ class Router:
         index_path: str | None = None,
         log_config: Mapping[str, Any] | None = None,
         sources: Sequence[Source] = (),
+        charges: Charges | None = None,
     ) -> None:
         """`administration`: of the coordinator. None: this is the router's only process.
 
-        `index_path`: of the coordinator's index process. `sources`: of members of the fleet.
+        `index_path`: of the coordinator's index process. `sources`: of members of the fleet. `charges`: the
+        coordinator's counts for rate limits. Raises ConfigError if a library for tokens or limits is missing.
         """
         self._settings, self._loop = settings, asyncio.get_running_loop()
         self._parts = parts = Parts(settings)
@@ -110,10 +114,13 @@ class Router:
         self._admin_pages = AdminPages(administration)
         self._workers = WorkerPool()
         self._bodies = Bodies(settings.doors, self._workers)
-        self._checks = Checks(api_keys=settings.doors.api_keys, allowed_hosts=settings.checked_hosts)
+        self._client_auth, auth = ClientAuth(settings), settings.doors.auth
+        self._charges, self._limits = charges, None
+        if auth.is_limited and (charges is None or auth.storage is not None):
+            self._charges = self._limits = RateLimits(auth)
         self._listeners: list[Listener] = []
         self._fault: str | None = None
-        self._running: set[RequestDriver | Forwarding] = set()
+        self._running: set[RequestDriver | Forwarding | Charging] = set()
         self.num_requests = 0  # In flight.
         self._is_draining = False
         self._is_idle = asyncio.Event()
@@ -128,6 +135,7 @@ class Router:
         return bound
 
     def start(self) -> None:
+        self._client_auth.start()
         if self.peers is not None:
             self.peers.start()
         if self._index_owner is not None:
@@ -143,7 +151,7 @@ class Router:
         Return the main port. Raises OSError.
         """
         if admin_port is not None:
-            await self._listener(self._admin_pages.serve).listen(host, admin_port)
+            await self._listener(self._admin_pages.serve, lambda path: True).listen(host, admin_port)
         serve = self.serve if admin_port is not None else self.serve_all
         return await self._listener(serve).listen(host, port)
 
@@ -152,11 +160,14 @@ class Router:
         serve = self.serve_all if serves_admin else self.serve
         await self._listener(serve).listen(host, port, is_shared=True)
 
-    def _listener(self, serve: Callable[[Incoming, Reply], None]) -> Listener:
+    def _listener(
+        self,
+        serve: Callable[[Incoming, Reply], None],
+        is_admin: Callable[[str], bool] = is_admin_path,
+    ) -> Listener:
         settings, reads_in_s = self._settings, self._settings.timeouts.idle_s
-        listener = Listener(
-            serve, settings.doors, self._checks, self._bodies, self._wheel, reads_in_s=reads_in_s
-        )
+        checks = self._client_auth.checks(is_admin)
+        listener = Listener(serve, settings.doors, checks, self._bodies, self._wheel, reads_in_s=reads_in_s)
         self._listeners.append(listener)
         return listener
 
@@ -169,6 +180,9 @@ class Router:
         if self.control is not None:
             await self.control.close()
         await self._admin_pages.close()
+        await self._client_auth.close()
+        if self._limits is not None:
+            await self._limits.close()
         if self.peers is not None:
             await self.peers.close()
         if self._index is not None:
@@ -250,14 +264,17 @@ class Router:
         self.num_requests += 1
         self._is_idle.clear()
         self.metrics.in_flight.set(self.num_requests)
+        self._try(lambda: self._begin(incoming, reply, request_id, recorder), reply, recorder)
+
+    def _try(self, begin: Callable[[], None], reply: Reply, recorder: Recorder) -> None:
         try:
-            self._begin(incoming, reply, request_id, recorder)
+            begin()
         except UserError as error:
             self._refuse(reply, ApiError.of_user(error), recorder)
         except ApiError as error:
             self._refuse(reply, error, recorder)
         except Exception:
-            logger.exception("%s: a request has failed", request_id)
+            logger.exception("%s: a request has failed", reply.extra[REQUEST_ID])
             self._refuse(reply, ApiError(500, DEFECT), recorder)
 
     def _recorder(self, incoming: Incoming, request_id: str) -> Recorder:
@@ -296,35 +313,75 @@ class Router:
             reply.whole(200, {**JSON, **reply.extra}, msgspec.json.encode({"object": "list", "data": cards}))
             return self._count_out(200, recorder)
         if path in FORWARDED:
-            forwarding = Forwarding(self._requests, ask, incoming.body, incoming.received_at_s, reply)
-            self._run(forwarding, reply)
-            return forwarding.begin(lambda status: self._end(forwarding, recorder, status))
-        body, admission = parse_body(incoming.body), self._settings.admission
+            return self._forward(incoming, incoming.body, ask, reply, recorder)
+        body, tenant = parse_body(incoming.body), incoming.caller.tenant
         recorder.asked(body)
+        rate = self._settings.doors.auth.rate_of(tenant)
+        if self._charges is None or not rate.is_limited:
+            return self._drive(incoming, body, ask, reply, recorder)
+        num_tokens = shape_of(body).num_prompt_tokens if rate.prompt_tokens_per_minute is not None else 0
+        return self._charge(
+            tenant, num_tokens, reply, recorder, lambda: self._drive(incoming, body, ask, reply, recorder)
+        )
+
+    def _charge(
+        self, tenant: str, num_tokens: int, reply: Reply, recorder: Recorder, then: Callable[[], None]
+    ) -> None:
+        assert self._charges is not None
+        charges = self._charges
+
+        def begin() -> None:
+            self._running.discard(charging)
+            reply.handler = None
+            self._try(then, reply, recorder)
+
+        charging = Charging(
+            lambda: charges.charge(tenant, num_tokens),
+            reply,
+            begin,
+            lambda outcome: self.metrics.rate_limits.labels(outcome).inc(),
+            lambda status: self._end(charging, recorder, status),
+        )
+        self._run(charging, reply)
+
+    def _forward(self, incoming: Incoming, body: bytes, ask: Ask, reply: Reply, recorder: Recorder) -> None:
+        forwarding = Forwarding(self._requests, ask, body, incoming.received_at_s, reply)
+        self._run(forwarding, reply)
+        forwarding.begin(lambda status: self._end(forwarding, recorder, status))
+
+    def _drive(
+        self, incoming: Incoming, body: dict[str, Any], ask: Ask, reply: Reply, recorder: Recorder
+    ) -> None:
+        """Raises UserError, ApiError."""
+        admission, caller = self._settings.admission, incoming.caller
+        objective = NO_OBJECTIVE
+        if admission is not None:
+            tenant = caller.tenant if caller.is_named else ""
+            objective = objective_of(admission, body, incoming.headers, tenant)
         request = machine.Request(
-            id=request_id,
+            id=ask.headers[REQUEST_ID],
             body=body,
-            is_chat=path == CHAT_PATH,
+            is_chat=incoming.path == CHAT_PATH,
             session=incoming.headers.get(SESSION_HEADER),
             received_at_s=incoming.received_at_s,
-            objective=NO_OBJECTIVE if admission is None else objective_of(admission, body, incoming.headers),
+            objective=objective,
         )
         driver = RequestDriver(self._requests, Machine(self._parts.view, request), ask, reply, recorder)
         self._run(driver, reply)
-        return driver.begin(lambda status: self._end(driver, recorder, status))
+        driver.begin(lambda status: self._end(driver, recorder, status))
 
-    def _run(self, request: "RequestDriver | Forwarding", reply: Reply) -> None:
+    def _run(self, request: "RequestDriver | Forwarding | Charging", reply: Reply) -> None:
         self._running.add(request)
         reply.handler = request
 
-    def _end(self, request: "RequestDriver | Forwarding", recorder: Recorder, status: int) -> None:
+    def _end(self, request: "RequestDriver | Forwarding | Charging", recorder: Recorder, status: int) -> None:
         self._running.discard(request)
         self._count_out(status, recorder)
 
     def _passed_on(self, headers: Mapping[str, str]) -> dict[str, str]:
         """A key for this router, or one that the engines' replaces, is not for engines."""
         passed = end_to_end(headers)
-        if self._settings.doors.api_keys or self._settings.engine_api_key is not None:
+        if not self._settings.doors.is_open or self._settings.engine_api_key is not None:
             passed.pop("authorization", None)
             passed.pop("x-api-key", None)
         return passed

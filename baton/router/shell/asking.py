@@ -54,7 +54,7 @@ class _Question:
 class Asker:
     """`engine_key`: for `Authorization`."""
 
-    def __init__(self, pool: EnginePool, engine_key: str | None) -> None:
+    def __init__(self, pool: EnginePool, engine_key: str | None = None) -> None:
         self._pool = pool
         self._authorization = None if engine_key is None else f"Bearer {engine_key}".encode()
 
@@ -62,11 +62,12 @@ class Asker:
         """`timeout_s` is of all of it. Raises TimeoutError, AskFailed."""
         parts = urlsplit(url)
         origin = origin_of(urlunsplit((parts.scheme, parts.netloc, "", "", "")))
+        path = f"{parts.path}?{parts.query}" if parts.query else parts.path or "/"
         headers = {} if body is None else {"content-type": "application/json"}
         lines = header_lines(headers, self._authorization or origin.authorization)
         content = b"" if body is None else msgspec.json.encode(body)
         question = _Question()
-        sending = self._pool.send(origin, request_bytes(origin, method, parts.path, lines, content), question)
+        sending = self._pool.send(origin, request_bytes(origin, method, path, lines, content), question)
         try:
             async with asyncio.timeout(timeout_s):
                 return await question.answered

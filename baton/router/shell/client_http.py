@@ -21,6 +21,7 @@ import httptools
 import msgspec
 
 from baton.core.errors import UserError
+from baton.http.auth import ANYONE, Caller
 from baton.http.bodies import Bodies
 from baton.http.connections import BACKLOG, Crowd, max_connections
 from baton.http.errors import ApiError
@@ -47,6 +48,7 @@ class Incoming(msgspec.Struct, frozen=True):
     headers: Mapping[str, str]  # Names in lower case.
     body: bytes | ApiError  # Why it cannot be served.
     received_at_s: float  # On the loop's clock.
+    caller: Caller = ANYONE
 
     @property
     def path(self) -> str:
@@ -76,6 +78,7 @@ class Reply:
         self._pending: list[bytes] = []
         self.handler: Handler | None = None
         self.extra: Mapping[str, str] = {}  # Headers of a refusal.
+        self.rate_headers: Mapping[str, str] = {}  # Of any answer.
         self.status = 0
         self.has_started = self.has_ended = self.is_gone = False
 
@@ -84,7 +87,7 @@ class Reply:
         self.has_started, self.status = True, status
         lines = [b"HTTP/1.1 %d %b\r\ndate: %b\r\n" % (status, _REASONS.get(status, b""), _date())]
         names = set()
-        for name, value in headers.items():
+        for name, value in (*headers.items(), *self.rate_headers.items()):
             names.add(name.lower())
             lines.append(f"{name.lower()}: {value}\r\n".encode("latin-1"))
         if "content-length" not in names:
@@ -211,6 +214,7 @@ class _Request:
         self.lines: list[tuple[bytes, bytes]] = []
         self.headers: dict[str, str] = {}
         self.method = self.version = ""
+        self.caller = ANYONE
         self.keeps_alive = False
         self.body = bytearray()
         self.has_head = self.is_whole = False
@@ -335,7 +339,7 @@ class _Connection(asyncio.Protocol):
             path = request.target.partition(b"?")[0]
             if not request.target.isascii() or not path.startswith(b"/"):
                 raise ApiError(400, "the request's target must be a path in ASCII")
-            self.listener.checks.check(request.method, path.decode(), request.headers)
+            request.caller = self.listener.checks.check(request.method, path.decode(), request.headers)
             self.listener.bodies.check_declared_length(request.headers)
         except ApiError as error:
             request.refusal = error
@@ -424,7 +428,8 @@ class _Connection(asyncio.Protocol):
     def _hand_over(self, request: _Request, body: bytes | ApiError, reply: Reply) -> None:
         now_s = self.listener.loop.time()
         target = request.target.decode("ascii")
-        self.listener.serve(Incoming(request.method, target, request.headers, body, now_s), reply)
+        incoming = Incoming(request.method, target, request.headers, body, now_s, request.caller)
+        self.listener.serve(incoming, reply)
         reply.flush()
 
     # --- Called by the reply

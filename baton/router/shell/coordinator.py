@@ -15,18 +15,21 @@ from typing import Any
 
 from baton.core.errors import BatonError
 from baton.http.bodies import Bodies
-from baton.http.gate import Checks
+from baton.http.rate_limits import RateLimits
 from baton.http.workers import WorkerPool
 from baton.router.notes import Load, Note
 from baton.router.replica import Loads, Replica, sum_of
 from baton.router.settings import RouterSettings
 from baton.router.shell.app import CLOSING_S
+from baton.router.shell.client_auth import ClientAuth
 from baton.router.shell.client_http import Listener
 from baton.router.shell.control import AdminPages, Control
 from baton.router.shell.frames import (
     LOAD_EVERY_S,
     Answers,
     Asks,
+    Charged,
+    Charges,
     Collect,
     Collected,
     Drain,
@@ -124,6 +127,8 @@ class Coordinator:
         )
         self._pages = AdminPages(self._control)
         self._pool = WorkerPool()
+        auth = settings.doors.auth
+        self._limits = RateLimits(auth) if auth.is_limited and auth.storage is None else None
         self._listener: Listener | None = None
         self._where: tuple[str, int, bool] = ("", 0, False)  # Host, port, and whether there is an admin port.
         self._reserved: list[socket.socket] = []
@@ -148,7 +153,7 @@ class Coordinator:
             self._listener = Listener(
                 self._pages.serve,
                 settings.doors,
-                Checks(api_keys=settings.doors.api_keys, allowed_hosts=settings.checked_hosts),
+                ClientAuth(settings).checks(lambda path: True),
                 Bodies(settings.doors, self._pool),
                 TimerWheel(self._loop),
                 reads_in_s=settings.timeouts.idle_s,
@@ -299,7 +304,11 @@ class Coordinator:
             case Recalled(number, timelines):
                 if (recalled := worker.recalled.pop(number, None)) is not None and not recalled.done():
                     recalled.set_result(timelines)
-            case Welcome() | Drain() | EndRequests() | Fault() | Collect() | Recall() | Answers():
+            case Charges(number, tenant, num_prompt_tokens):
+                task = asyncio.create_task(self._charge(worker, number, tenant, num_prompt_tokens))
+                self._answering.add(task)
+                task.add_done_callback(self._answering.discard)
+            case Welcome() | Drain() | EndRequests() | Fault() | Collect() | Recall() | Answers() | Charged():
                 raise AssertionError(f"the coordinator gets no {type(frame).__name__}")
             case _:
                 self._replica.apply(frame, self._loop.time())
@@ -333,6 +342,11 @@ class Coordinator:
         if len(self._workers) > 1 or others:
             for worker in self._workers.values():
                 worker.stream.send(sum_of([self._loads.beside(worker.number), *others]))
+
+    async def _charge(self, worker: _Worker, number: int, tenant: str, num_prompt_tokens: int) -> None:
+        assert self._limits is not None
+        verdict = await self._limits.charge(tenant, num_prompt_tokens)
+        worker.stream.send(Charged(number, verdict))
 
     # --- The administrator
 

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias, cast
 
 import msgspec
 
+from baton.http.rate_limits import Verdict
 from baton.router.notes import Note
 from baton.router.settings import RouterSettings
 from baton.router.shell.metrics import Samples
@@ -91,6 +92,19 @@ class Answers(_Frame, frozen=True, tag="Answers"):
     body: bytes
 
 
+class Charges(_Frame, frozen=True, tag="Charges"):
+    """From a worker: a request to be counted against its tenant's limits."""
+
+    number: int
+    tenant: str
+    num_prompt_tokens: int
+
+
+class Charged(_Frame, frozen=True, tag="Charged"):
+    number: int
+    verdict: Verdict
+
+
 Frame: TypeAlias = (
     Welcome
     | Listening
@@ -103,6 +117,8 @@ Frame: TypeAlias = (
     | Recalled
     | Asks
     | Answers
+    | Charges
+    | Charged
     | Note
 )
 

@@ -83,6 +83,13 @@ class RouterMetrics:
             ["outcome"],
             registry=self.registry,
         )
+        self.rate_limits = Counter(
+            "baton:router_rate_limits",
+            "Requests of tenants with limits by outcome: let_in, refused (429), or unavailable (let in, "
+            "because the counts could not be reached).",
+            ["outcome"],
+            registry=self.registry,
+        )
         self.queue_seconds = Histogram(
             "baton:router_queue_seconds",
             "In the router's queue, of requests that had to wait and went on.",

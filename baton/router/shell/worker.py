@@ -15,6 +15,7 @@ import uvloop
 from baton.http.connections import raise_descriptor_limit
 from baton.http.errors import ApiError
 from baton.http.log_limit import limit_logs
+from baton.http.rate_limits import Verdict
 from baton.router.notes import Drains, Note
 from baton.router.shell import admin
 from baton.router.shell.app import CLOSING_S, LOGS_LIMITED, Router
@@ -22,6 +23,8 @@ from baton.router.shell.frames import (
     LOAD_EVERY_S,
     Answers,
     Asks,
+    Charged,
+    Charges,
     Collect,
     Collected,
     Drain,
@@ -44,7 +47,7 @@ EXIT_ORPHANED = 1
 
 
 class Worker:
-    """Implements `Administration`."""
+    """Implements `Administration` and `rate_limiting.Charges`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -56,6 +59,7 @@ class Worker:
         self._is_load_due = False
         self._asked: dict[int, asyncio.Future[Answers]] = {}
         self._num_asked = 0
+        self._charged: dict[int, asyncio.Future[Verdict]] = {}
 
     async def run(self, stream: socket.socket) -> int:
         """Return the exit status."""
@@ -64,7 +68,9 @@ class Worker:
         logging.config.dictConfig(welcome.log_config)
         raise_descriptor_limit()
         limit_logs(*LOGS_LIMITED)
-        router = self._router = Router(welcome.settings, administration=self, index_path=welcome.index_path)
+        router = self._router = Router(
+            welcome.settings, administration=self, index_path=welcome.index_path, charges=self
+        )
         for note in welcome.history:
             self._apply(note)
         router.fleet.tell = self._stream.send
@@ -109,7 +115,10 @@ class Worker:
             case Answers(number):
                 if (asked := self._asked.pop(number, None)) is not None and not asked.done():
                     asked.set_result(frame)
-            case Collected() | Recalled() | Asks() | Listening():
+            case Charged(number, verdict):
+                if (charged := self._charged.pop(number, None)) is not None and not charged.done():
+                    charged.set_result(verdict)
+            case Collected() | Recalled() | Asks() | Charges() | Listening():
                 raise AssertionError(f"a worker gets no {type(frame).__name__}")
             case _:
                 if self._router is not None:
@@ -165,6 +174,17 @@ class Worker:
         finally:
             self._asked.pop(number, None)
         return admin.Reply(answer.status, answer.headers, answer.body)
+
+    async def charge(self, tenant: str, num_prompt_tokens: int) -> Verdict:
+        self._num_asked += 1
+        number = self._num_asked
+        charged: asyncio.Future[Verdict] = self._loop.create_future()
+        self._charged[number] = charged
+        self._stream.send(Charges(number, tenant, num_prompt_tokens))
+        try:
+            return await charged
+        finally:
+            self._charged.pop(number, None)
 
 
 def main(descriptor: int) -> None:

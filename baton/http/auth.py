@@ -1,0 +1,208 @@
+"""Authentication of clients: the API keys and tokens that are accepted, and the tenant of each.
+
+    [jwt]                                   tokens of an issuer; see `jwt_tokens.JwtSettings`
+    issuer = "https://login.example/"
+    audience = "baton"
+    jwks_url = "https://login.example/.well-known/jwks.json"
+
+    [tenants.search]                        keys and limits of one tenant
+    keys = ["..."]
+    requests_per_minute = 600
+    prompt_tokens_per_minute = 1000000
+    share = 2                               in the router's queue, compared with 1 of the others
+
+    [default]                               limits of each tenant that has none of its own
+    requests_per_minute = 60
+
+Keys are compared by a keyed digest of each process, so the time of a comparison tells nothing about a key.
+"""
+
+import hashlib
+import secrets
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+
+import msgspec
+
+from baton.core.errors import ConfigError
+from baton.core.validation import explain
+from baton.http.errors import ApiError
+from baton.http.jwt_tokens import TENANT_CHARS_MAX, JwtSettings, JwtVerifier
+
+MIN_KEY_CHARS = 8  # A shorter key is guessed over the network.
+OPEN_PATHS = frozenset({"/health"})  # For load balancers and supervisors, which have no key.
+STORAGES = ("redis://", "rediss://")
+ReadFile = Callable[[str, str], str]  # Path and field; the file's text.
+
+
+class Rate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """None: no limit."""
+
+    requests_per_minute: int | None = None
+    prompt_tokens_per_minute: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in Rate.__struct_fields__:
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError("must be at least 1", field=name)
+
+    @property
+    def is_limited(self) -> bool:
+        return self.requests_per_minute is not None or self.prompt_tokens_per_minute is not None
+
+
+class Tenant(Rate, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    keys: tuple[str, ...] = ()
+    share: float | None = None  # None: 1.
+
+
+class AuthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The file of `--auth-file`, with the files that it names. Raises ConfigError that names the field."""
+
+    jwt: JwtSettings | None = None
+    tenants: dict[str, Tenant] = {}
+    default: Rate = Rate()
+    storage: str | None = None  # Where limits are counted: a Redis. None: in the router.
+
+    def __post_init__(self) -> None:
+        owners: dict[str, str] = {}
+        for name, tenant in self.tenants.items():
+            if not 0 < len(name) <= TENANT_CHARS_MAX:
+                raise ConfigError(
+                    f"{name[:20]!r} must have 1 to {TENANT_CHARS_MAX} characters", field="tenants"
+                )
+            if tenant.share is not None and not 0 < tenant.share < inf:
+                raise ConfigError("must be a positive number", field=f"tenants.{name}.share")
+            check_keys(tenant.keys, field=f"tenants.{name}.keys")
+            for key in tenant.keys:
+                if owners.setdefault(key, name) != name:
+                    raise ConfigError(f"has a key of {owners[key]} too", field=f"tenants.{name}.keys")
+        if self.storage is not None and not self.storage.startswith(STORAGES):
+            raise ConfigError("must be redis://HOST:PORT/NUMBER or rediss://...", field="storage")
+
+    @property
+    def has_keys(self) -> bool:
+        return any(tenant.keys for tenant in self.tenants.values())
+
+    @property
+    def shares(self) -> tuple[tuple[str, float], ...]:
+        shares = ((name, tenant.share) for name, tenant in self.tenants.items())
+        return tuple((name, share) for name, share in shares if share is not None)
+
+    def rate_of(self, tenant: str) -> Rate:
+        own = self.tenants.get(tenant)
+        return own if own is not None and own.is_limited else self.default
+
+    @property
+    def is_limited(self) -> bool:
+        return any(rate.is_limited for rate in (self.default, *self.tenants.values()))
+
+    @classmethod
+    def from_toml(cls, text: str, read_file: ReadFile) -> "AuthSettings":
+        """Raises ConfigError. Files of `[jwt]`: `secret_file`, `key_file`."""
+        try:
+            document = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            # The library's message may quote a line, and so a key.
+            raise ConfigError("is not valid TOML", field="auth_file") from error
+        if isinstance(issued := document.get("jwt"), dict):
+            for named, field in (("secret_file", "secret"), ("key_file", "keys")):
+                if field in issued:
+                    raise ConfigError(f"unknown; use {named}", field=f"jwt.{field}")
+                if isinstance(path := issued.pop(named, None), str):
+                    issued[field] = read_file(path, f"jwt.{named}").strip()
+        try:
+            return msgspec.convert(document, cls)
+        except msgspec.ValidationError as error:
+            problem, path = explain(error, cls)
+            raise ConfigError(problem, field=f"auth_file{path}") from error
+
+
+NO_AUTH = AuthSettings()
+
+
+def check_keys(keys: Sequence[str], *, field: str) -> None:
+    """Raises ConfigError."""
+    for key in keys:
+        if len(key) < MIN_KEY_CHARS or not key.isascii() or not key.isprintable() or " " in key:
+            raise ConfigError(
+                f"each key must have at least {MIN_KEY_CHARS} printable ASCII characters; "
+                "for example: openssl rand -hex 32",
+                field=field,
+            )
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """`tenant`: empty if the server accepts every client. `is_named`: it is more than the digest of a key."""
+
+    tenant: str = ""
+    is_named: bool = False
+
+
+ANYONE = Caller()
+
+
+class Authenticator:
+    """Of one port. Without any key and issuer every client is served.
+
+    `api_keys` open everything, unless there are `admin_keys`, which alone open the administrator's pages. A
+    tenant's keys and tokens never open these.
+    """
+
+    def __init__(
+        self,
+        api_keys: Sequence[str] = (),
+        *,
+        admin_keys: Sequence[str] = (),
+        auth: AuthSettings | None = None,
+        verifier: JwtVerifier | None = None,
+        is_admin: Callable[[str], bool] = lambda path: False,
+        now_s: Callable[[], float] = lambda: 0.0,
+    ) -> None:
+        """`is_admin`: whether a path is one of the administrator's. `now_s`: of the loop's clock."""
+        self._salt = secrets.token_bytes(32)
+        tenants = auth.tenants if auth is not None else {}
+        self._callers = {self._digest(key): Caller(_unnamed(key)) for key in api_keys}
+        self._admins = {self._digest(key): Caller() for key in admin_keys} or dict(self._callers)
+        self._callers |= {
+            self._digest(key): Caller(name, True) for name, tenant in tenants.items() for key in tenant.keys
+        }
+        self._verifier, self._is_admin, self._now_s = verifier, is_admin, now_s
+        self._is_open = not self._callers and verifier is None
+        self._is_admin_open = self._is_open and not self._admins
+
+    def _digest(self, key: str) -> bytes:
+        return hashlib.blake2b(key.encode(), key=self._salt, digest_size=32).digest()
+
+    def caller(self, path: str, headers: Mapping[str, str]) -> Caller:
+        """Raises ApiError 401, or 503 while the keys of an issuer are fetched."""
+        if path in OPEN_PATHS:
+            return ANYONE
+        is_admin = self._is_admin(path)
+        if self._is_admin_open if is_admin else self._is_open:
+            return ANYONE
+        given = _credentials(headers)
+        found = (self._admins if is_admin else self._callers).get(self._digest(given))
+        if found is not None:
+            return found
+        if is_admin:
+            raise ApiError(
+                401,
+                "a valid key of the administrator is needed: Authorization: Bearer KEY",
+                code="invalid_api_key",
+            )
+        if self._verifier is not None and given.count(".") == 2:
+            return Caller(self._verifier.tenant_of(given, self._now_s()), True)
+        raise ApiError(401, "a valid API key is needed: Authorization: Bearer KEY", code="invalid_api_key")
+
+
+def _credentials(headers: Mapping[str, str]) -> str:
+    scheme, _, given = headers.get("authorization", "").partition(" ")
+    return (given if scheme.lower() == "bearer" else headers.get("x-api-key", "")).strip()
+
+
+def _unnamed(key: str) -> str:
+    """The tenant of a key that belongs to none."""
+    return hashlib.blake2b(key.encode(), digest_size=8).hexdigest()

@@ -1,0 +1,76 @@
+"""Checks of the requests of one process's ports, and fetches of the keys with which tokens are signed."""
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from baton.core.errors import ConfigError
+from baton.http.auth import Authenticator
+from baton.http.gate import Checks
+from baton.http.jwt_tokens import JwtVerifier
+from baton.router.settings import RouterSettings
+from baton.router.shell.asking import Asker, AskFailed
+from baton.router.shell.engine_http import EnginePool
+
+logger = logging.getLogger(__name__)
+
+FETCH_TIMEOUT_S = 5.0
+
+
+class ClientAuth:
+    """Made and used in one event loop. `start` it, and `close` it."""
+
+    def __init__(self, settings: RouterSettings) -> None:
+        self._settings, self._loop = settings, asyncio.get_running_loop()
+        self._jwt = settings.doors.auth.jwt
+        self._is_due = asyncio.Event()
+        self._fetching: asyncio.Task[None] | None = None
+        self._verifier = None
+        if self._jwt is not None:
+            self._verifier = JwtVerifier(self._jwt, on_due=self._is_due.set)
+
+    def checks(self, is_admin: Callable[[str], bool]) -> Checks:
+        """`is_admin`: whether a path of this port is one of the administrator's."""
+        doors = self._settings.doors
+        authenticator = Authenticator(
+            doors.api_keys,
+            admin_keys=doors.admin_keys,
+            auth=doors.auth,
+            verifier=self._verifier,
+            is_admin=is_admin,
+            now_s=self._loop.time,
+        )
+        return Checks(authenticator, allowed_hosts=self._settings.checked_hosts)
+
+    def start(self) -> None:
+        if self._jwt is not None and self._jwt.jwks_url is not None:
+            self._fetching = asyncio.create_task(self._keep_fresh(self._jwt.jwks_url))
+
+    async def close(self) -> None:
+        if self._fetching is not None:
+            self._fetching.cancel()
+            await asyncio.gather(self._fetching, return_exceptions=True)
+
+    async def _keep_fresh(self, url: str) -> None:
+        assert self._verifier is not None
+        pool = EnginePool(connect_s=FETCH_TIMEOUT_S)
+        asker = Asker(pool)
+        try:
+            while True:
+                self._is_due.clear()
+                self._verifier.note_fetch(self._loop.time())
+                try:
+                    answer = await asker.ask(url, timeout_s=FETCH_TIMEOUT_S)
+                    if answer.status != 200:
+                        raise AskFailed(f"answered with status {answer.status}")
+                    self._verifier.use_jwks(answer.body.decode())
+                except (TimeoutError, AskFailed, ConfigError, UnicodeDecodeError) as error:
+                    logger.error("the keys at %s cannot be fetched: %s", url, str(error) or "too late")
+                    self._verifier.note_failed_fetch(self._loop.time())
+                try:
+                    async with asyncio.timeout_at(self._verifier.next_fetch_s):
+                        await self._is_due.wait()
+                except TimeoutError:
+                    pass
+        finally:
+            await pool.close()

@@ -1,0 +1,154 @@
+"""Tenants, tokens and rate limits at a router, and the administrator's keys."""
+
+import asyncio
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.http.auth import AuthSettings, Rate, Tenant
+from baton.http.settings import HttpSettings
+from baton.router.settings import AdmissionSettings
+from baton.router.shell.client_auth import ClientAuth
+from tests.event_loop import pass_time
+from tests.http.test_auth import KEYS, SECRET, bearer, jwks_of, settings_of, token_of
+from tests.router.fakes import Call, FakeEngine, Servers, System, answers, lends, responds, system
+from tests.router.test_workers import two_workers
+
+SEARCH = Tenant(keys=("key-of-search",), requests_per_minute=1000)
+
+
+def doors(auth: AuthSettings, **given: Any) -> HttpSettings:
+    return HttpSettings(idle_s=1e4, header_s=1e4, auth=auth, **given)
+
+
+async def complete(s: System, key: str) -> Any:
+    return await s.client.post("/v1/completions", json={"prompt": "hello"}, headers=bearer(key))
+
+
+async def test_a_tenants_key_and_token_are_accepted_and_not_passed_on() -> None:
+    decode = FakeEngine(answers)
+    auth = AuthSettings(tenants={"search": SEARCH}, jwt=settings_of(secret=SECRET))
+    async with system([FakeEngine(lends)], [decode], doors=doors(auth), engine_api_key="key-of-engine") as s:
+        for key, status in (("key-of-search", 200), (token_of(), 200), (token_of(aud="x"), 401), ("x", 401)):
+            answer = await complete(s, key)
+            assert answer.status_code == status
+            assert answer.headers.get("www-authenticate", "")[:6] == ("" if status == 200 else "Bearer")
+        assert answer.json()["error"]["code"] == "invalid_api_key"
+        assert [call.headers["authorization"] for call in decode.calls] == ["Bearer key-of-engine"] * 2
+        assert (await s.client.get("/fleet", headers=bearer("key-of-search"))).status_code == 401
+
+
+async def test_a_tenant_over_its_limit_gets_429_with_openais_headers() -> None:
+    auth = AuthSettings(tenants={"search": SEARCH}, default=Rate(requests_per_minute=1))
+    http = doors(auth, api_keys=("key-of-others",))
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=http) as s:
+        found = [await complete(s, "key-of-others") for _ in range(3)]
+        assert {answer.status_code for answer in found} == {200, 429}
+        (first, *_), last = found, next(one for one in found if one.status_code == 429)
+        assert first.headers["x-ratelimit-limit-requests"] == "1"
+        assert int(last.headers["retry-after"]) >= 1
+        assert last.json()["error"]["type"] == "rate_limit_error"
+        assert last.headers["x-request-id"]
+        assert (await complete(s, "key-of-search")).status_code == 200
+        assert (await s.client.get("/v1/models", headers=bearer("key-of-others"))).status_code == 200
+        text = (await s.client.get("/metrics", headers=bearer("key-of-others"))).text
+        assert 'baton:router_rate_limits_total{outcome="refused"}' in text
+        assert "key-of" not in text
+        assert s.router.num_requests == 0
+
+
+async def test_the_queue_shares_by_the_tenant_of_a_key() -> None:
+    auth = AuthSettings(tenants={"search": SEARCH})
+    admission = AdmissionSettings(max_running=1, tenant_header="x-tenant")
+    async with system(
+        [FakeEngine(lends)], [FakeEngine(answers)], doors=doors(auth), admission=admission
+    ) as s:
+        headers = {**bearer("key-of-search"), "x-tenant": "another"}
+        asked = await s.client.post("/v1/completions", json={"prompt": "hello"}, headers=headers)
+        assert asked.status_code == 200
+        view = s.router._parts.view
+        assert view.admission is not None
+        assert [list(pool.served) for pool in view.admission._pools.values()] == [["search"]]
+
+
+async def test_a_request_is_let_in_if_the_counts_cannot_be_reached(caplog: pytest.LogCaptureFixture) -> None:
+    auth = AuthSettings(tenants={"search": SEARCH}, storage="redis://127.0.0.1:1/0")
+    async with system(
+        [FakeEngine(lends)], [FakeEngine(answers)], doors=doors(auth, admin_keys=("adm",))
+    ) as s:
+        with caplog.at_level(logging.ERROR):
+            assert (await complete(s, "key-of-search")).status_code == 200
+        assert "rate limits cannot be counted" in caplog.text
+        text = (await s.client.get("/metrics", headers=bearer("adm"))).text
+        assert 'baton:router_rate_limits_total{outcome="unavailable"} 1.0' in text
+
+
+async def test_keys_of_tokens_are_fetched_and_fetched_again_for_a_new_one() -> None:
+    issuer, known, fetched = Servers(), [jwks_of(k1="RS256")], asyncio.Event()
+
+    async def gives(call: Call) -> None:
+        await call.answer(200, json.loads(known[0]))
+        fetched.set()
+
+    url = await issuer.start(FakeEngine(gives))
+    auth = AuthSettings(jwt=settings_of(jwks_url=f"{url}/jwks"))
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=doors(auth)) as s:
+
+        async def status_of(token: str) -> int:
+            """Once the keys are there."""
+            while (answer := await complete(s, token)).status_code == 503:
+                assert answer.headers["retry-after"] == "1"
+            return int(answer.status_code)
+
+        assert await status_of(token_of(KEYS["RS256"], "RS256", kid="k1")) == 200
+        known[0] = jwks_of(k1="RS256", k2="EdDSA")
+        new = token_of(KEYS["EdDSA"], "EdDSA", kid="k2")
+        assert await status_of(new) == 401
+        pass_time(11.0)
+        assert await status_of(new) == 200
+    await issuer.stop()
+
+
+async def test_an_issuer_that_fails_costs_no_key_that_is_known() -> None:
+    issuer, engine = Servers(), FakeEngine(responds(500, {}))
+    url = await issuer.start(engine)
+    settings = doors(AuthSettings(jwt=settings_of(jwks_url=url)))
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=settings) as s:
+        auth: ClientAuth = s.router._client_auth
+        assert auth._verifier is not None
+        await engine.was_called.wait()
+        auth._verifier.use_jwks(jwks_of(k1="RS256"))
+        engine.was_called.clear()
+        pass_time(11.0)
+        token = token_of(KEYS["RS256"], "RS256", kid="k2")
+        assert (await complete(s, token)).status_code == 503
+        await engine.was_called.wait()
+        assert (await complete(s, token_of(KEYS["RS256"], "RS256", kid="k1"))).status_code == 200
+    await issuer.stop()
+
+
+async def test_a_limit_holds_for_all_workers_together(tmp_path: Path) -> None:
+    """Twenty connections, so both workers get some. Each alone would let in as many as the limit."""
+    (tmp_path / "auth.toml").write_text(
+        '[tenants.search]\nkeys = ["key-of-search"]\nrequests_per_minute = 4\n'
+    )
+    (tmp_path / "auth.toml").chmod(0o600)
+    servers = Servers()
+    options = ("--auth-file", str(tmp_path / "auth.toml"))
+    async with two_workers(servers, FakeEngine(lends), FakeEngine(answers), *options) as workers:
+
+        async def ask() -> int:
+            async with workers.client() as client:
+                answer = await client.post(
+                    "/v1/completions", json={"prompt": "hello"}, headers=bearer("key-of-search")
+                )
+            return answer.status_code
+
+        statuses = await asyncio.gather(*(ask() for _ in range(20)))
+        assert set(statuses) == {200, 429}
+        # Eight: a minute has ended between them.
+        assert statuses.count(200) in (4, 5, 6, 7, 8)
+    await servers.stop()
