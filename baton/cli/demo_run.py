@@ -20,7 +20,7 @@ from baton.cli.demo_rounds import KEEPING, RoundsPlan, run_rounds
 from baton.cli.processes import ChildDied, Fleet, StartTimeout
 from baton.cli.system import CONNECTORS, EnginePlan, HandoffArguments, SystemPlan, start_engines, start_system
 from baton.core.errors import ConfigError
-from baton.engine.checkpoints.architecture import FAMILIES
+from baton.engine.checkpoints.families import FAMILIES
 
 START_TIMEOUT_S = 180.0  # Importing torch is slow on a loaded machine.
 MODEL_TIMEOUT_S = 120.0
@@ -50,8 +50,8 @@ def choose(
 def choose_family(name: str | None) -> str:
     """Return the small model's family; `name` may have - for _. Raises ConfigError."""
     family = FAMILY if name is None else name.replace("-", "_")
-    if family not in FAMILIES.values():
-        raise ConfigError(f"must be one of {', '.join(FAMILIES.values())}, is {name!r}", field="family")
+    if family not in FAMILIES:
+        raise ConfigError(f"must be one of {', '.join(FAMILIES)}, is {name!r}", field="family")
     return family
 
 

@@ -24,8 +24,8 @@ from baton.core.errors import ConfigError, UserError
 from baton.core.hashing import HASH_SEED
 from baton.core.layout import ModelFingerprint
 from baton.core.limited_file import open_regular
-from baton.engine.checkpoints.architecture import parse_architecture
 from baton.engine.checkpoints.checkpoint import read_json, weights_digest
+from baton.engine.checkpoints.families import parse_architecture
 
 logger = logging.getLogger(__name__)
 

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Final
 from baton.core.errors import ConfigError, UserError
 from baton.core.layout import FORMATS
 from baton.core.states import StatePart, place_parts
-from baton.engine.checkpoints.architecture import parse_architecture
+from baton.engine.checkpoints.families import parse_architecture
 from baton.vllm_plugin.groups import is_state, specs_of, state_spec
 
 if TYPE_CHECKING:

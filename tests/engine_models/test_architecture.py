@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import UserError
-from baton.engine.checkpoints.architecture import DecoderArchitecture, parse_architecture
+from baton.engine.checkpoints.architecture import DecoderArchitecture
+from baton.engine.checkpoints.families import parse_architecture
 from baton.engine.checkpoints.state_config import Mamba2
 
 LLAMA: dict[str, Any] = {

@@ -18,8 +18,8 @@ from baton.core.hashing import HASH_SEED, block_hash, extra_key, prompt_hash, ro
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.layout import ModelFingerprint
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.architecture import parse_architecture
 from baton.engine.checkpoints.checkpoint import weights_digest
+from baton.engine.checkpoints.families import parse_architecture
 from baton.engine.prefilled import sampling_digest
 from baton.router.legs import shape_of
 from baton.router.policies import EngineState, RoutedRequest, choose_prefix_affinity

@@ -17,7 +17,8 @@ from baton.core.config import KVCacheDtype, ModelConfig
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.core.limited_file import open_regular, read_limited
-from baton.engine.checkpoints.architecture import DecoderArchitecture, parse_architecture
+from baton.engine.checkpoints.architecture import DecoderArchitecture
+from baton.engine.checkpoints.families import parse_architecture
 
 DTYPES = ("float32", "bfloat16", "float16")
 SINGLE_FILE = "model.safetensors"

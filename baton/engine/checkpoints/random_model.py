@@ -15,21 +15,13 @@ import torch
 from safetensors.torch import save_file
 
 from baton.core.errors import UserError
-from baton.engine.checkpoints.architecture import (
-    EXPERT_NAMES,
-    FAMILIES,
-    HYBRIDS,
-    DecoderArchitecture,
-    Family,
-    MlpNames,
-    parse_architecture,
-)
+from baton.engine.checkpoints.architecture import DecoderArchitecture, Family, MlpNames
 from baton.engine.checkpoints.checkpoint import DTYPES, INDEX_FILE, SINGLE_FILE
-from baton.engine.checkpoints.random_latents import latent_attention_tensors, latent_fields
+from baton.engine.checkpoints.families import FAMILIES, parse_architecture
+from baton.engine.checkpoints.random_latents import LATENT_FAMILIES, latent_attention_tensors, latent_fields
 from baton.engine.checkpoints.random_mixers import mixer_tensors
 from baton.engine.checkpoints.random_tensor import RandomTensor
 from baton.engine.checkpoints.random_tokenizer import WrittenTokenizer, write_tokenizer
-from baton.engine.checkpoints.rope_config import LATENT_FAMILIES
 
 RopeScalingName = Literal["none", "linear", "llama3", "yarn"]
 
@@ -45,7 +37,6 @@ _NUM_EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
 _LAYERS_PER_GLOBAL = 3  # For a small Gemma 3: two layers with a window, then one without.
 _DEFAULT_WINDOW = 128  # For families that always have one.
 _MUTE_SCALE = 1e-3  # Puts the logits of tokens that must not be chosen near zero, far below the largest.
-_MODEL_TYPES: dict[Family, str] = {"gemma3": "gemma3_text", "granite_hybrid": "granitemoehybrid"}
 _WITHOUT_WINDOWS: frozenset[str] = frozenset(
     ("llama", "qwen3_moe", "mamba2", "granite_hybrid", "qwen3_next", *LATENT_FAMILIES)
 )
@@ -121,10 +112,10 @@ def write_checkpoint(
 
 
 def _checked_family(family: str) -> Family:
-    for known in get_args(Family):
+    for known in FAMILIES:
         if family == known:
-            return known  # type: ignore[no-any-return]  # get_args is untyped.
-    raise UserError(f"must be one of {', '.join(get_args(Family))}, is {family!r}", field="family")
+            return known
+    raise UserError(f"must be one of {', '.join(FAMILIES)}, is {family!r}", field="family")
 
 
 def _config_json(
@@ -142,8 +133,8 @@ def _config_json(
         raise UserError(f"the {family} family has no positions; choose another one", field="rope_scaling")
     layers, max_position = sizes["layers"], sizes["max_position"]
     config: dict[str, Any] = {
-        "architectures": [next(name for name, kind in FAMILIES.items() if kind == family)],
-        "model_type": _MODEL_TYPES.get(family, family),
+        "architectures": [FAMILIES[family].class_name],
+        "model_type": FAMILIES[family].model_type or family,
         "hidden_size": sizes["hidden"],
         "num_hidden_layers": layers,
         "num_attention_heads": sizes["heads"],
@@ -218,7 +209,7 @@ def _config_json(
         }
     if family == "llama":
         config["mlp_bias"] = False
-    if family in HYBRIDS:
+    if family in ("gemma3", "gpt_oss"):
         config["sliding_window"] = sliding_window if sliding_window is not None else _DEFAULT_WINDOW
     if family == "gemma3":
         del config["hidden_act"]
@@ -357,7 +348,8 @@ def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[Ra
         yield RandomTensor(name, (1, a.hidden_size), a.hidden_size**-0.5)
     num, wide, into = experts.num_experts, a.expert_size, a.hidden_size**-0.5
     down = _DOWN_GAIN * wide**-0.5
-    if (names := EXPERT_NAMES.get(a.family)) is not None:
+    if experts.alpha is None:
+        names = a.names.experts
         block = f"{prefix}.{names.block}"
         yield RandomTensor(f"{block}.{names.router}.weight", (num, a.hidden_size), into * _ROUTER_GAIN)
         if names.is_stacked:

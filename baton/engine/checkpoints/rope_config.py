@@ -8,11 +8,7 @@ import msgspec
 
 from baton.engine.checkpoints.config_fields import config_error, flag, number
 
-_DEFAULT_THETA = 10000.0
 _GEMMA3_GLOBAL_THETA, _GEMMA3_LOCAL_THETA = 1_000_000.0, 10000.0
-_GPT_OSS_THETA = 150000.0
-_MIXTRAL_THETA = 1_000_000.0
-LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
 
 
 class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
@@ -29,24 +25,21 @@ class RopeScaling(msgspec.Struct, frozen=True, kw_only=True):
     attention_factor: float = 1.0  # Factor of cosines and sines.
 
 
-def parse_rope(config: Mapping[str, Any], family: str) -> tuple[float, RopeScaling, float | None]:
-    """Theta, scaling, and the theta of layers with a window if it differs.
+def parse_rope(
+    config: Mapping[str, Any], default_theta: float = 10000.0, *, has_mscale: bool = False
+) -> tuple[float, RopeScaling]:
+    """Theta and scaling. `has_mscale`: the family has YaRN's `mscale` of DeepSeek.
 
     Reads both spellings: `rope_theta` with `rope_scaling`, and `rope_parameters` of transformers 5.
     """
     field, raw = _raw_of(config)
-    if family == "gemma3":
-        return _gemma3(config, raw, field)
-    if family == "gpt_oss" and not raw:
-        raise config_error("is missing", field)  # Loaders disagree about the default.
-    default = {"gpt_oss": _GPT_OSS_THETA, "mixtral": _MIXTRAL_THETA}.get(family, _DEFAULT_THETA)
-    theta = number(raw if "rope_theta" in raw else config, "rope_theta", default)
+    theta = number(raw if "rope_theta" in raw else config, "rope_theta", default_theta)
     scaling = _scaling(raw, field)
-    if family in LATENT_FAMILIES:
+    if has_mscale:
         scaling = _with_mscale(scaling, raw, field)
     elif scaling.kind == "yarn":
         _refuse_mscale(raw, field)
-    return theta, scaling, None
+    return theta, scaling
 
 
 def score_gain(config: Mapping[str, Any]) -> float:
@@ -86,10 +79,9 @@ def _mscale(factor: float, weight: float) -> float:
     return 0.1 * weight * math.log(max(factor, 1.0)) + 1
 
 
-def _gemma3(
-    config: Mapping[str, Any], raw: Mapping[str, Any], field: str
-) -> tuple[float, RopeScaling, float]:
-    """Settings of the two kinds of layers. Only layers with full attention have scaling."""
+def parse_gemma3_rope(config: Mapping[str, Any]) -> tuple[float, RopeScaling, float]:
+    """Theta, scaling, and the theta of layers with a window, which have no scaling."""
+    field, raw = _raw_of(config)
     everywhere: Mapping[str, Any] = raw
     sliding: Mapping[str, Any] = {}
     if "full_attention" in raw or "sliding_attention" in raw:

@@ -8,7 +8,7 @@ from baton.core.config import ModelConfig
 from baton.core.errors import UserError
 from baton.core.kv_groups import KVCacheGroup, one_group
 from baton.engine.attention.kv_memory import torch_dtype
-from baton.engine.checkpoints.architecture import parse_architecture
+from baton.engine.checkpoints.families import parse_architecture
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.loading import load_weights
 from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup

@@ -1,4 +1,4 @@
-"""Decoder model of the families of `checkpoints.architecture`: flattened batch, paged cache.
+"""Decoder model of the families of `checkpoints.families`: flattened batch, paged cache.
 
     token ids [T] -> embedding -> layers x (norm, attention, +, norm, MLP, +) -> norm -> hidden [T, M]
     hidden of the tokens to sample from [S, M] -> head -> logits [S, V]

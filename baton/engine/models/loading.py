@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from baton.core.errors import UserError
 from baton.core.layout import kv_heads_of
-from baton.engine.checkpoints.architecture import EXPERT_NAMES, MAX_LAYERS, MlpNames
+from baton.engine.checkpoints.architecture import MAX_LAYERS, MlpNames
 from baton.engine.checkpoints.checkpoint import read_json, weight_files
 from baton.engine.checkpoints.config_fields import positive
 from baton.engine.checkpoints.latent_config import IndexShape
@@ -250,7 +250,7 @@ def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Itera
     wide = total // group.size
     mine = slice(group.rank * wide, (group.rank + 1) * wide)
     if mlp.router_bias is None or mlp.gate_up_bias is None or mlp.down_bias is None:
-        names = EXPERT_NAMES[a.family]
+        names = a.names.experts
         block = f"{prefix}.{names.block}"
         yield _Target(f"{block}.{names.router}.weight", (num, hidden), mlp.router)
         if names.is_stacked:
