@@ -38,7 +38,7 @@ from baton.bench.transports import CONSUMER, PRODUCER, TIMEOUT_S, make
 from baton.core.config import CacheConfig
 from baton.core.errors import ConfigError
 from baton.core.ids import Address
-from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region
+from baton.core.layout import KEYS_AND_VALUES, CacheSpec, CopySpan, LayerLayout, RankLayout, Region
 from baton.engine.attention.kv_memory import allocate_kv_cache
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
@@ -111,17 +111,18 @@ def spans_of(local: RankLayout, remote: RankLayout) -> Sequence[CopySpan]:
 def layout_of(shape: Shape, region: Region, *, is_together: bool) -> RankLayout:
     num_blocks = region.nbytes // shape.block_bytes
     stride = shape.block_bytes if is_together else shape.layer_bytes
+    spec = CacheSpec(KEYS_AND_VALUES, "float32" if shape.itemsize == 4 else "bfloat16", shape.num_kv_heads)
     from_layer = shape.layer_bytes if is_together else num_blocks * shape.layer_bytes
     return RankLayout(
         tp_rank=0,
         tp_size=1,
-        num_kv_heads=shape.num_kv_heads,
         num_blocks=num_blocks,
         block_tokens=shape.block_tokens,
-        dtype="float32" if shape.itemsize == 4 else "bfloat16",
         regions=(region,),
         layers=tuple(
-            LayerLayout(f"layer.{layer}", 0, layer * from_layer, stride, shape.head_bytes, shape.head_bytes)
+            LayerLayout(
+                f"layer.{layer}", spec, 0, layer * from_layer, stride, shape.head_bytes, shape.head_bytes
+            )
             for layer in range(shape.num_layers)
         ),
     )

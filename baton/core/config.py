@@ -14,8 +14,17 @@ import msgspec
 
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
-from baton.core.kv_groups import KVCacheGroup, group_layers, one_group
-from baton.core.layout import ModelFingerprint
+from baton.core.kv_groups import KVCacheGroup, group_layers, index_layer_name, layer_name, one_group
+from baton.core.layout import (
+    CONSTANT_SCALES,
+    INDEX_KEYS,
+    INLINE_SCALES,
+    KEYS_AND_VALUES,
+    LATENT,
+    NO_SCALES,
+    CacheSpec,
+    ModelFingerprint,
+)
 from baton.core.states import StatePart
 from baton.core.validation import explain
 
@@ -161,13 +170,10 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     state_layers: tuple[int, ...] = ()  # Indices of the layers with a recurrent state instead of attention.
     latent_size: int = 0  # Elements of a slot that holds a latent instead of K and V (MLA); 0: K and V.
     index_size: int = 0  # Elements of a slot of the second cache of each layer, of index keys; 0: none.
-    kv_cache_dtype: KVCacheDtype = "auto"  # Of keys, values and latents. "auto": `dtype`.
+    # Of keys, values and latents; "auto": `dtype`. Index keys always have `dtype`.
+    kv_cache_dtype: KVCacheDtype = "auto"
 
     def __post_init__(self) -> None:
-        if self.kv_cache_dtype == "auto":
-            return
-        if self.index_size:
-            raise ConfigError("must be auto for a model with index keys", field="kv_cache_dtype")
         if self.has_scales and self.slot_size % 4:
             raise ConfigError(
                 f"needs slots of a multiple of 4 numbers; this model has {self.slot_size}",
@@ -176,7 +182,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def stored_dtype(self) -> str:
-        """Element type of the KV cache, by its name in torch."""
+        """Element type of keys, values and latents in the cache, by its name in torch."""
         return _STORED_DTYPES.get(self.kv_cache_dtype, self.dtype)
 
     @property
@@ -186,7 +192,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def item_bytes(self) -> int:
-        """Size of an element of the KV cache."""
+        """Size of an element of `stored_dtype`."""
         return _ITEM_BYTES[self.stored_dtype]
 
     @property
@@ -202,11 +208,28 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def token_bytes(self) -> int:
         """Size of all caches of a layer per token and KV head."""
-        return (self.stored_slot_size + self.index_size) * self.item_bytes
+        return self.stored_slot_size * self.item_bytes + self.index_size * _ITEM_BYTES[self.dtype]
 
     @property
     def num_layer_caches(self) -> int:
         return self.num_hidden_layers * (2 if self.index_size else 1)
+
+    @property
+    def cache_specs(self) -> dict[str, CacheSpec]:
+        """What the caches with tokens hold, by name, in layer order."""
+        if self.has_scales:
+            scales = INLINE_SCALES
+        else:
+            scales = NO_SCALES if self.stored_dtype == self.dtype else CONSTANT_SCALES
+        kind = LATENT if self.latent_size else KEYS_AND_VALUES
+        spec = CacheSpec(kind, self.stored_dtype, self.num_kv_heads, scales)
+        specs: dict[str, CacheSpec] = {}
+        for layer in range(self.num_hidden_layers):
+            if layer not in self.state_layers:
+                specs[layer_name(layer)] = spec
+            if self.index_size:
+                specs[index_layer_name(layer)] = CacheSpec(INDEX_KEYS, self.dtype, 1)
+        return specs
 
     def fingerprint(self, hash_seed: str) -> ModelFingerprint:
         # Without attention hosts differ about these numbers, which then mean nothing.

@@ -1,8 +1,16 @@
 """Layout of a KV cache in memory, as data, so that copy plans are computed and assume nothing.
 
-One rank's cache is a few *regions* of registered memory. A *slot* holds K and V of one token and one KV head,
-side by side; of latent attention (MLA) the latent and the rotary key, which all heads share. The slot of
-token `t` and the rank's head `h` in block `b` of a layer starts at
+One rank's cache is a few *regions* of registered memory. A layer has one cache or several, and each has a
+*kind*: plans and checks read it, and never a model's name.
+
+    kind              a slot holds of one token and head    heads            vLLM (`kv_cache_interface.py`)
+    keys_and_values   K and V                               divided by TP    Full, SlidingWindowSpec
+    latent            a latent and its rotary key (MLA)     one, in all      MLAAttentionSpec
+    index_keys        a small key that chooses the others   one, in all      the same, with the role INDEXER
+    scales            the scales of another cache's slot    divided by TP    -
+    state             no tokens: see `baton.core.states`    units            MambaSpec
+
+The slot of token `t` and the rank's head `h` in block `b` of a layer starts at
 
     regions[layer.region].address + offset + b * block_stride + h * head_stride + t * token_stride
 
@@ -12,7 +20,7 @@ This covers head-major (HND) and token-major (NHD) blocks:
     NHD   | token 0: head 0, head 1, ... | token 1: head 0, ...  |     head_stride = slot
 
 With heads first, a tensor-parallel slice of the heads is one contiguous run. As a tensor, each layer is
-`[num_blocks, num_kv_heads_of_rank, block_tokens, 2 * head_dim]`, with the strides of either order.
+`[num_blocks, heads_of_rank, block_tokens, content]`, with the strides of either order.
 
 Some engines do not store slots. *Packing* names the content of the part of a block that belongs to one head:
 
@@ -20,6 +28,9 @@ Some engines do not store slots. *Packing* names the content of the part of a bl
     planes   K of element 0: token 0, 1, ... | of element 1: ... | V of token 0 | V of token 1 | ...
              copied as whole blocks between blocks of equal size; otherwise number by number
     others   copied as whole blocks between equal packings; their content is opaque
+
+Numbers of few bits are multiplied with *scales*: a constant of the layer, some inline (in the slot, of each
+token and head), or some beside (in a cache of kind `scales`).
 """
 
 from typing import NamedTuple
@@ -30,6 +41,21 @@ SLOT = "slot"
 PLANES = "planes"
 """K transposed, `[head_dim, block_tokens]`, before V, `[block_tokens, head_dim]`, as in vLLM on a CPU."""
 
+KEYS_AND_VALUES = "keys_and_values"
+LATENT = "latent"
+INDEX_KEYS = "index_keys"
+SCALES = "scales"
+STATE = "state"
+TOKEN_KINDS = (KEYS_AND_VALUES, LATENT, INDEX_KEYS, SCALES)
+WHOLE_KINDS = frozenset({LATENT, INDEX_KEYS})
+"""Kinds with one head, which every tensor-parallel rank holds."""
+
+NO_SCALES = "none"
+CONSTANT_SCALES = "constant"  # 1 if the dtype is one of FORMATS; else a part of the weights.
+INLINE_SCALES = "inline"
+SCALES_BESIDE = "beside"
+SCALES_PLACES = (NO_SCALES, CONSTANT_SCALES, INLINE_SCALES, SCALES_BESIDE)
+
 
 class Region(msgspec.Struct, frozen=True):
     """A contiguous piece of one process's memory. Addresses are virtual; device "cpu" or "cuda:N"."""
@@ -39,10 +65,21 @@ class Region(msgspec.Struct, frozen=True):
     device: str = "cpu"
 
 
+class CacheSpec(msgspec.Struct, frozen=True):
+    """What a cache with tokens holds. `dtype`: of its elements, by its name in torch."""
+
+    kind: str  # One of TOKEN_KINDS.
+    dtype: str
+    num_heads: int  # Of the whole model; `kv_heads_of` defines which of them a rank holds.
+    scales: str = NO_SCALES  # One of SCALES_PLACES.
+    packing: str = SLOT  # Without slots each head's part is contiguous, and token_stride has no meaning.
+
+
 class LayerLayout(msgspec.Struct, frozen=True):
-    """Offsets and strides in bytes."""
+    """A cache with tokens of one layer. Offsets and strides in bytes."""
 
     name: str
+    spec: CacheSpec
     region: int  # Index into RankLayout.regions.
     offset: int  # Of block 0 within the region.
     block_stride: int  # From one block to the next.
@@ -74,6 +111,7 @@ class StateLayout(msgspec.Struct, frozen=True):
     block_stride: int  # From one block to the next.
     group: int  # Index of the layer's KV cache group.
     parts: tuple[UnitsLayout, ...]
+    kind: str = STATE
 
 
 class RankLayout(msgspec.Struct, frozen=True):
@@ -81,16 +119,12 @@ class RankLayout(msgspec.Struct, frozen=True):
 
     tp_rank: int
     tp_size: int
-    num_kv_heads: int  # Of the whole model, not of the rank.
     num_blocks: int
     block_tokens: int
-    dtype: str  # Element type of the cache, by its name in torch: "float32", "bfloat16", ...
     regions: tuple[Region, ...]
     layers: tuple[LayerLayout, ...]  # Of the rank's pipeline stage.
     pp_rank: int = 0
     pp_size: int = 1
-    is_replicated: bool = False  # Every tensor-parallel rank holds all KV heads, as with MLA.
-    packing: str = SLOT  # Without slots each head's part is contiguous, and token_stride has no meaning.
     states: tuple[StateLayout, ...] = ()  # Of the rank's pipeline stage.
 
     @property
@@ -107,7 +141,7 @@ class ModelFingerprint(msgspec.Struct, frozen=True):
 
     model: str  # Content digest of the architecture (config), not a path.
     revision: str  # Content digest of the weights.
-    dtype: str  # Of the KV cache.
+    dtype: str  # Of keys, values and latents. A cache with scales has a name of its own.
     num_layers: int  # That have a cache. A layer with an index has two.
     num_kv_heads: int
     head_dim: int

@@ -148,30 +148,29 @@ class PlanError(TransferError):
     """Both layouts are sound, but no copy leads from one to the other. Names both values."""
 
 
+class HeadRun(NamedTuple):
+    """Some heads of a layer on both sides, from an index on that is relative to the rank's first head."""
+
+    local: LayerLayout
+    local_head: int
+    remote: LayerLayout
+    remote_head: int
+    num_heads: int
+
+
 def slot_spans(
-    local: RankLayout,
-    remote: RankLayout,
-    layers: Sequence[str],
-    *,
-    local_head: int,
-    remote_head: int,
-    num_heads: int,
-    shape: Shape,
+    local: RankLayout, remote: RankLayout, runs: Iterable[HeadRun], shape: Shape
 ) -> tuple[CopySpan, ...]:
-    """Copies of one run of tokens, for any pair of blocks. Head indices are relative to the rank's first."""
-    assert 0 <= local_head <= local_head + num_heads <= len(heads_of(local))
-    assert 0 <= remote_head <= remote_head + num_heads <= len(heads_of(remote))
+    """Copies of one run of tokens of these heads, for any pair of blocks."""
     assert shape.local_token + shape.num_tokens <= local.block_tokens
     assert shape.remote_token + shape.num_tokens <= remote.block_tokens
-    ours = {layer.name: layer for layer in local.layers}
-    theirs = {layer.name: layer for layer in remote.layers}
     atoms = (
         atom
-        for name in layers
+        for run in runs
         for atom in _layer_spans(
-            _FirstSlot(local, ours[name], local_head, shape.local_token),
-            _FirstSlot(remote, theirs[name], remote_head, shape.remote_token),
-            num_heads,
+            _FirstSlot(local, run.local, run.local_head, run.num_heads, shape.local_token),
+            _FirstSlot(remote, run.remote, run.remote_head, run.num_heads, shape.remote_token),
+            run.num_heads,
             shape.num_tokens,
         )
     )
@@ -186,7 +185,8 @@ def slot_spans(
 class _FirstSlot:
     """Location of the first slot on one side, and the strides to the others."""
 
-    def __init__(self, layout: RankLayout, layer: LayerLayout, head: int, token: int) -> None:
+    def __init__(self, layout: RankLayout, layer: LayerLayout, head: int, num_heads: int, token: int) -> None:
+        assert 0 <= head <= head + num_heads <= len(heads_of(layer, layout))
         self.slot_bytes = slot_bytes_of(layer, layout)
         self.token_stride = token_stride_of(layer, layout)
         self.head_stride = layer.head_stride

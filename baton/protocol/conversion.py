@@ -10,19 +10,25 @@ A layout describes a staging buffer as it does a cache, so the same code compute
 
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from baton.core.layout import (
+    CONSTANT_SCALES,
     FORMATS,
+    NO_SCALES,
     PLANES,
+    SCALES,
     SLOT,
+    CacheSpec,
     CopySpan,
     LayerLayout,
     RankLayout,
     can_convert,
     declared_loss,
 )
-from baton.protocol.block_runs import PlanError, Shape, check_equal, num_shapes, slot_spans
-from baton.protocol.layout_checks import heads_of, slot_bytes_of, token_stride_of
-from baton.protocol.plan import Share
+from baton.protocol.block_runs import HeadRun, PlanError, Shape, check_equal, num_shapes, slot_spans
+from baton.protocol.layout_checks import slot_bytes_of, token_stride_of
+from baton.protocol.plan import Share, head_runs
 
 RUN_BYTES_MIN = 2048  # A copy of fewer bytes costs more than moving the bytes through the cache once more.
 SHAPES_MAX = 16  # Each shape is an operation of its own.
@@ -30,7 +36,7 @@ SHAPES_MAX = 16  # Each shape is an operation of its own.
 
 class Conversion(NamedTuple):
     is_staged: bool
-    loss: str  # Loss of the conversion, in words; empty if there is none.
+    loss: str  # Loss of the conversion, in words, for each pair of dtypes; empty if there is none.
     moves_whole_blocks: bool = False  # The packing cannot be cut within a block; parts of one are staged.
     can_be_staged: bool = True
 
@@ -42,22 +48,24 @@ def plan_conversion(
 
     Raises PlanError if the bytes would have another meaning here.
     """
-    loss = _check_elements(local, remote, share, converts_dtype)
-    can_be_staged = _has_known_elements(local) and _has_known_elements(remote)
-    if local.dtype != remote.dtype or local.packing != remote.packing:
-        _check_known(local, remote)
-        return Conversion(True, loss)
-    if local.packing != SLOT:
-        if local.block_tokens != remote.block_tokens:
-            _check_known(local, remote)
-            return Conversion(True, "")
+    runs = [*head_runs(local, remote, share)]
+    losses = [_check_elements(run, local, remote, converts_dtype) for run in runs]
+    specs = [(run.local.spec, run.remote.spec) for run in runs]
+    can_be_staged = all(map(_has_known_elements, (spec for both in specs for spec in both)))
+    has_same_blocks = local.block_tokens == remote.block_tokens
+    has_slots = all(ours.packing == theirs.packing == SLOT for ours, theirs in specs)
+    if not all(
+        (ours.dtype, ours.packing) == (theirs.dtype, theirs.packing) for ours, theirs in specs
+    ) or not (has_slots or has_same_blocks):
+        for run in runs:
+            _check_known(run, local, remote)
+        return Conversion(True, "; ".join(dict.fromkeys(filter(None, losses))))
+    if has_same_blocks and not has_slots:
         return Conversion(False, "", moves_whole_blocks=True, can_be_staged=can_be_staged)
     if num_shapes(local.block_tokens, remote.block_tokens) > SHAPES_MAX:
         return Conversion(True, "")
-    ours, theirs = _by_name(local), _by_name(remote)
     is_staged = any(
-        _is_better_staged(_Order(ours[name], local), _Order(theirs[name], remote), len(share.heads))
-        for name in share.layers
+        _is_better_staged(_Order(run.local, local), _Order(run.remote, remote), run.num_heads) for run in runs
     )
     return Conversion(is_staged, "")
 
@@ -83,8 +91,8 @@ def plan_groups(remote: RankLayout, share: Share, nbytes: int) -> list[tuple[str
     group: list[str] = []
     group_bytes = 0
     theirs = _by_name(remote)
-    for name in share.layers:
-        layer_bytes = theirs[name].head_bytes * len(share.heads)
+    for name, heads in share.items():
+        layer_bytes = theirs[name].head_bytes * len(heads)
         if layer_bytes > nbytes:
             raise PlanError(f"a block of {name} has {layer_bytes} bytes, the staging buffer {nbytes}")
         if group_bytes + layer_bytes > nbytes:
@@ -100,48 +108,44 @@ def plan_chunk(
 ) -> StagedChunk:
     """A buffer of `nbytes` bytes at `offset` of our region `region`, in P's own order of heads and tokens."""
     theirs = _by_name(remote)
-    block_bytes = sum(theirs[name].head_bytes for name in layers) * len(share.heads)
+    block_bytes = sum(theirs[name].head_bytes * len(share[name]) for name in layers)
     staged: list[LayerLayout] = []
     for name in layers:
         head_bytes, slot_bytes = theirs[name].head_bytes, slot_bytes_of(theirs[name], remote)
+        num_heads = len(share[name])
         is_token_major = token_stride_of(theirs[name], remote) > theirs[name].head_stride
         staged.append(
             LayerLayout(
                 name=name,
+                spec=replace(theirs[name].spec, num_heads=num_heads),
                 region=region,
                 offset=offset,
                 block_stride=block_bytes,
                 head_stride=slot_bytes if is_token_major else head_bytes,
                 head_bytes=head_bytes,
-                token_stride=slot_bytes * len(share.heads) if is_token_major else slot_bytes,
+                token_stride=slot_bytes * num_heads if is_token_major else slot_bytes,
             )
         )
-        offset += head_bytes * len(share.heads)
+        offset += head_bytes * num_heads
     layout = RankLayout(
         tp_rank=0,
         tp_size=1,
-        num_kv_heads=len(share.heads),
         num_blocks=nbytes // block_bytes,
         block_tokens=remote.block_tokens,
-        dtype=remote.dtype,
         regions=(),  # Spans name regions by their index.
         layers=tuple(staged),
-        packing=remote.packing,
     )
     return StagedChunk(layout, layers)
 
 
 def chunk_spans(chunk: StagedChunk, remote: RankLayout, share: Share) -> tuple[CopySpan, ...]:
     """Spans from P's blocks into the buffer's."""
-    return slot_spans(
-        chunk.layout,
-        remote,
-        chunk.layers,
-        local_head=0,
-        remote_head=share.heads.start - heads_of(remote).start,
-        num_heads=len(share.heads),
-        shape=Shape(0, 0, remote.block_tokens),
+    of_chunk = {name: share[name] for name in chunk.layers}
+    runs = (
+        run._replace(local=staged, local_head=0)
+        for staged, run in zip(chunk.layout.layers, head_runs(remote, remote, of_chunk), strict=True)
     )
+    return slot_spans(chunk.layout, remote, runs, Shape(0, 0, remote.block_tokens))
 
 
 class _Order(NamedTuple):
@@ -170,36 +174,38 @@ def _is_better_staged(ours: _Order, theirs: _Order, num_heads: int) -> bool:
     return ours.slot_bytes < RUN_BYTES_MIN and (theirs.has_dense_tokens or theirs.has_dense_heads)
 
 
-def _has_known_elements(layout: RankLayout) -> bool:
+def _has_known_elements(spec: CacheSpec) -> bool:
     """Whether the location of each element in a block is known, so that elements can be moved separately."""
-    return layout.packing == SLOT or (layout.packing == PLANES and layout.dtype in FORMATS)
+    return spec.packing == SLOT or (spec.packing == PLANES and spec.dtype in FORMATS)
 
 
-def _check_known(local: RankLayout, remote: RankLayout) -> None:
-    if not (_has_known_elements(local) and _has_known_elements(remote)):
+def _check_known(run: HeadRun, local: RankLayout, remote: RankLayout) -> None:
+    ours, theirs = run.local.spec, run.remote.spec
+    if not (_has_known_elements(ours) and _has_known_elements(theirs)):
         raise PlanError(
-            f"packing: ours is {local.packing!r} in blocks of {local.block_tokens} tokens of {local.dtype}, "
-            f"theirs is {remote.packing!r} in blocks of {remote.block_tokens} tokens of {remote.dtype}; "
+            f"packing: ours is {ours.packing!r} in blocks of {local.block_tokens} tokens of {ours.dtype}, "
+            f"theirs is {theirs.packing!r} in blocks of {remote.block_tokens} tokens of {theirs.dtype}; "
             "a cache of unknown packing can only be read by one of the same packing, dtype and block size"
         )
 
 
-def _check_elements(local: RankLayout, remote: RankLayout, share: Share, converts_dtype: bool) -> str:
+def _check_elements(run: HeadRun, local: RankLayout, remote: RankLayout, converts_dtype: bool) -> str:
     """Returns the declared loss."""
-    ours, theirs = _by_name(local), _by_name(remote)
+    name, ours, theirs = run.local.name, run.local.spec, run.remote.spec
     itemsizes = 1, 1
-    if local.dtype != remote.dtype:
-        if not converts_dtype or not can_convert(remote.dtype, local.dtype):
-            check_equal("dtype", local.dtype, remote.dtype)
-        itemsizes = FORMATS[local.dtype].itemsize, FORMATS[remote.dtype].itemsize
-    for name in share.layers:
-        our_bytes, their_bytes = slot_bytes_of(ours[name], local), slot_bytes_of(theirs[name], remote)
-        if our_bytes * itemsizes[1] != their_bytes * itemsizes[0]:
-            raise PlanError(
-                f"slots of {name}: ours {our_bytes} bytes of {local.dtype}, "
-                f"theirs {their_bytes} bytes of {remote.dtype}"
-            )
-    return declared_loss(remote.dtype, local.dtype) if local.dtype != remote.dtype else ""
+    if ours.dtype != theirs.dtype:
+        if not converts_dtype or not can_convert(theirs.dtype, ours.dtype) or ours.kind == SCALES:
+            check_equal(f"dtype of {name}", ours.dtype, theirs.dtype)
+        itemsizes = FORMATS[ours.dtype].itemsize, FORMATS[theirs.dtype].itemsize
+    if ours.dtype == theirs.dtype or {ours.scales, theirs.scales} - {NO_SCALES, CONSTANT_SCALES}:
+        check_equal(f"scales of {name}", ours.scales, theirs.scales)
+    our_bytes, their_bytes = slot_bytes_of(run.local, local), slot_bytes_of(run.remote, remote)
+    if our_bytes * itemsizes[1] != their_bytes * itemsizes[0]:
+        raise PlanError(
+            f"slots of {name}: ours {our_bytes} bytes of {ours.dtype}, "
+            f"theirs {their_bytes} bytes of {theirs.dtype}"
+        )
+    return declared_loss(theirs.dtype, ours.dtype) if ours.dtype != theirs.dtype else ""
 
 
 def _by_name(layout: RankLayout) -> dict[str, LayerLayout]:

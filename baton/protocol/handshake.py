@@ -15,7 +15,7 @@ from baton.core.layout import ModelFingerprint, RankLayout, differences
 from baton.protocol.messages import MAX_PAYLOAD_BYTES, MAX_REASON_CHARS, U64_MAX, Hello, Refused, Welcome
 from baton.protocol.plan import check_layout
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 MAX_RANKS = 4096
 MAX_TRANSPORTS = 16
 MAX_ENDPOINT_BYTES = 1 << 16  # Of one transport of one rank.

@@ -1,10 +1,23 @@
 """Validation of KV cache layouts. No layout from a peer is used before it has passed `check_layout`."""
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from baton.core.errors import PeerError
 from baton.core.kv_groups import MAX_GROUPS
-from baton.core.layout import SLOT, LayerLayout, RankLayout, StateLayout, UnitsLayout, kv_heads_of
+from baton.core.layout import (
+    SCALES_PLACES,
+    SLOT,
+    STATE,
+    TOKEN_KINDS,
+    WHOLE_KINDS,
+    CacheSpec,
+    LayerLayout,
+    RankLayout,
+    StateLayout,
+    UnitsLayout,
+    kv_heads_of,
+)
 
 MAX_RANKS = 4096
 MAX_REGIONS = 4096
@@ -24,9 +37,6 @@ def check_layout(layout: RankLayout) -> None:
     _check_range("pp_rank", layout.pp_rank, 0, layout.pp_size - 1)
     _check_range("tp_size", layout.tp_size, 1, MAX_RANKS)
     _check_range("tp_rank", layout.tp_rank, 0, layout.tp_size - 1)
-    _check_range("num_kv_heads", layout.num_kv_heads, 1, MAX_RANKS)
-    if not layout.is_replicated and not can_share(layout.tp_size, layout.num_kv_heads):
-        raise PeerError(f"layout: {layout.tp_size} ranks cannot share {layout.num_kv_heads} KV heads evenly")
     _check_range("num_blocks", layout.num_blocks, 1, MAX_BLOCKS)
     _check_range("block_tokens", layout.block_tokens, 1, MAX_BLOCK_TOKENS)
     _check_range("number of regions", len(layout.regions), 1, MAX_REGIONS)
@@ -34,7 +44,6 @@ def check_layout(layout: RankLayout) -> None:
     for region in layout.regions:
         _check_range("region address", region.address, 0, ADDRESS_SPACE - 1)
         _check_range("region nbytes", region.nbytes, 1, ADDRESS_SPACE - region.address)
-    _check_range("length of the packing's name", len(layout.packing), 1, MAX_NAME_CHARS)
     names = {layer.name for layer in layout.caches}
     if len(names) != len(layout.layers) + len(layout.states):
         raise PeerError("layout: two layers have the same name")
@@ -49,11 +58,9 @@ def can_share(tp_size: int, num_kv_heads: int) -> bool:
     return num_kv_heads % tp_size == 0 or tp_size % num_kv_heads == 0
 
 
-def heads_of(layout: RankLayout) -> range:
-    """Global indices of the KV heads that this rank holds."""
-    if layout.is_replicated:
-        return range(layout.num_kv_heads)
-    return kv_heads_of(layout.tp_rank, tp_size=layout.tp_size, num_kv_heads=layout.num_kv_heads)
+def heads_of(layer: LayerLayout, layout: RankLayout) -> range:
+    """Global indices of the heads of a cache that this rank holds."""
+    return kv_heads_of(layout.tp_rank, tp_size=layout.tp_size, num_kv_heads=layer.spec.num_heads)
 
 
 def units_of(part: UnitsLayout, layout: RankLayout) -> range:
@@ -73,6 +80,7 @@ def token_stride_of(layer: LayerLayout, layout: RankLayout) -> int:
 def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
     _check_range("length of a layer's name", len(layer.name), 1, MAX_NAME_CHARS)
     where = f"layer {layer.name!r}: "
+    _check_spec(layer.spec, layout, where)
     _check_range(where + "group", layer.group, 0, MAX_GROUPS - 1)
     _check_range(where + "region", layer.region, 0, len(layout.regions) - 1)
     region_bytes = layout.regions[layer.region].nbytes
@@ -86,11 +94,11 @@ def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
     slot_bytes, token_stride = slot_bytes_of(layer, layout), token_stride_of(layer, layout)
     _check_range(where + "token_stride", token_stride, slot_bytes, ADDRESS_SPACE)
     _check_range(where + "head_stride", layer.head_stride, slot_bytes, ADDRESS_SPACE)
-    if layout.packing != SLOT and token_stride != slot_bytes:
+    if layer.spec.packing != SLOT and token_stride != slot_bytes:
         raise PeerError(
-            f"layout: {where}packing {layout.packing!r} does not allow a token_stride above {slot_bytes}"
+            f"layout: {where}packing {layer.spec.packing!r} does not allow a token_stride above {slot_bytes}"
         )
-    num_heads = len(heads_of(layout))
+    num_heads = len(heads_of(layer, layout))
     last_head = (num_heads - 1) * layer.head_stride
     last_token = (layout.block_tokens - 1) * token_stride
     # Either all tokens of a head lie before those of the next head, or all heads of a token lie before the
@@ -106,8 +114,21 @@ def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
         raise PeerError(f"layout: {where}its last block ends at {end}, its region at {region_bytes}")
 
 
+def _check_spec(spec: CacheSpec, layout: RankLayout, where: str) -> None:
+    for what, name in (("kind", spec.kind), ("packing", spec.packing), ("dtype", spec.dtype)):
+        _check_range(f"{where}length of the {what}'s name", len(name), 1, MAX_NAME_CHARS)
+    _check_known(where + "kind", spec.kind, TOKEN_KINDS)
+    _check_known(where + "scales", spec.scales, SCALES_PLACES)
+    _check_range(where + "num_heads", spec.num_heads, 1, 1 if spec.kind in WHOLE_KINDS else MAX_RANKS)
+    if not can_share(layout.tp_size, spec.num_heads):
+        raise PeerError(
+            f"layout: {where}{layout.tp_size} ranks cannot share {spec.num_heads} KV heads evenly"
+        )
+
+
 def _check_state(state: StateLayout, layout: RankLayout) -> None:
     where = f"state of layer {state.name!r}: "
+    _check_known(where + "kind", state.kind, (STATE,))
     _check_range(where + "length of the name", len(state.name), 1, MAX_NAME_CHARS)
     _check_range(where + "group", state.group, 0, MAX_GROUPS - 1)
     _check_range(where + "region", state.region, 0, len(layout.regions) - 1)
@@ -133,6 +154,11 @@ def _check_state(state: StateLayout, layout: RankLayout) -> None:
     end += state.offset + (layout.num_blocks - 1) * state.block_stride
     if end > region_bytes:
         raise PeerError(f"layout: {where}its last block ends at {end}, its region at {region_bytes}")
+
+
+def _check_known(what: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise PeerError(f"layout: {what} is {value[:MAX_NAME_CHARS]!r}; known: {', '.join(known)}")
 
 
 def _check_range(what: str, value: int, low: int, high: int) -> None:

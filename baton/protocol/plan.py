@@ -5,9 +5,10 @@
     share_spans            which bytes these are
     plan_state_spans       the same, of recurrent states
 
-Every KV head of every layer that a rank of D holds is read exactly once, from one rank of P that holds it.
-Layers are matched by name, so the stages of a pipeline may cut the model anywhere. If P has replicas (more
-ranks than heads, or a cache that all ranks hold), the readers of one head are spread over them.
+Every head of every cache that a rank of D holds is read exactly once, from one rank of P that holds it.
+Caches are matched by name, so the stages of a pipeline may cut the model anywhere. How many heads a cache has
+follows from its kind: several for keys and values and their scales, one for latents and index keys, units for
+states. If P has replicas (more ranks than heads), the readers of one head are spread over them.
 
     num_kv_heads = 4        P, tp 4:  |  0  |  1  |  2  |  3  |        D, tp 2:  |   0 1   |   2 3   |
                             pairs (0,0) (1,0) (2,1) (3,1); each moves one head into its half of D's block
@@ -15,13 +16,13 @@ ranks than heads, or a cache that all ranks hold), the readers of one head are s
 The index of a rank in a pair is `pp_rank * tp_size + tp_rank`.
 """
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeAlias
 
 from baton.core.ids import Pair
-from baton.core.layout import CopySpan, RankLayout
-from baton.protocol.block_runs import PlanError, Shape, check_equal, merged_spans, slot_spans
-from baton.protocol.layout_checks import can_share, check_layout, heads_of, units_of
+from baton.core.layout import CopySpan, LayerLayout, RankLayout, StateLayout
+from baton.protocol.block_runs import HeadRun, PlanError, Shape, check_equal, merged_spans, slot_spans
+from baton.protocol.layout_checks import check_layout, heads_of, units_of
 
 __all__ = [
     "GroupPair",
@@ -43,16 +44,8 @@ class GroupPair(NamedTuple):
     remote: int
 
 
-class Share(NamedTuple):
-    """The heads and layers that a rank of D takes from one rank of P."""
-
-    heads: range  # Global indices, one run.
-    layers: tuple[str, ...]  # In D's order.
-
-
-class _Side(NamedTuple):
-    tp_size: int
-    is_replicated: bool = False
+Share: TypeAlias = Mapping[str, range]
+"""What a rank of D takes from one rank of P: one run of global head indices by layer, in D's order."""
 
 
 def plan_pairs_of_layouts(
@@ -63,35 +56,52 @@ def plan_pairs_of_layouts(
     `rotation` spreads independent readers over replicas: engines of one rank that read from replicated
     ranks. Raises PlanError if no rank of P holds something that D needs.
     """
-    producer, consumer = _side_of(producers), _side_of(consumers)
-    num_kv_heads = consumers[0].num_kv_heads
-    check_equal("num_kv_heads", num_kv_heads, producers[0].num_kv_heads)
-    stages = [{layer.name for layer in ranks[0].caches} for ranks in _stages(producers)]
+    producer_tp, consumer_tp = _tp_size_of(producers), _tp_size_of(consumers)
+    theirs = {layer.name: layer for rank in producers for layer in rank.layers}
+    stages = [{cache.name for cache in ranks[0].caches} for ranks in _stages(producers)]
     pairs: dict[Pair, None] = {}
     for index, layout in enumerate(consumers):
-        wanted = {layer.name for layer in layout.layers}
-        states = {state.name for state in layout.states}
-        if missing := (wanted | states).difference(*stages):
+        if missing := {cache.name for cache in layout.caches}.difference(*stages):
             raise PlanError(f"layers differ: the producer has no {sorted(missing)[:3]}")
-        units = {
-            (unit, part.num_units)
-            for state in layout.states
-            for part in state.parts
-            for unit in units_of(part, layout)
-        }
-        sources = [
-            _source_of(head, layout.tp_rank, producer, consumer, num_kv_heads, rotation)
-            for head in heads_of(layout)
-        ]
-        # States are split over ranks even where all ranks hold every KV head.
-        sides = _Side(producer.tp_size), _Side(consumer.tp_size)
-        of_states = [
-            _source_of(unit, layout.tp_rank, *sides, num_units, rotation) for unit, num_units in sorted(units)
-        ]
+        for layer in layout.layers:
+            _check_alike(layer, theirs.get(layer.name))
         for stage, names in enumerate(stages):
-            read = (sources if names & wanted else []) + (of_states if names & states else [])
-            pairs.update((Pair(stage * producer.tp_size + source, index), None) for source in read)
+            units = {unit for cache in layout.caches if cache.name in names for unit in _units(cache, layout)}
+            for source in _sources_of(units, layout.tp_rank, producer_tp, consumer_tp, rotation):
+                pairs[Pair(stage * producer_tp + source, index)] = None
     return tuple(pairs)
+
+
+def _sources_of(
+    units: Iterable[tuple[int, int]], consumer_rank: int, producer_tp: int, consumer_tp: int, rotation: int
+) -> list[int]:
+    """The tensor-parallel ranks of P that a rank of D reads these (unit, number of units) from.
+
+    Where a rank is read anyway, it also serves what it has a replica of, which makes fewer pairs.
+    """
+    sources: dict[int, None] = {}
+    for unit, num_units in sorted(units, key=lambda of: (-of[1], of[0])):
+        replicas = max(1, producer_tp // num_units)
+        holders = range(unit * replicas, (unit + 1) * replicas)
+        if producer_tp <= num_units or sources.keys().isdisjoint(holders):
+            sources[_source_of(unit, consumer_rank, producer_tp, consumer_tp, num_units, rotation)] = None
+    return [*sources]
+
+
+def _units(cache: LayerLayout | StateLayout, layout: RankLayout) -> Iterator[tuple[int, int]]:
+    """The heads of a cache, or the units of a state, that a rank holds: each with the model's number."""
+    if isinstance(cache, LayerLayout):
+        yield from ((head, cache.spec.num_heads) for head in heads_of(cache, layout))
+    else:
+        yield from ((unit, part.num_units) for part in cache.parts for unit in units_of(part, layout))
+
+
+def _check_alike(ours: LayerLayout, theirs: LayerLayout | None) -> None:
+    """Raises PlanError for caches of different kinds. `conversion` compares the rest."""
+    if theirs is None:
+        raise PlanError(f"kind of {ours.name}: ours {ours.spec.kind!r}, theirs 'state'")
+    check_equal(f"kind of {ours.name}", ours.spec.kind, theirs.spec.kind)
+    check_equal(f"heads of {ours.name}", ours.spec.num_heads, theirs.spec.num_heads)
 
 
 def pair_groups(producers: Sequence[RankLayout], consumers: Sequence[RankLayout]) -> tuple[GroupPair, ...]:
@@ -120,23 +130,31 @@ def plan_shares(local: RankLayout, remotes: Mapping[int, RankLayout]) -> dict[in
     Ranks with nothing to read are left out. Raises PeerError for an unsound layout, PlanError if some head or
     layer is missing or is offered twice.
     """
-    open_heads = {layer.name: set(heads_of(local)) for layer in local.layers}
+    open_heads = {layer.name: set(heads_of(layer, local)) for layer in local.layers}
     shares: dict[int, Share] = {}
     for index, remote in remotes.items():
         check_layout(remote)
-        check_equal("num_kv_heads", local.num_kv_heads, remote.num_kv_heads)
-        offered = {layer.name for layer in remote.layers}
-        layers = tuple(layer.name for layer in local.layers if layer.name in offered)
-        heads = [head for head in heads_of(local) if head in heads_of(remote)]
-        # Of two replicas that are named for the same heads, only the first is read.
-        heads = [head for head in heads if any(head in open_heads[name] for name in layers)]
-        if not heads or not layers:
-            continue
-        if heads[-1] - heads[0] != len(heads) - 1 or not all(open_heads[n] >= {*heads} for n in layers):
-            raise PlanError(f"rank {index} of the producer offers heads {heads}, some of which others offer")
-        for name in layers:
-            open_heads[name].difference_update(heads)
-        shares[index] = Share(range(heads[0], heads[-1] + 1), layers)
+        theirs = {layer.name: layer for layer in remote.layers}
+        share: dict[str, range] = {}
+        for layer in local.layers:
+            if layer.name not in theirs:
+                continue
+            _check_alike(layer, theirs[layer.name])
+            offered = heads_of(theirs[layer.name], remote)
+            heads = [head for head in heads_of(layer, local) if head in offered]
+            still_open = open_heads[layer.name]
+            # Of two replicas that are named for the same heads, only the first is read.
+            if not heads or still_open.isdisjoint(heads):
+                continue
+            if not still_open.issuperset(heads):
+                raise PlanError(
+                    f"rank {index} of the producer offers heads {heads} of {layer.name}, some of which "
+                    "others offer"
+                )
+            still_open.difference_update(heads)
+            share[layer.name] = range(heads[0], heads[-1] + 1)
+        if share:
+            shares[index] = share
     for name, heads_left in open_heads.items():
         if heads_left:
             raise PlanError(
@@ -201,58 +219,48 @@ def plan_state_spans(
     return spans
 
 
-def share_spans(
-    local: RankLayout, remote: RankLayout, share: Share, shape: Shape, layers: Sequence[str] | None = None
-) -> tuple[CopySpan, ...]:
-    """Copies of one run of tokens of a share, for any pair of blocks. `layers`: limits it to these."""
-    return slot_spans(
-        local,
-        remote,
-        share.layers if layers is None else layers,
-        local_head=share.heads.start - heads_of(local).start,
-        remote_head=share.heads.start - heads_of(remote).start,
-        num_heads=len(share.heads),
-        shape=shape,
-    )
+def share_spans(local: RankLayout, remote: RankLayout, share: Share, shape: Shape) -> tuple[CopySpan, ...]:
+    """Copies of one run of tokens of a share, for any pair of blocks."""
+    return slot_spans(local, remote, head_runs(local, remote, share), shape)
+
+
+def head_runs(local: RankLayout, remote: RankLayout, share: Share) -> Iterator[HeadRun]:
+    """The share as runs of heads in both layouts."""
+    ours = {layer.name: layer for layer in local.layers}
+    theirs = {layer.name: layer for layer in remote.layers}
+    for name, heads in share.items():
+        yield HeadRun(
+            ours[name],
+            heads.start - heads_of(ours[name], local).start,
+            theirs[name],
+            heads.start - heads_of(theirs[name], remote).start,
+            len(heads),
+        )
 
 
 def _source_of(
-    head: int, consumer_rank: int, producer: _Side, consumer: _Side, num_kv_heads: int, rotation: int
+    unit: int, consumer_rank: int, producer_tp: int, consumer_tp: int, num_units: int, rotation: int
 ) -> int:
-    """The tensor-parallel rank of P that `consumer_rank` reads `head` (or a unit of a state) from."""
-    if producer.is_replicated:
-        # One reader takes all heads from one rank, which makes one pair instead of several.
-        return _replica_of(consumer_rank, consumer.tp_size, producer.tp_size, rotation)
-    if producer.tp_size <= num_kv_heads:
-        return head // (num_kv_heads // producer.tp_size)
-    replicas = producer.tp_size // num_kv_heads
-    if consumer.is_replicated:
-        readers = consumer.tp_size
-    else:
-        readers = max(1, consumer.tp_size // num_kv_heads)
-    return head * replicas + _replica_of(consumer_rank % readers, readers, replicas, rotation)
+    """The tensor-parallel rank of P that `consumer_rank` reads a head, or a unit of a state, from."""
+    if producer_tp <= num_units:
+        return unit // (num_units // producer_tp)
+    replicas = producer_tp // num_units
+    readers = max(1, consumer_tp // num_units)
+    return unit * replicas + _replica_of(consumer_rank % readers, readers, replicas, rotation)
 
 
-def _side_of(ranks: Sequence[RankLayout]) -> _Side:
+def _tp_size_of(ranks: Sequence[RankLayout]) -> int:
     first = ranks[0]
-    side = _Side(first.tp_size, first.is_replicated)
     if len(ranks) != first.tp_size * first.pp_size:
         raise PlanError(f"{len(ranks)} ranks, expected {first.pp_size} stages of {first.tp_size}")
-    if not first.is_replicated:
-        _check_divides(first.tp_size, first.num_kv_heads, "engine")
     for rank in ranks:
-        check_equal("tp_size and is_replicated of one engine", side, _Side(rank.tp_size, rank.is_replicated))
-    return side
+        check_equal("tp_size of one engine", first.tp_size, rank.tp_size)
+    return first.tp_size
 
 
 def _stages(ranks: Sequence[RankLayout]) -> list[Sequence[RankLayout]]:
     tp_size = ranks[0].tp_size
     return [ranks[first : first + tp_size] for first in range(0, len(ranks), tp_size)]
-
-
-def _check_divides(tp_size: int, num_kv_heads: int, whose: str) -> None:
-    if tp_size < 1 or num_kv_heads < 1 or not can_share(tp_size, num_kv_heads):
-        raise PlanError(f"the {whose}'s {tp_size} ranks cannot share {num_kv_heads} KV heads evenly")
 
 
 def _replica_of(reader: int, num_readers: int, num_replicas: int, rotation: int) -> int:

@@ -18,8 +18,9 @@ from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
+from baton.vllm_plugin.fingerprint import unnamed
 from baton.vllm_plugin.forwarding import ForwardingConnector
-from baton.vllm_plugin.groups import groups_of, specs_of, tables_by_position
+from baton.vllm_plugin.groups import cache_specs_of, groups_of, specs_of, tables_by_position
 from baton.vllm_plugin.host_policy import EMPTY_STEP_S, vllm_policy
 from baton.vllm_plugin.identity import identity_of
 from baton.vllm_plugin.packing import find_packing
@@ -65,6 +66,10 @@ class BatonPullConnector(ForwardingConnector):
             does_push=cls._does_push,
             is_worker=is_worker,
             groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size), carries_states=True),
+            cache_specs=cache_specs_of(
+                kv_cache_config,
+                unnamed(vllm_config.model_config, vllm_config.cache_config.cache_dtype).num_kv_heads,
+            ),
             state_parts=parts_of(vllm_config, kv_cache_config),
         )
 

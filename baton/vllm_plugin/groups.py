@@ -5,6 +5,8 @@
     MambaSpec                               the state after the last token: one block
     anything else                           refused
 
+and what the caches of each layer hold (`cache_specs_of`).
+
 All groups take blocks from one pool, and their layers share memory: a block belongs to one group at a time.
 
 vLLM keeps the tokens that the *next* token attends to. After a whole prompt was loaded, its last token is
@@ -21,6 +23,16 @@ from typing import Any, Final, TypeAlias
 
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
+from baton.core.layout import (
+    CONSTANT_SCALES,
+    INDEX_KEYS,
+    INLINE_SCALES,
+    KEYS_AND_VALUES,
+    LATENT,
+    NO_SCALES,
+    CacheSpec,
+)
+from baton.vllm_plugin.versions import of_unlisted_version
 
 ExpandTables: TypeAlias = Callable[[tuple[list[int], ...], int], tuple[list[int], ...]]
 FIELD: Final = "scheduler_config.disable_hybrid_kv_cache_manager"
@@ -29,6 +41,9 @@ WAY_OUT: Final = (
 )
 _KEEP_PART: Final = frozenset({"RSWASpec", "HiddenStateCacheSpec"})
 """Classes that vLLM derives from FullAttentionSpec and that do not keep the whole prompt."""
+_OF_TENSOR: Final = ""  # The dtype of the tensor that is registered.
+_SCALES_OF_MODE: Final = {"NONE": NO_SCALES, "FP8_PER_TENSOR": CONSTANT_SCALES}
+"""By the name of vLLM's `KVQuantMode`. In all others a block holds its scales."""
 
 
 def groups_of(
@@ -91,6 +106,39 @@ def in_order(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> dict[str, An
             field="kv_caches",
         )
     return {name: kv_caches[name] for name in names}
+
+
+def cache_specs_of(kv_cache_config: Any, num_kv_heads: int) -> dict[str, CacheSpec]:
+    """What the caches with tokens hold, by layer name. `num_kv_heads`: of the whole model.
+
+    Raises ConfigError for a cache that has fewer slots than tokens.
+    """
+    named = (
+        (name, getattr(group.kv_cache_spec, "kv_cache_specs", {}).get(name, group.kv_cache_spec))
+        for group in kv_cache_config.kv_cache_groups
+        for name in group.layer_names
+    )
+    return {name: _cache_spec(spec, num_kv_heads) for name, spec in named if not is_state(spec)}
+
+
+def _cache_spec(spec: Any, num_kv_heads: int) -> CacheSpec:
+    if (num_tokens := getattr(spec, "tokens_per_state", 1)) != 1:
+        raise ConfigError(
+            f"has layers that cache {num_tokens} tokens in one slot ({type(spec).__name__}); {WAY_OUT}",
+            field="model",
+        )
+    mode = getattr(getattr(spec, "kv_quant_mode", None), "name", "NONE")
+    scales = _SCALES_OF_MODE.get(mode, INLINE_SCALES)
+    if all(kind.__name__ != "MLAAttentionSpec" for kind in type(spec).__mro__):
+        return CacheSpec(KEYS_AND_VALUES, _OF_TENSOR, num_kv_heads, scales)
+    if str(getattr(getattr(spec, "cache_role", None), "value", "")) == "indexer":
+        # Its kernels write the keys of a block first, then their scales.
+        return CacheSpec(INDEX_KEYS, _OF_TENSOR, 1, INLINE_SCALES, f"vllm indexer{of_unlisted_version()}")
+    name = str(getattr(spec, "cache_dtype_str", None) or mode)
+    if scales != INLINE_SCALES and name != "fp8_ds_mla":
+        return CacheSpec(LATENT, _OF_TENSOR, 1, scales)
+    # Some models have the scales of a block after its latents.
+    return CacheSpec(LATENT, _OF_TENSOR, 1, INLINE_SCALES, f"vllm latent {name}{of_unlisted_version()}")
 
 
 def is_state(spec: Any) -> bool:

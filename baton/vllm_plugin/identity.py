@@ -12,7 +12,7 @@ from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup
-from baton.core.layout import ModelFingerprint
+from baton.core.layout import CacheSpec, ModelFingerprint
 from baton.core.states import StatePart
 from baton.vllm_plugin.fingerprint import fingerprint_of, unnamed
 from baton.vllm_plugin.settings import PluginSettings
@@ -26,6 +26,7 @@ def identity_of(
     does_push: bool,
     is_worker: bool,
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),),
+    cache_specs: Mapping[str, CacheSpec] | None = None,
     state_parts: tuple[StatePart, ...] = (),
 ) -> EngineIdentity:
     """Raises ConfigError for a configuration in which no handoff could work."""
@@ -52,6 +53,7 @@ def identity_of(
         settings=settings,
         does_push=does_push,
         groups=groups,
+        cache_specs=cache_specs or {},
         state_parts=state_parts,
         state_alignment=1,  # vLLM leaves no gaps between the parts.
         schedules_ahead=bool(vllm_config.scheduler_config.async_scheduling)

@@ -13,7 +13,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from baton.core.layout import FORMATS, PLANES, SLOT
-from baton.vllm_plugin.versions import is_listed
+from baton.vllm_plugin.versions import of_unlisted_version
 
 if TYPE_CHECKING:
     import torch
@@ -36,17 +36,10 @@ def find_packing(vllm_config: Any, kv_caches: dict[str, torch.Tensor]) -> str:
         first = next(iter(kv_caches.values()))
         return packing_on_cpu(first, model.dtype, cache.block_size, model.get_head_size(), cache.cache_dtype)
     name = str(get_current_attn_backend(vllm_config).get_name())
-    of_version = _of_unlisted_version()
+    of_version = of_unlisted_version()
     return (
         SLOT if name in SLOT_BACKENDS and not of_version else f"vllm {name} {cache.cache_dtype}{of_version}"
     )
-
-
-def _of_unlisted_version() -> str:
-    """Ending of a packing's name; empty for a version whose backends were read."""
-    import vllm
-
-    return "" if is_listed(vllm.__version__) else f" of {vllm.__version__}"
 
 
 def packing_on_cpu(
@@ -58,7 +51,7 @@ def packing_on_cpu(
     isa = _get_attn_isa(dtype, block_tokens, head_dim, cache_dtype)
     if like.dtype == dtype and str(dtype).removeprefix("torch.") in FORMATS and _has_planes(like, isa):
         return PLANES
-    return f"vllm CPU_ATTN {isa} {cache_dtype}{_of_unlisted_version()}"
+    return f"vllm CPU_ATTN {isa} {cache_dtype}{of_unlisted_version()}"
 
 
 def _has_planes(like: torch.Tensor, isa: str) -> bool:

@@ -53,6 +53,13 @@ def is_listed(version: str) -> bool:
     return release_of(version) in TESTED
 
 
+def of_unlisted_version() -> str:
+    """Ending of a packing's name in this vLLM; empty for a version whose backends were read."""
+    import vllm
+
+    return "" if is_listed(vllm.__version__) else f" of {vllm.__version__}"
+
+
 def name_tested(conjunction: str = "and") -> str:
     return f"{', '.join(TESTED[:-1])} {conjunction} {TESTED[-1]}"
 

@@ -1,6 +1,6 @@
 """Latent and quantised caches are handed over, stored and loaded: slots of other widths and dtypes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
@@ -8,13 +8,15 @@ from typing import Any
 
 import pytest
 import torch
-from msgspec import structs
+from msgspec import msgpack, structs
 
+from baton.connectors.pull.control import agent
 from baton.core.config import ModelConfig
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import LLM
+from baton.protocol.handshake import RankCard
 from tests.connectors import mirrored, offload_world
 from tests.connectors.engine_world import (
     BLOCK,
@@ -43,6 +45,7 @@ FAMILIES = [
     "deepseek_v3",
     "deepseek_v32",  # Has a second cache in each layer.
     "deepseek_v2 int8_per_token_head",
+    "deepseek_v32 fp8_e4m3",  # Its index keys stay in float32.
     "llama fp8_e4m3",
     "qwen3 int8_per_token_head",
 ]
@@ -108,7 +111,7 @@ def test_a_pushed_prompt_gets_the_tokens_of_a_single_engine(
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32", "qwen3 int8_per_token_head"])
+@pytest.mark.parametrize("family", ["deepseek_v3", "deepseek_v32 fp8_e4m3", "qwen3 int8_per_token_head"])
 @pytest.mark.parametrize(("tp_of_p", "tp_of_d"), [(2, 1), (1, 2)])
 def test_ranks_have_the_whole_latent_or_their_heads(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str, tp_of_p: int, tp_of_d: int
@@ -220,11 +223,58 @@ def test_an_fp8_engine_converts_what_it_reads(stack: ExitStack, model_of: ModelO
     assert len(of_p & of_d - {bytes(len(next(iter(of_p))))}) >= 3 * 7, "scale 1, rounded as D itself rounds"
 
 
+def _caches(llm: LLM) -> dict[str, torch.Tensor]:
+    caches: dict[str, torch.Tensor] = llm.core.executor._worker._runner._kv_caches  # type: ignore[attr-defined]
+    return caches
+
+
 def _blocks(llm: LLM, dtype: torch.dtype | None = None) -> list[Any]:
     """The blocks of all layers as bytes; `dtype`: after conversion to it."""
-    caches = llm.core.executor._worker._runner._kv_caches.values()  # type: ignore[attr-defined]
+    caches = _caches(llm).values()
     converted = [cache.to(dtype or cache.dtype).reshape(len(cache), -1) for cache in caches]
     return [block for cache in converted for block in cache.view(torch.uint8).numpy()]
+
+
+def test_latents_are_converted_beside_index_keys_that_are_not(stack: ExitStack, model_of: ModelOf) -> None:
+    d_model = model_of("deepseek_v32 fp8_e4m3")
+    p = start_in(
+        stack, config_of(structs.replace(d_model, kv_cache_dtype="auto"), hands_over("p"), num_blocks=100)
+    )
+    d = start_in(stack, config_of(d_model, hands_over("d"), num_blocks=100))
+    assert hand_over(p, d, prompt_of(8 * BLOCK)).num_transferred_tokens > 0
+    of_p, of_d = (_caches(llm) for llm in (p, d))
+    for name, theirs in of_p.items():
+        ours = of_d[name]
+        assert ours.dtype == (torch.float32 if "indexer" in name else torch.float8_e4m3fn)
+        moved = {bytes(block.view(torch.uint8).numpy()) for block in theirs.to(ours.dtype).flatten(1)}
+        found = {bytes(block.view(torch.uint8).numpy()) for block in ours.flatten(1)}
+        assert len(moved & found) >= 7, name
+
+
+def test_a_peer_with_a_kind_of_cache_that_is_not_known_costs_its_loads(
+    stack: ExitStack,
+    model_of: ModelOf,
+    answer_of: AnswerOf,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    family = "deepseek_v32"
+
+    def of_a_newer_version(cards: Sequence[RankCard]) -> bytes:
+        (card,) = cards
+        *layers, last = card.layout.layers
+        newer = structs.replace(last, spec=structs.replace(last.spec, kind="circular_buffer"))
+        layout = structs.replace(card.layout, layers=(*layers, newer))
+        return msgpack.encode((structs.replace(card, layout=layout),))
+
+    with monkeypatch.context() as newer:
+        newer.setattr(agent, "encode_ranks", of_a_newer_version)
+        p = start_in(stack, config_of(model_of(family), hands_over("p"), num_blocks=100))
+    d = start_in(stack, config_of(model_of(family), hands_over("d"), num_blocks=100))
+    decoded = hand_over(p, d, PROMPTS[0])
+    assert decoded.num_transferred_tokens == 0
+    assert decoded.token_ids == answer_of(family, PROMPTS[0])
+    assert "indexer.k_cache': kind is 'circular_buffer'; known: keys_and_values, latent" in caplog.text
 
 
 @pytest.mark.parametrize("connector", ["Pull", "Push"])

@@ -13,6 +13,7 @@ from baton.connectors.pull.reads.cache_layout import layout_of
 from baton.contract import ConnectorDead
 from baton.core.errors import BadTransferParams, ConfigError
 from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, TransferId
+from baton.core.layout import KEYS_AND_VALUES, CacheSpec
 from baton.protocol.messages import (
     WIRE_VERSION,
     Announced,
@@ -246,7 +247,8 @@ def test_layers_of_one_storage_share_a_region() -> None:
     layout = layout_of({"a": cache[0], "b": cache[1]}, identity)
     assert [(r.address, r.nbytes) for r in layout.regions] == [(cache.data_ptr(), cache.nbytes)]
     assert [layer.offset for layer in layout.layers] == [0, cache[0].nbytes]
-    assert (layout.num_blocks, layout.block_tokens, layout.dtype) == (8, BLOCK, "float32")
+    assert (layout.num_blocks, layout.block_tokens) == (8, BLOCK)
+    assert {layer.spec for layer in layout.layers} == {CacheSpec(KEYS_AND_VALUES, "float32", 4)}
 
 
 @pytest.mark.parametrize(

@@ -37,8 +37,7 @@ dtypes = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 
 
 @st.composite
-def engine_shapes(draw: st.DrawFn, num_heads: int) -> Shape:
-    is_replicated = draw(st.booleans()) if num_heads == 1 else False
+def engine_shapes(draw: st.DrawFn, num_heads: int, *, is_latent: bool = False) -> Shape:
     packing = draw(st.sampled_from([SLOT, PLANES]))
     return Shape(
         tp=draw(st.sampled_from([tp for tp in (1, 2, 4) if num_heads % tp == 0 or tp % num_heads == 0])),
@@ -46,7 +45,7 @@ def engine_shapes(draw: st.DrawFn, num_heads: int) -> Shape:
         block_tokens=draw(st.sampled_from([1, 2, 3, 4, 6, 8])),
         is_token_major=packing == SLOT and draw(st.booleans()),
         has_cross_layer_blocks=draw(st.booleans()),
-        is_replicated=is_replicated,
+        is_latent=is_latent,
         packing=packing,
         dtype=draw(dtypes),
         num_heads=num_heads,
@@ -74,7 +73,8 @@ def parts_of(draw: st.DrawFn, first: int, last: int) -> list[tuple[int, int, tup
 @given(st.data())
 def test_whatever_both_look_like_every_number_ends_in_its_place(data: st.DataObject) -> None:
     num_heads = data.draw(st.sampled_from([1, 2, 4]))
-    theirs, ours = data.draw(engine_shapes(num_heads)), data.draw(engine_shapes(num_heads))
+    is_latent = num_heads == 1 and data.draw(st.booleans())
+    theirs, ours = (data.draw(engine_shapes(num_heads, is_latent=is_latent)) for _ in "pd")
     first = data.draw(st.integers(0, 10))
     num_tokens = data.draw(st.integers(first + 1, 20))
     parts = data.draw(parts_of(first, num_tokens))
@@ -257,9 +257,9 @@ def test_numbers_out_of_range_saturate_and_what_is_no_number_stays_none() -> Non
 @pytest.mark.parametrize(
     ("theirs", "reader", "error"),
     [
-        (BF16, {"converts_dtype": False}, "dtype: ours 'float32', theirs 'bfloat16'"),
+        (BF16, {"converts_dtype": False}, "dtype of layer.0: ours 'float32', theirs 'bfloat16'"),
         # Bytes with scales elsewhere.
-        (Shape(dtype=torch.uint8), {}, "dtype: ours 'float32', theirs 'uint8'"),
+        (Shape(dtype=torch.uint8), {}, "dtype of layer.0: ours 'float32', theirs 'uint8'"),
         (Shape(num_elements=4), {}, "slots of layer.0: ours 8 bytes of float32, theirs"),
         (dataclasses.replace(BF16, num_elements=4), {}, "slots of layer.0: ours 8 bytes of float32, theirs"),
         (BF16, {"staging_bytes": 64}, "a block of layer.0 has 64 bytes, the staging buffer 32"),
@@ -441,7 +441,6 @@ def test_tensors_of_either_order_and_without_heads_have_a_layout() -> None:
     for tp in (1, 2):
         mla = EngineIdentity.of_engine(engine_config("e", model=model, tp=tp))
         layout = layout_of({"l": torch.zeros(8, 4, 6)}, mla)
-        assert layout.is_replicated == (tp == 2)
         assert layout.layers[0].head_bytes == 4 * 24
 
 

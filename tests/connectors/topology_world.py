@@ -17,7 +17,17 @@ from baton.connectors.pull.reads.slot_memory import SlotMemory
 from baton.connectors.pull.reads.staged import StagedReader
 from baton.connectors.pull.reads.staging_buffer import Staging
 from baton.core.ids import Address, EngineId, Epoch, Pair
-from baton.core.layout import PLANES, SLOT, LayerLayout, RankLayout, Region, kv_heads_of
+from baton.core.layout import (
+    KEYS_AND_VALUES,
+    LATENT,
+    PLANES,
+    SLOT,
+    CacheSpec,
+    LayerLayout,
+    RankLayout,
+    Region,
+    kv_heads_of,
+)
 from baton.protocol.handshake import RankCard, decode_ranks, encode_ranks
 from baton.protocol.plan import plan_pairs_of_layouts
 from baton.testing.contract.arithmetic import kv_values, states_of
@@ -38,7 +48,7 @@ class Shape:
     block_tokens: int = 4
     is_token_major: bool = False
     has_cross_layer_blocks: bool = False  # A block holds all layers of the stage.
-    is_replicated: bool = False
+    is_latent: bool = False  # The kind of the caches; they have one head.
     packing: str = SLOT
     dtype: torch.dtype = torch.float32
     num_heads: int = 4
@@ -76,10 +86,7 @@ class Rank:
     def __init__(self, shape: Shape, pp_rank: int, tp_rank: int, network: Network, owner: Address) -> None:
         self.shape = shape
         self.layers = shape.stage_layers[pp_rank]
-        if shape.is_replicated:
-            self.heads = range(shape.num_heads)
-        else:
-            self.heads = kv_heads_of(tp_rank, tp_size=shape.tp, num_kv_heads=shape.num_heads)
+        self.heads = kv_heads_of(tp_rank, tp_size=shape.tp, num_kv_heads=shape.num_heads)
         inner = (
             (shape.block_tokens, len(self.heads))
             if shape.is_token_major
@@ -103,6 +110,12 @@ class Rank:
         layers = [
             LayerLayout(
                 name,
+                CacheSpec(
+                    LATENT if shape.is_latent else KEYS_AND_VALUES,
+                    str(shape.dtype).removeprefix("torch."),
+                    shape.num_heads,
+                    packing=shape.packing,
+                ),
                 0,
                 int(cache.storage_offset()) * itemsize,
                 cache.stride(0) * itemsize,
@@ -115,16 +128,12 @@ class Rank:
         return RankLayout(
             tp_rank=tp_rank,
             tp_size=shape.tp,
-            num_kv_heads=shape.num_heads,
             num_blocks=shape.num_blocks,
             block_tokens=shape.block_tokens,
-            dtype=str(shape.dtype).removeprefix("torch."),
             regions=(Region(self.storage.data_ptr(), self.storage.nbytes),),
             layers=tuple(layers),
             pp_rank=pp_rank,
             pp_size=len(shape.stage_layers),
-            is_replicated=shape.is_replicated,
-            packing=shape.packing,
         )
 
     def halves(self, storage: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -87,7 +87,5 @@ def test_attention_sees_what_the_slots_stand_for(
 
 
 def test_what_cannot_be_quantised_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match="kv_cache_dtype: must be auto for a model with index keys"):
-        structs.replace(model_config(2), index_size=8, kv_cache_dtype="fp8")
     with pytest.raises(ConfigError, match="kv_cache_dtype: needs slots of a multiple of 4 numbers"):
         structs.replace(model_config(2), head_dim=15, kv_cache_dtype="int8_per_token_head")

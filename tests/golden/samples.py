@@ -14,7 +14,7 @@ from baton.core.config import (
     ParallelConfig,
 )
 from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
-from baton.core.layout import LayerLayout, ModelFingerprint, RankLayout, Region
+from baton.core.layout import CacheSpec, LayerLayout, ModelFingerprint, RankLayout, Region
 from baton.core.prefilled import PrefilledLogprob, PrefilledLogprobs, PrefilledTokens
 from baton.protocol.handshake import RankCard
 from baton.protocol.introduction import Introduction
@@ -73,14 +73,15 @@ CARD = RankCard(
     layout=RankLayout(
         tp_rank=0,
         tp_size=1,
-        num_kv_heads=4,
         num_blocks=8,
         block_tokens=16,
-        dtype="bfloat16",
         regions=(Region(address=4096, nbytes=16384),),
         layers=(
             LayerLayout(
                 name="layer",
+                spec=CacheSpec(
+                    kind="keys_and_values", dtype="bfloat16", num_heads=4, scales="none", packing="slot"
+                ),
                 region=0,
                 offset=0,
                 block_stride=2048,
@@ -92,8 +93,6 @@ CARD = RankCard(
         ),
         pp_rank=0,
         pp_size=1,
-        is_replicated=False,
-        packing="slot",
     ),
     endpoints={"tcp": b"endpoint"},
     epoch=Epoch(5),

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.core.ids import BlockId
 from baton.core.kv_groups import KVCacheGroup, group_layers
-from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, RankLayout, Region
 from baton.protocol.effects import Part
 from baton.protocol.grouped_prompt import GroupedPrompt, GroupRoute, plan_group_routes
 from baton.protocol.plan import GroupPair
@@ -52,16 +52,15 @@ def group_of(groups: Groups, layer: int) -> int:
 
 
 def layout_of(groups: Groups, num_layers: int) -> RankLayout:
+    spec = CacheSpec(KEYS_AND_VALUES, "float32", 1)
     layers = tuple(
-        LayerLayout(f"layer.{i}", 0, i, 64, 8, 8, group=group_of(groups, i)) for i in range(num_layers)
+        LayerLayout(f"layer.{i}", spec, 0, i, 64, 8, 8, group=group_of(groups, i)) for i in range(num_layers)
     )
     return RankLayout(
         tp_rank=0,
         tp_size=1,
-        num_kv_heads=1,
         num_blocks=1,
         block_tokens=1,
-        dtype="float32",
         regions=(Region(0, 4096, "cpu"),),
         layers=layers,
     )

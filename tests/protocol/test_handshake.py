@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
 from baton.core.ids import Address, EngineId, Epoch, LoanId
-from baton.core.layout import LayerLayout, ModelFingerprint, RankLayout, Region
+from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, ModelFingerprint, RankLayout, Region
 from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import PeerEffect, PeerLost, PeerReady, Send
@@ -43,18 +43,17 @@ D, P = Address(EngineId("d"), Epoch(1)), Address(EngineId("p"), Epoch(1))
 
 def card(rank: int = 0, tp: int = 1, num_layers: int = 1) -> RankCard:
     heads = 4 // tp
+    spec = CacheSpec(KEYS_AND_VALUES, "bfloat16", 4)
     layers = tuple(
-        LayerLayout(f"model.layers.{i}.self_attn.attn", 0, i * 64 * heads, 8 * heads, 8, 8)
+        LayerLayout(f"model.layers.{i}.self_attn.attn", spec, 0, i * 64 * heads, 8 * heads, 8, 8)
         for i in range(num_layers)
     )
     region = Region(4096, num_layers * 64 * heads)
     rank_layout = RankLayout(
         tp_rank=rank,
         tp_size=tp,
-        num_kv_heads=4,
         num_blocks=8,
         block_tokens=2,
-        dtype="bfloat16",
         regions=(region,),
         layers=layers,
     )

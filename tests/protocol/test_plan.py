@@ -8,9 +8,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
-from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region, kv_heads_of
-from baton.protocol.plan import PlanError, check_layout
-from tests.protocol.simple_plans import plan_pairs, plan_spans
+from baton.core.layout import (
+    KEYS_AND_VALUES,
+    LATENT,
+    CacheSpec,
+    CopySpan,
+    LayerLayout,
+    RankLayout,
+    Region,
+    kv_heads_of,
+)
+from baton.protocol.layout_checks import heads_of
+from baton.protocol.plan import check_layout
+from tests.protocol.simple_plans import plan_spans
 
 powers = st.integers(0, 4).map(lambda k: 2**k)
 heads_and_tps = (
@@ -43,27 +53,26 @@ def layout(rank: int, tp: int, num_heads: int, **shape: Any) -> RankLayout:
     order = list(range(layers))
     if shape.get("reversed"):
         order.reverse()
+    spec = CacheSpec(KEYS_AND_VALUES, "float32", num_heads)
     return RankLayout(
         tp_rank=rank,
         tp_size=tp,
-        num_kv_heads=num_heads,
         num_blocks=num_blocks,
         block_tokens=block_tokens,
-        dtype=shape.get("dtype", "float32"),
         regions=(Region(4096, nbytes),),
         layers=tuple(
-            LayerLayout(f"layer.{i}", 0, offsets[i], block_stride, head_stride, block_tokens) for i in order
+            LayerLayout(f"layer.{i}", spec, 0, offsets[i], block_stride, head_stride, block_tokens)
+            for i in order
         ),
     )
 
 
 def cells(rank: RankLayout, block: int) -> list[tuple[int, tuple[str, int, int]]]:
     """(offset, content) of each byte of one block, computed from the layout's definition."""
-    heads = kv_heads_of(rank.tp_rank, tp_size=rank.tp_size, num_kv_heads=rank.num_kv_heads)
     return [
         (layer.offset + block * layer.block_stride + i * layer.head_stride + byte, (layer.name, head, byte))
         for layer in rank.layers
-        for i, head in enumerate(heads)
+        for i, head in enumerate(heads_of(layer, rank))
         for byte in range(layer.head_bytes)
     ]
 
@@ -118,11 +127,6 @@ def test_gaps_between_heads_keep_the_spans_apart() -> None:
     assert [span.nbytes for span in spans] == [2, 2]
 
 
-def test_sizes_that_cannot_share_heads_are_named() -> None:
-    with pytest.raises(PlanError, match="the producer's 3 ranks cannot share 4 KV heads"):
-        plan_pairs(3, 1, 4)
-
-
 GOOD = layout(0, 1, 4)
 HOSTILE_LAYERS: dict[str, dict[str, Any]] = {
     "region that is not there": {"region": 1},
@@ -138,12 +142,17 @@ HOSTILE_LAYERS: dict[str, dict[str, Any]] = {
     "half a token": {"head_bytes": 1, "head_stride": 2},
     "two layers of one name": {"name": "layer.1"},
     "layer without a name": {"name": ""},
+    "no heads": {"spec": CacheSpec(KEYS_AND_VALUES, "float32", 0)},
+    "kind that is not known": {"spec": CacheSpec("circular_buffer", "float32", 4)},
+    "scales that are not known": {"spec": CacheSpec(KEYS_AND_VALUES, "float32", 4, "elsewhere")},
+    "latents of several heads": {"spec": CacheSpec(LATENT, "float32", 4)},
+    "packing without a name": {"spec": CacheSpec(KEYS_AND_VALUES, "float32", 4, packing="")},
+    "dtype without a name": {"spec": CacheSpec(KEYS_AND_VALUES, "", 4)},
 }
 HOSTILE_WHOLE: dict[str, dict[str, Any]] = {
     "rank outside": {"tp_rank": 1},
     "no ranks": {"tp_size": 0},
     "sizes that do not divide": {"tp_size": 3},
-    "no heads": {"num_kv_heads": 0},
     "no blocks": {"num_blocks": 0},
     "too many blocks": {"num_blocks": 2**40},
     "no tokens": {"block_tokens": 0},
@@ -170,7 +179,7 @@ def test_a_hostile_layout_is_a_peer_error(what: str) -> None:
 @given(st.data())
 def test_a_layout_that_passes_never_leads_out_of_its_regions(data: st.DataObject) -> None:
     wild = st.one_of(st.integers(-2, 60), st.sampled_from([2**31, 2**63, 2**64]))
-    layer = LayerLayout("layer.0", *(data.draw(wild) for _ in range(5)))
+    layer = LayerLayout("layer.0", GOOD.layers[0].spec, *(data.draw(wild) for _ in range(5)))
     remote = msgspec.structs.replace(
         layout(0, 1, 4, layers=1), layers=(layer,), num_blocks=data.draw(wild), block_tokens=data.draw(wild)
     )

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import TransferError
-from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, RankLayout, Region
 from baton.protocol.block_runs import Shape, num_shapes, period_shapes, plan_block_runs
 from baton.protocol.conversion import chunk_spans, plan_chunk, plan_conversion, plan_groups
 from baton.protocol.plan import PlanError, Share
@@ -92,14 +92,13 @@ def rank(
     return RankLayout(
         tp_rank=0,
         tp_size=1,
-        num_kv_heads=num_heads,
         num_blocks=4,
         block_tokens=block_tokens,
-        dtype=dtype,
         regions=(Region(4096, 4 * block_bytes * num_layers),),
         layers=tuple(
             LayerLayout(
                 f"l{i}",
+                CacheSpec(KEYS_AND_VALUES, dtype, num_heads),
                 0,
                 i * 4 * block_bytes,
                 block_bytes,
@@ -112,7 +111,7 @@ def rank(
     )
 
 
-ALL = Share(range(4), ("l0", "l1"))
+ALL: Share = {"l0": range(4), "l1": range(4)}
 
 
 @pytest.mark.parametrize(
@@ -124,8 +123,8 @@ ALL = Share(range(4), ("l0", "l1"))
         (rank(token_major=True), rank(), ALL, True),
         (rank(), rank(token_major=True), ALL, True),
         (rank(token_major=True, slot_bytes=4096), rank(slot_bytes=4096), ALL, False),  # Long runs.
-        (rank(token_major=True), rank(), Share(range(1, 2), ("l0",)), False),  # P's runs are no longer.
-        (rank(), rank(token_major=True), Share(range(1, 2), ("l0",)), True),
+        (rank(token_major=True), rank(), {"l0": range(1, 2)}, False),  # P's runs are no longer.
+        (rank(), rank(token_major=True), {"l0": range(1, 2)}, True),
         (rank(block_tokens=1), rank(block_tokens=1024), ALL, True),
         (rank(dtype="bfloat16", slot_bytes=128), rank(), ALL, True),
     ],
@@ -140,7 +139,7 @@ def test_a_conversion_declares_its_loss_and_can_be_forbidden() -> None:
     ours, theirs = rank(dtype="bfloat16", slot_bytes=128), rank()
     assert plan_conversion(ours, theirs, ALL).loss.startswith("float32 -> bfloat16: lossy")
     assert plan_conversion(theirs, ours, ALL).loss == ""
-    with pytest.raises(PlanError, match="dtype: ours 'bfloat16', theirs 'float32'"):
+    with pytest.raises(PlanError, match="dtype of l0: ours 'bfloat16', theirs 'float32'"):
         plan_conversion(ours, theirs, ALL, converts_dtype=False)
     with pytest.raises(PlanError, match="slots of l0: ours 128 bytes of bfloat16, theirs 128 bytes"):
         plan_conversion(ours, rank(slot_bytes=128), ALL)
@@ -159,11 +158,11 @@ def test_a_staging_buffer_holds_whole_blocks_of_as_many_layers_as_fit(
 ) -> None:
     remote = rank(block_tokens=block_tokens, token_major=token_major, slot_bytes=4, num_layers=num_layers)
     heads = range(min(first, 3), min(4, min(first, 3) + num_heads))
-    share = Share(heads, tuple(layer.name for layer in remote.layers))
+    share = {layer.name: heads for layer in remote.layers}
     layer_bytes = 4 * block_tokens * len(heads)
     nbytes = layer_bytes + room
     groups = plan_groups(remote, share, nbytes)
-    assert tuple(name for group in groups for name in group) == share.layers
+    assert tuple(name for group in groups for name in group) == tuple(share)
     for group in groups:
         chunk = plan_chunk(remote, share, group, region=1, offset=64, nbytes=nbytes)
         assert chunk.capacity >= 1

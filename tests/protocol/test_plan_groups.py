@@ -7,15 +7,17 @@ from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
 from baton.core.kv_groups import MAX_GROUPS, group_layers
-from baton.core.layout import LayerLayout, RankLayout, Region
+from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, RankLayout, Region
 from baton.protocol.layout_checks import check_layout
 from baton.protocol.plan import GroupPair, PlanError, pair_groups
+
+SPEC = CacheSpec(KEYS_AND_VALUES, "float32", 1)
 
 
 def rank(groups: dict[str, int], **changes: int) -> RankLayout:
     """`groups`: each layer's group, by layer name."""
-    layers = tuple(LayerLayout(name, 0, 0, 8, 8, 8, group=group) for name, group in groups.items())
-    layout = RankLayout(0, 1, 1, 8, 1, "float32", (Region(4096, 64),), layers)
+    layers = tuple(LayerLayout(name, SPEC, 0, 0, 8, 8, 8, group=group) for name, group in groups.items())
+    layout = RankLayout(0, 1, 8, 1, (Region(4096, 64),), layers)
     return msgspec.structs.replace(layout, **changes)
 
 

@@ -1,7 +1,6 @@
 """Plans for any two engines: everything wanted is read once, and replicas are read evenly."""
 
 from collections import Counter
-from typing import Any
 
 import msgspec
 import pytest
@@ -10,7 +9,17 @@ from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
 from baton.core.ids import Pair
-from baton.core.layout import LayerLayout, RankLayout, Region, kv_heads_of
+from baton.core.layout import (
+    INDEX_KEYS,
+    KEYS_AND_VALUES,
+    LATENT,
+    SCALES,
+    CacheSpec,
+    LayerLayout,
+    RankLayout,
+    Region,
+    kv_heads_of,
+)
 from baton.protocol.layout_checks import check_layout, heads_of
 from baton.protocol.plan import PlanError, plan_pairs_of_layouts, plan_shares
 from tests.protocol.simple_plans import plan_pairs
@@ -23,30 +32,31 @@ def engine(
     num_heads: int,
     stages: tuple[int, ...] = (4,),
     *,
-    replicated: bool = False,
+    kinds: str = "",
     reverse: bool = False,
 ) -> list[RankLayout]:
-    """All ranks, in order of index; `stages`: number of layers of each stage."""
+    """All ranks, in order of index; `stages`: number of layers of each stage; `kinds`: a letter for each."""
     ranks = []
     for pp_rank, size in enumerate(stages):
         first = sum(stages[:pp_rank])
         names = LAYERS[first : first + size]
         for tp_rank in range(tp):
-            count = num_heads if replicated else len(kv_heads_of(tp_rank, tp_size=tp, num_kv_heads=num_heads))
-            layers = [LayerLayout(name, 0, 8 * count * i, count, 1, 1) for i, name in enumerate(names)]
+            specs = [spec_of(LAYERS.index(name), kinds, num_heads) for name in names]
+            count = len(kv_heads_of(tp_rank, tp_size=tp, num_kv_heads=num_heads))
+            layers = [
+                LayerLayout(name, spec, 0, 8 * count * i, count, 1, 1)
+                for i, (name, spec) in enumerate(zip(names, specs, strict=True))
+            ]
             ranks.append(
                 RankLayout(
                     tp_rank=tp_rank,
                     tp_size=tp,
-                    num_kv_heads=num_heads,
                     num_blocks=8,
                     block_tokens=1,
-                    dtype="float32",
                     regions=(Region(4096, 8 * count * size),),
                     layers=tuple(reversed(layers) if reverse else layers),
                     pp_rank=pp_rank,
                     pp_size=len(stages),
-                    is_replicated=replicated,
                 )
             )
     for rank in ranks:
@@ -54,18 +64,29 @@ def engine(
     return ranks
 
 
+def spec_of(layer: int, kinds: str, num_heads: int) -> CacheSpec:
+    match kinds[layer : layer + 1]:
+        case "l":
+            return CacheSpec(LATENT, "float32", 1)
+        case "i":
+            return CacheSpec(INDEX_KEYS, "bfloat16", 1)
+        case "s":
+            return CacheSpec(SCALES, "float32", num_heads)
+        case _:
+            return CacheSpec(KEYS_AND_VALUES, "float32", num_heads)
+
+
 stages = st.sampled_from([(4,), (1, 3), (3, 1), (2, 2), (1, 1, 2)])
 
 
 @st.composite
-def engines(draw: st.DrawFn, num_heads: int) -> list[RankLayout]:
-    replicated = draw(st.booleans())
-    sizes = [tp for tp in (1, 2, 3, 4, 6, 8) if replicated or num_heads % tp == 0 or tp % num_heads == 0]
+def engines(draw: st.DrawFn, num_heads: int, kinds: str = "") -> list[RankLayout]:
+    sizes = [tp for tp in (1, 2, 3, 4, 6, 8) if num_heads % tp == 0 or tp % num_heads == 0]
     return engine(
         draw(st.sampled_from(sizes)),
         num_heads,
         draw(stages),
-        replicated=replicated,
+        kinds=kinds,
         reverse=draw(st.booleans()),
     )
 
@@ -73,7 +94,8 @@ def engines(draw: st.DrawFn, num_heads: int) -> list[RankLayout]:
 @given(st.data())
 def test_every_wanted_layer_and_head_comes_once_from_a_rank_that_holds_it(data: st.DataObject) -> None:
     num_heads = data.draw(st.sampled_from([1, 2, 3, 4]))
-    producers, consumers = data.draw(engines(num_heads)), data.draw(engines(num_heads))
+    kinds = data.draw(st.sampled_from(["", "sksk", "lili", "klis", "llll"]))
+    producers, consumers = (data.draw(engines(num_heads, kinds)) for _ in "pd")
     pairs = plan_pairs_of_layouts(producers, consumers, rotation=data.draw(st.integers(0, 2**64)))
     assert len(set(pairs)) == len(pairs)
     for index, local in enumerate(consumers):
@@ -82,10 +104,10 @@ def test_every_wanted_layer_and_head_comes_once_from_a_rank_that_holds_it(data: 
         assert set(shares) == set(sources), "a rank is read for nothing"
         taken = Counter()
         for source, share in shares.items():
-            assert set(share.heads) <= set(heads_of(producers[source]))
-            assert set(share.layers) <= {layer.name for layer in producers[source].layers}
-            taken.update((name, head) for name in share.layers for head in share.heads)
-        wanted = [(layer.name, head) for layer in local.layers for head in heads_of(local)]
+            held = {layer.name: heads_of(layer, producers[source]) for layer in producers[source].layers}
+            assert all(set(heads) <= set(held[name]) for name, heads in share.items())
+            taken.update((name, head) for name, heads in share.items() for head in heads)
+        wanted = [(layer.name, head) for layer in local.layers for head in heads_of(layer, local)]
         assert taken == Counter(wanted)
 
 
@@ -99,13 +121,11 @@ def test_without_stages_both_planners_agree(data: st.DataObject) -> None:
     assert of_layouts == plan_pairs(p, d, num_heads, rotation=rotation)
 
 
-@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.booleans(), st.integers(0, 100))
-def test_replicas_differ_by_at_most_one_reader(
-    producer_tp: int, consumer_tp: int, flag: bool, rotation: int
-) -> None:
+@given(st.sampled_from([1, 2, 4, 8]), st.sampled_from([1, 2, 4, 8, 16]), st.integers(0, 100))
+def test_replicas_differ_by_at_most_one_reader(producer_tp: int, consumer_tp: int, rotation: int) -> None:
     """MLA: every rank of P holds everything, and every rank of D reads all of it from one of them."""
-    producers = engine(producer_tp, 1, replicated=flag)
-    consumers = engine(consumer_tp, 1, replicated=flag)
+    producers = engine(producer_tp, 1, kinds="llll")
+    consumers = engine(consumer_tp, 1, kinds="llll")
     pairs = plan_pairs_of_layouts(producers, consumers, rotation=rotation)
     assert sorted(pair.consumer_rank for pair in pairs) == list(range(consumer_tp))
     readers = Counter({rank: 0 for rank in range(producer_tp)})
@@ -142,16 +162,17 @@ def test_a_rank_without_wanted_layers_is_left_out() -> None:
     ("producers", "consumers", "message"),
     [
         (engine(1, 2, (2, 2))[:1], engine(1, 2), "1 ranks, expected 2 stages of 1"),
-        (engine(1, 2), engine(1, 4), "num_kv_heads: ours 4, theirs 2"),
+        (engine(1, 2), engine(1, 4), "heads of a: ours 4, theirs 2"),
+        (engine(1, 1), engine(1, 1, kinds="llll"), "kind of a: ours 'latent', theirs 'keys_and_values'"),
         (
             [msgspec.structs.replace(engine(1, 2, (2, 2))[0], pp_size=1)],
             engine(1, 2),
             r"layers differ: the producer has no \['c', 'd'\]",
         ),
         (
-            [engine(2, 2)[0], msgspec.structs.replace(engine(2, 2)[1], is_replicated=True)],
+            [engine(2, 2)[0], msgspec.structs.replace(engine(2, 2)[1], tp_size=1)],
             engine(1, 2),
-            "tp_size and is_replicated of one engine",
+            "tp_size of one engine",
         ),
     ],
 )
@@ -172,11 +193,10 @@ def test_an_incomplete_set_of_ranks_is_refused_before_any_read() -> None:
 
 
 def test_overlapping_offers_of_ranks_are_refused() -> None:
-    """One rank has half of the layers and all heads, another has all layers: the source is ambiguous."""
+    """One rank has half of the heads, another has all of them: the source of the others is ambiguous."""
     (local,) = engine(1, 2)
-    half = engine(1, 2, (2, 2))[0]
-    with pytest.raises(PlanError, match="some of which others offer"):
-        plan_shares(local, {0: half, 1: engine(1, 2)[0]})
+    with pytest.raises(PlanError, match=r"offers heads \[0, 1\] of a, some of which others offer"):
+        plan_shares(local, {0: engine(2, 2)[0], 1: engine(1, 2)[0]})
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.data())
@@ -186,6 +206,7 @@ def test_a_layout_is_sound_if_its_slots_are_disjoint_and_in_their_region(
     """Tries all strides, compared with a check of every byte. What passes is sound; plain layouts pass."""
     layer = LayerLayout(
         "a",
+        CacheSpec(KEYS_AND_VALUES, "float32", num_heads),
         0,
         data.draw(st.integers(0, 3)),
         data.draw(st.integers(0, 40)),
@@ -194,7 +215,7 @@ def test_a_layout_is_sound_if_its_slots_are_disjoint_and_in_their_region(
         data.draw(st.integers(0, 20)),
     )
     nbytes = data.draw(st.integers(1, 120))
-    layout = sound(layer, num_heads, block_tokens, nbytes)
+    layout = sound(layer, block_tokens, nbytes)
     taken: list[int] = []
     token_stride = layer.token_stride or slot_bytes
     for block in range(2):
@@ -214,15 +235,12 @@ def test_a_layout_is_sound_if_its_slots_are_disjoint_and_in_their_region(
     assert max(taken) < nbytes
 
 
-def sound(layer: LayerLayout, num_heads: int, block_tokens: int, nbytes: int, **more: Any) -> RankLayout:
+def sound(layer: LayerLayout, block_tokens: int, nbytes: int) -> RankLayout:
     return RankLayout(
         tp_rank=0,
         tp_size=1,
-        num_kv_heads=num_heads,
         num_blocks=2,
         block_tokens=block_tokens,
-        dtype="float32",
         regions=(Region(4096, nbytes),),
         layers=(layer,),
-        **more,
     )

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
-from baton.core.layout import LayerLayout, RankLayout, Region, StateLayout, UnitsLayout
+from baton.core.layout import (
+    KEYS_AND_VALUES,
+    CacheSpec,
+    LayerLayout,
+    RankLayout,
+    Region,
+    StateLayout,
+    UnitsLayout,
+)
 from baton.core.states import StatePart, place_parts, state_bytes
 from baton.protocol.layout_checks import check_layout, units_of
 from baton.protocol.plan import PlanError, plan_pairs_of_layouts, plan_state_spans
@@ -37,14 +45,14 @@ def rank_layout(
         for part, offset, _ in place_parts(parts, tp_rank=rank, tp_size=tp_size)
     )
     end = len(names) * NUM_BLOCKS * stride
-    attention = LayerLayout("attention", 0, end, 8, 8, 8, group=0)
+    attention = LayerLayout(
+        "attention", CacheSpec(KEYS_AND_VALUES, "float32", num_kv_heads), 0, end, 8, 8, 8, group=0
+    )
     return RankLayout(
         tp_rank=rank,
         tp_size=tp_size,
-        num_kv_heads=num_kv_heads or 1,
         num_blocks=NUM_BLOCKS,
         block_tokens=2,
-        dtype="float32",
         regions=(Region(4096, end + 8 * NUM_BLOCKS),),
         layers=(attention,) if num_kv_heads else (),
         states=tuple(
@@ -134,6 +142,7 @@ def test_unlike_states_are_refused() -> None:
         ({"offset": 1 << 20}, "offset is"),
         ({"region": 1}, "region is 1"),
         ({"group": 300}, "group is 300"),
+        ({"kind": "circular_buffer"}, "kind is 'circular_buffer'; known: state"),
     ],
 )
 def test_an_unsound_state_of_a_peer_is_refused(change: dict[str, object], problem: str) -> None:

@@ -16,7 +16,17 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.output import NewRequestData, SchedulerOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVQuantMode,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    SparseCacheRole,
+    UniformTypeKVCacheSpecs,
+)
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import Request
 
@@ -24,9 +34,11 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
+from baton.core.errors import ConfigError
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup
+from baton.core.layout import CacheSpec
 from baton.vllm_plugin.block_events import store_events
-from baton.vllm_plugin.groups import groups_of, keep_one_token_more
+from baton.vllm_plugin.groups import cache_specs_of, groups_of, keep_one_token_more
 
 BLOCK, WINDOW, CHUNK = 16, 40, 64
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}
@@ -191,3 +203,41 @@ def test_what_was_computed_and_what_is_loaded_have_the_blocks_that_a_ticket_name
     loaded = request("loaded", range(num_tokens), cache_salt="loaded")
     assert pool.allocate_slots(loaded, 0, num_external_computed_tokens=num_tokens, delay_cache_blocks=True)
     assert [holes(table, num_tokens) for table in pool.get_block_ids("loaded")] == expected
+
+
+def test_the_specs_of_vllm_tell_what_each_cache_holds() -> None:
+    shape: dict[str, Any] = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 8, "dtype": torch.bfloat16}
+    latent = {**shape, "num_kv_heads": 1, "head_size": 576}
+    specs = {
+        "full": FullAttentionSpec(**shape),
+        "fp8": FullAttentionSpec(**shape, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),
+        "int8": FullAttentionSpec(**shape, kv_quant_mode=KVQuantMode.INT8_PER_TOKEN_HEAD),
+        "latent": MLAAttentionSpec(**latent),
+        "fp8_ds_mla": MLAAttentionSpec(**latent, cache_dtype_str="fp8_ds_mla"),
+        "index": MLAAttentionSpec(**latent, cache_role=SparseCacheRole.INDEXER),
+    }
+    groups = [
+        KVCacheGroupSpec([*specs], UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)),
+        KVCacheGroupSpec(["window"], SlidingWindowSpec(**shape, sliding_window=9)),
+        KVCacheGroupSpec(["state"], MambaSpec(block_size=BLOCK, shapes=((4,),), dtypes=(torch.float32,))),
+    ]
+    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=groups)
+    assert cache_specs_of(config, 4) == {
+        "full": CacheSpec("keys_and_values", "", 4),
+        "fp8": CacheSpec("keys_and_values", "", 4, "constant"),
+        "int8": CacheSpec("keys_and_values", "", 4, "inline"),
+        "latent": CacheSpec("latent", "", 1),
+        "fp8_ds_mla": CacheSpec("latent", "", 1, "inline", "vllm latent fp8_ds_mla"),
+        "index": CacheSpec("index_keys", "", 1, "inline", "vllm indexer"),
+        "window": CacheSpec("keys_and_values", "", 4),
+    }
+
+
+def test_slots_of_several_tokens_are_refused_by_name() -> None:
+    """As in DeepSeek V4, whose latents are compressed."""
+    spec = MLAAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, tokens_per_state=4
+    )
+    config = KVCacheConfig(num_blocks=8, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["a"], spec)])
+    with pytest.raises(ConfigError, match=r"cache 4 tokens in one slot \(MLAAttentionSpec\)"):
+        cache_specs_of(config, 1)

@@ -10,7 +10,7 @@ import torch
 
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
-from baton.vllm_plugin.groups import groups_of, in_order, keep_one_token_more
+from baton.vllm_plugin.groups import cache_specs_of, groups_of, in_order, keep_one_token_more
 from tests.connectors.pull_world import FakeRequest, Status
 from tests.vllm_plugin.test_connector import PARALLEL, roles
 from tests.vllm_plugin.test_start import FullAttentionSpec, groups, vllm_config
@@ -82,6 +82,24 @@ def test_windows_are_read_in_vllms_order() -> None:
 def test_layers_without_a_cache_of_tokens_are_refused_with_advice(spec: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"{reason}.*--disable-hybrid-kv-cache-manager"):
         groups_of(groups(FullAttentionSpec(), spec), BLOCK, carries_states=True)
+
+
+@pytest.mark.usefixtures("plugin")
+def test_latents_index_keys_and_scales_are_told_apart_by_the_spec() -> None:
+    index, scaled, compressed = MLAAttentionSpec(), FullAttentionSpec(), MLAAttentionSpec()
+    vars(index)["cache_role"] = SimpleNamespace(value="indexer")
+    vars(scaled)["kv_quant_mode"] = SimpleNamespace(name="INT8_PER_TOKEN_HEAD")
+    config = groups(FullAttentionSpec(), MLAAttentionSpec(), index, scaled, MambaSpec())
+    found = [(spec.kind, spec.num_heads, spec.scales) for spec in cache_specs_of(config, 4).values()]
+    assert found == [
+        ("keys_and_values", 4, "none"),
+        ("latent", 1, "none"),
+        ("index_keys", 1, "inline"),
+        ("keys_and_values", 4, "inline"),
+    ]
+    vars(compressed)["tokens_per_state"] = 4
+    with pytest.raises(ConfigError, match=r"cache 4 tokens in one slot \(MLAAttentionSpec\)"):
+        cache_specs_of(groups(compressed), 1)
 
 
 @pytest.mark.parametrize("mark", [{"enable_kv_transfer": False}, {"host_resident": True}])

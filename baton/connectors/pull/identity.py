@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from baton.connectors.pull.settings import PullSettings
@@ -9,7 +11,7 @@ from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup, has_tables
-from baton.core.layout import ModelFingerprint
+from baton.core.layout import CacheSpec, ModelFingerprint
 from baton.core.states import ALIGNMENT, StatePart
 
 TICKET_KEY_PURPOSE = "baton.ticket.1"
@@ -33,6 +35,9 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     has_host_mirror: bool = False  # Peers see a copy of the cache in host memory (`host_mirror`).
     # Of the layers that this rank registers, by their place in that order; by default one, which has all.
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)
+    # Of the caches that the host has described, by layer name. By default all have keys and values.
+    # A layout has the dtypes of the tensors instead.
+    cache_specs: Mapping[str, CacheSpec] = {}
     state_parts: tuple[StatePart, ...] = ()  # Of one layer's recurrent state, for the whole model.
     state_alignment: int = ALIGNMENT  # Of the parts, in bytes.
     schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
@@ -67,6 +72,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             does_push=does_push,
             has_host_mirror=_mirrors(transfer.kv_buffer_device, config.device_config.device),
             groups=config.kv_cache_groups,
+            cache_specs=config.model_config.cache_specs,
             state_parts=config.model_config.state_parts,
             schedules_ahead=config.parallel_config.max_concurrent_batches > 1,
         )

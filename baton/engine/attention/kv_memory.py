@@ -84,21 +84,21 @@ def allocate_kv_cache(
     heads = kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads)
     groups = groups or one_group(model_config.num_hidden_layers)
     num_blocks = cache_config.num_gpu_blocks + num_scratch_blocks
-    dtype, device = torch_dtype(model_config.stored_dtype), torch.device(device)
+    device = torch.device(device)
 
     def shape_of(slot_size: int) -> tuple[int, ...]:
         axes = (num_places(groups), num_blocks, len(heads), cache_config.block_size, slot_size)
         sizes = dict(zip(_AXES, axes, strict=True))
         return tuple(sizes[axis] for axis in layout)
 
-    def allocate(slot_size: int) -> torch.Tensor:
-        storage = _touched(shape_of(slot_size), dtype, device)
+    def allocate(slot_size: int, dtype: str) -> torch.Tensor:
+        storage = _touched(shape_of(slot_size), torch_dtype(dtype), device)
         return storage.permute([layout.index(axis) for axis in _AXES])
 
     block_bytes = math.prod(shape_of(model_config.token_bytes)) // num_blocks
     check_room(num_blocks, block_bytes, device, num_ranks=tp_size)
-    layers = allocate(model_config.stored_slot_size)
-    indices = allocate(model_config.index_size) if model_config.index_size else None
+    layers = allocate(model_config.stored_slot_size, model_config.stored_dtype)
+    indices = allocate(model_config.index_size, model_config.dtype) if model_config.index_size else None
     caches: dict[str, torch.Tensor] = {}
     for layer, (_, place) in sorted(places_of(groups).items()):
         caches[layer_name(layer)] = layers[place]

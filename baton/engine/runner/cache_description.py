@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from baton.core.config import EngineConfig
 from baton.core.kv_groups import index_layer_name, layer_name
-from baton.core.layout import kv_heads_of
+from baton.core.layout import INDEX_KEYS, KEYS_AND_VALUES, kv_heads_of
 from baton.core.states import place_parts, state_bytes
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class KVCacheSpec:
     dtype_name: str
     sliding_window: int | None  # Tokens; None: full attention.
     scales_bytes: int = 0  # Of a slot, after its numbers.
-    is_latent: bool = False  # A slot is one vector of `head_size`, not K and V (vLLM's MLAAttentionSpec).
+    kind: str = KEYS_AND_VALUES  # As in `baton.core.layout`. Others have one vector of `head_size` in a slot.
 
     @property
     def dtype(self) -> torch.dtype:
@@ -43,7 +43,7 @@ class KVCacheSpec:
     @property
     def page_size_bytes(self) -> int:
         """Size of one block of one layer."""
-        slot_size = self.head_size if self.is_latent else 2 * self.head_size
+        slot_size = 2 * self.head_size if self.kind == KEYS_AND_VALUES else self.head_size
         slot_bytes = slot_size * self.dtype.itemsize + self.scales_bytes
         return self.block_size * self.num_kv_heads * slot_bytes
 
@@ -119,12 +119,14 @@ def describe_cache(config: EngineConfig, tp_rank: int) -> KVCacheConfig:
             model.stored_dtype,
             group.window,
             scales_bytes=(model.stored_slot_size - model.slot_size) * model.item_bytes,
-            is_latent=bool(model.latent_size),
+            kind=model.cache_specs[names[0]].kind,
         )
         if not model.index_size:
             groups.append(KVCacheGroupSpec(names, spec))
             continue
-        of_index = replace(spec, head_size=model.index_size)
+        of_index = replace(
+            spec, head_size=model.index_size, dtype_name=model.dtype, scales_bytes=0, kind=INDEX_KEYS
+        )
         specs: dict[str, KVCacheSpec] = {}
         for layer in group.layers:
             specs |= {layer_name(layer): spec, index_layer_name(layer): of_index}

@@ -26,7 +26,7 @@ from baton.connectors.pull.control.thread import ControlThread
 from baton.core.errors import PeerError
 from baton.core.hashing import prompt_hash
 from baton.core.ids import Address, EngineId, LoanId, Pair, TransferId
-from baton.core.layout import LayerLayout, ModelFingerprint, RankLayout, Region
+from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, ModelFingerprint, RankLayout, Region
 from baton.core.timers import Timers
 from baton.protocol import messages
 from baton.protocol.effects import FreeLoan
@@ -45,18 +45,17 @@ LOOK_EVERY_S = 0.1  # How often to check that the thread is alive.
 PATIENCE_S = 120.0  # For one flood's thread; only reached when something is wrong.
 
 _FINGERPRINT = ModelFingerprint("model", "revision", "float32", 2, 2, 8, "seed")
+_SPEC = CacheSpec(KEYS_AND_VALUES, "float32", 2)
 _TRANSFER = TransferId("transfer")
 _CARD = RankCard(
     0,
     RankLayout(
         tp_rank=0,
         tp_size=1,
-        num_kv_heads=2,
         num_blocks=8,
         block_tokens=4,
-        dtype="float32",
         regions=(Region(4096, 2 * 4096),),
-        layers=tuple(LayerLayout(f"layer.{i}", 0, i * 4096, 512, 256, 256) for i in range(2)),
+        layers=tuple(LayerLayout(f"layer.{i}", _SPEC, 0, i * 4096, 512, 256, 256) for i in range(2)),
     ),
     {"memory": b"here"},
 )

@@ -6,10 +6,15 @@ import re
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from baton.connectors.pull.identity import EngineIdentity
 from baton.core.errors import ConfigError, PeerError
 from baton.core.layout import (
+    KEYS_AND_VALUES,
     SLOT,
+    TOKEN_KINDS,
+    CacheSpec,
     LayerLayout,
     RankLayout,
     Region,
@@ -36,13 +41,14 @@ def layout_of(
 
     Also `[num_blocks, block_tokens, content]`: one head, and `[num_blocks, bytes]`: recurrent states, with
     the parts that `identity` names. Those of one storage share a region. `group_of`: of each layer, in an
-    engine with several groups. Raises ConfigError for a cache whose blocks are not what a plan can describe.
+    engine with several groups. `packing`: of keys and values, if the host's description names none. Raises
+    ConfigError for a cache whose blocks are not what a plan can describe.
     """
     if not kv_caches:
         raise ConfigError("has no layers", field=FIELD)
     of_states = {name: cache for name, cache in kv_caches.items() if is_of_states(cache)}
     caches = {name: with_heads(cache) for name, cache in kv_caches.items() if name not in of_states}
-    first = next(iter(caches.values()), None)
+    num_blocks = len(next(iter(kv_caches.values())))
     regions: dict[int, tuple[int, Region]] = {}  # By address: (index, region).
     layers, states = [], []
     for name, cache in (caches | of_states).items():
@@ -55,23 +61,18 @@ def layout_of(
         if name in of_states:
             states.append(_state_of(name, cache, index, group, identity))
         else:
-            assert first is not None
-            _check_shape(name, cache, first, identity)
-            layers.append(_layer_of(name, cache, index, group))
-    num_kv_heads = identity.fingerprint.num_kv_heads
+            spec = _spec_of(name, cache, identity, packing)
+            _check_shape(name, cache, spec, num_blocks, identity)
+            layers.append(_layer_of(name, spec, cache, index, group))
     layout = RankLayout(
         tp_rank=identity.tp_rank,
         tp_size=identity.tp_size,
-        num_kv_heads=num_kv_heads,
-        num_blocks=len(next(iter(kv_caches.values()))),
+        num_blocks=num_blocks,
         block_tokens=identity.block_tokens,
-        dtype=identity.fingerprint.dtype if first is None else str(first.dtype).removeprefix("torch."),
         regions=tuple(region for _, region in regions.values()),
         layers=tuple(layers),
         pp_rank=identity.pp_rank,
         pp_size=identity.pp_size,
-        is_replicated=first is not None and identity.tp_size > 1 and first.shape[1] == num_kv_heads,
-        packing=packing,
         states=tuple(states),
     )
     try:
@@ -121,7 +122,27 @@ def with_heads(cache: torch.Tensor) -> torch.Tensor:
     return cache.unsqueeze(1) if cache.dim() == 3 else cache
 
 
-def _layer_of(name: str, cache: torch.Tensor, region: int, group: int) -> LayerLayout:
+def _spec_of(name: str, cache: torch.Tensor, identity: EngineIdentity, packing: str) -> CacheSpec:
+    """As the host describes the cache, with the tensor's dtype."""
+    specs = identity.cache_specs
+    if name in specs:
+        spec = specs[name]
+    elif len(alike := set(specs.values())) > 1:  # vLLM: layers that share another's cache have no spec.
+        raise ConfigError("is not described, and the caches of other layers differ", field=f"{FIELD}.{name}")
+    else:
+        spec = next(iter(alike), CacheSpec(KEYS_AND_VALUES, "", identity.fingerprint.num_kv_heads))
+    if spec.kind not in TOKEN_KINDS:
+        raise ConfigError(
+            f"is of the kind {spec.kind!r}, which this version does not know ({', '.join(TOKEN_KINDS)})",
+            field=f"{FIELD}.{name}",
+        )
+    dtype = str(cache.dtype).removeprefix("torch.")
+    if spec.kind == KEYS_AND_VALUES and spec.packing == SLOT:
+        return msgspec.structs.replace(spec, dtype=dtype, packing=packing)
+    return msgspec.structs.replace(spec, dtype=dtype)
+
+
+def _layer_of(name: str, spec: CacheSpec, cache: torch.Tensor, region: int, group: int) -> LayerLayout:
     itemsize = cache.element_size()
     _, num_heads, block_tokens, content = cache.shape
     # The stride of a dimension of one says nothing.
@@ -129,6 +150,7 @@ def _layer_of(name: str, cache: torch.Tensor, region: int, group: int) -> LayerL
     head_stride = cache.stride(1) if num_heads > 1 else (block_tokens - 1) * token_stride + content
     return LayerLayout(
         name=name,
+        spec=spec,
         region=region,
         offset=int(cache.storage_offset()) * itemsize,
         block_stride=cache.stride(0) * itemsize,
@@ -139,7 +161,9 @@ def _layer_of(name: str, cache: torch.Tensor, region: int, group: int) -> LayerL
     )
 
 
-def _check_shape(name: str, cache: torch.Tensor, first: torch.Tensor, identity: EngineIdentity) -> None:
+def _check_shape(
+    name: str, cache: torch.Tensor, spec: CacheSpec, num_blocks: int, identity: EngineIdentity
+) -> None:
     field = f"{FIELD}.{name}"
     if cache.dim() != 4:
         raise ConfigError(
@@ -153,15 +177,10 @@ def _check_shape(name: str, cache: torch.Tensor, first: torch.Tensor, identity: 
         )
     if cache.stride(3) != 1:
         raise ConfigError("must have the content of a token and head contiguous", field=field)
-    num_kv_heads = identity.fingerprint.num_kv_heads
-    held = kv_heads_of(identity.tp_rank, tp_size=identity.tp_size, num_kv_heads=num_kv_heads)
-    if cache.shape[1] not in (len(held), num_kv_heads):
+    held = kv_heads_of(identity.tp_rank, tp_size=identity.tp_size, num_kv_heads=spec.num_heads)
+    if cache.shape[1] != len(held):
         raise ConfigError(
-            f"has {cache.shape[1]} KV heads; this rank holds {len(held)} of {num_kv_heads}", field=field
+            f"has {cache.shape[1]} KV heads; this rank holds {len(held)} of {spec.num_heads}", field=field
         )
-    if (cache.dtype, cache.shape[:3]) != (first.dtype, first.shape[:3]):
-        raise ConfigError(
-            f"is {cache.dtype} of {tuple(cache.shape[:3])}, other layers are {first.dtype} of "
-            f"{tuple(first.shape[:3])}",
-            field=field,
-        )
+    if len(cache) != num_blocks:
+        raise ConfigError(f"has {len(cache)} blocks, other layers have {num_blocks}", field=field)

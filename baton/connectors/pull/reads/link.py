@@ -29,7 +29,7 @@ from baton.core.layout import RankLayout
 from baton.protocol.block_runs import BlockRun, Shape, period_shapes, plan_block_runs
 from baton.protocol.conversion import plan_conversion
 from baton.protocol.handshake import RankCard
-from baton.protocol.plan import PlanError, Share, plan_shares, plan_state_spans
+from baton.protocol.plan import PlanError, plan_shares, plan_state_spans
 from baton.transport import choose_transport
 from baton.transport.base import Transport
 
@@ -102,7 +102,7 @@ class Link:
     def layers_of(self, order: ReadBlocks, local: RankLayout) -> tuple[str, ...]:
         """Layers of the share that the part names: positions in P's order become names."""
         assert self.ready is not None
-        layers = self.ready.share.layers
+        layers = tuple(self.ready.share)
         if order.groups is not None:
             ours = _names_of_group(local, order.groups.local)
             theirs = _names_of_group(self.card.layout, order.groups.remote)
@@ -136,7 +136,7 @@ class LinkOpener:
         """Raises TransferError or PeerError."""
         remote = link.card.layout
         sources = {source: link.cards[source].layout for source in link.key.sources}
-        share = plan_shares(self.layout, sources).get(link.key.source, Share(range(0), ()))
+        share = plan_shares(self.layout, sources).get(link.key.source, {})
         way = plan_conversion(self.layout, remote, share, converts_dtype=self.converts_dtype)
         if way.is_staged and not self.can_stage:
             raise PlanError("the layouts differ in a way that needs a staging buffer")
@@ -145,14 +145,14 @@ class LinkOpener:
                 logging.WARNING if way.loss else logging.INFO,
                 "KV of %s is converted on receive: %s",
                 link.engine_id,
-                way.loss or f"{remote.dtype} -> {self.layout.dtype}, without loss",
+                way.loss or "without loss",
             )
         address = Address(link.engine_id, link.card.epoch)
         transport, peer = choose_transport(self.transports, link.card.endpoints, address, order=self.order)
         try:
             states = plan_state_spans(self.layout, sources, link.key.source)
             ready = Ready(transport, peer, self.layout, remote, share, way, states)
-            if share.layers and not way.is_staged:
+            if share and not way.is_staged:
                 for shape in period_shapes(self.layout.block_tokens, remote.block_tokens):
                     ready.prepare_whole(shape)
             return ready
@@ -279,7 +279,7 @@ class ReadPosting:
                 StagedOrder(
                     link.key.producer,
                     link.card.layout,
-                    Share(ready.share.heads, layers),
+                    {name: ready.share[name] for name in layers},
                     order.first_token,
                     order.num_tokens,
                     order.local_blocks,

@@ -70,12 +70,12 @@ class Ready:
 
     def find(self, shape: Shape, layers: tuple[str, ...]) -> Spans | None:
         """None: they have to be prepared. Takes no time."""
-        if layers == self.share.layers and (spans := self._whole.get(shape)) is not None:
+        if layers == tuple(self.share) and (spans := self._whole.get(shape)) is not None:
             return spans
         return self._others.get((shape, layers))
 
     def prepare_whole(self, shape: Shape) -> None:
-        self._whole[shape] = self._prepare(self._spans_of(shape, self.share.layers))
+        self._whole[shape] = self._prepare(self._spans_of(shape, tuple(self.share)))
 
     def prepare(self, shape: Shape, layers: tuple[str, ...]) -> Spans:
         """Takes time: never on a step."""
@@ -99,7 +99,7 @@ class Ready:
     def _spans_of(self, shape: Shape, layers: tuple[str, ...]) -> Sequence[CopySpan]:
         if shape == WHOLE_STATE:
             return [span for layer in layers for span in self.states[layer]]
-        return share_spans(self._local, self._remote, self.share, shape, layers)
+        return share_spans(self._local, self._remote, {name: self.share[name] for name in layers}, shape)
 
 
 @dataclass(slots=True, eq=False)

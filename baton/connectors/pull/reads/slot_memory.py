@@ -13,7 +13,7 @@ from collections.abc import Mapping
 import torch
 
 from baton.connectors.pull.reads.cache_layout import with_heads
-from baton.core.layout import FORMATS, PLANES, NumberFormat, RankLayout
+from baton.core.layout import FORMATS, PLANES, CacheSpec, NumberFormat, RankLayout
 from baton.protocol.layout_checks import heads_of, slot_bytes_of, token_stride_of
 
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # By itemsize: dtypes that every operation knows.
@@ -43,29 +43,36 @@ class SlotMemory:
     def slots(self, name: str, heads: range) -> torch.Tensor:
         """`[blocks, tokens, heads, bytes]` of one layer. Heads are counted from the rank's first."""
         layout, layer = self.layout, self._layers[name]
-        assert heads.stop <= len(heads_of(layout))
+        assert heads.stop <= len(heads_of(layer, layout))
         size = (layout.num_blocks, layout.block_tokens, len(heads), slot_bytes_of(layer, layout))
         stride = (layer.block_stride, token_stride_of(layer, layout), layer.head_stride, 1)
         offset = layer.offset + heads.start * layer.head_stride
         return self._regions[layer.region].as_strided(size, stride, offset)
 
     def numbers(self, name: str, heads: range, *, halves: bool = False) -> tuple[torch.Tensor, ...]:
-        """The same in the layout's dtype; as bytes, if torch has none of that name. `halves`: K, then V."""
-        if self.layout.packing == PLANES:
+        """The same in the cache's dtype; as bytes, if that is not converted. `halves`: K, then V."""
+        if self.spec_of(name).packing == PLANES:
             assert halves, "planes are apart"
             return self._planes(name, heads)
-        slots = self.slots(name, heads)
-        numbers = slots.view(self._dtype) if self._dtype is not None else slots
+        slots, dtype = self.slots(name, heads), self._dtype_of(name)
+        numbers = slots.view(dtype) if dtype is not None else slots
         return numbers.chunk(2, dim=-1) if halves else (numbers,)
 
-    @property
-    def _dtype(self) -> torch.dtype | None:
-        return getattr(torch, self.layout.dtype) if self.layout.dtype in FORMATS else None
+    def heads_of(self, name: str) -> range:
+        """Global indices of the heads of a layer that are here."""
+        return heads_of(self._layers[name], self.layout)
+
+    def spec_of(self, name: str) -> CacheSpec:
+        return self._layers[name].spec
+
+    def _dtype_of(self, name: str) -> torch.dtype | None:
+        dtype = self.spec_of(name).dtype
+        return getattr(torch, dtype) if dtype in FORMATS else None
 
     def _planes(self, name: str, heads: range) -> tuple[torch.Tensor, torch.Tensor]:
-        layout, layer, dtype = self.layout, self._layers[name], self._dtype
+        layout, layer, dtype = self.layout, self._layers[name], self._dtype_of(name)
         assert dtype is not None, "numbers of a known size"
-        assert heads.stop <= len(heads_of(layout))
+        assert heads.stop <= len(heads_of(layer, layout))
         plane_bytes, num_tokens = layer.head_bytes // 2, layout.block_tokens
         num_elements = plane_bytes // num_tokens // dtype.itemsize
         offset = layer.offset + heads.start * layer.head_stride

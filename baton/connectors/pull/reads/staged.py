@@ -22,7 +22,6 @@ from baton.core.errors import TransferError
 from baton.core.layout import PLANES, CopySpan, RankLayout, Region
 from baton.protocol.block_runs import check_tables
 from baton.protocol.conversion import StagedChunk, chunk_spans, plan_chunk, plan_groups
-from baton.protocol.layout_checks import heads_of
 from baton.protocol.plan import Share
 from baton.transport.base import OpId
 
@@ -178,10 +177,11 @@ class StagedReader:
         first = max(order.first_token, start)
         count = min(order.last_token, flight.blocks.stop * order.remote.block_tokens) - first
         staged = SlotMemory(flight.chunk.layout, {self._region: self._staging.memory})
-        ours = order.share.heads.start - heads_of(self._cache.layout).start
-        heads = range(ours, ours + len(order.share.heads))
-        halves = PLANES in (staged.layout.packing, self._cache.layout.packing)
         for name in flight.chunk.layers:
+            of_share = order.share[name]
+            ours = of_share.start - self._cache.heads_of(name).start
+            heads = range(ours, ours + len(of_share))
+            halves = PLANES in (staged.spec_of(name).packing, self._cache.spec_of(name).packing)
             sources = staged.numbers(name, range(len(heads)), halves=halves)
             targets = self._cache.numbers(name, heads, halves=halves)
             for source, target in zip(sources, targets, strict=True):

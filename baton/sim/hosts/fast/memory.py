@@ -15,9 +15,19 @@ import msgspec
 
 from baton.core.ids import BlockId, Pair
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup, is_hybrid, num_places, places_of
-from baton.core.layout import CopySpan, LayerLayout, RankLayout, Region, StateLayout, UnitsLayout, kv_heads_of
+from baton.core.layout import (
+    KEYS_AND_VALUES,
+    CacheSpec,
+    CopySpan,
+    LayerLayout,
+    RankLayout,
+    Region,
+    StateLayout,
+    UnitsLayout,
+    kv_heads_of,
+)
 from baton.protocol.block_runs import Shape
-from baton.protocol.plan import Share, plan_state_spans, share_spans
+from baton.protocol.plan import plan_state_spans, share_spans
 from baton.sim.checkers.fresh import TORN
 from baton.sim.checkers.violation import Violation
 from baton.sim.kernel.connection import flip_one
@@ -41,14 +51,13 @@ def toy_layout(tp_rank: int, tp_size: int, num_blocks: int, groups: Groups) -> R
     return RankLayout(
         tp_rank=tp_rank,
         tp_size=tp_size,
-        num_kv_heads=NUM_HEADS,
         num_blocks=num_blocks,
         block_tokens=1,
-        dtype="float32",
         regions=(Region(address=0x1000, nbytes=num_places(groups) * layer_bytes),),
         layers=tuple(
             LayerLayout(
                 name=name(layer),
+                spec=CacheSpec(KEYS_AND_VALUES, "float8_e4m3fn", NUM_HEADS),
                 region=0,
                 offset=places[layer][1] * layer_bytes,
                 block_stride=heads,
@@ -114,10 +123,8 @@ def toy_spans(
     named = set(range(*(layers or (0, NUM_LAYERS)))) & set(groups[group].layers)
     ours = kv_heads_of(pair.consumer_rank, tp_size=consumer_ranks, num_kv_heads=NUM_HEADS)
     theirs = kv_heads_of(pair.producer_rank, tp_size=producer_ranks, num_kv_heads=NUM_HEADS)
-    share = Share(
-        range(max(ours.start, theirs.start), min(ours.stop, theirs.stop)),
-        tuple(f"attn.{layer}" for layer in sorted(named)),
-    )
+    heads = range(max(ours.start, theirs.start), min(ours.stop, theirs.stop))
+    share = {f"attn.{layer}": heads for layer in sorted(named)}
     return share_spans(
         toy_layout(pair.consumer_rank, consumer_ranks, num_blocks, groups),
         toy_layout(pair.producer_rank, producer_ranks, num_blocks, groups),

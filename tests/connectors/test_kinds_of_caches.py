@@ -1,0 +1,230 @@
+"""Caches of all kinds beside each other: planned, read and converted by what each of them holds."""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.connectors.pull import EngineIdentity
+from baton.connectors.pull.metadata import ReadBlocks, ReadEnd
+from baton.connectors.pull.reads.cache_layout import layout_of
+from baton.connectors.pull.reads.links import PeerLinks
+from baton.connectors.pull.reads.slot_memory import SlotMemory
+from baton.connectors.pull.reads.staged import StagedReader
+from baton.connectors.pull.reads.staging_buffer import Staging
+from baton.core.errors import ConfigError
+from baton.core.ids import Address, EngineId, Epoch
+from baton.core.layout import (
+    INDEX_KEYS,
+    INLINE_SCALES,
+    KEYS_AND_VALUES,
+    LATENT,
+    SCALES,
+    SCALES_BESIDE,
+    CacheSpec,
+    kv_heads_of,
+)
+from baton.protocol.handshake import RankCard, decode_ranks, encode_ranks
+from baton.protocol.plan import PlanError, plan_pairs_of_layouts
+from baton.transport.memory import MemoryNetwork, MemoryTransport
+from tests.connectors.pull_world import engine_config
+
+NUM_TOKENS = 8
+NUM_BLOCKS = 9
+UNTOUCHED = 99.0
+# A slot's size. Keys and values of one byte have their scales, for K and for V, in a cache beside them.
+WIDTHS = {"attn": 4, "attn.scales": 2, "mla": 6, "mla.index": 3}
+SPECS = {
+    "attn": CacheSpec(KEYS_AND_VALUES, "", 4, SCALES_BESIDE),
+    "attn.scales": CacheSpec(SCALES, "", 4),
+    "mla": CacheSpec(LATENT, "", 1),
+    "mla.index": CacheSpec(INDEX_KEYS, "", 1),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    tp: int = 1
+    block_tokens: int = 4
+    is_token_major: bool = False
+    latent: torch.dtype = torch.float32
+    index: torch.dtype = torch.float32
+    specs: dict[str, CacheSpec] = field(default_factory=lambda: SPECS, hash=False)
+
+    def dtype_of(self, name: str) -> torch.dtype:
+        kinds = {"attn": torch.int8, "attn.scales": torch.float32, "mla": self.latent}
+        return kinds.get(name, self.index)
+
+
+class Rank:
+    def __init__(self, shape: Shape, tp_rank: int, network: MemoryNetwork, owner: Address) -> None:
+        self.shape = shape
+        self.heads = {
+            name: kv_heads_of(tp_rank, tp_size=shape.tp, num_kv_heads=spec.num_heads)
+            for name, spec in SPECS.items()
+        }
+        self.caches = {name: self._allocate(name) for name in SPECS}
+        identity = msgspec.structs.replace(
+            EngineIdentity.of_engine(engine_config("e")),
+            tp_size=shape.tp,
+            tp_rank=tp_rank,
+            block_tokens=shape.block_tokens,
+            cache_specs=shape.specs,
+        )
+        self.layout = layout_of(self.caches, identity)
+        self.address = Address(owner.engine_id, Epoch(owner.epoch * 10 + tp_rank))
+        self.transport = MemoryTransport(self.address, network)
+
+    def _allocate(self, name: str) -> torch.Tensor:
+        shape, heads = self.shape, len(self.heads[name])
+        sizes = (shape.block_tokens, heads) if shape.is_token_major else (heads, shape.block_tokens)
+        memory = torch.full((NUM_BLOCKS, *sizes, WIDTHS[name]), UNTOUCHED).to(shape.dtype_of(name))
+        return memory.transpose(1, 2) if shape.is_token_major else memory
+
+    def compute(self, caches: dict[str, torch.Tensor], table: Sequence[int]) -> None:
+        """The prompt's numbers, in the blocks of `table`."""
+        size = self.shape.block_tokens
+        for name, cache in caches.items():
+            for token in range(NUM_TOKENS):
+                for row, head in enumerate(self.heads[name]):
+                    numbers = [number_of(name, head, token, i) for i in range(WIDTHS[name])]
+                    cache[table[token // size], row, token % size] = torch.tensor(numbers).to(cache.dtype)
+
+
+def number_of(name: str, head: int, token: int, element: int) -> float:
+    """Of those that every dtype here can hold."""
+    mixed = 31 * len(name) + 17 * head + 5 * token + 3 * element + head * token * (element + 1)
+    return float(mixed % (8 if name == "mla" else 101))
+
+
+class Engine:
+    def __init__(self, name: str, shape: Shape, network: MemoryNetwork) -> None:
+        self.address = Address(EngineId(name), Epoch(len(name)))
+        self.shape = shape
+        self.ranks = [Rank(shape, tp_rank, network, self.address) for tp_rank in range(shape.tp)]
+
+    def cards(self) -> tuple[RankCard, ...]:
+        cards = [
+            RankCard(
+                rank.layout.tp_rank,
+                rank.layout,
+                {rank.transport.name: rank.transport.register(rank.layout.regions)},
+                rank.address.epoch,
+            )
+            for rank in self.ranks
+        ]
+        return decode_ranks(encode_ranks(cards))
+
+    def table(self, draw: random.Random) -> tuple[int, ...]:
+        return tuple(draw.sample(range(NUM_BLOCKS), NUM_TOKENS // self.shape.block_tokens))
+
+    def links(self, rank: Rank) -> PeerLinks:
+        staged = StagedReader(
+            SlotMemory.of_caches(rank.layout, rank.caches), Staging("cpu", nbytes=2048, num_parts=2)
+        )
+        rank.transport.register((*rank.layout.regions, staged.region))
+        name = rank.transport.name
+        return PeerLinks(rank.layout, {name: rank.transport}, [name], lambda job: job(), staged=staged)
+
+
+def read(p: Engine, d: Engine, draw: random.Random) -> Iterator[tuple[Rank, ReadEnd, tuple[int, ...]]]:
+    """D's ranks read the prompt. Yields the end of each read, with D's table."""
+    theirs, ours = p.table(draw), d.table(draw)
+    for rank in p.ranks:
+        rank.compute(rank.caches, theirs)
+    pairs = plan_pairs_of_layouts(
+        [rank.layout for rank in p.ranks], [rank.layout for rank in d.ranks], rotation=draw.randrange(4)
+    )
+    cards = p.cards()
+    for rank in d.ranks:
+        links = d.links(rank)
+        links.meet(p.address, cards)
+        links.read(ReadBlocks(1, p.address, pairs, 0, NUM_TOKENS, ours, theirs))
+        yield from ((rank, end, ours) for end in links.take_ended())
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> Shape:
+    return Shape(
+        draw(st.sampled_from([1, 2, 4, 8])),
+        draw(st.sampled_from([2, 4, 8])),
+        draw(st.booleans()),
+        draw(st.sampled_from([torch.float32, torch.float8_e5m2])),
+        draw(st.sampled_from([torch.float32, torch.bfloat16])),
+    )
+
+
+@settings(max_examples=60, deadline=None)
+@given(shapes(), shapes(), st.integers(0, 1000))
+def test_each_number_of_each_kind_ends_in_its_place(theirs: Shape, ours: Shape, seed: int) -> None:
+    """Latents and index keys have dtypes of their own; the scales follow the heads of their cache."""
+    network = MemoryNetwork()
+    p, d = Engine("p", theirs, network), Engine("dd", ours, network)
+    wanted = {id(rank): {name: cache.clone() for name, cache in rank.caches.items()} for rank in d.ranks}
+    read_by = set()
+    for rank, end, table in read(p, d, random.Random(seed)):
+        assert end.ok, end.error
+        read_by.add(id(rank))
+        rank.compute(wanted[id(rank)], table)
+    assert read_by == wanted.keys()
+    for rank in d.ranks:
+        for name, cache in rank.caches.items():
+            assert torch.equal(cache.float(), wanted[id(rank)][name].float()), name
+
+
+def changed(name: str, **change: Any) -> dict[str, CacheSpec]:
+    return {**SPECS, name: msgspec.structs.replace(SPECS[name], **change)}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "error"),
+    [
+        (Shape(specs=changed("mla", kind=KEYS_AND_VALUES)), "kind of mla: ours 'latent', theirs 'keys_and_"),
+        (
+            Shape(specs=changed("attn", scales=INLINE_SCALES)),
+            "scales of attn: ours 'beside', theirs",
+        ),
+        (Shape(2, specs=changed("mla.index", kind=SCALES)), "kind of mla.index: ours 'index_keys'"),
+        (Shape(specs=changed("mla.index", packing="tiles")), "packing: ours is 'slot' in blocks of 4"),
+    ],
+)
+def test_caches_that_hold_something_else_are_refused(theirs: Shape, error: str) -> None:
+    network = MemoryNetwork()
+    p, d = Engine("p", theirs, network), Engine("dd", Shape(), network)
+    try:
+        errors = [end.error for _, end, _ in read(p, d, random.Random(1))]
+    except PlanError as refused:
+        errors = [str(refused)]
+    assert all(error in one for one in errors), errors
+    assert errors
+
+
+def test_index_keys_of_unknown_packing_move_in_whole_blocks() -> None:
+    """As vLLM's kernels write them: the keys of a block, then their scales."""
+    shape = Shape(2, specs=changed("mla.index", packing="vllm indexer"))
+    network = MemoryNetwork()
+    p, d = Engine("p", shape, network), Engine("dd", Shape(specs=shape.specs), network)
+    ends = [end for _, end, _ in read(p, d, random.Random(1))]
+    assert [end.ok for end in ends] == [True, True]
+    p, d = Engine("pp", shape, network), Engine("ddd", Shape(block_tokens=8, specs=shape.specs), network)
+    ends = [end for _, end, _ in read(p, d, random.Random(1))]
+    assert "packing: ours is 'vllm indexer' in blocks of 8 tokens of float32" in ends[0].error
+
+
+@pytest.mark.parametrize(
+    ("specs", "message"),
+    [
+        (changed("mla", kind="circular_buffer"), r"mla: is of the kind 'circular_buffer', which this ver"),
+        (changed("attn", scales="elsewhere"), "layer 'attn': scales is 'elsewhere'; known: none, constant"),
+        ({"attn": SPECS["attn"], "mla": SPECS["mla"]}, r"attn\.scales: is not described"),
+    ],
+)
+def test_a_kind_that_is_not_known_is_refused_at_start(specs: dict[str, CacheSpec], message: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_caches.*{message}"):
+        Engine("p", Shape(specs=specs), MemoryNetwork())
