@@ -49,6 +49,8 @@ def plan_conversion(
     Raises PlanError if the bytes would have another meaning here.
     """
     runs = [*head_runs(local, remote, share)]
+    if not runs:
+        return Conversion(False, "")  # Nothing but states, which have no tokens to convert.
     losses = [_check_elements(run, local, remote, converts_dtype) for run in runs]
     specs = [(run.local.spec, run.remote.spec) for run in runs]
     can_be_staged = all(map(_has_known_elements, (spec for both in specs for spec in both)))

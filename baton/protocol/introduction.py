@@ -10,6 +10,7 @@ from baton.core.ids import Address
 from baton.core.layout import ModelFingerprint, differences
 from baton.core.reasons import Fault
 from baton.core.transfer_params import MAX_ENGINE_ID_CHARS, MAX_INTRODUCTION_CHARS
+from baton.protocol.layout_checks import MAX_STATE_BLOCK_TOKENS
 from baton.protocol.messages import PUBLIC_KEY_BYTES, U64_MAX
 from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_range
 from baton.protocol.ticket import MAX_TP_SIZE, MAX_URL_CHARS
@@ -37,7 +38,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
         check_range("length of control_url", len(self.control_url), 1, MAX_URL_CHARS)
         check_range("length of public_key", len(self.public_key), PUBLIC_KEY_BYTES, PUBLIC_KEY_BYTES)
         check_range("tp_size", self.tp_size, 1, MAX_TP_SIZE)
-        check_range("block_tokens", self.block_tokens, 1, 1 << 16)
+        check_range("block_tokens", self.block_tokens, 1, MAX_STATE_BLOCK_TOKENS)
 
 
 _SIGNER = TokenSigner(

@@ -27,6 +27,7 @@ MAX_BLOCKS = 2**32
 MAX_PARTS = 64  # Of one layer's state.
 MAX_UNITS = 1 << 16
 MAX_BLOCK_TOKENS = 1 << 16
+MAX_STATE_BLOCK_TOKENS = 1 << 24  # Without tokens in blocks: in vLLM a block of one state has max_model_len.
 ADDRESS_SPACE = 2**64
 
 
@@ -38,7 +39,8 @@ def check_layout(layout: RankLayout) -> None:
     _check_range("tp_size", layout.tp_size, 1, MAX_RANKS)
     _check_range("tp_rank", layout.tp_rank, 0, layout.tp_size - 1)
     _check_range("num_blocks", layout.num_blocks, 1, MAX_BLOCKS)
-    _check_range("block_tokens", layout.block_tokens, 1, MAX_BLOCK_TOKENS)
+    most = MAX_BLOCK_TOKENS if layout.layers else MAX_STATE_BLOCK_TOKENS
+    _check_range("block_tokens", layout.block_tokens, 1, most)
     _check_range("number of regions", len(layout.regions), 1, MAX_REGIONS)
     _check_range("number of layers", len(layout.layers) + len(layout.states), 1, MAX_LAYERS)
     for region in layout.regions:

@@ -24,6 +24,7 @@ from baton.core.transfer_params import (
     MAX_TICKET_CHARS,
     MAX_TRANSFER_ID_CHARS,
 )
+from baton.protocol.layout_checks import MAX_STATE_BLOCK_TOKENS
 from baton.protocol.messages import PROMPT_HASH_BYTES, PUBLIC_KEY_BYTES, U64_MAX
 from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_range
 
@@ -72,7 +73,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
         check_range("length of public_key", len(self.public_key), PUBLIC_KEY_BYTES, PUBLIC_KEY_BYTES)
         check_range("length of transfer_id", len(self.transfer_id), 0, MAX_TRANSFER_ID_CHARS)
         check_range("tp_size", self.tp_size, 1, MAX_TP_SIZE)
-        check_range("block_tokens", self.block_tokens, 1, 1 << 16)
+        check_range("block_tokens", self.block_tokens, 1, MAX_STATE_BLOCK_TOKENS)
         check_range("num_tokens", self.num_tokens, 1, U64_MAX)
         check_range("length of prompt_hash", len(self.prompt_hash), PROMPT_HASH_BYTES, PROMPT_HASH_BYTES)
         check_range("number of cache groups", len(self.block_ids), 1, 256)

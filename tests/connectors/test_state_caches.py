@@ -107,6 +107,21 @@ def test_d_computes_the_last_token_of_a_pulled_prompt(
     d.settle(SETTLE_S)
 
 
+def test_blocks_of_states_alone_may_be_very_unlike(
+    stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf
+) -> None:
+    """As those of two vLLMs with another `max_model_len`."""
+    model = model_of("mamba2")
+    p, d = (
+        start_in(stack, config_of(model, hands_over(name), num_blocks=100, block_size=size))
+        for name, size in (("p", 4), ("d", 250))
+    )
+    for prompt in PROMPTS:
+        decoded = hand_over(p, d, prompt)
+        assert decoded.token_ids == answer_of("mamba2", prompt)
+        assert decoded.num_transferred_tokens == len(prompt) - 1
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_d_continues_after_the_token_of_p(
     stack: ExitStack, model_of: ModelOf, answer_of: AnswerOf, family: str

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
+from baton.core.ids import Pair
 from baton.core.layout import (
     KEYS_AND_VALUES,
     CacheSpec,
@@ -18,8 +19,9 @@ from baton.core.layout import (
     UnitsLayout,
 )
 from baton.core.states import StatePart, place_parts, state_bytes
+from baton.protocol.conversion import Conversion, plan_conversion
 from baton.protocol.layout_checks import check_layout, units_of
-from baton.protocol.plan import PlanError, plan_pairs_of_layouts, plan_state_spans
+from baton.protocol.plan import PlanError, plan_pairs_of_layouts, plan_shares, plan_state_spans
 
 NUM_BLOCKS = 3
 PARTS = (
@@ -37,6 +39,7 @@ def rank_layout(
     padding: int = 0,
     num_kv_heads: int = 0,
     names: Sequence[str] = ("a", "b"),
+    block_tokens: int = 2,
 ) -> RankLayout:
     """States of the layers `names`, and with KV heads one layer of attention beside them."""
     stride = state_bytes(parts, tp_rank=rank, tp_size=tp_size) + padding
@@ -52,7 +55,7 @@ def rank_layout(
         tp_rank=rank,
         tp_size=tp_size,
         num_blocks=NUM_BLOCKS,
-        block_tokens=2,
+        block_tokens=block_tokens,
         regions=(Region(4096, end + 8 * NUM_BLOCKS),),
         layers=(attention,) if num_kv_heads else (),
         states=tuple(
@@ -120,6 +123,19 @@ def test_a_state_of_one_rank_moves_as_one_copy() -> None:
     layout = rank_layout(0, 1, (StatePart("ssm", 4, (4,), "float32"), StatePart("conv", 4, (4,), "float32")))
     spans = plan_state_spans(layout, {0: layout}, 0)
     assert [[span.nbytes for span in of_layer] for of_layer in spans.values()] == [[128], [128]]
+
+
+@pytest.mark.parametrize("block_tokens", [2, 3000, 1 << 20])
+def test_blocks_of_states_may_have_any_number_of_tokens(block_tokens: int) -> None:
+    """In vLLM a block of a request's one state has `max_model_len` tokens, and engines may differ in that."""
+    ours, theirs = rank_layout(0, 1), rank_layout(0, 1, block_tokens=block_tokens)
+    check_layout(theirs)
+    assert plan_pairs_of_layouts([theirs], [ours]) == (Pair(0, 0),)
+    assert plan_shares(ours, {0: theirs}) == {}
+    assert plan_conversion(ours, theirs, {}) == Conversion(is_staged=False, loss="")
+    assert plan_state_spans(ours, {0: theirs}, 0) == plan_state_spans(ours, {0: ours}, 0)
+    with pytest.raises(PeerError, match="block_tokens is 1048576, expected 1 to 65536"):
+        check_layout(rank_layout(0, 1, num_kv_heads=1, block_tokens=1 << 20))
 
 
 def test_unlike_states_are_refused() -> None:

@@ -81,6 +81,7 @@ def test_size_then_schema_then_version_then_signature() -> None:
         {"block_ids": ()},
         {"num_tokens": 0},
         {"block_tokens": 0},
+        {"block_tokens": (1 << 24) + 1},
         {"tp_size": 0},
         {"prompt_hash": PromptHash(b"short")},
         {"control_url": ""},

@@ -48,7 +48,9 @@ UNCACHED = ("--no-enable-prefix-caching",)
 IN_STEPS = (*UNCACHED, "--max-num-batched-tokens", "256")
 SINGLE = VllmPlan("single", None, extra=UNCACHED)
 P = VllmPlan("p", transfer("BatonPushConnector", "kv_producer", "p"), extra=IN_STEPS)
-D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), extra=UNCACHED)
+# A block of a state has as many tokens as `max_model_len`, which is 4096 elsewhere.
+SHORTER = (*UNCACHED, "--max-model-len", "3000")
+D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), extra=SHORTER)
 BATON_P = BatonPlan("baton-p", transfer("BatonPushConnector", "kv_producer", "baton-p"))
 BATON_D = BatonPlan("baton-d", transfer("BatonPushConnector", "kv_consumer", "baton-d"))
 PAIRS = [("p", "d"), ("p", "baton-d"), ("baton-p", "d")]
