@@ -77,6 +77,7 @@ HAPPENS = {
         "early reads of cache groups",
         "P had the beginning",
         "a ticket beside the stream",
+        "aborted between attention and state",
         "batched envelopes",
         "crash",
         "delivered",

@@ -25,6 +25,8 @@ class Parts:
     # Of fast worlds
     prompts_differ: bool = True  # False: all prompts of one length look alike to the halves.
     drops_early: int = 0  # Tokens too early at which P frees a window's blocks.
+    slices_heads: bool = True  # False: every rank's KV heads are taken for the first ones.
+    reads_all_layers: bool = True  # False: D does not read the tokens of the last layer.
     slices_states: bool = True  # False: every rank's units of a state are taken for the first ones.
     keeps_lent_states: bool = True  # False: P computes one more token into a state that it has lent.
     seals_frames: bool = True  # Channel: a frame that was altered on the way is dropped.

@@ -26,6 +26,8 @@ OF_PULL: dict[str, Parts] = {
 FAST: dict[str, Parts] = {
     **SHARED,
     "window_drop": Parts(drops_early=1),
+    "head_slices": Parts(slices_heads=False),
+    "layer_missing": Parts(reads_all_layers=False),
     "state_slices": Parts(slices_states=False),
     "state_lent": Parts(keeps_lent_states=False),
     "frame_mac": Parts(seals_frames=False),

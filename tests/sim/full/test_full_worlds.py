@@ -18,7 +18,7 @@ TRIES = 60
 # `python -m baton.sim full --mutants --mode MODE` finds another.
 SEEDS = {
     ("pull", "bound_ops"): 600,
-    ("pull", "counters"): 1890,
+    ("pull", "counters"): 2010,
     ("pull", "state_boundary"): 240,
     ("pull", "store_fence"): 90,
     ("push", "counters"): 1530,
@@ -26,12 +26,13 @@ SEEDS = {
     ("push", "fence"): 270,
     ("push", "preempted"): 480,
     ("push", "run"): 690,
-    ("push", "state_boundary"): 1200,
+    ("push", "state_boundary"): 870,
     ("push", "ticket_hash"): 160,
     ("push", "ticket_windows"): 90,
 }
 
 EVERYWHERE = {
+    "a producer's token is EOS, of states",
     "a router is silent",
     "a router's message: TurnKept",
     "a router's message: TurnTaken",
@@ -79,7 +80,10 @@ EVERYWHERE = {
     "pause",
     "pieces cut",
     "preempted",
+    "preempted after a load",
+    "preempted after a load, of states",
     "prefix hits",
+    "prefix hits of states",
     "note: Handoff",
     "note: LegFailed",
     "note: TurnKept",

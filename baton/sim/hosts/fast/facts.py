@@ -78,6 +78,7 @@ class Landing:
     delivered: bool = False
     freed: bool = False
     num_early: int = 0  # Parts read before the loan.
+    has_states_read: bool = False  # Reads of states have been posted.
 
     @property
     def is_open(self) -> bool:

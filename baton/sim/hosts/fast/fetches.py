@@ -103,6 +103,10 @@ class Fetches:
         if landing.is_open:
             landing.failed_at = self._world.now
             self._world.count("failed: aborted")
+            awaits_states = self._host.cluster.has_states and not landing.has_states_read
+            self._world.count(
+                "aborted between attention and state", bool(landing.num_early and awaits_states)
+            )
             landing.on_end(False)
         self._forget(landing)
         self._host.settle()

@@ -101,7 +101,7 @@ def toy_state_spans(
 
 
 def from_first_unit(span: CopySpan) -> CopySpan:
-    """As if every rank had the same units of a state (a mutant)."""
+    """As if every rank had the same heads, or units of a state (a mutant)."""
     return msgspec.structs.replace(
         span,
         local_offset=span.local_offset - span.local_offset % span.local_stride,

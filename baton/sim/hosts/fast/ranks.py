@@ -19,7 +19,7 @@ from baton.connectors.pull.metadata import (
 from baton.connectors.pull.reads.operations import Parts
 from baton.core.ids import Address, Pair
 from baton.sim.hosts.fast.facts import Landing
-from baton.sim.hosts.fast.memory import from_first_unit, toy_spans, toy_state_spans
+from baton.sim.hosts.fast.memory import NUM_LAYERS, from_first_unit, toy_spans, toy_state_spans
 from baton.sim.kernel.connection import Connection
 from baton.sim.kernel.reads import Copy, Read
 
@@ -92,6 +92,7 @@ class Ranks:
         if not link.is_lost and all(0 <= block < num_blocks for block in origins):
             group = order.groups.local if order.groups is not None else 0
             if host.pool.groups[group].is_state:
+                landing.has_states_read = True
                 host.world.count("states read")
                 host.world.count("slices of states read", source.num_ranks != host.num_ranks)
                 sources = sorted(
@@ -109,9 +110,15 @@ class Ranks:
                 if not cluster.parts.slices_states:
                     spans = tuple(map(from_first_unit, spans))
             else:
+                layers = order.layers
+                if not cluster.parts.reads_all_layers:
+                    first, last = layers or (0, NUM_LAYERS)
+                    layers = first, min(last, NUM_LAYERS - 1)
                 spans = toy_spans(
-                    pair, source.num_ranks, host.num_ranks, num_blocks, host.pool.groups, order.layers, group
+                    pair, source.num_ranks, host.num_ranks, num_blocks, host.pool.groups, layers, group
                 )
+                if not cluster.parts.slices_heads:
+                    spans = tuple(map(from_first_unit, spans))
             copies = [
                 (
                     span.local_offset + local * span.local_stride,

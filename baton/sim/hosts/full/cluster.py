@@ -71,6 +71,8 @@ class Cluster(BaseCluster):
         self.has_states = STATE in windows
         self.is_hybrid = any(window is not None for window in windows)
         self.model = (WindowModel if self.is_hybrid else Model)(rng.choice([1, 2, 2, 4]), windows)
+        # Then loaded requests are preempted too.
+        self._has_small_pools = self.has_states and world.rng_of_states.random() < 0.5
         self._block_tokens = rng.choice([(2,), (4,), (8,), (2, 4, 8)])  # Of its engines.
         if any(window not in (None, STATE) for window in windows):  # Theirs have to be alike.
             self._block_tokens = (world.rng_of_models.choice(self._block_tokens),)
@@ -129,7 +131,7 @@ class Cluster(BaseCluster):
         spec = replace(spec, knows_groups=knows_groups, deals_layers_out=rng.choice([True, False]))
         if not spec.knows_groups:
             return spec
-        spare = spec.num_blocks - TOKENS_MAX // spec.block_tokens
+        spare = 0 if self._has_small_pools else spec.num_blocks - TOKENS_MAX // spec.block_tokens
         chunk = min(spec.num_tokens_max, spec.chunk_max or spec.num_tokens_max)
         needed = sum(
             group.blocks_at_most(TOKENS_MAX, block_size=spec.block_tokens, chunk=chunk)

@@ -19,6 +19,7 @@ def count_stats(world: World, stats: SchedulerStats, groups: Sequence[KVCacheGro
     """
     world.count("preempted", stats.num_preempted)
     world.count("prefix hits", bool(stats.prefix_cache_hits))
+    world.count("prefix hits of states", has_states(groups) and bool(stats.prefix_cache_hits))
     world.count("load failures", stats.num_kv_load_failures)
     if stats.kv_connector_stats is None:
         return

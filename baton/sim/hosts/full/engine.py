@@ -49,6 +49,7 @@ from baton.sim.hosts.full.counts import count_stats
 from baton.sim.hosts.full.host_spec import HostSpec, engine_config
 from baton.sim.hosts.full.layers import Reporter
 from baton.sim.hosts.full.memory import RankMemory
+from baton.sim.hosts.full.model import EOS_IDS
 from baton.sim.hosts.full.offload import HostCopies, offload_identity
 from baton.sim.hosts.full.pool import WatchedPool
 from baton.sim.hosts.full.port import Port
@@ -99,6 +100,8 @@ class Engine(Process):
         self._was_poked = False
         self._is_napping = False
         self.parked_at: dict[str, float] = {}  # Loads that are open, since when.
+        self._loaded: set[str] = set()  # Requests whose load was delivered.
+        self._legs: set[str] = set()  # Requests that are computed for a consumer.
         self.held_at: dict[str, float] = {}  # Finished requests with blocks in use by a transfer.
         self._on_drained: Callable[[], None] | None = None
         self._computed: ModelRunnerOutput | None = None  # Ahead of the step's end.
@@ -148,7 +151,10 @@ class Engine(Process):
 
         def settle_checked(load: Load, *, is_continued: bool = False) -> bool:
             fresh.check_load(self, load)
-            return settle(load, is_continued=is_continued)
+            is_of_use = settle(load, is_continued=is_continued)
+            if is_of_use:
+                self._loaded.add(load.request.request_id)
+            return is_of_use
 
         self.scheduler.remote.settle = settle_checked  # type: ignore[method-assign]
         self.ports: list[Port] = []
@@ -276,6 +282,8 @@ class Engine(Process):
             self.world.note(self.name, f"request {request.request_id} of {len(request.prompt_token_ids)}")
             self._listeners[request.request_id] = listener
             self.ranks.salts[request.request_id] = request.cache_salt
+            if (request.kv_transfer_params or {}).get("do_remote_decode"):
+                self._legs.add(request.request_id)
             try:
                 self.scheduler.add_request(request)
             except UserError as error:
@@ -334,6 +342,7 @@ class Engine(Process):
             half.bind_connector_metadata(metadata)
         for request_id in output.preempted_req_ids:
             self.world.note(self.name, f"preempted {request_id}")
+            self._count("preempted after a load", request_id in self._loaded)
         if output.num_scheduled_tokens and self.world.trace is not None:
             self.world.note(self.name, f"step {output.num_scheduled_tokens}")
         if not output.num_scheduled_tokens and self.world.chance(0.8):
@@ -439,10 +448,17 @@ class Engine(Process):
                     f"ended {output.request_id}: {output.finish_reason}"
                     + (f" ({output.error.message[:80]})" if output.error else ""),
                 )
+                is_eos = output.new_token_ids[-1:] != [] and output.new_token_ids[-1] in EOS_IDS
+                self._count("a producer's token is EOS", is_eos and output.request_id in self._legs)
             if output.request_id in self._left:
                 self._drop(output)
             elif listener is not None:
                 listener.say(output)
+
+    def _count(self, what: str, happened: bool) -> None:
+        """Situations that worlds with states have to contain too."""
+        self.world.count(what, happened)
+        self.world.count(f"{what}, of states", happened and self.cluster.has_states)
 
     def _drop(self, output: EngineOutput) -> None:
         """Drop an output whose client has left, as the front end does: a loan in it ends now."""
