@@ -8,8 +8,10 @@ import pytest
 from baton.connectors.registry import BUILT_IN
 from baton.protocol.grouped_prompt import GroupedPrompt
 from baton.testing.contract import ConnectorCase, check_connector
+from baton.testing.contract.case import LATENTS
 from baton.testing.contract.engine_site import EngineSite, ExecutorName
 from baton.testing.contract.ours import in_engines, our_cases
+from baton.testing.contract.site import ToySite
 from tests.testing.enough import check_enough
 
 
@@ -20,6 +22,21 @@ def test_no_connector_is_left_out(tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_it_keeps_the_contract(name: str, tmp_path: Path) -> None:
     check_enough(our_cases(tmp_path)[name], {"steps": 20}, examples=6, tries=20)
+
+
+@pytest.mark.parametrize("name", sorted({*BUILT_IN} - {"BatonDecodeBenchConnector"}))
+def test_it_keeps_the_contract_with_latents_and_index_keys(name: str, tmp_path: Path) -> None:
+    """Caches of unlike widths in one layer, of which every rank has all."""
+
+    def of_latents(case: ConnectorCase) -> ToySite:
+        site = ToySite(case)
+        site.windows = (LATENTS,)
+        return site
+
+    verdict = check_connector(our_cases(tmp_path)[name], examples=3, tries=5, make_site=of_latents)
+    verdict.raise_if_broken()
+    assert verdict.checked["wrong-bytes"] > 20
+    assert verdict.seen["engines with latents and index keys"] >= 3
 
 
 @pytest.mark.parametrize("name", ["BatonPullConnector", "BatonPushConnector"])

@@ -35,9 +35,11 @@ KV_HEADS = 4
 HEAD_DIM = 2
 
 Windows = tuple[int | None, ...]
-"""Per layer: attention window in tokens; None: full attention; STATE. Each kind has a KV-cache group."""
+"""Per layer: attention window in tokens; None: full attention; STATE or LATENT. Each has a KV-cache group."""
 
 STATE: Final = 0  # Instead of a window: the layer has a recurrent state.
+LATENT: Final = -1  # The layer has latents, and index keys beside them. All layers have, or none.
+LATENTS: Final[Windows] = (LATENT, LATENT)
 WINDOWS: Final[tuple[Windows, ...]] = ((), (), (None, 6), (9, None, 5))
 WINDOWS_AND_STATES: Final[tuple[Windows, ...]] = ((None, STATE), (STATE, 6, STATE), (STATE, STATE))
 
@@ -64,6 +66,7 @@ class ConnectorCase:
     new_example: Callable[[], None] | None = None  # Called before an example's engines are made.
     # The connector keeps a bounded number of ended requests' ids on purpose.
     remembers_requests: bool = False
+    plays_latents: bool = False  # Models with latents, and narrower index keys beside them, too.
     speaks_text: bool = True  # False: the connector's KV is synthetic, so the tokens are not checked.
 
     @property
@@ -119,7 +122,8 @@ def toy_model(windows: Windows = (), head_dim: int = HEAD_DIM) -> ModelConfig:
     """A state has one unit for each KV head, as wide as a token's KV of that head."""
     state_layers = tuple(layer for layer, window in enumerate(windows) if window == STATE)
     state_parts = (StatePart("state", KV_HEADS, (2 * head_dim,), "float32"),)
-    windows = tuple(None if window == STATE else window for window in windows)
+    is_latent = LATENT in windows
+    windows = tuple(None if window in (STATE, LATENT) else window for window in windows)
     return ModelConfig(
         model="toy",
         served_model_name="toy",
@@ -130,7 +134,9 @@ def toy_model(windows: Windows = (), head_dim: int = HEAD_DIM) -> ModelConfig:
         state_layers=state_layers,
         state_parts=state_parts if state_layers else (),
         num_attention_heads=KV_HEADS,
-        num_kv_heads=KV_HEADS,
+        num_kv_heads=1 if is_latent else KV_HEADS,
+        latent_size=3 * head_dim if is_latent else 0,
+        index_size=head_dim + 1 if is_latent else 0,
         head_dim=head_dim,
         hidden_size=KV_HEADS * head_dim,
         vocab_size=VOCAB + NUM_MARKS,

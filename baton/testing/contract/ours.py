@@ -33,7 +33,7 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
             {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": offload},
         ]
     }
-    return {
+    cases = {
         "BatonPullConnector": ConnectorCase(path="BatonPullConnector", extra_config=handoff, pairing="pull"),
         "BatonPushConnector": ConnectorCase(path="BatonPushConnector", extra_config=handoff, pairing="push"),
         "BatonOffloadConnector": ConnectorCase(path="BatonOffloadConnector", extra_config=offload),
@@ -49,6 +49,7 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
             extra_config={"shared_storage_path": str(folder / "hidden")},
         ),
     }
+    return {name: replace(case, plays_latents=True) for name, case in cases.items()}
 
 
 def in_engines(case: ConnectorCase, *, tp: int) -> ConnectorCase:

@@ -14,7 +14,7 @@ import torch
 
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorOutput
 from baton.core.config import EngineConfig
-from baton.core.kv_groups import layer_name, places_of
+from baton.core.kv_groups import index_layer_name, layer_name, places_of
 from baton.core.layout import kv_heads_of
 from baton.engine.attention.kv_memory import attention_layers
 from baton.engine.executor import Executor, done
@@ -75,8 +75,14 @@ class KitRanks(Executor):
         self._num_blocks = config.cache_config.num_gpu_blocks
         self._hidden_size = config.model_config.hidden_size
         self._groups = config.kv_cache_groups
-        self._group_of = [index for _, (index, _) in sorted(places_of(self._groups).items())]
-        self._windows = config.model_config.windows or (None,) * config.model_config.num_hidden_layers
+        # Of each cache, in their order: the layers', and after each its index keys, if it has some.
+        of_layer = [index for _, (index, _) in sorted(places_of(self._groups).items())]
+        name_of = (layer_name, index_layer_name) if config.model_config.index_size else (layer_name,)
+        self._names = [name(layer) for layer in range(len(of_layer)) for name in name_of]
+        self._per_layer = len(name_of)
+        self._group_of = [group for group in of_layer for _ in range(self._per_layer)]
+        windows = config.model_config.windows or (None,) * len(of_layer)
+        self._windows = [window for window in windows for _ in range(self._per_layer)]
         self._provenance = Provenance(salts, config.parallel_config.max_concurrent_batches)
         self.workers: list[WatchedWorker] = []
         self._memories: list[RankMemory] = []
@@ -88,6 +94,7 @@ class KitRanks(Executor):
                 self.workers.append(worker)
                 group = _RankInGroup(rank, self._num_ranks)
                 caches = allocate_for(worker, config, group, torch.device("cpu"))
+                assert [*caches] == self._names
                 heads = kv_heads_of(rank, tp_size=self._num_ranks, num_kv_heads=model.num_kv_heads)
                 memory = RankMemory(rank, heads, caches, partial(self._note_write_fault, worker))
                 self._memories.append(memory)
@@ -241,8 +248,9 @@ class KitRanks(Executor):
         assert context.attn_metadata is not None
         hidden_TM = self._hidden_states(context.attn_metadata)
         for layer, (name, cache) in enumerate(memory.shown.items()):
-            if layer in context.hidden_states_wanted:
-                context.show_hidden_states(layer, hidden_TM)
+            number, of_index = divmod(layer, self._per_layer)
+            if not of_index and number in context.hidden_states_wanted:
+                context.show_hidden_states(number, hidden_TM)
             if watcher is not None:
                 watcher.wait_for_layer_load(name)
             is_state = self._groups[self._group_of[layer]].is_state
@@ -255,7 +263,7 @@ class KitRanks(Executor):
                 self._look_for_wrong(memory, layer, rows, ends, wrongs)
             if watcher is not None:
                 watcher.save_kv_layer(name, cache, context.metadata_of(self._group_of[layer]))
-        if (num_layers := len(memory.caches)) in context.hidden_states_wanted:
+        if (num_layers := len(memory.caches) // self._per_layer) in context.hidden_states_wanted:
             context.show_hidden_states(num_layers, hidden_TM)
         return wrongs
 
@@ -280,7 +288,7 @@ class KitRanks(Executor):
         return table[positions // self._block], positions % self._block
 
     def _write(self, memory: RankMemory, layer: int, row: _Row, last: int, *, is_poisoned: bool) -> None:
-        name = layer_name(layer)
+        name = self._names[layer]
         blocks, offsets = self._slots(row, layer, row.num_computed, last)
         states = row.states[row.num_computed : last]
         values = kv_values(states, layer, memory.heads, memory.caches[name].shape[-1])
@@ -293,7 +301,7 @@ class KitRanks(Executor):
     ) -> None:
         """The state after `last` tokens."""
         block_id = row.tables[self._group_of[layer]][(last - 1) // self._block]
-        state, name = row.states[last - 1], layer_name(layer)
+        state, name = row.states[last - 1], self._names[layer]
         values = kv_values((state,), layer, memory.heads, memory.caches[name].shape[-1])[0]
         memory.write_state(name, block_id, torch.full_like(values, POISON) if is_poisoned else values)
         self._provenance.note_written(block_id, state)
@@ -302,7 +310,7 @@ class KitRanks(Executor):
         """Find the first wrong slot that this step's tokens attend to. Slots before the window are not
         checked. Of a recurrent state: the state after `last` tokens, which the step begins with.
         """
-        window, name = self._windows[layer], layer_name(layer)
+        window, name = self._windows[layer], self._names[layer]
         first = 0 if window is None else max(0, row.num_computed - window + 1)
         is_state = self._groups[self._group_of[layer]].is_state
         if is_state:

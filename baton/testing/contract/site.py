@@ -11,6 +11,7 @@ from baton.engine.executor import Executor
 from baton.testing.contract.arithmetic import NUM_MARKS, VOCAB, expected_tokens
 from baton.testing.contract.case import (
     HEAD_DIM,
+    LATENTS,
     WINDOWS,
     WINDOWS_AND_STATES,
     ConnectorCase,
@@ -97,6 +98,8 @@ class ToySite:
         self.windows: tuple[Windows, ...] = WINDOWS if knows_groups(case) else ((),)
         if knows_states(case):
             self.windows += WINDOWS_AND_STATES
+        if case.plays_latents:
+            self.windows += (LATENTS,)
         self.patience = Patience(case.patience_s)
         self.thread_patience_s = case.patience_s  # For threads that a connector has asked to end.
         self._last_mark = secrets.randbelow(NUM_MARKS)

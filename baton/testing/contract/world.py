@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.core.transfer_params import CONTINUE
-from baton.testing.contract.case import STATE, Shape
+from baton.testing.contract.case import LATENT, STATE, Shape
 from baton.testing.contract.engine import KitEngine
 from baton.testing.contract.leaks import new_threads, running_threads
 from baton.testing.contract.ranks import KitRanks
@@ -47,10 +47,11 @@ class World:
         story.record_line(
             f"engine with {shape.tp} rank(s), {shape.num_blocks} blocks, {shape.budget} tokens a step, "
             f"prefix cache {'on' if shape.caching else 'off'}, on failed loads: {shape.policy}"
-            + (f", layers that see {shape.windows} tokens (0: a recurrent state)" if shape.windows else "")
+            + (f", layers that see {shape.windows} tokens (0: a state, -1: latents)" if shape.windows else "")
             + (f", {shape.in_flight} steps in flight" if shape.in_flight > 1 else "")
         )
-        story.seen["engines with several KV-cache groups"] += bool(shape.windows)
+        story.seen["engines with latents and index keys"] += LATENT in shape.windows
+        story.seen["engines with several KV-cache groups"] += len(set(shape.windows)) > 1
         story.seen["engines with recurrent states"] += STATE in shape.windows
         self.pairing = site.case.pairing
         self.engines: list[KitEngine] = []
