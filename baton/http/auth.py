@@ -160,8 +160,13 @@ class Authenticator:
         verifier: JwtVerifier | None = None,
         is_admin: Callable[[str], bool] = lambda path: False,
         now_s: Callable[[], float] = lambda: 0.0,
+        open_paths: frozenset[str] = OPEN_PATHS,
     ) -> None:
-        """`is_admin`: whether a path is one of the administrator's. `now_s`: of the loop's clock."""
+        """`is_admin`: whether a path is one of the administrator's. `now_s`: of the loop's clock.
+
+        `open_paths` need no key.
+        """
+        self._open_paths = open_paths
         self._salt = secrets.token_bytes(32)
         tenants = auth.tenants if auth is not None else {}
         self._callers = {self._digest(key): Caller(_unnamed(key)) for key in api_keys}
@@ -178,7 +183,7 @@ class Authenticator:
 
     def caller(self, path: str, headers: Mapping[str, str]) -> Caller:
         """Raises ApiError 401, or 503 while the keys of an issuer are fetched."""
-        if path in OPEN_PATHS:
+        if path in self._open_paths:
             return ANYONE
         is_admin = self._is_admin(path)
         if self._is_admin_open if is_admin else self._is_open:

@@ -29,6 +29,8 @@ from baton.router.cost import (
     placements,
 )
 from baton.router.errors import LegFailure, RouterError
+from baton.router.event_log import EventLog, Happened
+from baton.router.event_log import Kind as EventKind
 from baton.router.health import Health, Probe, Status
 from baton.router.identity import Identity, Introduced, Introduction, Kind, ModelCard, Seat, choose_identity
 from baton.router.legs import PREFIX_TOKENS
@@ -214,6 +216,7 @@ class Fleet:
         self._models: set[str] = set()  # Without adapters and other names of the same engines.
         self.on_removed: list[Callable[[Engine], None]] = []
         self.on_ejected: list[Callable[[Engine], None]] = []
+        self.log = EventLog()
         self.tell: Callable[[Note], None] = lambda note: None  # The other processes of this router.
         self.on_load: Callable[[], None] = lambda: None  # An engine's number of requests has changed.
         self._unix_clock = unix_clock
@@ -395,6 +398,7 @@ class Fleet:
         for engine, is_slow in zip((*prefill, *decode), found, strict=True):
             if is_slow and not engine.is_slow:
                 logger.warning("%s engine %s is much slower than its peers", engine.role, engine.url)
+                self.report_event("slow", engine, "much slower than its peers")
             engine.is_slow = is_slow
 
     def pool_of(self, request: RoutedRequest) -> str:
@@ -481,18 +485,37 @@ class Fleet:
 
     def note_end(self, engine: Engine) -> None:
         engine.in_flight -= 1
+        self._note_drained(engine, engine.load + 1)
         self._end_leave(engine)
         self.on_load()
 
     def note_elsewhere(self, engine: Engine, counts: Counts) -> None:
         if counts.num_heard > engine.elsewhere.num_heard:
             engine.health.on_answer()
-        engine.elsewhere = counts
+        load_before, engine.elsewhere = engine.load, counts
+        self._note_drained(engine, load_before)
         self._end_leave(engine)
+
+    def _note_drained(self, engine: Engine, load_before: int) -> None:
+        if load_before and not engine.load and engine.drain_until_s is not None:
+            self.note_event("drained", engine)
 
     def find(self, key: EngineKey) -> Engine | None:
         role, url = key
         return next((engine for engine in self._engines[role] if engine.url == url), None)
+
+    # --- The log for operators
+
+    def note_event(self, kind: EventKind, engine: Engine | None, why: str = "") -> None:
+        """What each process of this router sees by itself, so that the coordinator has it as well."""
+        self.log.note(Happened(kind, engine.key if engine else None, why), self._unix_clock())
+
+    def report_event(
+        self, kind: EventKind, engine: Engine | None, why: str = "", request_id: str | None = None
+    ) -> None:
+        """What only this process has seen."""
+        key = engine.key if engine else None
+        self.log.report(Happened(kind, key, why, request_id), self._unix_clock())
 
     # --- Members
 
@@ -517,11 +540,13 @@ class Fleet:
             known = Engine(member.address, role, Health(self._probe_settings, status="down"))
             self._engines[role].append(known)
             logger.info("%s engine %s is added", role, url)
+            self.note_event("added", known)
         elif known.drain_until_s is not None:
             known.drain_until_s, known.is_leaving = None, False
             # Perhaps another process meanwhile.
             known.is_introduced, known.health.probe_at_s = False, now_s
             logger.info("%s engine %s is added again", role, url)
+            self.note_event("added", known, "again, while it drained")
         known.address, known.model, known.weight = member.address, member.model, member.weight
         self._set_names(known)
         self._judge()
@@ -532,6 +557,9 @@ class Fleet:
         engine.drain_until_s = until_s
         engine.is_leaving = engine.is_leaving or is_leaving
         logger.info("%s engine %s drains %d requests", engine.role, engine.url, engine.load)
+        self.note_event(
+            "draining" if engine.load else "drained", engine, "then it is removed" if is_leaving else ""
+        )
         self._end_leave(engine)
 
     def hand_over(self, engine: Engine, until_s: float) -> None:
@@ -558,6 +586,7 @@ class Fleet:
         engine.is_removed = True
         self._engines[engine.role].remove(engine)
         logger.info("%s engine %s is removed", engine.role, engine.url)
+        self.note_event("removed", engine)
         self._judge()
         for hear in self.on_removed:
             hear(engine)
@@ -592,8 +621,10 @@ class Fleet:
         self._count_against(engine, why, is_ejected=is_ejected)
 
     def note_probe(self, engine: Engine, probe: Probe, now_s: float) -> None:
-        was_silent = engine.health.is_silent
+        was_silent, was = engine.health.is_silent, engine.status
         is_changed = engine.health.on_probe(probe, now_s)
+        if engine.status == "up" != was:
+            self.note_event("up", engine, "answers again" if was == "down" else "")
         if probe.kind not in ("healthy", "slow"):
             self._count_against(
                 engine, probe.why, is_ejected=is_changed, is_graceful=probe.kind == "unhealthy"
@@ -616,6 +647,7 @@ class Fleet:
         if not is_ejected:
             return
         logger.warning("%s engine %s is down: %s", engine.role, engine.url, error)
+        self.note_event("down", engine, error)
         for hear in self.on_ejected:
             hear(engine)
         if not is_graceful and any(other.is_eligible for other in self._engines[engine.role]):
@@ -686,8 +718,10 @@ class Fleet:
                 refused = None
             if refused is not None and engine.refused is None:
                 logger.error("%s engine %s is refused: it %s", engine.role, engine.url, refused)
+                self.note_event("refused", engine, refused)
             elif refused is None and engine.refused is not None:
                 logger.info("%s engine %s is accepted: it serves %s", engine.role, engine.url, identity)
+                self.note_event("accepted", engine, f"serves {identity}")
             engine.refused = refused
         decoders = (engine for engine in self._engines["decode"] if engine.refused is None)
         self._models = {engine.identity.name for engine in decoders if engine.identity is not None}

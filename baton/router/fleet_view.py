@@ -128,3 +128,4 @@ class FleetView:
             why = "the decode engine refuses what the prefill engine signed"
         if self.pairs.note_computed(producer, consumer, why, now_s):
             logger.error("%s hands nothing over to %s: %s", producer.url, consumer.url, why)
+            self.fleet.note_event("pair_stopped", consumer, f"of prompts from {producer.url}: {why}")

@@ -49,6 +49,7 @@ from baton.router.answers import (
     prefilled,
 )
 from baton.router.errors import LegFailure, RouterError, error_event
+from baton.router.event_log import Kind as EventKind
 from baton.router.events import (
     Admitted,
     ClientGone,
@@ -138,6 +139,7 @@ class Machine:
         self._state = State.OVER
         self._now_s = 0.0
         self._effects: list[Effect] = []
+        self.request_id = request.id
         self._then: Callable[[], None] = self._attempt  # After MEETING or CLOSING.
         self._shape = shape = shape_of(request.body)
         model, priority = request.body.get("model"), request.objective.priority
@@ -415,6 +417,7 @@ class Machine:
             return self._count("retries_refused")
         self._was_hedged = True
         self._count("hedges")
+        self._report("hedge", first.engine, f"a prompt is late; {engine.url} computes it as well")
         ask = self._first.prefill_ask(engine, self._view.new_transfer_id())
         self._hedge = self._send_prefill(engine, ask, ask.body)
 
@@ -764,7 +767,7 @@ class Machine:
             return self._resume_or_break(message, self._decode)
         self._send(ready)
         event = self._answer.take_error()
-        if event is None or self._resume(self._decode):
+        if event is None or self._resume(self._decode, "the decode engine reports an error"):
             return None
         self._send(event)
         return self._relay()
@@ -773,14 +776,14 @@ class Machine:
         if self._first.is_finished and not self._first.wants_usage:
             self._send(sse.DONE_EVENT)  # Nothing else is missing.
             return self._end_answer(leg)
-        if self._resume(leg):
+        if self._resume(leg, message):
             return None
-        return self._break_stream(message)
+        return self._break_stream(message, leg.engine)
 
     def _on_draining(self, event: Draining) -> None:
-        self._resume(event.leg, is_planned=True)
+        self._resume(event.leg, "it drains", is_planned=True)
 
-    def _resume(self, leg: Leg, *, is_planned: bool = False) -> bool:
+    def _resume(self, leg: Leg, why: str, *, is_planned: bool = False) -> bool:
         """Another engine gives the rest of D's stream, if one can give the same answer.
 
         `is_planned`: D could go on. Only another decode engine takes its place then.
@@ -799,6 +802,7 @@ class Machine:
         if not is_planned:
             self._broken.append(leg.engine)
         self._count("resumed_streams", "planned" if is_planned else "broken")
+        self._report("resume", leg.engine, why)
         self._prefilled, self._tried, self._bad_producers = None, [], []
         self._may_retry_prefill = True
         self._again()
@@ -808,8 +812,9 @@ class Machine:
         self._send(b"", is_last=True)
         self._finish()
 
-    def _break_stream(self, message: str) -> None:
+    def _break_stream(self, message: str, engine: Engine | None = None) -> None:
         self._count("broken_streams")
+        self._report("broken_stream", engine, message)
         self._send(error_event(message), is_last=True)
         self._finish()
 
@@ -849,6 +854,7 @@ class Machine:
         else:
             self._log("after the first token: %s", error)
             self._count("broken_streams")
+            self._report("broken_stream", None, str(error))
             self._send(error_event(str(error)), is_last=True)
         self._finish()
 
@@ -1129,6 +1135,9 @@ class Machine:
                 return  # Once for each stream, also if several decode engines had to be asked.
             self._is_first_counted = True
         self._effects.append(Count(metric, labels, value))
+
+    def _report(self, kind: EventKind, engine: Engine | None, why: str) -> None:
+        self._view.fleet.report_event(kind, engine, why, self._request.id)
 
     def _log(self, message: str, *values: object) -> None:
         logger.warning("%s: " + message, self._request.id, *values)

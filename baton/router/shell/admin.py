@@ -16,6 +16,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
+from urllib.parse import urlsplit
 
 import msgspec
 
@@ -46,6 +47,7 @@ METHODS = {
 }
 T = TypeVar("T")
 JSON = {"content-type": "application/json"}
+ORDER_HEADER = "x-baton-order"  # Of the page.
 
 
 class Reply(NamedTuple):
@@ -79,9 +81,10 @@ class Admin:
             if method != METHODS[path]:
                 raise not_allowed(method, path)
             if path == "/status":
-                return _json(self._status())
+                return _json(self.status())
             if path == "/explain":
                 return _json(await self._explain(parse_body(body)))
+            _check_origin(headers)
             if not self._is_open:
                 why = "the fleet is changed with an API key only; start the router with --admin-api-key-file"
                 raise ApiError(403, why, code="no_admin_key")
@@ -173,7 +176,12 @@ class Admin:
         self._members.registrations.note(member, registration.ttl_s)
         return f"Registered for {registration.ttl_s:g} s." if registration.ttl_s else "It leaves."
 
-    def _status(self) -> Mapping[str, Any]:
+    @property
+    def is_open(self) -> bool:
+        """Whether orders are carried out, with a key if there is one."""
+        return self._is_open
+
+    def status(self) -> Mapping[str, Any]:
         now_s = asyncio.get_running_loop().time()
         nodes: dict[Role, list[str]] = {"prefill": [], "decode": []}
         for engine in self._fleet.engines:
@@ -205,6 +213,20 @@ class Admin:
                 for engine in self._fleet.engines
             ],
         }
+
+
+def _check_origin(headers: Mapping[str, str]) -> None:
+    """An order that a browser sends comes from this router's own page. Raises ApiError.
+
+    Browsers add Origin to a POST, and Sec-Fetch-Site; a page of another origin cannot set ORDER_HEADER
+    without asking, which this server does not answer (CSRF).
+    """
+    origin, site = headers.get("origin"), headers.get("sec-fetch-site")
+    if origin is None and site is None:
+        return
+    is_own = origin is not None and urlsplit(origin).netloc == headers.get("host")
+    if not is_own or site not in (None, "same-origin") or ORDER_HEADER not in headers:
+        raise ApiError(403, "orders of a browser come from this router's own page only", code="cross_origin")
 
 
 def _speeds(engine: Engine) -> Mapping[str, float | None]:

@@ -37,10 +37,11 @@ from baton.router.shell.control import Administration, AdminPages, Control, is_a
 from baton.router.shell.index_client import IndexClient, IndexOwner
 from baton.router.shell.legs import Ask, Upstream
 from baton.router.shell.members import Source
+from baton.router.shell.metrics import Samples
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
 from baton.router.shell.rate_limiting import Charges, Charging
-from baton.router.shell.requests import RequestDriver, Requests, forward
+from baton.router.shell.requests import RequestDriver, Requests, forward, report_refusal
 from baton.router.shell.timers import TimerWheel
 from baton.router.timeline import RecentRequests, Recorder, RequestTimeline, latest_first
 from baton.router.turns import SESSION_HEADER
@@ -106,6 +107,7 @@ class Router:
                 num_requests=lambda: self.num_requests,
                 exposition=self._exposition,
                 recent=self._recent,
+                samples=self._samples,
                 on_fault=self.note_fault,
                 index=self._index,
                 peers=self.peers,
@@ -176,6 +178,7 @@ class Router:
         self.end_requests()
         if self.control is not None:
             self.control.prober.stop()
+        self._admin_pages.end_streams()
         await asyncio.gather(*(listener.close(timeout_s) for listener in self._listeners))
         if self.control is not None:
             await self.control.close()
@@ -272,6 +275,7 @@ class Router:
         except UserError as error:
             self._refuse(reply, ApiError.of_user(error), recorder)
         except ApiError as error:
+            report_refusal(self.fleet, error, reply.extra[REQUEST_ID])
             self._refuse(reply, error, recorder)
         except Exception:
             logger.exception("%s: a request has failed", reply.extra[REQUEST_ID])
@@ -402,6 +406,9 @@ class Router:
 
     async def _recent(self, request_id: str | None) -> list[RequestTimeline]:
         return latest_first([self.recent.find(request_id)])
+
+    async def _samples(self) -> Samples:
+        return self.metrics.samples()
 
 
 class Forwarding:

@@ -5,10 +5,11 @@ import logging
 from collections.abc import Callable
 
 from baton.core.errors import ConfigError
-from baton.http.auth import Authenticator
+from baton.http.auth import OPEN_PATHS, Authenticator
 from baton.http.gate import Checks
 from baton.http.jwt_tokens import JwtVerifier
 from baton.router.settings import RouterSettings
+from baton.router.shell import page
 from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.engine_http import EnginePool
 
@@ -39,6 +40,7 @@ class ClientAuth:
             verifier=self._verifier,
             is_admin=is_admin,
             now_s=self._loop.time,
+            open_paths=OPEN_PATHS | page.PATHS,
         )
         return Checks(authenticator, allowed_hosts=self._settings.checked_hosts)
 

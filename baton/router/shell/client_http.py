@@ -128,6 +128,10 @@ class Reply:
         headers = {"content-type": "application/json", **error.headers(), **self.extra}
         self.whole(error.status, headers, body)
 
+    def abort(self) -> None:
+        """Close the connection without the rest of the answer."""
+        self._connection.abort()
+
     def flush(self) -> None:
         if not self._pending:
             return

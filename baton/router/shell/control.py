@@ -12,12 +12,14 @@ import msgspec
 from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
 from baton.router.fleet import Engine
-from baton.router.shell import admin
+from baton.router.shell import admin, page
 from baton.router.shell.asking import AskFailed
 from baton.router.shell.client_http import DEFECT, Incoming, Reply
-from baton.router.shell.dashboard import PAGE
+from baton.router.shell.feed import LATEST, SNAPSHOT, Feed
 from baton.router.shell.index_client import IndexClient
+from baton.router.shell.live import Live
 from baton.router.shell.members import Members, Source
+from baton.router.shell.metrics import Samples
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
 from baton.router.shell.probes import Prober, ProberDied
@@ -28,8 +30,9 @@ logger = logging.getLogger(__name__)
 LAST_PROBES_S = 0.5  # For probes in flight when the router is told to stop.
 REQUESTS = "/requests"
 REQUEST = "/requests/{id}"
-PAGES = ("/metrics", "/fleet", "/", REQUESTS, REQUEST)
-PATHS = {**dict.fromkeys(PAGES, "GET"), **admin.METHODS}
+EVENTS, STREAM = "/fleet/events", "/fleet/stream"
+PAGES = ("/metrics", "/fleet", REQUESTS, REQUEST, SNAPSHOT, LATEST, EVENTS)
+PATHS = {**dict.fromkeys((*PAGES, STREAM, *sorted(page.PATHS)), "GET"), **admin.METHODS}
 _REQUEST_PREFIX = "/requests/"
 
 
@@ -48,12 +51,20 @@ class AdminPages:
     def __init__(self, administration: Administration) -> None:
         self._administration = administration
         self._calls: set[asyncio.Task[None]] = set()
+        self._feed = Feed(lambda path: administration.answer("GET", path, {}, b""))
 
     def serve(self, incoming: Incoming, reply: Reply) -> None:
         if not is_admin_path(incoming.path):
             return reply.refuse(not_found(incoming))
         if isinstance(incoming.body, ApiError):
             return reply.refuse(incoming.body)
+        if incoming.path == STREAM or incoming.path in page.PATHS:
+            if incoming.method not in ("GET", "HEAD"):
+                reply.extra = {"allow": "GET, HEAD"}
+                return reply.refuse(admin.not_allowed(incoming.method, incoming.path))
+            if incoming.path == STREAM:
+                return self._feed.join(incoming, reply)
+            return reply.whole(*page.file_at(incoming.path))
         call = asyncio.create_task(self._answer(incoming, incoming.body, reply))
         self._calls.add(call)
         return call.add_done_callback(self._calls.discard)
@@ -63,7 +74,12 @@ class AdminPages:
         reply.whole(*await self._administration.answer(method, path, headers, body))
         reply.flush()
 
+    def end_streams(self) -> None:
+        """Before the listener waits for its connections."""
+        self._feed.end()
+
     async def close(self) -> None:
+        await self._feed.close()
         for call in self._calls:
             call.cancel()
         await asyncio.gather(*self._calls, return_exceptions=True)
@@ -83,6 +99,7 @@ class Control:
         num_requests: Callable[[], int],
         exposition: Callable[[], Awaitable[bytes]],
         recent: Callable[[str | None], Awaitable[list[RequestTimeline]]],
+        samples: Callable[[], Awaitable[Samples]],
         on_fault: Callable[[str], None],
         index: IndexClient | None,
         peers: PeerLink | None,
@@ -99,12 +116,14 @@ class Control:
         self.prober = Prober(parts.fleet, parts.asker, settings.probe, parts.introducer.refresh)
         self.members = Members(settings, parts.fleet, self.prober, parts.metrics, sources, on_fault)
         self._admin = admin.Admin(parts.view, self.members, index, peers)
+        self._live = Live(parts, self._admin, num_requests, samples)
         self._watch: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         self._watch = asyncio.create_task(self.prober.run(), name="baton-router-prober")
         self._watch.add_done_callback(self._hear_prober)
         self.members.start()
+        self._live.start()
 
     def _hear_prober(self, watch: asyncio.Task[None]) -> None:
         if watch.cancelled() or self.prober.is_stopping:
@@ -115,6 +134,7 @@ class Control:
 
     async def close(self) -> None:
         await self.members.close()
+        await self._live.close()
         self.prober.stop()
         if self._watch is not None:
             await asyncio.wait({self._watch}, timeout=LAST_PROBES_S)
@@ -135,7 +155,13 @@ class Control:
                 return _json({"requests": await self._recent(None)})
             if path.startswith(_REQUEST_PREFIX):
                 return await self._request(unquote(path.removeprefix(_REQUEST_PREFIX)))
-            return _dashboard() if path == "/" else self._fleet_state()
+            if path == SNAPSHOT:
+                return admin.Reply(200, admin.JSON, await self._live.snapshot())
+            if path == LATEST:
+                return admin.Reply(200, admin.JSON, await self._live.latest())
+            if path == EVENTS:
+                return _json({"events": self._live.events()})
+            return self._fleet_state()
         except Exception:
             logger.exception("%s: a request has failed", path)
             return admin.refusal(ApiError(500, DEFECT))
@@ -186,10 +212,3 @@ class _EnginePart(msgspec.Struct):
 
 def _json(value: Any) -> admin.Reply:
     return admin.Reply(200, admin.JSON, msgspec.json.encode(value))
-
-
-def _dashboard() -> admin.Reply:
-    # The page is one file with its style and script in it, and asks this router only.
-    policy = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; connect-src 'self'"
-    headers = {"content-type": "text/html; charset=utf-8", "content-security-policy": policy}
-    return admin.Reply(200, headers, PAGE.encode())

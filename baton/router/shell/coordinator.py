@@ -9,6 +9,7 @@ import asyncio
 import copy
 import logging
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import Any
@@ -17,6 +18,7 @@ from baton.core.errors import BatonError
 from baton.http.bodies import Bodies
 from baton.http.rate_limits import RateLimits
 from baton.http.workers import WorkerPool
+from baton.router.event_log import Happened
 from baton.router.notes import Load, Note
 from baton.router.replica import Loads, Replica, sum_of
 from baton.router.settings import RouterSettings
@@ -120,6 +122,7 @@ class Coordinator:
             num_requests=lambda: self._replica.num_requests_elsewhere,
             exposition=self._exposition,
             recent=self._recent,
+            samples=self._samples,
             on_fault=self._note_fault,
             index=self._lookups,
             peers=self._peers,
@@ -195,6 +198,7 @@ class Coordinator:
         """End the workers that are left. `timeout_s`: for answers of the administrator's pages."""
         self._drain = self._drain or Drain(0.0)
         self._control.prober.stop()
+        self._pages.end_streams()
         for task in self._tasks:
             task.cancel()  # A keeper kills its worker.
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -297,6 +301,8 @@ class Coordinator:
             case Collected(samples):
                 worker.samples = samples
                 worker.is_collected.set()
+            case Happened():
+                self._parts.fleet.log.note(frame, time.time())
             case Asks():
                 task = asyncio.create_task(self._answer(worker, frame))
                 self._answering.add(task)
@@ -355,6 +361,13 @@ class Coordinator:
         worker.stream.send(Answers(asks.number, answer.status, dict(answer.headers), answer.body))
 
     async def _exposition(self) -> bytes:
+        return self._parts.metrics.exposition(await self._collect())
+
+    async def _samples(self) -> Samples:
+        return sum_families([self._parts.metrics.samples(), *await self._collect()])
+
+    async def _collect(self) -> list[Samples]:
+        """Of the workers, also of those that have ended."""
         workers = list(self._workers.values())
         for worker in workers:
             worker.is_collected.clear()
@@ -363,7 +376,7 @@ class Coordinator:
             async with asyncio.timeout(COLLECT_S):
                 await asyncio.gather(*(worker.is_collected.wait() for worker in workers))
         self._parts.metrics.in_flight.set(self._replica.num_requests_elsewhere)
-        return self._parts.metrics.exposition([self._ended, *(worker.samples for worker in workers)])
+        return [self._ended, *(worker.samples for worker in workers)]
 
     async def _recent(self, request_id: str | None) -> list[RequestTimeline]:
         """Of all workers; those of a worker that is late are missing."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from baton.http.rate_limits import Verdict
+from baton.router.event_log import Happened
 from baton.router.notes import Note
 from baton.router.settings import RouterSettings
 from baton.router.shell.metrics import Samples
@@ -120,6 +121,7 @@ Frame: TypeAlias = (
     | Charges
     | Charged
     | Note
+    | Happened
 )
 
 _decoder = msgspec.msgpack.Decoder(Frame)

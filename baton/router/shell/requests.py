@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from baton.http.errors import ApiError
 from baton.router.answers import LegAnswer, is_engines_fault
 from baton.router.errors import LegFailure, RouterError, error_event
 from baton.router.events import (
@@ -37,7 +38,7 @@ from baton.router.events import (
     Send,
     Stopped,
 )
-from baton.router.fleet import Engine
+from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.legs import model_of
 from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
@@ -181,6 +182,7 @@ class RequestDriver:
                 self._requests.loans.give_back(engine, params)
             case Over(status, error):
                 if error is not None:
+                    report_refusal(self._requests.view.fleet, error, self._machine.request_id)
                     self._reply.refuse(error)
                     status = error.status
                 assert status is not None
@@ -244,6 +246,13 @@ class RequestDriver:
         if not reply.has_ended:
             reply.write(error_event(DEFECT, status=500), is_last=True)
         return reply.status
+
+
+def report_refusal(fleet: Fleet, error: ApiError, request_id: str) -> None:
+    """For operators. What is the client's fault is not."""
+    if error.status == 429 or error.status >= 500:
+        why = str(error).partition("; try again")[0]  # What follows differs each time.
+        fleet.report_event("refusal", None, f"{error.status}: {why}", request_id)
 
 
 async def forward(requests: Requests, ask: Ask, body: bytes) -> LegAnswer:

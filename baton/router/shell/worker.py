@@ -8,6 +8,7 @@ import logging.config
 import signal
 import socket
 import sys
+import time
 from collections.abc import Mapping
 
 import uvloop
@@ -16,6 +17,7 @@ from baton.http.connections import raise_descriptor_limit
 from baton.http.errors import ApiError
 from baton.http.log_limit import limit_logs
 from baton.http.rate_limits import Verdict
+from baton.router.event_log import Happened
 from baton.router.notes import Drains, Note
 from baton.router.shell import admin
 from baton.router.shell.app import CLOSING_S, LOGS_LIMITED, Router
@@ -118,7 +120,7 @@ class Worker:
             case Charged(number, verdict):
                 if (charged := self._charged.pop(number, None)) is not None and not charged.done():
                     charged.set_result(verdict)
-            case Collected() | Recalled() | Asks() | Charges() | Listening():
+            case Collected() | Recalled() | Asks() | Charges() | Listening() | Happened():
                 raise AssertionError(f"a worker gets no {type(frame).__name__}")
             case _:
                 if self._router is not None:
@@ -158,6 +160,8 @@ class Worker:
         assert self._router is not None
         self._is_load_due = False
         self._stream.send(self._router.replica.load(self._router.num_requests))
+        for happened in self._router.fleet.log.take_untold(time.time()):
+            self._stream.send(happened)
         self._send_load_in(ALIVE_EVERY_S)
 
     async def answer(self, method: str, path: str, headers: Mapping[str, str], body: bytes) -> admin.Reply:
