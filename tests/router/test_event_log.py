@@ -3,6 +3,7 @@
 from baton.router.event_log import JOIN_S, TELL_EVERY_S, EventLog, Happened
 from baton.router.fleet import Fleet
 from baton.router.health import Probe
+from baton.router.members import Member
 from baton.router.settings import RouterSettings
 
 D = ("decode", "http://d:1")
@@ -76,7 +77,7 @@ def test_a_fleet_logs_what_becomes_of_its_engines() -> None:
     fleet.note_start(engine)
     fleet.drain(engine, 99.0, is_leaving=True)
     fleet.note_end(engine)
-    fleet.add("decode", "http://e:1")
+    fleet.add(Member("decode", "http://e:1"), 10.0)
     shown = [(one["kind"], one["engine"], one["why"]) for one in fleet.log.last()]
     assert shown == [
         ("up", "http://d:1", ""),
