@@ -26,7 +26,9 @@ from baton.cli.http_options import (
     API_KEY_HELP,
     ENGINE_API_KEY_ENV,
     LIMITS_HELP,
+    OTLP_HELP,
     PEER_SECRET_ENV,
+    otlp_endpoint,
     read_api_keys,
     read_auth,
     warn_if_open,
@@ -250,6 +252,15 @@ def route(
     ] = None,
     allowed_hosts: Annotated[str, typer.Option(help=ALLOWED_HOSTS_HELP, metavar="NAMES")] = "",
     limits: Annotated[str | None, typer.Option(help=LIMITS_HELP, metavar="JSON")] = None,
+    otlp_traces_endpoint: Annotated[str | None, typer.Option(help=OTLP_HELP, metavar="URL")] = None,
+    access_log: Annotated[
+        str | None,
+        typer.Option(
+            help="File that gets a line of JSON for each request that has ended, without prompts and "
+            "answers; - is standard output.",
+            metavar="FILE",
+        ),
+    ] = None,
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "info",
     config: Annotated[
         Path | None,
@@ -272,6 +283,7 @@ def route(
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.router.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
+    from baton.router.shell.access_log import AccessLog
     from baton.router.shell.run import num_workers_for, serve
     from baton.router.shell.sources.file import FileSource
 
@@ -336,10 +348,15 @@ def route(
         settings = msgspec.structs.replace(
             settings,
             doors=http,
+            otlp_traces_endpoint=otlp_endpoint(otlp_traces_endpoint, os.environ),
             checked_hosts=None if hosts is None else tuple(hosts),
             # One key for a whole fleet is the usual case.
             engine_api_key=next(iter((*engine_keys, *keys)), None),
         )
+        if access_log is not None:
+            AccessLog(access_log).close()  # It can be written.
+    except OSError as error:
+        raise typer.BadParameter(f"access_log: {access_log} cannot be written: {error.strerror}") from error
     except msgspec.ValidationError as error:
         problem, path = explain(error, RouterSettings)
         raise typer.BadParameter(f"{path.lstrip('.')}: {problem}") from error

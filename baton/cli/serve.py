@@ -17,7 +17,9 @@ from baton.cli.http_options import (
     ALLOWED_HOSTS_HELP,
     API_KEY_HELP,
     LIMITS_HELP,
+    OTLP_HELP,
     REGISTER_KEY_ENV,
+    otlp_endpoint,
     warn_if_open,
 )
 from baton.cli.settings import DRAIN_S, Resolved, ServeSettings, resolve
@@ -43,6 +45,7 @@ _FLAGS: dict[str, dict[str, str]] = {
         "host": "Address to bind",
         "port": "Port; 0 selects a free one",
         "log_level": "debug, info, warning or error",
+        "otlp_traces_endpoint": OTLP_HELP,
         "admin_port": "Port for /metrics and /baton/* (default: the main port).",
         "api_key_file": API_KEY_HELP,
         "allowed_hosts": ALLOWED_HOSTS_HELP,
@@ -218,6 +221,7 @@ def _serve(resolved: Resolved) -> int:
         settings.drains_for_s,
         resolved.http,
         settings.admin_port,
+        otlp_endpoint(settings.otlp_traces_endpoint, os.environ),
     )
     factory = CONNECTOR_FACTORY if settings.moves_kv else None
     build_stats = make_connector_stats(config)

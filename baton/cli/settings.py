@@ -79,6 +79,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: str = "127.0.0.1"
     port: int = 8000
     log_level: LogLevel = "info"
+    otlp_traces_endpoint: str | None = None  # Where spans go. None: as OpenTelemetry's variables say.
     admin_port: int | None = None  # For metrics and /baton/*; None: the main port.
     api_key_file: str | None = None
     allowed_hosts: str = ""
@@ -203,6 +204,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "allowed_hosts",
         "limits",
         "log_level",
+        "otlp_traces_endpoint",
         "shutdown_timeout_s",
         "drain_timeout_s",
         "step_timeout_s",

@@ -139,6 +139,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_requests: int = 4096  # In flight at once; more get 503.
     doors: HttpSettings = HttpSettings()
     checked_hosts: tuple[str, ...] | None = None  # None: any Host header is served; see `baton.http.gate`.
+    otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
+    access_log: str | None = None  # File that gets a line of JSON for each request; "-": standard output.
     engine_api_key: str | None = None  # For requests to engines; None: the client's own key is passed on.
     timeouts: LegTimeouts = LegTimeouts()
     probe: ProbeSettings = ProbeSettings()

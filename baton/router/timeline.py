@@ -50,6 +50,7 @@ class LegTimeline(msgspec.Struct, frozen=True):
 
 class RequestTimeline(msgspec.Struct, frozen=True):
     id: str
+    method: str
     path: str
     model: str  # As the client names it.
     is_stream: bool
@@ -90,10 +91,17 @@ class Recorder:
     """Notes what happens to one request. Every `now_s` is on the clock of `received_at_s`."""
 
     def __init__(
-        self, request_id: str, path: str, *, received_at_s: float, arrived_at_s: float, span: SpanRef | None
+        self,
+        request_id: str,
+        method: str,
+        path: str,
+        *,
+        received_at_s: float,
+        arrived_at_s: float,
+        span: SpanRef | None,
     ) -> None:
         """`span`: None if the request is not traced."""
-        self._id, self._path = request_id, path
+        self._id, self._method, self._path = request_id, method, path
         self._received_at_s, self._arrived_at_s = received_at_s, arrived_at_s
         self.span = span
         self._model, self._is_stream = "", False
@@ -163,6 +171,7 @@ class Recorder:
         is_sampled = self.span is not None and self.span.is_sampled
         return RequestTimeline(
             id=self._id,
+            method=self._method,
             path=self._path,
             model=self._model,
             is_stream=self._is_stream,

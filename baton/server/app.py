@@ -47,6 +47,7 @@ from baton.server.protocol.tokenize import (
     TokenizeResponse,
 )
 from baton.server.service import Service
+from baton.server.spans import loan_spans_of, spans_of
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,10 @@ def build_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -
     """
     app = _new_app(service, checked_hosts)
     service.engine.on_stats = service.metrics.observe_stats
+    if (tracer := service.tracer) is not None:
+        timelines = service.metrics.timelines
+        timelines.on_end = lambda timeline: tracer.export(spans_of(timeline))
+        timelines.on_loan_end = lambda timeline: tracer.export(loan_spans_of(timeline))
     _add_generation(app, service)
     _add_tokens(app, service)
     _add_state(app, service)
@@ -140,7 +145,13 @@ async def _generate(
             request = parse_request(body, kind, endpoint)
         async with _admission_deadline(service):
             work = await admit(service, request, request_id)
-        timelines.begin(request_id, [sample.request for sample in work.samples], arrived_s, None)
+        span = None if service.tracer is None else service.tracer.begin(http.headers, http.url.path)
+        timelines.begin(
+            request_id,
+            [sample.request for sample in work.samples],
+            arrived_s,
+            span if span is not None and span.is_sampled else None,
+        )
         if request.stream:
             return EventStream(work.chunks(), request_id=request_id, late_headers=work.headers)
         answer = json_response(await _whole(service, http, work), request_id=request_id)

@@ -35,6 +35,7 @@ from baton.http.connections import raise_descriptor_limit, server_config
 from baton.http.gate import hosts_to_check
 from baton.http.log_limit import limit_logs
 from baton.http.settings import HttpSettings
+from baton.http.tracing import open_tracer
 from baton.http.workers import WorkerPool
 from baton.server.app import build_admin_app, build_app
 from baton.server.connector_log import ConnectorLog
@@ -59,6 +60,7 @@ class ServeOptions(NamedTuple):
     drain_timeout_s: float = 0.0  # 0: no drain.
     http: HttpSettings = HttpSettings()
     admin_port: int | None = None  # For metrics and /baton/*, on the same host; None: the main port.
+    otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
 
 
 class Parts(NamedTuple):
@@ -125,6 +127,7 @@ async def run(
             hosts = hosts_to_check(options.host, options.http.allowed_hosts)
             if admin_listener is not None:
                 service.admin_port = admin_listener.getsockname()[1]
+            service.tracer = tracer = open_tracer("baton-engine", options.otlp_traces_endpoint)
             app = build_app(service, checked_hosts=hosts)
             url = _url(options.host, listener)
             registrar = parts.new_registrar(url)
@@ -145,6 +148,8 @@ async def run(
                     await registrar.close()
                 if parts.connector_log is not None:
                     parts.connector_log.flush()
+                if tracer is not None:
+                    await tracer.close()
             return EXIT_ENGINE_DIED if server.engine_died else EXIT_STOPPED
 
 

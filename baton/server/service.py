@@ -22,6 +22,7 @@ from baton.engine.text.tokenizer import Tokenizer
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.settings import HttpSettings
+from baton.http.span import Tracer
 from baton.server import continuation, first_token
 from baton.server.introduction import Introduction
 from baton.server.metrics import ServerMetrics
@@ -53,6 +54,7 @@ class Service:
     bodies: Bodies
     metrics: ServerMetrics
     limits: HttpSettings = DEFAULT_LIMITS
+    tracer: Tracer | None = None
     admin_port: int | None = None  # Where metrics and /baton/* are; None: on the main port.
     check_params: CheckParams = check_common_params
     introduction: Introduction | None = None

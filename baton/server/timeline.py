@@ -218,7 +218,7 @@ class EngineTimelines:
         one = self._open.get(record["request_id"])
         if one is None:
             return
-        at = {name: self._at(one, at_s) for name, at_s in record["times"].items()}
+        at = self._at(one, record["times"])
         one.fetch = FetchTimeline(
             record["producer"],
             outcome,
@@ -239,13 +239,12 @@ class EngineTimelines:
         one = self._open.get(record["request_id"])
         if one is None:
             return
-        lent_s, ended_s = self._at(one, record["lent_s"]), self._at(one, record["ended_s"])
-        one.loan = LoanTimeline(record["outcome"], lent_s, ended_s, record["blocks"])
+        at = self._at(one, {name: record[name] for name in ("lent_s", "ended_s")})
+        one.loan = LoanTimeline(record["outcome"], at["lent_s"], at["ended_s"], record["blocks"])
         if one.span is not None:
             self.on_loan_end(one.timeline())
 
-    def _at(self, one: _Open, at_s: float) -> float | None:
-        """A time of a connector."""
-        if not at_s:
-            return None
-        return at_s - (self._connector_clock() - self._clock()) - one.arrived_s
+    def _at(self, one: _Open, times: Mapping[str, float]) -> dict[str, float | None]:
+        """Times of a connector, all moved by the same offset. 0.0: not yet."""
+        offset_s = self._connector_clock() - self._clock() + one.arrived_s
+        return {name: at_s - offset_s if at_s else None for name, at_s in times.items()}

@@ -93,7 +93,7 @@ async def test_an_engine_of_ours_reports_its_part_of_a_request() -> None:
 
 
 def timeline_of(number: int) -> RequestTimeline:
-    recorder = Recorder(str(number), "/", received_at_s=0.0, arrived_at_s=float(number), span=None)
+    recorder = Recorder(str(number), "GET", "/", received_at_s=0.0, arrived_at_s=float(number), span=None)
     return recorder.finish(200, 1.0)
 
 

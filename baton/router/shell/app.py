@@ -19,6 +19,8 @@ from baton.core.errors import UserError
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.rate_limits import RateLimits
+from baton.http.trace_context import TRACEPARENT, TRACESTATE
+from baton.http.tracing import open_tracer
 from baton.http.workers import WorkerPool
 from baton.router import machine
 from baton.router.admission import NO_OBJECTIVE, objective_of
@@ -29,6 +31,7 @@ from baton.router.legs import parse_body, shape_of
 from baton.router.machine import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN, Machine
 from baton.router.replica import Replica
 from baton.router.settings import RouterSettings
+from baton.router.shell.access_log import AccessLog
 from baton.router.shell.admin import not_allowed
 from baton.router.shell.client_auth import ClientAuth
 from baton.router.shell.client_http import DEFECT, REQUEST_ID, Incoming, Listener, Reply
@@ -43,6 +46,7 @@ from baton.router.shell.peers import PeerLink
 from baton.router.shell.rate_limiting import Charges, Charging
 from baton.router.shell.requests import RequestDriver, Requests, forward, report_refusal
 from baton.router.shell.timers import TimerWheel
+from baton.router.spans import spans_of
 from baton.router.timeline import RecentRequests, Recorder, RequestTimeline, latest_first
 from baton.router.turns import SESSION_HEADER
 
@@ -79,6 +83,8 @@ class Router:
         self._settings, self._loop = settings, asyncio.get_running_loop()
         self._parts = parts = Parts(settings)
         self.recent = RecentRequests()
+        self._tracer = open_tracer("baton-router", settings.otlp_traces_endpoint)
+        self._access_log = None if settings.access_log is None else AccessLog(settings.access_log)
         self.fleet, self.metrics, self.replica = parts.fleet, parts.metrics, Replica(parts.view)
         self._wheel = TimerWheel(asyncio.get_running_loop())
         upstream = Upstream(parts.pool, self._wheel, settings)
@@ -194,6 +200,10 @@ class Router:
             await self._index_owner.close()
         await self._parts.close()
         self._workers.close()
+        if self._tracer is not None:
+            await self._tracer.close()
+        if self._access_log is not None:
+            self._access_log.close()
 
     def _learn_peers(self) -> None:
         assert self.peers is not None
@@ -282,10 +292,17 @@ class Router:
             self._refuse(reply, ApiError(500, DEFECT), recorder)
 
     def _recorder(self, incoming: Incoming, request_id: str) -> Recorder:
-        received_at_s = incoming.received_at_s
+        received_at_s, span = incoming.received_at_s, None
+        if self._tracer is not None:
+            span = self._tracer.begin(incoming.headers, incoming.path)
         arrived_at_s = time.time() - (self._loop.time() - received_at_s)
         return Recorder(
-            request_id, incoming.path, received_at_s=received_at_s, arrived_at_s=arrived_at_s, span=None
+            request_id,
+            incoming.method,
+            incoming.path,
+            received_at_s=received_at_s,
+            arrived_at_s=arrived_at_s,
+            span=span,
         )
 
     def _refuse(self, reply: Reply, error: ApiError, recorder: Recorder) -> None:
@@ -295,6 +312,10 @@ class Router:
     def _count_out(self, status: int, recorder: Recorder) -> None:
         timeline = recorder.finish(status, self._loop.time())
         self.recent.add(timeline)
+        if self._access_log is not None:
+            self._access_log.write(timeline)
+        if timeline.span is not None and self._tracer is not None:
+            self._tracer.export(spans_of(timeline))
         self.num_requests -= 1
         if not self.num_requests:
             self._is_idle.set()
@@ -311,6 +332,11 @@ class Router:
         if self.num_requests + self.replica.num_requests_elsewhere > self._settings.max_requests:
             raise RouterError.unavailable(f"{self._settings.max_requests} requests are in flight; try again")
         headers = {**self._passed_on(incoming.headers), REQUEST_ID: request_id}
+        if (span := recorder.span) is not None:
+            headers.pop(TRACESTATE, None)
+            headers.pop(TRACEPARENT, None)
+            if path in FORWARDED or not span.is_sampled:  # Else each leg has a span of its own.
+                headers |= span.headers
         ends_at_s = incoming.received_at_s + self._settings.timeouts.total_s
         ask = Ask(incoming.method, incoming.target, headers, ends_at_s)
         if path == "/v1/models" and (cards := self.fleet.model_cards()) is not None:
