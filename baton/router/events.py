@@ -167,6 +167,7 @@ class Leg:
     reader: PrefillReader | None = None
     priority: int = 0
     outcome: str = "cancelled"  # For the metrics.
+    raw: bytes | None = None  # The whole body, instead of `body`.
     is_broken: bool = False  # It sent what is no answer; what follows is not read.
 
 

@@ -87,6 +87,9 @@ class Engine:
     )  # By other answers.
     next_step_sample_s: float = 0.0
     elsewhere: Counts = NOWHERE
+    lacks: dict[str, float] = field(
+        default_factory=dict, repr=False
+    )  # Paths, and until when; see `pass_through`.
     waits: dict["Wait", None] = field(default_factory=dict, repr=False)  # For its answers, in order.
     last_error: str | None = None
     last_error_unix_s: float | None = None
@@ -685,6 +688,7 @@ class Fleet:
         if engine.identity == identity and engine.cards == cards:
             return
         engine.identity, engine.cards = identity, cards
+        engine.lacks.clear()
         self._set_names(engine)
         self._judge()
 

@@ -317,7 +317,7 @@ async def test_a_defect_of_the_router_costs_one_request(monkeypatch: pytest.Monk
             writer.write(GOOD)
             assert (await read_answer(reader))[0] == 500
         for name, sent in (
-            ("baton.router.shell.app.forward", b"GET /v1/models HTTP/1.1\r\n" + HOST + b"\r\n"),
+            ("baton.router.pass_through.PassThrough.begin", b"GET /v1/models HTTP/1.1\r\n" + HOST + b"\r\n"),
             ("baton.router.shell.admin.Admin.answer", b"GET /status HTTP/1.1\r\n" + HOST + b"\r\n"),
             ("baton.http.json_body.is_cheap", GOOD_AND_LONG),
         ):

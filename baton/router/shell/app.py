@@ -26,9 +26,9 @@ from baton.router import machine
 from baton.router.admission import NO_OBJECTIVE, objective_of
 from baton.router.answers import end_to_end
 from baton.router.errors import RouterError
-from baton.router.events import Count
-from baton.router.legs import parse_body, shape_of
-from baton.router.machine import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN, Machine
+from baton.router.legs import CHARS_PER_TOKEN, parse_body, shape_of
+from baton.router.machine import SHUTTING_DOWN, Machine
+from baton.router.pass_through import PATHS, Passed, PassThrough
 from baton.router.replica import Replica
 from baton.router.settings import RouterSettings
 from baton.router.shell.access_log import AccessLog
@@ -44,7 +44,7 @@ from baton.router.shell.metrics import Samples
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
 from baton.router.shell.rate_limiting import Charges, Charging
-from baton.router.shell.requests import RequestDriver, Requests, forward, report_refusal
+from baton.router.shell.requests import RequestDriver, Requests, report_refusal
 from baton.router.shell.timers import TimerWheel
 from baton.router.spans import spans_of
 from baton.router.timeline import RecentRequests, Recorder, RequestTimeline, latest_first
@@ -128,7 +128,7 @@ class Router:
             self._charges = self._limits = RateLimits(auth)
         self._listeners: list[Listener] = []
         self._fault: str | None = None
-        self._running: set[RequestDriver | Forwarding | Charging] = set()
+        self._running: set[RequestDriver | Charging] = set()
         self.num_requests = 0  # In flight.
         self._is_draining = False
         self._is_idle = asyncio.Event()
@@ -240,7 +240,7 @@ class Router:
     @property
     def paths(self) -> tuple[list[str], list[str]]:
         """Methods and paths: of the main port, and of the administrator's pages."""
-        served = {**COMPLETIONS, **FORWARDED, "/health": "GET", "/version": "GET"}
+        served = {**COMPLETIONS, **PASSED, "/health": "GET", "/version": "GET"}
         return [f"{method} {path}" for path, method in served.items()], [
             f"{method} {path}" for path, method in ADMIN_PATHS.items()
         ]
@@ -250,7 +250,7 @@ class Router:
     def serve(self, incoming: Incoming, reply: Reply) -> None:
         """A request at the main port, if the administrator's pages have a port of their own."""
         path = incoming.path
-        method = COMPLETIONS.get(path) or FORWARDED.get(path)
+        method = COMPLETIONS.get(path) or PASSED.get(path)
         if method is not None and incoming.method != method:
             _refuse_method(incoming, reply, method)
         elif method is not None:
@@ -335,29 +335,42 @@ class Router:
         if (span := recorder.span) is not None:
             headers.pop(TRACESTATE, None)
             headers.pop(TRACEPARENT, None)
-            if path in FORWARDED or not span.is_sampled:  # Else each leg has a span of its own.
+            if not span.is_sampled:  # Else each leg has a span of its own.
                 headers |= span.headers
         ends_at_s = incoming.received_at_s + self._settings.timeouts.total_s
         ask = Ask(incoming.method, incoming.target, headers, ends_at_s)
         if path == "/v1/models" and (cards := self.fleet.model_cards()) is not None:
             reply.whole(200, {**JSON, **reply.extra}, msgspec.json.encode({"object": "list", "data": cards}))
             return self._count_out(200, recorder)
-        if path in FORWARDED:
-            return self._forward(incoming, incoming.body, ask, reply, recorder)
-        body, tenant = parse_body(incoming.body), incoming.caller.tenant
+        if path in PASSED:
+            raw = incoming.body
+            num_estimated = len(raw) // CHARS_PER_TOKEN if incoming.method == "POST" else None
+            passed = Passed(request_id, path, raw, incoming.received_at_s)
+            return self._charge(
+                incoming, num_estimated, reply, recorder, lambda: self._pass(passed, ask, reply, recorder)
+            )
+        body = parse_body(incoming.body)
         recorder.asked(body)
-        rate = self._settings.doors.auth.rate_of(tenant)
-        if self._charges is None or not rate.is_limited:
-            return self._drive(incoming, body, ask, reply, recorder)
-        num_tokens = shape_of(body).num_prompt_tokens if rate.prompt_tokens_per_minute is not None else 0
         return self._charge(
-            tenant, num_tokens, reply, recorder, lambda: self._drive(incoming, body, ask, reply, recorder)
+            incoming, body, reply, recorder, lambda: self._drive(incoming, body, ask, reply, recorder)
         )
 
     def _charge(
-        self, tenant: str, num_tokens: int, reply: Reply, recorder: Recorder, then: Callable[[], None]
+        self,
+        incoming: Incoming,
+        cost: dict[str, Any] | int | None,
+        reply: Reply,
+        recorder: Recorder,
+        then: Callable[[], None],
     ) -> None:
-        assert self._charges is not None
+        """`cost`: in tokens, or the body that has them; None: nothing. Raises UserError, ApiError."""
+        tenant = incoming.caller.tenant
+        rate = self._settings.doors.auth.rate_of(tenant)
+        if self._charges is None or not rate.is_limited or cost is None:
+            return then()
+        num_tokens = 0
+        if rate.prompt_tokens_per_minute is not None:
+            num_tokens = cost if isinstance(cost, int) else shape_of(cost).num_prompt_tokens
         charges = self._charges
 
         def begin() -> None:
@@ -372,12 +385,12 @@ class Router:
             lambda outcome: self.metrics.rate_limits.labels(outcome).inc(),
             lambda status: self._end(charging, recorder, status),
         )
-        self._run(charging, reply)
+        return self._run(charging, reply)
 
-    def _forward(self, incoming: Incoming, body: bytes, ask: Ask, reply: Reply, recorder: Recorder) -> None:
-        forwarding = Forwarding(self._requests, ask, body, incoming.received_at_s, reply)
-        self._run(forwarding, reply)
-        forwarding.begin(lambda status: self._end(forwarding, recorder, status))
+    def _pass(self, passed: Passed, ask: Ask, reply: Reply, recorder: Recorder) -> None:
+        driver = RequestDriver(self._requests, PassThrough(self._parts.view, passed), ask, reply, recorder)
+        self._run(driver, reply)
+        driver.begin(lambda status: self._end(driver, recorder, status))
 
     def _drive(
         self, incoming: Incoming, body: dict[str, Any], ask: Ask, reply: Reply, recorder: Recorder
@@ -400,11 +413,11 @@ class Router:
         self._run(driver, reply)
         driver.begin(lambda status: self._end(driver, recorder, status))
 
-    def _run(self, request: "RequestDriver | Forwarding | Charging", reply: Reply) -> None:
+    def _run(self, request: "RequestDriver | Charging", reply: Reply) -> None:
         self._running.add(request)
         reply.handler = request
 
-    def _end(self, request: "RequestDriver | Forwarding | Charging", recorder: Recorder, status: int) -> None:
+    def _end(self, request: "RequestDriver | Charging", recorder: Recorder, status: int) -> None:
         self._running.discard(request)
         self._count_out(status, recorder)
 
@@ -437,61 +450,8 @@ class Router:
         return self.metrics.samples()
 
 
-class Forwarding:
-    """A request that goes to a decode engine as it is. Implements `Handler`."""
-
-    def __init__(self, requests: Requests, ask: Ask, body: bytes, received_at_s: float, reply: Reply) -> None:
-        self._requests, self._ask, self._body, self._reply = requests, ask, body, reply
-        self._received_at_s = received_at_s
-        self._on_over: Callable[[int], None] = lambda status: None
-        self._task: asyncio.Task[None] | None = None
-
-    def begin(self, on_over: Callable[[int], None]) -> None:
-        self._on_over = on_over
-        self._task = asyncio.create_task(self._run())
-
-    def stop(self) -> None:
-        self._cut(RouterError.unavailable(SHUTTING_DOWN), 503)
-
-    def client_gone(self) -> None:
-        self._cut(None, CLIENT_CLOSED_REQUEST)
-
-    def pause(self) -> None: ...
-
-    def resume(self) -> None: ...
-
-    def _cut(self, error: ApiError | None, status: int) -> None:
-        assert self._task is not None
-        if not self._task.done():
-            self._task.cancel()
-            self._answer(error, status)
-
-    def _answer(self, error: ApiError | None, status: int) -> None:
-        on_over, self._on_over = self._on_over, lambda status: None
-        if error is not None:
-            self._reply.refuse(error)
-            self._reply.flush()
-        on_over(status)
-
-    async def _run(self) -> None:
-        loop = asyncio.get_running_loop()
-        try:
-            answer = await forward(self._requests, self._ask, self._body)
-        except RouterError as error:
-            return self._answer(error, error.status)
-        except Exception:
-            logger.exception("%s: a request has failed", self._ask.path)
-            return self._answer(ApiError(500, DEFECT), 500)
-        waited_s = loop.time() - self._received_at_s
-        self._requests.metrics.count(Count("first_byte_seconds", value=waited_s))
-        headers = {**end_to_end(answer.headers), **self._reply.extra}
-        self._reply.whole(answer.status, headers, answer.body)
-        self._reply.flush()
-        return self._answer(None, answer.status)
-
-
 COMPLETIONS = {"/v1/completions": "POST", CHAT_PATH: "POST"}
-FORWARDED = {"/v1/models": "GET", "/tokenize": "POST", "/detokenize": "POST"}
+PASSED = {path: passed.method for path, passed in PATHS.items()}
 
 
 def _show(page: Page, incoming: Incoming, reply: Reply) -> None:

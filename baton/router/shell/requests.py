@@ -13,8 +13,7 @@ from typing import Any
 import msgspec
 
 from baton.http.errors import ApiError
-from baton.router.answers import LegAnswer, is_engines_fault
-from baton.router.errors import LegFailure, RouterError, error_event
+from baton.router.errors import RouterError, error_event
 from baton.router.events import (
     ClientGone,
     Close,
@@ -22,7 +21,6 @@ from baton.router.events import (
     Count,
     Effect,
     Event,
-    Failed,
     Found,
     GiveBack,
     Head,
@@ -40,8 +38,8 @@ from baton.router.events import (
 )
 from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
-from baton.router.legs import model_of
 from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
+from baton.router.pass_through import PassThrough
 from baton.router.shell.admission_queue import AdmissionQueue
 from baton.router.shell.client_http import DEFECT, Reply
 from baton.router.shell.index_client import IndexClient
@@ -80,7 +78,7 @@ class RequestDriver:
     """One request on its way. Implements `Handler`."""
 
     def __init__(
-        self, requests: Requests, machine: Machine, ask: Ask, reply: Reply, recorder: Recorder
+        self, requests: Requests, machine: Machine | PassThrough, ask: Ask, reply: Reply, recorder: Recorder
     ) -> None:
         self._requests, self._machine, self._ask, self._reply = requests, machine, ask, reply
         self._recorder = recorder
@@ -191,7 +189,8 @@ class RequestDriver:
     def _open(self, leg: Leg, now_s: float) -> None:
         wire = self._legs[leg] = WireLeg(self._requests.upstream, leg, self._put)
         span = self._recorder.leg_sent(leg, now_s)
-        wire.start(self._ask, msgspec.json.encode(leg.body), {} if span is None else span.headers)
+        body = msgspec.json.encode(leg.body) if leg.raw is None else leg.raw
+        wire.start(self._ask, body, {} if span is None else span.headers)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
@@ -253,58 +252,3 @@ def report_refusal(fleet: Fleet, error: ApiError, request_id: str) -> None:
     if error.status == 429 or error.status >= 500:
         why = str(error).partition("; try again")[0]  # What follows differs each time.
         fleet.report_event("refusal", None, f"{error.status}: {why}", request_id)
-
-
-async def forward(requests: Requests, ask: Ask, body: bytes) -> LegAnswer:
-    """Ask a decode engine as it is: what has no KV to hand over (`/v1/models`, `/tokenize`).
-
-    Raises RouterError.
-    """
-    view, now_s = requests.view, asyncio.get_running_loop().time
-    routed = view.route(b"", model_of(body))
-    tried: list[Engine] = []
-    failure: LegFailure | None = None
-    while (engine := view.choose("decode", routed, tried, now_s())) is not None:
-        tried.append(engine)
-        try:
-            answer = await _forward_to(requests, engine, ask, body)
-        except LegFailure as caught:
-            logger.warning("%s: %s", ask.path, caught)
-            failure = caught
-            continue
-        if not (is_engines_fault(answer) and view.choose("decode", routed, tried, now_s())):
-            return answer
-    raise view.no_engine("decode", failure)
-
-
-async def _forward_to(requests: Requests, engine: Engine, ask: Ask, body: bytes) -> LegAnswer:
-    """Raises RouterError, LegFailure."""
-    fleet, loop = requests.view.fleet, asyncio.get_running_loop()
-    answered: asyncio.Future[LegAnswer] = loop.create_future()
-
-    def hear(event: Event) -> None:
-        if isinstance(event, Opened):
-            answered.set_result(event.answer)
-        elif isinstance(event, Failed) and not answered.done():
-            answered.set_exception(event.failure)
-
-    wait_s = requests.view.settings.timeouts.first_byte_s
-    leg = Leg("decode", engine, {}, wait_s, loop.time(), was_alone=not engine.load)
-    wire = WireLeg(requests.upstream, leg, hear)
-    fleet.note_start(engine)
-    try:
-        wire.start(ask, body)
-        answer = await answered
-        leg.outcome = str(answer.status)
-        fleet.note_answer(engine, answer.status, loop.time())
-        if answer.is_stream:
-            raise RouterError.gateway("the engine streamed an answer that was not asked to be one")
-        return answer
-    except LegFailure as failure:
-        leg.outcome = failure.kind
-        fleet.note_failure(engine, failure, loop.time())
-        raise
-    finally:
-        wire.close()
-        fleet.note_end(engine)
-        requests.metrics.count(Count("legs", (engine.role, engine.url, leg.outcome)))
