@@ -16,7 +16,9 @@ from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import LLM
+from baton.protocol import peers
 from baton.protocol.handshake import RankCard
+from baton.protocol.messages import Welcome
 from tests.connectors import mirrored, offload_world
 from tests.connectors.engine_world import (
     BLOCK,
@@ -275,6 +277,22 @@ def test_a_peer_with_a_kind_of_cache_that_is_not_known_costs_its_loads(
     assert decoded.num_transferred_tokens == 0
     assert decoded.token_ids == answer_of(family, PROMPTS[0])
     assert "indexer.k_cache': kind is 'circular_buffer'; known: keys_and_values, latent" in caplog.text
+
+
+def test_an_engine_of_another_release_costs_its_loads(
+    stack: ExitStack,
+    model_of: ModelOf,
+    answer_of: AnswerOf,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    family = "deepseek_v32"
+    monkeypatch.setattr(peers, "answer_hello", lambda _, fingerprint, __: Welcome(6, fingerprint, b"older"))
+    p, d = (start_in(stack, config_of(model_of(family), hands_over(name), num_blocks=100)) for name in "pd")
+    decoded = hand_over(p, d, PROMPTS[0])
+    assert decoded.num_transferred_tokens == 0
+    assert decoded.token_ids == answer_of(family, PROMPTS[0])
+    assert "protocol_version: ours 7, theirs 6" in caplog.text
 
 
 @pytest.mark.parametrize("connector", ["Pull", "Push"])

@@ -166,6 +166,29 @@ def test_the_payload_of_an_incompatible_peer_is_not_decoded() -> None:
     assert reason == FailureReason(FailureCode.INCOMPATIBLE, "incompatible: revision: ours 'r', theirs 'x'")
 
 
+def test_the_layouts_of_another_release_are_not_decoded() -> None:
+    """Version 6 had one dtype and number of heads for all caches of a rank."""
+    peers = table()
+    peers.want(P, 0.0)
+    reason = lost(peers.receive(P, Welcome(6, MODEL, PAYLOAD), 0.0))
+    assert reason == FailureReason(
+        FailureCode.INCOMPATIBLE, "incompatible: protocol_version: ours 7, theirs 6"
+    )
+
+
+def test_a_kind_of_cache_that_is_not_known_is_named() -> None:
+    """A later release of the same version may have added one."""
+    peers, newer = table(), card()
+    peers.want(P, 0.0)
+    layer = newer.layout.layers[0]
+    layer = msgspec.structs.replace(layer, spec=msgspec.structs.replace(layer.spec, kind="circular_buffer"))
+    newer = msgspec.structs.replace(newer, layout=msgspec.structs.replace(newer.layout, layers=(layer,)))
+    payload = msgspec.msgpack.encode((newer,))
+    reason = lost(peers.receive(P, Welcome(PROTOCOL_VERSION, MODEL, payload), 0.0))
+    assert reason.code is FailureCode.BAD_RANK_CARDS
+    assert "kind is 'circular_buffer'; known: keys_and_values, latent, index_keys, scales" in reason.text
+
+
 # --- The table ------------------------------------------------------------------------------------
 
 
