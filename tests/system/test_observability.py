@@ -17,6 +17,14 @@ from rich.console import Console
 from baton.cli.processes import Fleet
 from baton.cli.system import EngineArguments, HandoffArguments, SystemPlan, plan_system, start_system
 from tests.system.collector import Collector, Node
+from tests.system.prometheus import (
+    MISSING,
+    is_installed,
+    queries_of_the_dashboard,
+    running_prometheus,
+    values_of_the_alerts,
+    wait_series,
+)
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -32,6 +40,7 @@ class Observed:
     http: httpx.Client
     collector: Collector
     access_log: Path
+    fleet: Fleet
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +63,7 @@ def observed(small_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Ite
             httpx.Client(timeout=WAIT_S, trust_env=False) as http,
         ):
             start_system(fleet, plan, timeout_s=START_S, console=Console(file=io.StringIO()))
-            yield Observed(plan, http, collector, folder / "access.jsonl")
+            yield Observed(plan, http, collector, folder / "access.jsonl", fleet)
 
 
 def ask(observed: Observed, request_id: str, *, sampled: bool = True, **fields: Any) -> None:
@@ -166,3 +175,26 @@ def test_the_access_log_has_a_line_for_each_request_without_its_prompt(observed:
     [line] = map(json.loads, found)
     assert (line["status"], line["prefill"], line["output_tokens"]) == (200, "remote", 8)
     assert f"{SECRET_WORD},{SECRET_WORD}" not in observed.access_log.read_text()
+
+
+@pytest.mark.skipif(not is_installed(), reason=MISSING)
+def test_every_query_of_dashboard_and_alerts_returns_series_from_a_real_prometheus(
+    observed: Observed, tmp_path: Path
+) -> None:
+    engines = [engine.url for engine in observed.plan.engines]
+    router, fleet, http = observed.plan.router_url, observed.fleet, observed.http
+    queries = queries_of_the_dashboard() + values_of_the_alerts()
+    with running_prometheus(fleet, http, tmp_path, router, engines) as prometheus:
+        for number, _ in enumerate(wait_series(prometheus, queries, WAIT_S)):
+            ask(observed, f"load-{number}")
+        targets = prometheus.get("targets")["activeTargets"]
+        assert {(one["labels"]["job"], one["health"]) for one in targets} == {
+            ("baton-router", "up"),
+            ("baton-engines", "up"),
+        }
+        assert len(targets) == 3
+        rules = prometheus.get("rules")["groups"][0]["rules"]
+        assert {(rule["health"], rule["state"]) for rule in rules} <= {
+            ("ok", "inactive"),
+            ("unknown", "inactive"),
+        }
