@@ -1,4 +1,4 @@
-"""Block tables of requests, updated from the changes that each step's scheduler output reports."""
+"""Block tables of requests, updated from the changes that each step's output reports, and offered states."""
 
 from __future__ import annotations
 
@@ -38,3 +38,16 @@ def follow_tables(
             for table, added in zip(request.tables, block_ids, strict=True):
                 table += added
         yield request_id, num_computed
+
+
+def offered_states(output: host.SchedulerOutput, request_id: str) -> dict[int, dict[int, int]]:
+    """{tokens: {group: block}}: recurrent states of a request that can be copied after the forward pass.
+
+    Each is the state after exactly so many tokens; see `host.KVConnectorBlockState`.
+    """
+    offered: dict[int, dict[int, int]] = {}
+    state = output.kv_connector_block_state
+    if state is not None:
+        for group, block, num_tokens in state.boundary_state_offloads.get(request_id, ()):
+            offered.setdefault(num_tokens, {})[group] = block
+    return offered

@@ -61,6 +61,19 @@ class CachedRequestData(Protocol):
     def num_computed_tokens(self) -> list[int]: ...
 
 
+class KVConnectorBlockState(Protocol):
+    """`vllm.v1.core.sched.output.KVConnectorBlockState`."""
+
+    @property
+    def boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
+        """By request: (group, block id, tokens).
+
+        From the end of this step's forward pass to the end of the step the block has the group's recurrent
+        state after so many tokens of the request. Block tables do not tell, because a host overwrites
+        states and moves them.
+        """
+
+
 class SchedulerOutput(Protocol):
     """`vllm.v1.core.sched.output.SchedulerOutput`."""
 
@@ -76,6 +89,9 @@ class SchedulerOutput(Protocol):
     def finished_req_ids(self) -> set[str]: ...
     @property
     def preempted_req_ids(self) -> set[str] | None: ...
+    @property
+    def kv_connector_block_state(self) -> KVConnectorBlockState | None:
+        """Only while `build_connector_meta` runs. None: the model has no recurrent states."""
 
 
 class KVTransferConfigLike(Protocol):

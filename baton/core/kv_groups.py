@@ -93,6 +93,14 @@ def has_states(groups: Iterable[KVCacheGroup]) -> bool:
     return any(group.is_state for group in groups)
 
 
+def can_complete_states(groups: Iterable[KVCacheGroup]) -> bool:
+    """Whether a load, which brings the state at its end, completes a local hit that lacks only the states.
+
+    Not if some layers have a window: their local hit may be shorter too, and a load leaves local hits out.
+    """
+    return all(group.window is None or group.is_state for group in groups)
+
+
 def has_tables(groups: Sequence[KVCacheGroup]) -> bool:
     """Whether a block id alone does not identify tokens: there are several tables, or one with holes."""
     return len(groups) > 1 or is_hybrid(groups)

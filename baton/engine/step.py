@@ -48,6 +48,13 @@ class CachedRequestData:
         return len(self.req_ids)
 
 
+@dataclass(frozen=True, slots=True)
+class KVConnectorBlockState:
+    """Recurrent states at ends of blocks; see `baton.contract.host`."""
+
+    boundary_state_offloads: dict[str, list[tuple[int, int, int]]]
+
+
 @dataclass(slots=True)
 class SchedulerOutput:
     """One step. Only the requests in `num_scheduled_tokens` run in it.
@@ -63,6 +70,8 @@ class SchedulerOutput:
     finished_req_ids: set[str] = field(default_factory=set)  # Since the previous step; the ranks forget them.
     preempted_req_ids: set[str] = field(default_factory=set)
     has_sync_kv_loads: bool = False
+    # For the connector's scheduler half, which sees it before the ranks get the step without it.
+    kv_connector_block_state: KVConnectorBlockState | None = None
     # None: the connector failed to build it, or is retired. No worker half takes part in this step then.
     kv_connector_metadata: KVConnectorMetadata | None = None
 

@@ -64,8 +64,8 @@ def groups_of(
         of_states = {is_state(spec) for spec in specs_of(group)}
         if True in of_states and not carries_states:
             raise ConfigError(
-                "has layers with a recurrent state (MambaSpec), which only BatonPullConnector and "
-                "BatonPushConnector carry",
+                "has layers with a recurrent state (MambaSpec), which this connector cannot carry; choose "
+                "the pull, push, offload or shared storage connector",
                 field="model",
             )
         windows = {1 if is_state(spec) else _window_of(spec) for spec in specs_of(group)}
@@ -151,6 +151,21 @@ def has_one_block(spec: Any) -> bool:
     In mode "align" the table is indexed by position.
     """
     return is_state(spec) and str(spec.mamba_cache_mode) == "none"
+
+
+def refuse_overwritten_states(kv_cache_config: Any) -> None:
+    """Raise ConfigError if vLLM offers no states to store, which it does in its mode "align" only.
+
+    Source: `KVConnectorBlockState` in `vllm/v1/core/sched/output.py`.
+    """
+    specs = [spec for group in kv_cache_config.kv_cache_groups for spec in specs_of(group) if is_state(spec)]
+    modes = {str(spec.mamba_cache_mode) for spec in specs} - {"align"}
+    if modes:
+        raise ConfigError(
+            f"is {min(modes)!r}, where vLLM overwrites the state of a request at each step, so that none can "
+            "be stored with the prefix that it belongs to; start vLLM with --enable-prefix-caching",
+            field="cache_config.mamba_cache_mode",
+        )
 
 
 def tables_by_position(kv_cache_config: Any, block_tokens: int) -> ExpandTables:

@@ -6,6 +6,7 @@ scheduler half combines them as in the embedded engine.
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import Any
 
 from baton.connectors.offload.identity import OffloadIdentity
@@ -17,7 +18,8 @@ from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
-from baton.vllm_plugin.groups import FIELD, WAY_OUT, groups_of, specs_of
+from baton.vllm_plugin.groups import FIELD, WAY_OUT, groups_of, is_state, refuse_overwritten_states, specs_of
+from baton.vllm_plugin.states import parts_of
 from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
 
 
@@ -64,14 +66,17 @@ def identity_of(
     """Raises ConfigError."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     refuse_split_blocks(parallel, "offload")
+    refuse_overwritten_states(kv_cache_config)
+    parts_of(vllm_config, kv_cache_config)  # Refuses states that are more than one block.
+    block_tokens = int(vllm_config.cache_config.block_size)
     events = getattr(vllm_config, "kv_events_config", None)
     return OffloadIdentity(
         settings=OffloadSettings.parse(settings),
         rank=rank,
         num_ranks=int(parallel.world_size),
-        block_tokens=int(vllm_config.cache_config.block_size),
+        block_tokens=block_tokens,
         block_bytes=block_bytes_of(kv_cache_config),
-        groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size)),
+        groups=groups_of(kv_cache_config, block_tokens, carries_states=True),
         publishes_events=events is not None and bool(events.enable_kv_cache_events),
         is_producer=bool(transfer.is_kv_producer),
         is_consumer=bool(transfer.is_kv_consumer),
@@ -79,7 +84,9 @@ def identity_of(
 
 
 def block_bytes_of(kv_cache_config: Any) -> int:
-    """Return the bytes of one block on one rank, over all layers of its group; the maximum over groups.
+    """Return the bytes of one block on one rank, over all layers of its group.
+
+    Layers at the same place of several groups share their memory, of which the largest part is copied.
 
     Raises ConfigError for groups whose layers have different page sizes.
     """
@@ -91,10 +98,13 @@ def block_bytes_of(kv_cache_config: Any) -> int:
             f"size; {WAY_OUT}",
             field=FIELD,
         )
-    return max(_group_bytes(group) for group in groups)
+    return sum(map(max, zip_longest(*map(_layer_bytes, groups), fillvalue=0)))
 
 
-def _group_bytes(group: Any) -> int:
-    if hasattr(group.kv_cache_spec, "kv_cache_specs"):
-        return sum(int(of_layer.page_size_bytes) for of_layer in specs_of(group))
-    return len(group.layer_names) * int(group.kv_cache_spec.page_size_bytes)
+def _layer_bytes(group: Any) -> list[int]:
+    """A block's bytes of each layer; of a page that is filled up for a state, the state's."""
+    of_layers = [
+        int(spec.state_content_size_bytes if is_state(spec) else spec.page_size_bytes)
+        for spec in specs_of(group)
+    ]
+    return of_layers if hasattr(group.kv_cache_spec, "kv_cache_specs") else of_layers * len(group.layer_names)

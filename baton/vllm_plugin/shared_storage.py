@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from baton.connectors.extra_config import parse_extra
+from baton.connectors.pull.reads.cache_layout import is_of_states
 from baton.connectors.shared_storage import (
     StorageIdentity,
     StorageSchedulerHalf,
@@ -21,11 +22,14 @@ from baton.connectors.shared_storage import (
 from baton.connectors.shared_storage.metadata import StorageMetadata
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.core.layout import SLOT
+from baton.core.states import StatePart
 from baton.vllm_plugin.forwarding import ForwardingConnector
-from baton.vllm_plugin.groups import groups_of
+from baton.vllm_plugin.groups import groups_of, refuse_overwritten_states
 from baton.vllm_plugin.identity import find_fingerprint
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.settings import PluginSettings
+from baton.vllm_plugin.states import parts_of
 from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
 
 if TYPE_CHECKING:
@@ -43,13 +47,21 @@ class VllmStorageSchedulerHalf(StorageSchedulerHalf):
 
 class VllmStorageWorkerHalf(StorageWorkerHalf):
     def __init__(
-        self, identity: StorageIdentity, *, find_packing: Callable[[dict[str, torch.Tensor]], str]
+        self,
+        identity: StorageIdentity,
+        *,
+        find_packing: Callable[[dict[str, torch.Tensor]], str],
+        state_parts: tuple[StatePart, ...] = (),
     ) -> None:
         super().__init__(identity)
         self._find_packing = find_packing
+        self._state_parts = state_parts
 
     def _packing_of(self, kv_caches: dict[str, torch.Tensor]) -> str:
-        return self._find_packing(kv_caches)
+        with_tokens = {name: cache for name, cache in kv_caches.items() if not is_of_states(cache)}
+        packing = self._find_packing(with_tokens) if with_tokens else SLOT
+        # The bytes of a state do not show the order of its parts.
+        return f"{packing}; {self._state_parts}" if self._state_parts else packing
 
 
 class BatonSharedStorageConnector(ForwardingConnector):
@@ -72,7 +84,11 @@ class BatonSharedStorageConnector(ForwardingConnector):
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorWorkerHalf:
         identity = _identity_of(vllm_config, kv_cache_config, settings, is_worker=True)
-        return VllmStorageWorkerHalf(identity, find_packing=partial(find_packing, vllm_config))
+        return VllmStorageWorkerHalf(
+            identity,
+            find_packing=partial(find_packing, vllm_config),
+            state_parts=parts_of(vllm_config, kv_cache_config),
+        )
 
 
 def _identity_of(
@@ -81,15 +97,17 @@ def _identity_of(
     """Raises ConfigError."""
     parallel, transfer = vllm_config.parallel_config, vllm_config.kv_transfer_config
     refuse_split_blocks(parallel, "shared storage")
+    refuse_overwritten_states(kv_cache_config)
+    block_tokens = int(vllm_config.cache_config.block_size)
     ours, _ = PluginSettings.split(transfer.kv_connector_extra_config)
     return StorageIdentity(
         fingerprint=find_fingerprint(vllm_config, ours.revision, is_worker=is_worker),
         num_ranks=int(parallel.world_size),
         rank=int(parallel.rank) if is_worker else 0,
-        block_tokens=int(vllm_config.cache_config.block_size),
+        block_tokens=block_tokens,
         saves=bool(transfer.is_kv_producer),
         loads=bool(transfer.is_kv_consumer),
         secret=ours.find_secret(os.environ),
         settings=parse_extra(StorageSettings, settings),
-        groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size)),
+        groups=groups_of(kv_cache_config, block_tokens, carries_states=True),
     )

@@ -1,6 +1,7 @@
 """Settings, validation, statistics and copy threads of offload, each separately."""
 
 import threading
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -169,12 +170,19 @@ def test_stores_of_an_aborted_step_are_reported_as_failed() -> None:
 # --- Holes -------------------------------------------------------------------------------------------
 
 
-def scheduled(request: FakeRequest, num_computed: int, num_tokens: int, *tables: list[int]) -> Any:
-    """A step of this request only."""
+def scheduled(
+    request: FakeRequest,
+    num_computed: int,
+    num_tokens: int,
+    *tables: list[int],
+    states: Sequence[tuple[int, int, int]] = (),
+) -> Any:
+    """A step of this request only. `states`: what the host offers, (group, block, tokens)."""
     new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=num_computed, block_ids=tables)
     none = SimpleNamespace(req_ids=[], new_block_ids=[], num_computed_tokens=[], resumed_req_ids=set())
     return SimpleNamespace(
         preempted_req_ids=None,
+        kv_connector_block_state=SimpleNamespace(boundary_state_offloads={request.request_id: list(states)}),
         scheduled_new_reqs=[new],
         scheduled_cached_reqs=none,
         num_scheduled_tokens={request.request_id: num_tokens},
@@ -204,3 +212,83 @@ def test_a_hole_in_a_prefix_hit_is_not_stored() -> None:
     metadata = half.build_connector_meta(scheduled(long, 16, 4, [1, 5, 6, 7, 8], [0, 0, 9, 10, 11]))
     assert isinstance(metadata, OffloadMetadata)
     assert metadata.stores == ()
+
+
+# --- Recurrent states ----------------------------------------------------------------------------------
+
+
+def half_of(*groups: KVCacheGroup) -> OffloadSchedulerHalf:
+    return OffloadSchedulerHalf(
+        OffloadIdentity(
+            settings=OffloadSettings(cpu_gib=1.0),
+            rank=0,
+            num_ranks=1,
+            block_tokens=4,
+            block_bytes=1 << 20,
+            groups=groups,
+        )
+    )
+
+
+def stored(half: OffloadSchedulerHalf, step: Any) -> list[tuple[int, int]]:
+    """(block, row) pairs that the step stores; the store has ended."""
+    metadata = half.build_connector_meta(step)
+    assert isinstance(metadata, OffloadMetadata)
+    jobs = {store.job for store in metadata.stores}
+    report = OffloadReport(rank=0, stored=jobs)
+    half.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=report))
+    return [pair for store in metadata.stores for pair in zip(store.block_ids, store.rows, strict=True)]
+
+
+ATTENTION, STATES, OTHER_STATES = (
+    KVCacheGroup((0,)),
+    KVCacheGroup((1,), 1, is_state=True),
+    KVCacheGroup((2,), 1, is_state=True),
+)
+
+
+class TwoTables:
+    def get_block_ids(self) -> tuple[list[int], ...]:
+        return [1, 2, 3, 8], [0, 0, 0, 9]
+
+
+def test_a_state_is_stored_from_the_block_that_the_host_offers() -> None:
+    """A host moves states, so the block at its place in the table may be another one. Loads end there."""
+    half = half_of(ATTENTION, STATES, OTHER_STATES)
+    request = FakeRequest("r", list(range(13)))
+    half.on_new_request(request)
+    tables = [1, 2, 3], [0, 5, 6], [0, 7, 8]
+    step = scheduled(request, 0, 12, *tables, states=[(1, 31, 8), (2, 32, 8), (1, 33, 12)])
+    # Rows of a chunk: attention, states, other states. At 12 tokens one group's state is missing.
+    assert stored(half, step) == [(1, 0), (2, 3), (3, 6), (31, 4), (32, 5)]
+    assert half.get_num_new_matched_tokens(FakeRequest("again", list(range(13))), 0) == (8, True)
+
+
+def test_a_state_that_is_offered_later_joins_its_chunk() -> None:
+    half = half_of(ATTENTION, STATES)
+    first, second = FakeRequest("first", list(range(9))), FakeRequest("second", list(range(9)))
+    half.on_new_request(first)
+    assert stored(half, scheduled(first, 0, 9, [1, 2, 3], [0, 0, 4])) == [(1, 0), (2, 2)]
+    half.on_new_request(second)
+    assert half.get_num_new_matched_tokens(second, 0) == (0, False)
+    assert stored(half, scheduled(second, 0, 8, [5, 6], [0, 7], states=[(1, 9, 8)])) == [(9, 3)]
+    assert half.get_num_new_matched_tokens(FakeRequest("third", list(range(9))), 0) == (8, True)
+
+
+def test_a_local_hit_of_attention_alone_is_completed_by_a_load_with_the_state() -> None:
+    """The host has three blocks of attention, and the store has the state after four."""
+    half = half_of(ATTENTION, STATES)
+    assert half.supports_divergent_local_hybrid_hits
+    assert not half_of(ATTENTION, STATES, KVCacheGroup((2,), 8)).supports_divergent_local_hybrid_hits
+    first = FakeRequest("first", list(range(17)))
+    half.on_new_request(first)
+    stored(half, scheduled(first, 0, 16, [1, 2, 3, 4], [0, 0, 0, 5], states=[(1, 5, 16)]))
+    again = FakeRequest("again", list(range(17)))
+    half.on_new_request(again)
+    assert half.get_num_new_matched_tokens(again, 16) == (0, False)
+    assert half.get_num_new_matched_tokens(again, 12) == (4, True)
+    half.update_state_after_alloc(again, TwoTables(), 4)
+    metadata = half.build_connector_meta(scheduled(FakeRequest("other", [1]), 0, 1, [], []))
+    assert isinstance(metadata, OffloadMetadata)
+    [load] = metadata.loads
+    assert list(zip(load.block_ids, load.rows, strict=True)) == [(8, 6), (9, 7)]

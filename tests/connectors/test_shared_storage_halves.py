@@ -188,9 +188,30 @@ def test_blocks_that_have_left_a_window_are_not_saved() -> None:
     kinds = kinds_of([KVCacheGroup((0,)), KVCacheGroup((1,), 10)], chunk_blocks=2, block_tokens=BLOCK)
     prompt = Prompt(request, CHUNK, BLOCK, "seed", kinds, tables=(list(range(1, 13)), list(range(21, 33))))
     # After 40 tokens, block 7 is the first in a window of ten.
-    saves = [(save.kind, save.block_ids) for _, save in prompt.take_saves(40, 48)]
+    saves = [(save.kind, save.block_ids) for _, save in prompt.take_saves(40, 48, {})]
     assert [blocks for kind, blocks in saves if kind == 0] == [(i, i + 1) for i in range(1, 12, 2)]
     assert [blocks for kind, blocks in saves if kind == 1] == [(29, 30), (31, 32)]
+
+
+def test_a_state_is_saved_from_the_block_that_the_host_offers() -> None:
+    """Tables tell no place of a state. A chunk of which not every group's state is offered gets none."""
+    groups = [KVCacheGroup((0,)), KVCacheGroup((1,), 1, is_state=True), KVCacheGroup((2,), 1, is_state=True)]
+    prompt = Prompt(
+        request_of("r", 3 * BLOCK),
+        BLOCK,
+        BLOCK,
+        "seed",
+        kinds_of(groups, chunk_blocks=1, block_tokens=BLOCK),
+        tables=([1, 2, 3], [0, 0, 7], [0, 0, 8]),
+    )
+    offered = {2 * BLOCK: {1: 11, 2: 12}, 3 * BLOCK: {1: 13}}
+    saves = prompt.take_saves(0, 3 * BLOCK, offered)
+    assert [(index, save.block_ids) for index, save in saves] == [
+        (0, (1,)),
+        (1, (2,)),
+        (1, (11, 12)),
+        (2, (3,)),
+    ]
 
 
 def test_copies_in_flight_when_bad_blocks_are_reported_are_not_written(tmp_path: Path) -> None:

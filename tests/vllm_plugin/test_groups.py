@@ -34,6 +34,7 @@ class MambaSpec:
     dtypes: tuple[Any, ...] = (torch.bfloat16, torch.float32)
     mamba_cache_mode: str = "none"
     block_size: int = 4096
+    page_size_bytes: int = 1 << 20
 
     @property
     def state_content_size_bytes(self) -> int:

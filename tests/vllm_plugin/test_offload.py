@@ -10,6 +10,7 @@ from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, Offlo
 from baton.core.errors import ConfigError
 from tests.connectors.pull_world import FakeBlocks, FakeRequest
 from tests.vllm_plugin.test_connector import PARALLEL, roles
+from tests.vllm_plugin.test_groups import MambaSpec
 from tests.vllm_plugin.test_start import FullAttentionSpec, vllm_config
 
 MIB = 1 << 20
@@ -40,6 +41,28 @@ def test_blocks_are_counted_from_what_vllm_allocates(plugin: Any, folder: Path) 
     )
     unlike.kv_cache_groups[0].kv_cache_spec.kv_cache_specs = layers
     assert make(plugin, folder, cache=unlike).scheduler_half._index.num_slots == 256 // 3
+
+
+def test_states_take_their_own_bytes_where_no_attention_shares_their_page(plugin: Any, folder: Path) -> None:
+    """Three layers with a state, one of which shares its memory with attention; the pages have one size."""
+    spec = MambaSpec(mamba_cache_mode="align", block_size=128)
+    config = SimpleNamespace(
+        kv_cache_groups=[
+            SimpleNamespace(kv_cache_spec=SPEC, layer_names=["l3"]),
+            SimpleNamespace(kv_cache_spec=spec, layer_names=["l0", "l1", "l2"]),
+        ]
+    )
+    from baton.vllm_plugin.offload import block_bytes_of
+
+    assert block_bytes_of(config) == MIB + 2 * spec.state_content_size_bytes
+    with pytest.raises(ConfigError, match=r"mamba_cache_mode: is 'none'"):
+        make(
+            plugin,
+            folder,
+            cache=SimpleNamespace(
+                kv_cache_groups=[SimpleNamespace(kv_cache_spec=MambaSpec(), layer_names=["l0"])]
+            ),
+        )
 
 
 def test_unsupported_configurations_are_refused_at_start(plugin: Any, folder: Path) -> None:
@@ -73,6 +96,7 @@ def test_a_load_that_cannot_start_is_reported_as_failed(plugin: Any, folder: Pat
     metadata = connector.build_connector_meta(
         SimpleNamespace(
             preempted_req_ids=None,
+            kv_connector_block_state=None,
             scheduled_new_reqs=[],
             scheduled_cached_reqs=empty,
             num_scheduled_tokens={},

@@ -10,7 +10,13 @@ from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.states import StatePart
 from baton.vllm_plugin import states
-from baton.vllm_plugin.groups import groups_of, keep_one_token_more, state_spec, tables_by_position
+from baton.vllm_plugin.groups import (
+    groups_of,
+    keep_one_token_more,
+    refuse_overwritten_states,
+    state_spec,
+    tables_by_position,
+)
 from baton.vllm_plugin.host_policy import vllm_policy
 from baton.vllm_plugin.states import parts_of, with_states_as_bytes
 from tests.vllm_plugin.test_groups import BLOCK, MambaSpec
@@ -36,11 +42,17 @@ def test_a_group_of_states_may_have_another_block_size() -> None:
     in_place = groups(MambaSpec(mamba_cache_mode="align", block_size=64), FullAttentionSpec())
     with pytest.raises(ConfigError, match=r"blocks of \[64\] tokens"):
         groups_of(in_place, BLOCK, carries_states=True)
-    with pytest.raises(
-        ConfigError, match=r"recurrent state .* only BatonPullConnector and BatonPushConnector"
-    ):
+    with pytest.raises(ConfigError, match=r"recurrent state .* choose the pull, push, offload or shared"):
         groups_of(HYBRID, BLOCK)
     keep_one_token_more(HYBRID)  # A state has no token to keep.
+
+
+def test_stores_need_states_that_vllm_keeps() -> None:
+    refuse_overwritten_states(groups(FullAttentionSpec()))
+    refuse_overwritten_states(groups(MambaSpec(mamba_cache_mode="align"), FullAttentionSpec()))
+    for mode in ("none", "all"):  # The latter in 0.31 only.
+        with pytest.raises(ConfigError, match=f"mamba_cache_mode: is '{mode}'.* --enable-prefix-caching"):
+            refuse_overwritten_states(groups(FullAttentionSpec(), MambaSpec(mamba_cache_mode=mode)))
 
 
 def test_the_one_block_of_a_state_stands_at_every_position() -> None:

@@ -18,8 +18,8 @@ With several KV-cache groups a chunk has blocks of each, and is stored while all
 before a window are freed from step to step, so every store is fenced then. Loads leave out the blocks before
 a window.
 
-A recurrent state is that after the last token of a step. A chunk gets its state if a step ends with it, maybe
-of a later request than the one that stored its tokens. Loads end with a chunk that has one.
+A chunk gets the recurrent state at its end if a step's host offers it, maybe in a later request than the one
+that stored its tokens. Loads end with a chunk that has one.
 
 Pure: no torch, no clock, no thread.
 """
@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.connectors.block_tables import follow_tables
+from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.offload.events import StoreEvents
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
@@ -43,7 +43,7 @@ from baton.contract.events import KVCacheEvent
 from baton.contract.reports import RankCombiner
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import BlockHash
-from baton.core.kv_groups import NULL_BLOCK_ID, has_states, is_hybrid
+from baton.core.kv_groups import NULL_BLOCK_ID, can_complete_states, is_hybrid
 from baton.core.transfer_params import OffloadChoice, parse_offload_choice
 from baton.tiers.eviction import make_policy
 from baton.tiers.slot_index import Entry, SlotIndex
@@ -56,7 +56,7 @@ class _Store:
     prompt: Prompt
     chunks: list[int]  # Indices in the prompt, ascending.
     entries: list[Entry[BlockHash]]
-    state: Entry[BlockHash] | None = None  # Gets its recurrent state. None: nothing does, or it is not valid.
+    with_state: dict[int, Entry[BlockHash]] = field(default_factory=dict)  # By chunk: they get their states.
     pinned: list[Entry[BlockHash]] = field(default_factory=list)  # Stored before, without the state.
 
 
@@ -67,7 +67,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self._identity = identity
         self._chunk_blocks = settings.blocks_per_chunk
         self._is_hybrid = is_hybrid(identity.groups)
-        self._has_states = has_states(identity.groups)
+        self._state_groups = {index for index, group in enumerate(identity.groups) if group.is_state}
         self._index: SlotIndex[BlockHash] = SlotIndex(num_slots, make_policy(settings.eviction, num_slots))
         self._reports = RankCombiner(OffloadReport, identity.num_ranks)
         self._prompts: dict[str, Prompt] = {}
@@ -85,6 +85,10 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             num_slots,
             settings.eviction,
         )
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return can_complete_states(self._identity.groups)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -119,7 +123,9 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         if end <= num_computed_tokens:
             return 0, False
         keys = prompt.keys_between(num_computed_tokens, end)
-        num_found = self._index.num_found_to_state(keys) if self._has_states else self._index.num_found(keys)
+        num_found = (
+            self._index.num_found_to_state(keys) if self._state_groups else self._index.num_found(keys)
+        )
         if not num_found:
             return 0, False
         first_chunk = num_computed_tokens // self._chunk_tokens
@@ -259,12 +265,21 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         for request_id, num_computed in follow_tables(output, self._prompts):
             prompt = self._prompts[request_id]
             if prompt.choice.may_store:
-                store = self._plan_store(prompt, num_computed, output.num_scheduled_tokens[request_id])
+                num_scheduled, states = (
+                    output.num_scheduled_tokens[request_id],
+                    offered_states(output, request_id),
+                )
+                store = self._plan_store(prompt, num_computed, num_scheduled, states)
                 if store is not None:
                     yield store
 
-    def _plan_store(self, prompt: Prompt, num_computed: int, num_scheduled: int) -> StoreBlocks | None:
-        """Store of the chunks that this step completes and that are not stored yet."""
+    def _plan_store(
+        self, prompt: Prompt, num_computed: int, num_scheduled: int, states: dict[int, dict[int, int]]
+    ) -> StoreBlocks | None:
+        """Store of the chunks that this step completes and that are not stored yet.
+
+        `states`: as `offered_states` returns them.
+        """
         request = prompt.request
         # The request does not yet contain draft tokens, or tokens sampled by a step in flight.
         end = min(num_computed + num_scheduled, request.num_tokens)
@@ -277,16 +292,16 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             return None
         prompt.hash_up_to(num_chunks * self._chunk_tokens)
         store = _Store(prompt, [], [])
-        ends_here = end == num_computed + num_scheduled and end == num_chunks * self._chunk_tokens
-        with_state = num_chunks - 1 if self._has_states and ends_here else None
         prompt.num_seen_chunks = num_chunks
         first_held = self._first_held(num_computed)
         for chunk in range(first, num_chunks):
             key = prompt.keys[chunk]
+            has_state = self._has_states_of((chunk + 1) * self._chunk_tokens, states)
             if key in self._index:
                 self._index.use(key)
-                if chunk == with_state and (entry := self._index.pin_without_state(key)) is not None:
-                    store.state, store.pinned = entry, [entry]
+                if has_state and (entry := self._index.pin_without_state(key)) is not None:
+                    store.with_state[chunk] = entry
+                    store.pinned.append(entry)
                 continue
             is_held = chunk * self._chunk_blocks >= first_held and not self._has_hole(prompt, chunk)
             reserved = self._index.reserve(key, prompt.key_set) if is_held else None
@@ -301,9 +316,9 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
                 self._events.removed(reserved.evicted)
             store.chunks.append(chunk)
             store.entries.append(reserved.entry)
-            if chunk == with_state:
-                store.state = reserved.entry
-        if not store.chunks and store.state is None:
+            if has_state:
+                store.with_state[chunk] = reserved.entry
+        if not store.chunks and not store.with_state:
             return None
         job = self._next_job()
         self._stores[job] = store
@@ -311,12 +326,18 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         pairs: list[tuple[int, int]] = []  # (block, row)
         for index, (group, table) in enumerate(zip(self._identity.groups, prompt.tables, strict=True)):
             if group.is_state:
-                if store.state is not None:
-                    pairs.append((table[num_chunks - 1], self._rows_of(store.state, index)[0]))
+                pairs += (
+                    (states[(chunk + 1) * self._chunk_tokens][index], self._rows_of(entry, index)[0])
+                    for chunk, entry in store.with_state.items()
+                )
                 continue
             for chunk, entry in zip(store.chunks, store.entries, strict=True):
                 pairs += zip(table[prompt.blocks_of(chunk)], self._rows_of(entry, index), strict=True)
         return StoreBlocks(job, tuple(block for block, _ in pairs), tuple(row for _, row in pairs))
+
+    def _has_states_of(self, num_tokens: int, states: dict[int, dict[int, int]]) -> bool:
+        """Whether the states after so many tokens are offered for every group that has any."""
+        return bool(self._state_groups) and states.get(num_tokens, {}).keys() >= self._state_groups
 
     def _first_held(self, num_computed: int) -> int:
         """First block that all groups with tokens hold in a step that starts after `num_computed` tokens."""
@@ -352,8 +373,8 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             if self._index.end_store(entry, ok=ok)
         ]
         self._index.unpin(store.pinned)
-        if store.state is not None and ok:
-            store.state.has_state = True
+        for entry in store.with_state.values() if ok else ():
+            entry.has_state = True
         self._stats.add(stored_chunks=len(found))
         if not ok:
             self._stats.add_for("failures", "store")
@@ -379,5 +400,5 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         for store in self._stores.values():
             for entry in store.entries:
                 self._index.forget(entry)
-            store.state = None
+            store.with_state.clear()
             store.prompt.num_seen_chunks = min((store.prompt.num_seen_chunks, *store.chunks[:1]))

@@ -44,6 +44,7 @@ from baton.contract import (
 )
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, Epoch
+from baton.core.kv_groups import can_complete_states
 from baton.core.prefilled import PrefilledTokens
 from baton.core.reasons import FailureCode
 from baton.protocol.introduction import Introduction, sign_introduction
@@ -216,6 +217,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def bind_only_rank(self, rank: KVConnectorWorkerHalf) -> None:
         with self._lock:
             self._rank = rank if isinstance(rank, TakesOrders) else None
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        """A load brings every state, and leaves out blocks of a local hit."""
+        return can_complete_states(self._identity.groups)
 
     @property
     def requires_kv_delivery(self) -> bool:

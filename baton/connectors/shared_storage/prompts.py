@@ -74,8 +74,12 @@ class Prompt:
                     parts.append(ChunkPart(self.keys[index], blocks, number))
         return tuple(parts)
 
-    def take_saves(self, num_computed_before: int, num_computed_tokens: int) -> list[tuple[int, SaveChunk]]:
+    def take_saves(
+        self, num_computed_before: int, num_computed_tokens: int, states: dict[int, dict[int, int]]
+    ) -> list[tuple[int, SaveChunk]]:
         """Chunks, with their indices, that a step may save if it computes up to `num_computed_tokens`.
+
+        `states`: as `offered_states` returns them.
 
         A chunk that the step completes has all its blocks. In a chunk that the request found in the engine's
         own cache, blocks of a window may be missing; its full-attention layers are still saved.
@@ -89,10 +93,12 @@ class Prompt:
             end = (index + 1) * self._chunk_blocks
             for number, kind in enumerate(self.kinds):
                 start = end - kind.num_stored
-                blocks = _blocks(kind, self.tables, start, end)
-                if kind.is_state:  # That after the step.
-                    is_held = (index + 1) * self.chunk_tokens == num_computed_tokens
+                if kind.is_state:
+                    of_groups = states.get((index + 1) * self.chunk_tokens, {})
+                    blocks = tuple(of_groups.get(group, NULL_BLOCK_ID) for group in kind.groups)
+                    is_held = NULL_BLOCK_ID not in blocks
                 else:
+                    blocks = _blocks(kind, self.tables, start, end)
                     is_held = kind.window is None or (
                         start >= kind.first_held(num_computed_before) and NULL_BLOCK_ID not in blocks
                     )
@@ -107,8 +113,9 @@ class Prompt:
 
 
 def _blocks(kind: LayerKind, tables: tuple[list[int], ...], start: int, end: int) -> tuple[int, ...]:
-    assert all(len(table) >= end for table in tables), "a table is shorter than the computed tokens"
-    return tuple(block for group in kind.groups for block in tables[group][start:end])
+    of_groups = [tables[group] for group in kind.groups]
+    assert all(len(table) >= end for table in of_groups), "a table is shorter than the computed tokens"
+    return tuple(block for table in of_groups for block in table[start:end])
 
 
 def _extra_of(request: host.Request) -> bytes:

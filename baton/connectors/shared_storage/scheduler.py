@@ -21,7 +21,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from baton.connectors.block_tables import follow_tables
+from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.jobs import Jobs, Repeated
 from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.identity import StorageIdentity
@@ -47,7 +47,7 @@ from baton.contract import (
 )
 from baton.contract.defaults import FinishesByFirstGroup
 from baton.core.errors import ConfigError
-from baton.core.kv_groups import has_states
+from baton.core.kv_groups import can_complete_states, has_states
 
 if TYPE_CHECKING:
     from baton.core.hashing import BlockHash
@@ -81,6 +81,10 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._sweeper: Repeated | None = None
         if settings.max_bytes is not None or settings.max_age_s is not None:
             self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s)
+
+    @property
+    def supports_divergent_local_hybrid_hits(self) -> bool:
+        return can_complete_states(self._identity.groups)
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         self._wake = wake
@@ -216,7 +220,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             prompt = self._prompts[request_id]
             self._skip_stored(prompt)
             end = num_computed + output.num_scheduled_tokens.get(request_id, 0)
-            found += [(request_id, index, save) for index, save in prompt.take_saves(num_computed, end)]
+            saves = prompt.take_saves(num_computed, end, offered_states(output, request_id))
+            found += [(request_id, index, save) for index, save in saves]
         if found:
             self._in_flight[self._step] = [(request_id, index) for request_id, index, _ in found]
         # Two requests may share a prefix and compute it in the same step.

@@ -355,6 +355,20 @@ class KVCache:
         ]
         return sorted(held) if len(self.groups) > 1 else held
 
+    def states_after(self, request_id: str, num_tokens: int) -> list[tuple[int, int, int]]:
+        """(group, block id, tokens) of the states after `num_tokens`, if these end with a block.
+
+        The request has been allocated a step up to there.
+        """
+        num_blocks, within = divmod(num_tokens, self.block_size)
+        if within:
+            return []
+        return [
+            (index, table.blocks[num_blocks - 1].block_id, num_tokens)
+            for index, table in enumerate(self._tables[request_id])
+            if self.groups[index].is_state
+        ]
+
     def num_blocks_missing(self, request: Request, num_tokens: int) -> int:
         """The most blocks that must still be allocated until the request has `num_tokens`."""
         tables = self._tables.get(request.request_id)

@@ -191,6 +191,7 @@ class Scheduler:
         output = step.finish_output(self._lifecycle.take_finished_ids())
         output.preempted_req_ids |= self._rollback.take_restarted_ids()
         output.kv_connector_metadata = self.connector.build_meta(output)
+        output.kv_connector_block_state = None
         self._events.step_decided()
         step.count_as_computed()
         self.in_flight.begin(output, step.scheduled, self.remote.take_step_loads())

@@ -7,7 +7,7 @@ the ranks' copy is stale (it was preempted, or a step's result was dropped).
 from baton.core.config import SchedulerConfig
 from baton.engine.cache.kv_cache import KVCache, KVCacheBlocks
 from baton.engine.request import Request
-from baton.engine.step import NewRequestData, SchedulerOutput
+from baton.engine.step import KVConnectorBlockState, NewRequestData, SchedulerOutput
 
 
 class StepBuilder:
@@ -89,7 +89,19 @@ class StepBuilder:
     def finish_output(self, finished_req_ids: set[str]) -> SchedulerOutput:
         self.output.finished_req_ids = finished_req_ids
         self.output.total_num_scheduled_tokens = self._limits.max_num_batched_tokens - self.budget
+        if self._kv_cache.has_states:
+            self.output.kv_connector_block_state = KVConnectorBlockState(self._states_at_ends())
         return self.output
+
+    def _states_at_ends(self) -> dict[str, list[tuple[int, int, int]]]:
+        num_scheduled = self.output.num_scheduled_tokens
+        ends = {
+            request.request_id: self._kv_cache.states_after(
+                request.request_id, request.num_computed_tokens + num_scheduled[request.request_id]
+            )
+            for request in self.scheduled
+        }
+        return {request_id: states for request_id, states in ends.items() if states}
 
     def count_as_computed(self) -> None:
         """Count the step's tokens as computed, after the connector has seen the step."""

@@ -164,16 +164,20 @@ class FindsNoStates(OffloadHalf):
     """A load may end with a chunk whose state is not stored."""
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        self._has_states = False
+        self._state_groups = set()
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
 
 class StoresAnyState(OffloadHalf):
-    """The state after a step is stored as that at the end of the last full block."""
+    """Takes the state after a step for that at the end of the last full block, by its place in the table."""
 
-    def _plan_store(self, prompt: Any, num_computed: int, num_scheduled: int) -> Any:
-        within = (num_computed + num_scheduled) % self._identity.block_tokens
-        return super()._plan_store(prompt, num_computed, max(1, num_scheduled - within))
+    def _plan_store(self, prompt: Any, num_computed: int, num_scheduled: int, states: Any) -> Any:
+        last, size = (
+            (num_computed + num_scheduled) // self._identity.block_tokens,
+            self._identity.block_tokens,
+        )
+        of_groups = {index: prompt.tables[index][last - 1] for index in self._state_groups if last}
+        return super()._plan_store(prompt, num_computed, num_scheduled, {last * size: of_groups})
 
 
 class TellsNoLoader(MultiHalf):

@@ -1,0 +1,254 @@
+"""Recurrent states with vLLM's prefix caching (its mode "align"): tables of positions, and states that stay.
+
+No step is longer than a block of states: otherwise vLLM's CPU build ends
+(`docs/upstream/vllm-cpu-mamba2-prefix-caching.md`).
+"""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.vllm.engines import (
+    TRANSFERS,
+    Server,
+    Site,
+    VllmPlan,
+    check_at_once,
+    check_handoffs,
+    in_company,
+    transfer,
+)
+from tests.vllm.prompts import Prompt, prompts
+from tests.vllm.test_shared_storage import files_in, wait_files
+
+BLOCK = 128  # vLLM's choice for this model: a page of 128 tokens of a layer can hold a state.
+ALIGNED = ("--enable-prefix-caching", "--max-num-batched-tokens", str(BLOCK))
+UNCACHED = ("--no-enable-prefix-caching",)
+SINGLE = VllmPlan("single", None, extra=UNCACHED)
+P = VllmPlan("p", transfer("BatonPushConnector", "kv_producer", "p"), extra=ALIGNED)
+D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), extra=ALIGNED)
+SMALL_POOL = (*ALIGNED, "--max-model-len", "1536", "--num-gpu-blocks-override", "24")
+BY_SOURCE = "vllm:prompt_tokens_by_source_total"
+MOVED = "baton:kv_transfer_bytes_total"
+BLOCK_BYTES = BLOCK * 4 * 2 * 32 * 4  # Of a layer: tokens, heads, K and V, elements, float32.
+ZEROING = {
+    "BatonOffloadConnector": """
+from baton.vllm_plugin.offload import BatonOffloadConnector
+
+
+class Zeroing(BatonOffloadConnector):
+    def wait_for_save(self):
+        half = self._worker_half
+        groups, rows = half._identity.groups, [row for store in half._due_stores for row in store.rows]
+        super().wait_for_save()
+        for row in rows:
+            if groups[row % len(groups)].is_state:
+                for of_layer in half._copies._host_rows._rows:
+                    of_layer[row] = 0
+""",
+    "BatonSharedStorageConnector": """
+from baton.connectors.shared_storage.chunk_name import STATE
+from baton.vllm_plugin.shared_storage import BatonSharedStorageConnector
+
+
+class Zeroing(BatonSharedStorageConnector):
+    def wait_for_save(self):
+        super().wait_for_save()
+        for copies in self._worker_half._staged.values():
+            for copy in copies:
+                if copy.window == STATE:
+                    copy.body.zero_()
+""",
+}
+
+_LONG = next(prompt for prompt in prompts() if len(prompt) == 1500)
+# 129, 257 and 385: the state before the last token is that at the end of a block.
+LENGTHS = (2, 7, 127, 128, 129, 130, 255, 256, 257, 300, 385, 600)
+STORED_LENGTHS = (129, 300, 385, 600)
+FILLER = (3, *_LONG[: 11 * BLOCK])
+ASKED = [(7 + length, *_LONG[:length]) for length in (length - 1 for length in LENGTHS)]
+STORED = [prompt for prompt in ASKED if len(prompt) in STORED_LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def granite(site_of: Callable[..., Site]) -> Site:
+    return site_of("--family", "granite_hybrid", "--layers", "4")
+
+
+@pytest.fixture(scope="module")
+def expected(granite: Site) -> dict[Prompt, list[int]]:
+    """Of a single vLLM without prefix caching; `test_states` compares it with transformers."""
+    engine = granite.cast("single", SINGLE)["single"]
+    answers = {prompt: engine.tokens(prompt) for prompt in ASKED}
+    granite.dismiss()
+    return answers
+
+
+@pytest.fixture(scope="module")
+def pair(granite: Site, expected: dict[Prompt, list[int]]) -> tuple[Server, Server]:
+    engines = granite.cast("aligned", P, D)
+    return engines["p"], engines["d"]
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_tokens_equal_a_single_vllms(
+    granite: Site, pair: tuple[Server, Server], expected: dict[Prompt, list[int]], mode: str
+) -> None:
+    p, d = pair
+    with granite.router(p, d, mode) as router:
+        check_handoffs(router, d, ASKED, expected.__getitem__)
+        check_at_once(router, ASKED, expected.__getitem__)
+
+
+def check_last_token(p: Server, d: Server, answer: Callable[[Prompt], list[int]], salt: str) -> None:
+    """Handoffs as a stock proxy does them: D computes the last token of each prompt, and nothing else."""
+    for prompt in ASKED:
+        before = d.metric(TRANSFERS)
+        computed = d.metric(BY_SOURCE, source="local_compute")
+        params = p.prefill(prompt, cache_salt=salt)
+        assert params["remote_num_tokens"] == len(prompt) - 1
+        assert d.tokens(prompt, params, cache_salt=salt) == answer(prompt)
+        d.wait_metric(TRANSFERS, lambda num, before=before: num == before + 1)
+        assert d.metric(BY_SOURCE, source="local_compute") == computed + 1, len(prompt)
+
+
+def test_a_stock_proxys_handoff_computes_one_token(
+    pair: tuple[Server, Server], expected: dict[Prompt, list[int]]
+) -> None:
+    check_last_token(*pair, expected.__getitem__, "proxy")
+
+
+def test_unlike_modes_block_sizes_and_lengths_are_converted(
+    granite: Site, pair: tuple[Server, Server], expected: dict[Prompt, list[int]]
+) -> None:
+    """Without prefix caching a state has a block of `max_model_len` tokens, and attention another one."""
+    wide = (*UNCACHED, "--max-model-len", "2048", "--block-size", "256")
+    of_d = transfer("BatonPullConnector", "kv_consumer", "d-wide")
+    of_p = transfer("BatonPullConnector", "kv_producer", "p-long")
+    unlike = granite.cast(
+        "aligned", P, D, VllmPlan("d-wide", of_d, extra=wide), VllmPlan("p-long", of_p, extra=UNCACHED)
+    )
+    for p, d in (("p", "d-wide"), ("p-long", "d-wide"), ("p-long", "d")):
+        check_last_token(unlike[p], unlike[d], expected.__getitem__, f"{p} to {d}")
+
+
+def test_a_consumer_that_lacks_only_the_states_reads_little_more(
+    pair: tuple[Server, Server], expected: dict[Prompt, list[int]]
+) -> None:
+    """The local hit of attention is longer than that of the states: D reads the last block and the states."""
+    p, d = pair
+    prompt = ASKED[-1]
+    moved = []
+    for _ in range(2):
+        before = d.metric(MOVED), d.metric(TRANSFERS), d.metric(BY_SOURCE, source="local_compute")
+        params = p.prefill(prompt, cache_salt="twice")
+        assert d.tokens(prompt, params, cache_salt="twice") == expected[prompt]
+        d.wait_metric(TRANSFERS, lambda num, before=before: num == before[1] + 1)
+        assert d.metric(BY_SOURCE, source="local_compute") == before[2] + 1
+        moved.append(d.metric(MOVED) - before[0])
+    num_blocks = -(-(len(prompt) - 1) // BLOCK)
+    assert moved[0] - moved[1] == (num_blocks - 1) * BLOCK_BYTES
+
+
+# --- Stored states ---------------------------------------------------------------------------------
+
+
+def after_boundary(prompt: Prompt) -> int:
+    """Tokens that an engine computes with the state at the last end of a block that a repetition can use."""
+    return len(prompt) - (len(prompt) - 1) // BLOCK * BLOCK
+
+
+def check_loads(engine: Server, asked: Sequence[Prompt], answer: Callable[[Prompt], list[int]]) -> None:
+    for prompt in asked:
+        computed = engine.metric(BY_SOURCE, source="local_compute")
+        loaded = engine.metric(BY_SOURCE, source="external_kv_transfer")
+        assert engine.tokens(prompt) == answer(prompt), len(prompt)
+        by_engine = engine.metric(BY_SOURCE, source="local_compute") - computed
+        assert by_engine == after_boundary(prompt), len(prompt)
+        of_store = engine.metric(BY_SOURCE, source="external_kv_transfer") - loaded
+        assert of_store == len(prompt) - by_engine, "nothing was left in the engine's own cache"
+
+
+def fill_pool(engine: Server) -> None:
+    """Takes every block of a small pool, so that its cache keeps nothing of other prompts."""
+    for salt in ("fill", "again"):
+        engine.tokens(FILLER, cache_salt=salt, max_tokens=1)
+
+
+def zeroing(connector: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+    """As `config`, but the connector stores zeros for states."""
+    (folder / "zeroing.py").write_text(ZEROING[connector])
+    return {**config, "kv_connector": "Zeroing", "kv_connector_module_path": "zeroing"}
+
+
+def test_states_return_from_host_memory(
+    granite: Site, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    config = transfer("BatonOffloadConnector", "kv_both", "o", extra={"cpu_gib": 0.1})
+    of_zeros = zeroing("BatonOffloadConnector", tmp_path, config)
+    engines = granite.cast(
+        "offload",
+        VllmPlan("o", config, extra=SMALL_POOL),
+        VllmPlan("zeros", of_zeros, extra=SMALL_POOL, path=(str(tmp_path),)),
+    )
+    for engine in engines.values():
+        for prompt in STORED:
+            assert engine.tokens(prompt) == expected[prompt]
+        fill_pool(engine)
+    o, zeros = engines["o"], engines["zeros"]
+    for prompt in STORED:
+        check_loads(o, [prompt], expected.__getitem__)
+        fill_pool(o)
+        assert zeros.tokens(prompt) != expected[prompt], "the state is that of the store"
+        fill_pool(zeros)
+    assert o.metric("baton:kv_offload_failures_total") == 0
+
+
+def test_states_return_from_a_folder_after_a_restart(
+    granite: Site, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    def plan(name: str, folder: str) -> VllmPlan:
+        extra = {"path": str(tmp_path / folder)}
+        config = transfer("BatonSharedStorageConnector", "kv_both", name, extra=extra)
+        if name == "zeros":
+            config = zeroing("BatonSharedStorageConnector", tmp_path, config)
+        return VllmPlan(name, config, extra=ALIGNED, path=(str(tmp_path),))
+
+    engines = granite.cast("storage", plan("a", "kv"), plan("zeros", "zeros"))
+    for engine in engines.values():
+        for prompt in STORED:
+            assert engine.tokens(prompt) == expected[prompt]
+    for folder, engine in (("kv", engines["a"]), ("zeros", engines["zeros"])):
+        num_blocks = sum((len(prompt) - 1) // BLOCK for prompt in STORED)
+        # A file for attention of each block, and one for the states of each prompt.
+        wait_files(engine, tmp_path / folder, num_blocks + len(STORED))
+    engines = granite.cast("restarted", plan("b", "kv"), plan("c", "zeros"))
+    check_loads(engines["b"], STORED, expected.__getitem__)
+    for prompt in STORED:
+        assert engines["c"].tokens(prompt) != expected[prompt], "the state is that of the store"
+
+
+def test_handoff_and_stores_in_vllms_multi_connector(
+    granite: Site, expected: dict[Prompt, list[int]], tmp_path: Path
+) -> None:
+    files = {
+        "kv_connector": "BatonSharedStorageConnector",
+        "kv_connector_extra_config": {"path": str(tmp_path)},
+    }
+    memory = {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": {"cpu_gib": 0.1}}
+    of_p = in_company(transfer("BatonPushConnector", "kv_producer", "p"), files)
+    of_d = in_company(transfer("BatonPushConnector", "kv_consumer", "d"), memory)
+    engines = granite.cast("multi", VllmPlan("p", of_p, extra=ALIGNED), VllmPlan("d", of_d, extra=SMALL_POOL))
+    p, d = engines["p"], engines["d"]
+    for mode in ("pull", "push"):
+        with granite.router(p, d, mode) as router:
+            check_handoffs(router, d, ASKED, expected.__getitem__)
+    assert files_in(tmp_path), "P has stored what it computed"
+    for prompt in STORED:
+        assert d.tokens(prompt) == expected[prompt]
+    fill_pool(d)
+    for prompt in STORED:
+        check_loads(d, [prompt], expected.__getitem__)
+        fill_pool(d)
