@@ -19,6 +19,7 @@ collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 # Last, because each ends the engines that the other modules share.
 OTHER_CASTS = frozenset(
     {
+        "test_aligned_states",
         "test_foreign_connectors",
         "test_gpt_oss",
         "test_hidden_states",

@@ -32,6 +32,10 @@ D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), extra=ALIG
 SMALL_POOL = (*ALIGNED, "--max-model-len", "1536", "--num-gpu-blocks-override", "24")
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 MOVED = "baton:kv_transfer_bytes_total"
+NUM_STATE_LAYERS = 3
+STATE_BYTES = 4 * (
+    3 * (16 * 32 + 2 * 32) + 16 * 32 * 32
+)  # float32: inputs of the convolution, then the heads.
 BLOCK_BYTES = BLOCK * 4 * 2 * 32 * 4  # Of a layer: tokens, heads, K and V, elements, float32.
 ZEROING = {
     "BatonOffloadConnector": """
@@ -137,19 +141,23 @@ def test_unlike_modes_block_sizes_and_lengths_are_converted(
 def test_a_consumer_that_lacks_only_the_states_reads_little_more(
     pair: tuple[Server, Server], expected: dict[Prompt, list[int]]
 ) -> None:
-    """The local hit of attention is longer than that of the states: D reads the last block and the states."""
+    """D has the blocks of attention without a state: it reads the last block and the states."""
     p, d = pair
     prompt = ASKED[-1]
-    moved = []
+    moved, hits = [], []
     for _ in range(2):
         before = d.metric(MOVED), d.metric(TRANSFERS), d.metric(BY_SOURCE, source="local_compute")
+        hits_before = p.metric("vllm:prefix_cache_hits_total")
         params = p.prefill(prompt, cache_salt="twice")
         assert d.tokens(prompt, params, cache_salt="twice") == expected[prompt]
         d.wait_metric(TRANSFERS, lambda num, before=before: num == before[1] + 1)
         assert d.metric(BY_SOURCE, source="local_compute") == before[2] + 1
         moved.append(d.metric(MOVED) - before[0])
+        hits.append(p.metric("vllm:prefix_cache_hits_total") - hits_before)
     num_blocks = -(-(len(prompt) - 1) // BLOCK)
-    assert moved[0] - moved[1] == (num_blocks - 1) * BLOCK_BYTES
+    of_states = NUM_STATE_LAYERS * STATE_BYTES
+    assert moved == [num_blocks * BLOCK_BYTES + of_states, BLOCK_BYTES + of_states]
+    assert hits == [0, (num_blocks - 1) * BLOCK], "P has the state at the end of the last full block"
 
 
 # --- Stored states ---------------------------------------------------------------------------------
