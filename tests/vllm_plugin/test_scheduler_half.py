@@ -5,6 +5,8 @@ from typing import Any
 
 import pytest
 
+from baton.connectors.pull.intent import transfer_of_request
+from baton.connectors.pull.producer.loans import Lending
 from baton.connectors.pull.scheduler import INTRODUCE
 from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.errors import ConfigError
@@ -84,7 +86,7 @@ def keep(d: VllmEngine, name: str, tokens: list[int]) -> None:
     assert loan_id is not None
     block_ids = d.allocate(len(tokens))
     d.lent_blocks.hold(loan_id, block_ids)
-    d.half._loans._lent[loan_id] = name
+    d.half._loans._lent[loan_id] = Lending(name, transfer_of_request(name), len(block_ids), d.world.now)
     d.half._loans._kept[loan_id] = len(block_ids)
     d.give_back(block_ids)
 

@@ -61,7 +61,10 @@ class VllmEngine(pull_world.Engine):
     def lent(self) -> dict[str, list[int]]:
         """Return the blocks that the half holds, by request id. The host keeps none."""
         names, held = self.half._loans._lent, self.lent_blocks._held
-        return {names[loan_id]: [block.block_id for block in blocks] for loan_id, blocks in held.items()}
+        return {
+            names[loan_id].request_id: [block.block_id for block in blocks]
+            for loan_id, blocks in held.items()
+        }
 
     @lent.setter
     def lent(self, empty: dict[str, list[int]]) -> None:
