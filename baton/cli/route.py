@@ -242,6 +242,23 @@ def route(
         ),
     ] = None,
     admin_api_key_file: Annotated[str | None, typer.Option(help=ADMIN_API_KEY_HELP, metavar="FILE")] = None,
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(help="PEM file with the certificate of both ports and its chain.", metavar="FILE"),
+    ] = None,
+    tls_key: Annotated[
+        str | None, typer.Option(help="PEM file with the key of the certificate.", metavar="FILE")
+    ] = None,
+    tls_client_ca: Annotated[
+        str | None,
+        typer.Option(help="PEM file: clients need a certificate of one of its authorities.", metavar="FILE"),
+    ] = None,
+    engine_ca: Annotated[
+        str | None,
+        typer.Option(
+            help="PEM file with the authorities of https engines (default: the system's).", metavar="FILE"
+        ),
+    ] = None,
     engine_api_key_file: Annotated[
         str | None,
         typer.Option(
@@ -282,6 +299,7 @@ def route(
     from baton.core.validation import explain
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
+    from baton.http.tls import ServerTls, TlsFiles, client_context
     from baton.router.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
     from baton.router.shell.access_log import AccessLog
     from baton.router.shell.run import num_workers_for, serve
@@ -314,6 +332,14 @@ def route(
             admin_api_key_file, os.environ, variable=ADMIN_API_KEY_ENV, field="admin_api_key_file"
         )
         auth = read_auth(auth_file)
+        if tls_cert is not None and tls_key is not None:
+            tls = TlsFiles(cert=tls_cert, key=tls_key, client_ca=tls_client_ca)
+            ServerTls(tls)  # Refuses files that do not fit.
+            settings = msgspec.structs.replace(settings, tls=tls)
+        elif tls_cert or tls_key or tls_client_ca:
+            raise ConfigError("tls_cert and tls_key are needed together", field="tls_cert")
+        if engine_ca is not None:
+            client_context(engine_ca)
         engine_keys = read_api_keys(
             engine_api_key_file, os.environ, variable=ENGINE_API_KEY_ENV, field="engine_api_key_file"
         )

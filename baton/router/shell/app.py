@@ -175,7 +175,9 @@ class Router:
     ) -> Listener:
         settings, reads_in_s = self._settings, self._settings.timeouts.idle_s
         checks = self._client_auth.checks(is_admin)
-        listener = Listener(serve, settings.doors, checks, self._bodies, self._wheel, reads_in_s=reads_in_s)
+        listener = Listener(
+            serve, settings.doors, checks, self._bodies, self._wheel, reads_in_s=reads_in_s, tls=settings.tls
+        )
         self._listeners.append(listener)
         return listener
 

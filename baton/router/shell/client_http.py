@@ -27,6 +27,7 @@ from baton.http.connections import BACKLOG, Crowd, max_connections
 from baton.http.errors import ApiError
 from baton.http.gate import Checks
 from baton.http.settings import HttpSettings
+from baton.http.tls import ServerTls, TlsFiles
 from baton.router.shell.timers import TimerWheel
 
 logger = logging.getLogger(__name__)
@@ -155,8 +156,9 @@ class Listener:
         wheel: TimerWheel,
         *,
         reads_in_s: float,
+        tls: TlsFiles | None = None,
     ) -> None:
-        """`reads_in_s`: how long a client may stop reading."""
+        """`reads_in_s`: how long a client may stop reading. Raises ConfigError for files of `tls`."""
         self.serve = serve
         self.settings = settings
         self.checks = checks
@@ -168,16 +170,29 @@ class Listener:
         self.crowd = Crowd(max_connections(settings))
         self.tasks: set[asyncio.Task[None]] = set()  # Long bodies that are checked.
         self.is_closing = False
+        self._tls = None if tls is None else ServerTls(tls)
         self._server: asyncio.Server | None = None
         self._is_empty = asyncio.Event()
 
     async def listen(self, host: str, port: int, *, is_shared: bool = False) -> int:
         """Return the port. `is_shared`: with other processes. Raises OSError."""
         self._server = await self.loop.create_server(
-            lambda: _Connection(self), host, port, backlog=BACKLOG, reuse_port=is_shared or None
+            self._accept,
+            host,
+            port,
+            backlog=BACKLOG,
+            reuse_port=is_shared or None,
+            ssl=None if self._tls is None else self._tls.context,
+            ssl_handshake_timeout=None if self._tls is None else self.settings.header_s,
         )
         bound: int = self._server.sockets[0].getsockname()[1]
         return bound
+
+    def _accept(self) -> "_Connection":
+        """Before the handshake, if there is one."""
+        if self._tls is not None:
+            self._tls.refresh(self.loop.time())
+        return _Connection(self)
 
     async def close(self, timeout_s: float) -> None:
         """Accept no more; end connections when they are idle, and all of them after this time."""

@@ -160,6 +160,7 @@ class Coordinator:
                 Bodies(settings.doors, self._pool),
                 TimerWheel(self._loop),
                 reads_in_s=settings.timeouts.idle_s,
+                tls=settings.tls,
             )
             await self._listener.listen(host, admin_port)
         self._where = host, port, admin_port is not None

@@ -273,9 +273,10 @@ class Sending:
 class EnginePool:
     """All connections of one router to its engines. Used from one event loop; `close` ends them."""
 
-    def __init__(self, *, connect_s: float) -> None:
+    def __init__(self, *, connect_s: float, tls: ssl.SSLContext | None = None) -> None:
+        """`tls`: of https engines; None: the system's authorities are trusted."""
         self._loop = asyncio.get_running_loop()
-        self._connect_s = connect_s
+        self._connect_s, self._tls = connect_s, tls
         self._idle: dict[Origin, list[_Connection]] = {}  # The one that was used last is at the end.
         self._open: set[_Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -314,7 +315,7 @@ class EnginePool:
                     lambda: _Connection(self, origin),
                     origin.host,
                     origin.port,
-                    ssl=_tls() if origin.is_tls else None,
+                    ssl=(self._tls or _tls()) if origin.is_tls else None,
                 )
         except (OSError, TimeoutError, UnicodeError) as error:
             if not sending.is_cancelled:

@@ -1,5 +1,6 @@
 """The parts of every process of a router, whether it serves requests, watches the engines, or does both."""
 
+from baton.http.tls import client_context
 from baton.router.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.pairs import Pairs
@@ -20,7 +21,10 @@ class Parts:
         self.fleet = Fleet(settings)
         self.pairs = Pairs()
         self.metrics = RouterMetrics(self.fleet, self.pairs)
-        self.pool = EnginePool(connect_s=settings.timeouts.connect_s)
+        self.pool = EnginePool(
+            connect_s=settings.timeouts.connect_s,
+            tls=None if settings.engine_ca is None else client_context(settings.engine_ca),
+        )
         self.asker = Asker(self.pool, settings.engine_api_key)
         timeout_s = settings.probe.timeout_s
         self.introducer = Introducer(self.asker, self.fleet, timeout_s, pushes=settings.mode == "push")

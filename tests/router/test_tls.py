@@ -1,0 +1,154 @@
+"""TLS at the router's ports and to its engines, with real certificates."""
+
+import asyncio
+import datetime
+import ipaddress
+import ssl
+from pathlib import Path
+
+import httpx
+import pytest
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.x509.oid import NameOID
+
+from baton.core.errors import ConfigError
+from baton.http.tls import LOOK_EVERY_S, ServerTls, TlsFiles
+from tests.event_loop import pass_time
+from tests.router.fakes import FakeEngine, answers, lends, system
+
+DAY = datetime.timedelta(days=1)
+
+
+class Authority:
+    """Writes certificates into a folder."""
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name, self.key = folder, name, ec.generate_private_key(ec.SECP256R1())
+        self.ca = str(folder / f"{name}-ca.pem")
+        self.cert = self._sign(name, self.key, 1, is_ca=True)
+        Path(self.ca).write_bytes(self.cert.public_bytes(serialization.Encoding.PEM))
+
+    def _sign(
+        self, name: str, key: ec.EllipticCurvePrivateKey, days: int, *, is_ca: bool
+    ) -> x509.Certificate:
+        now = datetime.datetime.now(datetime.UTC)
+        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
+        host: x509.GeneralName = x509.DNSName(name)
+        if name[0].isdigit():
+            host = x509.IPAddress(ipaddress.ip_address(name))
+        issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.name)])
+        identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+        made = (
+            x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
+            .not_valid_before(now - 10 * DAY)
+            .not_valid_after(now + days * DAY)
+            .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
+            .add_extension(x509.SubjectAlternativeName([host]), critical=False)
+            .add_extension(identifier, critical=False)
+        )
+        return made.sign(self.key, hashes.SHA256())
+
+    def issue(self, name: str, *, days: int = 1, file: str = "server") -> TlsFiles:
+        key = ec.generate_private_key(ec.SECP256R1())
+        cert, path = self._sign(name, key, days, is_ca=False), self.folder / f"{self.name}-{file}"
+        Path(f"{path}.pem").write_bytes(cert.public_bytes(serialization.Encoding.PEM))
+        form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        Path(f"{path}.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
+        return TlsFiles(cert=f"{path}.pem", key=f"{path}.key")
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("tls"), "ours")
+
+
+def client(ca: str, own: TlsFiles | None = None) -> httpx.AsyncClient:
+    context = ssl.create_default_context(cafile=ca)
+    if own is not None:
+        context.load_cert_chain(own.cert, own.key)
+    return httpx.AsyncClient(verify=context, trust_env=False, timeout=None)
+
+
+async def test_clients_are_served_over_tls_and_in_plain_http_not(
+    authority: Authority, tmp_path: Path
+) -> None:
+    tls, other = authority.issue("127.0.0.1"), Authority(tmp_path, "other")
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=tls) as s:
+        plain = str(s.client.base_url)
+        url = plain.replace("http://", "https://")
+        async with client(authority.ca) as good, client(other.ca) as stranger:
+            body = {"prompt": "hello", "stream": True}
+            answer = await good.post(f"{url}/v1/completions", json=body)
+            assert answer.content.endswith(b"data: [DONE]\n\n")
+            with pytest.raises(httpx.ConnectError, match="CERTIFICATE_VERIFY_FAILED"):
+                await stranger.get(f"{url}/health")
+            with pytest.raises(httpx.TransportError):
+                await good.get(f"{plain}/health")
+            assert (await good.get(f"{url}/version")).status_code == 200
+
+
+async def test_a_client_needs_a_certificate_where_it_is_asked_for(
+    authority: Authority, tmp_path: Path
+) -> None:
+    files, own = authority.issue("127.0.0.1"), authority.issue("me", file="client")
+    foreign = Authority(tmp_path, "other").issue("me")
+    tls = TlsFiles(cert=files.cert, key=files.key, client_ca=authority.ca)
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=tls) as s:
+        url = str(s.client.base_url).replace("http://", "https://")
+        async with client(authority.ca, own) as known:
+            assert (await known.get(f"{url}/version")).status_code == 200
+        for given in (None, foreign):
+            async with client(authority.ca, given) as unknown:
+                with pytest.raises(httpx.TransportError):
+                    await unknown.get(f"{url}/health")
+
+
+async def test_a_handshake_that_does_not_end_is_ended(authority: Authority) -> None:
+    tls = authority.issue("127.0.0.1")
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=tls) as s:
+        reader, writer = await asyncio.open_connection("127.0.0.1", s.client.base_url.port)
+        writer.write(b"\x16\x03\x01\x02\x00")  # A hello begins.
+        url = str(s.client.base_url).replace("http://", "https://")
+        async with client(authority.ca) as other:
+            await other.get(f"{url}/health")  # So the router has accepted the first one.
+        pass_time(2e4)  # Over `header_s` of the test's settings.
+        assert await reader.read() == b""
+        writer.close()
+
+
+@pytest.mark.parametrize("fault", ["none", "expired", "another host", "unknown authority"])
+async def test_an_https_engine_is_verified(authority: Authority, tmp_path: Path, fault: str) -> None:
+    """The engine is a router with TLS: only that it answers /health and completions matters."""
+    name = "elsewhere.example" if fault == "another host" else "127.0.0.1"
+    files = authority.issue(name, days=-1 if fault == "expired" else 1, file=f"engine{len(fault)}")
+    ca = Authority(tmp_path, "other").ca if fault == "unknown authority" else authority.ca
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=files) as engine:
+        url = str(engine.client.base_url).replace("http://", "https://")
+        while not engine.router.fleet.can_serve:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        async with system([FakeEngine(lends)], [url], engine_ca=ca) as s:
+            status = (await s.complete()).status_code
+            assert (status == 200) is (fault == "none"), status
+
+
+def test_a_changed_certificate_is_read_again_and_a_bad_one_is_not(authority: Authority) -> None:
+    files = authority.issue("127.0.0.1", file="changed")
+    tls = ServerTls(files)
+    before = tls._seen
+    Path(files.cert).write_text("none")
+    tls.refresh(1.0)
+    assert tls._seen == before
+    authority.issue("127.0.0.1", file="changed")
+    tls.refresh(2.0)  # Too soon.
+    assert tls._seen == before
+    tls.refresh(2.0 + LOOK_EVERY_S)
+    assert tls._seen != before
+
+
+def test_files_that_do_not_fit_are_refused(authority: Authority) -> None:
+    one, two = authority.issue("a", file="one"), authority.issue("a", file="two")
+    for files in (TlsFiles(cert=one.cert, key=two.key), TlsFiles(cert="/nowhere", key=one.key)):
+        with pytest.raises(ConfigError, match="tls_cert"):
+            ServerTls(files)
