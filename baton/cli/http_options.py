@@ -56,6 +56,23 @@ def read_api_keys(
     return keys
 
 
+def split_engine_keys(words: tuple[str, ...]) -> tuple[str | None, tuple[tuple[str, str], ...]]:
+    """Words are keys, or an engine's URL and its key. Return the key of all others, and those by URL.
+
+    Raises ConfigError.
+    """
+    default, by_url, rest = None, [], list(words)
+    while rest:
+        word = rest.pop(0)
+        if not word.startswith(("http://", "https://")):
+            default = default or word
+        elif rest:
+            by_url.append((word.rstrip("/"), rest.pop(0)))
+        else:
+            raise ConfigError(f"{word} has no key", field="engine_api_key_file")
+    return default, tuple(by_url)
+
+
 def read_auth(file: str | None) -> AuthSettings:
     """Files that the file names are relative to it. Raises ConfigError."""
     if file is None:

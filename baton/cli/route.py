@@ -31,6 +31,7 @@ from baton.cli.http_options import (
     otlp_endpoint,
     read_api_keys,
     read_auth,
+    split_engine_keys,
     warn_if_open,
 )
 from baton.cli.members import MEMBERS_HELP, ROLES, TABLE, read_members, read_route_config, source_of
@@ -343,6 +344,7 @@ def route(
         engine_keys = read_api_keys(
             engine_api_key_file, os.environ, variable=ENGINE_API_KEY_ENV, field="engine_api_key_file"
         )
+        engine_key, engine_keys_by_url = split_engine_keys(engine_keys)
         secrets = read_api_keys(
             peer_secret_file, os.environ, variable=PEER_SECRET_ENV, field="peer_secret_file"
         )
@@ -377,7 +379,8 @@ def route(
             otlp_traces_endpoint=otlp_endpoint(otlp_traces_endpoint, os.environ),
             checked_hosts=None if hosts is None else tuple(hosts),
             # One key for a whole fleet is the usual case.
-            engine_api_key=next(iter((*engine_keys, *keys)), None),
+            engine_api_key=next(iter(filter(None, (engine_key, *keys))), None),
+            engine_api_keys=engine_keys_by_url,
         )
         if access_log is not None:
             AccessLog(access_log).close()  # It can be written.

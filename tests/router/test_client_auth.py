@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from baton.cli.http_options import split_engine_keys
+from baton.core.errors import ConfigError
 from baton.http.auth import AuthSettings, Rate, Tenant
 from baton.http.settings import HttpSettings
 from baton.router.settings import AdmissionSettings
@@ -152,3 +154,22 @@ async def test_a_limit_holds_for_all_workers_together(tmp_path: Path) -> None:
         # Eight: a minute has ended between them.
         assert statuses.count(200) in (4, 5, 6, 7, 8)
     await servers.stop()
+
+
+async def test_each_engine_gets_its_own_key_and_no_other() -> None:
+    servers, own, other = Servers(), FakeEngine(answers), FakeEngine(answers)
+    own.url = await servers.start(own)
+    given = {"engine_api_keys": ((own.url, "key-of-own"),), "engine_api_key": "key-of-others"}
+    async with system([FakeEngine(lends)], [own.url, other], policy="round_robin", **given) as s:
+        for _ in range(4):
+            assert (await complete(s, "key-of-client")).status_code == 200
+        for engine, key in ((own, "key-of-own"), (other, "key-of-others")):
+            assert {call.headers["authorization"] for call in engine.calls} == {f"Bearer {key}"}
+    await servers.stop()
+
+
+def test_lines_of_engine_keys_may_name_an_engine() -> None:
+    words = ("https://a:1/", "key-of-a-engine", "key-of-others")
+    assert split_engine_keys(words) == ("key-of-others", (("https://a:1", "key-of-a-engine"),))
+    with pytest.raises(ConfigError, match="https://a:1 has no key"):
+        split_engine_keys(("https://a:1",))

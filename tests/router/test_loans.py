@@ -143,7 +143,7 @@ async def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.Mon
     settings = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
     metrics = RouterMetrics(Fleet(settings), Pairs())
     pool = EnginePool(connect_s=30.0)
-    returns = LoanReturns(Asker(pool, None), metrics, 30.0)
+    returns = LoanReturns(Asker(pool), metrics, 30.0)
     gone = Engine(dead_url(), "prefill", kind="baton")
     for _ in range(2 * at_once):
         returns.give_back(gone, {"baton_ticket": "signed"})

@@ -426,7 +426,8 @@ class Router:
     def _passed_on(self, headers: Mapping[str, str]) -> dict[str, str]:
         """A key for this router, or one that the engines' replaces, is not for engines."""
         passed = end_to_end(headers)
-        if not self._settings.doors.is_open or self._settings.engine_api_key is not None:
+        settings = self._settings
+        if not settings.doors.is_open or settings.engine_api_key or settings.engine_api_keys:
             passed.pop("authorization", None)
             passed.pop("x-api-key", None)
         return passed

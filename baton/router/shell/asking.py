@@ -1,13 +1,14 @@
 """The router's own questions to engines: short requests with bounded answers."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
 import msgspec
 
 from baton.core.errors import BatonError
+from baton.router.settings import without_credentials
 from baton.router.shell.engine_http import EnginePool, header_lines, origin_of, request_bytes
 
 MAX_ANSWER_BYTES = 1 << 20  # An introduction has a few KiB; a list of models with many adapters has more.
@@ -52,11 +53,11 @@ class _Question:
 
 
 class Asker:
-    """`engine_key`: for `Authorization`."""
+    """`key_for`: the key for a URL, without its user and password."""
 
-    def __init__(self, pool: EnginePool, engine_key: str | None = None) -> None:
+    def __init__(self, pool: EnginePool, key_for: Callable[[str], str | None] = lambda url: None) -> None:
         self._pool = pool
-        self._authorization = None if engine_key is None else f"Bearer {engine_key}".encode()
+        self._key_for = key_for
 
     async def ask(self, url: str, *, timeout_s: float, method: str = "GET", body: Any = None) -> Answer:
         """`timeout_s` is of all of it. Raises TimeoutError, AskFailed."""
@@ -64,7 +65,9 @@ class Asker:
         origin = origin_of(urlunsplit((parts.scheme, parts.netloc, "", "", "")))
         path = f"{parts.path}?{parts.query}" if parts.query else parts.path or "/"
         headers = {} if body is None else {"content-type": "application/json"}
-        lines = header_lines(headers, self._authorization or origin.authorization)
+        key = self._key_for(without_credentials(url))
+        authorization = origin.authorization if key is None else f"Bearer {key}".encode()
+        lines = header_lines(headers, authorization)
         content = b"" if body is None else msgspec.json.encode(body)
         question = _Question()
         sending = self._pool.send(origin, request_bytes(origin, method, path, lines, content), question)

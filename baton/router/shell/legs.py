@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from baton.router.answers import LegAnswer
 from baton.router.errors import FailureKind, LegFailure
 from baton.router.events import Closed, Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
-from baton.router.settings import RouterSettings
+from baton.router.settings import RouterSettings, key_for
 from baton.router.shell.engine_http import EnginePool, Sending, header_lines, origin_of, request_bytes
 from baton.router.shell.timers import TimerWheel
 
@@ -24,8 +24,14 @@ class Upstream:
         self.wheel = wheel
         self.max_answer_bytes = settings.max_answer_bytes
         self.idle_s = settings.timeouts.idle_s
-        key = settings.engine_api_key
-        self.authorization = None if key is None else f"Bearer {key}".encode()
+        self._settings = settings
+        self._authorizations: dict[str, bytes | None] = {}  # By engine's URL.
+
+    def authorization_for(self, url: str) -> bytes | None:
+        if url not in self._authorizations:
+            key = key_for(self._settings, url)
+            self._authorizations[url] = None if key is None else f"Bearer {key}".encode()
+        return self._authorizations[url]
 
 
 class Ask:
@@ -72,7 +78,7 @@ class WireLeg:
         self._engine.waits[self] = None
         self._expect(self._leg.wait_s)
         address = self._engine.address
-        data = ask.bytes_for(address, self._upstream.authorization, body, headers)
+        data = ask.bytes_for(address, self._upstream.authorization_for(self._engine.url), body, headers)
         self._sending = self._upstream.pool.send(origin_of(address), data, self)
 
     def close(self) -> None:

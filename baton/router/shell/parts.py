@@ -4,7 +4,7 @@ from baton.http.tls import client_context
 from baton.router.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.pairs import Pairs
-from baton.router.settings import RouterSettings
+from baton.router.settings import RouterSettings, key_for
 from baton.router.shell.asking import Asker
 from baton.router.shell.engine_http import EnginePool
 from baton.router.shell.introductions import Introducer
@@ -25,7 +25,7 @@ class Parts:
             connect_s=settings.timeouts.connect_s,
             tls=None if settings.engine_ca is None else client_context(settings.engine_ca),
         )
-        self.asker = Asker(self.pool, settings.engine_api_key)
+        self.asker = Asker(self.pool, lambda url: key_for(settings, url))
         timeout_s = settings.probe.timeout_s
         self.introducer = Introducer(self.asker, self.fleet, timeout_s, pushes=settings.mode == "push")
         self.loans = LoanReturns(self.asker, self.metrics, timeout_s)
