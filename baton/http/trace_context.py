@@ -3,8 +3,8 @@
 Source: https://www.w3.org/TR/trace-context/, version 00.
 """
 
+import random
 import re
-import secrets
 from collections.abc import Mapping
 
 import msgspec
@@ -39,11 +39,11 @@ class SpanRef(msgspec.Struct, frozen=True):
 
 
 def new_trace_id() -> str:
-    return secrets.token_hex(16)
+    return f"{random.getrandbits(128) or 1:032x}"  # Unique, not secret; zero is none.
 
 
 def new_span_id() -> str:
-    return secrets.token_hex(8)
+    return f"{random.getrandbits(64) or 1:016x}"
 
 
 def parent_in(headers: Mapping[str, str]) -> SpanRef | None:

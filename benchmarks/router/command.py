@@ -12,12 +12,15 @@ Processor time is that of all processes of the router, from the kernel's account
 router's percentile minus that of a client that sends both legs itself. With `MANY` whole answers the memory
 of each router is compared with that after a tenth of them (the toy proxy is left out: it takes minutes).
 "without resumes" is `baton route --resumes 0`: it does not ask engines for token ids, so it cannot
-continue a broken stream. Peers live in .venv-peers (scripts/setup-peers); a peer that is missing there is
-skipped. The results go to docs/benchmarks/router.json and router.png.
+continue a broken stream. "traces of 1 %" samples that share of the requests; the prefill engine is the
+collector. "access log" writes to /dev/null. Both are measured with whole answers and 16 chunks only. Peers
+live in .venv-peers (scripts/setup-peers); a peer that is missing there is skipped. The results go to
+docs/benchmarks/router.json and router.png.
 """
 
 import contextlib
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -37,7 +40,6 @@ from benchmarks.router.jobs import Job, Result
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv-peers"
-PYTHON = str(PEERS / "bin/python")  # With uvloop and httptools, for engines and client.
 START_TIMEOUT_S = 60.0
 ROUNDS = 3
 NUM_AT_ONCE = 8
@@ -68,10 +70,16 @@ WORKLOADS = {
 }
 
 
+NO_ENV: Mapping[str, str] = {}
+VARIED = ("whole", "16 chunks")
+
+
 class Router(NamedTuple):
     command: str  # `{port}`, `{prefill}` and `{decode}` are ports.
     health: str
     site: Path | None = None  # More packages for it.
+    env: Mapping[str, str] = NO_ENV
+    is_variant: bool = False  # Measured with the workloads of VARIED only.
 
     @property
     def is_installed(self) -> bool:
@@ -80,17 +88,24 @@ class Router(NamedTuple):
 
 DIRECT = "direct"  # The client sends both legs itself.
 PROXIES = stock_proxies_folder() or ROOT / "no-proxies"
+OWN = (
+    f"{sys.executable} -m baton.cli route --port {{port}} --policy round_robin"
+    " --prefill http://127.0.0.1:{prefill} --decode http://127.0.0.1:{decode}"
+)
+TRACED = OWN + " --otlp-traces-endpoint http://127.0.0.1:{prefill}/v1/traces"
+
+
+def traced(share: str) -> Router:
+    sampler = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": share}
+    return Router(TRACED, "health", env=sampler, is_variant=True)
+
+
 ROUTERS = {
-    "baton route": Router(
-        f"{sys.executable} -m baton.cli route --port {{port}} --policy round_robin"
-        " --prefill http://127.0.0.1:{prefill} --decode http://127.0.0.1:{decode}",
-        "health",
-    ),
-    "without resumes": Router(
-        f"{sys.executable} -m baton.cli route --port {{port}} --policy round_robin --resumes 0"
-        " --prefill http://127.0.0.1:{prefill} --decode http://127.0.0.1:{decode}",
-        "health",
-    ),
+    "baton route": Router(OWN, "health"),
+    "without resumes": Router(f"{OWN} --resumes 0", "health"),
+    "traces of 1 %": traced("0.01"),
+    "traces of 100 %": traced("1"),
+    "access log": Router(f"{OWN} --access-log {os.devnull}", "health", is_variant=True),
     "vllm-router": Router(
         f"{PEERS}/bin/vllm-router --vllm-pd-disaggregation --port {{port}} --policy round_robin"
         " --prefill http://127.0.0.1:{prefill} --decode http://127.0.0.1:{decode} --log-level error",
@@ -115,7 +130,7 @@ class Measured(NamedTuple):
 
 class Client:
     def __init__(self) -> None:
-        command = [PYTHON, "-m", "benchmarks.router.load"]
+        command = [sys.executable, "-m", "benchmarks.router.load"]
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=ROOT, text=True
         )
@@ -209,13 +224,14 @@ def running(logs: Path) -> Iterator[tuple[dict[str, tuple[int, int]], int, int]]
     prefill, decode, *ports = free_ports(2 + len(names))
     with Fleet(logs) as fleet:
         for role, port in (("prefill", prefill), ("decode", decode)):
-            engine = fleet.start(role, [PYTHON, "-m", "benchmarks.router.engine", str(port)])
+            engine = fleet.start(role, [sys.executable, "-m", "benchmarks.router.engine", str(port)])
             fleet.wait_ready({engine: f"http://127.0.0.1:{port}/health"}, timeout_s=START_TIMEOUT_S)
         routers = {}
         for name, port in zip(names, ports, strict=True):
             router = ROUTERS[name]
             command = router.command.format(port=port, prefill=prefill, decode=decode).split()
-            child = fleet.start(name, command, env={"PYTHONPATH": str(router.site)} if router.site else {})
+            site = {"PYTHONPATH": str(router.site)} if router.site else {}
+            child = fleet.start(name.replace(" ", "-"), command, env={**site, **router.env})
             fleet.wait_ready({child: f"http://127.0.0.1:{port}/{router.health}"}, timeout_s=START_TIMEOUT_S)
             routers[name] = (port, child.pid)
         yield routers, prefill, decode
@@ -260,7 +276,7 @@ def plot(results: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -
     from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    names = [name for name in results["whole"] if name != DIRECT]
+    names = [name for name in results["pauses"] if name != DIRECT]  # Variants are in the table only.
     for shift, title in enumerate(("whole", "16 chunks")):
         at = [number + shift * 0.4 for number in range(len(names))]
         left.bar(at, [results[title][name]["cpu_us"] for name in names], width=0.4, label=title)
@@ -283,9 +299,6 @@ def plot(results: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -
 
 def main() -> None:
     console = Console()
-    if not Path(PYTHON).exists():
-        console.print("the router benchmark needs .venv-peers (scripts/setup-peers); skipped")
-        return
     with (
         tempfile.TemporaryDirectory() as folder,
         running(Path(folder)) as (routers, prefill, decode),
@@ -296,10 +309,15 @@ def main() -> None:
         cpu_of_whole: dict[str, float] = {}
         results: dict[str, dict[str, dict[str, float]]] = {}
         for title, workload in WORKLOADS.items():
-            rounds: dict[str, list[Measured]] = {name: [] for name in (DIRECT, *routers)}
+            taking_part = {
+                name: where
+                for name, where in routers.items()
+                if title in VARIED or not ROUTERS[name].is_variant
+            }
+            rounds: dict[str, list[Measured]] = {name: [] for name in (DIRECT, *taking_part)}
             for _ in range(ROUNDS):
                 rounds[DIRECT].append(measure(client, workload, prefill, decode=decode))
-                for name, (port, pid) in routers.items():
+                for name, (port, pid) in taking_part.items():
                     rounds[name].append(measure(client, workload, port, pid=pid))
             measured = {name: median(all_rounds) for name, all_rounds in rounds.items()}
             if not workload.num_chunks:
@@ -311,6 +329,8 @@ def main() -> None:
                     console.print(f"{name}: {one.num_bad} bad answers")
         memory = results["memory"] = {}
         for name, (port, pid) in routers.items():
+            if ROUTERS[name].is_variant:
+                continue
             memory[name] = {"idle_mib": idle_mib(client, port, pid)}
             console.print(f"{name}: {memory[name]['idle_mib']:.0f} MiB more for {NUM_IDLE:,} idle streams")
             if name != "toy proxy":

@@ -1,6 +1,7 @@
 """The life of `baton route`: from its ports to its exit status."""
 
 import asyncio
+import gc
 import logging
 import logging.config
 import signal
@@ -86,6 +87,9 @@ async def _serve(
         except (OSError, NotStarted) as error:
             logger.error("cannot listen on %s port %d: %s", host, port, error)
             return EXIT_NOT_STARTED
+        # Objects that exist now live as long as the process; the collector need not visit them again.
+        gc.collect()
+        gc.freeze()
         logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, bound)
         await is_told.wait()
         await router.drain(drain_s)

@@ -4,6 +4,7 @@ It ends when the coordinator says so, or has ended.
 """
 
 import asyncio
+import gc
 import logging.config
 import signal
 import socket
@@ -82,6 +83,8 @@ class Worker:
                 welcome.host, welcome.port, serves_admin=not welcome.has_admin_port
             )
             router.start()
+            gc.collect()
+            gc.freeze()  # As in `run`.
             self._stream.send(Listening())
             self._send_load()
             drain = await self._drain
