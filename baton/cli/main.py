@@ -18,6 +18,7 @@ COMMANDS = {
     "serve": "baton.cli.serve",
     "route": "baton.cli.route",
     "up": "baton.cli.up",
+    "top": "baton.cli.top",
     "demo": "baton.cli.demo",
     "doctor": "baton.cli.doctor",
     "model": "baton.cli.model",
