@@ -201,7 +201,7 @@ def route(
     admin_port: Annotated[
         int | None,
         typer.Option(
-            help="Port for /metrics, /fleet, /status, /instances and the dashboard (default: the main port).",
+            help="Port for /metrics, /fleet, /status, /instances and the page (default: the main port).",
             min=0,
             max=65535,
         ),
@@ -292,7 +292,7 @@ def route(
         bool, typer.Option("--show-config", help="Print the settings with their origins, and exit.")
     ] = False,
 ) -> None:
-    """Serve an OpenAI-compatible endpoint; the dashboard is at /, the fleet's state at /fleet.
+    """Serve an OpenAI-compatible endpoint; the page of the fleet is at /, the fleet's state at /fleet.
 
     Every option can also come from the environment (BATON_ROUTE_MODE) or from a TOML file (--config), whose
     engines are read again when it changes, and at SIGHUP.

@@ -104,7 +104,7 @@ def up(
             for engine in plan.engines:
                 console.print(f"{engine.name:<12} {engine.url}", soft_wrap=True)
             console.print(
-                f"{'router':<12} [bold]{plan.router_url}[/]  (dashboard at /, logs in {log_dir})",
+                f"{'router':<12} [bold]{plan.router_url}[/]  (page at /, logs in {log_dir})",
                 soft_wrap=True,
             )
             console.print(_example(plan.router_url), soft_wrap=True, markup=False)

@@ -154,7 +154,7 @@ class Router:
             self.control.start()
 
     async def listen(self, host: str, port: int, *, admin_port: int | None = None) -> int:
-        """Open the main port, and one for metrics, /fleet and the dashboard if `admin_port` is given.
+        """Open the main port, and one for metrics, /fleet and the page if `admin_port` is given.
 
         Return the main port. Raises OSError.
         """

@@ -7,6 +7,7 @@ The latencies' columns are kept always, from counters that the router has anyway
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from itertools import pairwise
 from math import inf
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 FRESH_S = 0.5  # Several processes of this router may ask for the same second.
 READ_EVERY_S = 2.0
 READ_S = 2.0  # For an engine to answer.
+NUM_READINGS = 4  # Rates are of the time between the first and the last of them.
 STALE_S = 30.0  # Of rates whose engine has not answered since.
 LATEST_EVENTS = 32
 # Names of the page's latencies, and the router's histograms that have them: the first one that exists.
@@ -41,13 +43,6 @@ LATENCIES = {
 class _Reading(NamedTuple):
     at_s: float
     metrics: EngineMetrics
-
-
-class _Window(NamedTuple):
-    """Between two readings of one engine."""
-
-    before: _Reading | None
-    now: _Reading
 
 
 class _Totals(NamedTuple):
@@ -73,7 +68,7 @@ class Live:
         self._made_at_s = -inf
         self._making = asyncio.Lock()
         self._totals: list[_Totals] = []  # The last two.
-        self._windows: dict[Engine, _Window] = {}
+        self._readings: dict[Engine, deque[_Reading]] = {}
         self._reading: dict[Engine, asyncio.Task[None]] = {}
         self._read_at_s = -inf
         self._keeping: asyncio.Task[None] | None = None
@@ -184,8 +179,8 @@ class Live:
         if now_s - self._read_at_s < READ_EVERY_S:
             return
         self._read_at_s = now_s
-        for gone in self._windows.keys() - set(engines):
-            del self._windows[gone]
+        for gone in self._readings.keys() - set(engines):
+            del self._readings[gone]
         for engine in engines:
             if engine.is_up and engine not in self._reading:
                 self._reading[engine] = self._loop.create_task(self._read(engine))
@@ -199,16 +194,18 @@ class Live:
             del self._reading[engine]
         if answer.status == 200 and not engine.is_removed:
             metrics = engine_metrics.read_metrics(answer.body.decode(errors="replace"))
-            before = self._windows.get(engine)
-            now = _Reading(self._loop.time(), metrics)
-            self._windows[engine] = _Window(None if before is None else before.now, now)
+            readings = self._readings.setdefault(engine, deque(maxlen=NUM_READINGS))
+            now_s = self._loop.time()
+            if readings and now_s - readings[-1].at_s > STALE_S:
+                readings.clear()  # No one has watched for long.
+            readings.append(_Reading(now_s, metrics))
 
     def _shown(self, engine: Engine, now_s: float) -> dict[str, Any] | None:
-        window = self._windows.get(engine)
-        if window is None or now_s - window.now.at_s > STALE_S:
+        readings = self._readings.get(engine)
+        if not readings or now_s - readings[-1].at_s > STALE_S:
             return None
-        before, now = window
-        if before is None:
+        before, now = readings[0], readings[-1]
+        if before is now:
             return engine_metrics.shown(None, now.metrics, 0.0)
         return engine_metrics.shown(before.metrics, now.metrics, now.at_s - before.at_s)
 
@@ -220,8 +217,9 @@ class Live:
             if engine.introduction is not None
         }
         flows = {}
-        for engine, (before, now) in self._windows.items():
-            if before is None or now.at_s <= before.at_s or now_s - now.at_s > STALE_S:
+        for engine, readings in self._readings.items():
+            before, now = readings[0], readings[-1]
+            if now.at_s <= before.at_s or now_s - now.at_s > STALE_S:
                 continue
             rates = engine_metrics.rates_between(before.metrics, now.metrics, now.at_s - before.at_s)
             for peer, one in rates.items():

@@ -41,7 +41,7 @@ def serve(
     log_config: dict[str, Any],
     sources: Sequence[Source] = (),
 ) -> int:
-    """Returns the exit status after a signal. `admin_port`: for metrics, /fleet and the dashboard.
+    """Returns the exit status after a signal. `admin_port`: for metrics, /fleet and the page.
 
     SIGHUP: the sources of members are read anew.
     """
