@@ -86,6 +86,10 @@ def route(
     decode: Annotated[
         list[str] | None, typer.Option(help="Root URL of a decode engine; repeat for more.")
     ] = None,
+    model_alias: Annotated[
+        list[str] | None,
+        typer.Option(help="Another name of a model, for clients: ALIAS=MODEL; repeat for more."),
+    ] = None,
     members: Annotated[list[str] | None, typer.Option(help=MEMBERS_HELP, metavar="SOURCE")] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port to listen on.", min=0, max=65535)] = 8000,
@@ -316,6 +320,7 @@ def route(
         "decode_urls": [url.rstrip("/") for url in decode or ()],
         "has_sources": bool(members),
         "reread_roles": reread,
+        "model_aliases": dict(_alias(text) for text in model_alias or ()),
         "kv_events": [_kv_events_source(text) for text in kv_events or ()],
         "timeouts": {
             name: options[f"{name.removesuffix('_s')}_timeout_s"] for name in LegTimeouts.__struct_fields__
@@ -405,6 +410,11 @@ def route(
         sources=sources,
     )
     raise typer.Exit(status)
+
+
+def _alias(text: str) -> tuple[str, str]:
+    alias, _, model = text.partition("=")
+    return alias, model
 
 
 def _share(text: str) -> tuple[str, float]:

@@ -16,6 +16,8 @@ from statistics import median
 from typing import Any, NamedTuple, Protocol, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
 
+import msgspec
+
 from baton.core.errors import ConfigError
 from baton.router.admission import Capacity
 from baton.router.cost import (
@@ -215,6 +217,7 @@ class Fleet:
         self._is_push = settings.mode == "push"
         self._probe_settings = settings.probe
         self._admission = settings.admission
+        self._aliases = settings.model_aliases
         self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
         self._models: set[str] = set()  # Without adapters and other names of the same engines.
         self.on_removed: list[Callable[[Engine], None]] = []
@@ -758,11 +761,16 @@ class Fleet:
 
     def model_cards(self) -> Sequence[ModelCard] | None:
         """For /v1/models. None: there is at most one model, and any decode engine knows its names."""
-        if len(self._models) < 2:
-            return None
         decoders = [engine for engine in self._engines["decode"] if engine.refused is None]
-        cards = [card for engine in decoders for card in engine.cards or ()]
-        return list({card.id: card for card in cards}.values())
+        cards: dict[str | None, ModelCard] = {
+            card.id: card for engine in decoders for card in engine.cards or ()
+        }
+        if len(self._models) < 2 and (not self._aliases or not cards):
+            return None
+        for alias, model in self._aliases.items():
+            if (named := cards.get(model)) is not None:
+                cards[alias] = msgspec.structs.replace(named, id=alias)
+        return list(cards.values())
 
     def why_none(self, role: Role) -> str:
         """For an error message; the engines' addresses are the operator's affair, not the client's."""

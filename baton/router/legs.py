@@ -18,6 +18,7 @@ import re
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal
 
 import msgspec
@@ -115,8 +116,11 @@ class Shape:
     is_text: bool  # Not a chat with images or other media.
 
 
-def parse_body(raw: bytes) -> dict[str, Any]:
-    """Raises UserError naming the field.
+NO_ALIASES: Mapping[str, str] = MappingProxyType({})
+
+
+def parse_body(raw: bytes, aliases: Mapping[str, str] = NO_ALIASES) -> dict[str, Any]:
+    """`aliases`: of models. Raises UserError naming the field.
 
     What routing does not look at stays as the client wrote it (`msgspec.Raw`), and so do prompt and
     messages: the legs carry these bytes. Decoding and encoding 2^20 token ids for each leg would stop the
@@ -132,6 +136,8 @@ def parse_body(raw: bytes) -> dict[str, Any]:
     for holder, field in ((body, PARAMS), (extra, f"vllm_xargs.{PARAMS}")):
         if isinstance(holder, Mapping) and holder.get(PARAMS) is not None:
             raise UserError("is set by the router, never by a client; leave it out", field=field)
+    if aliases and isinstance(model := body.get("model"), str) and model in aliases:
+        body["model"] = aliases[model]
     return body
 
 
@@ -146,12 +152,17 @@ class _Named(msgspec.Struct):
     model: Any = None
 
 
-def model_of(raw: bytes) -> object:
-    """The model that a body names. None: it names none, or is no object."""
+def without_alias(raw: bytes, aliases: Mapping[str, str]) -> bytes:
+    """The body with the name that engines know its model by. As it is, if it is no object."""
+    if not aliases:
+        return raw
     try:
-        return decode_json(raw, _Named).model
+        model = decode_json(raw, _Named).model
+        if not isinstance(model, str) or model not in aliases:
+            return raw
+        return msgspec.json.encode({**decode_json(raw, dict[str, msgspec.Raw]), "model": aliases[model]})
     except NotJson:
-        return None
+        return raw
 
 
 def _first_ids(prompt: msgspec.Raw) -> list[Any]:

@@ -121,6 +121,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     decode_urls: tuple[str, ...]
     has_sources: bool = False  # Engines also come from elsewhere, or may come by registration only.
     reread_roles: tuple[Role, ...] = ()  # Whose engines are in a file that is read again when it changes.
+    model_aliases: dict[str, str] = {}  # Other names of models, by alias.
     mode: Mode = "pull"
     decode_leg: DecodeLegStart = "auto"
     first_token: bool = True  # From the prefill engine at once, where all engines concerned are Baton's.
@@ -166,6 +167,11 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError(f"{source.url} is no engine of this router", field="kv_events")
         if self.kv_events and self.policy != "cost":
             raise ConfigError('is used with policy "cost" only', field="kv_events")
+        for alias, model in self.model_aliases.items():
+            if not alias or not model or model in self.model_aliases:
+                raise ConfigError(
+                    f"{alias!r} must name a model, and not another alias", field="model_aliases"
+                )
         if self.resumes < 0:
             raise ConfigError("must not be negative", field="resumes")
         if self.drain_timeout_s < 0:

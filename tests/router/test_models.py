@@ -94,6 +94,38 @@ async def test_models_of_the_router_are_those_of_its_decode_engines() -> None:
     assert [len(one.calls) for one in decode] == [3, 0, 0]
 
 
+async def test_an_alias_is_another_name_of_a_model() -> None:
+    p, d = engine(lends, "p", model="a"), vllm_of("A", "a", "adapter")
+    aliases = {"gpt": "a", "tuned": "adapter", "lost": "c"}
+    async with system([p], [d, vllm_of("B", "b")], model_aliases=aliases) as s:
+        await met(s)
+        for alias, model in (("gpt", "a"), ("tuned", "adapter"), ("a", "a")):
+            answer = await s.complete(model=alias)
+            assert answer.json()["choices"][0]["text"] == "A"
+            assert d.calls[-1].body["model"] == model
+        assert p.calls[0].body["model"] == "a"
+        answer = await s.complete(model="lost")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
+        answer = await s.client.post("/tokenize", json={"model": "gpt", "prompt": "x"})
+        assert answer.status_code == 200
+        assert d.calls[-1].body == {"model": "a", "prompt": "x"}
+        models = (await s.client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["parent"]) for card in models] == [
+            ("a", None),
+            ("adapter", "a"),
+            ("b", None),
+            ("gpt", None),
+            ("tuned", "a"),
+        ]
+
+
+async def test_an_alias_of_the_only_model_is_listed() -> None:
+    async with system([FakeEngine(lends)], [vllm_of("A", "a")], model_aliases={"gpt": "a"}) as s:
+        await met(s)
+        models = (await s.client.get("/v1/models")).json()["data"]
+        assert [card["id"] for card in models] == ["a", "gpt"]
+
+
 async def test_an_adapter_that_a_vllm_loads_later_is_found_by_its_probes() -> None:
     d = vllm_of("A", "a")
     async with system([FakeEngine(lends)], [d]) as s:

@@ -38,6 +38,8 @@ def test_the_router_needs_no_torch() -> None:
         ([*URLS, "--members", "dns:engines?role=decode&port=x"], "port"),
         ([*URLS, "--members", "dns:engines?roll=decode"], "roll"),
         ([*URLS, "--members", "kubernetes:default"], "selector"),
+        ([*URLS, "--model-alias", "a=b", "--model-alias", "b=c"], "model_aliases"),
+        ([*URLS, "--model-alias", "a"], "model_aliases"),
         ([*URLS, "--members", "etcd://10.0.0.1"], "kinds are dns, kubernetes"),
     ],
 )

@@ -83,7 +83,7 @@ class Admin:
             if path == "/status":
                 return _json(self.status())
             if path == "/explain":
-                return _json(await self._explain(parse_body(body)))
+                return _json(await self._explain(parse_body(body, self._settings.model_aliases)))
             _check_origin(headers)
             if not self._is_open:
                 why = "the fleet is changed with an API key only; start the router with --admin-api-key-file"

@@ -26,7 +26,7 @@ from baton.router import machine
 from baton.router.admission import NO_OBJECTIVE, objective_of
 from baton.router.answers import end_to_end
 from baton.router.errors import RouterError
-from baton.router.legs import CHARS_PER_TOKEN, parse_body, shape_of
+from baton.router.legs import CHARS_PER_TOKEN, parse_body, shape_of, without_alias
 from baton.router.machine import SHUTTING_DOWN, Machine
 from baton.router.pass_through import PATHS, Passed, PassThrough
 from baton.router.replica import Replica
@@ -345,13 +345,13 @@ class Router:
             reply.whole(200, {**JSON, **reply.extra}, msgspec.json.encode({"object": "list", "data": cards}))
             return self._count_out(200, recorder)
         if path in PASSED:
-            raw = incoming.body
+            raw = without_alias(incoming.body, self._settings.model_aliases)
             num_estimated = len(raw) // CHARS_PER_TOKEN if incoming.method == "POST" else None
             passed = Passed(request_id, path, raw, incoming.received_at_s)
             return self._charge(
                 incoming, num_estimated, reply, recorder, lambda: self._pass(passed, ask, reply, recorder)
             )
-        body = parse_body(incoming.body)
+        body = parse_body(incoming.body, self._settings.model_aliases)
         recorder.asked(body)
         return self._charge(
             incoming, body, reply, recorder, lambda: self._drive(incoming, body, ask, reply, recorder)
