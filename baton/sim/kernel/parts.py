@@ -10,6 +10,7 @@ from baton.connectors.pull.control.agent import PRODUCTION as PRODUCTION_MACHINE
 from baton.connectors.pull.control.agent import Machines
 from baton.protocol.signed_frame import ProcessKey
 from baton.router.machine import Machine
+from baton.router.members import Membership
 from baton.router.peers import Peers
 from baton.router.replica import Replica
 from baton.sim.kernel.connection import ALL_CHECKS, Checks
@@ -41,6 +42,7 @@ class Parts:
     router: type[Machine] = Machine
     replica: type[Replica] = Replica
     peers: type[Peers] = Peers
+    membership: type[Membership] = Membership
     takes_back: bool = True  # Server: it takes back a loan whose ticket reaches no client.
 
 

@@ -33,6 +33,7 @@ class World:
         self.rng_of_hedges = random.Random(f"hedges {seed}")
         self.rng_of_queue = random.Random(f"queue {seed}")
         self.rng_of_peers = random.Random(f"peers {seed}")
+        self.rng_of_members = random.Random(f"members {seed}")
         self.faults = self._healthy = healthy
         for table in choices:
             self.faults = self.faults.drawn(self.rng, table)

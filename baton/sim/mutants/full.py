@@ -7,6 +7,7 @@ them lack one. What the engine has no constructor for is changed on the booted e
 from __future__ import annotations
 
 import hmac
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
@@ -27,9 +28,11 @@ from baton.router.first_token import FirstToken
 from baton.router.first_tokens import Given
 from baton.router.fleet_view import FleetView
 from baton.router.machine import Machine, Request
+from baton.router.members import Membership, Order
 from baton.router.notes import Note, Probed
 from baton.router.peers import Peers
 from baton.router.replica import Replica
+from baton.router.settings import EngineKey
 from baton.sim.hosts.full.engine import Engine
 from baton.sim.kernel.parts import Parts, machines
 from baton.sim.kernel.windows import shortened
@@ -278,6 +281,15 @@ class _NeverSilent(Peers):
         return False
 
 
+class _EmptiesRoles(Membership):
+    """A source that has lost its members takes the last ones of a role away."""
+
+    def _let_go(
+        self, gone: list[EngineKey], last: set[EngineKey], ordered: Collection[EngineKey], now_s: float
+    ) -> list[Order]:
+        return super()._let_go(gone, set(), ordered, now_s)
+
+
 PULL: dict[str, Parts] = {
     **SHARED,
     **OF_PULL,
@@ -310,6 +322,7 @@ PULL: dict[str, Parts] = {
     "keeps_places": Parts(router=_KeepsPlaces),
     "probes_told": Parts(replica=_HearsNoProbes),
     "silent_router": Parts(peers=_NeverSilent),
+    "last_members": Parts(membership=_EmptiesRoles),
     # Offload and Multi
     "store_fence": Parts(offload_half=halves.StoresUnfenced),
     "store_failed": Parts(offload_half=halves.FindsFailedStores),

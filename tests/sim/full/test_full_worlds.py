@@ -17,7 +17,7 @@ TRIES = 60
 # The first seed that is tried. When a change of the world moves it,
 # `python -m baton.sim full --mutants --mode MODE` finds another.
 SEEDS = {
-    ("pull", "bound_ops"): 600,
+    ("pull", "bound_ops"): 300,
     ("pull", "counters"): 2010,
     ("pull", "state_boundary"): 240,
     ("pull", "store_fence"): 90,
@@ -71,8 +71,12 @@ EVERYWHERE = {
     "leg: timeout",
     "leg: unreachable",
     "loans expired",
+    "member: Hold",
+    "member: Join",
+    "member: Leave",
     "leg: ejected",
     "router: resumed_streams broken",
+    "router: resumed_streams planned",
     "requests that wait in the router",
     "leg: refused by the server",
     "loans given back",

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet import DRAIN_GRACE_S, Engine, Fleet
 from baton.router.fleet_view import FleetView
-from baton.router.notes import Load, Note
+from baton.router.notes import Drains, Load, Note
 from baton.router.pairs import Pairs
 from baton.router.replica import Loads, Replica, sum_of
 from baton.router.settings import RouterSettings
@@ -31,12 +31,15 @@ class Process:
         new_view: type[FleetView],
         new_replica: type[Replica],
         give_back: Callable[[Engine, Mapping[str, Any]], None],
+        world: World,
     ) -> None:
+        self._world = world
         self.settings, self._new_view = settings, new_view
         self.tell: Callable[[Note], None] = lambda note: None
         self.fleet = Fleet(settings["pull"], unix_clock=lambda: 0.0)
         self.fleet.tell = self._tell
         self.pairs = Pairs()
+        self.fleet.on_removed.append(self.pairs.forget)
         self.turns = TurnTable(give_back, self._tell)
         self.views = {mode: self.view(mode) for mode in settings}
         self.admission = self.views["pull"].admission  # One for requests of both modes.
@@ -53,6 +56,19 @@ class Process:
 
     def _tell(self, note: Note) -> None:
         self.tell(note)
+
+    def apply(self, note: Note) -> None:
+        """As the shell's `Worker` does."""
+        self.replica.apply(note, self._world.now)
+        if isinstance(note, Drains) and (engine := self.fleet.find(note.engine)) is not None:
+            self.watch_drain(engine)
+
+    def watch_drain(self, engine: Engine) -> None:
+        until_s = engine.drain_until_s
+        if until_s is None or engine.is_removed:
+            return
+        self._world.after(DRAIN_GRACE_S, lambda: self.fleet.hand_over(engine, until_s))
+        self._world.at(until_s, lambda: self.fleet.end_drain(engine, until_s))
 
 
 class Processes:
@@ -108,7 +124,7 @@ class Processes:
     def _start(self) -> Process:
         worker = self._new_process()
         for note in self.hub.replica.history(self._world.now):
-            worker.replica.apply(note, self._world.now)
+            worker.apply(note)
         worker.hears_at = worker.tells_at = self._world.now
         worker.tell = partial(self._tell_hub, worker)
         is_due = False
@@ -168,4 +184,4 @@ class Processes:
     def _deliver(self, worker: Process, note: Note) -> None:
         world = self._world
         worker.hears_at = max(worker.hears_at, world.now + world.spread(NOTE_S))
-        world.at(worker.hears_at, lambda: worker.replica.apply(note, world.now) if worker.is_alive else None)
+        world.at(worker.hears_at, lambda: worker.apply(note) if worker.is_alive else None)

@@ -43,6 +43,7 @@ from baton.router.fleet_view import FleetView
 from baton.router.health import Probe
 from baton.router.identity import Introduction
 from baton.router.machine import Machine, Request
+from baton.router.members import ROLES, Member
 from baton.router.notes import Probed
 from baton.router.policies import POLICIES, RoutedRequest
 from baton.router.settings import AdmissionSettings, LegTimeouts, RouterSettings
@@ -51,6 +52,7 @@ from baton.sim.hosts.full.clients import Ask
 from baton.sim.hosts.full.cluster import Cluster
 from baton.sim.hosts.full.door import Door
 from baton.sim.hosts.full.legs import Leg
+from baton.sim.hosts.full.members import Members
 from baton.sim.hosts.full.processes import NOTE_S, Process, Processes
 from baton.sim.kernel.process import SOON_S
 
@@ -113,6 +115,9 @@ class Router:
         self.on_params, self._on_start = on_params, on_start
         self._next_id = 0
         self._answers: dict[str, _Answer] = {}
+        first = {role: self.settings["pull"].option_urls(role) for role in ROLES}
+        self.members = frozenset(Member(role, url) for role in ROLES for url in first[role])
+        self._named = self.members  # By the source, now.
         self._start()
 
     def _start(self) -> None:
@@ -124,9 +129,26 @@ class Router:
         self._probed.update(self.hub.fleet.engines)
         for engine in self.hub.fleet.engines:
             self.world.after(self.world.rng.uniform(0, 1), partial(self._probe, engine))
+        self._members = Members(self.world, self.hub, self.cluster.parts.membership, self._joined)
+        self.name(self._named)
+
+    def _joined(self, engine: Engine) -> None:
+        self._probed.add(engine)
+        self._probe(engine)
+
+    def name(self, members: frozenset[Member]) -> None:
+        """What the source of members names."""
+        self._named = members
+        if self.is_alive:
+            self._members.name(members)
+
+    def change_role(self, url: str, role: Role) -> None:
+        if self.is_alive:
+            self.world.note("router", f"{url} becomes a {role} engine")
+            self._members.change_role(url, role)
 
     def _new_process(self) -> Process:
-        process = Process(self.settings, _View, self.cluster.parts.replica, self._give_back)
+        process = Process(self.settings, _View, self.cluster.parts.replica, self._give_back, self.world)
         for engine in process.fleet.engines:
             engine.prefill_rate.note(PREFILL_RATE if engine.role == "prefill" else self._decode_rate)
         for view in process.views.values():
@@ -296,19 +318,21 @@ class Router:
             )
 
     def _probe(self, engine: Engine) -> None:
+        if engine.is_removed:
+            return self._probed.discard(engine)
         host, world = self.cluster.hosts[_name(engine)], self.world
         if host.is_alive and host.is_paused:
             num_heard = _num_heard(engine)
-            world.after(PROBE_S, lambda: self._noted(engine, _silent(engine, num_heard)))
-        elif host.is_alive:
-            self._noted(engine, Probe("unhealthy", "draining") if host.is_draining else Probe("healthy"))
-        else:
-            self._noted(engine, Probe("refused", "dead"))
+            return world.after(PROBE_S, lambda: self._noted(engine, _silent(engine, num_heard)))
+        if host.is_alive:
+            probe = Probe("unhealthy", "draining") if host.is_draining else Probe("healthy")
+            return self._noted(engine, probe)
+        return self._noted(engine, Probe("refused", "dead"))
 
     def _noted(self, engine: Engine, probe: Probe) -> None:
         world = self.world
         world.count(f"probe: {probe.kind}")
-        if not self.is_alive:
+        if not self.is_alive or engine.is_removed:
             return
         self.hub.fleet.note_probe(engine, probe, world.now)
         self.hub.fleet.tell(Probed(engine.key, probe.kind, probe.why, None))

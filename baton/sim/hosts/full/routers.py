@@ -6,9 +6,12 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from baton.router.members import Member
+from baton.router.settings import Role
 from baton.sim.checkers import whole
 from baton.sim.hosts.full.clients import Ask
 from baton.sim.hosts.full.cluster import Cluster
+from baton.sim.hosts.full.members import schedule_changes
 from baton.sim.hosts.full.peer_link import PeerLink
 from baton.sim.hosts.full.processes import Processes
 from baton.sim.hosts.full.router import Plan, Router
@@ -52,6 +55,26 @@ class Routers:
             world.after(world.rng_of_router.uniform(0, end_s), first.kill_worker)
         if self._num > 1 and self._rng.random() < ONE_DIES:
             world.after(self._rng.uniform(0, end_s), partial(first.kill, self._rng.choice(DOWN_S)))
+
+        self._schedule_members()
+
+    def _schedule_members(self) -> None:
+        cluster = self._cluster
+
+        def name(members: frozenset[Member]) -> None:
+            for router in self.all:
+                router.name(members)
+
+        def change_role(url: str, role: Role) -> None:
+            for router in self.all:
+                router.change_role(url, role)
+
+        def can_do_both(member: Member) -> bool:
+            spec = cluster.specs[member.url.removeprefix("http://")]
+            return spec.is_producer and spec.is_consumer
+
+        end_s, members = self._faults_end_s, self.first.members
+        schedule_changes(self._world, members, end_s, name, change_role, can_do_both)
 
     def ask(self, ask: Ask) -> None:
         alive = [one for one in self.all if one.is_alive]
