@@ -15,7 +15,7 @@ from baton.http.settings import HttpLimits, HttpSettings, parse_api_keys
 API_KEY_ENV = "BATON_API_KEY"  # Keys that clients must send.
 ADMIN_API_KEY_ENV = "BATON_ADMIN_API_KEY"
 ENGINE_API_KEY_ENV = "BATON_ENGINE_API_KEY"  # Key that the router sends to engines.
-REGISTER_KEY_ENV = "BATON_REGISTER_KEY"  # API key of the routers where an engine registers.
+REGISTER_KEY_ENV = "BATON_REGISTER_KEY"  # Of the administrator of routers where an engine registers.
 PEER_SECRET_ENV = "BATON_PEER_SECRET"  # Of routers of the same engines.
 MAX_KEY_FILE_BYTES = 1 << 16
 MAX_AUTH_FILE_BYTES = 4 << 20  # With the keys of ten thousands of tenants.

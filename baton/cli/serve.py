@@ -59,7 +59,7 @@ _FLAGS: dict[str, dict[str, str]] = {
         "register_role": "prefill, decode or both (default: as kv_role).",
         "register_weight": "Share of requests, at most 1, which the others have",
         "register_ttl_s": "Time after which a router drains this engine if it does not hear from it",
-        "register_key_file": f"File with the API key of the routers; or set {REGISTER_KEY_ENV} "
+        "register_key_file": f"File with the administrator's key of the routers; or set {REGISTER_KEY_ENV} "
         "(default: the first of this engine's keys).",
         "step_timeout_s": "Time limit of a step: an engine without progress for so long is ended",
     },

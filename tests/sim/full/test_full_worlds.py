@@ -76,7 +76,6 @@ EVERYWHERE = {
     "member: Leave",
     "leg: ejected",
     "router: resumed_streams broken",
-    "router: resumed_streams planned",
     "requests that wait in the router",
     "leg: refused by the server",
     "loans given back",
