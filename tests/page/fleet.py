@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -132,8 +133,8 @@ class RunningFleet:
 
 
 @contextmanager
-def running_fleet() -> Iterator[RunningFleet]:
-    """Two prefill engines and two decode engines."""
+def running_fleet(key: str = "") -> Iterator[RunningFleet]:
+    """Two prefill engines and two decode engines. `key`: that the router wants."""
     engines = [FakeEngine("p0"), FakeEngine("p1")]
     engines += [FakeEngine(f"d{number}", producers=("p0", "p1")) for number in range(2)]
     loop, servers = asyncio.new_event_loop(), Servers()
@@ -147,9 +148,12 @@ def running_fleet() -> Iterator[RunningFleet]:
             for engine in some:
                 command += [role, engine.url]
         command += ["--workers", "1", "--no-first-token"]
-        router = subprocess.Popen(command, cwd=Path(__file__).parents[2])
+        environment = {**os.environ, **({"BATON_API_KEY": key} if key else {})}
+        router = subprocess.Popen(command, cwd=Path(__file__).parents[2], env=environment)
         try:
             fleet = RunningFleet(f"http://127.0.0.1:{port}", engines)
+            if key:
+                fleet.client.headers["authorization"] = f"Bearer {key}"
             with fleet.client:
                 ends_at = time.monotonic() + START_S
                 while time.monotonic() < ends_at and router.poll() is None:

@@ -168,9 +168,15 @@ def test_the_page_logs_no_errors_and_asks_the_router_only(browser: Browser, flee
     assert all(url.startswith((fleet.url, "data:")) for url in asked)
 
 
-def test_a_router_that_stops_is_shown_as_such(browser: Browser, tmp_path: Path) -> None:
-    with running_fleet() as fleet:
-        open_page(browser, fleet)
-        assert browser.run("return document.querySelector('#link').textContent") == "live"
+def test_the_page_asks_for_a_key_and_says_when_the_router_stops(browser: Browser) -> None:
+    with running_fleet("a-key-of-the-router") as fleet:
+        browser.show(fleet.url, width=1400, height=900)
+        browser.wait_for("return document.querySelector('#ask-key').open")
+        assert browser.run("return document.querySelector('#tiles').innerText.trim()") == ""
+        browser.run("document.querySelector('#ask-key input').value = arguments[0]", "a-key-of-the-router")
+        browser.run("document.querySelector('#ask-key .main').click()")
+        browser.wait_for("return document.querySelector('#link').textContent === 'live'")
+        fleet.complete()
+        browser.wait_for("return document.querySelectorAll('#recent tbody tr').length > 0")
     browser.wait_for("return document.querySelector('#link').textContent === 'reconnecting'")
     browser.complaints()

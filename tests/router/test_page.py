@@ -1,9 +1,11 @@
 """The fleet's page over HTTP: its files, its stream of events, and orders that a browser sends."""
 
 import asyncio
+import hashlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from importlib.resources import files
 from typing import Any
 
 import httpx
@@ -104,6 +106,15 @@ async def test_the_page_may_run_its_own_script_and_ask_this_router_only() -> Non
     for unsafe in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval("):
         assert unsafe not in page.text
     assert " style=" not in page.text  # The policy forbids them.
+
+
+def test_the_plot_library_is_the_release_that_its_licence_came_with() -> None:
+    folder = files("baton.router") / "page"
+    digest = hashlib.sha256((folder / "uPlot.iife.min.js").read_bytes()).hexdigest()
+    assert (
+        digest == "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"
+    )  # uPlot 1.6.32 of npm.
+    assert "MIT License" in (folder / "uPlot.LICENSE").read_text()
 
 
 async def test_a_viewer_gets_a_snapshot_and_then_the_latest_each_second() -> None:

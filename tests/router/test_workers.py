@@ -1,6 +1,7 @@
 """A router of several processes on one port: real processes, as `baton route --workers` starts them."""
 
 import asyncio
+import json
 import os
 import select
 import signal
@@ -107,7 +108,8 @@ async def test_workers_share_a_port_a_fleet_and_the_metrics_and_are_replaced() -
         one = (await client.get(f"/requests/{recent[7]['id']}")).json()
         assert one["request"] == recent[7]
 
-        order = {"type": "decode", "instance": await servers.start(new)}
+        new.url = await servers.start(new)
+        order = {"type": "decode", "instance": new.url}
         assert (await client.post("/instances/add", json=order)).status_code == 200
         order["instance"] = decode.url
         assert (await client.post("/instances/remove", json=order)).status_code == 200
@@ -129,6 +131,21 @@ async def test_workers_share_a_port_a_fleet_and_the_metrics_and_are_replaced() -
                 pass
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert len(new.calls) == 21
+
+        order["instance"] = new.url  # What a worker refuses is an event of the whole router.
+        assert (await client.post("/instances/remove", json=order)).status_code == 200
+        kinds: set[str] = set()
+        async with asyncio.timeout(WAIT_S):
+            while "refusal" not in kinds:
+                assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+                events = (await client.get("/fleet/events")).json()["events"]
+                kinds = {event["kind"] for event in events}
+            assert {"added", "removed"} <= kinds
+            async with client.stream("GET", "/fleet/stream") as stream:
+                lines = stream.aiter_lines()
+                assert [await anext(lines) for _ in range(3)] == ["retry: 2000", "", "event: snapshot"]
+                snapshot = json.loads((await anext(lines)).removeprefix("data: "))
+            assert [engine["type"] for engine in snapshot["engines"]] == ["prefill"]
         left = router.pids
         router.process.kill()
         await until_gone(left)
