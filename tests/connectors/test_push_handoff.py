@@ -50,6 +50,23 @@ def test_d_comes_first(world: PushWorld, stream: str, num_tokens: int) -> None:
     world.end_delivered(d, request)
 
 
+def test_the_times_of_a_stream_are_in_order_and_begin_before_p_lends(world: PushWorld) -> None:
+    p, d = pair(world, stream="chunk")
+    tokens = tokens_of(3 * BLOCK)
+    request = d.follow("r", tokens, p)
+    d.admit(request)
+    world.settle()
+    p.begin("r", tokens)
+    world.pass_time(1)
+    p.prefill_in_chunks("r", BLOCK, 2 * BLOCK)
+    world.settle()
+    (fetched,), (lent,) = d.counted("transfers"), p.counted("loans")
+    times = fetched["times"]
+    in_order = [times[name] for name in ("claimed_s", "ready_s", "started_s", "read_s", "ended_s")]
+    assert in_order == sorted(in_order)
+    assert times["started_s"] <= lent["lent_s"]
+
+
 @pytest.mark.parametrize("stream", ["off", "chunk", "layer"])
 def test_p_finishes_first(world: PushWorld, stream: str) -> None:
     p, d = pair(world, stream=stream)

@@ -1,5 +1,7 @@
 """Trace context through the router, and the spans that a collector gets."""
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -146,3 +148,19 @@ def test_the_endpoint_comes_from_the_option_or_the_standard_variables(
 def test_an_endpoint_that_is_no_url_is_refused() -> None:
     with pytest.raises(ConfigError, match="no http"):
         otlp_endpoint("localhost:4317", {})
+
+
+def test_without_the_packages_an_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "baton.http.otel", None)
+    with pytest.raises(ConfigError, match=r"kv-baton\[otel\]"):
+        otlp_endpoint("http://a", {})
+
+
+def test_a_router_without_traces_imports_nothing_of_opentelemetry() -> None:
+    code = (
+        "import sys, baton.router.shell.app; print([m for m in sys.modules if m.startswith('opentelemetry')])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "[]\n"
