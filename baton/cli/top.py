@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -22,6 +23,7 @@ CONNECT_S = 10.0
 SILENT_S = 10.0  # The router sends something each second.
 AGAIN_S = 2.0  # From the end of a stream to the next try.
 NUM_EVENTS, NUM_FLOWS = 8, 8
+STATES_OF_ONE = 5  # Seconds; the router knows rates when it has read its engines twice.
 STYLES = {"up": "green", "down": "bold red", "refused": "bold red", "slow": "yellow"}
 UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -36,7 +38,9 @@ def top(
             show_default=False,
         ),
     ] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one frame, and end.")] = False,
+    once: Annotated[
+        bool, typer.Option("--once", help="Print one frame, after some seconds, and end.")
+    ] = False,
 ) -> None:
     """Show engines, queues, latencies, flows of KV, and events. Ctrl-C ends it.
 
@@ -50,12 +54,16 @@ def top(
     with httpx.Client(base_url=base, headers=_headers(api_key_file), timeout=CONNECT_S) as client:
         if once:
             try:
-                answer = client.get("/fleet/snapshot")
-                answer.raise_for_status()
+                with client.stream("GET", "/fleet/stream", timeout=SILENT_S) as answer:
+                    answer.raise_for_status()
+                    states = list(islice(read_states(answer.iter_lines()), STATES_OF_ONE))
             except httpx.HTTPError as error:
                 typer.echo(f"{base} does not show its fleet: {error}", err=True)
                 raise typer.Exit(1) from error
-            console.print(frame(answer.json()))
+            if not states:
+                typer.echo(f"{base} is stopping", err=True)
+                raise typer.Exit(1)
+            console.print(frame(states[-1]))
             return
         with Live(console=console, screen=True, auto_refresh=False) as live:
             try:
@@ -131,6 +139,7 @@ def frame(state: dict[str, Any]) -> RenderableType:
     figures = [
         ("requests", f"{state['requests_per_s']:.1f}/s"),
         ("in flight", f"{state['in_flight']}"),
+        ("waiting", f"{state['waiting']}"),
         ("refused", f"{state['refused_per_s']:.1f}/s"),
         ("failed", f"{state['failed_per_s']:.1f}/s"),
         *(

@@ -22,6 +22,7 @@ STATE = {
     "refused_per_s": 0.0,
     "failed_per_s": 0.0,
     "in_flight": 3,
+    "waiting": 0,
     "latencies": {
         "bounds_s": {"ttft": [0.1, 0.2], "itl": []},
         "columns": [{"unix_s": 10.0, "ttft": [2, 2, 0]}],

@@ -12,9 +12,10 @@ import httpx
 import pytest
 
 from baton.http.settings import HttpSettings
-from baton.router.shell import feed
+from baton.router.settings import AdmissionSettings
+from baton.router.shell import feed, live
 from tests.event_loop import pass_time
-from tests.router.fakes import FakeEngine, System, answers, dead_url, lends, system
+from tests.router.fakes import FakeEngine, System, after, answers, dead_url, lends, system
 
 LOCAL: dict[str, Any] = {"checked_hosts": ()}
 KEYS = HttpSettings(api_keys=("secret",), idle_s=1e4, header_s=1e4)
@@ -137,6 +138,20 @@ async def test_a_viewer_gets_a_snapshot_and_then_the_latest_each_second() -> Non
     assert 0.0 < engine["metrics"]["hit_rate"] < 1.0
     assert sum(sum(column.get("ttft", [])) for column in columns) == 1
     assert {"up"} <= {one["kind"] for one in found["events"]}
+
+
+async def test_requests_that_wait_in_the_router_are_shown() -> None:
+    may_answer, d = asyncio.Event(), FakeEngine(answers)
+    d.respond = after(may_answer, answers)
+    caps = AdmissionSettings(max_running=1)
+    async with system([FakeEngine(lends)], [d], admission=caps, **LOCAL) as s:
+        asking = [asyncio.create_task(s.complete()) for _ in range(3)]
+        await d.was_called.wait()
+        while (found := (await s.client.get("/fleet/snapshot")).json())["waiting"] != 2:
+            pass_time(live.FRESH_S)
+        assert found["in_flight"] == 3
+        may_answer.set()
+        assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
 
 
 async def test_engines_are_not_read_while_no_one_watches() -> None:

@@ -138,6 +138,7 @@ class Live:
             "queues": status["queues"],
             "routers": status["routers"],
             "in_flight": self._num_requests(),
+            "waiting": sum(sum(queue["waiting"].values()) for queue in status["queues"]),
             **self._request_rates(),
             "engines": [
                 {**shown, "metrics": self._shown(engine, now_s)}
