@@ -13,6 +13,7 @@ from urllib.parse import parse_qs
 import pytest
 from kubernetes_asyncio import client
 
+from baton.cli.members import source_of
 from baton.router.members import Member
 from baton.router.shell.members import SourceFailed
 from baton.router.shell.sources.kubernetes import KubernetesSource, Rule
@@ -109,6 +110,12 @@ async def cluster(
 
 def decode(*hosts: str) -> frozenset[Member]:
     return frozenset(Member("decode", f"http://{host}:8200") for host in hosts)
+
+
+def test_the_option_of_the_manifests_is_understood() -> None:
+    source = source_of("kubernetes:llm?selector=app=baton,tier in (a)&port=http&role_label=llm-d.ai/role")
+    assert isinstance(source, KubernetesSource)
+    assert source.rule == Rule("llm", "app=baton,tier in (a)", "llm-d.ai/role", "http")
 
 
 async def test_slices_are_listed_and_watched() -> None:

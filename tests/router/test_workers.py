@@ -32,6 +32,14 @@ class Workers:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return {int(pid) for pid in children.read_text().split()}
 
+    @property
+    def have_begun(self) -> bool:
+        """Both of them ignore signals to the process group by now."""
+        masks = [
+            Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0] for pid in self.pids
+        ]
+        return len(masks) == 2 and all(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
+
     def client(self) -> httpx.AsyncClient:
         """Each request on a connection of its own: any worker may get it."""
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -69,18 +77,26 @@ async def two_workers(
     prefill.url, decode.url = await servers.start(prefill), await servers.start(decode)
     command = command_for(url, prefill.url, decode.url)
     command += [option.format(prefill=prefill.url) for option in options]
+    async with running(url, command) as workers:
+        try:
+            yield workers
+        finally:
+            await servers.stop()
+
+
+@asynccontextmanager
+async def running(url: str, command: list[str]) -> AsyncIterator[Workers]:
     process = await asyncio.create_subprocess_exec(*command)
     workers = Workers(url, process)
     try:
         async with asyncio.timeout(WAIT_S):
-            while await workers.status_of("/health") != 200:
+            while await workers.status_of("/health") != 200 or not workers.have_begun:
                 assert process.returncode is None
         yield workers
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        await servers.stop()
 
 
 async def until_gone(pids: set[int]) -> None:
@@ -149,6 +165,42 @@ async def test_workers_share_a_port_a_fleet_and_the_metrics_and_are_replaced() -
         left = router.pids
         router.process.kill()
         await until_gone(left)
+
+
+async def test_workers_follow_a_file_that_is_read_again_at_sighup(tmp_path: Path) -> None:
+    servers, url, path = Servers(), dead_url(), tmp_path / "route.toml"
+    prefill, old, new = [await servers.start(FakeEngine(one)) for one in (lends, answers, answers)]
+
+    def write(*decode: str) -> None:
+        path.write_text(f"[route]\nprefill = {json.dumps([prefill])}\ndecode = {json.dumps(decode)}\n")
+
+    write(old)
+    port = url.rpartition(":")[2]
+    command = [sys.executable, "-m", "baton.cli", "route", "--config", str(path), "--port", port]
+    async with running(url, [*command, "--workers", "2"]) as router, router.client() as client:
+        first = router.pids
+
+        async def states() -> dict[str, str]:
+            return {one["url"]: one["state"] for one in (await client.get("/status")).json()["engines"]}
+
+        path.write_text("[route]\ndecode = 1\n")
+        for pid in (*first, router.process.pid):  # As a terminal does, to the whole group.
+            os.kill(pid, signal.SIGHUP)
+        write(old, new)
+        os.kill(router.process.pid, signal.SIGHUP)
+        async with asyncio.timeout(WAIT_S):
+            while (await states()).get(new) != "up":
+                pass
+        for _ in range(20):
+            assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        write(new)
+        async with asyncio.timeout(WAIT_S):
+            while old in await states():
+                pass
+        for _ in range(20):
+            assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
+        assert router.pids == first
+    await servers.stop()
 
 
 async def test_a_router_that_is_terminated_lets_its_streams_end_and_exits_with_0() -> None:

@@ -37,14 +37,14 @@ class KubernetesSource:
 
     def __init__(self, rule: Rule, configuration: client.Configuration | None = None) -> None:
         self.name = f"kubernetes:{rule.namespace}"
-        self._rule, self._configuration = rule, configuration
+        self.rule, self._configuration = rule, configuration
 
     async def members(self) -> AsyncGenerator[frozenset[Member], None]:
         try:
             async with client.ApiClient(await self._configured()) as api:
                 while True:
                     async for slices in self._slices(client.DiscoveryV1Api(api)):
-                        yield members_of(slices, self._rule)
+                        yield members_of(slices, self.rule)
         except ApiException as error:
             raise SourceFailed(f"the API answers {error.status}: {error.reason}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
@@ -65,7 +65,7 @@ class KubernetesSource:
 
     async def _slices(self, api: client.DiscoveryV1Api) -> AsyncGenerator[list[Any], None]:
         """All slices, at first and after each change, for one watch. Raises ApiException, ClientError."""
-        rule = self._rule
+        rule = self.rule
         listed = await api.list_namespaced_endpoint_slice(
             rule.namespace, label_selector=rule.selector, _request_timeout=ASK_S
         )
