@@ -564,7 +564,10 @@ def test_credentials_of_engines_are_used_and_never_shown(caplog: pytest.LogCaptu
             assert (await s.complete()).status_code == 200
             decode.respond = dies
             assert (await s.complete()).status_code == 502
-            shown = [(await s.client.get(path)).text for path in ("/fleet", "/metrics", "/")]
+            shown = [
+                (await s.client.get(path)).text
+                for path in ("/fleet", "/metrics", "/status", "/fleet/snapshot", "/fleet/events")
+            ]
             shown.append(repr(engine))
         basic = "Basic " + base64.b64encode(b"user:hidden").decode()
         assert decode.calls[0].headers["authorization"] == basic
