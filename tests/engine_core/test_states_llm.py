@@ -27,7 +27,7 @@ _LONG = [5 + 7 * index % 300 for index in range(90)]
 PROMPTS = [*prompts_of(4), *(_LONG[:length] for length in (1, 2, 7, 8, 9, 15, 16, 17, 23, 24, 25, 90))]
 
 
-@pytest.fixture(scope="module", params=["mamba2", "granite_hybrid", "qwen3_next"])
+@pytest.fixture(scope="module", params=["mamba2", "granite_hybrid", "qwen3_next", "qwen3_5", "nemotron_h"])
 def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     folder = write_checkpoint(
         tmp_path_factory.mktemp("model"),

@@ -36,6 +36,9 @@ FAMILIES: dict[str, dict[str, object]] = {
     "mamba2": {"family": "mamba2"},
     "granite_hybrid": {"family": "granite_hybrid"},
     "qwen3_next": {"family": "qwen3_next", "head_dim": 24},
+    "qwen3_5": {"family": "qwen3_5", "head_dim": 24},
+    "qwen3_5_moe": {"family": "qwen3_5_moe", "head_dim": 24},
+    "nemotron_h": {"family": "nemotron_h"},
 }
 
 

@@ -96,6 +96,19 @@ QWEN3_NEXT = {
     "linear_num_value_heads": 4,
 }
 
+QWEN3_5 = {**QWEN3_NEXT, "architectures": ["Qwen3_5ForCausalLM"]}
+QWEN3_5_MOE = {**QWEN3_NEXT, "architectures": ["Qwen3_5MoeForCausalLM"]}
+NEMOTRON_H = {
+    "architectures": ["NemotronHForCausalLM"],
+    "num_hidden_layers": 7,
+    "hybrid_override_pattern": "M-MM*-M",
+    "head_dim": 16,
+    "mamba_num_heads": 8,
+    "mamba_head_dim": 16,
+    "n_groups": 2,
+    "ssm_state_size": 32,
+}
+
 
 def with_fields(**fields: Any) -> dict[str, Any]:
     return {**LLAMA, **fields}
@@ -245,6 +258,34 @@ def with_fields(**fields: Any) -> dict[str, Any]:
         ({**QWEN3_NEXT, "num_experts": 1}, "num_experts_per_tok"),
         ({**QWEN3_NEXT, "mlp_only_layers": "0"}, "mlp_only_layers"),
         ({**QWEN3_NEXT, "use_sliding_window": True}, "use_sliding_window"),
+        ({**QWEN3_5, "architectures": ["Qwen3_5ForConditionalGeneration"]}, "architectures"),
+        ({**QWEN3_5, "attn_output_gate": False}, "attn_output_gate"),
+        ({**QWEN3_5, "mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype"),
+        ({**QWEN3_5, "mlp_bias": True}, "mlp_bias"),
+        ({**QWEN3_5, "use_sliding_window": True}, "use_sliding_window"),
+        ({**QWEN3_5, "linear_num_key_heads": 3}, "linear_num_key_heads"),
+        ({**QWEN3_5_MOE, "norm_topk_prob": False}, "norm_topk_prob"),
+        ({**QWEN3_5_MOE, "decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ({**QWEN3_5_MOE, "mlp_only_layers": [0]}, "mlp_only_layers"),
+        ({**QWEN3_5_MOE, "num_experts": None}, "num_experts"),
+        ({**MAMBA2, "residual_in_fp32": "yes"}, "residual_in_fp32"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": None}, "layers_block_type"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "M-MME-M"}, "hybrid_override_pattern"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "-MMM*-M"}, "hybrid_override_pattern"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "M--M*-M"}, "hybrid_override_pattern"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": "M-M"}, "hybrid_override_pattern"),
+        ({**NEMOTRON_H, "hybrid_override_pattern": [1] * 7}, "hybrid_override_pattern"),
+        ({**NEMOTRON_H, "mamba_head_dim": None}, "mamba_head_dim"),
+        ({**NEMOTRON_H, "n_groups": 3}, "n_groups"),
+        ({**NEMOTRON_H, "mlp_hidden_act": "silu"}, "mlp_hidden_act"),
+        ({**NEMOTRON_H, "mamba_hidden_act": "gelu"}, "mamba_hidden_act"),
+        ({**NEMOTRON_H, "attention_bias": True}, "attention_bias"),
+        ({**NEMOTRON_H, "mamba_proj_bias": True}, "mamba_proj_bias"),
+        ({**NEMOTRON_H, "mamba_ssm_cache_dtype": "float16"}, "mamba_ssm_cache_dtype"),
+        ({**NEMOTRON_H, "residual_in_fp32": True}, "residual_in_fp32"),
+        ({**NEMOTRON_H, "sliding_window": 8}, "sliding_window"),
+        ({**NEMOTRON_H, "partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({**NEMOTRON_H, "tie_word_embeddings": True}, "tie_word_embeddings"),
     ],
 )
 def test_unsupported_models_are_refused_by_field(fields: dict[str, Any], named: str) -> None:
@@ -437,3 +478,24 @@ def test_every_fourth_layer_of_qwen3_next_attends_and_a_quarter_of_a_head_rotate
     assert parsed(partial_rotary_factor=0.5).rotated_dim == 8
     assert parsed(rope_parameters={"partial_rotary_factor": 0.5}).rotated_dim == 8
     assert parsed(partial_rotary_factor=1.0).rotary_dim is None
+
+
+def test_an_mlp_of_nemotron_h_belongs_to_the_layer_before_it() -> None:
+    a = parse_architecture(with_fields(**NEMOTRON_H))
+    assert (a.num_layers, a.state_layers, a.bare_layers) == (5, (0, 1, 2, 4), (1, 2, 4))
+    assert [a.tensor_prefixes(layer)[0][-1] for layer in range(5)] == ["0", "2", "3", "4", "6"]
+    assert [a.tensor_prefixes(layer)[1][-1] for layer in (0, 3)] == ["1", "5"]
+    listed = ["mamba", "mlp", "mamba", "linear_attention", "full_attention", "mlp", "mamba"]
+    named = {**NEMOTRON_H, "hybrid_override_pattern": None, "layers_block_type": listed}
+    assert parse_architecture(with_fields(**named)) == a
+    mixer = 64 * (128 + 128 + 2 * 64 + 8) + 64 * 128 + 4 * (128 + 2 * 64)
+    attention = 64 * (2 * 4 * 16 + 2 * 2 * 16)
+    assert a.num_parameters_at_least == 64 * (1000 + 2 * 2 * 128) + 4 * mixer + attention
+
+
+def test_the_residual_of_mamba2_is_float32_unless_the_file_says_otherwise() -> None:
+    wide, plain = (
+        parse_architecture(with_fields(**MAMBA2, residual_in_fp32=named)) for named in (None, False)
+    )
+    assert (wide.wide_residual, plain.wide_residual) == (True, False)
+    assert wide.digest != plain.digest

@@ -28,7 +28,7 @@ LATENT = [
     "deepseek_v3, halves rotated",
     "deepseek_v32",
 ]
-STATES = ["mamba2", "granite_hybrid", "qwen3_next"]
+STATES = ["mamba2", "granite_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"]
 ALL_FAMILIES = [
     "llama",
     "mistral",

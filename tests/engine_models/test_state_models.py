@@ -28,7 +28,7 @@ from tests.engine_models.paged import (
     prompt_of,
 )
 
-STATE_FAMILIES = ["mamba2", "granite_hybrid", "qwen3_next"]
+STATE_FAMILIES = ["mamba2", "granite_hybrid", "qwen3_next", "qwen3_5", "qwen3_5_moe", "nemotron_h"]
 
 
 def decode(model: PagedModel, prompt: list[int], table: list[int], num_tokens: int = 16) -> list[int]:
@@ -190,6 +190,14 @@ def with_attention_biases(tensors: Tensors) -> None:
         )
 
 
+def with_mlp_biases(tensors: Tensors) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for name in [name for name in tensors if name.endswith(("up_proj.weight", "down_proj.weight"))]:
+        tensors[name.replace("weight", "bias")] = torch.randn(len(tensors[name]), generator=generator).mul_(
+            0.3
+        )
+
+
 def with_drafts(tensors: Tensors) -> None:
     tensors["mtp.fc.weight"] = torch.zeros(2, 2)
 
@@ -214,6 +222,9 @@ def with_nothing_else(tensors: Tensors) -> None:
         ("qwen3_next", {"partial_rotary_factor": 0.5}, with_nothing_else),
         ("qwen3_next", {"partial_rotary_factor": 1.0, "norm_topk_prob": False}, with_nothing_else),
         ("qwen3_next", {"rope_theta": 500.0}, with_drafts),
+        ("qwen3_5", {"attention_bias": True}, with_attention_biases),
+        ("nemotron_h", {"use_bias": True}, with_projection_biases),
+        ("nemotron_h", {"mlp_bias": True}, with_mlp_biases),
     ],
 )
 def test_variants_of_the_configuration_give_the_logits_of_transformers(
@@ -233,7 +244,7 @@ def test_variants_of_the_configuration_give_the_logits_of_transformers(
 
 
 def test_the_configuration_has_the_states_of_the_model(checkpoint_of: CheckpointOf) -> None:
-    pure, hybrid, delta = (load_model_config(checkpoint_of(family)) for family in STATE_FAMILIES)
+    pure, hybrid, delta = (load_model_config(checkpoint_of(family)) for family in STATE_FAMILIES[:3])
     assert pure.state_layers == (0, 1, 2, 3)
     assert hybrid.state_layers == (0, 2, 3)
     assert pure.state_parts == (
@@ -268,3 +279,31 @@ def test_states_of_bfloat16_models_do_not_depend_on_the_steps(
     ssm = model.kv_caches[name][:, -4096:].view(torch.float32)
     assert conv[5].equal(conv[15])
     torch.testing.assert_close(ssm[5], ssm[15], atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_wide", [True, False])
+def test_the_residual_stream_has_the_precision_that_the_file_names(is_wide: bool, tmp_path: Path) -> None:
+    folder = write_checkpoint(
+        tmp_path,
+        family="mamba2",
+        dtype="bfloat16",
+        **SMALL,
+        fields={"residual_in_fp32": is_wide},  # type: ignore[arg-type]
+    )
+    prompt = prompt_of(3, 40)
+    seen: list[torch.dtype] = []
+
+    def note(_: Any, inputs: tuple[torch.Tensor, ...]) -> None:
+        seen.append(inputs[0].dtype)
+
+    reference, paged = load_reference(folder).to(torch.bfloat16), PagedModel(load_model_config(folder))
+    reference.backbone.norm_f.register_forward_pre_hook(note)
+    paged.model.norm.register_forward_pre_hook(note)
+    with torch.inference_mode():
+        expected = reference(torch.tensor([prompt])).logits[0]
+    logits = paged.step([(prompt, 0, SHUFFLED_BLOCKS)])
+    torch.testing.assert_close(
+        logits, expected.float(), atol=0.5, rtol=0
+    )  # bfloat16 scans sum in other orders.
+    assert seen == [torch.float32 if is_wide else torch.bfloat16] * 2

@@ -69,6 +69,9 @@ class ThreadGroup(TensorParallelGroup):
         ("granite_hybrid", 4),
         ("qwen3_next", 2),
         ("qwen3_next", 4),
+        ("qwen3_5", 2),
+        ("qwen3_5_moe", 4),
+        ("nemotron_h", 4),
     ],
 )
 def test_ranks_together_give_the_logits_of_one(

@@ -30,6 +30,9 @@ Family = Literal[
     "mamba2",
     "granite_hybrid",
     "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "nemotron_h",
 ]
 
 MAX_LAYERS = 4096  # Twenty times the deepest models; bounds the lists with one entry per layer.
@@ -63,9 +66,13 @@ class TensorNames(NamedTuple):
     norm: str = "norm"
     input_norm: str = "input_layernorm"
     mixer: str = "linear_attn"  # What a layer with a state has instead of attention.
+    attention: str = "self_attn"
+    post_norm: str = "post_attention_layernorm"
     mlp: MlpNames = MlpNames("mlp")
     shared_mlp: MlpNames = MlpNames("mlp.shared_expert")
     experts: ExpertNames = ExpertNames()
+    is_mlp_numbered: bool = False  # An MLP has a number of its own, after that of the layer's first half.
+    are_inputs_split: bool = False  # The gated delta rule has a tensor for each projection but q, k and v.
 
 
 _DEEPSEEK: tuple[Family, ...] = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
@@ -78,6 +85,19 @@ TENSOR_NAMES: dict[Family, TensorNames] = {
         mlp=_GRANITE_MLP,
         shared_mlp=_GRANITE_MLP,
         experts=ExpertNames("block_sparse_moe", *_GRANITE_MLP[1:], "router.layer", is_stacked=True),
+    ),
+    "qwen3_5": TensorNames(are_inputs_split=True),
+    "qwen3_5_moe": TensorNames(are_inputs_split=True),
+    "nemotron_h": TensorNames(
+        "backbone",
+        "embeddings",
+        "norm_f",
+        "norm",
+        "mixer",
+        "mixer",
+        "norm",
+        MlpNames("mixer"),
+        is_mlp_numbered=True,
     ),
     **dict.fromkeys(_DEEPSEEK, TensorNames(shared_mlp=MlpNames("mlp.shared_experts"))),
 }
@@ -136,7 +156,7 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     norm_offset: float  # Added to every norm's weight.
     wide_norms: bool  # Norm weights multiply in float32, before the result is rounded.
     embedding_scale: float
-    activation: Literal["silu", "gelu_tanh"]
+    activation: Literal["silu", "gelu_tanh", "relu2"]  # relu2: the MLP has no gate.
     sinks: bool  # A learned score per head, which takes part in the softmax and has no value.
     experts: Experts | None
     tie_word_embeddings: bool
@@ -148,6 +168,8 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     residual_scale: float | None = None  # Factor of the results of attention and MLP; None: 1.
     logit_scale: float | None = None  # Divides the logits; None: 1.
     attention_gate: bool = False  # q_proj has a gate for every output of attention.
+    bare_layers: tuple[int, ...] = ()  # That have no MLP although others have one.
+    wide_residual: bool = False  # The residual stream is float32.
 
     def state_parts(self, dtype: str) -> tuple[StatePart, ...]:
         """Parts of one layer's state in the whole model. `dtype`: of the activations."""
@@ -158,6 +180,17 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
     def experts_of(self, layer: int) -> Experts | None:
         return None if layer in self.dense_layers else self.experts
+
+    def has_mlp(self, layer: int) -> bool:
+        return layer not in self.bare_layers and (self.experts_of(layer) or self.intermediate_size) != 0
+
+    def tensor_prefixes(self, layer: int) -> tuple[str, str]:
+        """Of the tensors of a layer's first half, and of its MLP."""
+        prefix = f"{self.names.root}.layers."
+        if not self.names.is_mlp_numbered:
+            return f"{prefix}{layer}", f"{prefix}{layer}"
+        number = layer + sum(self.has_mlp(before) for before in range(layer))
+        return f"{prefix}{number}", f"{prefix}{number + 1}"
 
     @property
     def rotated_dim(self) -> int:
@@ -181,14 +214,15 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
         if self.latent is not None:
             attention = self.latent.num_parameters(self.hidden_size, self.num_heads)
         num_dense = self.num_layers if self.experts is None else len(self.dense_layers)
-        inner = num_dense * self.intermediate_size
+        inner = (num_dense - len(self.bare_layers)) * self.intermediate_size
         if self.experts is not None:
             inner_of_mixture = self.experts.num_experts * self.expert_size + (self.experts.shared_size or 0)
             inner += (self.num_layers - num_dense) * inner_of_mixture
         mixers = 0 if self.state is None else self.state.num_parameters(self.hidden_size)
         num_states = len(self.state_layers)
+        matrices = 2 if self.activation == "relu2" else 3
         return (
-            self.hidden_size * (self.vocab_size + 3 * inner)
+            self.hidden_size * (self.vocab_size + matrices * inner)
             + (self.num_layers - num_states) * attention
             + num_states * mixers
         )

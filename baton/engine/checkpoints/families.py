@@ -15,6 +15,8 @@ from baton.engine.checkpoints.rope_config import RopeScaling, parse_gemma3_rope,
 from baton.engine.checkpoints.state_config import (
     GRANITE_KEYS,
     MAMBA2_KEYS,
+    NEMOTRON_KEYS,
+    STATE_LAYER_KINDS,
     parse_gated_delta,
     parse_mamba2,
     parse_state_layers,
@@ -99,7 +101,7 @@ def _whole_heads(config: Config) -> None:
 def _activation(config: Config, key: str = "hidden_act", only: str = "silu") -> str:
     if (named := config.get(key)) not in (None, only):
         raise config_error(f"must be {only!r}, is {named!r}", key)
-    return {"silu": "silu", "gelu_pytorch_tanh": "gelu_tanh"}[only]
+    return {"gelu_pytorch_tanh": "gelu_tanh"}.get(only, only)
 
 
 def _biases(config: Config, *, default: bool = False) -> Fields:
@@ -347,6 +349,7 @@ def _mamba2(config: Config) -> Fields:
         "softmax_scale": 1.0,
         "state": state,
         "state_layers": tuple(_layers(config)),
+        "wide_residual": flag(config, "residual_in_fp32", default=True),
     }
 
 
@@ -377,15 +380,41 @@ def _granite_hybrid(config: Config) -> Fields:
 
 
 def _qwen3_next(config: Config) -> Fields:
+    shared_size = positive(config, "shared_expert_intermediate_size")
+    experts = _qwen_experts(config, 10, is_normalised=True, shared_size=shared_size, shared_gate=True)
+    return _with_gated_delta(config) | experts
+
+
+def _qwen3_5(config: Config) -> Fields:
+    """Positions of text are equal in the three parts of `mrope_section`, so that it changes nothing."""
+    if config.get("attn_output_gate") not in (None, True):
+        raise config_error("must be true", "attn_output_gate")
+    if (named := config.get("mamba_ssm_dtype")) not in (None, "float32"):
+        raise config_error(f"must be float32, is {named!r:.100}", "mamba_ssm_dtype")
+    _refuse(config, "use_sliding_window", "mlp_bias")
+    return _with_gated_delta(config)
+
+
+def _qwen3_5_moe(config: Config) -> Fields:
+    """As Qwen3.5, with experts in every layer."""
+    for key, only in (("norm_topk_prob", True), ("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if (named := config.get(key)) not in (None, only):
+            raise config_error(f"must be {only!r}, is {named!r:.100}", key)
+    inner_size = positive(config, "moe_intermediate_size")
+    shared_size = positive(config, "shared_expert_intermediate_size")
+    sizes = {"inner_size": inner_size, "shared_size": shared_size}
+    experts = _experts(config, 8, "num_experts", shared_gate=True, **sizes)
+    return {"experts": experts, "intermediate_size": inner_size, **_qwen3_5(config)}
+
+
+def _with_gated_delta(config: Config) -> Fields:
     """Three layers of four have the gated delta rule. Attention has a gate, and rotates a part of a head."""
     heads, period = _heads(config, 256), positive(config, "full_attention_interval", default=4)
     kinds = ["linear_attention" if (layer + 1) % period else "attention" for layer in _layers(config)]
     layers = parse_state_layers(config, kinds)
-    shared_size = positive(config, "shared_expert_intermediate_size")
     return {
         **heads,
         **_biases(config),
-        **_qwen_experts(config, 10, is_normalised=True, shared_size=shared_size, shared_gate=True),
         "qk_norm": True,
         "norm_offset": 1.0,
         "wide_norms": True,
@@ -403,6 +432,69 @@ def _part_that_rotates(config: Config, head_dim: int) -> int | None:
     if size % 2 or not 0 < size <= head_dim:
         raise config_error(f"must rotate an even number of the {head_dim} elements, is {factor}", key)
     return None if size == head_dim else size
+
+
+_NEMOTRON_KINDS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
+
+
+def _nemotron_h(config: Config) -> Fields:
+    """Layers of Mamba 2, of attention without positions, and of an MLP with a squared ReLU and no gate.
+
+    An MLP belongs to the layer before it here. Time steps have the limits of `time_step_limit`, as in vLLM;
+    transformers has the lower limit `time_step_min` for prompts, but not for single tokens.
+    """
+    _whole_heads(config)
+    # Loaders disagree about `attention_bias`.
+    _refuse(config, "attention_bias", "residual_in_fp32", "mamba_proj_bias", "tie_word_embeddings")
+    _activation(config, "mamba_hidden_act")
+    for key, only in (("sliding_window", None), ("mamba_ssm_cache_dtype", "float32")):
+        if (named := config.get(key)) not in (None, only):
+            raise config_error(f"must be {only!r}, is {named!r:.100}", key)
+    states, bare = _nemotron_layers(config)
+    num_layers = len(states)
+    return {
+        **_heads(config, 128),
+        "num_layers": num_layers,
+        "windows": (None,) * num_layers,
+        "mlp_bias": flag(config, "mlp_bias"),
+        "rms_norm_eps": number(config, "layer_norm_epsilon", 1e-5),
+        "wide_norms": True,
+        "activation": _activation(config, "mlp_hidden_act", "relu2"),
+        "rope_theta": 1.0,
+        "rope_scaling": RopeScaling(),
+        "rotary_dim": 0,
+        "state": parse_mamba2(config, NEMOTRON_KEYS, positive(config, "hidden_size"))
+        if any(states)
+        else None,
+        "state_layers": tuple(layer for layer, has_state in enumerate(states) if has_state),
+        "bare_layers": bare,
+    }
+
+
+def _nemotron_layers(config: Config) -> tuple[list[bool], tuple[int, ...]]:
+    """Whether each layer has a state, and the layers without an MLP."""
+    key = "hybrid_override_pattern"
+    if config.get(key) is None:
+        key = "layers_block_type" if config.get("layer_types") is None else "layer_types"
+    listed = config.get(key)
+    if isinstance(listed, str):
+        listed = [_NEMOTRON_KINDS.get(letter, letter) for letter in listed]
+    if not isinstance(listed, list) or not 0 < len(listed) <= MAX_LAYERS:
+        raise config_error(f"must have the kind of each layer, is {listed!r:.100}", key)
+    if positive(config, "num_hidden_layers", default=len(listed)) != len(listed):
+        raise config_error(f"must have num_hidden_layers kinds, has {len(listed)}", key)
+    states: list[bool] = []
+    with_mlp: set[int] = set()
+    for kind in listed:
+        if kind == "mlp":
+            if not states or len(states) - 1 in with_mlp:
+                raise config_error("must have a layer of Mamba or attention before each MLP", key)
+            with_mlp.add(len(states) - 1)
+        elif isinstance(kind, str) and kind in STATE_LAYER_KINDS:
+            states.append(STATE_LAYER_KINDS[kind])
+        else:
+            raise config_error(f"must be Mamba (M), attention (*) or MLP (-), has {kind!r:.100}", key)
+    return states, tuple(layer for layer in range(len(states)) if layer not in with_mlp)
 
 
 class KnownFamily(NamedTuple):
@@ -426,4 +518,7 @@ FAMILIES: dict[Family, KnownFamily] = {
     "mamba2": KnownFamily("Mamba2ForCausalLM", _mamba2),
     "granite_hybrid": KnownFamily("GraniteMoeHybridForCausalLM", _granite_hybrid, "granitemoehybrid"),
     "qwen3_next": KnownFamily("Qwen3NextForCausalLM", _qwen3_next),
+    "qwen3_5": KnownFamily("Qwen3_5ForCausalLM", _qwen3_5, "qwen3_5_text"),
+    "qwen3_5_moe": KnownFamily("Qwen3_5MoeForCausalLM", _qwen3_5_moe, "qwen3_5_moe_text"),
+    "nemotron_h": KnownFamily("NemotronHForCausalLM", _nemotron_h),
 }

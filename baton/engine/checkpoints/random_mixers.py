@@ -47,8 +47,11 @@ def _mamba2_tensors(a: DecoderArchitecture, state: Mamba2, prefix: str) -> Itera
 def _gated_delta_tensors(a: DecoderArchitecture, state: GatedDelta, prefix: str) -> Iterator[RandomTensor]:
     inner, heads, hidden = state.inner_size, state.num_value_heads, a.hidden_size
     keys = state.num_key_heads * state.key_dim
-    yield RandomTensor(f"{prefix}.in_proj_qkvz.weight", (2 * keys + 2 * inner, hidden), hidden**-0.5)
-    yield RandomTensor(f"{prefix}.in_proj_ba.weight", (2 * heads, hidden), hidden**-0.5)
+    rows = {"qkvz": 2 * keys + 2 * inner, "ba": 2 * heads}
+    if a.names.are_inputs_split:
+        rows = {"qkv": 2 * keys + inner, "z": inner, "b": heads, "a": heads}
+    for name, num_rows in rows.items():
+        yield RandomTensor(f"{prefix}.in_proj_{name}.weight", (num_rows, hidden), hidden**-0.5)
     yield RandomTensor(f"{prefix}.conv1d.weight", (2 * keys + inner, 1, state.kernel), _CONV_STD)
     yield RandomTensor(f"{prefix}.A_log", (heads,), _DECAY_STD, _DECAY_MEAN)
     yield RandomTensor(f"{prefix}.dt_bias", (heads,), _STEP_STD, _STEP_MEAN)

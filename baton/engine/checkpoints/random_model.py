@@ -38,9 +38,20 @@ _LAYERS_PER_GLOBAL = 3  # For a small Gemma 3: two layers with a window, then on
 _DEFAULT_WINDOW = 128  # For families that always have one.
 _MUTE_SCALE = 1e-3  # Puts the logits of tokens that must not be chosen near zero, far below the largest.
 _WITHOUT_WINDOWS: frozenset[str] = frozenset(
-    ("llama", "qwen3_moe", "mamba2", "granite_hybrid", "qwen3_next", *LATENT_FAMILIES)
+    (
+        "llama",
+        "qwen3_moe",
+        "mamba2",
+        "granite_hybrid",
+        "qwen3_next",
+        "qwen3_5",
+        "qwen3_5_moe",
+        "nemotron_h",
+        *LATENT_FAMILIES,
+    )
 )
-_WITHOUT_POSITIONS: frozenset[Family] = frozenset(("mamba2", "granite_hybrid"))
+_WITHOUT_POSITIONS: frozenset[Family] = frozenset(("mamba2", "granite_hybrid", "nemotron_h"))
+_WITH_GATED_DELTA: tuple[Family, ...] = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _STATE_SIZE, _STATE_KERNEL, _STATE_EXPAND = 32, 4, 2
 _LAYERS_PER_ATTENTION = 4  # For a small hybrid: the second layer of four attends.
 _SHARD_BYTES = 512 << 20
@@ -87,6 +98,8 @@ def write_checkpoint(
     )
     if family == "mamba2":
         config = _mamba2_json(config, sizes)
+    if family == "nemotron_h":
+        config = _nemotron_json(config, sizes)
     config |= {"vocab_size": vocab, "rope_theta": rope_theta, "tie_word_embeddings": tie_word_embeddings}
     config |= fields or {}
     architecture = parse_architecture(config)
@@ -156,7 +169,7 @@ def _config_json(
         config["use_sliding_window"] = True
         # The upper half of the layers has a window, so one model has both kinds.
         config["max_window_layers"] = layers // 2
-    if family in ("llama", "qwen3", "qwen3_moe", "gemma3", "granite_hybrid", "qwen3_next"):
+    if family in ("llama", "qwen3", "qwen3_moe", "gemma3", "granite_hybrid", *_WITH_GATED_DELTA):
         config["attention_bias"] = False
     if family == "mixtral":
         config |= {"num_local_experts": _NUM_EXPERTS, "num_experts_per_tok": _EXPERTS_PER_TOKEN}
@@ -173,7 +186,13 @@ def _config_json(
         config |= latent_fields(family, sizes, num_experts=_NUM_EXPERTS, num_per_token=_EXPERTS_PER_TOKEN)
         if rope_scaling == "yarn":
             config["rope_scaling"] |= {"mscale": 1.0, "mscale_all_dim": 0.7}
-    if family == "qwen3_next":
+    if family == "qwen3_5_moe":
+        config |= {
+            "num_experts": _NUM_EXPERTS,
+            "num_experts_per_tok": _EXPERTS_PER_TOKEN,
+            "moe_intermediate_size": max(1, sizes["intermediate"] // _EXPERTS_PER_TOKEN),
+        }
+    if family in _WITH_GATED_DELTA:
         config |= {
             "layer_types": _hybrid_types(layers, "linear_attention", "full_attention"),
             "partial_rotary_factor": 0.25,
@@ -248,6 +267,34 @@ def _mamba2_json(config: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any
     }
 
 
+def _nemotron_json(config: dict[str, Any], sizes: dict[str, int]) -> dict[str, Any]:
+    """config.json of Nemotron-H. Each layer is two of the checkpoint, except for the last one of four."""
+    kinds = _hybrid_types(sizes["layers"], "M", "*")
+    per_period = _LAYERS_PER_ATTENTION
+    pattern = "".join(
+        kind if layer % per_period == per_period - 1 else f"{kind}-" for layer, kind in enumerate(kinds)
+    )
+    del config["hidden_act"], config["rms_norm_eps"]
+    heads = _STATE_EXPAND * sizes["heads"]
+    return config | {
+        "num_hidden_layers": len(pattern),
+        "hybrid_override_pattern": pattern,
+        "attention_bias": False,
+        "mlp_bias": False,
+        "mlp_hidden_act": "relu2",
+        "layer_norm_epsilon": 1e-6,
+        "mamba_num_heads": heads,
+        "mamba_head_dim": max(1, _STATE_EXPAND * sizes["hidden"] // heads),
+        "mamba_hidden_act": "silu",
+        "n_groups": sizes["kv_heads"],
+        "ssm_state_size": _STATE_SIZE,
+        "conv_kernel": _STATE_KERNEL,
+        "use_conv_bias": True,
+        "use_bias": False,
+        "residual_in_fp32": False,
+    }
+
+
 def _hybrid_types(layers: int, with_state: str, with_attention: str) -> list[str]:
     return [with_attention if layer % _LAYERS_PER_ATTENTION == 1 else with_state for layer in range(layers)]
 
@@ -288,23 +335,23 @@ def _rope_scaling(name: str, max_position: int) -> dict[str, Any] | None:
 def _tensors(architecture: DecoderArchitecture) -> Iterator[RandomTensor]:
     """All tensors except the embedding and the head, in the order of the checkpoint."""
     a, names = architecture, architecture.names
-    norms = ["post_attention_layernorm"]
+    norms = [names.post_norm]
     if a.sandwich_norms:
         norms += ["pre_feedforward_layernorm", "post_feedforward_layernorm"]
     for layer in range(a.num_layers):
-        prefix = f"{names.root}.layers.{layer}"
+        prefix, of_mlp = a.tensor_prefixes(layer)
         yield _norm(a, f"{prefix}.{names.input_norm}", 1.0)
         if layer in a.state_layers:
             yield from mixer_tensors(a, f"{prefix}.{names.mixer}")
         elif a.latent is not None:
-            yield from latent_attention_tensors(a, a.latent, f"{prefix}.self_attn")
+            yield from latent_attention_tensors(a, a.latent, f"{prefix}.{names.attention}")
         else:
-            yield from _attention_tensors(a, f"{prefix}.self_attn")
-        if not a.intermediate_size:
+            yield from _attention_tensors(a, f"{prefix}.{names.attention}")
+        if not a.has_mlp(layer):
             continue
         for name in norms:
-            yield _norm(a, f"{prefix}.{name}", 1.0)
-        yield from _mlp_tensors(a, layer, prefix)
+            yield _norm(a, f"{of_mlp}.{name}", 1.0)
+        yield from _mlp_tensors(a, layer, of_mlp)
     # A tied, scaled embedding is smaller by the scale, which the head has to compensate.
     scale = a.embedding_scale if a.tie_word_embeddings else 1.0
     yield _norm(a, f"{names.root}.{names.norm}", scale * (a.logit_scale or 1.0))
@@ -373,6 +420,10 @@ def _mlp_tensors(a: DecoderArchitecture, layer: int, prefix: str) -> Iterator[Ra
 
 def _gated_tensors(a: DecoderArchitecture, prefix: str, names: MlpNames, wide: int) -> Iterator[RandomTensor]:
     gate, up, down = (f"{prefix}.{names.block}.{name}.weight" for name in names[1:])
+    if a.activation == "relu2":
+        yield RandomTensor(up, (wide, a.hidden_size), a.hidden_size**-0.5)
+        yield RandomTensor(down, (a.hidden_size, wide), wide**-0.5)
+        return
     if gate == up:
         yield RandomTensor(gate, (2 * wide, a.hidden_size), a.hidden_size**-0.5)
     else:

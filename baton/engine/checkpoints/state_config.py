@@ -110,7 +110,7 @@ class Mamba2Keys(NamedTuple):
     groups: tuple[str, int]
     state_size: tuple[str, int]
     kernel: tuple[str, int]
-    expand: tuple[str, int]
+    expand: tuple[str, int] | None  # None: heads and their size alone give the inner size.
     conv_bias: str
     projection_bias: str
 
@@ -136,6 +136,10 @@ GRANITE_KEYS = Mamba2Keys(
     projection_bias="mamba_proj_bias",
 )
 
+NEMOTRON_KEYS = MAMBA2_KEYS._replace(
+    heads=("mamba_num_heads", 128), head_dim="mamba_head_dim", state_size=("ssm_state_size", 128), expand=None
+)
+
 
 def parse_mamba2(config: Mapping[str, Any], keys: Mamba2Keys, hidden_size: int) -> Mamba2:
     """Raises UserError naming the field."""
@@ -143,12 +147,13 @@ def parse_mamba2(config: Mapping[str, Any], keys: Mamba2Keys, hidden_size: int) 
     def size(key: tuple[str, int], *, minimum: int = 1) -> int:
         return positive(config, key[0], default=key[1], minimum=minimum)
 
-    heads, groups, inner = size(keys.heads), size(keys.groups), size(keys.expand) * hidden_size
+    heads, groups = size(keys.heads), size(keys.groups)
     if heads % groups:
         raise config_error(f"must divide {keys.heads[0]} ({heads}), is {groups}", keys.groups[0])
     is_given = config.get(keys.head_dim) not in (None, "auto")
-    head_dim = positive(config, keys.head_dim) if is_given else max(1, inner // heads)
-    if heads * head_dim != inner:
+    inner = None if keys.expand is None else size(keys.expand) * hidden_size
+    head_dim = positive(config, keys.head_dim) if is_given or inner is None else max(1, inner // heads)
+    if keys.expand is not None and heads * head_dim != inner:
         raise config_error(
             f"must be {inner}, {keys.expand[0]} times hidden_size, when multiplied by {keys.heads[0]} "
             f"({heads}), is {head_dim}",

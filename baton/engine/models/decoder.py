@@ -96,6 +96,7 @@ class Decoder(nn.Module):
             else empty_parameter(*vocabulary, dtype=dtype, device=device)
         )
         self._head_matmul: Matmul | None = None
+        self._dtype = dtype
         # Rounded to the model's dtype, as in the reference implementation.
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
 
@@ -133,6 +134,8 @@ class Decoder(nn.Module):
                 self.backend.warm_up(context.kv_caches[layer_name(first)], kind.window)
             steps[kind] = StepOfKind(rotation if kind.window is None else local, plan)
         hidden = F.embedding(input_ids, self.embedding)
+        if self.architecture.wide_residual:
+            hidden = hidden.float()
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
         last = len(self.layers)
@@ -180,7 +183,7 @@ class Decoder(nn.Module):
     def compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[S, V]` in float32 of the rows of `hidden`; the same on every rank."""
         assert self._head_matmul is not None, "`seal` comes before the first step"
-        logits = self._head_matmul(hidden).float()
+        logits = self._head_matmul(hidden.to(self._dtype)).float()
         return logits if self.architecture.logit_scale is None else logits / self.architecture.logit_scale
 
 
@@ -197,6 +200,7 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         dtype, device = backend.shape.dtype, backend.shape.device
+        self._dtype = dtype
         self.input_norm = _norm(a, dtype, device)
         self.attention: Attention | LatentAttention | StateMixer
         if kind.has_state:
@@ -208,7 +212,7 @@ class DecoderLayer(nn.Module):
         self._residual_scale = a.residual_scale
         self.attended_norm = _norm(a, dtype, device) if a.sandwich_norms else None
         experts = a.experts_of(index)
-        has_mlp = experts is not None or a.intermediate_size > 0
+        has_mlp = a.has_mlp(index)
         self.post_norm = _norm(a, dtype, device) if has_mlp else None
         self.mlp: Mlp | MixtureOfExperts | None = None
         self.shared_mlp: Mlp | None = None
@@ -231,7 +235,7 @@ class DecoderLayer(nn.Module):
         wanted: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Hidden states of the `wanted` tokens, or of all."""
-        attended = self.attention(self.input_norm(hidden), context, steps)
+        attended = self.attention(self.input_norm(hidden.to(self._dtype)), context, steps)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(wanted):
@@ -240,7 +244,7 @@ class DecoderLayer(nn.Module):
         hidden = self._sum(attended if self.attended_norm is None else self.attended_norm(attended), hidden)
         if self.mlp is None or self.post_norm is None:
             return hidden
-        normed = self.post_norm(hidden)
+        normed = self.post_norm(hidden.to(self._dtype))
         transformed = self.mlp(normed)
         if self.shared_mlp is not None:
             shared = self.shared_mlp(normed)
@@ -253,7 +257,9 @@ class DecoderLayer(nn.Module):
 
     def _sum(self, added: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
         """The residual sum, which may use the memory of `added`."""
-        return (added if self._residual_scale is None else added.mul_(self._residual_scale)).add_(hidden)
+        if self._residual_scale is not None:
+            added = added.mul_(self._residual_scale)
+        return added.add_(hidden) if added.dtype == hidden.dtype else hidden + added
 
     def seal(self) -> None:
         for part in (self.attention, self.mlp, self.shared_mlp):
@@ -363,7 +369,10 @@ class Attention(nn.Module):
 
 
 class Mlp(nn.Module):
-    """SwiGLU, or GeGLU with the tanh approximation. `inner_size`: None: the architecture's."""
+    """SwiGLU, GeGLU with the tanh approximation, or the squared ReLU without a gate.
+
+    `inner_size`: None: the architecture's.
+    """
 
     def __init__(
         self,
@@ -378,7 +387,9 @@ class Mlp(nn.Module):
         self._activation = a.activation
         self.inner_size = a.intermediate_size if inner_size is None else inner_size
         wide = self.inner_size // group.size
-        self.gate_up = PackedLinear(a.hidden_size, (wide, wide), bias=a.mlp_bias, dtype=dtype, device=device)
+        self.has_gate = a.activation != "relu2"
+        parts = (wide, wide) if self.has_gate else (wide,)
+        self.gate_up = PackedLinear(a.hidden_size, parts, bias=a.mlp_bias, dtype=dtype, device=device)
         self.down = RowParallelLinear(
             wide, a.hidden_size, bias=a.mlp_bias, group=group, dtype=dtype, device=device
         )
@@ -388,6 +399,8 @@ class Mlp(nn.Module):
         if self._split is not None:
             gate_matmul, up_matmul = self._split
             return self.down(up_matmul(hidden).mul_(gate_matmul(hidden)))  # type: ignore[no-any-return]
+        if not self.has_gate:
+            return self.down(F.relu(self.gate_up(hidden)).square())  # type: ignore[no-any-return]
         gate, up = self.gate_up(hidden).chunk(2, dim=-1)
         gate = F.silu(gate) if self._activation == "silu" else F.gelu(gate, approximate="tanh")
         return self.down(gate * up)  # type: ignore[no-any-return]

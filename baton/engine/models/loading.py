@@ -121,18 +121,18 @@ def _targets(model: Decoder) -> Iterator[_Target]:
         yield _Target("lm_head.weight", vocabulary, model.head)
     yield _Target(f"{names.root}.{names.norm}.weight", norm, model.norm.weight)
     for index, layer in enumerate(model.layers):
-        prefix = f"{names.root}.layers.{index}"
+        prefix, of_mlp = a.tensor_prefixes(index)
         yield _Target(f"{prefix}.{names.input_norm}.weight", norm, layer.input_norm.weight)
         if isinstance(layer.attention, StateMixer):
             yield from _mixer_targets(model, layer.attention, f"{prefix}.{names.mixer}")
         elif isinstance(layer.attention, LatentAttention):
-            yield from _latent_attention_targets(model, layer.attention, f"{prefix}.self_attn")
+            yield from _latent_attention_targets(model, layer.attention, f"{prefix}.{names.attention}")
         else:
-            yield from _attention_targets(model, layer.attention, f"{prefix}.self_attn")
+            yield from _attention_targets(model, layer.attention, f"{prefix}.{names.attention}")
         if layer.post_norm is None or layer.mlp is None:
             continue
         if layer.attended_norm is None or layer.mlp_norm is None:
-            yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.post_norm.weight)
+            yield _Target(f"{of_mlp}.{names.post_norm}.weight", norm, layer.post_norm.weight)
         else:
             yield _Target(f"{prefix}.post_attention_layernorm.weight", norm, layer.attended_norm.weight)
             yield _Target(f"{prefix}.pre_feedforward_layernorm.weight", norm, layer.post_norm.weight)
@@ -140,7 +140,7 @@ def _targets(model: Decoder) -> Iterator[_Target]:
         if isinstance(layer.mlp, MixtureOfExperts):
             yield from _expert_targets(model, layer.mlp, prefix)
         else:
-            yield from _mlp_targets(model, layer.mlp, prefix, names.mlp)
+            yield from _mlp_targets(model, layer.mlp, of_mlp, names.mlp)
         if layer.shared_mlp is not None:
             yield from _mlp_targets(model, layer.shared_mlp, prefix, names.shared_mlp)
         if layer.shared_gate is not None:
@@ -239,7 +239,7 @@ def _mlp_targets(model: Decoder, mlp: Mlp, prefix: str, names: MlpNames) -> Iter
     gate, up = _Part(f"{prefix}.{names.gate}", total, mine), _Part(f"{prefix}.{names.up}", total, mine)
     if gate == up:
         gate, up = _stacked(gate.name, gate, up)
-    yield from _packed(mlp.gate_up, gate, up)
+    yield from _packed(mlp.gate_up, *((gate, up) if mlp.has_gate else (up,)))
     yield from _row_parallel(mlp.down, f"{prefix}.{names.down}", total, mine)
 
 
@@ -324,6 +324,19 @@ def _gated_delta_targets(model: Decoder, mixer: GatedDeltaMixer, prefix: str) ->
     some_keys = _Part(f"{prefix}.conv1d", of_keys, _rows_of(keys, key_dim))
     some_values = _Part(f"{prefix}.conv1d", total * value_dim, mine)
     yield from _stacked_conv(mixer, some_keys, some_keys, some_values)
+    yield from _row_parallel(mixer.output, f"{prefix}.out_proj", total * value_dim, mine)
+    yield _Target(f"{prefix}.norm.weight", (value_dim,), mixer.norm)
+    for name, parameter in (("A_log", mixer.a_log), ("dt_bias", mixer.step_bias)):
+        yield _Target(f"{prefix}.{name}", (total,), parameter, _rows_of(values, 1))
+    if model.architecture.names.are_inputs_split:
+        yield from _packed(
+            mixer.input,
+            *_stacked(f"{prefix}.in_proj_qkv", some_keys, some_keys, some_values),
+            _Part(f"{prefix}.in_proj_z", total * value_dim, mine),
+            _Part(f"{prefix}.in_proj_b", total, _rows_of(values, 1)),
+            _Part(f"{prefix}.in_proj_a", total, _rows_of(values, 1)),
+        )
+        return
     q, k, v, gate, rate, step = mixer.input.weight_parts()
     hidden = mixer.input.weight.shape[1]
     of_group = 2 * key_dim + 2 * in_group * value_dim
@@ -347,10 +360,6 @@ def _gated_delta_targets(model: Decoder, mixer: GatedDeltaMixer, prefix: str) ->
         yield wide(gate, place, start + in_group * value_dim, value_dim)
         yield narrow(rate, place, 2 * key * in_group + in_key)
         yield narrow(step, place, (2 * key + 1) * in_group + in_key)
-    yield from _row_parallel(mixer.output, f"{prefix}.out_proj", total * value_dim, mine)
-    yield _Target(f"{prefix}.norm.weight", (value_dim,), mixer.norm)
-    for name, parameter in (("A_log", mixer.a_log), ("dt_bias", mixer.step_bias)):
-        yield _Target(f"{prefix}.{name}", (total,), parameter, _rows_of(values, 1))
 
 
 def _rows_of(units: range, size: int) -> slice:
