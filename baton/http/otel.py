@@ -63,7 +63,7 @@ class OtelTracer:
             self._processor.on_end(self._finished(span))
 
     def _finished(self, span: Span) -> ReadableSpan:
-        """Made at once, since a span that the SDK starts and ends costs three times as much."""
+        """Made at once: begin and end are known, so nothing has to be started, made current and ended."""
         ref = span.ref
         return ReadableSpan(
             name=span.name,
