@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.core.config import EngineConfig, ModelConfig
 from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from tests.connectors import engine_world
 from tests.connectors.engine_world import FACTORY, WINDOW, ModelOf, start_in
@@ -82,6 +85,27 @@ def test_only_blocks_within_a_window_are_filled(
         again = llm.generate([PROMPT, PROMPT[:30]], GREEDY)
         assert again[0].token_ids == completion.token_ids
         llm.core.scheduler.kv_cache.assert_empty()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["mamba2", "granite_hybrid"])
+def test_recurrent_states_begin_at_zero(family: str, tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, family=family)  # type: ignore[arg-type]
+    answers = []
+    for left_over in (0, 0x7F):  # 0x7F7F7F7F is 3.4e38.
+        with LLM(config_of(load_model_config(tmp_path), num_blocks=120), FACTORY) as llm:
+            half = llm.core.executor.only_half()
+            assert half is not None
+            for cache in half.worker_half._states:  # type: ignore[attr-defined]
+                cache.fill_(left_over)
+            (completion,) = llm.generate([PROMPT], GREEDY)
+            assert completion.num_transferred_tokens == len(PROMPT) - 1
+            (again,) = llm.generate([PROMPT], GREEDY)
+            assert again.token_ids == completion.token_ids
+            answers.append(completion.token_ids)
+            llm.core.scheduler.kv_cache.assert_empty()
+    assert len(answers[0]) == 6
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.slow

@@ -10,6 +10,7 @@ store or lend the synthetic KV.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from baton.connectors.decode_bench.halves import (
@@ -23,6 +24,7 @@ from baton.connectors.extra_config import parse_extra
 from baton.connectors.observed import ObservedConnector
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.config import EngineConfig
+from baton.core.kv_groups import KVCacheGroup, layer_name
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +35,13 @@ class BatonDecodeBenchConnector(ObservedConnector):
     stats_kind = DecodeBenchStats
     answered_params: ClassVar[frozenset[str]] = frozenset({ANSWERED})
     stands_alone: ClassVar[bool] = True
+
+    @classmethod
+    def supports_groups(
+        cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
+    ) -> bool:
+        """All of them, also those of layers with a recurrent state."""
+        return True
 
     @classmethod
     def make_scheduler_half(
@@ -46,7 +55,9 @@ class BatonDecodeBenchConnector(ObservedConnector):
 
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
-        return DecodeBenchWorkerHalf(_settings_of(vllm_config))
+        assert isinstance(vllm_config, EngineConfig), "vLLM uses the plug-in's connector"
+        state_layers = [layer_name(layer) for layer in vllm_config.model_config.state_layers]
+        return DecodeBenchWorkerHalf(_settings_of(vllm_config), state_layers)
 
 
 def _settings_of(vllm_config: host.HostConfig) -> DecodeBenchSettings:

@@ -4,12 +4,12 @@
                      no forward pass                                                computed
 
 It is an ordinary synchronous load, so everything that holds for loads holds here; only the KV is meaningless.
-With several block tables, only the blocks within a window are filled.
+With several block tables, only the blocks within a window are filled. A recurrent state is zero.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -31,7 +31,8 @@ ANSWERED = "baton_synthetic_tokens"
 
 @dataclass(frozen=True, slots=True)
 class DecodeBenchMetadata(KVConnectorMetadata):
-    block_ids: tuple[int, ...] = ()  # To fill before the forward pass, of any group.
+    block_ids: tuple[int, ...] = ()  # To fill before the forward pass, of any group with tokens.
+    state_block_ids: tuple[int, ...] = ()  # To set to zero, of any group with recurrent states.
 
 
 @dataclass
@@ -64,6 +65,7 @@ class DecodeBenchSchedulerHalf(FinishesByFirstGroup):
         self._block_tokens = block_tokens
         self._groups = groups
         self._to_fill: list[int] = []
+        self._to_clear: list[int] = []
         self._num_synthetic: dict[str, int] = {}  # Tokens, by request.
         self._stats = DecodeBenchStats()
 
@@ -79,11 +81,14 @@ class DecodeBenchSchedulerHalf(FinishesByFirstGroup):
             return
         end = request.num_tokens - 1
         first_block = (end - num_external_tokens) // self._block_tokens
-        if not self._settings.startup_fill:
-            null_blocks = {NULL_BLOCK_ID} if is_hybrid(self._groups) else set()
-            for table in blocks.get_block_ids():
-                of_table = table[first_block : -(-end // self._block_tokens)]
-                self._to_fill += [block for block in of_table if block not in null_blocks]
+        null_blocks = {NULL_BLOCK_ID} if is_hybrid(self._groups) else set()
+        for group, table in zip(self._groups, blocks.get_block_ids(), strict=True):
+            of_table = table[first_block : -(-end // self._block_tokens)]
+            loaded = [block for block in of_table if block not in null_blocks]
+            if group.is_state:
+                self._to_clear += loaded
+            elif not self._settings.startup_fill:
+                self._to_fill += loaded
         already = self._num_synthetic.get(request.request_id, 0)
         self._num_synthetic[request.request_id] = already + num_external_tokens
         self._stats.add(synthetic_tokens=num_external_tokens, synthetic_requests=not already)
@@ -93,7 +98,8 @@ class DecodeBenchSchedulerHalf(FinishesByFirstGroup):
 
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         to_fill, self._to_fill = self._to_fill, []
-        return DecodeBenchMetadata(tuple(to_fill))
+        to_clear, self._to_clear = self._to_clear, []
+        return DecodeBenchMetadata(tuple(to_fill), tuple(to_clear))
 
     def request_finished(
         self, request: host.Request, block_ids: list[int]
@@ -107,8 +113,11 @@ class DecodeBenchSchedulerHalf(FinishesByFirstGroup):
 
 
 class DecodeBenchWorkerHalf(NoLayerHooks):
-    def __init__(self, settings: DecodeBenchSettings) -> None:
+    def __init__(self, settings: DecodeBenchSettings, state_layers: Collection[str] = ()) -> None:
+        """`state_layers`: names of the layers with a recurrent state."""
         self._settings = settings
+        self._state_layers = frozenset(state_layers)
+        self._states: list[torch.Tensor] = []
         # One for each memory: layers may share memory, and a block belongs to only one group at a time.
         self._caches: dict[str, torch.Tensor] = {}
         self._patterns: dict[str, torch.Tensor] = {}  # One block of each layer; every block gets the same.
@@ -118,7 +127,9 @@ class DecodeBenchWorkerHalf(NoLayerHooks):
         import torch
 
         settings = self._settings
-        by_place = {cache.data_ptr(): (name, cache) for name, cache in reversed(kv_caches.items())}
+        self._states = [cache for name, cache in kv_caches.items() if name in self._state_layers]
+        of_tokens = {name: cache for name, cache in kv_caches.items() if name not in self._state_layers}
+        by_place = {cache.data_ptr(): (name, cache) for name, cache in reversed(of_tokens.items())}
         self._caches = dict(reversed(by_place.values()))
         for index, (name, cache) in enumerate(self._caches.items()):
             if not cache.is_floating_point() or cache.element_size() == 1:
@@ -137,8 +148,11 @@ class DecodeBenchWorkerHalf(NoLayerHooks):
 
         metadata = self._connector_metadata
         assert isinstance(metadata, DecodeBenchMetadata)
-        if not metadata.block_ids:
-            return
-        index = torch.tensor(metadata.block_ids)
-        for name, cache in self._caches.items():
-            cache[index.to(cache.device)] = self._patterns[name]
+        if metadata.block_ids:
+            index = torch.tensor(metadata.block_ids)
+            for name, cache in self._caches.items():
+                cache[index.to(cache.device)] = self._patterns[name]
+        if metadata.state_block_ids:
+            index = torch.tensor(metadata.state_block_ids)
+            for cache in self._states:
+                cache[index.to(cache.device)] = 0
