@@ -30,6 +30,11 @@ ADMIN_API_KEY_HELP = (
     f"File with the keys of the administrator's pages; or set {ADMIN_API_KEY_ENV}. "
     "Default: the keys of --api-key-file."
 )
+TLS_CERT_HELP = (
+    "PEM file with the certificate of both ports and its chain, also for https servers that ask for one."
+)
+TLS_KEY_HELP = "PEM file with the key of the certificate."
+TLS_CLIENT_CA_HELP = "PEM file: clients need a certificate of one of its authorities."
 ALLOWED_HOSTS_HELP = (
     "Comma-separated names that the Host header may have besides loopback names, for a server on "
     "loopback; * allows all."

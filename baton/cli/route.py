@@ -28,6 +28,9 @@ from baton.cli.http_options import (
     LIMITS_HELP,
     OTLP_HELP,
     PEER_SECRET_ENV,
+    TLS_CERT_HELP,
+    TLS_CLIENT_CA_HELP,
+    TLS_KEY_HELP,
     otlp_endpoint,
     read_api_keys,
     read_auth,
@@ -247,17 +250,9 @@ def route(
         ),
     ] = None,
     admin_api_key_file: Annotated[str | None, typer.Option(help=ADMIN_API_KEY_HELP, metavar="FILE")] = None,
-    tls_cert: Annotated[
-        str | None,
-        typer.Option(help="PEM file with the certificate of both ports and its chain.", metavar="FILE"),
-    ] = None,
-    tls_key: Annotated[
-        str | None, typer.Option(help="PEM file with the key of the certificate.", metavar="FILE")
-    ] = None,
-    tls_client_ca: Annotated[
-        str | None,
-        typer.Option(help="PEM file: clients need a certificate of one of its authorities.", metavar="FILE"),
-    ] = None,
+    tls_cert: Annotated[str | None, typer.Option(help=TLS_CERT_HELP, metavar="FILE")] = None,
+    tls_key: Annotated[str | None, typer.Option(help=TLS_KEY_HELP, metavar="FILE")] = None,
+    tls_client_ca: Annotated[str | None, typer.Option(help=TLS_CLIENT_CA_HELP, metavar="FILE")] = None,
     engine_ca: Annotated[
         str | None,
         typer.Option(
@@ -304,7 +299,7 @@ def route(
     from baton.core.validation import explain
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
-    from baton.http.tls import ServerTls, TlsFiles, client_context
+    from baton.http.tls import ClientTls, ServerTls, TlsFiles
     from baton.router.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
     from baton.router.shell.access_log import AccessLog
     from baton.router.shell.run import num_workers_for, serve
@@ -338,14 +333,11 @@ def route(
             admin_api_key_file, os.environ, variable=ADMIN_API_KEY_ENV, field="admin_api_key_file"
         )
         auth = read_auth(auth_file)
-        if tls_cert is not None and tls_key is not None:
-            tls = TlsFiles(cert=tls_cert, key=tls_key, client_ca=tls_client_ca)
+        if (tls := TlsFiles.of(tls_cert, tls_key, tls_client_ca)) is not None:
             ServerTls(tls)  # Refuses files that do not fit.
             settings = msgspec.structs.replace(settings, tls=tls)
-        elif tls_cert or tls_key or tls_client_ca:
-            raise ConfigError("tls_cert and tls_key are needed together", field="tls_cert")
         if engine_ca is not None:
-            client_context(engine_ca)
+            ClientTls(engine_ca, field="engine_ca")
         engine_keys = read_api_keys(
             engine_api_key_file, os.environ, variable=ENGINE_API_KEY_ENV, field="engine_api_key_file"
         )

@@ -14,11 +14,15 @@ import msgspec
 import typer
 
 from baton.cli.http_options import (
+    ADMIN_API_KEY_HELP,
     ALLOWED_HOSTS_HELP,
     API_KEY_HELP,
     LIMITS_HELP,
     OTLP_HELP,
     REGISTER_KEY_ENV,
+    TLS_CERT_HELP,
+    TLS_CLIENT_CA_HELP,
+    TLS_KEY_HELP,
     otlp_endpoint,
     warn_if_open,
 )
@@ -48,6 +52,10 @@ _FLAGS: dict[str, dict[str, str]] = {
         "otlp_traces_endpoint": OTLP_HELP,
         "admin_port": "Port for /metrics and /baton/* (default: the main port).",
         "api_key_file": API_KEY_HELP,
+        "admin_api_key_file": ADMIN_API_KEY_HELP,
+        "tls_cert": TLS_CERT_HELP,
+        "tls_key": TLS_KEY_HELP,
+        "tls_client_ca": TLS_CLIENT_CA_HELP,
         "allowed_hosts": ALLOWED_HOSTS_HELP,
         "limits": LIMITS_HELP,
         "shutdown_timeout_s": "Time for running requests after a stop signal",
@@ -60,7 +68,8 @@ _FLAGS: dict[str, dict[str, str]] = {
         "register_weight": "Share of requests, at most 1, which the others have",
         "register_ttl_s": "Time after which a router drains this engine if it does not hear from it",
         "register_key_file": f"File with the administrator's key of the routers; or set {REGISTER_KEY_ENV} "
-        "(default: the first of this engine's keys).",
+        "(default: the first of this engine's administrator's keys, or of its keys).",
+        "register_ca": "PEM file with the authorities of https routers (default: the system's).",
         "step_timeout_s": "Time limit of a step: an engine without progress for so long is ended",
     },
     "KV cache": {
@@ -102,10 +111,15 @@ _METAVARS = {
     "kv_transfer_config": "JSON",
     "kv_events_config": "JSON",
     "api_key_file": "FILE",
+    "admin_api_key_file": "FILE",
+    "tls_cert": "FILE",
+    "tls_key": "FILE",
+    "tls_client_ca": "FILE",
     "secret_file": "FILE",
     "register": "URLS",
     "register_url": "URL",
     "register_key_file": "FILE",
+    "register_ca": "FILE",
 }
 
 
@@ -222,6 +236,7 @@ def _serve(resolved: Resolved) -> int:
         resolved.http,
         settings.admin_port,
         otlp_endpoint(settings.otlp_traces_endpoint, os.environ),
+        settings.tls,
     )
     factory = CONNECTOR_FACTORY if settings.moves_kv else None
     build_stats = make_connector_stats(config)
@@ -242,12 +257,14 @@ def _serve(resolved: Resolved) -> int:
 
 def _new_registrar(resolved: Resolved, url: str, model: str | None) -> "Registrar | None":
     from baton.http.registration import register_places
+    from baton.http.tls import ClientTls
     from baton.server.registration import Registrar, place_of
 
     settings = resolved.settings
     if settings.register is None:
         return None
-    places = [place_of(place, resolved.register_key) for place in register_places(settings.register)]
+    tls = ClientTls(settings.register_ca, settings.tls, field="register_ca")
+    places = [place_of(place, resolved.register_key, tls) for place in register_places(settings.register)]
     return Registrar(settings.registrations(url, model), places)
 
 

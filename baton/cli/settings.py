@@ -38,6 +38,7 @@ from baton.core.validation import explain
 from baton.http.gate import is_loopback
 from baton.http.registration import TTL_S, Registration, Role, register_places
 from baton.http.settings import HttpLimits, HttpSettings
+from baton.http.tls import TlsFiles
 
 ENV_PREFIX = "BATON_"
 CONFIG_ENV = "BATON_CONFIG"
@@ -82,6 +83,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     otlp_traces_endpoint: str | None = None  # Where spans go. None: as OpenTelemetry's variables say.
     admin_port: int | None = None  # For metrics and /baton/*; None: the main port.
     api_key_file: str | None = None
+    admin_api_key_file: str | None = None
+    tls_cert: str | None = None
+    tls_key: str | None = None
+    tls_client_ca: str | None = None
     allowed_hosts: str = ""
     limits: HttpLimits = HttpLimits()
     shutdown_timeout_s: float = 5.0  # For running requests after a stop signal.
@@ -93,6 +98,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     register_weight: float = 1.0
     register_ttl_s: float = TTL_S
     register_key_file: str | None = None
+    register_ca: str | None = None  # PEM file of the authorities of https routers; None: the system's.
 
     step_timeout_s: float = 300.0  # Limit of a step; an engine without progress for so long is ended.
 
@@ -142,9 +148,10 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             )
         if self.kv_cache_memory is not None:
             parse_bytes(self.kv_cache_memory, field="kv_cache_memory")
+        scheme = "http" if self.tls is None else "https"
         if self.register is not None:
             register_places(self.register)
-            for one in self.registrations(f"http://{self.host}:{self.port}"):
+            for one in self.registrations(f"{scheme}://{self.host}:{self.port}"):
                 try:
                     one.check()
                 except UserError as error:
@@ -178,6 +185,11 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         )
 
     @property
+    def tls(self) -> TlsFiles | None:
+        """Raises ConfigError."""
+        return TlsFiles.of(self.tls_cert, self.tls_key, self.tls_client_ca)
+
+    @property
     def drains_for_s(self) -> float:
         """Return how long a drain may take until requests are finished and loans are returned, in seconds."""
         if self.drain_timeout_s is not None:
@@ -201,6 +213,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "port",
         "admin_port",
         "api_key_file",
+        "admin_api_key_file",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
         "allowed_hosts",
         "limits",
         "log_level",
@@ -214,6 +230,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
         "register_weight",
         "register_ttl_s",
         "register_key_file",
+        "register_ca",
     ),
     "cache": (
         "block_size",
@@ -289,12 +306,18 @@ def resolve(
     )
     _check_exposure(settings, found.secret)
     keys = read_api_keys(settings.api_key_file, environment, variable=API_KEY_ENV, field="api_key_file")
-    http = HttpSettings.of(settings.limits, api_keys=keys, allowed_hosts=settings.allowed_hosts)
+    admin_keys = read_api_keys(
+        settings.admin_api_key_file, environment, variable=ADMIN_API_KEY_ENV, field="admin_api_key_file"
+    )
+    http = HttpSettings.of(
+        settings.limits, api_keys=keys, allowed_hosts=settings.allowed_hosts, admin_keys=admin_keys
+    )
     register_keys = read_api_keys(
         settings.register_key_file, environment, variable=REGISTER_KEY_ENV, field="register_key_file"
     )
     # One key for a whole fleet is the usual case.
-    return Resolved(settings, origins, *found, http, next(iter((*register_keys, *keys)), None))
+    register_key = next(iter((*register_keys, *admin_keys, *keys)), None)
+    return Resolved(settings, origins, *found, http, register_key)
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:

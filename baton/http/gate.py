@@ -8,7 +8,7 @@
 400   a header with bytes that are not ASCII
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -57,13 +57,20 @@ class Checks:
 
 
 class Gate:
-    """ASGI middleware that makes the checks."""
+    """ASGI middleware that makes the checks. The keys are as in `Authenticator`."""
 
     def __init__(
-        self, app: ASGIApp, *, api_keys: Sequence[str] = (), allowed_hosts: Sequence[str] | None = None
+        self,
+        app: ASGIApp,
+        *,
+        api_keys: Sequence[str] = (),
+        admin_keys: Sequence[str] = (),
+        is_admin: Callable[[str], bool] = lambda path: False,
+        allowed_hosts: Sequence[str] | None = None,
     ) -> None:
         self._app = app
-        self._checks = Checks(Authenticator(api_keys), allowed_hosts=allowed_hosts)
+        authenticator = Authenticator(api_keys, admin_keys=admin_keys, is_admin=is_admin)
+        self._checks = Checks(authenticator, allowed_hosts=allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":

@@ -1,7 +1,8 @@
 """Limits of requests and prompt tokens per minute for each tenant, counted by the `limits` library.
 
 A sliding window of one minute approximates the last minute from two counters. They are in this process, or in
-a Redis that several routers share. A refused request costs nothing of what it was refused for. The headers
+a Redis that several routers share. Requests are counted before tokens: a request that is refused for its
+tokens has spent one of its tenant's requests, one that is refused as a request has spent nothing. The headers
 are OpenAI's: `x-ratelimit-limit-requests`, `-remaining-requests`, `-reset-requests`, and the same of tokens.
 """
 

@@ -140,7 +140,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 30.0  # For running requests to end, once the router is told to stop.
     max_requests: int = 4096  # In flight at once; more get 503.
     doors: HttpSettings = HttpSettings()
-    tls: TlsFiles | None = None  # Of the main and the admin port. None: HTTP without TLS.
+    tls: TlsFiles | None = None  # Of both ports, and for https engines that ask. None: HTTP without TLS.
     engine_ca: str | None = None  # PEM file of the authorities of https engines; None: the system's.
     checked_hosts: tuple[str, ...] | None = None  # None: any Host header is served; see `baton.http.gate`.
     otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.

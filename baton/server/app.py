@@ -83,8 +83,20 @@ def build_admin_app(service: Service, *, checked_hosts: Sequence[str] | None = N
 def _new_app(service: Service, checked_hosts: Sequence[str] | None) -> FastAPI:
     app = FastAPI(title="Baton", version=baton.__version__, openapi_url=None)
     _add_error_handlers(app)
-    app.add_middleware(Gate, api_keys=service.limits.api_keys, allowed_hosts=checked_hosts)
+    limits = service.limits
+    app.add_middleware(
+        Gate,
+        api_keys=limits.api_keys,
+        admin_keys=limits.admin_keys,
+        is_admin=_is_administrators,
+        allowed_hosts=checked_hosts,
+    )
     return app
+
+
+def _is_administrators(path: str) -> bool:
+    """Routers call the other paths of /baton/ with the key that they send with requests."""
+    return path == "/metrics" or path.startswith("/baton/requests/")
 
 
 def _add_error_handlers(app: FastAPI) -> None:

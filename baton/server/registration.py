@@ -1,6 +1,6 @@
 """Registers this engine at routers, or in a Redis or Valkey that routers read, for as long as it serves.
 
-    http://ROUTER:PORT             POST /instances/register, again before its time is over
+    http://ROUTER:PORT             POST /instances/register, again before its time is over; https too
     redis://HOST:PORT/0            SET with an end (PX), likewise; rediss, valkey, valkeys too
 
 A place that cannot be reached is tried again, and costs the engine nothing else. When the engine is told to
@@ -25,6 +25,7 @@ from baton.http.registration import (
     redis_key,
     redis_place,
 )
+from baton.http.tls import ClientTls
 
 logger = logging.getLogger(__name__)
 
@@ -47,13 +48,22 @@ class Place(Protocol):
 
 
 class RouterPlace:
-    def __init__(self, url: str, api_key: str | None) -> None:
+    def __init__(self, url: str, api_key: str | None, tls: ClientTls | None) -> None:
         parts = urlsplit(url)
         self.name = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
         headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
-        self._client = httpx.AsyncClient(base_url=url, headers=headers, timeout=ASK_S, trust_env=False)
+        self._tls = tls if parts.scheme == "https" else None
+        self._client = httpx.AsyncClient(
+            base_url=url,
+            headers=headers,
+            timeout=ASK_S,
+            trust_env=False,
+            verify=self._tls.context if self._tls is not None else True,
+        )
 
     async def put(self, registration: Registration) -> None:
+        if self._tls is not None:
+            self._tls.refresh(asyncio.get_running_loop().time())
         try:
             answer = await self._client.post(PATH, json=msgspec.to_builtins(registration))
         except httpx.HTTPError as error:
@@ -93,10 +103,10 @@ class RedisPlace:
         await self._client.aclose()
 
 
-def place_of(url: str, api_key: str | None) -> Place:
-    """`url`: of `register_places`. Raises ConfigError."""
+def place_of(url: str, api_key: str | None, tls: ClientTls | None = None) -> Place:
+    """`url`: of `register_places`. `tls`: for https routers; None: httpx's. Raises ConfigError."""
     is_redis = urlsplit(url).scheme in REDIS_SCHEMES
-    return RedisPlace(url) if is_redis else RouterPlace(url, api_key)
+    return RedisPlace(url) if is_redis else RouterPlace(url, api_key, tls)
 
 
 class Registrar:

@@ -35,6 +35,7 @@ from baton.http.connections import raise_descriptor_limit, server_config
 from baton.http.gate import hosts_to_check
 from baton.http.log_limit import limit_logs
 from baton.http.settings import HttpSettings
+from baton.http.tls import ServerTls, TlsFiles
 from baton.http.tracing import open_tracer
 from baton.http.workers import WorkerPool
 from baton.server.app import build_admin_app, build_app
@@ -61,6 +62,7 @@ class ServeOptions(NamedTuple):
     http: HttpSettings = HttpSettings()
     admin_port: int | None = None  # For metrics and /baton/*, on the same host; None: the main port.
     otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
+    tls: TlsFiles | None = None  # Of both ports. None: HTTP without TLS.
 
 
 class Parts(NamedTuple):
@@ -85,6 +87,7 @@ async def run(
     limit_logs("baton.server.errors")
     stop, hurry = asyncio.Event(), asyncio.Event()
     server: _Server | None = None
+    tls = None if options.tls is None else ServerTls(options.tls)
 
     def on_signal() -> None:
         if stop.is_set() and server is not None:
@@ -129,7 +132,7 @@ async def run(
                 service.admin_port = admin_listener.getsockname()[1]
             service.tracer = tracer = open_tracer("baton-engine", options.otlp_traces_endpoint)
             app = build_app(service, checked_hosts=hosts)
-            url = _url(options.host, listener)
+            url = _url(options, listener)
             registrar = parts.new_registrar(url)
 
             def started() -> None:
@@ -137,10 +140,10 @@ async def run(
                 if registrar is not None:
                     registrar.start()
 
-            server = _Server(app, options, started)
+            server = _Server(app, options, tls, started)
             try:
                 async with _admin_server(
-                    build_admin_app(service, checked_hosts=hosts), options, admin_listener
+                    build_admin_app(service, checked_hosts=hosts), options, tls, admin_listener
                 ):
                     await _serve(server, service, listener, stop, hurry, options, registrar)
             finally:
@@ -155,14 +158,14 @@ async def run(
 
 @asynccontextmanager
 async def _admin_server(
-    app: FastAPI, options: ServeOptions, listener: socket.socket | None
+    app: FastAPI, options: ServeOptions, tls: ServerTls | None, listener: socket.socket | None
 ) -> AsyncIterator[None]:
     if listener is None:
         yield
         return
-    server = _Server(app, options, lambda: None)
+    server = _Server(app, options, tls, lambda: None)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
-    logger.info("metrics and /baton/* are at %s", _url(options.host, listener))
+    logger.info("metrics and /baton/* are at %s", _url(options, listener))
     try:
         yield
     finally:
@@ -241,11 +244,14 @@ async def _finish_all(server: "_Server", engine: EngineClient, timeout_s: float)
 class _Server(uvicorn.Server):
     """uvicorn without its own signal handling, and with a callback when it is ready."""
 
-    def __init__(self, app: FastAPI, options: ServeOptions, on_started: Callable[[], None]) -> None:
+    def __init__(
+        self, app: FastAPI, options: ServeOptions, tls: ServerTls | None, on_started: Callable[[], None]
+    ) -> None:
         super().__init__(
             server_config(
                 app,
                 options.http,
+                tls=tls,
                 log_config=None,  # Logging is configured already.
                 lifespan="off",
                 # A last resort: answers end by themselves once the engine has stopped.
@@ -307,9 +313,10 @@ def _bound_socket(host: str, port: int, field: str) -> Iterator[socket.socket]:
         yield listener
 
 
-def _url(host: str, listener: socket.socket) -> str:
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{listener.getsockname()[1]}"
+def _url(options: ServeOptions, listener: socket.socket) -> str:
+    scheme = "http" if options.tls is None else "https"
+    shown = f"[{options.host}]" if ":" in options.host else options.host
+    return f"{scheme}://{shown}:{listener.getsockname()[1]}"
 
 
 @contextmanager

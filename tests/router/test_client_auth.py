@@ -12,7 +12,7 @@ from baton.cli.http_options import split_engine_keys
 from baton.core.errors import ConfigError
 from baton.http.auth import AuthSettings, Rate, Tenant
 from baton.http.settings import HttpSettings
-from baton.router.settings import AdmissionSettings
+from baton.router.settings import AdmissionSettings, RouterSettings, key_for
 from baton.router.shell.client_auth import ClientAuth
 from tests.event_loop import pass_time
 from tests.http.test_auth import KEYS, SECRET, bearer, jwks_of, settings_of, token_of
@@ -173,3 +173,15 @@ def test_lines_of_engine_keys_may_name_an_engine() -> None:
     assert split_engine_keys(words) == ("key-of-others", (("https://a:1", "key-of-a-engine"),))
     with pytest.raises(ConfigError, match="https://a:1 has no key"):
         split_engine_keys(("https://a:1",))
+
+
+def test_the_first_line_that_fits_a_url_has_its_key() -> None:
+    """So the router can read an engine's metrics, which only the administrator's keys open."""
+    words = ("https://a:1/metrics", "key-of-admin", "https://a:1", "key-of-a-engine", "key-of-others")
+    default, by_url = split_engine_keys(words)
+    urls = ("https://a:1",)
+    settings = RouterSettings(
+        prefill_urls=urls, decode_urls=urls, engine_api_key=default, engine_api_keys=by_url
+    )
+    keys = {url: key_for(settings, url) for url in ("https://a:1/metrics", "https://a:1/v1/x", "https://b:1")}
+    assert list(keys.values()) == ["key-of-admin", "key-of-a-engine", "key-of-others"]

@@ -1,74 +1,21 @@
 """TLS at the router's ports and to its engines, with real certificates."""
 
 import asyncio
-import datetime
-import ipaddress
-import ssl
 from pathlib import Path
 
 import httpx
 import pytest
-from cryptography import x509
-from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
-from cryptography.x509.oid import NameOID
 
 from baton.core.errors import ConfigError
 from baton.http.tls import LOOK_EVERY_S, ServerTls, TlsFiles
+from tests.certificates import Authority, client, context_of
 from tests.event_loop import pass_time
 from tests.router.fakes import FakeEngine, answers, lends, system
-
-DAY = datetime.timedelta(days=1)
-
-
-class Authority:
-    """Writes certificates into a folder."""
-
-    def __init__(self, folder: Path, name: str) -> None:
-        self.folder, self.name, self.key = folder, name, ec.generate_private_key(ec.SECP256R1())
-        self.ca = str(folder / f"{name}-ca.pem")
-        self.cert = self._sign(name, self.key, 1, is_ca=True)
-        Path(self.ca).write_bytes(self.cert.public_bytes(serialization.Encoding.PEM))
-
-    def _sign(
-        self, name: str, key: ec.EllipticCurvePrivateKey, days: int, *, is_ca: bool
-    ) -> x509.Certificate:
-        now = datetime.datetime.now(datetime.UTC)
-        subject = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
-        host: x509.GeneralName = x509.DNSName(name)
-        if name[0].isdigit():
-            host = x509.IPAddress(ipaddress.ip_address(name))
-        issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.name)])
-        identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
-        made = (
-            x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
-            .not_valid_before(now - 10 * DAY)
-            .not_valid_after(now + days * DAY)
-            .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
-            .add_extension(x509.SubjectAlternativeName([host]), critical=False)
-            .add_extension(identifier, critical=False)
-        )
-        return made.sign(self.key, hashes.SHA256())
-
-    def issue(self, name: str, *, days: int = 1, file: str = "server") -> TlsFiles:
-        key = ec.generate_private_key(ec.SECP256R1())
-        cert, path = self._sign(name, key, days, is_ca=False), self.folder / f"{self.name}-{file}"
-        Path(f"{path}.pem").write_bytes(cert.public_bytes(serialization.Encoding.PEM))
-        form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-        Path(f"{path}.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
-        return TlsFiles(cert=f"{path}.pem", key=f"{path}.key")
 
 
 @pytest.fixture(scope="module")
 def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
     return Authority(tmp_path_factory.mktemp("tls"), "ours")
-
-
-def client(ca: str, own: TlsFiles | None = None) -> httpx.AsyncClient:
-    context = ssl.create_default_context(cafile=ca)
-    if own is not None:
-        context.load_cert_chain(own.cert, own.key)
-    return httpx.AsyncClient(verify=context, trust_env=False, timeout=None)
 
 
 async def test_clients_are_served_over_tls_and_in_plain_http_not(
@@ -131,6 +78,29 @@ async def test_an_https_engine_is_verified(authority: Authority, tmp_path: Path,
         async with system([FakeEngine(lends)], [url], engine_ca=ca) as s:
             status = (await s.complete()).status_code
             assert (status == 200) is (fault == "none"), status
+
+
+@pytest.mark.parametrize("has_certificate", [True, False])
+async def test_the_routers_certificate_is_for_engines_that_ask_for_one(
+    authority: Authority, has_certificate: bool
+) -> None:
+    files, own = authority.issue("127.0.0.1", file="asks"), authority.issue("router", file="own")
+    asks = TlsFiles(cert=files.cert, key=files.key, client_ca=authority.ca)
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=asks) as engine:
+        url = str(engine.client.base_url).replace("http://", "https://")
+        while not engine.router.fleet.can_serve:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        given = {"tls": own} if has_certificate else {}
+        async with system([FakeEngine(lends)], [url], engine_ca=authority.ca, **given) as s:
+            router = str(s.client.base_url)
+            if has_certificate:
+                router = router.replace("http://", "https://")
+            body = {"prompt": "hello"}
+            context = context_of(authority.ca)
+            context.check_hostname = False  # The certificate is not for this address.
+            async with httpx.AsyncClient(verify=context, trust_env=False, timeout=None) as asker:
+                status = (await asker.post(f"{router}/v1/completions", json=body)).status_code
+            assert (status == 200) is has_certificate, status
 
 
 def test_a_changed_certificate_is_read_again_and_a_bad_one_is_not(authority: Authority) -> None:

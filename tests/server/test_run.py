@@ -16,6 +16,7 @@ from baton.core.errors import ConfigError
 from baton.engine.core.client import EngineClient, EngineDeadError
 from baton.http.registration import Registration
 from baton.http.settings import HttpSettings
+from baton.http.tls import TlsFiles
 from baton.server.registration import Registrar, place_of
 from baton.server.run import EXIT_ENGINE_DIED, EXIT_STOPPED, Parts, ServeOptions, run
 from baton.server.service import check_common_params
@@ -38,6 +39,7 @@ class Process:
         port: int = 0,
         admin_port: int | None = None,
         http: HttpSettings = HttpSettings(),  # noqa: B008  It is frozen.
+        tls: TlsFiles | None = None,
         new_registrar: Callable[[str], Registrar | None] = lambda url: None,
     ) -> None:
         async def start_engine() -> EngineClient:
@@ -47,7 +49,9 @@ class Process:
         self.exit: asyncio.Task[int] = asyncio.create_task(
             run(
                 CONFIG,
-                ServeOptions("127.0.0.1", port, shutdown_timeout_s, drain_timeout_s, http, admin_port),
+                ServeOptions(
+                    "127.0.0.1", port, shutdown_timeout_s, drain_timeout_s, http, admin_port, tls=tls
+                ),
                 Parts(
                     start or start_engine,
                     CharacterTokenizer,

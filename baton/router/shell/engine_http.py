@@ -19,6 +19,8 @@ from urllib.parse import unquote, urlsplit
 
 import httptools
 
+from baton.http.tls import ClientTls
+
 # Below the 5 s after which uvicorn closes an idle connection, so that nothing is sent into a closing one.
 KEEPALIVE_S = 2.0
 MAX_HEAD_BYTES = 256 << 10
@@ -273,7 +275,7 @@ class Sending:
 class EnginePool:
     """All connections of one router to its engines. Used from one event loop; `close` ends them."""
 
-    def __init__(self, *, connect_s: float, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(self, *, connect_s: float, tls: ClientTls | None = None) -> None:
         """`tls`: of https engines; None: the system's authorities are trusted."""
         self._loop = asyncio.get_running_loop()
         self._connect_s, self._tls = connect_s, tls
@@ -315,7 +317,7 @@ class EnginePool:
                     lambda: _Connection(self, origin),
                     origin.host,
                     origin.port,
-                    ssl=(self._tls or _tls()) if origin.is_tls else None,
+                    ssl=self._tls_context() if origin.is_tls else None,
                 )
         except (OSError, TimeoutError, UnicodeError) as error:
             if not sending.is_cancelled:
@@ -327,6 +329,12 @@ class EnginePool:
             exchange.on_lost("cannot connect: closed by the engine at once", was_sent=False)
         else:
             sending.start(connection, data)
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            return _default_context()
+        self._tls.refresh(self._loop.time())
+        return self._tls.context
 
     # --- Called by connections
 
@@ -361,5 +369,5 @@ class EnginePool:
 
 
 @functools.cache
-def _tls() -> ssl.SSLContext:
+def _default_context() -> ssl.SSLContext:
     return ssl.create_default_context()

@@ -1,6 +1,6 @@
 """The parts of every process of a router, whether it serves requests, watches the engines, or does both."""
 
-from baton.http.tls import client_context
+from baton.http.tls import ClientTls
 from baton.router.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.pairs import Pairs
@@ -23,7 +23,9 @@ class Parts:
         self.metrics = RouterMetrics(self.fleet, self.pairs)
         self.pool = EnginePool(
             connect_s=settings.timeouts.connect_s,
-            tls=None if settings.engine_ca is None else client_context(settings.engine_ca),
+            tls=None
+            if settings.engine_ca is None and settings.tls is None
+            else ClientTls(settings.engine_ca, settings.tls, field="engine_ca"),
         )
         self.asker = Asker(self.pool, lambda url: key_for(settings, url))
         timeout_s = settings.probe.timeout_s

@@ -54,12 +54,16 @@ def serve(
             return Router(settings, log_config=log_config, sources=sources)
         return Coordinator(settings, num_workers, log_config, sources)
 
-    status: int = uvloop.run(_serve(make, host, port, admin_port, settings.drain_timeout_s))
+    status: int = uvloop.run(_serve(make, settings, host, port, admin_port))
     return status
 
 
 async def _serve(
-    make: Callable[[], Router | Coordinator], host: str, port: int, admin_port: int | None, drain_s: float
+    make: Callable[[], Router | Coordinator],
+    settings: RouterSettings,
+    host: str,
+    port: int,
+    admin_port: int | None,
 ) -> int:
     """The first signal drains the router and then ends it; the second one ends it at once."""
     router = make()
@@ -90,9 +94,10 @@ async def _serve(
         # Objects that exist now live as long as the process; the collector need not visit them again.
         gc.collect()
         gc.freeze()
-        logger.info("listening on http://%s:%d", f"[{host}]" if ":" in host else host, bound)
+        scheme = "http" if settings.tls is None else "https"
+        logger.info("listening on %s://%s:%d", scheme, f"[{host}]" if ":" in host else host, bound)
         await is_told.wait()
-        await router.drain(drain_s)
+        await router.drain(settings.drain_timeout_s)
         return EXIT_STOPPED
     finally:
         await router.close(CLOSING_S)
