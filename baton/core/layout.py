@@ -87,6 +87,7 @@ class LayerLayout(msgspec.Struct, frozen=True):
     head_bytes: int  # Of one head of one block, all tokens together.
     token_stride: int = 0  # From one token of a block to the next; 0: one head's tokens are contiguous.
     group: int = 0  # Index of the layer's KV cache group (`baton.core.kv_groups`).
+    is_draft: bool = False  # Of the draft model of speculative decoding: answers do not depend on it.
 
 
 class UnitsLayout(msgspec.Struct, frozen=True):
@@ -126,6 +127,7 @@ class RankLayout(msgspec.Struct, frozen=True):
     pp_rank: int = 0
     pp_size: int = 1
     states: tuple[StateLayout, ...] = ()  # Of the rank's pipeline stage.
+    draft: str = ""  # Content digest of the draft model; empty: no layer is a draft's.
 
     @property
     def caches(self) -> "tuple[LayerLayout | StateLayout, ...]":

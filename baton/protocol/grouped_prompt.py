@@ -23,7 +23,7 @@ from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup
 from baton.core.layout import RankLayout
 from baton.protocol.effects import Part
 from baton.protocol.messages import BlockTables
-from baton.protocol.plan import GroupPair, pair_groups
+from baton.protocol.plan import GroupPair, pair_groups, unfilled_drafts
 
 
 class GroupRoute(NamedTuple):
@@ -49,7 +49,10 @@ def plan_group_routes(
     """
     pairs = pair_groups(producers, consumers)
     of_states = {state.group for rank in consumers for state in rank.states}
-    ours = {layer.name: layer.group for rank in consumers for layer in rank.layers}
+    unfilled = unfilled_drafts(producers, consumers)
+    ours = {
+        layer.name: layer.group for rank in consumers for layer in rank.layers if layer.name not in unfilled
+    }
     in_order = [layer for rank in producers[:: producers[0].tp_size] for layer in rank.layers]
     return tuple(
         GroupRoute(

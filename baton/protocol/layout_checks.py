@@ -46,6 +46,7 @@ def check_layout(layout: RankLayout) -> None:
     for region in layout.regions:
         _check_range("region address", region.address, 0, ADDRESS_SPACE - 1)
         _check_range("region nbytes", region.nbytes, 1, ADDRESS_SPACE - region.address)
+    _check_range("length of the draft's digest", len(layout.draft), 0, MAX_NAME_CHARS)
     names = {layer.name for layer in layout.caches}
     if len(names) != len(layout.layers) + len(layout.states):
         raise PeerError("layout: two layers have the same name")
@@ -83,6 +84,8 @@ def _check_layer(layer: LayerLayout, layout: RankLayout) -> None:
     _check_range("length of a layer's name", len(layer.name), 1, MAX_NAME_CHARS)
     where = f"layer {layer.name!r}: "
     _check_spec(layer.spec, layout, where)
+    if layer.is_draft and not layout.draft:
+        raise PeerError(f"layout: {where}is of a draft model, and the layout names none")
     _check_range(where + "group", layer.group, 0, MAX_GROUPS - 1)
     _check_range(where + "region", layer.region, 0, len(layout.regions) - 1)
     region_bytes = layout.regions[layer.region].nbytes

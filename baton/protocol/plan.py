@@ -14,6 +14,9 @@ states. If P has replicas (more ranks than heads), the readers of one head are s
                             pairs (0,0) (1,0) (2,1) (3,1); each moves one head into its half of D's block
 
 The index of a rank in a pair is `pp_rank * tp_size + tp_rank`.
+
+Layers of D's draft model are read if P has the same draft, and left out otherwise (`unfilled_drafts`): P may
+have no draft or another one, and answers do not depend on a draft's KV.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -34,6 +37,7 @@ __all__ = [
     "plan_shares",
     "plan_state_spans",
     "share_spans",
+    "unfilled_drafts",
 ]
 
 
@@ -59,14 +63,17 @@ def plan_pairs_of_layouts(
     producer_tp, consumer_tp = _tp_size_of(producers), _tp_size_of(consumers)
     theirs = {layer.name: layer for rank in producers for layer in rank.layers}
     stages = [{cache.name for cache in ranks[0].caches} for ranks in _stages(producers)]
+    unfilled = unfilled_drafts(producers, consumers)
     pairs: dict[Pair, None] = {}
     for index, layout in enumerate(consumers):
-        if missing := {cache.name for cache in layout.caches}.difference(*stages):
+        wanted = [cache for cache in layout.caches if cache.name not in unfilled]
+        if missing := {cache.name for cache in wanted}.difference(*stages):
             raise PlanError(f"layers differ: the producer has no {sorted(missing)[:3]}")
         for layer in layout.layers:
-            _check_alike(layer, theirs.get(layer.name))
+            if layer.name not in unfilled:
+                _check_alike(layer, theirs.get(layer.name))
         for stage, names in enumerate(stages):
-            units = {unit for cache in layout.caches if cache.name in names for unit in _units(cache, layout)}
+            units = {unit for cache in wanted if cache.name in names for unit in _units(cache, layout)}
             for source in _sources_of(units, layout.tp_rank, producer_tp, consumer_tp, rotation):
                 pairs[Pair(stage * producer_tp + source, index)] = None
     return tuple(pairs)
@@ -111,9 +118,29 @@ def pair_groups(producers: Sequence[RankLayout], consumers: Sequence[RankLayout]
     and for a layer that ranks of one engine put into different groups.
     """
     theirs, ours = _group_by_name(producers), _group_by_name(consumers)
+    for name in unfilled_drafts(producers, consumers):
+        del ours[name]
     if missing := ours.keys() - theirs.keys():
         raise PlanError(f"layers differ: the producer has no {sorted(missing)[:3]}")
     return tuple(sorted({GroupPair(group, theirs[name]) for name, group in ours.items()}))
+
+
+def unfilled_drafts(producers: Sequence[RankLayout], consumers: Sequence[RankLayout]) -> frozenset[str]:
+    """Layers of D's draft model that P does not have, because it has no draft or another one.
+
+    Raises PlanError for a layer that is the model's on one side and a draft's on the other.
+    """
+    theirs, ours = _draft_by_name(producers), _draft_by_name(consumers)
+    for name in theirs.keys() & ours.keys():
+        if bool(theirs[name]) != bool(ours[name]):
+            side = "the producer" if theirs[name] else "the consumer"
+            raise PlanError(f"layers differ: only {side} has {name!r} in a draft model")
+    return frozenset(name for name, draft in ours.items() if draft and theirs.get(name) != draft)
+
+
+def _draft_by_name(ranks: Sequence[RankLayout]) -> dict[str, str]:
+    """The digest of the draft that a layer belongs to; empty: the model itself."""
+    return {layer.name: rank.draft if layer.is_draft else "" for rank in ranks for layer in rank.layers}
 
 
 def _group_by_name(ranks: Sequence[RankLayout]) -> dict[str, int]:
@@ -130,13 +157,15 @@ def plan_shares(local: RankLayout, remotes: Mapping[int, RankLayout]) -> dict[in
     Ranks with nothing to read are left out. Raises PeerError for an unsound layout, PlanError if some head or
     layer is missing or is offered twice.
     """
-    open_heads = {layer.name: set(heads_of(layer, local)) for layer in local.layers}
+    unfilled = unfilled_drafts([*remotes.values()], [local])
+    wanted = [layer for layer in local.layers if layer.name not in unfilled]
+    open_heads = {layer.name: set(heads_of(layer, local)) for layer in wanted}
     shares: dict[int, Share] = {}
     for index, remote in remotes.items():
         check_layout(remote)
         theirs = {layer.name: layer for layer in remote.layers}
         share: dict[str, range] = {}
-        for layer in local.layers:
+        for layer in wanted:
             if layer.name not in theirs:
                 continue
             _check_alike(layer, theirs[layer.name])

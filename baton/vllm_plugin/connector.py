@@ -18,6 +18,7 @@ from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
+from baton.vllm_plugin.drafts import draft_layers
 from baton.vllm_plugin.fingerprint import unnamed
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import cache_specs_of, groups_of, specs_of, tables_by_position
@@ -54,6 +55,7 @@ class BatonPullConnector(ForwardingConnector):
             cls._identity_of(vllm_config, kv_cache_config, is_worker=True),
             find_packing=partial(find_packing, vllm_config),
             empty_step_wait_s=EMPTY_STEP_S,
+            find_drafts=partial(draft_layers, vllm_config),
             reporter=cls._reporter,
         )
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from baton.connectors.extra_config import FIELD
 from baton.connectors.pull.identity import EngineIdentity
@@ -14,6 +17,7 @@ from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.layout import CacheSpec, ModelFingerprint
 from baton.core.states import StatePart
+from baton.vllm_plugin.drafts import draft_config
 from baton.vllm_plugin.fingerprint import fingerprint_of, unnamed
 from baton.vllm_plugin.settings import PluginSettings
 
@@ -55,6 +59,7 @@ def identity_of(
         groups=groups,
         cache_specs=cache_specs or {},
         state_parts=state_parts,
+        draft=draft_digest(vllm_config, ours.revision),
         state_alignment=1,  # vLLM leaves no gaps between the parts.
         schedules_ahead=bool(vllm_config.scheduler_config.async_scheduling)
         or int(parallel.pipeline_parallel_size) > 1,
@@ -72,6 +77,26 @@ def find_fingerprint(vllm_config: Any, revision: str | None, *, is_worker: bool)
         return unnamed(model, cache_dtype)
     folder, load_format = find_folder(model, load), str(load.load_format)
     return fingerprint_of(model, cache_dtype, folder, revision=revision, load_format=load_format)
+
+
+def draft_digest(vllm_config: Any, revision: str | None) -> str:
+    """Identify the draft model; empty without one that has layers in the KV cache. Raises ConfigError.
+
+    Workers need it too, unlike the fingerprint: a draft is small. Modules of the checkpoint itself (MTP) are
+    identified by its fingerprint.
+    """
+    draft = draft_config(vllm_config)
+    if draft is None:
+        return ""
+    load, target = vllm_config.load_config, vllm_config.model_config
+    is_inside = draft.model == target.model
+    folder, load_format = find_folder(draft, load), str(load.load_format)
+    named = "the model's" if is_inside else revision
+    found = fingerprint_of(
+        draft, vllm_config.cache_config.cache_dtype, folder, revision=named, load_format=load_format
+    )
+    described = [vllm_config.speculative_config.method, *msgspec.structs.astuple(found)]
+    return hashlib.sha256(msgspec.json.encode(described)).hexdigest()
 
 
 def find_folder(model: Any, load: Any) -> Path | None:

@@ -54,6 +54,7 @@ def vllm_config(folder: Path, extra: dict[str, Any] | None = None, **changes: An
             "load_config": SimpleNamespace(load_format="auto", download_dir=None),
             "cache_config": SimpleNamespace(block_size=128, cache_dtype="auto"),
             "scheduler_config": SimpleNamespace(async_scheduling=True),
+            "speculative_config": None,
             "parallel_config": SimpleNamespace(**parallel),
             "kv_transfer_config": SimpleNamespace(
                 engine_id="e",

@@ -40,6 +40,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     cache_specs: Mapping[str, CacheSpec] = {}
     state_parts: tuple[StatePart, ...] = ()  # Of one layer's recurrent state, for the whole model.
     state_alignment: int = ALIGNMENT  # Of the parts, in bytes.
+    draft: str = ""  # Content digest of the draft model of speculative decoding; empty: none.
     schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
 
     @classmethod

@@ -73,6 +73,17 @@ class EndReads(msgspec.Struct, frozen=True):
 
 
 @dataclass(frozen=True, slots=True)
+class ZeroDrafts:
+    """Zero these layers of the draft model, which P does not fill, in blocks that a claim fills.
+
+    Otherwise the draft model would attend to the KV of an earlier request, which had these blocks.
+    """
+
+    layers: tuple[str, ...]
+    block_ids: tuple[tuple[int, ...], ...]  # Of each cache group.
+
+
+@dataclass(frozen=True, slots=True)
 class FailedLoad:
     """Every rank reports the request as received, and as failed (`BackgroundLoads`)."""
 
@@ -80,7 +91,7 @@ class FailedLoad:
     block_ids: tuple[int, ...]
 
 
-Order: TypeAlias = MeetPeer | LosePeer | ReadBlocks | EndReads | FailedLoad
+Order: TypeAlias = MeetPeer | LosePeer | ReadBlocks | EndReads | ZeroDrafts | FailedLoad
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, assert_never
 
@@ -33,6 +33,7 @@ from baton.connectors.pull.metadata import (
     PullWorkerReport,
     ReadBlocks,
     ReadEnd,
+    ZeroDrafts,
 )
 from baton.connectors.pull.reads.background import Background
 from baton.connectors.pull.reads.cache_layout import is_of_states, layout_of
@@ -74,6 +75,7 @@ class PullWorkerHalf(BackgroundLoads):
         clock: seconds, monotonic.
         find_packing: how the host's attention packs a block of these caches; None: slot by slot.
         empty_step_wait_s: how long a step that computes nothing waits for running reads, seconds.
+        find_drafts: which of the registered layers are a draft model's; None: none are.
         reporter: makes what reports computed layers, given the tensor-parallel rank; None: pull only.
 
     Source: `vllm.distributed.kv_transfer.kv_connector.v1.base.KVConnectorBase_V1`, the worker's methods.
@@ -89,6 +91,7 @@ class PullWorkerHalf(BackgroundLoads):
         clock: Callable[[], float] = time.monotonic,
         find_packing: FindPacking | None = None,
         empty_step_wait_s: float = 0.0,
+        find_drafts: Callable[[Collection[str]], Collection[str]] | None = None,
         reporter: Callable[[int], LayerReporter] | None = None,
     ) -> None:
         super().__init__(identity.groups)
@@ -101,6 +104,8 @@ class PullWorkerHalf(BackgroundLoads):
         self._background = Background(f"baton-connect-{identity.rank}")
         self._run_in_background = run_in_background or self._background.run
         self._find_packing = find_packing
+        self._find_drafts = find_drafts
+        self._drafts: dict[str, tuple[int, torch.Tensor]] = {}  # By layer: its cache group, its cache.
         self._empty_step_wait_s = empty_step_wait_s
         self._reporter = reporter(identity.tp_rank) if reporter is not None else None
         self._layer_index: dict[str, int] = {}
@@ -130,7 +135,12 @@ class PullWorkerHalf(BackgroundLoads):
 
             self.mirror = HostMirror(kv_caches, self._identity.block_tokens)
             kv_caches = self.mirror.caches
-        layout = layout_of(kv_caches, self._identity, packing, self._groups_of(list(kv_caches)))
+        drafts = self._find_drafts(kv_caches.keys()) if self._find_drafts is not None else ()
+        group_of = self._groups_of(list(kv_caches))
+        layout = layout_of(kv_caches, self._identity, packing, group_of, drafts)
+        self._drafts = {
+            layer.name: (layer.group, kv_caches[layer.name]) for layer in layout.layers if layer.is_draft
+        }
         address = Address(self._identity.engine_id, self._epoch)
         device, _, _ = layout.regions[0].device.partition(":")
         order = self._identity.settings.transports or available_names(device)
@@ -297,6 +307,11 @@ class PullWorkerHalf(BackgroundLoads):
                 links.read(order)
             case EndReads(claim):
                 links.cancel(claim)
+            case ZeroDrafts(names, block_ids):
+                for name in names:
+                    if name in self._drafts:  # Otherwise another pipeline stage has it.
+                        group, cache = self._drafts[name]
+                        cache[list(block_ids[group])] = 0
             case FailedLoad(request_id, block_ids):
                 self._note_end(request_id, block_ids)
             case _:

@@ -12,11 +12,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from baton.connectors.pull.consumer.fetch import Fetch, State
+from baton.connectors.pull.consumer.fetch import Fetch, State, blocks_from
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.intent import check_offer
-from baton.connectors.pull.metadata import EndReads, FailedLoad, LosePeer, MeetPeer, Order, ReadBlocks
+from baton.connectors.pull.metadata import (
+    EndReads,
+    FailedLoad,
+    LosePeer,
+    MeetPeer,
+    Order,
+    ReadBlocks,
+    ZeroDrafts,
+)
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, Pair
 from baton.core.layout import RankLayout
@@ -24,7 +32,7 @@ from baton.core.reasons import FailureCode, FailureReason
 from baton.protocol.effects import Part
 from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, GroupRoutes, plan_group_routes
 from baton.protocol.handshake import RankCard
-from baton.protocol.plan import PlanError, plan_pairs_of_layouts
+from baton.protocol.plan import PlanError, plan_pairs_of_layouts, unfilled_drafts
 from baton.protocol.ticket import Ticket, open_ticket
 
 _NOTHING_MORE = Part(0, 0)
@@ -77,6 +85,11 @@ class RankOrders:
         """Read what a stream has announced; more parts will follow."""
         fetch.early.append(part)
         self._read(fetch, pairs, part, remote_blocks, is_last=False)
+
+    def zero_drafts(self, fetch: Fetch, layers: tuple[str, ...], identity: EngineIdentity) -> None:
+        """Before the first read of the fetch."""
+        blocks = tuple(blocks_from(fetch.first_token, [table], identity) for table in fetch.tables)
+        self.pending.append(ZeroDrafts(layers, blocks))
 
     def cancel_reads(self, fetch: Fetch) -> None:
         """What was read early does not count."""
@@ -152,6 +165,12 @@ class ReadPlanner:
         theirs = [card.layout for card in ranks]
         return plan_pairs_of_layouts(theirs, self._own_layouts, rotation=self._rotation)
 
+    def unfilled_drafts(self, ranks: Sequence[RankCard]) -> tuple[str, ...]:
+        """Layers of our draft model that the producer does not have. Raises PlanError."""
+        if not self._identity.draft:
+            return ()
+        return tuple(sorted(unfilled_drafts([card.layout for card in ranks], self._own_layouts)))
+
     def group_routes(self, ranks: Sequence[RankCard]) -> GroupRoutes:
         """Through which tables the layers move. Raises PlanError."""
         theirs = [card.layout for card in ranks]
@@ -218,9 +237,12 @@ class ReadStart:
             pairs, fetch.group_routes = self._orders.plans[producer]
             if ticket is not None:
                 self.planner.check_windows(fetch.group_routes, ticket)
+            unfilled = self.planner.unfilled_drafts(ranks)
         except PlanError as error:
             self._agent.lose(producer, FailureReason(FailureCode.LAYOUT_MISMATCH, str(error)), now)
             return
+        if unfilled:
+            self._orders.zero_drafts(fetch, unfilled, self._identity)
         if ticket is not None:
             fetch.is_started = True
             self._agent.carry_out(self._agent.consumer.start(fetch.claim, pairs, now), now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -36,13 +36,14 @@ def layout_of(
     identity: EngineIdentity,
     packing: str = SLOT,
     group_of: Mapping[str, int] | None = None,
+    drafts: Collection[str] = (),
 ) -> RankLayout:
     """Tensors `[num_blocks, kv_heads, block_tokens, content]`, in whichever order their strides say.
 
     Also `[num_blocks, block_tokens, content]`: one head, and `[num_blocks, bytes]`: recurrent states, with
     the parts that `identity` names. Those of one storage share a region. `group_of`: of each layer, in an
-    engine with several groups. `packing`: of keys and values, if the host's description names none. Raises
-    ConfigError for a cache whose blocks are not what a plan can describe.
+    engine with several groups. `packing`: of keys and values, if the host's description names none. `drafts`:
+    layers of the draft model. Raises ConfigError for a cache whose blocks are not what a plan can describe.
     """
     if not kv_caches:
         raise ConfigError("has no layers", field=FIELD)
@@ -63,7 +64,7 @@ def layout_of(
         else:
             spec = _spec_of(name, cache, identity, packing)
             _check_shape(name, cache, spec, num_blocks, identity)
-            layers.append(_layer_of(name, spec, cache, index, group))
+            layers.append(_layer_of(name, spec, cache, index, group, is_draft=name in drafts))
     layout = RankLayout(
         tp_rank=identity.tp_rank,
         tp_size=identity.tp_size,
@@ -74,6 +75,7 @@ def layout_of(
         pp_rank=identity.pp_rank,
         pp_size=identity.pp_size,
         states=tuple(states),
+        draft=identity.draft,
     )
     try:
         check_layout(layout)
@@ -142,7 +144,9 @@ def _spec_of(name: str, cache: torch.Tensor, identity: EngineIdentity, packing: 
     return msgspec.structs.replace(spec, dtype=dtype)
 
 
-def _layer_of(name: str, spec: CacheSpec, cache: torch.Tensor, region: int, group: int) -> LayerLayout:
+def _layer_of(
+    name: str, spec: CacheSpec, cache: torch.Tensor, region: int, group: int, *, is_draft: bool
+) -> LayerLayout:
     itemsize = cache.element_size()
     _, num_heads, block_tokens, content = cache.shape
     # The stride of a dimension of one says nothing.
@@ -158,6 +162,7 @@ def _layer_of(name: str, spec: CacheSpec, cache: torch.Tensor, region: int, grou
         head_bytes=block_tokens * content * itemsize,
         token_stride=0 if token_stride == content else token_stride * itemsize,
         group=group,
+        is_draft=is_draft,
     )
 
 
