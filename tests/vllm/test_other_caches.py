@@ -1,11 +1,13 @@
-"""fp8 caches and states of Qwen3-Next in a real vLLM: contents move as they are, between equal dtypes."""
+"""fp8 caches, latents and states of Qwen3-Next in a real vLLM: contents move as they are."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+import torch
 
 from baton.engine.checkpoints.random_model import write_checkpoint
-from tests.vllm.engines import Server, Site, VllmPlan, check_handoffs, transfer
+from tests.vllm.engines import TRANSFERS, Server, Site, VllmPlan, check_handoffs, transfer
 from tests.vllm.prompts import Prompt, prompts
 
 FP8 = ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")
@@ -65,3 +67,92 @@ def test_a_handoff_goes_on_as_a_single_vllm_does(qwen3_next: Site, mode: str) ->
         expected[*prompt, first] = rest
     with qwen3_next.router(engines["p"], engines["d"], mode) as router:
         check_handoffs(router, engines["d"], list(expected), expected.__getitem__)
+
+
+# --- Latents, whose tokens would show nothing (docs/caches.md): bytes are compared --------------------------
+
+LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}  # The size that vLLM's kernel has.
+LATENT_LENGTHS = (9, 16, 17, 128, 129, 600)  # Blocks have 16 tokens.
+SPOILED_LENGTH = 33
+SEES_LATENTS = """
+import json
+from pathlib import Path
+
+import torch
+
+from baton.vllm_plugin.connector import BatonPushConnector
+
+
+class SeesLatents(BatonPushConnector):
+    def update_state_after_alloc(self, request, blocks, num_external_tokens):
+        [block_ids] = blocks.get_block_ids()
+        self.write("blocks", lambda file: file.write_text(json.dumps([request.num_prompt_tokens, block_ids])))
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
+    def register_kv_caches(self, kv_caches):
+        super().register_kv_caches(kv_caches)
+        self.latents = kv_caches
+
+    def wait_for_save(self):
+        if self.path("blocks").exists():
+            num_tokens, block_ids = json.loads(self.path("blocks").read_text())
+            latents = {name: cache[block_ids].reshape(-1, 576) for name, cache in self.latents.items()}
+            self.write("latents", lambda file: torch.save(latents, file))
+            if self._kv_transfer_config.kv_role == "kv_producer" and num_tokens == SPOILED_LENGTH:
+                *_, last = self.latents.values()
+                last[block_ids[0]].view(torch.uint8)[..., 3, 7] ^= 1
+        super().wait_for_save()
+
+    def path(self, name):
+        return Path(FOLDER) / f"{self._kv_transfer_config.engine_id}.{name}"
+
+    def write(self, name, write):
+        write(partial := self.path(name + ".partial"))
+        partial.rename(self.path(name))
+"""
+
+
+@pytest.fixture(scope="module")
+def latents(site: Site, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Site, Path]]:
+    """The folder has the latents of the last prompt, written after each step."""
+    site.dismiss()
+    folder = tmp_path_factory.mktemp("latents")
+    write_checkpoint(folder / "model", family="deepseek_v2", fields=LATENT)
+    other = Site(site.fleet, folder / "model")
+    yield other, folder
+    other.dismiss()
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_the_latents_of_d_are_those_of_p_byte_for_byte(latents: tuple[Site, Path], mode: str) -> None:
+    """Except for one bit of one prompt, which P changes after its latents are written down."""
+    site, folder = latents
+    (folder / "sees_latents.py").write_text(
+        f"FOLDER, SPOILED_LENGTH = {str(folder)!r}, {SPOILED_LENGTH}\n{SEES_LATENTS}"
+    )
+    seeing = {"kv_connector": "SeesLatents", "kv_connector_module_path": "sees_latents"}
+    plans = [
+        VllmPlan(name, {**transfer("BatonPushConnector", role, name), **seeing}, path=(str(folder),))
+        for name, role in (("p", "kv_producer"), ("d", "kv_consumer"))
+    ]
+    engines = site.cast("latents", *plans)
+    p, d = engines["p"], engines["d"]
+    lengths = LATENT_LENGTHS if mode == "push" else (*LATENT_LENGTHS, SPOILED_LENGTH)
+    with site.router(p, d, mode, "--no-first-token") as router:
+        for length in lengths:
+            # Another beginning in each mode, so that no block still has the bytes of an earlier handoff.
+            prompt = (9 + length + 1000 * (mode == "push"), *_LONG[: length - 1])
+            before = d.metric(TRANSFERS)
+            router.tokens(prompt)
+            d.wait_metric(TRANSFERS, lambda num, before=before: num == before + 1)
+            of_p, of_d = (torch.load(folder / f"{name}.latents") for name in ("p", "d"))
+            assert of_p.keys() == of_d.keys()
+            assert len(of_p) == 4
+            num_unlike_bytes = 0
+            for name in of_p:
+                theirs, ours = (of[name][: length - 1].contiguous() for of in (of_p, of_d))
+                assert theirs.shape == ours.shape == (length - 1, 576)
+                assert len(theirs.unique(dim=0)) >= len({*prompt[:-1]}), "unlike tokens have unlike latents"
+                num_unlike_bytes += int((theirs.view(torch.uint8) != ours.view(torch.uint8)).sum())
+            assert num_unlike_bytes == (length == SPOILED_LENGTH), (length, num_unlike_bytes)
+        assert router.metric("baton:router_prefills_total", where="remote") == len(lengths)

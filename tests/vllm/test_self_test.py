@@ -90,7 +90,7 @@ def test_an_unlisted_version_hands_over_the_same_tokens(caches: Site, family: st
 
 
 def test_latents_are_tested_too(site: Site, tmp_path: Path) -> None:
-    """Not handed over: this CPU build gives other tokens for them than itself (docs/caches.md)."""
+    """`test_other_caches` hands them over."""
     site.dismiss()
     latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}
     other = Site(site.fleet, write_checkpoint(tmp_path / "latent", family="deepseek_v2", fields=latent))
