@@ -69,9 +69,11 @@ def test_a_handoff_goes_on_as_a_single_vllm_does(qwen3_next: Site, mode: str) ->
         check_handoffs(router, engines["d"], list(expected), expected.__getitem__)
 
 
-# --- Latents, whose tokens would show nothing (docs/caches.md): bytes are compared --------------------------
+# --- Latents: tokens and bytes ----------------------------------------------------------------------------
 
 LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "head_dim": 64}  # The size that vLLM's kernel has.
+# vLLM's own kernel for a CPU rotates only the first key of a step (docs/caches.md).
+PLAIN_OPS = ("--compilation-config", '{"custom_ops": ["none"]}')
 LATENT_LENGTHS = (9, 16, 17, 128, 129, 600)  # Blocks have 16 tokens.
 SPOILED_LENGTH = 33
 SEES_LATENTS = """
@@ -131,10 +133,10 @@ def test_the_latents_of_d_are_those_of_p_byte_for_byte(latents: tuple[Site, Path
         f"FOLDER, SPOILED_LENGTH = {str(folder)!r}, {SPOILED_LENGTH}\n{SEES_LATENTS}"
     )
     seeing = {"kv_connector": "SeesLatents", "kv_connector_module_path": "sees_latents"}
-    plans = [
-        VllmPlan(name, {**transfer("BatonPushConnector", role, name), **seeing}, path=(str(folder),))
-        for name, role in (("p", "kv_producer"), ("d", "kv_consumer"))
-    ]
+    plans = [VllmPlan("single", None, extra=PLAIN_OPS)]
+    for name, role in (("p", "kv_producer"), ("d", "kv_consumer")):
+        of_name = {**transfer("BatonPushConnector", role, name), **seeing}
+        plans.append(VllmPlan(name, of_name, extra=PLAIN_OPS, path=(str(folder),)))
     engines = site.cast("latents", *plans)
     p, d = engines["p"], engines["d"]
     lengths = LATENT_LENGTHS if mode == "push" else (*LATENT_LENGTHS, SPOILED_LENGTH)
@@ -143,7 +145,9 @@ def test_the_latents_of_d_are_those_of_p_byte_for_byte(latents: tuple[Site, Path
             # Another beginning in each mode, so that no block still has the bytes of an earlier handoff.
             prompt = (9 + length + 1000 * (mode == "push"), *_LONG[: length - 1])
             before = d.metric(TRANSFERS)
-            router.tokens(prompt)
+            tokens = router.tokens(prompt)
+            if length != SPOILED_LENGTH:
+                assert tokens == engines["single"].tokens(prompt)
             d.wait_metric(TRANSFERS, lambda num, before=before: num == before + 1)
             of_p, of_d = (torch.load(folder / f"{name}.latents") for name in ("p", "d"))
             assert of_p.keys() == of_d.keys()
