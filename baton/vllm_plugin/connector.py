@@ -101,7 +101,7 @@ class BatonPullConnector(ForwardingConnector):
 
     @classmethod
     def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        return False  # Peers hold on to the memory that a sleeping engine gives away.
+        return True
 
     def set_xfer_handshake_metadata_pp_aware(self, metadata: dict[tuple[int, int], Any]) -> None:
         """Raises ConfigError if what the workers gave is another connector's."""

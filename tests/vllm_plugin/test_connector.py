@@ -110,7 +110,7 @@ def test_layouts_and_graphs_that_a_connector_asks_for(plugin: Any, folder: Path)
     assert not pull.requires_piecewise_for_cudagraph({"stream": "layer"})
     assert push.requires_piecewise_for_cudagraph({"stream": "layer"})
     assert not push.requires_piecewise_for_cudagraph({})
-    assert not push.supports_sleep_mode(None)
+    assert push.supports_sleep_mode(None)
 
 
 # --- Containment -------------------------------------------------------------------------------------

@@ -47,7 +47,3 @@ class BatonPullConnector(IdentityConnector):
     ) -> bool:
         """All of them, also those of layers with a recurrent state."""
         return True
-
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:
-        return False  # Peers hold on to the memory that a sleeping engine gives away.

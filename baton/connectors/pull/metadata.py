@@ -130,3 +130,4 @@ class PullWorkerReport(RankReport):
     step: NotCombined[int] = 0  # That this rank has computed, with all before it.
     ended: AnyRank[set[ReadEnd] | None] = None  # Each pair belongs to one rank; the machine waits for all.
     lost_links: AnyRank[set[LostLink] | None] = None
+    card: NotCombined[RankCard | None] = None  # The cache is registered anew: the host has slept.

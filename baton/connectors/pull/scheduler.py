@@ -47,6 +47,7 @@ from baton.core.ids import Address, Epoch
 from baton.core.kv_groups import can_complete_states
 from baton.core.prefilled import PrefilledTokens
 from baton.core.reasons import FailureCode
+from baton.protocol.handshake import RankCard
 from baton.protocol.introduction import Introduction, sign_introduction
 from baton.protocol.signed_frame import ProcessKey
 from baton.transport.control import ControlChannel
@@ -190,24 +191,33 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._stats = PullStats()
         self._intents = TransferIntents(identity)
         self._reports = RankCombiner(PullWorkerReport, identity.num_ranks)
-        address = Address(identity.engine_id, epoch if epoch is not None else self._key.epoch)
+        self._make_control = control or self._control_thread
+        self._control_wakes = control is None  # Another's owner steps when it sees fit.
+        self._machines, self._make_announcer = machines, announcer
+        self._awaited: set[str] = set()  # Requests that the host has parked until their load is reported.
+        self._mirrors_blocks = identity.has_host_mirror and identity.is_producer
+        self._new_cards: dict[int, RankCard] = {}  # Of ranks whose host has slept, until all have reported.
+        self._is_shut_down = False
+        self._open(epoch if epoch is not None else self._key.epoch)
+
+    def _open(self, epoch: Epoch) -> None:
+        """Begin to exist for peers, under this epoch. Raises ConfigError if the port cannot be had."""
+        identity, machines = self._identity, self._machines
+        address = Address(identity.engine_id, epoch)
         self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers, machines)
         self._agent.on_fault = self._count_fault
-        self._control = (control or self._control_thread)(self._agent, self._lock)
-        self._changing = Changing(self._lock, clock, self._control)
-        self._control_wakes = control is None  # Another's owner steps when it sees fit.
+        self._control = self._make_control(self._agent, self._lock)
+        self._changing = Changing(self._lock, self._clock, self._control)
         url, public_key = self._control.url, self._control.public_key
         self._loans = Loans(
-            self._agent.producer, identity, url, public_key, self._intents, self._stats, policy.holder
+            self._agent.producer, identity, url, public_key, self._intents, self._stats, self._policy.holder
         )
         self._agent.on_free = self._loans.ended
         self._fetches = Fetches(self._agent, identity, self._intents, self._stats, self._control.route)
-        self.announcer = announcer(identity, self._agent, self._stats, self._changing) if announcer else None
-        self._awaited: set[str] = set()  # Requests that the host has parked until their load is reported.
-        self._mirrors_blocks = identity.has_host_mirror and identity.is_producer
+        make = self._make_announcer
+        self.announcer = make(identity, self._agent, self._stats, self._changing) if make else None
         self._bad_frames_counted = 0
         self._is_retired = False  # Without a control thread: nothing is fetched or lent.
-        self._is_shut_down = False
         self._control.start()
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
@@ -246,6 +256,9 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             handshake = metadata.get(divmod(rank, self._identity.tp_size))
             assert isinstance(handshake, PullHandshake), f"rank {rank} has not registered its cache"
             cards.append(handshake.card)
+        self._announce(cards)
+
+    def _announce(self, cards: list[RankCard]) -> None:
         with self._lock:
             self._agent.announce(cards)
             self._fetches.registered([card.layout for card in cards])
@@ -278,7 +291,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             return
         try:
             with self._changing as now:
-                self._fetches.begin(request, now)
+                if not self._new_cards:  # Else its fetch would delay `_reopen`: the prompt is computed.
+                    self._fetches.begin(request, now)
                 intent = self._intents.params_of(request)
                 if self._identity.state_groups and isinstance(intent, LendBlocks) and not intent.continues:
                     self._policy.truncate_prompt(request)
@@ -408,8 +422,6 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             freed = self._loans.take_freed() if self._loans.freed else set()
             received = self._fetches.take_received() if self._fetches.received else set()
             has_orders = bool(self._fetches.orders.pending)
-        if has_orders:
-            self._wake_host()  # They go with the next step.
         if freed:
             connector_output.finished_sending = (connector_output.finished_sending or set()) | freed
         # An unknown id is a bug of ours: vLLM ends with it.
@@ -419,6 +431,11 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         if received:
             connector_output.finished_recving = (connector_output.finished_recving or set()) | received
         self._awaited -= connector_output.finished_recving or set()
+        has_woken = len(self._new_cards) == self._identity.num_ranks
+        if has_woken and not self._awaited and not self.num_open_fetches:
+            self._reopen()
+        if has_orders:
+            self._wake_host()  # They go with the next step.
 
     def has_pending_block_frees(self) -> bool:
         """Asked when an allocation has failed: what is released here is free for the next one."""
@@ -512,10 +529,43 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         if self.announcer is not None:
             self.announcer.reported([of_rank for _, of_rank in ranks], now)
         combined = self._reports.combine(ranks)
+        for rank, of_rank in ranks:
+            if of_rank.card is not None:
+                self._new_cards[rank] = of_rank.card
+                self._loans.drain(now)  # A ticket of now would lead to memory that is not there any more.
         for link in combined.lost_links or ():
             self._stats.add_for("lost_links", link.producer)
         for end in sorted(combined.ended or (), key=lambda end: (end.claim, end.pair)):  # A set has no order.
             self._fetches.read_ended(end, now)
+
+    def _reopen(self) -> None:
+        """The host has slept, and the ranks have registered their memory anew: go on as after a restart.
+
+        A new key makes a new address: peers greet it, and learn the new endpoints. Messages for the old one
+        and its tickets are refused. What is still lent ends at once: its endpoints are closed. No load runs.
+        """
+        timeout_s = self._identity.settings.shutdown_timeout_s
+        if self.announcer is not None:
+            self.announcer.close(timeout_s)
+        self._control.close(timeout_s)
+        cards = [card for _, card in sorted(self._new_cards.items())]
+        self._new_cards = {}
+        old_loans, old_orders = self._loans, self._fetches.orders
+        with self._lock:
+            old_loans.void(self._clock())
+            old_orders.lose_all()
+        del self._key
+        try:
+            self._open(self._key.epoch)
+        except Exception:  # The engine can compute without us.
+            self._is_retired = True
+            logger.critical("no KV is moved any more until this engine is restarted", exc_info=True)
+            return
+        with self._lock:
+            self._loans.num_pool_blocks = old_loans.num_pool_blocks
+            self._loans.freed |= old_loans.freed
+            self._fetches.orders.pending += old_orders.take()
+        self._announce(cards)
 
     @property
     def _has_news(self) -> bool:

@@ -43,9 +43,9 @@ from baton.contract import (
     KVConnectorMetadata,
     host,
 )
-from baton.core.errors import ConfigError
+from baton.core.errors import ConfigError, TransferError
 from baton.core.ids import Address, Epoch
-from baton.core.layout import SLOT
+from baton.core.layout import SLOT, RankLayout
 from baton.protocol.handshake import RankCard
 from baton.transport import PREFERENCE, available_names, make_transports, register_all
 from baton.transport.base import Transport
@@ -57,6 +57,8 @@ if TYPE_CHECKING:
     from baton.contract.base import CopyBlocksOp
 
 logger = logging.getLogger(__name__)
+
+_FENCE_POLL_S = 0.001
 
 FindPacking = Callable[[dict[str, "torch.Tensor"]], str]
 
@@ -102,7 +104,7 @@ class PullWorkerHalf(BackgroundLoads):
         self._given_transports = transports
         self._clock = clock
         self._background = Background(f"baton-connect-{identity.rank}")
-        self._run_in_background = run_in_background or self._background.run
+        self._given_run_in_background = run_in_background
         self._find_packing = find_packing
         self._find_drafts = find_drafts
         self._drafts: dict[str, tuple[int, torch.Tensor]] = {}  # By layer: its cache group, its cache.
@@ -115,6 +117,10 @@ class PullWorkerHalf(BackgroundLoads):
         self._transports: Mapping[str, Transport] = {}
         self._links: PeerLinks | None = None  # Once the cache is registered.
         self._card: RankCard | None = None
+        self._caches: dict[str, torch.Tensor] = {}  # What is registered: of the host, or its mirror.
+        self._is_asleep = False  # The host has taken the cache's memory away.
+        self._ended_by_sleep: list[ReadEnd] = []
+        self._new_card: RankCard | None = None  # Since the host woke up; not reported yet.
         self.mirror: HostMirror | None = None
         self._forward_context: host.ForwardContext | None = None  # Of this step, for the mirror.
 
@@ -141,7 +147,12 @@ class PullWorkerHalf(BackgroundLoads):
         self._drafts = {
             layer.name: (layer.group, kv_caches[layer.name]) for layer in layout.layers if layer.is_draft
         }
-        address = Address(self._identity.engine_id, self._epoch)
+        self._caches = kv_caches
+        self._card, self._links = self._open(layout, self._epoch)
+
+    def _open(self, layout: RankLayout, epoch: Epoch) -> tuple[RankCard, PeerLinks]:
+        """Make the caches readable for peers, by new transports. Endpoints are bound to `epoch`."""
+        address = Address(self._identity.engine_id, epoch)
         device, _, _ = layout.regions[0].device.partition(":")
         order = self._identity.settings.transports or available_names(device)
         make = self._given_transports or partial(self._make_transports, order)
@@ -149,11 +160,10 @@ class PullWorkerHalf(BackgroundLoads):
         # Imported here, because only a process that holds tensors has to load torch.
         from baton.connectors.pull.reads.staged import StagedReader
 
-        staged = StagedReader.of_caches(layout, kv_caches) if layout.layers else None
+        staged = StagedReader.of_caches(layout, self._caches) if layout.layers else None
         regions = (*layout.regions, staged.region) if staged is not None else layout.regions
         endpoints = register_all(self._transports, regions)
-        self._card = RankCard(self._identity.tp_rank, layout, endpoints, self._epoch)
-        self._links = PeerLinks(
+        links = PeerLinks(
             layout,
             self._transports,
             PREFERENCE if self._given_transports is not None else order,
@@ -162,6 +172,47 @@ class PullWorkerHalf(BackgroundLoads):
             converts_dtype=self._identity.settings.convert_dtype,
             clock=self._clock,
         )
+        return RankCard(self._identity.tp_rank, layout, endpoints, epoch), links
+
+    def unregister_kv_caches(self) -> None:
+        """When this returns, no read runs into the caches or out of them, and none can begin.
+
+        vLLM resets its prefix cache before, and refuses to sleep while a block is lent or being filled. So a
+        read that ends here is a peer's late one, or one that was cancelled.
+
+        Raises TransferError if a read does not end: the host must keep the memory.
+        """
+        if self._links is None or self._is_asleep:
+            return
+        self._is_asleep = True
+        timeout_s = self._identity.settings.shutdown_timeout_s
+        give_up_at = time.monotonic() + timeout_s
+        self._links.close()
+        self._background.close(timeout_s)  # A job may convert what was read, into the caches.
+        for transport in self._transports.values():
+            transport.close()
+        self._ended_by_sleep += self._take_ended()
+        pause = threading.Event()
+        while self._links.num_open:
+            if time.monotonic() >= give_up_at:
+                raise TransferError("cannot sleep: a read into the cache has not ended")
+            pause.wait(_FENCE_POLL_S)
+            self._ended_by_sleep += self._take_ended()
+
+    def restore_kv_caches(self) -> None:
+        """Register the same caches anew. No endpoint or ticket of before leads to the memory."""
+        if not self._is_asleep:
+            return
+        assert self._card is not None
+        assert self._links is not None
+        self._ended_by_sleep += self._take_ended()
+        self._background = Background(f"baton-connect-{self._identity.rank}")
+        met = self._links.known_cards()
+        self._card, self._links = self._open(self._card.layout, new_epoch())
+        for address, cards in met.items():
+            self._links.meet(address, cards)
+        self._new_card = self._card
+        self._is_asleep = False
 
     def _groups_of(self, in_order: list[str]) -> Mapping[str, int] | None:
         """The cache group of each layer; None if there is one: it has whatever layers this rank has."""
@@ -252,17 +303,20 @@ class PullWorkerHalf(BackgroundLoads):
         super().clear_connector_metadata()
 
     def build_connector_worker_meta(self) -> PullWorkerReport | None:
-        ended = self._take_ended()
+        ended = [*self._ended_by_sleep, *self._take_ended()]
+        self._ended_by_sleep = []
+        card, self._new_card = self._new_card, None
         lost_links = set(self._links.take_lost()) if self._links is not None and self._links.lost else set()
         bound = self._connector_metadata
         is_wanted = isinstance(bound, PullMetadata) and bound.wants_report
-        if not ended and not lost_links and not is_wanted:
+        if not ended and not lost_links and not is_wanted and card is None:
             return None
         return PullWorkerReport(
             rank=self._rank,
             step=bound.step if isinstance(bound, PullMetadata) else 0,
             ended=set(ended),
             lost_links=lost_links or None,
+            card=card,
         )
 
     def _take_ended(self) -> list[ReadEnd]:
@@ -304,12 +358,15 @@ class PullWorkerHalf(BackgroundLoads):
                     pair.consumer_rank == self._identity.rank for pair in order.pairs
                 ):
                     self.mirror.expect(order)
-                links.read(order)
+                if self._is_asleep:
+                    links.fail(order, "the engine sleeps")
+                else:
+                    links.read(order)
             case EndReads(claim):
                 links.cancel(claim)
             case ZeroDrafts(names, block_ids):
                 for name in names:
-                    if name in self._drafts:  # Otherwise another pipeline stage has it.
+                    if name in self._drafts and not self._is_asleep:  # Else another pipeline stage has it.
                         group, cache = self._drafts[name]
                         cache[list(block_ids[group])] = 0
             case FailedLoad(request_id, block_ids):
@@ -344,7 +401,7 @@ class PullWorkerHalf(BackgroundLoads):
             finally:
                 self._wake_host()
 
-        self._run_in_background(run)
+        (self._given_run_in_background or self._background.run)(run)
 
     def _wake_host(self) -> None:
         """From any thread: a step would find the end of a read."""

@@ -60,6 +60,10 @@ class RankOrders:
             self._known_to_ranks.discard(address)
             self.pending.append(LosePeer(address))
 
+    def lose_all(self) -> None:
+        for address in list(self._cards):
+            self.peer_lost(address)
+
     def cards_of(self, address: Address) -> tuple[RankCard, ...] | None:
         """None: the peer is not ready."""
         return self._cards.get(address)

@@ -332,6 +332,12 @@ class Loans:
         """Lend nothing more; every loan ends by then."""
         self._machine.drain(deadline)
 
+    def void(self, now: float) -> None:
+        """End all loans, claimed or not. Only for memory that no peer can read any more."""
+        for loan_id in list(self._lent):
+            self.ended(FreeLoan(loan_id, expired=False), now, is_given_up=True)
+        self.release_ended()
+
     @property
     def num_open(self) -> int:
         return self._machine.num_open

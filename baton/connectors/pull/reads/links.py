@@ -65,6 +65,10 @@ class PeerLinks:
         with self._changed:
             self._cards[producer] = cards
 
+    def known_cards(self) -> dict[Address, tuple[RankCard, ...]]:
+        with self._changed:
+            return dict(self._cards)
+
     def read(self, order: ReadBlocks) -> None:
         """Begin this rank's part, now or when the peer is connected."""
         pairs = [pair for pair in order.pairs if pair.consumer_rank == self._rank]
