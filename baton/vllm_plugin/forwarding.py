@@ -124,6 +124,13 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
                 name_tested(),
             )
         self._refuse_multi_connector()
+        sleeps = getattr(vllm_config.model_config, "enable_sleep_mode", False)
+        if sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
+            raise ConfigError(
+                "this vLLM takes the cache's memory away without telling its connectors; use 0.33, or start "
+                "without --enable-sleep-mode",
+                field="model_config.enable_sleep_mode",
+            )
         self._group = self.find_group(kv_cache_config)
         self._contained = Containment()
         self._num_contained_counted = 0

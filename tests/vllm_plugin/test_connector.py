@@ -91,6 +91,25 @@ def test_a_vllm_that_fits_no_record_is_refused_unless_allowed(
     kind(allowed, roles().SCHEDULER, GROUPS).shutdown()
 
 
+@pytest.mark.parametrize("has_hooks", [True, False])
+def test_sleep_mode_is_refused_in_a_vllm_without_its_hooks(
+    plugin: Any, folder: Path, monkeypatch: pytest.MonkeyPatch, has_hooks: bool
+) -> None:
+    kind = plugin.BatonPullConnector
+    base = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.base"].KVConnectorBase_V1
+    if has_hooks:
+        monkeypatch.setattr(base, "unregister_kv_caches", lambda self: None, raising=False)
+    else:
+        monkeypatch.delattr(base, "unregister_kv_caches", raising=False)
+    config = vllm_config(folder, parallel=PARALLEL)
+    config.model_config.enable_sleep_mode = True
+    if has_hooks:
+        kind(config, roles().SCHEDULER, GROUPS).shutdown()
+        return
+    with pytest.raises(ConfigError, match="enable_sleep_mode"):
+        kind(config, roles().SCHEDULER, GROUPS)
+
+
 def test_objects_sent_between_processes_have_vllms_base_classes(scheduler: Any) -> None:
     base: Any = sys.modules["vllm.distributed.kv_transfer.kv_connector.v1.base"]
     assert issubclass(PullMetadata, base.KVConnectorMetadata)
