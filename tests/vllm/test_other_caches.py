@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from baton.engine.checkpoints.random_model import write_checkpoint
-from tests.vllm.engines import TRANSFERS, Server, Site, VllmPlan, check_handoffs, transfer
+from tests.vllm.engines import TRANSFERS, BatonPlan, Server, Site, VllmPlan, check_handoffs, transfer
 from tests.vllm.prompts import Prompt, prompts
 
 FP8 = ("--dtype", "bfloat16", "--kv-cache-dtype", "fp8")
@@ -160,3 +160,18 @@ def test_the_latents_of_d_are_those_of_p_byte_for_byte(latents: tuple[Site, Path
                 num_unlike_bytes += int((theirs.view(torch.uint8) != ours.view(torch.uint8)).sum())
             assert num_unlike_bytes == (length == SPOILED_LENGTH), (length, num_unlike_bytes)
         assert router.metric("baton:router_prefills_total", where="remote") == len(lengths)
+
+
+@pytest.mark.parametrize("names", [("p", "baton-d"), ("baton-p", "d")], ids=" to ".join)
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_latents_cross_between_a_vllm_and_the_embedded_engine(
+    latents: tuple[Site, Path], names: tuple[str, str], mode: str
+) -> None:
+    site, _ = latents
+    plans: list[VllmPlan | BatonPlan] = [VllmPlan("single", None, extra=PLAIN_OPS)]
+    for name, role in (("p", "kv_producer"), ("d", "kv_consumer")):
+        plans.append(VllmPlan(name, transfer("BatonPushConnector", role, name), extra=PLAIN_OPS))
+        plans.append(BatonPlan(f"baton-{name}", transfer("BatonPushConnector", role, f"baton-{name}")))
+    engines = site.cast("latents of both", *plans)
+    with site.router(engines[names[0]], engines[names[1]], mode) as router:
+        check_handoffs(router, engines[names[1]], ASKED, engines["single"].tokens)
