@@ -75,7 +75,7 @@ def test_usage_counts_the_whole_prompt(front: Proxy, pair: tuple[Engine, Engine]
 
 
 def test_a_shortened_prompt_is_what_p_computed(pair: tuple[Engine, Engine]) -> None:
-    """So the test above is about a prompt that was shortened: P lends all tokens but the last, and has no token."""
+    """So the test above is about a shortened prompt: P lends all tokens but the last, and has no token."""
     p, d = pair
     prompt = make_prompt(4, NUM_TOKENS)
     left = p.complete(prompt, {"do_remote_decode": True}, max_tokens=1).json()

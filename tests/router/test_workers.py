@@ -34,11 +34,11 @@ class Workers:
 
     @property
     def have_begun(self) -> bool:
-        """Both of them ignore signals to the process group by now."""
+        """The workers, and the index process if there is one, ignore signals to the process group by now."""
         masks = [
             Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0] for pid in self.pids
         ]
-        return len(masks) == 2 and all(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
+        return len(masks) >= 2 and all(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
 
     def client(self) -> httpx.AsyncClient:
         """Each request on a connection of its own: any worker may get it."""
@@ -152,8 +152,9 @@ async def test_workers_share_a_port_a_fleet_and_the_metrics_and_are_replaced() -
         assert (await client.post("/instances/remove", json=order)).status_code == 200
         kinds: set[str] = set()
         async with asyncio.timeout(WAIT_S):
-            while "refusal" not in kinds:
-                assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 503
+            while "refusal" not in kinds:  # A worker that has just begun may not know of the order yet.
+                answer = await client.post("/v1/completions", json={"prompt": "a"})
+                assert answer.status_code in (200, 503)
                 events = (await client.get("/fleet/events")).json()["events"]
                 kinds = {event["kind"] for event in events}
             assert {"added", "removed"} <= kinds
