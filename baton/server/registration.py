@@ -1,7 +1,7 @@
 """Registers this engine at routers, or in a Redis or Valkey that routers read, for as long as it serves.
 
     http://ROUTER:PORT             POST /instances/register, again before its time is over; https too
-    redis://HOST:PORT/0            SET with an end (PX), likewise; rediss, valkey, valkeys too
+    redis://HOST:PORT/0            the same, by SET with an end (PX); also rediss, valkey, valkeys
 
 A place that cannot be reached is tried again, and costs the engine nothing else. When the engine is told to
 stop it leaves first, so that routers send it nothing more.

@@ -1,4 +1,4 @@
-"""Paths that go whole to one engine: which, to whom, how often, and streamed."""
+"""Tests of paths that go whole to one engine: which paths, the choice of the engine, retries, streams."""
 
 import asyncio
 import json
