@@ -51,7 +51,7 @@ def test_a_connector_without_a_self_test_is_refused_in_an_unlisted_version_unles
 
     def make(name: str, **extra: Any) -> None:
         config = KVTransferConfig(kv_connector=name, kv_role="kv_both", kv_connector_extra_config=extra)
-        engine = SimpleNamespace(kv_transfer_config=config)
+        engine = SimpleNamespace(kv_transfer_config=config, model_config=None)
         # The check of the version has passed if the missing configuration is found.
         KVConnectorFactory.get_connector_class(config)(engine, KVConnectorRole.SCHEDULER, None)
 
