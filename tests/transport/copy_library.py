@@ -1,0 +1,28 @@
+"""The copy library, built from this tree."""
+
+import atexit
+import functools
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from tests.transport.fake_cuda import BUILD_TIMEOUT_S, COMPILER
+
+ROOT = Path(__file__).parents[2]
+
+
+@functools.cache
+def built() -> Path:
+    """Its path. Skips the test if there is no C compiler."""
+    if COMPILER is None:
+        pytest.skip("there is no C compiler")
+    folder = tempfile.mkdtemp()
+    atexit.register(shutil.rmtree, folder)
+    library = Path(folder, "_gather.so")
+    strict = {**os.environ, "CC": COMPILER, "CFLAGS": "-Wall -Wextra -Wpedantic -Werror"}
+    subprocess.run([ROOT / "scripts/build-gather", library], check=True, timeout=BUILD_TIMEOUT_S, env=strict)
+    return library
