@@ -110,7 +110,8 @@ def look_at_machine(secret: str) -> Iterator[Finding]:
 
 def look_at_outcome(outcome: Outcome) -> Finding:
     if outcome.gb_per_s is not None:
-        return Finding(outcome.name, True, f"{outcome.gb_per_s:.2f} GB/s in blocks of 16 KiB")
+        way = f", {outcome.way}" if outcome.way else ""
+        return Finding(outcome.name, True, f"{outcome.gb_per_s:.2f} GB/s in blocks of 16 KiB{way}")
     return Finding(outcome.name, False, "does not work", outcome.error or "")
 
 
@@ -130,7 +131,18 @@ def look_at_optional(*, has_nixl: bool) -> Iterator[Finding]:
         "some" if has_rdma() else "none",
         "" if has_rdma() else "between hosts, engines use tcp",
     )
+    yield _look_at_copy_library()
     yield _look_at_cuda()
+
+
+def _look_at_copy_library() -> Finding:
+    from baton.core.errors import TransferError
+    from baton.transport.gather import Gather
+
+    try:
+        return Finding("copy library", True, f"uses {Gather().instructions}")
+    except TransferError as error:
+        return Finding("copy library", None, "`local` reads by cross-memory attach", str(error))
 
 
 def _look_at_cuda() -> Finding:

@@ -17,6 +17,7 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import Region
+from baton.core.sealed_memory import allocate_sealed
 from baton.transport.base import Transport
 from baton.transport.cuda_driver import HANDLE_BYTES, SharedMemory
 from baton.transport.cuda_ipc import CudaIpcTransport
@@ -83,6 +84,14 @@ def regions_of(memory: NDArray[np.uint8]) -> list[Region]:
 
 def place_on_host(content: NDArray[np.uint8]) -> Placed:
     memory = content.copy()
+    return Placed(memory, regions_of(memory))
+
+
+def place_in_sealed_memory(content: NDArray[np.uint8]) -> Placed:
+    """Where `local` can map it, as the embedded engine's cache."""
+    memory = np.frombuffer(allocate_sealed(content.nbytes, "baton-test"), dtype=np.uint8)
+    memory = memory.reshape(content.shape)
+    memory[:] = content
     return Placed(memory, regions_of(memory))
 
 

@@ -111,6 +111,22 @@ class TransportSuite:
         completion = connection.read(connection.prepare(), [], [])
         assert (completion.ok, completion.nbytes) == (True, 0)
 
+    def test_two_readers_of_one_producer_read_at_the_same_time(
+        self, connect: Callable[[Producer], Connection], producer: Producer
+    ) -> None:
+        connections = [connect(producer), connect(producer)]
+        rng = np.random.default_rng(6)
+        orders = [(rng.permutation(NUM_BLOCKS), rng.permutation(NUM_BLOCKS)) for _ in connections]
+        ops = [
+            [c.transport.post_read(c.prepare(), local.tolist(), remote.tolist()) for _ in range(4)]
+            for c, (local, remote) in zip(connections, orders, strict=True)
+        ]
+        source = pattern(producer.seed)[0].reshape(NUM_BLOCKS, BLOCK_BYTES)
+        for connection, (local, remote), posted in zip(connections, orders, ops, strict=True):
+            assert all(completion.ok for completion in drain(connection.transport, posted))
+            rows = connection.memory[0].reshape(NUM_BLOCKS, BLOCK_BYTES)
+            assert np.array_equal(rows[local], source[remote])
+
     # Refusals.
 
     @pytest.mark.parametrize("wrong", [-1, NUM_BLOCKS, 2**32, 2**63, 2**70, -(2**70)])
@@ -286,6 +302,36 @@ class TransportSuite:
         assert_reads_fail(connection, prepared)
         with pytest.raises((TransferError, PeerError)):
             connection.transport.connect(address, endpoint)
+
+    def test_reads_under_way_when_their_producer_is_replaced_bring_no_other_bytes(
+        self, connect: Callable[[Producer], Connection], victim: Producer
+    ) -> None:
+        connection = connect(victim)
+        prepared = connection.prepare()
+        blocks = np.random.default_rng(4).permutation(NUM_BLOCKS).tolist()
+        expected = pattern(victim.seed)[0]
+        wrong: list[Completion] = []
+        under_way = threading.Event()
+
+        def read_until_it_fails() -> None:
+            while True:
+                try:
+                    completion = connection.read(prepared, blocks, blocks)
+                except TransferError:
+                    return
+                if not completion.ok:
+                    return
+                if not np.array_equal(connection.memory[0], expected):
+                    wrong.append(completion)
+                under_way.set()
+
+        thread = threading.Thread(target=read_until_it_fails)
+        thread.start()
+        assert under_way.wait(END_TIMEOUT_S)
+        victim.replace()
+        thread.join(END_TIMEOUT_S)
+        assert not thread.is_alive()
+        assert wrong == []
 
     def test_withdrawn_memory_is_never_read_from(
         self, connect: Callable[[Producer], Connection], victim: Producer

@@ -33,6 +33,7 @@ class Completion:
     nbytes: int
     duration_s: float  # From post to end, by this process's clock.
     error: str | None = None  # For logs; set when not ok.
+    way: str = ""  # Of the peer, see there.
 
 
 class PeerHandle(ABC):
@@ -40,6 +41,7 @@ class PeerHandle(ABC):
 
     address: Address
     lost: str | None = None  # Why it cannot be read any more; `connect` again.
+    way: str = ""  # How its bytes come, if the transport has several ways. For metrics.
 
 
 class Prepared(ABC):  # noqa: B024  A marker: each transport prepares what it needs.

@@ -34,11 +34,11 @@ class CompletionQueue:
         with self._changed:
             del self._posted_at[op]
 
-    def finish(self, op: OpId, *, nbytes: int, error: str | None = None) -> None:
+    def finish(self, op: OpId, *, nbytes: int, error: str | None = None, way: str = "") -> None:
         with self._changed:
             assert op in self._posted_at, f"operation {op} ended twice"
             duration_s = time.monotonic() - self._posted_at.pop(op)
-            self._ended.append(Completion(op, error is None, nbytes, duration_s, error))
+            self._ended.append(Completion(op, error is None, nbytes, duration_s, error, way))
             self._changed.notify_all()
         if self._on_completion is not None:
             try:

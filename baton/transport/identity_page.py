@@ -9,6 +9,7 @@ page before it frees any memory, a void page stays void, and no successor has th
 
 import ctypes
 import errno
+import mmap
 import secrets
 from typing import Any
 
@@ -17,6 +18,7 @@ import numpy as np
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import Region
+from baton.core.sealed_memory import allocate_sealed
 from baton.transport.decoding import Endpoint
 from baton.transport.host_identity import HostProcess, this_process
 from baton.transport.iovec import Scratch, iovec_array, read_process_memory
@@ -58,17 +60,17 @@ class HostEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
 
 
 class IdentityPage:
-    """The owner's page. Lives as long as the transport that offers it."""
+    """The owner's page, in memory that readers can map where the system has it."""
 
     def __init__(self, epoch: int) -> None:
         self.generation = secrets.randbits(64)  # Differs between ranks and restarts of one epoch.
         self.nonce = secrets.token_bytes(NONCE_BYTES)
-        self._memory = Scratch.of(IDENTITY_BYTES)
-        self._memory.write(identity_bytes(epoch, self.generation, self.nonce))
-
-    @property
-    def address(self) -> int:
-        return self._memory.address
+        try:
+            self._memory = allocate_sealed(mmap.PAGESIZE, "baton-identity")
+        except OSError:
+            self._memory = mmap.mmap(-1, mmap.PAGESIZE)
+        self._memory[:IDENTITY_BYTES] = identity_bytes(epoch, self.generation, self.nonce)
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
 
     def fields_of(self, address: Address) -> dict[str, Any]:
         """Fields of the owner's HostEndpoint."""
@@ -81,9 +83,19 @@ class IdentityPage:
             "nonce": self.nonce,
         }
 
+    @property
+    def region(self) -> Region:
+        return Region(self.address, IDENTITY_BYTES)
+
     def void(self) -> None:
-        """Invalidates all later reads. Call it before any memory is freed."""
-        self._memory.clear()
+        """Invalidates all later reads. Call it before any memory is freed. Idempotent."""
+        if not self._memory.closed:
+            self._memory[:IDENTITY_BYTES] = bytes(IDENTITY_BYTES)
+
+    def close(self) -> None:
+        """Frees it. Reads of a freed page fail, and mappings of it stay void."""
+        self.void()
+        self._memory.close()
 
 
 def epoch_page(epoch: int, generation: int) -> bytes:

@@ -1,22 +1,37 @@
-"""Transport between processes of one host: the reader copies from the owner's memory (process_vm_readv).
+"""Transport between processes of one host: the reader copies from the owner's memory.
 
-    owner   register: publishes pid, regions and the address of its *identity page* (epoch, nonce)
-    reader  connect:  reads the nonce from the peer's memory, which proves that it is on the same host
-            read:     one call = [epoch page | up to 1022 blocks | epoch page]
+    owner   register: publishes pid, regions, the address of its *identity page* (epoch, nonce), and which of
+                      this memory is in sealed files
+    reader  connect:  verifies the nonce, which proves that it is on the same host
+            read:     copies, and then compares the epoch page
 
-A pid is no identity, so every call reads the peer's epoch page before and after the blocks, and the blocks
-count only if both were right: a successor with the same pid has another epoch, and an owner that closes its
-transport voids the page before it frees the memory. The owner's process takes no part in a read.
+The bytes come in one of two ways, chosen once for each peer:
 
-There are no checksums: the kernel copies from memory to memory with no wire in between, like any copy within
+    mapped         the reader maps the owner's memory (`mapping`) and copies with compiled code (`gather`)
+    cross-memory   process_vm_readv: one call = [epoch page | up to 1022 blocks | epoch page]
+
+The second is used if any region is not in a sealed file (vLLM's caches are not), if the kernel refuses the
+mapping, or if the copy library is not built; the log has the reason.
+
+A pid is no identity, so the blocks count only if the epoch page is right after them (and before them, where
+nothing else binds the call to the process): a successor with the same pid has another epoch, and an owner
+that closes its transport voids the page before it frees the memory. The owner's process takes no part in a
+read. A mapping keeps the memory of an owner that has ended. A thread watches the mapped owners, and unmaps
+the memory of a lost one as soon as no other thread copies from it.
+
+There are no checksums: the bytes go from memory to memory with no wire in between, like any copy within
 a program. The possible fault, a source that changes during the copy, would not be found by a checksum either.
 The lease excludes it.
 
 There are no writes, because a write cannot be bound to an incarnation.
 """
 
-from collections.abc import Sequence
+import logging
+import os
+import select
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -26,9 +41,11 @@ from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
 from baton.transport.base import PeerHandle
 from baton.transport.decoding import decode_endpoint
+from baton.transport.gather import LIBRARY, Gather
 from baton.transport.host_identity import require_same_host, this_process
 from baton.transport.identity_page import PAGE_BYTES, HostEndpoint, epoch_page, explain, let_peers_read
 from baton.transport.iovec import IOV_MAX, Scratch, iovec_array, read_process_memory
+from baton.transport.mapping import MappedOwner, SharedMapping, check_shared, find_shared, open_owner
 from baton.transport.reader_pool import ThreadedReader
 from baton.transport.spans import (
     Copies,
@@ -38,18 +55,28 @@ from baton.transport.spans import (
     check_regions,
     require_host_memory,
 )
+from baton.transport.threads import start_owned_thread
 
-VERSION = 1
+logger = logging.getLogger(__name__)
+
+VERSION = 2  # 2: `shared`.
+MAPPED, CROSS_MEMORY = "mapped", "cross-memory"
+# An owner that closes its transport does not end. This bounds how long its memory then stays mapped.
+WATCH_EVERY_S = 5.0
 
 
 class LocalEndpoint(HostEndpoint, frozen=True, forbid_unknown_fields=True):
     regions: tuple[Region, ...]
+    shared: tuple[SharedMapping, ...]  # What other processes can map of the regions and the identity page.
 
 
 @dataclass(eq=False)
 class LocalPeer(PeerHandle):
     address: Address
     endpoint: LocalEndpoint
+    mapped: MappedOwner | None  # None: read by cross-memory attach.
+    regions: tuple[Region, ...]  # Where this process, or process_vm_readv, finds the peer's regions.
+    way: str  # MAPPED or CROSS_MEMORY.
     lost: str | None = None  # Why it cannot be read any more.
 
     @property
@@ -63,8 +90,27 @@ class LocalTransport(ThreadedReader[LocalPeer]):
     name = "local"
     # One thread copies at about half of the memory's speed; the second one helps with more than one call.
     num_threads = 2
-    batch_copies_max = IOV_MAX - 2  # Less the epoch pages before and after.
+    batch_copies_max = 1 << 14
     batch_bytes_max = 8 << 20  # Bounds the delay of a cancel: about 2 ms.
+
+    def __init__(
+        self,
+        address: Address,
+        *,
+        library: Path | None = LIBRARY,
+        on_completion: Callable[[], None] | None = None,
+    ) -> None:
+        """`library`: of `Gather`; None: never map."""
+        super().__init__(address, on_completion=on_completion)
+        self._gather: Gather | None = None
+        self._why_unmapped = "this process was told not to"
+        if library is not None:
+            try:
+                self._gather = Gather(library)
+            except TransferError as error:
+                self._why_unmapped = str(error)
+        self._mapped: list[LocalPeer] = []
+        self._woken: int | None = None  # An eventfd(2).
 
     def register(self, regions: Sequence[Region]) -> bytes:
         assert not self._regions, "register() is called once"
@@ -72,30 +118,120 @@ class LocalTransport(ThreadedReader[LocalPeer]):
         self._regions = tuple(regions)
         let_peers_read()
         fields = self._identity.fields_of(self._address)
-        return msgspec.msgpack.encode(LocalEndpoint(version=VERSION, **fields, regions=self._regions))
+        shared = find_shared([*regions, self._identity.region])
+        endpoint = LocalEndpoint(version=VERSION, **fields, regions=self._regions, shared=shared)
+        return msgspec.msgpack.encode(endpoint)
 
     def connect(self, address: Address, endpoint: bytes) -> LocalPeer:
         named = _decode_endpoint(address, endpoint)
         require_same_host(this_process(), named.process)
-        named.prove()
-        self._start_threads()
-        return LocalPeer(address, named)
+        try:
+            mapped = self._map(named)
+        except TransferError as error:
+            logger.info("the memory of %s is not mapped: %s", address.engine_id, error)
+            named.prove()
+            self._start_threads()
+            return LocalPeer(address, named, None, named.regions, CROSS_MEMORY)
+        regions = tuple(mapped.here(region) for region in named.regions)
+        peer = LocalPeer(address, named, mapped, regions, MAPPED)
+        try:
+            self._start_threads()
+            self._watch(peer)
+        except BaseException:
+            mapped.close()
+            raise
+        return peer
 
     def prepare(self, peer: PeerHandle, spans: Sequence[CopySpan]) -> PreparedSpans[LocalPeer]:
         assert isinstance(peer, LocalPeer)
-        return PreparedSpans(peer, SpanTable(spans, self._regions, peer.endpoint.regions))
+        return PreparedSpans(peer, SpanTable(spans, self._regions, peer.regions))
 
     def disconnect(self, peer: PeerHandle) -> None:
         self._lose(peer, "disconnected")
 
+    def close(self) -> None:
+        super().close()
+        with self._changed:
+            woken, self._woken = self._woken, None
+        if woken is not None:
+            os.close(woken)
+
+    def _map(self, named: LocalEndpoint) -> MappedOwner:
+        """Raises TransferError if it must be read by cross-memory attach."""
+        if self._gather is None:
+            raise TransferError(self._why_unmapped)
+        return open_owner(named, named.regions, named.shared)
+
     def _read_batch(self, peer: LocalPeer, batch: Copies) -> None:
-        _read(peer, batch)
+        if peer.mapped is None:
+            for part in batch.batches(count_max=_COPIES_MAX, bytes_max=self.batch_bytes_max):
+                _read(peer, part)
+            return
+        assert self._gather is not None
+        self._gather(batch)
+        if reason := peer.mapped.reason_lost():
+            raise TransferError(f"{reason} during the read")
+
+    # The thread that watches and unmaps.
+
+    def _watch(self, peer: LocalPeer) -> None:
+        with self._changed:
+            if self._closed:
+                raise TransferError("the local transport is closed")
+            self._mapped.append(peer)
+            if self._woken is None:
+                self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                thread = start_owned_thread("baton-local-watch", self._watch_mapped, on_death=self._fail_all)
+                self._threads.append(thread)
+            self._wake()
+
+    def _wake(self) -> None:
+        if self._woken is not None:
+            os.eventfd_write(self._woken, 1)
+
+    def _watch_mapped(self) -> None:
+        while True:
+            with self._changed:
+                is_last, mapped, woken = self._closed, list(self._mapped), self._woken
+            assert woken is not None, "close() waits for this thread"
+            for peer in mapped:
+                assert peer.mapped is not None
+                if reason := "closed" if is_last else peer.lost or peer.mapped.reason_lost():
+                    self._unmap(peer, reason)
+            if is_last:
+                return
+            self._sleep(woken)
+
+    def _sleep(self, woken: int) -> None:
+        """Until a peer is lost or added, an owner ends, or it is time to compare the identity pages."""
+        poll = select.poll()
+        poll.register(woken, select.POLLIN)
+        with self._changed:
+            mapped = list(self._mapped)
+        for peer in mapped:
+            assert peer.mapped is not None
+            poll.register(peer.mapped.pidfd, select.POLLIN)
+        if any(fd == woken for fd, _ in poll.poll(WATCH_EVERY_S * 1e3 if mapped else None)):
+            os.eventfd_read(woken)
+
+    def _unmap(self, peer: LocalPeer, reason: str) -> None:
+        assert peer.mapped is not None
+        self._lose(peer, reason)
+        self._wait_quiet(peer)
+        peer.mapped.close()
+        with self._changed:
+            self._mapped.remove(peer)
+            self._changed.notify_all()
+
+
+_COPIES_MAX = IOV_MAX - 2  # Less the epoch pages before and after.
 
 
 def _decode_endpoint(address: Address, endpoint: bytes) -> LocalEndpoint:
     named = decode_endpoint(LocalEndpoint, "local", VERSION, address, endpoint)
     named.check_sizes("local")
     check_regions(named.regions)
+    check_shared(named.shared, "local")
     return named
 
 

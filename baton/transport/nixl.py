@@ -149,6 +149,7 @@ class NixlTransport(PeersTransport[NixlPeer]):
         self.close_peers()
         if self._owner is not None:
             self._owner.destroy()
+        self._identity.close()
 
     def _agent_name(self, role: str) -> str:
         """A name unique over engines, restarts, ranks and agents: NIXL confuses agents of equal names."""

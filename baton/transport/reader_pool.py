@@ -104,6 +104,11 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
         """Ends the peer's readings soon, not ok."""
         with self._changed:
             peer.lost = peer.lost or reason
+            self._changed.notify_all()
+            self._wake()
+
+    def _wake(self) -> None:
+        """With the lock held: a peer was lost, or the transport closed. For threads of a subclass."""
 
     def _wait_quiet(self, peer: PeerT) -> None:
         """Waits until no thread copies for this peer any more. Call it after `_lose`."""
@@ -121,7 +126,9 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
         with self._changed:
             self._closed = True
             self._changed.notify_all()
+            self._wake()
         join_all(self._threads, CLOSE_TIMEOUT_S)
+        self._identity.close()
 
     # The threads.
 
@@ -182,7 +189,9 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
 
     def _finish(self, reading: _Reading[PeerT]) -> None:
         """Call it without the lock: the completion hook may post the next operation at once."""
-        self.completions.finish(reading.op, nbytes=reading.copied_bytes, error=reading.stopped)
+        self.completions.finish(
+            reading.op, nbytes=reading.copied_bytes, error=reading.stopped, way=reading.peer.way
+        )
 
     def _reason_to_stop(self, reading: _Reading[PeerT]) -> str | None:
         return reading.peer.lost or ("the transport was closed" if self._closed else None)

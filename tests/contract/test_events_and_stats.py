@@ -64,6 +64,7 @@ def some_stats() -> PullStats:
             "wire_ms": 1.0,
             "descriptors": 30,
             "early_tokens": 5,
+            "transport": "local:mapped",
         }
     )
     return stats

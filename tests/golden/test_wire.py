@@ -17,6 +17,7 @@ from baton.protocol.ticket import Ticket
 from baton.transport import local
 from baton.transport.cuda_ipc import CudaIpcEndpoint, SharedRegion
 from baton.transport.local import LocalEndpoint
+from baton.transport.mapping import SharedMapping
 from baton.transport.memory import MemoryEndpoint
 from baton.transport.nixl import NixlEndpoint
 from baton.transport.tcp_wire import Challenge, TcpEndpoint
@@ -85,7 +86,12 @@ SAMPLES: dict[str, Any] = {
     ),
     "introduction": INTRODUCTION,
     "rank cards": (CARD,),
-    "endpoint local": LocalEndpoint(**OF_P, **IDENTITY, regions=(REGION,)),
+    "endpoint local": LocalEndpoint(
+        **{**OF_P, "version": 2},
+        **IDENTITY,
+        regions=(REGION,),
+        shared=(SharedMapping(address=4096, nbytes=8192, fd=5, inode=6, offset=0),),
+    ),
     "endpoint tcp": TcpEndpoint(3, P.engine_id, P.epoch, "10.0.0.7", 14700, b"token", (REGION,)),
     "endpoint cuda_ipc": CudaIpcEndpoint(
         **OF_P,
@@ -130,7 +136,7 @@ def enveloped(message: messages.Message) -> messages.Envelope:
 
 def test_the_version_of_the_endpoint_local() -> None:
     endpoint = msgspec.structs.replace(SAMPLES["endpoint local"], nonce=bytes(32))
-    assert local._decode_endpoint(P, msgspec.msgpack.encode(endpoint)).version == 1
+    assert local._decode_endpoint(P, msgspec.msgpack.encode(endpoint)).version == 2
 
 
 def test_no_tag_is_the_name_of_a_class() -> None:

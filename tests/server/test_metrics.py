@@ -83,6 +83,7 @@ def test_steps_add_up_and_gauges_show_the_latest() -> None:
     assert found["baton:kv_early_tokens_total"] == 6
     assert found["baton:kv_transfer_seconds_sum"] == 4
     assert found["baton:kv_transfer_wire_seconds_sum"] == 1
+    assert found["baton:kv_transport_bytes_total/local:mapped"] == 200
     assert found["baton:kv_peer_transfers_total/p1"] == 2
     assert found["baton:kv_peer_bytes_total/p2"] == 80
     assert found["baton:kv_peer_failures_total/p2"] == 2
@@ -220,4 +221,4 @@ def test_models_version_and_health(http: httpx.Client) -> None:
 
 def _record(producer: str, **figures: float) -> dict[str, Any]:
     """Statistics of one delivered transfer."""
-    return {"producer": producer, **figures}
+    return {"producer": producer, "transport": "local:mapped", **figures}

@@ -13,11 +13,12 @@ from baton.testing.transport_rig import Producer, TransportRig
 from baton.testing.transport_suite import TransportSuite
 from baton.transport.base import Transport
 from baton.transport.cuda_ipc import CudaIpcTransport
-from baton.transport.local import LocalTransport
+from baton.transport.local import LocalPeer, LocalTransport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 from baton.transport.nixl import NixlTransport
 from baton.transport.nixl_agent import is_installed
 from baton.transport.tcp import TcpTransport
+from tests.transport.copy_library import built
 from tests.transport.fake_cuda import COMPILER
 
 SECRET = ClusterSecret(b"a secret for this test")
@@ -52,6 +53,22 @@ class ProcessRig(TransportRig):
         return producers.ProcessProducer(self._make, seed, self.place)
 
 
+class MappedReader(LocalTransport):
+    def connect(self, address: Address, endpoint: bytes) -> LocalPeer:
+        peer = super().connect(address, endpoint)
+        assert peer.way == "mapped"
+        return peer
+
+
+class MappedRig(TransportRig):
+    def reader(self, on_completion: Callable[[], None] | None = None) -> Transport:
+        address = producers.new_address("reader")
+        return MappedReader(address, library=built(), on_completion=on_completion)
+
+    def producer(self, seed: int) -> Producer:
+        return producers.ProcessProducer(producers.make_local, seed, producers.place_in_sealed_memory)
+
+
 def suite(rig: Callable[[], TransportRig], *marks: pytest.MarkDecorator) -> type[TransportSuite]:
     class Suite(TransportSuite):
         @pytest.fixture(scope="class")
@@ -82,7 +99,8 @@ make_tcp = functools.partial(producers.make_tcp, secret=SECRET)
 place_on_cuda = producers.place_on_cuda
 
 TestMemory = suite(MemoryRig)
-TestLocal = suite(lambda: ProcessRig(producers.make_local, LocalTransport), processes)
+TestLocal = suite(lambda: ProcessRig(producers.make_local, LocalTransport), processes)  # Cross-memory attach.
+TestLocalMapped = suite(MappedRig, processes)
 TestTcp = suite(lambda: ProcessRig(make_tcp, tcp_reader), processes)
 TestNixl = suite(lambda: ProcessRig(producers.make_nixl, NixlTransport), processes, needs_nixl)
 # With host memory for the device, where test_cuda_driver cannot build its library for the real driver.

@@ -2,7 +2,8 @@
 
 transfers               baton:kv_transfer_seconds, baton:kv_transfer_wire_seconds (histograms),
                         baton:kv_transfer_bytes_total, baton:kv_transfer_descriptors_total,
-                        baton:kv_early_tokens_total;
+                        baton:kv_early_tokens_total; by transport (and way, as in `local:mapped`):
+                        baton:kv_transport_bytes_total;
                         one record per delivered transfer: request_id, transfer_id, producer, tokens,
                         early_tokens (read while the prefill ran), blocks, bytes, ms (allocation to delivery),
                         wire_ms (slowest rank's copies), gb_per_s (on the wire), descriptors, transport,
@@ -130,6 +131,11 @@ class PullPromMetrics(CountedPromMetrics):
                 ("early_tokens", "baton:kv_early_tokens", "Tokens read while their prefill still ran."),
             )
         }
+        self._transport_bytes = counter(
+            name="baton:kv_transport_bytes",
+            documentation="Bytes of KV received, by transport and way.",
+            labelnames=[*labelnames, "transport"],
+        )
         self._by_peer = {
             key: counter(name=name, documentation=text, labelnames=[*labelnames, "peer"])
             for key, name, text in (
@@ -146,6 +152,9 @@ class PullPromMetrics(CountedPromMetrics):
             self._wire_seconds[engine_idx].observe(record["wire_ms"] / 1e3)
             for key, children in self._of_transfers.items():
                 children[engine_idx].inc(record[key])
+            if record["transport"]:  # Empty if nothing was read.
+                labels = (*self._per_engine_labelvalues[engine_idx], record["transport"])
+                self._transport_bytes.labels(*labels).inc(record["bytes"])
             of_peer = {"transfers": 1, "bytes": record["bytes"], "wire_s": record["wire_ms"] / 1e3}
             for key, metric in self._by_peer.items():
                 peer = self._labels["peer"].name_of(record["producer"])

@@ -260,7 +260,7 @@ class Operations:
             if not completion.ok:
                 read.fail(completion.error or "failed")
             parts = read.parts
-            parts.transport = name
+            parts.transport = f"{name}:{completion.way}" if completion.way else name
             parts.nbytes += completion.nbytes
             parts.num_descriptors += num_descriptors
             if read.is_staged:

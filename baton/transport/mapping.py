@@ -1,0 +1,251 @@
+"""Mapping of an owner's registered memory into a reader's process, read-only.
+
+    owner    register: announces which of its memory is in sealed files, each as (descriptor, inode, offset)
+    reader   connect:  opens /proc/PID/fd/N for reading, checks inode, kind, seals and size, maps, populates
+
+The seals (`baton.core.sealed_memory`) hold for the life of the file. All its pages are allocated, and it can
+neither shrink nor get holes, so no later act of the owner can make an access fail. The reader cannot write,
+because it has only a read-only descriptor.
+
+A mapping outlives its owner. What was copied counts only if, after the copy, the identity page is right and
+the owner's pidfd reports a living process.
+"""
+
+import ctypes
+import mmap
+import os
+import select
+import stat
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from baton.core.errors import PeerError, TransferError
+from baton.core.layout import Region
+from baton.core.sealed_memory import SEALS, seals_of
+from baton.transport.host_identity import require_same_host, this_process
+from baton.transport.identity_page import IDENTITY_BYTES, HostEndpoint
+from baton.transport.spans import ADDRESS_MAX, check_regions
+
+_MEMFD = "/memfd:"  # How the kernel names such files in /proc/PID/maps.
+_MADV_POPULATE_READ = 22  # Linux 5.14. Not in Python's `mmap`.
+_MAP_FAILED = ctypes.c_void_p(-1).value
+_STAT_BLOCK_BYTES = 512
+_POPULATE_STEP_BYTES = 256 << 20  # About 10 ms.
+POPULATE_TIMEOUT_S = 1.0  # About 25 GiB. Pages that are left cost a fault at their first read.
+
+# Through ctypes, because Python's `mmap` holds the interpreter's lock while it unmaps gigabytes.
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (
+    ctypes.c_void_p,
+    ctypes.c_size_t,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_int,
+    ctypes.c_long,
+)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+
+
+class SharedMapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of the owner's address space that is a mapping of a sealed file."""
+
+    address: int
+    nbytes: int
+    fd: int  # Of the file, in the owner's process.
+    inode: int
+    offset: int  # Of the mapping in the file.
+
+    def covers(self, region: Region) -> bool:
+        return self.address <= region.address and region.address + region.nbytes <= self.address + self.nbytes
+
+
+def find_shared(regions: Sequence[Region]) -> tuple[SharedMapping, ...]:
+    """The sealed mappings of this process that hold at least one of these regions."""
+    try:
+        mappings = _sealed_mappings()
+    except OSError:
+        return ()
+    return tuple(m for m in mappings if any(m.covers(region) for region in regions))
+
+
+def _sealed_mappings() -> list[SharedMapping]:
+    """proc_pid_maps(5): "start-end perms offset dev inode path"."""
+    found = []
+    fds: dict[int, int] | None = None
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        fields = line.split(maxsplit=5)
+        if len(fields) < 6 or not fields[5].startswith(_MEMFD) or not fields[1].endswith("s"):
+            continue
+        if fds is None:
+            fds = _sealed_fds()
+        if (fd := fds.get(inode := int(fields[4]))) is not None:
+            start, end = (int(number, 16) for number in fields[0].split("-"))
+            found.append(SharedMapping(start, end - start, fd, inode, int(fields[2], 16)))
+    return found
+
+
+def _sealed_fds() -> dict[int, int]:
+    """Descriptors of this process by the inode of their sealed file."""
+    found = {}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            if (
+                os.readlink(f"/proc/self/fd/{name}").startswith(_MEMFD)
+                and seals_of(int(name)) & SEALS == SEALS
+            ):
+                found[os.fstat(int(name)).st_ino] = int(name)
+        except OSError:
+            continue  # Closed meanwhile, or of a kind without seals.
+    return found
+
+
+def check_shared(mappings: Sequence[SharedMapping], name: str) -> None:
+    """Raises PeerError for mappings that no process can have."""
+    check_regions([Region(m.address, m.nbytes) for m in mappings])
+    for m in mappings:
+        pages = (m.address | m.nbytes | m.offset) % mmap.PAGESIZE == 0
+        if not pages or not 0 <= m.offset < ADDRESS_MAX or not 0 <= m.fd < 2**31 or m.inode <= 0:
+            raise PeerError(f"malformed {name} endpoint: {m} is not a mapping")
+
+
+@dataclass(eq=False)
+class MappedOwner:
+    """An owner's memory in this process. `close` it when no thread reads it any more."""
+
+    endpoint: HostEndpoint
+    pidfd: int
+    mapped: dict[SharedMapping, int]  # Their addresses in this process.
+
+    def here(self, region: Region) -> Region:
+        """The owner's region by its address in this process."""
+        for mapping, address in self.mapped.items():
+            if mapping.covers(region):
+                return Region(address + region.address - mapping.address, region.nbytes)
+        raise AssertionError("open_owner maps every region")
+
+    @property
+    def identity(self) -> bytes:
+        page = self.here(Region(self.endpoint.identity_address, IDENTITY_BYTES))
+        return ctypes.string_at(page.address, page.nbytes)
+
+    def reason_lost(self) -> str | None:
+        """Why what was copied until now does not count; None if it does."""
+        if self.identity != self.endpoint.identity:
+            return f"{self.endpoint.engine_id} has withdrawn its memory"
+        if has_ended(self.pidfd):
+            return f"process {self.endpoint.process.pid} has ended"
+        return None
+
+    def close(self) -> None:
+        """Unmaps. Idempotent."""
+        while self.mapped:
+            mapping, address = self.mapped.popitem()
+            _libc.munmap(address, mapping.nbytes)
+        if self.pidfd >= 0:
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+
+def has_ended(pidfd: int) -> bool:
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(0))
+
+
+def open_owner(
+    endpoint: HostEndpoint, regions: Sequence[Region], shared: Sequence[SharedMapping]
+) -> MappedOwner:
+    """Maps everything that holds `regions` and the identity page.
+
+    Raises TransferError with the reason why the memory cannot be mapped, PeerError if the process is not the
+    owner.
+    """
+    needed: dict[SharedMapping, None] = {}
+    for number, region in enumerate((*regions, Region(endpoint.identity_address, IDENTITY_BYTES))):
+        holder = next((m for m in shared if m.covers(region)), None)
+        if holder is None:
+            what = f"region {number}" if number < len(regions) else "its identity page"
+            raise TransferError(f"{what} of {endpoint.engine_id} is not in sealed shared memory")
+        needed[holder] = None
+    try:
+        pidfd = os.pidfd_open(endpoint.process.pid)
+    except OSError as error:
+        raise TransferError(f"cannot watch process {endpoint.process.pid}: {error.strerror}") from error
+    owner = MappedOwner(endpoint, pidfd, {})
+    try:
+        # Again: from now on the descriptor holds the process, whose pid was free to be reused before.
+        require_same_host(this_process(), endpoint.process)
+        for mapping in needed:
+            owner.mapped[mapping] = _map(endpoint.process.pid, mapping)
+        if owner.identity != endpoint.identity:
+            raise PeerError(
+                f"process {endpoint.process.pid} is not {endpoint.engine_id}: its memory does not hold the "
+                "nonce"
+            )
+        _populate(owner.mapped, POPULATE_TIMEOUT_S)
+        if has_ended(pidfd):
+            raise TransferError(f"process {endpoint.process.pid} has ended")
+        return owner
+    except BaseException:
+        owner.close()
+        raise
+
+
+def _map(pid: int, mapping: SharedMapping) -> int:
+    path = f"/proc/{pid}/fd/{mapping.fd}"
+    try:
+        # First without opening it: a pipe or a device may do anything when it is opened.
+        if not _is_same(os.stat(path), mapping):
+            raise TransferError(f"descriptor {mapping.fd} of process {pid} is another file than announced")
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    except OSError as error:
+        raise TransferError(f"cannot open the memory of process {pid}: {error.strerror}") from error
+    try:
+        _check_file(fd, pid, mapping)
+        address: int = _libc.mmap(None, mapping.nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, mapping.offset)
+        if address == _MAP_FAILED:
+            raise TransferError(
+                f"cannot map {mapping.nbytes} bytes of process {pid}: {os.strerror(ctypes.get_errno())}"
+            )
+        return address
+    finally:
+        os.close(fd)
+
+
+def _check_file(fd: int, pid: int, mapping: SharedMapping) -> None:
+    """Raises TransferError unless every access to this mapping must succeed, now and later."""
+    status = os.fstat(fd)
+    try:
+        seals = seals_of(fd)
+    except OSError:
+        seals = 0
+    if not _is_same(status, mapping):
+        raise TransferError(f"descriptor {mapping.fd} of process {pid} is another file than announced")
+    if seals & SEALS != SEALS:
+        raise TransferError(f"the memory of process {pid} is not sealed: it could shrink or get holes")
+    if mapping.offset + mapping.nbytes > status.st_size:
+        raise TransferError(
+            f"process {pid} announces {mapping.offset + mapping.nbytes} bytes of a file of {status.st_size}"
+        )
+    if status.st_blocks * _STAT_BLOCK_BYTES < status.st_size:
+        raise TransferError(f"the memory of process {pid} is not allocated yet")
+
+
+def _is_same(status: os.stat_result, mapping: SharedMapping) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_ino == mapping.inode
+
+
+def _populate(mapped: dict[SharedMapping, int], timeout_s: float) -> None:
+    """Enters the pages into this process's page table, as far as the time permits."""
+    deadline = time.monotonic() + timeout_s
+    for mapping, address in mapped.items():
+        for start in range(0, mapping.nbytes, _POPULATE_STEP_BYTES):
+            step = min(_POPULATE_STEP_BYTES, mapping.nbytes - start)
+            if time.monotonic() > deadline or _libc.madvise(address + start, step, _MADV_POPULATE_READ):
+                return  # The rest is entered page by page when it is read, as by an older kernel.
