@@ -36,6 +36,7 @@ def _is_after(leg: LegTimeline, other: LegTimeline) -> bool:
 
 
 def _root(timeline: RequestTimeline, ref: SpanRef) -> Span:
+    assert timeline.status is not None
     last = {leg.role: leg for leg in timeline.legs}
     start_s, first_byte_s = timeline.arrived_at_s, timeline.first_byte_s
     is_remote = timeline.prefill == "remote"

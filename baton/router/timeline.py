@@ -40,7 +40,7 @@ class LegTimeline(msgspec.Struct, frozen=True):
     sent_s: float
     answered_s: float | None  # The whole answer is there, or the first piece of the stream.
     ended_s: float | None
-    outcome: str  # As in `baton:router_legs`.
+    outcome: str  # As in `baton:router_legs`; empty while the leg runs.
     # Tokens of the prompt, in this engine's cache, and loaded from another one, if the engine reports them.
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
@@ -55,7 +55,7 @@ class RequestTimeline(msgspec.Struct, frozen=True):
     model: str  # As the client names it.
     is_stream: bool
     arrived_at_s: float  # Since 1970.
-    status: int  # That the client got; 499: it went away.
+    status: int | None  # That the client got; 499: it went away; None: the request runs.
     prefill: str  # Where the prompt was computed: remote, local; empty: nowhere.
     reason: str  # Why local; see `baton:router_prefills`.
     prompt_tokens: int | None  # None: no engine has reported them.
@@ -63,7 +63,7 @@ class RequestTimeline(msgspec.Struct, frozen=True):
     admitted_s: float | None  # It left the router's queue; None: it did not wait there.
     first_byte_s: float | None
     last_byte_s: float | None
-    ended_s: float
+    ended_s: float  # Of a request that runs: until now.
     legs: tuple[LegTimeline, ...] = ()
     marks: tuple[Mark, ...] = ()
     span: SpanRef | None = None  # Of this request, if it is sampled.
@@ -101,7 +101,7 @@ class Recorder:
         span: SpanRef | None,
     ) -> None:
         """`span`: None if the request is not traced."""
-        self._id, self._method, self._path = request_id, method, path
+        self.request_id, self._method, self._path = request_id, method, path
         self._received_at_s, self._arrived_at_s = received_at_s, arrived_at_s
         self.span = span
         self._model, self._is_stream = "", False
@@ -165,12 +165,13 @@ class Recorder:
         if num_tokens is not None:
             self._output_tokens = num_tokens
 
-    def finish(self, status: int, now_s: float) -> RequestTimeline:
-        legs = tuple(_leg_timeline(times) for times in self._legs.values())
+    def timeline(self, status: int | None, now_s: float) -> RequestTimeline:
+        """`status`: None while the request runs."""
+        legs = tuple(_leg_timeline(times, is_running=status is None) for times in self._legs.values())
         prompts = [leg.prompt_tokens for leg in legs if leg.prompt_tokens is not None]
         is_sampled = self.span is not None and self.span.is_sampled
         return RequestTimeline(
-            id=self._id,
+            id=self.request_id,
             method=self._method,
             path=self._path,
             model=self._model,
@@ -191,7 +192,7 @@ class Recorder:
         )
 
 
-def _leg_timeline(times: _LegTimes) -> LegTimeline:
+def _leg_timeline(times: _LegTimes, *, is_running: bool) -> LegTimeline:
     leg, counts = times.leg, times.counts or (None, None, None)
     return LegTimeline(
         leg.role,
@@ -199,7 +200,7 @@ def _leg_timeline(times: _LegTimes) -> LegTimeline:
         times.sent_s,
         times.answered_s,
         times.ended_s,
-        leg.outcome,
+        "" if is_running and times.ended_s is None else leg.outcome,
         prompt_tokens=counts[0],
         cached_tokens=counts[1],
         loaded_tokens=counts[2],
@@ -217,17 +218,27 @@ def _completion_tokens(body: bytes) -> int | None:
 
 
 class RecentRequests:
-    """The last requests that have ended, oldest first; a fixed number of them."""
+    """Requests that run, and the last ones that have ended; of both at most `num_max`, oldest first."""
 
     def __init__(self, num_max: int = RECENT_MAX) -> None:
-        self._timelines: deque[RequestTimeline] = deque(maxlen=num_max)
+        self._num_max = num_max
+        self._running: dict[Recorder, None] = {}
+        self._ended: deque[RequestTimeline] = deque(maxlen=num_max)
 
-    def add(self, timeline: RequestTimeline) -> None:
-        self._timelines.append(timeline)
+    def begin(self, recorder: Recorder) -> None:
+        self._running[recorder] = None
 
-    def find(self, request_id: str | None) -> list[RequestTimeline]:
-        """Those with this id, which a client may have sent twice. None: all."""
-        return [one for one in self._timelines if request_id in (None, one.id)]
+    def end(self, recorder: Recorder, timeline: RequestTimeline) -> None:
+        del self._running[recorder]
+        self._ended.append(timeline)
+
+    def find(self, request_id: str | None, now_s: float) -> list[RequestTimeline]:
+        """Those with this id, which a client may have sent twice. None: all that have ended, and those that
+        have run for longest.
+        """
+        running = [one for one in self._running if request_id in (None, one.request_id)]
+        found = [one.timeline(None, now_s) for one in running[: self._num_max]]
+        return [one for one in self._ended if request_id in (None, one.id)] + found
 
 
 def latest_first(parts: Iterable[Sequence[RequestTimeline]]) -> list[RequestTimeline]:

@@ -66,6 +66,13 @@ async def test_more_important_requests_go_first() -> None:
         tasks = [await runs(s, busy, "first")]
         tasks.append(await ask(s, "low", num_waiting=1, **LOW))
         tasks.append(await ask(s, "high", num_waiting=2, **HIGH))
+        metrics = (await s.client.get("/metrics")).text
+        assert "baton:router_in_flight 3.0" in metrics
+        assert "baton:router_waiting 2.0" in metrics
+        running = (await s.client.get("/requests")).json()["requests"]
+        assert [(one["status"], len(one["legs"])) for one in running] == [(None, 0), (None, 0), (None, 2)]
+        assert [leg["outcome"] for leg in running[2]["legs"]] == ["200", ""]
+        assert (await s.client.get(f"/requests/{running[0]['id']}")).json()["request"]["status"] is None
         for name in ("first", "low", "high"):
             busy.gate(name).set()
         found = await asyncio.gather(*tasks)

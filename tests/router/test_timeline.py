@@ -6,7 +6,7 @@ import httpx
 import msgspec
 
 from baton.http.trace_context import SpanRef, parent_in
-from baton.router.timeline import RECENT_MAX, RecentRequests, Recorder, RequestTimeline
+from baton.router.timeline import RECENT_MAX, RecentRequests, Recorder
 from tests.router.baton_fakes import baton, introduced_system
 from tests.router.fakes import FakeEngine, System, answers, lends, responds, system
 
@@ -92,18 +92,23 @@ async def test_an_engine_of_ours_reports_its_part_of_a_request() -> None:
     assert engines[0]["timelines"] == part["timelines"]
 
 
-def timeline_of(number: int) -> RequestTimeline:
-    recorder = Recorder(str(number), "GET", "/", received_at_s=0.0, arrived_at_s=float(number), span=None)
-    return recorder.finish(200, 1.0)
+def recorder_of(number: int) -> Recorder:
+    return Recorder(str(number), "GET", "/", received_at_s=0.0, arrived_at_s=float(number), span=None)
 
 
 def test_the_number_of_remembered_requests_is_bounded() -> None:
     recent = RecentRequests()
-    for number in range(RECENT_MAX + 10):
-        recent.add(timeline_of(number))
-    assert [one.id for one in recent.find(None)] == [str(n) for n in range(10, RECENT_MAX + 10)]
-    assert recent.find("3") == []
-    assert [one.id for one in recent.find("11")] == ["11"]
+    recorders = [recorder_of(number) for number in range(RECENT_MAX + 10)]
+    for one in recorders:
+        recent.begin(one)
+    longest = recent.find(None, 2.0)
+    assert [one.id for one in longest] == [str(n) for n in range(RECENT_MAX)]
+    assert {(one.status, one.ended_s) for one in longest} == {(None, 2.0)}
+    for one in recorders:
+        recent.end(one, one.timeline(200, 1.0))
+    assert [one.id for one in recent.find(None, 2.0)] == [str(n) for n in range(10, RECENT_MAX + 10)]
+    assert recent.find("3", 2.0) == []
+    assert [one.id for one in recent.find("11", 2.0)] == ["11"]
 
 
 # --- W3C Trace Context ------------------------------------------------------------------------------

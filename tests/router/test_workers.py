@@ -32,14 +32,6 @@ class Workers:
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
         return {int(pid) for pid in children.read_text().split()}
 
-    @property
-    def have_begun(self) -> bool:
-        """The workers, and the index process if there is one, ignore signals to the process group by now."""
-        masks = [
-            Path(f"/proc/{pid}/status").read_text().partition("SigIgn:")[2].split()[0] for pid in self.pids
-        ]
-        return len(masks) >= 2 and all(int(mask, 16) >> (signal.SIGTERM - 1) & 1 for mask in masks)
-
     def client(self) -> httpx.AsyncClient:
         """Each request on a connection of its own: any worker may get it."""
         limits = httpx.Limits(max_keepalive_connections=0)
@@ -90,7 +82,7 @@ async def running(url: str, command: list[str]) -> AsyncIterator[Workers]:
     workers = Workers(url, process)
     try:
         async with asyncio.timeout(WAIT_S):
-            while await workers.status_of("/health") != 200 or not workers.have_begun:
+            while await workers.status_of("/health") != 200:
                 assert process.returncode is None
         yield workers
     finally:
@@ -211,6 +203,9 @@ async def test_a_router_that_is_terminated_lets_its_streams_end_and_exits_with_0
         async with client.stream("POST", "/v1/completions", json=ASKED) as answer:
             pieces = answer.aiter_bytes()
             text = await anext(pieces)
+            assert "baton:router_in_flight 1.0" in (await client.get("/metrics")).text
+            [running] = (await client.get("/requests")).json()["requests"]
+            assert (running["status"], running["ended_s"] > 0) == (None, True)
             for pid in (*pids, router.process.pid):  # As a terminal's Ctrl-C, to the whole group.
                 os.kill(pid, signal.SIGTERM)
             async with asyncio.timeout(WAIT_S):
@@ -221,6 +216,29 @@ async def test_a_router_that_is_terminated_lets_its_streams_end_and_exits_with_0
         assert text == 2 * EVENT + b"data: [DONE]\n\n"
         assert await router.process.wait() == 0
         await until_gone(pids)
+
+
+async def test_a_signal_while_the_workers_start_ends_none_of_them() -> None:
+    url, signalled = dead_url(), set[int]()
+    process = await asyncio.create_subprocess_exec(*command_for(url, "http://p:1", "http://d:1"))
+    router = Workers(url, process)
+    try:
+        async with asyncio.timeout(WAIT_S):
+            while len(signalled) < 2:
+                await asyncio.sleep(0)
+                for pid in router.pids - signalled:  # As soon as it exists.
+                    os.kill(pid, signal.SIGTERM)
+                    os.kill(pid, signal.SIGINT)
+                    signalled.add(pid)
+            while await router.status_of("/version") != 200:
+                assert process.returncode is None
+        assert router.pids == signalled
+        process.terminate()
+        assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
 
 
 async def test_a_port_that_another_router_has_is_refused() -> None:

@@ -276,6 +276,7 @@ class Router:
             request_id = str(uuid.uuid4())
         reply.extra = {REQUEST_ID: request_id}
         recorder = self._recorder(incoming, request_id)
+        self.recent.begin(recorder)
         self.num_requests += 1
         self._is_idle.clear()
         self.metrics.in_flight.set(self.num_requests)
@@ -312,8 +313,8 @@ class Router:
         self._count_out(error.status, recorder)
 
     def _count_out(self, status: int, recorder: Recorder) -> None:
-        timeline = recorder.finish(status, self._loop.time())
-        self.recent.add(timeline)
+        timeline = recorder.timeline(status, self._loop.time())
+        self.recent.end(recorder, timeline)
         if self._access_log is not None:
             self._access_log.write(timeline)
         if timeline.span is not None and self._tracer is not None:
@@ -447,7 +448,7 @@ class Router:
         return self.metrics.exposition()
 
     async def _recent(self, request_id: str | None) -> list[RequestTimeline]:
-        return latest_first([self.recent.find(request_id)])
+        return latest_first([self.recent.find(request_id, self._loop.time())])
 
     async def _samples(self) -> Samples:
         return self.metrics.samples()

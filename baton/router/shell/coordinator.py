@@ -40,6 +40,7 @@ from baton.router.shell.frames import (
     Frame,
     FrameStream,
     Listening,
+    Process,
     Recall,
     Recalled,
     Welcome,
@@ -47,7 +48,7 @@ from baton.router.shell.frames import (
 )
 from baton.router.shell.index_client import IndexClient, IndexOwner
 from baton.router.shell.members import Source
-from baton.router.shell.metrics import Samples, sum_families
+from baton.router.shell.metrics import GAUGES, Samples, sum_families
 from baton.router.shell.parts import Parts
 from baton.router.shell.peers import PeerLink
 from baton.router.shell.timers import TimerWheel
@@ -70,7 +71,7 @@ class NotStarted(BatonError):
 class _Worker:
     """One process."""
 
-    def __init__(self, number: int, stream: FrameStream, process: asyncio.subprocess.Process) -> None:
+    def __init__(self, number: int, stream: FrameStream, process: Process) -> None:
         self.number = number
         self.stream = stream
         self.process = process
@@ -79,10 +80,6 @@ class _Worker:
         self.has_reported = False
         self.num_silent_ticks = 0
         self.recalled: dict[int, asyncio.Future[list[RequestTimeline]]] = {}  # By the number of a `Recall`.
-
-    def kill(self) -> None:
-        with suppress(ProcessLookupError):
-            self.process.kill()
 
 
 class Coordinator:
@@ -119,7 +116,7 @@ class Coordinator:
             )
         self._control = Control(
             self._parts,
-            num_requests=lambda: self._replica.num_requests_elsewhere,
+            num_requests=lambda: self._loads.beside(None).num_requests,
             exposition=self._exposition,
             recent=self._recent,
             samples=self._samples,
@@ -242,8 +239,9 @@ class Coordinator:
             try:
                 status = await worker.process.wait()
             finally:
-                worker.kill()
                 self._forget(worker)
+                worker.process.kill()
+                await worker.process.wait()
             if not first.done():
                 first.set_exception(NotStarted(f"a worker has ended with status {status}"))
                 return
@@ -268,7 +266,8 @@ class Coordinator:
     def _forget(self, worker: _Worker) -> None:
         del self._workers[worker.number]
         worker.stream.close()
-        self._ended = sum_families([self._ended, worker.samples])
+        counted = {name: family for name, family in worker.samples.items() if name not in GAUGES}
+        self._ended = sum_families([self._ended, counted])
         self._loads.end(worker.number)
         self._load_has_changed()
 
@@ -280,7 +279,7 @@ class Coordinator:
                 worker.num_silent_ticks += 1
                 if worker.num_silent_ticks > (SILENT_TICKS if worker.has_reported else START_S / TICK_S):
                     logger.error("worker %d does not answer and is killed", worker.number)
-                    worker.kill()
+                    worker.process.kill()
 
     # --- Frames
 
@@ -376,7 +375,6 @@ class Coordinator:
         with suppress(TimeoutError):
             async with asyncio.timeout(COLLECT_S):
                 await asyncio.gather(*(worker.is_collected.wait() for worker in workers))
-        self._parts.metrics.in_flight.set(self._replica.num_requests_elsewhere)
         return [self._ended, *(worker.samples for worker in workers)]
 
     async def _recent(self, request_id: str | None) -> list[RequestTimeline]:

@@ -2,7 +2,10 @@
 
 import asyncio
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any, TypeAlias, cast
@@ -127,25 +130,60 @@ Frame: TypeAlias = (
 _decoder = msgspec.msgpack.Decoder(Frame)
 
 
-_BOOTSTRAP = (
-    "import importlib, json, sys; sys.path[:] = json.loads(sys.argv[1]); "
-    "importlib.import_module(sys.argv[2]).main(int(sys.argv[3]))"
-)
+# A signal to the process group, or of systemd to the service, is the parent's to obey.
+_SIGNALS_OF_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_BOOTSTRAP = f"""
+import importlib, json, signal, sys
+for number in {[int(number) for number in _SIGNALS_OF_PARENT]}:
+    signal.signal(number, signal.SIG_IGN)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+sys.path[:] = json.loads(sys.argv[1])
+importlib.import_module(sys.argv[2]).main(int(sys.argv[3]))
+"""
 
 
-async def start_process(module: str, stream: "FrameStream") -> asyncio.subprocess.Process:
+class Process:
+    """A child of this process. Used in one event loop."""
+
+    def __init__(self, child: "subprocess.Popen[bytes]") -> None:
+        self._child, self._loop = child, asyncio.get_running_loop()
+        self._ended: asyncio.Future[int] = self._loop.create_future()
+        self._descriptor = os.pidfd_open(child.pid)
+        self._loop.add_reader(self._descriptor, self._reap)
+
+    def _reap(self) -> None:
+        self._loop.remove_reader(self._descriptor)
+        os.close(self._descriptor)
+        self._ended.set_result(self._child.wait())
+
+    async def wait(self) -> int:
+        """Return the exit status: minus the signal's number if a signal ended it."""
+        return await asyncio.shield(self._ended)
+
+    def kill(self) -> None:
+        """Without effect if it has ended."""
+        self._child.kill()
+
+
+async def start_process(module: str, stream: "FrameStream") -> Process:
     """A Python process that runs the module's `main(descriptor)`: with the other end of `stream`.
 
-    Raises OSError.
+    The signals are blocked from its birth until it ignores them: else one that comes while it imports ends
+    it. `asyncio.create_subprocess_exec` cannot do this: uvloop gives a child an empty mask. Raises OSError.
     """
     ours, theirs = socket.socketpair()
     with theirs:
         await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=ours)
-        return await asyncio.create_subprocess_exec(
-            *(sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), module, str(theirs.fileno())),
-            pass_fds=[theirs.fileno()],
-            stdin=asyncio.subprocess.DEVNULL,
-        )
+        return Process(_spawn(module, theirs.fileno()))
+
+
+def _spawn(module: str, descriptor: int) -> "subprocess.Popen[bytes]":
+    command = [sys.executable, "-c", _BOOTSTRAP, json.dumps(sys.path), module, str(descriptor)]
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS_OF_PARENT)
+    try:
+        return subprocess.Popen(command, pass_fds=[descriptor], stdin=subprocess.DEVNULL)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
 class FrameStream(asyncio.Protocol):

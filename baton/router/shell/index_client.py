@@ -164,9 +164,8 @@ class IndexOwner:
         finally:
             self._stream = None
             stream.close()
-            with suppress(ProcessLookupError):
-                process.kill()
-            await asyncio.shield(process.wait())
+            process.kill()
+            await process.wait()
 
     def _on_frame(self, frame: wire.IndexFrame) -> None:
         if isinstance(frame, wire.Ready):

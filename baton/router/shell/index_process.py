@@ -12,7 +12,6 @@ import asyncio
 import logging
 import logging.config
 import os
-import signal
 import socket
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
@@ -291,7 +290,4 @@ async def _run(stream: socket.socket) -> int:
 
 
 def main(descriptor: int) -> None:
-    # A signal to the process group is the parent's to obey.
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
     os._exit(asyncio.run(_run(socket.socket(fileno=descriptor))))  # ZeroMQ would wait for its peers.

@@ -138,7 +138,7 @@ class Live:
             "queues": status["queues"],
             "routers": status["routers"],
             "in_flight": self._num_requests(),
-            "waiting": sum(sum(queue["waiting"].values()) for queue in status["queues"]),
+            "waiting": round(sum(value for *_, value in samples.get("baton:router_waiting", ()))),
             **self._request_rates(),
             "engines": [
                 {**shown, "metrics": self._shown(engine, now_s)}

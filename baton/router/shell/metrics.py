@@ -18,7 +18,7 @@ from baton.router.timeline import LegTimeline, RequestTimeline
 Family: TypeAlias = list[tuple[str, dict[str, str], float]]  # Of one metric: name, labels, value.
 Samples: TypeAlias = dict[str, Family]  # Of one process, by metric.
 
-_SUMMED = ("counter", "histogram")
+GAUGES = ("baton:router_in_flight", "baton:router_waiting")  # Of each process, and summed.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 _LEG_LABELS = ("role", "engine", "outcome")
@@ -39,6 +39,11 @@ class RouterMetrics:
             registry=self.registry,
         )
         self.in_flight = Gauge("baton:router_in_flight", "Requests being served.", registry=self.registry)
+        self.waiting = Gauge(
+            "baton:router_waiting",
+            "Of these, requests in the router's queue.",
+            registry=self.registry,
+        )
         self.legs = Counter(
             "baton:router_legs",
             "Legs to engines by outcome: an HTTP status, unreachable, broken, timeout or cancelled.",
@@ -256,18 +261,18 @@ class RouterMetrics:
         return generate_latest(merged)
 
     def samples(self) -> Samples:
-        """Of the counters and histograms, for the exposition of another process."""
+        """What is summed, for the exposition of another process."""
         if self._gone:
             self._drop_labels()
         return {
             family.name: [(name, labels, value) for name, labels, value, *_ in family.samples]
             for family in self.registry.collect()
-            if family.type in _SUMMED
+            if _is_summed(family)
         }
 
 
 class _Merged(Collector):
-    """Sums of one registry's counters and histograms with those of other processes."""
+    """One registry, with the sums of what is summed in other processes."""
 
     def __init__(self, registry: CollectorRegistry, others: Sequence[Samples]) -> None:
         self._registry = registry
@@ -275,11 +280,15 @@ class _Merged(Collector):
 
     def collect(self) -> Iterable[Metric]:
         for family in self._registry.collect():
-            if family.type in _SUMMED:
+            if _is_summed(family):
                 own = [(name, labels, value) for name, labels, value, *_ in family.samples]
                 total = _sum([own, *(other.get(family.name, []) for other in self._others)])
                 family.samples = [Sample(*one) for one in total]
             yield family
+
+
+def _is_summed(family: Metric) -> bool:
+    return family.type in ("counter", "histogram") or family.name in GAUGES
 
 
 def sum_families(parts: Sequence[Samples]) -> Samples:

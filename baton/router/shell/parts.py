@@ -33,6 +33,8 @@ class Parts:
         self.loans = LoanReturns(self.asker, self.metrics, timeout_s)
         turns = TurnTable(self.loans.give_back, lambda note: self.fleet.tell(note))
         self.view = FleetView(settings, self.fleet, self.pairs, turns)
+        if (admission := self.view.admission) is not None:
+            self.metrics.waiting.set_function(lambda: admission.num_waiting)
         self.fleet.on_removed += [self.pairs.forget, self.metrics.forget]
 
     async def close(self) -> None:

@@ -6,7 +6,6 @@ It ends when the coordinator says so, or has ended.
 import asyncio
 import gc
 import logging.config
-import signal
 import socket
 import sys
 import time
@@ -55,7 +54,7 @@ class Worker:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._stream = FrameStream(self._on_frame, self._on_lost)
-        self._welcome: asyncio.Future[Welcome] = self._loop.create_future()
+        self._welcome: asyncio.Future[Welcome | None] = self._loop.create_future()
         self._drain: asyncio.Future[Drain | None] = self._loop.create_future()  # None: an orphan.
         self._router: Router | None = None
         self._load_timer: asyncio.TimerHandle | None = None
@@ -68,6 +67,8 @@ class Worker:
         """Return the exit status."""
         await self._loop.create_unix_connection(lambda: self._stream, sock=stream)
         welcome = await self._welcome
+        if welcome is None:
+            return EXIT_ORPHANED
         logging.config.dictConfig(welcome.log_config)
         raise_descriptor_limit()
         limit_logs(*LOGS_LIMITED)
@@ -116,7 +117,8 @@ class Worker:
                     self._stream.send(Collected(self._router.metrics.samples()))
             case Recall(number, request_id):
                 if self._router is not None:
-                    self._stream.send(Recalled(number, self._router.recent.find(request_id)))
+                    found = self._router.recent.find(request_id, self._loop.time())
+                    self._stream.send(Recalled(number, found))
             case Answers(number):
                 if (asked := self._asked.pop(number, None)) is not None and not asked.done():
                     asked.set_result(frame)
@@ -138,7 +140,8 @@ class Worker:
 
     def _on_lost(self) -> None:
         """The coordinator has ended without a word."""
-        self._welcome.cancel()
+        if not self._welcome.done():
+            self._welcome.set_result(None)
         self._end_with(None)
         if self._router is not None:
             self._router.end_requests()
@@ -195,9 +198,6 @@ class Worker:
 
 
 def main(descriptor: int) -> None:
-    # A signal to the process group is the coordinator's to obey.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     sys.exit(uvloop.run(_run(socket.socket(fileno=descriptor))))
 
 
