@@ -1,23 +1,28 @@
 """HTTP options that `baton serve` and `baton route` share, and the reading of API keys."""
 
 import logging
-import stat
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from baton.core.errors import ConfigError
-from baton.core.limited_file import read_limited
-from baton.http.auth import NO_AUTH, AuthSettings
-from baton.http.settings import HttpLimits, HttpSettings, parse_api_keys
+from baton.http.auth import (
+    MAX_KEY_FILE_BYTES,
+    NO_AUTH,
+    AuthSettings,
+    parse_api_keys,
+    read_key_file,
+    read_secret,
+)
+from baton.http.settings import HttpLimits, HttpSettings
 
 API_KEY_ENV = "BATON_API_KEY"  # Keys that clients must send.
 ADMIN_API_KEY_ENV = "BATON_ADMIN_API_KEY"
 ENGINE_API_KEY_ENV = "BATON_ENGINE_API_KEY"  # Key that the router sends to engines.
-REGISTER_KEY_ENV = "BATON_REGISTER_KEY"  # Of the administrator of routers where an engine registers.
+REGISTER_KEY_ENV = "BATON_REGISTER_KEY"  # That opens registrations, at routers where an engine registers.
+REGISTER_API_KEY_ENV = "BATON_REGISTER_API_KEY"  # The same key, at the router.
 PEER_SECRET_ENV = "BATON_PEER_SECRET"  # Of routers of the same engines.
-MAX_KEY_FILE_BYTES = 1 << 16
 MAX_AUTH_FILE_BYTES = 4 << 20  # With the keys of ten thousands of tenants.
 
 _DEFAULTS = ", ".join(f'"{name}": {value}' for name, value in msgspec.structs.asdict(HttpLimits()).items())
@@ -29,6 +34,10 @@ API_KEY_HELP = (
 ADMIN_API_KEY_HELP = (
     f"File with the keys of the administrator's pages; or set {ADMIN_API_KEY_ENV}. "
     "Default: the keys of --api-key-file."
+)
+REGISTER_API_KEY_HELP = (
+    f"File with the keys with which engines may register, and that open nothing else; or set "
+    f"{REGISTER_API_KEY_ENV}. Keys of the administrator may register, too."
 )
 TLS_CERT_HELP = (
     "PEM file with the certificate of both ports and its chain, also for https servers that ask for one."
@@ -55,10 +64,7 @@ def read_api_keys(
     """Return the keys of the file, or of the environment variable without a file. Raises ConfigError."""
     if file is None:
         return parse_api_keys(environment.get(variable, ""), field=variable)
-    keys = parse_api_keys(_read_secret(Path(file), MAX_KEY_FILE_BYTES, field), field=field)
-    if not keys:
-        raise ConfigError(f"{file} has no key", field=field)
-    return keys
+    return read_key_file(file, field=field)
 
 
 def split_engine_keys(words: tuple[str, ...]) -> tuple[str | None, tuple[tuple[str, str], ...]]:
@@ -85,19 +91,9 @@ def read_auth(file: str | None) -> AuthSettings:
 
     def read_file(name: str, field: str) -> str:
         is_public = field == "jwt.key_file"
-        return _read_secret(Path(file).parent / name, MAX_KEY_FILE_BYTES, field, is_public=is_public)
+        return read_secret(Path(file).parent / name, MAX_KEY_FILE_BYTES, field, is_public=is_public)
 
-    return AuthSettings.from_toml(_read_secret(Path(file), MAX_AUTH_FILE_BYTES, "auth_file"), read_file)
-
-
-def _read_secret(path: Path, max_bytes: int, field: str, *, is_public: bool = False) -> str:
-    content = read_limited(path, max_bytes, field=field)
-    if not is_public and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
-        logger.warning("%s can be read by other users of this machine; chmod 600 it", path)
-    try:
-        return content.decode()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not text", field=field) from error
+    return AuthSettings.from_toml(read_secret(Path(file), MAX_AUTH_FILE_BYTES, "auth_file"), read_file)
 
 
 def otlp_endpoint(option: str | None, environment: Mapping[str, str]) -> str | None:

@@ -28,6 +28,8 @@ from baton.cli.http_options import (
     LIMITS_HELP,
     OTLP_HELP,
     PEER_SECRET_ENV,
+    REGISTER_API_KEY_ENV,
+    REGISTER_API_KEY_HELP,
     TLS_CERT_HELP,
     TLS_CLIENT_CA_HELP,
     TLS_KEY_HELP,
@@ -138,7 +140,8 @@ def route(
         list[str] | None,
         typer.Option(
             help="Where an engine publishes KV events, for --policy cost: URL=ENDPOINT[,REPLAY_ENDPOINT], "
-            "such as http://10.0.0.7:8100=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558; repeat for more."
+            "such as http://10.0.0.7:8100=tcp://10.0.0.7:5557,tcp://10.0.0.7:5558; repeat for more. "
+            "*=tcp://{host}:5557,tcp://{host}:5558 is for all others, also for those that join later."
         ),
     ] = None,
     tokenizer: Annotated[
@@ -216,8 +219,8 @@ def route(
     workers: Annotated[
         int,
         typer.Option(
-            help="Processes that serve clients on the port (SO_REUSEPORT). 0: one for each four engines, "
-            "at most one for each core.",
+            help="Processes that serve clients on the port (SO_REUSEPORT). 0: one for each four engines, and "
+            "four if --members may bring more, at most one for each core.",
             min=0,
             max=64,
         ),
@@ -250,6 +253,9 @@ def route(
         ),
     ] = None,
     admin_api_key_file: Annotated[str | None, typer.Option(help=ADMIN_API_KEY_HELP, metavar="FILE")] = None,
+    register_api_key_file: Annotated[
+        str | None, typer.Option(help=REGISTER_API_KEY_HELP, metavar="FILE")
+    ] = None,
     tls_cert: Annotated[str | None, typer.Option(help=TLS_CERT_HELP, metavar="FILE")] = None,
     tls_key: Annotated[str | None, typer.Option(help=TLS_KEY_HELP, metavar="FILE")] = None,
     tls_client_ca: Annotated[str | None, typer.Option(help=TLS_CLIENT_CA_HELP, metavar="FILE")] = None,
@@ -297,6 +303,7 @@ def route(
     engines are read again when it changes, and at SIGHUP.
     """
     from baton.core.validation import explain
+    from baton.http.auth import KeyFiles
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.http.tls import ClientTls, ServerTls, TlsFiles
@@ -332,6 +339,17 @@ def route(
         admin_keys = read_api_keys(
             admin_api_key_file, os.environ, variable=ADMIN_API_KEY_ENV, field="admin_api_key_file"
         )
+        register_keys = read_api_keys(
+            register_api_key_file,
+            os.environ,
+            variable=REGISTER_API_KEY_ENV,
+            field="register_api_key_file",
+        )
+        if register_keys and not (keys or admin_keys):
+            raise ConfigError(
+                "needs --admin-api-key-file or --api-key-file: without them every client may register",
+                field="register_api_key_file",
+            )
         auth = read_auth(auth_file)
         if (tls := TlsFiles.of(tls_cert, tls_key, tls_client_ca)) is not None:
             ServerTls(tls)  # Refuses files that do not fit.
@@ -367,6 +385,10 @@ def route(
             api_keys=keys,
             allowed_hosts=allowed_hosts,
             admin_keys=admin_keys,
+            register_keys=register_keys,
+            key_files=KeyFiles(
+                api_keys=api_key_file, admin_keys=admin_api_key_file, register_keys=register_api_key_file
+            ),
             auth=auth,
         )
         hosts = hosts_to_check(host, http.allowed_hosts)

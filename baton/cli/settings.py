@@ -35,6 +35,7 @@ from baton.core.limited_file import read_limited
 from baton.core.secret_source import PREVIOUS_SECRET_ENV, SECRET_ENV, find_secret
 from baton.core.timers import Timers
 from baton.core.validation import explain
+from baton.http.auth import KeyFiles
 from baton.http.gate import is_loopback
 from baton.http.registration import TTL_S, Registration, Role, register_places
 from baton.http.settings import HttpLimits, HttpSettings
@@ -310,7 +311,11 @@ def resolve(
         settings.admin_api_key_file, environment, variable=ADMIN_API_KEY_ENV, field="admin_api_key_file"
     )
     http = HttpSettings.of(
-        settings.limits, api_keys=keys, allowed_hosts=settings.allowed_hosts, admin_keys=admin_keys
+        settings.limits,
+        api_keys=keys,
+        allowed_hosts=settings.allowed_hosts,
+        admin_keys=admin_keys,
+        key_files=KeyFiles(api_keys=settings.api_key_file, admin_keys=settings.admin_api_key_file),
     )
     register_keys = read_api_keys(
         settings.register_key_file, environment, variable=REGISTER_KEY_ENV, field="register_key_file"

@@ -18,18 +18,27 @@ Keys are compared by a keyed digest of each process, so the time of a comparison
 """
 
 import hashlib
+import logging
 import secrets
+import stat
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from pathlib import Path
 
 import msgspec
 
 from baton.core.errors import ConfigError
+from baton.core.limited_file import read_limited
 from baton.core.validation import explain
 from baton.http.errors import ApiError
 from baton.http.jwt_tokens import TENANT_CHARS_MAX, JwtSettings, JwtVerifier
+from baton.http.registration import PATH as REGISTER_PATH
+from baton.http.watched_files import WatchedFiles
 
+logger = logging.getLogger(__name__)
+
+MAX_KEY_FILE_BYTES = 1 << 16
 MIN_KEY_CHARS = 8  # A shorter key is guessed over the network.
 OPEN_PATHS = frozenset({"/health"})  # For load balancers and supervisors, which have no key.
 STORAGES = ("redis://", "rediss://")
@@ -123,6 +132,47 @@ class AuthSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 NO_AUTH = AuthSettings()
 
 
+class KeyFiles(msgspec.Struct, frozen=True, kw_only=True):
+    """Files whose keys replace those of the settings when they change. None: there is no file."""
+
+    api_keys: str | None = None
+    admin_keys: str | None = None
+    register_keys: str | None = None
+
+
+NO_KEY_FILES = KeyFiles()
+
+
+def read_secret(path: Path, max_bytes: int, field: str, *, is_public: bool = False) -> str:
+    """Raises ConfigError."""
+    content = read_limited(path, max_bytes, field=field)
+    if not is_public and path.stat().st_mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning("%s can be read by other users of this machine; chmod 600 it", path)
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not text", field=field) from error
+
+
+def read_key_file(path: str, *, field: str) -> tuple[str, ...]:
+    """Raises ConfigError, also for a file without a key."""
+    keys = parse_api_keys(read_secret(Path(path), MAX_KEY_FILE_BYTES, field), field=field)
+    if not keys:
+        raise ConfigError(f"{path} has no key", field=field)
+    return keys
+
+
+def parse_api_keys(text: str, *, field: str) -> tuple[str, ...]:
+    """Split a text of keys at white space and commas; lines that begin with # are comments.
+
+    Raises ConfigError for a key that is too short or not printable ASCII.
+    """
+    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
+    keys = tuple(key for line in lines for key in line.replace(",", " ").split())
+    check_keys(keys, field=field)
+    return keys
+
+
 def check_keys(keys: Sequence[str], *, field: str) -> None:
     """Raises ConfigError."""
     for key in keys:
@@ -148,7 +198,7 @@ class Authenticator:
     """Of one port. Without any key and issuer every client is served.
 
     `api_keys` open everything, unless there are `admin_keys`, which alone open the administrator's pages. A
-    tenant's keys and tokens never open these.
+    tenant's keys and tokens never open these. `register_keys` open the path of registrations only.
     """
 
     def __init__(
@@ -156,6 +206,8 @@ class Authenticator:
         api_keys: Sequence[str] = (),
         *,
         admin_keys: Sequence[str] = (),
+        register_keys: Sequence[str] = (),
+        files: KeyFiles = NO_KEY_FILES,
         auth: AuthSettings | None = None,
         verifier: JwtVerifier | None = None,
         is_admin: Callable[[str], bool] = lambda path: False,
@@ -164,34 +216,61 @@ class Authenticator:
     ) -> None:
         """`is_admin`: whether a path is one of the administrator's. `now_s`: of the loop's clock.
 
-        `open_paths` need no key.
+        `files`: of these keys; they are read again when they change. `open_paths` need no key.
         """
         self._open_paths = open_paths
         self._salt = secrets.token_bytes(32)
-        tenants = auth.tenants if auth is not None else {}
-        self._callers = {self._digest(key): Caller(_unnamed(key)) for key in api_keys}
-        self._admins = {self._digest(key): Caller() for key in admin_keys} or dict(self._callers)
-        self._callers |= {
-            self._digest(key): Caller(name, True) for name, tenant in tenants.items() for key in tenant.keys
-        }
+        self._keys = {"api_keys": api_keys, "admin_keys": admin_keys, "register_keys": register_keys}
+        found = ((name, getattr(files, name)) for name in KeyFiles.__struct_fields__)
+        self._files = {name: path for name, path in found if path is not None}
+        self._watched = WatchedFiles(list(self._files.values()))
+        self._tenants = auth.tenants if auth is not None else {}
         self._verifier, self._is_admin, self._now_s = verifier, is_admin, now_s
-        self._is_open = not self._callers and verifier is None
+        self._use_keys()
+
+    def _use_keys(self) -> None:
+        self._callers = {self._digest(key): Caller(_unnamed(key)) for key in self._keys["api_keys"]}
+        self._admins = {self._digest(key): Caller() for key in self._keys["admin_keys"]}
+        self._admins = self._admins or dict(self._callers)
+        self._registrars = {self._digest(key) for key in self._keys["register_keys"]}
+        self._callers |= {
+            self._digest(key): Caller(name, True)
+            for name, tenant in self._tenants.items()
+            for key in tenant.keys
+        }
+        self._is_open = not self._callers and self._verifier is None
         self._is_admin_open = self._is_open and not self._admins
 
     def _digest(self, key: str) -> bytes:
         return hashlib.blake2b(key.encode(), key=self._salt, digest_size=32).digest()
 
+    def _refresh(self) -> None:
+        """Read key files again that have changed. Bad files change nothing."""
+        try:
+            read = {name: read_key_file(path, field=path) for name, path in self._files.items()}
+        except ConfigError as error:
+            logger.error("the API keys stay as they were: %s", error)
+        else:
+            self._keys |= read
+            self._use_keys()
+            logger.info("read the API keys again: %s", ", ".join(self._files.values()))
+
     def caller(self, path: str, headers: Mapping[str, str]) -> Caller:
         """Raises ApiError 401, or 503 while the keys of an issuer are fetched."""
+        if self._watched.have_changed(self._now_s()):
+            self._refresh()
         if path in self._open_paths:
             return ANYONE
         is_admin = self._is_admin(path)
         if self._is_admin_open if is_admin else self._is_open:
             return ANYONE
         given = _credentials(headers)
-        found = (self._admins if is_admin else self._callers).get(self._digest(given))
+        digest = self._digest(given)
+        found = (self._admins if is_admin else self._callers).get(digest)
         if found is not None:
             return found
+        if path == REGISTER_PATH and digest in self._registrars:
+            return ANYONE
         if is_admin:
             raise ApiError(
                 401,

@@ -16,11 +16,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from baton.http.log_limit import limit_logs
 from baton.http.settings import HttpSettings
-from baton.http.tls import ServerTls
+from baton.http.tls import BACKLOG
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = 512  # asyncio accepts as many at once; they must fit into the descriptors that are kept in reserve.
 DESCRIPTORS_PER_CONNECTION = 4  # A client of the router needs its own and one for each leg.
 FEWEST_CONNECTIONS = 16
 WANTED_DESCRIPTORS = 65536
@@ -68,14 +67,7 @@ class _LimitedProtocol(H11Protocol):
 
     limits: HttpSettings
     crowd: Crowd
-    tls: ServerTls | None
     _header_timer: asyncio.TimerHandle | None = None
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        """Called before the TLS handshake, if there is one."""
-        super().__init__(*args, **kwargs)
-        if self.tls is not None:
-            self.tls.refresh(self.loop.time())
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -123,9 +115,9 @@ class _LimitedProtocol(H11Protocol):
         self.transport.abort()
 
 
-def protocol_class(settings: HttpSettings, tls: ServerTls | None = None) -> type[H11Protocol]:
+def protocol_class(settings: HttpSettings) -> type[H11Protocol]:
     """Return the protocol class of one server."""
-    shared = {"limits": settings, "crowd": Crowd(max_connections(settings)), "tls": tls}
+    shared = {"limits": settings, "crowd": Crowd(max_connections(settings))}
     return type("LimitedProtocol", (_LimitedProtocol,), shared)
 
 
@@ -144,14 +136,12 @@ def raise_descriptor_limit() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-def server_config(
-    app: Any, settings: HttpSettings, *, tls: ServerTls | None = None, **options: Any
-) -> uvicorn.Config:
-    """Return the configuration common to both servers. `tls` None: HTTP without TLS."""
+def server_config(app: Any, settings: HttpSettings, **options: Any) -> uvicorn.Config:
+    """Return the configuration common to both servers."""
     limit_logs("uvicorn.error", "asyncio", __name__)
-    config = uvicorn.Config(
+    return uvicorn.Config(
         app,
-        http=protocol_class(settings, tls),
+        http=protocol_class(settings),
         ws="none",
         interface="asgi3",
         proxy_headers=False,
@@ -161,7 +151,3 @@ def server_config(
         server_header=False,
         **options,
     )
-    if tls is not None:
-        config.load()  # Sets `ssl` from files, which uvicorn reads once.
-        config.ssl = tls.context
-    return config

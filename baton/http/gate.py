@@ -8,6 +8,7 @@
 400   a header with bytes that are not ASCII
 """
 
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
@@ -15,7 +16,7 @@ import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core import hosts
-from baton.http.auth import Authenticator, Caller
+from baton.http.auth import NO_KEY_FILES, Authenticator, Caller, KeyFiles
 from baton.http.errors import ApiError
 
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
@@ -65,11 +66,14 @@ class Gate:
         *,
         api_keys: Sequence[str] = (),
         admin_keys: Sequence[str] = (),
+        files: KeyFiles = NO_KEY_FILES,
         is_admin: Callable[[str], bool] = lambda path: False,
         allowed_hosts: Sequence[str] | None = None,
     ) -> None:
         self._app = app
-        authenticator = Authenticator(api_keys, admin_keys=admin_keys, is_admin=is_admin)
+        authenticator = Authenticator(
+            api_keys, admin_keys=admin_keys, files=files, is_admin=is_admin, now_s=time.monotonic
+        )
         self._checks = Checks(authenticator, allowed_hosts=allowed_hosts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

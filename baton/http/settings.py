@@ -3,7 +3,7 @@
 import msgspec
 
 from baton.core.errors import ConfigError
-from baton.http.auth import NO_AUTH, AuthSettings, check_keys
+from baton.http.auth import NO_AUTH, NO_KEY_FILES, AuthSettings, KeyFiles
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -42,6 +42,8 @@ class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=
 
     api_keys: tuple[str, ...] = ()
     admin_keys: tuple[str, ...] = ()  # Of the administrator's pages. Empty: `api_keys` open these, too.
+    register_keys: tuple[str, ...] = ()  # With which engines register, and that open nothing else.
+    key_files: KeyFiles = NO_KEY_FILES
     auth: AuthSettings = NO_AUTH
     allowed_hosts: tuple[str, ...] = ()  # Names in the Host header besides those of loopback; "*": any.
 
@@ -58,6 +60,8 @@ class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=
         api_keys: tuple[str, ...],
         allowed_hosts: str,
         admin_keys: tuple[str, ...] = (),
+        register_keys: tuple[str, ...] = (),
+        key_files: KeyFiles = NO_KEY_FILES,
         auth: AuthSettings = NO_AUTH,
     ) -> "HttpSettings":
         """Make the settings; `allowed_hosts` is a list separated by commas."""
@@ -66,17 +70,8 @@ class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=
             **msgspec.structs.asdict(limits),
             api_keys=api_keys,
             admin_keys=admin_keys,
+            register_keys=register_keys,
+            key_files=key_files,
             auth=auth,
             allowed_hosts=hosts,
         )
-
-
-def parse_api_keys(text: str, *, field: str) -> tuple[str, ...]:
-    """Split a text of keys at white space and commas; lines that begin with # are comments.
-
-    Raises ConfigError for a key that is too short or not printable ASCII.
-    """
-    lines = (line for line in text.splitlines() if not line.lstrip().startswith("#"))
-    keys = tuple(key for line in lines for key in line.replace(",", " ").split())
-    check_keys(keys, field=field)
-    return keys

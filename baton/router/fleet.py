@@ -220,6 +220,7 @@ class Fleet:
         self._aliases = settings.model_aliases
         self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
         self._models: set[str] = set()  # Without adapters and other names of the same engines.
+        self.on_added: list[Callable[[Engine], None]] = []
         self.on_removed: list[Callable[[Engine], None]] = []
         self.on_ejected: list[Callable[[Engine], None]] = []
         self.log = EventLog()
@@ -547,6 +548,8 @@ class Fleet:
             self._engines[role].append(known)
             logger.info("%s engine %s is added", role, url)
             self.note_event("added", known)
+            for hear in self.on_added:
+                hear(known)
         elif known.drain_until_s is not None:
             known.drain_until_s, known.is_leaving = None, False
             # Perhaps another process meanwhile.

@@ -1,7 +1,7 @@
 """Settings of the router: frozen, validated once, every number with its unit."""
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit, urlunsplit
@@ -55,11 +55,14 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("must be positive", field=f"probe.{name}")
 
 
+ANY_ENGINE, HOST = "*", "{host}"
+
+
 class KVEventsSource(msgspec.Struct, frozen=True):
     """Where an engine publishes its KV events (vLLM's `--kv-events-config`)."""
 
-    url: str  # The engine's, without credentials.
-    endpoint: str  # ZeroMQ's, such as tcp://10.0.0.7:5557.
+    url: str  # The engine's, without credentials; ANY_ENGINE: of each that no other source names.
+    endpoint: str  # ZeroMQ's, such as tcp://10.0.0.7:5557; HOST in it is that of an engine's URL.
     replay_endpoint: str | None = None  # Without one, a lost event costs all that is known of the engine.
 
     def __post_init__(self) -> None:
@@ -68,6 +71,27 @@ class KVEventsSource(msgspec.Struct, frozen=True):
                 raise ConfigError(
                     f"{endpoint!r} is no endpoint of ZeroMQ; e.g. tcp://10.0.0.7:5557", field="kv_events"
                 )
+            if endpoint is not None and (HOST in endpoint) is not (self.url == ANY_ENGINE):
+                raise ConfigError(
+                    f"{endpoint!r}: {HOST} is needed, and allowed, for the engine {ANY_ENGINE} only",
+                    field="kv_events",
+                )
+
+    def of(self, url: str) -> "KVEventsSource":
+        """The source of one engine, from that of ANY_ENGINE."""
+        host = urlsplit(url).hostname or ""
+        host = f"[{host}]" if ":" in host else host
+        replay = None if self.replay_endpoint is None else self.replay_endpoint.replace(HOST, host)
+        return KVEventsSource(url, self.endpoint.replace(HOST, host), replay)
+
+
+def sources_of(named: Sequence[KVEventsSource], urls: Iterable[str]) -> tuple[KVEventsSource, ...]:
+    """Of engines that have a source of their own, and of those of `urls` that have none."""
+    sources = {one.url: one for one in named}
+    any_engine = sources.pop(ANY_ENGINE, None)
+    if any_engine is not None:
+        sources |= {url: any_engine.of(url) for url in urls if url not in sources}
+    return tuple(sources.values())
 
 
 class PeerSettings(msgspec.Struct, frozen=True):
@@ -163,7 +187,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("must be at least 1", field=name)
         urls = {without_credentials(url) for url in (*self.prefill_urls, *self.decode_urls)}
         for source in self.kv_events:
-            if source.url not in urls and not self.has_sources:
+            if source.url not in (*urls, ANY_ENGINE) and not self.has_sources:
                 raise ConfigError(f"{source.url} is no engine of this router", field="kv_events")
         if self.kv_events and self.policy != "cost":
             raise ConfigError('is used with policy "cost" only', field="kv_events")

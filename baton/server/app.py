@@ -88,6 +88,7 @@ def _new_app(service: Service, checked_hosts: Sequence[str] | None) -> FastAPI:
         Gate,
         api_keys=limits.api_keys,
         admin_keys=limits.admin_keys,
+        files=limits.key_files,
         is_admin=_is_administrators,
         allowed_hosts=checked_hosts,
     )

@@ -51,19 +51,21 @@ class RouterPlace:
     def __init__(self, url: str, api_key: str | None, tls: ClientTls | None) -> None:
         parts = urlsplit(url)
         self.name = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-        headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
+        self._url = url
+        self._headers = {} if api_key is None else {"authorization": f"Bearer {api_key}"}
         self._tls = tls if parts.scheme == "https" else None
-        self._client = httpx.AsyncClient(
-            base_url=url,
-            headers=headers,
-            timeout=ASK_S,
-            trust_env=False,
-            verify=self._tls.context if self._tls is not None else True,
+        self._client = self._new_client()
+
+    def _new_client(self) -> httpx.AsyncClient:
+        verify = True if self._tls is None else self._tls.context
+        return httpx.AsyncClient(
+            base_url=self._url, headers=self._headers, timeout=ASK_S, trust_env=False, verify=verify
         )
 
     async def put(self, registration: Registration) -> None:
-        if self._tls is not None:
-            self._tls.refresh(asyncio.get_running_loop().time())
+        if self._tls is not None and self._tls.refresh(asyncio.get_running_loop().time()):
+            await self._client.aclose()
+            self._client = self._new_client()
         try:
             answer = await self._client.post(PATH, json=msgspec.to_builtins(registration))
         except httpx.HTTPError as error:

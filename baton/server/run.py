@@ -35,7 +35,7 @@ from baton.http.connections import raise_descriptor_limit, server_config
 from baton.http.gate import hosts_to_check
 from baton.http.log_limit import limit_logs
 from baton.http.settings import HttpSettings
-from baton.http.tls import ServerTls, TlsFiles
+from baton.http.tls import ServerTls, TlsDoor, TlsFiles
 from baton.http.tracing import open_tracer
 from baton.http.workers import WorkerPool
 from baton.server.app import build_admin_app, build_app
@@ -251,7 +251,6 @@ class _Server(uvicorn.Server):
             server_config(
                 app,
                 options.http,
-                tls=tls,
                 log_config=None,  # Logging is configured already.
                 lifespan="off",
                 # A last resort: answers end by themselves once the engine has stopped.
@@ -260,6 +259,7 @@ class _Server(uvicorn.Server):
         )
         self.engine_died = False
         self._on_started = on_started
+        self._tls, self._handshake_s = tls, options.http.header_s
 
     def running_requests(self) -> set[asyncio.Task[None]]:
         return set(self.server_state.tasks)
@@ -269,8 +269,20 @@ class _Server(uvicorn.Server):
         yield  # `run` handles signals from before the engine is started.
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        if self._tls is None:
+            await super().startup(sockets)
+        else:
+            await super().startup([])
+            door = TlsDoor(sockets or (), self._new_connection, self._tls, handshake_s=self._handshake_s)
+            self.servers.append(door)  # type: ignore[arg-type]  # uvicorn closes it, and waits for that.
         self._on_started()
+
+    def _new_connection(self) -> asyncio.Protocol:
+        """As uvicorn makes them."""
+        config = self.config
+        return config.http_protocol_class(  # type: ignore[call-arg]
+            config=config, server_state=self.server_state, app_state=self.lifespan.state
+        )
 
 
 @asynccontextmanager

@@ -13,9 +13,11 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
 from baton.cli.http_options import read_auth
 from baton.core.errors import ConfigError
-from baton.http.auth import Authenticator, AuthSettings
+from baton.http.auth import Authenticator, AuthSettings, KeyFiles
 from baton.http.errors import ApiError
 from baton.http.jwt_tokens import REFRESH_GAP_S, JwtSettings, JwtVerifier
+from baton.http.registration import PATH
+from baton.http.watched_files import LOOK_EVERY_S
 
 SECRET = "a secret of more than thirty-two bytes"
 CLAIMS = {"iss": "https://login.example/", "aud": "baton", "sub": "search"}
@@ -228,6 +230,39 @@ def test_the_administrators_key_alone_opens_its_pages_where_there_is_one() -> No
     for path, key in (("/fleet", "key-of-all"), ("/v1/models", "key-of-admin")):
         with pytest.raises(ApiError):
             keys.caller(path, bearer(key))
+
+
+def test_a_key_of_registrations_opens_nothing_else() -> None:
+    keys = Authenticator(
+        ["key-of-all"], register_keys=["key-of-engines"], is_admin=lambda path: path in (PATH, "/fleet")
+    )
+    assert not keys.caller(PATH, bearer("key-of-engines")).is_named
+    assert keys.caller(PATH, bearer("key-of-all"))
+    for path in ("/fleet", "/v1/models"):
+        with pytest.raises(ApiError):
+            keys.caller(path, bearer("key-of-engines"))
+
+
+def test_a_changed_file_of_keys_is_read_again_and_a_bad_one_is_not(tmp_path: Path) -> None:
+    file, now_s = tmp_path / "keys", [0.0]
+    file.write_text("the-first-key")
+    keys = Authenticator(["the-first-key"], files=KeyFiles(api_keys=str(file)), now_s=lambda: now_s[0])
+
+    def opens(key: str) -> bool:
+        now_s[0] += LOOK_EVERY_S
+        try:
+            return bool(keys.caller("/v1/models", bearer(key)))
+        except ApiError:
+            return False
+
+    assert opens("the-first-key")
+    for bad in ("short", ""):
+        file.write_text(bad)
+        assert opens("the-first-key")
+    file.unlink()
+    assert opens("the-first-key")
+    file.write_text("the-second-key")
+    assert [opens(key) for key in ("the-second-key", "the-first-key")] == [True, False]
 
 
 def test_a_token_opens_no_page_of_the_administrator() -> None:

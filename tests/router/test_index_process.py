@@ -12,13 +12,14 @@ import pytest
 
 from baton.contract.events import AllBlocksCleared, BlockStored
 from baton.core.config import KVEventsConfig
+from baton.core.errors import ConfigError
 from baton.engine.checkpoints.random_tokenizer import write_tokenizer
 from baton.engine.core.kv_event_publisher import KVEventPublisher
 from baton.engine.text.tokenizer import Tokenizer
 from baton.router.block_index import home_key, prefix_keys, root_key
 from baton.router.events import Look
 from baton.router.health import Probe
-from baton.router.settings import KVEventsSource
+from baton.router.settings import KVEventsSource, sources_of
 from baton.router.shell import index_client
 from tests.router.fakes import Call, FakeEngine, Respond, Servers, System, answers, lends
 from tests.router.fakes import system as router_system
@@ -85,7 +86,11 @@ class Fleet:
 
 @asynccontextmanager
 async def fleet(
-    publishers: Publishers, num_producers: int = 2, decode: Respond = answers, **settings: Any
+    publishers: Publishers,
+    num_producers: int = 2,
+    decode: Respond = answers,
+    others: tuple[KVEventsSource, ...] = (),
+    **settings: Any,
 ) -> AsyncIterator[Fleet]:
     """Prefill engines that publish, and a decode engine that is too slow to compute a prompt."""
     servers, consumer = Servers(), FakeEngine(decode)
@@ -99,7 +104,7 @@ async def fleet(
             for engine, publisher in zip(producers, made, strict=True)
         )
         urls = [engine.url for engine in producers]
-        how = {"policy": "cost", "kv_events": sources, **settings}
+        how = {"policy": "cost", "kv_events": sources + others, **settings}
         async with router_system([*urls], [consumer.url], **how) as system:
             for engine in system.router.fleet.engines:
                 engine.prefill_rate.note(1e4 if engine.role == "prefill" else 1.0)
@@ -113,6 +118,41 @@ def stored(ids: list[int], name: str = "a", **fields: Any) -> BlockStored:
     ids = ids[: len(names) * BLOCK]
     how = {"parent_block_hash": None, "medium": "GPU", **fields}
     return BlockStored(block_hashes=names, token_ids=ids, block_size=BLOCK, **how)
+
+
+async def test_the_events_of_an_engine_that_joins_later_are_read(publishers: Publishers) -> None:
+    publisher, servers = publishers.start(), Servers()
+    endpoint, replay = (
+        one.replace("127.0.0.1", "{host}") for one in (publisher.endpoint, publisher.replay_endpoint or "")
+    )
+    publisher.publish([stored(PROMPT)])
+    others = (KVEventsSource("*", endpoint, replay),)
+    async with fleet(publishers, num_producers=1, others=others, checked_hosts=("127.0.0.1",)) as f:
+        await f.until_indexed(0)
+        order = {"type": "prefill", "instance": await servers.start(FakeEngine(lends))}
+        for _ in range(2):  # It joins, leaves, and joins again.
+            assert (await f.system.client.post("/instances/add", json=order)).status_code == 200
+            await f.until_indexed(0, len(PROMPT) // BLOCK)
+            assert (await f.system.client.post("/instances/remove", json=order)).status_code == 200
+            await f.until_indexed(0)
+    await servers.stop()
+
+
+@pytest.mark.parametrize(
+    ("url", "endpoint"), [("*", "tcp://10.0.0.7:5557"), ("http://p:1", "tcp://{host}:5557")]
+)
+def test_only_the_source_of_all_engines_has_a_placeholder(url: str, endpoint: str) -> None:
+    with pytest.raises(ConfigError, match="kv_events"):
+        KVEventsSource(url, endpoint)
+
+
+def test_the_source_of_all_engines_is_for_those_without_their_own() -> None:
+    named = KVEventsSource("http://p:1", "tcp://p:5")
+    any_engine = KVEventsSource("*", "tcp://{host}:5557", "tcp://{host}:5558")
+    assert sources_of([named, any_engine], ["http://p:1", "http://[::1]:2"]) == (
+        named,
+        KVEventsSource("http://[::1]:2", "tcp://[::1]:5557", "tcp://[::1]:5558"),
+    )
 
 
 async def test_a_prompt_goes_to_the_engine_that_has_it(publishers: Publishers) -> None:

@@ -126,6 +126,19 @@ def test_keys_hosts_and_limits_reach_the_doors(tmp_path: Path, started: list[Any
     assert settings.checked_hosts == ("a.example", "b.example")
 
 
+def test_a_key_of_registrations_needs_keys_of_others(tmp_path: Path, started: list[Any]) -> None:
+    (tmp_path / "keys").write_text("key-of-engines")
+    given = [*URLS, "--register-api-key-file", str(tmp_path / "keys")]
+    wide = {"COLUMNS": "300", "TERM": "dumb"}
+    result = CliRunner().invoke(app, given, env=wide)
+    assert result.exit_code == 2
+    assert "register_api_key_file" in result.output
+    result = CliRunner().invoke(app, given, env={**wide, "BATON_ADMIN_API_KEY": "key-of-admin"})
+    assert result.exit_code == 0, result.output
+    doors = started[0].doors
+    assert (doors.register_keys, doors.key_files.register_keys) == (("key-of-engines",), given[-1])
+
+
 @pytest.mark.parametrize(
     ("given", "complaint"),
     [

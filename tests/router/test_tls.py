@@ -1,13 +1,16 @@
 """TLS at the router's ports and to its engines, with real certificates."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import httpx
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.http.tls import LOOK_EVERY_S, ServerTls, TlsFiles
+from baton.http import tls
+from baton.http.tls import ServerTls, TlsFiles
+from baton.http.watched_files import LOOK_EVERY_S
 from tests.certificates import Authority, client, context_of
 from tests.event_loop import pass_time
 from tests.router.fakes import FakeEngine, answers, lends, system
@@ -21,8 +24,8 @@ def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
 async def test_clients_are_served_over_tls_and_in_plain_http_not(
     authority: Authority, tmp_path: Path
 ) -> None:
-    tls, other = authority.issue("127.0.0.1"), Authority(tmp_path, "other")
-    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=tls) as s:
+    files, other = authority.issue("127.0.0.1"), Authority(tmp_path, "other")
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=files) as s:
         plain = str(s.client.base_url)
         url = plain.replace("http://", "https://")
         async with client(authority.ca) as good, client(other.ca) as stranger:
@@ -41,8 +44,8 @@ async def test_a_client_needs_a_certificate_where_it_is_asked_for(
 ) -> None:
     files, own = authority.issue("127.0.0.1"), authority.issue("me", file="client")
     foreign = Authority(tmp_path, "other").issue("me")
-    tls = TlsFiles(cert=files.cert, key=files.key, client_ca=authority.ca)
-    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=tls) as s:
+    asks = TlsFiles(cert=files.cert, key=files.key, client_ca=authority.ca)
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=asks) as s:
         url = str(s.client.base_url).replace("http://", "https://")
         async with client(authority.ca, own) as known:
             assert (await known.get(f"{url}/version")).status_code == 200
@@ -53,8 +56,8 @@ async def test_a_client_needs_a_certificate_where_it_is_asked_for(
 
 
 async def test_a_handshake_that_does_not_end_is_ended(authority: Authority) -> None:
-    tls = authority.issue("127.0.0.1")
-    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=tls) as s:
+    files = authority.issue("127.0.0.1")
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=files) as s:
         reader, writer = await asyncio.open_connection("127.0.0.1", s.client.base_url.port)
         writer.write(b"\x16\x03\x01\x02\x00")  # A hello begins.
         url = str(s.client.base_url).replace("http://", "https://")
@@ -103,18 +106,51 @@ async def test_the_routers_certificate_is_for_engines_that_ask_for_one(
             assert (status == 200) is has_certificate, status
 
 
-def test_a_changed_certificate_is_read_again_and_a_bad_one_is_not(authority: Authority) -> None:
-    files = authority.issue("127.0.0.1", file="changed")
-    tls = ServerTls(files)
-    before = tls._seen
-    Path(files.cert).write_text("none")
-    tls.refresh(1.0)
-    assert tls._seen == before
-    authority.issue("127.0.0.1", file="changed")
-    tls.refresh(2.0)  # Too soon.
-    assert tls._seen == before
-    tls.refresh(2.0 + LOOK_EVERY_S)
-    assert tls._seen != before
+async def test_changed_files_are_for_the_next_connection_and_bad_ones_are_not(
+    authority: Authority, tmp_path: Path
+) -> None:
+    """The certificate, its key, and the authorities of clients; nothing is resumed."""
+    files, new = authority.issue("127.0.0.1", file="changed"), Authority(tmp_path, "new")
+    asks = TlsFiles(cert=files.cert, key=files.key, client_ca=str(tmp_path / "clients.pem"))
+    shutil.copy(authority.ca, tmp_path / "clients.pem")
+    old_client, new_client = authority.issue("me", file="me"), new.issue("me", file="me")
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=asks) as s:
+        url = str(s.client.base_url).replace("http://", "https://")
+
+        async def is_served(ca: str, own: TlsFiles) -> bool:
+            pass_time(LOOK_EVERY_S)
+            async with client(ca, own) as one:
+                try:
+                    return (await one.get(f"{url}/version")).status_code == 200
+                except httpx.TransportError:
+                    return False
+
+        assert [await is_served(authority.ca, one) for one in (old_client, new_client)] == [True, False]
+        shutil.copy(authority.ca, files.cert)  # Its key is another.
+        assert await is_served(authority.ca, old_client)
+        made = new.issue("127.0.0.1", file="server")
+        shutil.copy(made.cert, files.cert)
+        shutil.copy(made.key, files.key)
+        shutil.copy(new.ca, asks.client_ca or "")
+        assert [await is_served(new.ca, one) for one in (old_client, new_client)] == [False, True]
+
+
+async def test_of_too_many_open_handshakes_the_oldest_is_ended(
+    authority: Authority, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tls, "HANDSHAKES_MAX", 3)
+    files = authority.issue("127.0.0.1")
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], tls=files) as s:
+        port = s.client.base_url.port
+        waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
+        assert await waiting[0][0].read() == b""
+        url = str(s.client.base_url).replace("http://", "https://")
+        async with client(authority.ca) as good:  # Its own handshake costs the second one its place.
+            assert (await good.get(f"{url}/version")).status_code == 200
+        assert await waiting[1][0].read() == b""
+        assert not any(reader.at_eof() for reader, _ in waiting[2:])
+        for _, writer in waiting:
+            writer.close()
 
 
 def test_files_that_do_not_fit_are_refused(authority: Authority) -> None:

@@ -262,6 +262,13 @@ def test_a_worker_for_each_four_engines_on_a_core_each(
     assert num_workers_for(settings, num_cores) == expected
 
 
+@pytest.mark.parametrize(("num_decode", "num_cores", "expected"), [(0, 8, 4), (0, 2, 2), (32, 16, 8)])
+def test_engines_that_may_join_have_four_workers(num_decode: int, num_cores: int, expected: int) -> None:
+    urls = tuple(f"http://d:{n + 1}" for n in range(num_decode))
+    settings = RouterSettings(prefill_urls=(), decode_urls=urls, has_sources=True)
+    assert num_workers_for(settings, num_cores) == expected
+
+
 def test_samples_of_processes_are_added_by_name_and_labels() -> None:
     one = {"m": [("m_total", {"a": "x"}, 1.0), ("m_created", {"a": "x"}, 20.0)]}
     two = {"m": [("m_total", {"a": "x"}, 2.0), ("m_created", {"a": "x"}, 10.0), ("m_total", {"a": "y"}, 5.0)]}

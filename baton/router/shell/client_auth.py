@@ -36,6 +36,8 @@ class ClientAuth:
         authenticator = Authenticator(
             doors.api_keys,
             admin_keys=doors.admin_keys,
+            register_keys=doors.register_keys,
+            files=doors.key_files,
             auth=doors.auth,
             verifier=self._verifier,
             is_admin=is_admin,

@@ -23,11 +23,11 @@ import msgspec
 from baton.core.errors import UserError
 from baton.http.auth import ANYONE, Caller
 from baton.http.bodies import Bodies
-from baton.http.connections import BACKLOG, Crowd, max_connections
+from baton.http.connections import Crowd, max_connections
 from baton.http.errors import ApiError
 from baton.http.gate import Checks
 from baton.http.settings import HttpSettings
-from baton.http.tls import ServerTls, TlsFiles
+from baton.http.tls import BACKLOG, ServerTls, TlsDoor, TlsFiles
 from baton.router.shell.timers import TimerWheel
 
 logger = logging.getLogger(__name__)
@@ -172,33 +172,34 @@ class Listener:
         self.is_closing = False
         self._tls = None if tls is None else ServerTls(tls)
         self._server: asyncio.Server | None = None
+        self._door: TlsDoor | None = None
         self._is_empty = asyncio.Event()
 
     async def listen(self, host: str, port: int, *, is_shared: bool = False) -> int:
         """Return the port. `is_shared`: with other processes. Raises OSError."""
-        self._server = await self.loop.create_server(
-            self._accept,
+        self._server = server = await self.loop.create_server(
+            lambda: _Connection(self),
             host,
             port,
             backlog=BACKLOG,
             reuse_port=is_shared or None,
-            ssl=None if self._tls is None else self._tls.context,
-            ssl_handshake_timeout=None if self._tls is None else self.settings.header_s,
+            start_serving=self._tls is None,
         )
-        bound: int = self._server.sockets[0].getsockname()[1]
-        return bound
-
-    def _accept(self) -> "_Connection":
-        """Before the handshake, if there is one."""
         if self._tls is not None:
-            self._tls.refresh(self.loop.time())
-        return _Connection(self)
+            self._door = TlsDoor(
+                server.sockets, lambda: _Connection(self), self._tls, handshake_s=self.settings.header_s
+            )
+        bound: int = server.sockets[0].getsockname()[1]
+        return bound
 
     async def close(self, timeout_s: float) -> None:
         """Accept no more; end connections when they are idle, and all of them after this time."""
         self.is_closing = True
         if self._server is not None:
             self._server.close()
+        if self._door is not None:
+            self._door.close()
+            await self._door.wait_closed()
         for connection in list(self.connections):
             connection.close_if_idle()
         try:

@@ -17,7 +17,7 @@ import msgspec
 from baton.core.json_text import NotJson, decode_json
 from baton.router.events import Found, Look
 from baton.router.fleet import Engine, Fleet
-from baton.router.settings import RouterSettings
+from baton.router.settings import KVEventsSource, RouterSettings, sources_of
 from baton.router.shell import index_process as wire
 from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.frames import FrameStream, start_process
@@ -122,6 +122,8 @@ class IndexOwner:
 
     def __init__(self, fleet: Fleet, settings: RouterSettings, log_config: Mapping[str, Any]) -> None:
         fleet.on_ejected.append(self.reset)
+        fleet.on_added.append(self._follow)
+        fleet.on_removed.append(self._follow)
         self._fleet = fleet
         self._settings, self._log_config = settings, dict(log_config)
         self._folder = tempfile.mkdtemp(prefix="baton-index-")
@@ -143,6 +145,15 @@ class IndexOwner:
         if self._stream is not None:
             self._stream.send(wire.Reset(engine.url))
 
+    def _follow(self, engine: Engine) -> None:
+        """The engine has joined, or is removed."""
+        if self._stream is not None:
+            self._stream.send(wire.Follow(self._sources))
+
+    @property
+    def _sources(self) -> tuple[KVEventsSource, ...]:
+        return sources_of(self._settings.kv_events, [engine.url for engine in self._fleet.engines])
+
     async def _keep(self) -> None:
         while True:
             try:
@@ -157,7 +168,7 @@ class IndexOwner:
         stream = FrameStream(self._on_frame, lambda: None, decode_frame)
         process = await start_process("baton.router.shell.index_process", stream)
         try:
-            stream.send(wire.Begin(self.path, settings.kv_events, settings.tokenizer, self._log_config))
+            stream.send(wire.Begin(self.path, self._sources, settings.tokenizer, self._log_config))
             self._stream = stream
             status = await process.wait()
             logger.error("the index of prefixes has ended with status %d; another one starts", status)
@@ -169,7 +180,7 @@ class IndexOwner:
 
     def _on_frame(self, frame: wire.IndexFrame) -> None:
         if isinstance(frame, wire.Ready):
-            logger.info("the index of prefixes reads KV events of %d engines", len(self._settings.kv_events))
+            logger.info("the index of prefixes reads KV events of %d engines", len(self._sources))
         elif isinstance(frame, wire.Known):
             for engine in self._fleet.engines:
                 engine.num_indexed_blocks = frame.blocks.get(engine.url)

@@ -69,6 +69,12 @@ class Reset(_Frame, frozen=True, tag="Reset"):
     url: str
 
 
+class Follow(_Frame, frozen=True, tag="Follow"):
+    """From the parent: the engines whose events are read are these now."""
+
+    sources: tuple[KVEventsSource, ...]
+
+
 class Look(_Frame, frozen=True, tag="Look"):
     """Which engines have the beginning of this prompt?"""
 
@@ -85,16 +91,17 @@ class Found(_Frame, frozen=True, tag="Found"):
     home: int  # See `block_index.home_key`.
 
 
-IndexFrame: TypeAlias = Begin | Ready | Known | Reset | Look | Found
+IndexFrame: TypeAlias = Begin | Ready | Known | Reset | Follow | Look | Found
 decode_frame = msgspec.msgpack.Decoder(IndexFrame).decode
 _decode_batch = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
 class _Source:
-    """The events of one engine. `follow` runs until it is cancelled."""
+    """The events of one engine. `follow` runs until it is cancelled; then `stop`."""
 
     def __init__(self, source: KVEventsSource, index: BlockIndex, context: "zmq.asyncio.Context") -> None:
-        self._source, self._index, self._context = source, index, context
+        self.source, self._index, self._context = source, index, context
+        self._has_stopped = False
         self._feed = EventFeed(can_replay=source.replay_endpoint is not None)
         self._replaying: asyncio.Task[None] | None = None
 
@@ -102,7 +109,7 @@ class _Source:
         with self._context.socket(zmq.SUB) as events:
             events.setsockopt(zmq.IPV6, 1)
             events.setsockopt(zmq.RCVHWM, BATCHES_MAX)
-            events.connect(self._source.endpoint)
+            events.connect(self.source.endpoint)
             events.subscribe(b"")
             self.reset()
             num_read = 0
@@ -121,30 +128,39 @@ class _Source:
     def reset(self) -> None:
         self._carry_out(self._feed.begin())
 
+    def stop(self) -> None:
+        """Nothing of this engine is known any more."""
+        self._has_stopped = True
+        if self._replaying is not None:
+            self._replaying.cancel()
+        self._index.forget(self.source.url)
+
     def _carry_out(self, effects: Iterable[FeedEffect]) -> None:
+        if self._has_stopped:
+            return
         for effect in effects:
             match effect:
                 case Apply(events):
-                    self._index.apply(self._source.url, events)
+                    self._index.apply(self.source.url, events)
                 case Forget():
-                    self._index.forget(self._source.url)
+                    self._index.forget(self.source.url)
                 case Replay(first):
                     self._replaying = asyncio.create_task(self._replay(first))
 
     async def _replay(self, first: int) -> None:
-        assert self._source.replay_endpoint is not None
+        assert self.source.replay_endpoint is not None
         is_complete = False
         try:
             with self._context.socket(zmq.DEALER) as asking:
                 asking.setsockopt(zmq.LINGER, 0)
                 asking.setsockopt(zmq.IPV6, 1)
-                asking.connect(self._source.replay_endpoint)
+                asking.connect(self.source.replay_endpoint)
                 async with asyncio.timeout(REPLAY_S):
                     await asking.send_multipart([b"", first.to_bytes(NUMBER_BYTES, "big")])
                     await self._read_replay(asking)
             is_complete = True
         except TimeoutError:
-            logger.warning("%s did not repeat its KV events", self._source.url)
+            logger.warning("%s did not repeat its KV events", self.source.url)
         finally:
             self._carry_out(self._feed.on_replay_end(is_complete=is_complete))
 
@@ -166,7 +182,7 @@ class _Source:
         try:
             return _decode_batch(payload)
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
-            logger.warning("%s sent KV events that cannot be read: %s", self._source.url, error)
+            logger.warning("%s sent KV events that cannot be read: %s", self.source.url, error)
             return None
 
 
@@ -174,7 +190,8 @@ class IndexProcess:
     def __init__(self, begin: Begin) -> None:
         self._index = BlockIndex()
         self._context = zmq.asyncio.Context()
-        self._sources = {one.url: _Source(one, self._index, self._context) for one in begin.sources}
+        self._first = begin.sources
+        self._sources: dict[str, tuple[_Source, asyncio.Task[None]]] = {}
         self._path = begin.path
         self._tokenizer: Any = None
         if begin.tokenizer is not None:
@@ -190,21 +207,32 @@ class IndexProcess:
 
     async def start(self, parent: FrameStream) -> None:
         """Open the socket, follow the engines, and report to the parent."""
-        for source in self._sources.values():
-            self._keep(source.follow())
+        self.follow(self._first)
         loop = asyncio.get_running_loop()
         await loop.create_unix_server(self._connection, self._path)
         parent.send(Ready())
         self._keep(self.report(parent))
 
-    def reset(self, url: str) -> None:
-        if (source := self._sources.get(url)) is not None:
-            source.reset()
+    def follow(self, sources: Iterable[KVEventsSource]) -> None:
+        """Read the events of these engines, and of no others."""
+        wanted = {one.url: one for one in sources}
+        for url in self._sources.keys() - wanted.keys():
+            gone, task = self._sources.pop(url)
+            task.cancel()
+            gone.stop()
+        for url in wanted.keys() - self._sources.keys():
+            source = _Source(wanted[url], self._index, self._context)
+            self._sources[url] = source, self._keep(source.follow())
 
-    def _keep(self, work: Coroutine[Any, Any, None]) -> None:
+    def reset(self, url: str) -> None:
+        if (found := self._sources.get(url)) is not None:
+            found[0].reset()
+
+    def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._end)
+        return task
 
     def _end(self, task: "asyncio.Task[None]") -> None:
         self._tasks.discard(task)
@@ -261,11 +289,14 @@ async def _run(stream: socket.socket) -> int:
     ended: asyncio.Future[int] = loop.create_future()
     running: list[IndexProcess] = []
     starting: list[asyncio.Task[None]] = []
+    early: list[Follow] = []  # That came before the process could follow.
 
     async def begin(frame: Begin) -> None:
         logging.config.dictConfig(frame.log_config)
         process = IndexProcess(frame)
         await process.start(parent)
+        for follow in early:
+            process.follow(follow.sources)
         running.append(process)
 
     def hear_start(task: asyncio.Task[None]) -> None:
@@ -283,6 +314,8 @@ async def _run(stream: socket.socket) -> int:
             starting[0].add_done_callback(hear_start)
         elif isinstance(frame, Reset) and running:
             running[0].reset(frame.url)
+        elif isinstance(frame, Follow):
+            early.append(frame) if not running else running[0].follow(frame.sources)
 
     parent = FrameStream(on_frame, lambda: end(0), decode_frame)
     await loop.create_unix_connection(lambda: parent, sock=stream)

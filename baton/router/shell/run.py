@@ -20,15 +20,17 @@ from baton.router.shell.members import Source
 logger = logging.getLogger(__name__)
 
 ENGINES_PER_WORKER = 4
+WORKERS_OF_MEMBERS = 4
 EXIT_STOPPED = 0
 EXIT_NOT_STARTED = 3
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def num_workers_for(settings: RouterSettings, num_cores: int) -> int:
-    """One process for each ENGINES_PER_WORKER engines, on a core each."""
+    """One process for each ENGINES_PER_WORKER engines, on a core each. Others may join."""
     num_engines = len(settings.prefill_urls) + len(settings.decode_urls)
-    return max(1, min(num_cores, -(-num_engines // ENGINES_PER_WORKER)))
+    num_wanted = max(-(-num_engines // ENGINES_PER_WORKER), WORKERS_OF_MEMBERS if settings.has_sources else 1)
+    return max(1, min(num_cores, num_wanted))
 
 
 def serve(
