@@ -1,12 +1,15 @@
 """Chromium of Debian without a window, driven by chromedriver; what its pages log and ask for is kept."""
 
+import io
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from selenium import webdriver
 from selenium.webdriver.chrome.options import Options
 from selenium.webdriver.chrome.service import Service
@@ -65,6 +68,34 @@ class Browser:
             for one in messages
             if one["method"] == "Network.requestWillBeSent"
         ]
+
+
+class Recording:
+    """The fleet's page as an animation: a frame each second, and SPEED seconds in one."""
+
+    SIZE, EVERY_S, SPEED = (1100, 640), 1.0, 4
+
+    def __init__(self, browser: Browser, url: str, key: str) -> None:
+        self._browser, self._frames = browser, list[bytes]()
+        width, height = self.SIZE
+        browser.show(url, width=width, height=height)
+        browser.run("sessionStorage.setItem('baton-key', arguments[0])", key)
+        browser.show(url, width=width, height=height)
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self.EVERY_S):
+            self._frames.append(self._browser.driver.get_screenshot_as_png())
+
+    def save(self, path: Path) -> None:
+        """As an animated WebP."""
+        self._is_over.set()
+        self._thread.join()
+        first, *rest = (Image.open(io.BytesIO(frame)).convert("RGB") for frame in self._frames)
+        shown_ms = round(1000 * self.EVERY_S / self.SPEED)
+        first.save(path, save_all=True, append_images=rest, duration=shown_ms, loop=0, quality=50, method=2)
 
 
 @contextmanager

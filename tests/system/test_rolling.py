@@ -1,12 +1,13 @@
 """Every engine is restarted, one after the other, under load: they leave, come back, and no request fails."""
 
 import json
+import os
 import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -99,6 +100,21 @@ class Clients:
         return [token for event in events for token in json.loads(event)["choices"][0]["token_ids"]]
 
 
+@contextmanager
+def recorded(url: str, folder: Path) -> Iterator[None]:
+    """Film the fleet's page, if `scripts/screenshots` asks for it."""
+    path = os.environ.get("RECORD_PAGE")
+    if path is None:
+        yield
+        return
+    from tests.page.browser import Recording, chromium
+
+    with chromium(folder / "profile") as browser:
+        recording = Recording(browser, url, KEY)
+        yield
+        recording.save(Path(path))
+
+
 @pytest.fixture
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     with Fleet(tmp_path / "logs") as fleet:
@@ -133,26 +149,28 @@ def test_a_rolling_restart_of_engines_that_register_fails_no_request(
         router.wait(lambda states: list(states.values()) == ["up"] * len(ROLES), "not all have registered")
         clients = Clients(router.url, expected)
         began_s = time.monotonic()
-        try:
-            for engine in started:
-                num_before = clients.num_answered
-                engine.child.send_signal(signal.SIGTERM)
-                router.wait(lambda states, url=engine.url: states.get(url) != "up", "it has not left")  # type: ignore[misc]
-                deadline_s = time.monotonic() + WAIT_S
-                while not engine.child.has_ended():
-                    assert time.monotonic() < deadline_s, engine.child.log_tail()
-                    time.sleep(POLL_S)
-                assert engine.child.exit_status() == 0, engine.child.log_tail()
-                fleet.forget(ended := engine.child)
-                engine.child = fleet.start_again(ended)
-                router.wait(lambda states, url=engine.url: states.get(url) == "up", "it is not back")  # type: ignore[misc]
-                assert clients.num_answered > num_before
-        finally:
-            clients.stop()
-        took_s = time.monotonic() - began_s
+        with recorded(router.url, tmp_path):
+            try:
+                for engine in started:
+                    num_before = clients.num_answered
+                    engine.child.send_signal(signal.SIGTERM)
+                    router.wait(lambda states, url=engine.url: states.get(url) != "up", "it has not left")  # type: ignore[misc]
+                    deadline_s = time.monotonic() + WAIT_S
+                    while not engine.child.has_ended():
+                        assert time.monotonic() < deadline_s, engine.child.log_tail()
+                        time.sleep(POLL_S)
+                    assert engine.child.exit_status() == 0, engine.child.log_tail()
+                    fleet.forget(ended := engine.child)
+                    engine.child = fleet.start_again(ended)
+                    router.wait(lambda states, url=engine.url: states.get(url) == "up", "it is not back")  # type: ignore[misc]
+                    assert clients.num_answered > num_before
+            finally:
+                clients.stop()
+                took_s = time.monotonic() - began_s
         assert clients.wrong == []
         assert router.num_remote() > 0
         assert list(router.states().values()) == ["up"] * len(ROLES)
         assert not router_child.has_ended()
-        figures = f"{clients.num_answered} requests in {took_s:.0f} s, {router.num_remote():.0f} handed over"
+        num_remote = router.num_remote()
+        figures = f"{clients.num_answered} requests in {took_s:.0f} s, 0 failed, {num_remote:.0f} handed over"
         print(figures)  # Shown with -s.
