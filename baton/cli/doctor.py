@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from baton.cli.http_options import CA_HELP, verifying
 from baton.core.errors import ConfigError
 from baton.core.secret_source import SECRET_ENV
 
@@ -52,6 +53,7 @@ def doctor(
             show_default=False,
         ),
     ] = None,
+    ca: Annotated[Path | None, typer.Option(help=CA_HELP, show_default=False)] = None,
     secret_file: Annotated[
         str | None, typer.Option(help="File with the cluster secret, as for baton serve.", show_default=False)
     ] = None,
@@ -75,7 +77,7 @@ def doctor(
         *(look_at_outcome(outcome) for outcome in outcomes),
         *look_at_optional(has_nixl="nixl" in names),
         *([look_at_peer(peer_pid)] if peer_pid is not None else []),
-        *(finding for url in peer or () for finding in look_at_engine(url, our_secret(secret_file))),
+        *(finding for url in peer or () for finding in look_at_engine(url, our_secret(secret_file), ca)),
     ]
     if as_json:
         typer.echo(json.dumps([asdict(finding) for finding in findings], indent=1))
@@ -192,14 +194,14 @@ def our_secret(file: str | None) -> ClusterSecret | None:
         raise typer.BadParameter(str(error)) from error
 
 
-def look_at_engine(url: str, secret: ClusterSecret | None) -> Iterator[Finding]:
+def look_at_engine(url: str, secret: ClusterSecret | None, ca: Path | None = None) -> Iterator[Finding]:
     """Check the engine at `url` as another engine of its cluster would see it."""
     import httpx
     import msgspec
 
     from baton.server.introduction import Introduction, secret_ids
 
-    with httpx.Client(timeout=PEER_TIMEOUT_S, trust_env=False) as client:
+    with httpx.Client(timeout=PEER_TIMEOUT_S, trust_env=False, verify=verifying(ca)) as client:
         try:
             health = client.get(f"{url}/health")
             page = client.get(f"{url}/baton/introduction")

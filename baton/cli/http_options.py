@@ -1,10 +1,12 @@
 """HTTP options that `baton serve` and `baton route` share, and the reading of API keys."""
 
 import logging
+import ssl
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
+import typer
 
 from baton.core.errors import ConfigError
 from baton.http.auth import (
@@ -44,6 +46,7 @@ TLS_CERT_HELP = (
 )
 TLS_KEY_HELP = "PEM file with the key of the certificate."
 TLS_CLIENT_CA_HELP = "PEM file: clients need a certificate of one of its authorities."
+CA_HELP = "PEM file with the authorities of an https server (default: the system's)."
 ALLOWED_HOSTS_HELP = (
     "Comma-separated names that the Host header may have besides loopback names, for a server on "
     "loopback; * allows all."
@@ -65,6 +68,14 @@ def read_api_keys(
     if file is None:
         return parse_api_keys(environment.get(variable, ""), field=variable)
     return read_key_file(file, field=field)
+
+
+def verifying(ca: Path | None) -> ssl.SSLContext:
+    """Of a command that asks a server. `ca`: of `--ca`. Raises BadParameter."""
+    try:
+        return ssl.create_default_context(cafile=ca)
+    except OSError as error:
+        raise typer.BadParameter(f"{ca}: {error}", param_hint="--ca") from error
 
 
 def split_engine_keys(words: tuple[str, ...]) -> tuple[str | None, tuple[tuple[str, str], ...]]:

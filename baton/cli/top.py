@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from baton.cli.http_options import CA_HELP, verifying
+
 if TYPE_CHECKING:
     import httpx
     from rich.console import RenderableType
@@ -38,6 +40,7 @@ def top(
             show_default=False,
         ),
     ] = None,
+    ca: Annotated[Path | None, typer.Option(help=CA_HELP, show_default=False)] = None,
     once: Annotated[
         bool, typer.Option("--once", help="Print one frame, after some seconds, and end.")
     ] = False,
@@ -51,7 +54,10 @@ def top(
     from rich.live import Live
 
     console, base = Console(), (url if "://" in url else f"http://{url}").rstrip("/")
-    with httpx.Client(base_url=base, headers=_headers(api_key_file), timeout=CONNECT_S) as client:
+    verify = verifying(ca)
+    with httpx.Client(
+        base_url=base, headers=_headers(api_key_file), timeout=CONNECT_S, verify=verify
+    ) as client:
         if once:
             try:
                 with client.stream("GET", "/fleet/stream", timeout=SILENT_S) as answer:

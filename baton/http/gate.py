@@ -27,9 +27,14 @@ class Checks:
     """`allowed_hosts` are names besides loopback's own; None: the Host header is not checked."""
 
     def __init__(
-        self, authenticator: Authenticator | None = None, *, allowed_hosts: Sequence[str] | None = None
+        self,
+        authenticator: Authenticator | None = None,
+        *,
+        allowed_hosts: Sequence[str] | None = None,
+        other_types: str = "",
     ) -> None:
-        """No `authenticator`: every client is served."""
+        """No `authenticator`: every client is served. `other_types`: what to do with what is not JSON."""
+        self._other_types = other_types
         self._authenticator = authenticator or Authenticator()
         self._hosts = None
         if allowed_hosts is not None and _ANY_HOST not in allowed_hosts:
@@ -41,7 +46,7 @@ class Checks:
             self._check_host(headers.get("host"), self._hosts)
         caller = self._authenticator.caller(path, headers)
         if method in _WITH_BODY:
-            _check_content_type(headers.get("content-type", ""))
+            self._check_content_type(headers.get("content-type", ""))
         return caller
 
     def _check_host(self, host: str | None, allowed: frozenset[str]) -> None:
@@ -54,6 +59,16 @@ class Checks:
                 f"{host!r} is not a name of this server, which listens on loopback; add it to allowed_hosts",
                 param="Host",
                 code="host_not_allowed",
+            )
+
+    def _check_content_type(self, content_type: str) -> None:
+        media_type = content_type.partition(";")[0].strip().lower()
+        if media_type != "application/json":
+            raise ApiError(
+                415,
+                f"must be application/json, is {media_type[:100]!r}{self._other_types}",
+                param="Content-Type",
+                code="unsupported_media_type",
             )
 
 
@@ -121,14 +136,3 @@ def _name_of(host: str) -> str:
         return urlsplit(f"//{host}").hostname or ""
     except ValueError:
         return ""
-
-
-def _check_content_type(content_type: str) -> None:
-    media_type = content_type.partition(";")[0].strip().lower()
-    if media_type != "application/json":
-        raise ApiError(
-            415,
-            f"must be application/json, is {media_type[:100]!r}",
-            param="Content-Type",
-            code="unsupported_media_type",
-        )

@@ -10,6 +10,7 @@ from rich.console import Console
 
 from baton.cli.top import frame, num_bytes, quantile, read_states, seconds
 from baton.http.settings import HttpSettings
+from tests.certificates import Authority
 from tests.router.fakes import FakeEngine, answers, lends, system
 
 KEY = "a-key-of-the-administrator"
@@ -106,14 +107,16 @@ async def top(*arguments: str) -> tuple[int | None, str, str]:
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_once_prints_a_frame_of_a_router_that_needs_a_key(tmp_path: Path) -> None:
+async def test_once_prints_a_frame_of_a_router_that_needs_a_key_and_has_tls(tmp_path: Path) -> None:
     (tmp_path / "key").write_text(f"{KEY}\n")
     doors = HttpSettings(api_keys=(KEY,), idle_s=1e4, header_s=1e4)
-    engine = FakeEngine(answers)
-    async with system([FakeEngine(lends)], [engine], doors=doors) as s:
-        status, out, _ = await top(str(s.client.base_url), "--api-key-file", str(tmp_path / "key"))
+    authority, engine = Authority(tmp_path, "ours"), FakeEngine(answers)
+    tls = authority.issue("127.0.0.1")
+    async with system([FakeEngine(lends)], [engine], doors=doors, tls=tls) as s:
+        url = str(s.client.base_url).replace("http://", "https://")
+        status, out, _ = await top(url, "--api-key-file", str(tmp_path / "key"), "--ca", authority.ca)
         assert status == 0
         assert engine.url.removeprefix("http://") in out
-        status, _, err = await top(str(s.client.base_url))
+        status, _, err = await top(url, "--ca", authority.ca)
         assert status == 1
         assert "401" in err

@@ -16,6 +16,7 @@ from tests.router.fakes import (
     FakeEngine,
     Respond,
     System,
+    answers,
     breaks,
     dead_url,
     dies,
@@ -186,3 +187,13 @@ async def test_what_is_passed_through_counts_against_its_tenants_limits() -> Non
             answer = await s.client.post("/v1/embeddings", json={"input": text}, headers=headers)
             assert answer.status_code == status
             assert answer.headers["x-ratelimit-limit-tokens"] == "10"
+
+
+async def test_a_form_is_refused_with_what_to_do() -> None:
+    engine = FakeEngine(answers)
+    async with system([FakeEngine(lends)], [engine]) as s:
+        form = {"files": {"file": b"RIFF"}, "data": {"model": "whisper"}}
+        answer = await s.client.post("/v1/audio/transcriptions", **form)
+        assert answer.status_code == 415
+        assert "send forms" in answer.json()["error"]["message"]
+        assert engine.calls == []

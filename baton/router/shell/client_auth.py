@@ -16,6 +16,7 @@ from baton.router.shell.engine_http import EnginePool
 logger = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 5.0
+OTHER_TYPES = "; send forms, such as those of /v1/audio/transcriptions, to an engine that serves the model"
 
 
 class ClientAuth:
@@ -44,7 +45,7 @@ class ClientAuth:
             now_s=self._loop.time,
             open_paths=OPEN_PATHS | page.PATHS,
         )
-        return Checks(authenticator, allowed_hosts=self._settings.checked_hosts)
+        return Checks(authenticator, allowed_hosts=self._settings.checked_hosts, other_types=OTHER_TYPES)
 
     def start(self) -> None:
         if self._jwt is not None and self._jwt.jwks_url is not None:
