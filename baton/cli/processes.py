@@ -16,6 +16,7 @@ import os
 import select
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import time
@@ -183,13 +184,15 @@ class Fleet:
         *,
         timeout_s: float,
         on_ready: Callable[[Child], None] = lambda child: None,
+        verify: ssl.SSLContext | bool = True,
     ) -> None:
-        """Wait until every URL answers 200. Raises ChildDied at once if any child ends, StartTimeout after
-        the timeout.
+        """Wait until every URL answers 200. `verify`: of httpx.
+
+        Raises ChildDied at once if any child ends, StartTimeout after the timeout.
         """
         deadline_s = time.monotonic() + timeout_s
         waiting = dict(health_urls)
-        with httpx.Client(timeout=HEALTH_TIMEOUT_S, trust_env=False) as client:
+        with httpx.Client(timeout=HEALTH_TIMEOUT_S, trust_env=False, verify=verify) as client:
             while waiting:
                 for child, url in list(waiting.items()):
                     if _is_healthy(client, url):

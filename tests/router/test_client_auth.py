@@ -11,6 +11,7 @@ import pytest
 from baton.cli.http_options import split_engine_keys
 from baton.core.errors import ConfigError
 from baton.http.auth import AuthSettings, Rate, Tenant
+from baton.http.jwt_tokens import JwtVerifier
 from baton.http.settings import HttpSettings
 from baton.router.settings import AdmissionSettings, RouterSettings, key_for
 from baton.router.shell.client_auth import ClientAuth
@@ -185,3 +186,20 @@ def test_the_first_line_that_fits_a_url_has_its_key() -> None:
     )
     keys = {url: key_for(settings, url) for url in ("https://a:1/metrics", "https://a:1/v1/x", "https://b:1")}
     assert list(keys.values()) == ["key-of-admin", "key-of-a-engine", "key-of-others"]
+
+
+async def test_health_reports_that_keys_of_tokens_are_not_fetched_any_more(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fails(verifier: JwtVerifier, text: str) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(JwtVerifier, "use_jwks", fails)
+    issuer = Servers()
+    url = await issuer.start(FakeEngine(responds(200, {})))
+    auth = AuthSettings(jwt=settings_of(jwks_url=f"{url}/jwks"))
+    async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=doors(auth)) as s:
+        while (answer := await s.client.get("/health")).status_code != 500:
+            pass
+        assert "not fetched any more" in answer.json()["reason"]
+    await issuer.stop()

@@ -122,7 +122,7 @@ class Router:
         self._admin_pages = AdminPages(administration)
         self._workers = WorkerPool()
         self._bodies = Bodies(settings.doors, self._workers)
-        self._client_auth, auth = ClientAuth(settings), settings.doors.auth
+        self._client_auth, auth = ClientAuth(settings, self.note_fault), settings.doors.auth
         self._charges, self._limits = charges, None
         if auth.is_limited and (charges is None or auth.storage is not None):
             self._charges = self._limits = RateLimits(auth)

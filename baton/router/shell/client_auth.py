@@ -22,7 +22,9 @@ OTHER_TYPES = "; send forms, such as those of /v1/audio/transcriptions, to an en
 class ClientAuth:
     """Made and used in one event loop. `start` it, and `close` it."""
 
-    def __init__(self, settings: RouterSettings) -> None:
+    def __init__(self, settings: RouterSettings, on_fault: Callable[[str], None]) -> None:
+        """`on_fault`: the task that fetches keys has ended with a defect."""
+        self._on_fault = on_fault
         self._settings, self._loop = settings, asyncio.get_running_loop()
         self._jwt = settings.doors.auth.jwt
         self._is_due = asyncio.Event()
@@ -50,11 +52,17 @@ class ClientAuth:
     def start(self) -> None:
         if self._jwt is not None and self._jwt.jwks_url is not None:
             self._fetching = asyncio.create_task(self._keep_fresh(self._jwt.jwks_url))
+            self._fetching.add_done_callback(self._hear_end)
 
     async def close(self) -> None:
         if self._fetching is not None:
             self._fetching.cancel()
             await asyncio.gather(self._fetching, return_exceptions=True)
+
+    def _hear_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("the keys of tokens are not fetched any more", exc_info=error)
+            self._on_fault(f"the keys of tokens are not fetched any more: {error!r}")
 
     async def _keep_fresh(self, url: str) -> None:
         assert self._verifier is not None

@@ -153,7 +153,7 @@ class Coordinator:
             self._listener = Listener(
                 self._pages.serve,
                 settings.doors,
-                ClientAuth(settings).checks(lambda path: True),
+                ClientAuth(settings, self._note_fault).checks(lambda path: True),
                 Bodies(settings.doors, self._pool),
                 TimerWheel(self._loop),
                 reads_in_s=settings.timeouts.idle_s,
