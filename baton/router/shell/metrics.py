@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Iterable, Sequence
+from functools import partial
 from itertools import chain
 from typing import Any, TypeAlias
 
@@ -32,163 +33,128 @@ class RouterMetrics:
         self._gone: set[str] = set()
         self.registry = CollectorRegistry()
         self._children: dict[tuple[str, tuple[str, ...]], Any] = {}  # By metric and labels.
-        self.requests = Counter(
+        counter = partial(Counter, registry=self.registry)
+        gauge = partial(Gauge, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
+        self.requests = counter(
             "baton:router_requests",
             "Requests of clients, by the status that they got (499: the client went away).",
             ["status"],
-            registry=self.registry,
         )
-        self.in_flight = Gauge("baton:router_in_flight", "Requests being served.", registry=self.registry)
-        self.waiting = Gauge(
-            "baton:router_waiting",
-            "Of these, requests in the router's queue.",
-            registry=self.registry,
-        )
-        self.legs = Counter(
+        self.in_flight = gauge("baton:router_in_flight", "Requests being served.")
+        self.waiting = gauge("baton:router_waiting", "Of these, requests in the router's queue.")
+        self.legs = counter(
             "baton:router_legs",
             "Legs to engines by outcome: an HTTP status, unreachable, broken, timeout or cancelled.",
             _LEG_LABELS,
-            registry=self.registry,
         )
-        self.prefills = Counter(
+        self.prefills = counter(
             "baton:router_prefills",
             "Where prompts were prefilled: remote, or local and why.",
             ["where", "reason"],
-            registry=self.registry,
         )
-        self.pushes = Counter(
+        self.pushes = counter(
             "baton:router_pushes",
             "Prompts to be pushed, by when the decode leg left: at_once, late (before P had answered), or "
             "after, as a pull's.",
             ["decode_leg"],
-            registry=self.registry,
         )
-        self.retries = Counter(
-            "baton:router_retries", "Legs tried again on another engine.", ["role"], registry=self.registry
+        self.retries = counter("baton:router_retries", "Legs tried again on another engine.", ["role"])
+        self.retries_refused = counter(
+            "baton:router_retries_refused", "Legs not tried again, nor hedged, because too many had been."
         )
-        self.retries_refused = Counter(
-            "baton:router_retries_refused",
-            "Legs not tried again, nor hedged, because too many had been.",
-            registry=self.registry,
+        self.hedges = counter(
+            "baton:router_hedges", "Prefill legs sent to a second engine because the first one was late."
         )
-        self.hedges = Counter(
-            "baton:router_hedges",
-            "Prefill legs sent to a second engine because the first one was late.",
-            registry=self.registry,
-        )
-        self.hedges_won = Counter(
-            "baton:router_hedges_won",
-            "Of these, the legs whose answer was used.",
-            registry=self.registry,
-        )
-        self.admissions = Counter(
+        self.hedges_won = counter("baton:router_hedges_won", "Of these, the legs whose answer was used.")
+        self.admissions = counter(
             "baton:router_admissions",
             "Requests by what the queue did: at_once, after_waiting, refused (early, or the queue was full), "
             "or given_up (after waiting).",
             ["outcome"],
-            registry=self.registry,
         )
-        self.rate_limits = Counter(
+        self.rate_limits = counter(
             "baton:router_rate_limits",
             "Requests of tenants with limits by outcome: let_in, refused (429), or unavailable (let in, "
             "because the counts could not be reached).",
             ["outcome"],
-            registry=self.registry,
         )
-        self.queue_seconds = Histogram(
+        self.queue_seconds = histogram(
             "baton:router_queue_seconds",
             "In the router's queue, of requests that had to wait and went on.",
             buckets=_SECONDS,
-            registry=self.registry,
         )
-        self.member_changes = Counter(
+        self.member_changes = counter(
             "baton:router_member_changes",
             "Members of the fleet that joined or changed, left, or were held as the last ones of their role.",
             ["change"],
-            registry=self.registry,
         )
-        self.source_members = Gauge(
-            "baton:router_source_members",
-            "Members that a source named last.",
-            ["source"],
-            registry=self.registry,
+        self.source_members = gauge(
+            "baton:router_source_members", "Members that a source named last.", ["source"]
         )
-        self.source_failures = Counter(
+        self.source_failures = counter(
             "baton:router_source_failures",
             "Times that a source of members could not be read, or was silent.",
             ["source"],
-            registry=self.registry,
         )
-        self.broken_streams = Counter(
+        self.broken_streams = counter(
             "baton:router_broken_streams",
             "Streams that ended with an error event because the decode engine failed.",
-            registry=self.registry,
         )
-        self.resumed_streams = Counter(
+        self.resumed_streams = counter(
             "baton:router_resumed_streams",
             "Streams that another decode engine has continued: broken (the first one failed), or planned (it "
             "drains).",
             ["why"],
-            registry=self.registry,
         )
-        self.first_tokens = Counter(
+        self.first_tokens = counter(
             "baton:router_first_tokens",
             "First tokens of streams that came from the prefill engine, and that the decode engine agreed "
             "with or not.",
             ["agreed"],
-            registry=self.registry,
         )
-        self.handoffs = Counter(
+        self.handoffs = counter(
             "baton:router_handoffs",
             "Prompts that a prefill engine had lent, by what the decode engine did: handed_over, computed "
             "(by itself), or refused (the ticket or the introduction).",
             _HANDOFF_LABELS,
-            registry=self.registry,
         )
-        self.loan_returns = Counter(
+        self.loan_returns = counter(
             "baton:router_loan_returns",
             "Loans that no decode engine comes for, by what became of their return: returned, failed or "
             "dropped.",
             ["outcome"],
-            registry=self.registry,
         )
-        self.prefill_seconds = Histogram(
-            "baton:router_prefill_seconds", "Of the prefill leg.", buckets=_SECONDS, registry=self.registry
+        self.prefill_seconds = histogram(
+            "baton:router_prefill_seconds", "Of the prefill leg.", buckets=_SECONDS
         )
-        self.first_byte_seconds = Histogram(
+        self.first_byte_seconds = histogram(
             "baton:router_first_byte_seconds",
             "From the whole request received to the first byte of the answer.",
             buckets=_SECONDS,
-            registry=self.registry,
         )
-        self.first_token = Histogram(
+        self.first_token = histogram(
             "baton:router_time_to_first_token_seconds",
             "Of streams: from the whole request received to the first piece of the answer.",
             buckets=_SECONDS,
-            registry=self.registry,
         )
-        self.between_pieces = Histogram(
+        self.between_pieces = histogram(
             "baton:router_inter_token_latency_seconds",
             "Between two pieces of a stream to the client.",
             buckets=_GAP_S,
-            registry=self.registry,
         )
-        self.end_to_end = Histogram(
+        self.end_to_end = histogram(
             "baton:router_e2e_request_latency_seconds",
             "Of answers with status 200: from the whole request received to the last byte of the answer.",
             buckets=_SECONDS,
-            registry=self.registry,
         )
-        self.prompt_tokens = Counter(
+        self.prompt_tokens = counter(
             "baton:router_prompt_tokens",
             "Tokens of prompts by the engine that answered, and what it did: computed, cached (it had their "
             "KV), or loaded (from another engine or a tier). Of engines that report it.",
             _TOKEN_LABELS,
-            registry=self.registry,
         )
-        self.generation_tokens = Counter(
-            "baton:router_generation_tokens", "Tokens of answers.", registry=self.registry
-        )
+        self.generation_tokens = counter("baton:router_generation_tokens", "Tokens of answers.")
         self.registry.register(_FleetCollector(fleet, pairs))
 
     def count(self, effect: Count) -> None:
