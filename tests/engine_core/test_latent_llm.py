@@ -4,7 +4,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-import torch
 
 from baton.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from baton.engine.api import SamplingParams
@@ -13,7 +12,7 @@ from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from baton.engine.runner.cache_description import UniformTypeKVCacheSpecs, describe_cache
 from tests.engine_core.test_llm import count_preemptions, prompts_of, tokens_of
-from tests.engine_models.paged import load_reference
+from tests.engine_models.paged import assert_greedy, load_reference
 
 pytestmark = pytest.mark.slow
 
@@ -40,14 +39,11 @@ def config(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def expected(config: EngineConfig) -> list[list[int]]:
-    reference = load_reference(Path(config.model_config.model))
-    with torch.inference_mode():
-        return [
-            reference.generate(
-                torch.tensor([prompt]), max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0
-            )[0, len(prompt) :].tolist()
-            for prompt in PROMPTS
-        ]
+    """Greedy answers of an engine that computes each prompt in one step, proven by transformers."""
+    with LLM(config) as llm:
+        answers = tokens_of(llm.generate(PROMPTS, GREEDY))
+    assert_greedy(load_reference(Path(config.model_config.model)), PROMPTS, answers)
+    return answers
 
 
 @pytest.mark.parametrize("chunk", [2048, 7, 1])

@@ -1,5 +1,6 @@
 """A model over a paged cache that runs step by step, its prompts, and the same model in transformers."""
 
+import itertools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,21 @@ class PagedModel:
         """Attention and states use the same block ids, of pages of their own."""
         return ForwardContext(metadata, self.kv_caches, group_metadata=(metadata,) * self._num_groups)
 
+    def greedy_of_each(
+        self, prompts: Sequence[list[int]], num_tokens: int, tables: Sequence[list[int]]
+    ) -> list[list[int]]:
+        """Answers of prompts that are computed together. Each table has its own blocks."""
+        answers: list[list[int]] = [[] for _ in prompts]
+        tokens, computed = list(prompts), [0] * len(prompts)
+        for _ in range(num_tokens):
+            logits = self.step(list(zip(tokens, computed, tables, strict=True)))
+            ends = list(itertools.accumulate(map(len, tokens)))
+            computed = [before + len(new) for before, new in zip(computed, tokens, strict=True)]
+            tokens = [[int(logits[end - 1].argmax())] for end in ends]
+            for answer, new in zip(answers, tokens, strict=True):
+                answer += new
+        return answers
+
     def greedy(self, prompt: list[int], num_tokens: int, block_ids: list[int]) -> list[int]:
         logits = self.step([(prompt, 0, block_ids)])
         output = [int(logits[-1].argmax())]
@@ -79,6 +95,20 @@ PagedModelOf = Callable[[str], PagedModel]
 def prompt_of(seed: int, num_tokens: int) -> list[int]:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(4, VOCAB, (num_tokens,), generator=generator).tolist()
+
+
+def assert_greedy(reference: Any, prompts: Sequence[list[int]], answers: Sequence[list[int]]) -> None:
+    """Assert that each token of each answer has the largest logit after the tokens before it.
+
+    So the answers are those of `reference.generate`, but one forward computes them all.
+    """
+    wholes = [[*prompt, *answer] for prompt, answer in zip(prompts, answers, strict=True)]
+    longest = max(map(len, wholes))
+    padded = torch.tensor([[*whole, *[0] * (longest - len(whole))] for whole in wholes])
+    with torch.inference_mode():
+        greedy = reference(padded, use_cache=False).logits.argmax(-1).tolist()
+    for prompt, answer, tokens in zip(prompts, answers, greedy, strict=True):
+        assert answer == tokens[len(prompt) - 1 :][: len(answer)], f"a prompt of {len(prompt)} tokens"
 
 
 def load_reference(folder: Path, device: str = "cpu") -> Any:

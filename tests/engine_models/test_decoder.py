@@ -17,6 +17,7 @@ from tests.engine_models.paged import (
     CheckpointOf,
     PagedModel,
     PagedModelOf,
+    assert_greedy,
     load_reference,
     prompt_of,
 )
@@ -69,13 +70,12 @@ def test_prompts_around_the_ends_of_blocks_get_the_tokens_of_transformers(
 ) -> None:
     model, reference = paged_model_of(family), load_reference(checkpoint_of(family))
     lengths = [1, 2, *(k * BLOCK_SIZE + more for k in (1, 2, 3) for more in (-1, 0, 1))]
-    for length in lengths:
-        prompt = prompt_of(length, length)
-        with torch.inference_mode():
-            answer = reference.generate(
-                torch.tensor([prompt]), max_new_tokens=64, do_sample=False, eos_token_id=None, pad_token_id=0
-            )
-        assert model.greedy(prompt, 64, SHUFFLED_BLOCKS) == answer[0, length:].tolist(), length
+    prompts = [prompt_of(length, length) for length in lengths]
+    answers = []
+    for some in (prompts[:5], prompts[5:10], prompts[10:]):
+        tables = [SHUFFLED_BLOCKS[12 * index : 12 * index + 12] for index in range(len(some))]
+        answers += model.greedy_of_each(some, 64, tables)
+    assert_greedy(reference, prompts, answers)
 
 
 @pytest.mark.parametrize("family", ALL_FAMILIES)

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from baton.cli.processes import Fleet, free_ports
-from tests.system.engines import START_S, WAIT_S, Engine, Engines, make_prompt, tokens_of
+from tests.system.engines import START_S, TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -20,7 +20,7 @@ TRANSFER = {
     "kv_role": "kv_both",
     "kv_connector": "BatonPushConnector",
     "kv_connector_module_path": "tests.system.counting_push",
-    "kv_connector_extra_config": {"turns": {"min_tokens": 16}},
+    "kv_connector_extra_config": {"turns": {"min_tokens": 16}, "timers": TIMERS},
 }
 
 

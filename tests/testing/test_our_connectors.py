@@ -75,21 +75,21 @@ def test_it_keeps_the_contract_in_engines(name: str, executor: ExecutorName, tp:
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    ("path", "broken_rule"),
+    ("path", "broken_rule", "examples"),
     [
-        ("examples.prefix_store.prefix_store:PrefixStoreConnector", None),
-        ("tests.testing.leaking:LeavesFilesAnywhere", "files-left"),
+        ("examples.prefix_store.prefix_store:PrefixStoreConnector", None, 3),
+        ("tests.testing.leaking:LeavesFilesAnywhere", "files-left", 6),
     ],
 )
 def test_leaks_of_a_connector_are_told_apart_from_those_of_ray(
-    path: str, broken_rule: str | None, tmp_path: Path
+    path: str, broken_rule: str | None, examples: int, tmp_path: Path
 ) -> None:
     # Not imported here, because the executor has to import it first.
     if importlib.util.find_spec("ray") is None:
         pytest.skip("Ray is not installed")
     case = in_engines(ConnectorCase(path=path, extra_config={"path": str(tmp_path)}), tp=2)
     verdict = check_connector(
-        case, examples=6, tries=0, steps=2, make_site=lambda case: EngineSite(case, "ray")
+        case, examples=examples, tries=0, steps=2, make_site=lambda case: EngineSite(case, "ray")
     )
     assert verdict.broken_rule == broken_rule, verdict.broken
     by_ranks = 2 * verdict.num_examples

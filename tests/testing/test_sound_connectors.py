@@ -48,7 +48,7 @@ def test_a_sound_connector_passes_with_all_faults(loads_async: bool) -> None:
     }
     if loads_async:
         wanted["aborts while loading"] = 3
-    verdict = check_enough(case, wanted, examples=30)
+    verdict = check_enough(case, wanted, examples=20)
     results = {rule: result for rule, result, _ in verdict.rows()}
     assert results["wrong-bytes"] == results["lookup-has-side-effects"] == "kept"
     assert "BROKEN" not in results.values()
