@@ -24,9 +24,11 @@ from typing import NamedTuple, TypeAlias
 
 import msgspec
 
+from baton.core.errors import UserError
 from baton.http.registration import Registration
 from baton.router.settings import EngineKey, Role, without_credentials
 
+REGISTRATIONS_MAX = 4096  # A key that may only register must not fill the router's memory.
 HELD_S = 15.0  # In which the others of a registry's engines register again, too.
 ADMINISTRATOR = "administrator"
 ROLES: tuple[Role, ...] = ("prefill", "decode")
@@ -204,7 +206,9 @@ class Registrations:
         return frozenset(member for member, _ in self._ends_at_s.values())
 
     def note(self, member: Member, ttl_s: float, now_s: float) -> bool:
-        """`ttl_s`: 0, if it leaves. True: the members have changed."""
+        """`ttl_s`: 0, if it leaves. True: the members have changed. Raises UserError for too many."""
+        if ttl_s > 0 and member.key not in self._ends_at_s and len(self._ends_at_s) >= REGISTRATIONS_MAX:
+            raise UserError(f"{REGISTRATIONS_MAX} engines are registered already", field="instance")
         before = self._ends_at_s.pop(member.key, None)
         if ttl_s > 0:
             self._ends_at_s[member.key] = (member, now_s + ttl_s)

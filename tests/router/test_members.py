@@ -7,8 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.errors import UserError
 from baton.router.members import (
     HELD_S,
+    REGISTRATIONS_MAX,
     ROLES,
     Hold,
     Join,
@@ -151,6 +153,17 @@ def test_orders_lead_to_what_is_named_and_never_to_an_empty_role(steps: Any) -> 
 
 
 # --- Registrations ----------------------------------------------------------------------------------
+
+
+def test_the_number_of_registrations_is_bounded() -> None:
+    found = Registrations()
+    for number in range(REGISTRATIONS_MAX):
+        assert found.note(Member("decode", f"http://d:{number}"), 10.0, 0.0)
+    with pytest.raises(UserError, match="registered already"):
+        found.note(Member("decode", "http://one.more"), 10.0, 0.0)
+    assert not found.note(Member("decode", "http://d:7"), 10.0, 1.0)  # One that is there beats.
+    assert found.note(Member("decode", "http://d:8"), 0.0, 1.0)
+    assert found.note(Member("decode", "http://one.more"), 10.0, 1.0)
 
 
 def test_a_registration_ends_with_its_time_unless_it_is_repeated() -> None:
