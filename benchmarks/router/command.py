@@ -12,36 +12,54 @@ Processor time is that of all processes of the router, from the kernel's account
 router's percentile minus that of a client that sends both legs itself. With `MANY` whole answers the memory
 of each router is compared with that after a tenth of them (the toy proxy is left out: it takes minutes).
 "without resumes" is `baton route --resumes 0`: it does not ask engines for token ids, so it cannot
-continue a broken stream. "traces of 1 %" samples that share of the requests; the prefill engine is the
-collector. "access log" writes to /dev/null. Both are measured with whole answers and 16 chunks only. Peers
-live in .venv-peers (scripts/setup-peers); a peer that is missing there is skipped. The results go to
-docs/benchmarks/router.json and router.png.
+continue a broken stream. Peers live in .venv-peers (scripts/setup-peers); a peer that is missing there is
+skipped. The results go to docs/benchmarks/router.json and router.png.
+
+Then `baton route` with one more feature at a time, in VARIANT_ROUNDS rounds of whole answers and of 16
+chunks; the figure is the median of the ratios to the plain router of the same round:
+
+    the same again    the plain router a second time: what differs is noise
+    no timelines      without timelines, and without the metrics that are made of them (`bare`)
+    traces            of 1 % and of 100 % of the requests; the prefill engine is the collector
+    access log        to /dev/null
+    API keys          100 of them
+    JWT               one token, RS256; a verified token is remembered
+    rate limits       JWT, and a limit that is never reached
+    TLS               between the client and the router, on connections that stay open
 """
 
 import contextlib
 import json
 import os
+import secrets
+import ssl
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import jwt
 import msgspec
 import psutil
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from rich.console import Console
 from rich.table import Table
 
 from baton.cli.processes import Fleet, free_ports
 from benchmarks.compare.environment import stock_proxies_folder
 from benchmarks.router.jobs import Job, Result
+from tests.certificates import Authority
 
 ROOT = Path(__file__).parents[2]
 PEERS = ROOT / ".venv-peers"
 START_TIMEOUT_S = 60.0
 ROUNDS = 3
+VARIANT_ROUNDS = 15
 NUM_AT_ONCE = 8
 NUM_IDLE = 1_000
 MANY = 100_000
@@ -70,16 +88,18 @@ WORKLOADS = {
 }
 
 
-NO_ENV: Mapping[str, str] = {}
-VARIED = ("whole", "16 chunks")
+# Long enough for the kernel's accounts, which count in steps of 10 ms.
+VARIED = {"whole": Workload(3_000, 0), "16 chunks": Workload(1_500, 16)}
+NOTHING: Mapping[str, str] = {}
 
 
 class Router(NamedTuple):
     command: str  # `{port}`, `{prefill}` and `{decode}` are ports.
     health: str
     site: Path | None = None  # More packages for it.
-    env: Mapping[str, str] = NO_ENV
-    is_variant: bool = False  # Measured with the workloads of VARIED only.
+    env: Mapping[str, str] = NOTHING
+    headers: Mapping[str, str] = NOTHING  # Of its clients.
+    ca: str = ""  # It has TLS, with a certificate of this file.
 
     @property
     def is_installed(self) -> bool:
@@ -88,24 +108,16 @@ class Router(NamedTuple):
 
 DIRECT = "direct"  # The client sends both legs itself.
 PROXIES = stock_proxies_folder() or ROOT / "no-proxies"
-OWN = (
-    f"{sys.executable} -m baton.cli route --port {{port}} --policy round_robin"
+OPTIONS = (
+    " route --port {port} --workers 1 --policy round_robin"
     " --prefill http://127.0.0.1:{prefill} --decode http://127.0.0.1:{decode}"
 )
-TRACED = OWN + " --otlp-traces-endpoint http://127.0.0.1:{prefill}/v1/traces"
-
-
-def traced(share: str) -> Router:
-    sampler = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": share}
-    return Router(TRACED, "health", env=sampler, is_variant=True)
-
+OWN = f"{sys.executable} -m baton.cli{OPTIONS}"
+PLAIN = "baton route"
 
 ROUTERS = {
-    "baton route": Router(OWN, "health"),
+    PLAIN: Router(OWN, "health"),
     "without resumes": Router(f"{OWN} --resumes 0", "health"),
-    "traces of 1 %": traced("0.01"),
-    "traces of 100 %": traced("1"),
-    "access log": Router(f"{OWN} --access-log {os.devnull}", "health", is_variant=True),
     "vllm-router": Router(
         f"{PEERS}/bin/vllm-router --vllm-pd-disaggregation --port {{port}} --policy round_robin"
         " --prefill http://127.0.0.1:{prefill} --decode http://127.0.0.1:{decode} --log-level error",
@@ -118,6 +130,42 @@ ROUTERS = {
         PROXIES / "site",
     ),
 }
+
+
+def variants(folder: Path) -> dict[str, Router]:
+    """`folder`: for their keys, tokens and certificates."""
+
+    def own(options: str, *, env: Mapping[str, str] = NOTHING, bearer: str = "", ca: str = "") -> Router:
+        headers = {"authorization": f"Bearer {bearer}"} if bearer else NOTHING
+        return Router(f"{OWN} {options}", "health", env=env, headers=headers, ca=ca)
+
+    def traced(share: str) -> Router:
+        sampler = {"OTEL_TRACES_SAMPLER": "parentbased_traceidratio", "OTEL_TRACES_SAMPLER_ARG": share}
+        return own("--otlp-traces-endpoint http://127.0.0.1:{prefill}/v1/traces", env=sampler)
+
+    keys = [secrets.token_hex(32) for _ in range(100)]
+    (folder / "keys").write_text("\n".join(keys))
+    tls = Authority(folder, "bench").issue("127.0.0.1")
+    signed = rsa.generate_private_key(public_exponent=65_537, key_size=2_048)
+    (folder / "issuer.pem").write_bytes(
+        signed.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    )
+    claims = {"iss": "bench", "aud": "baton", "sub": "search", "exp": int(time.time()) + 86_400}
+    token = jwt.encode(claims, signed, algorithm="RS256")
+    issuer = f'[jwt]\nissuer = "bench"\naudience = "baton"\nkey_file = "{folder}/issuer.pem"\n'
+    (folder / "jwt.toml").write_text(issuer)
+    (folder / "limits.toml").write_text(f"{issuer}[default]\nrequests_per_minute = 1000000000\n")
+    return {
+        "the same again": own(""),
+        "no timelines": Router(f"{sys.executable} -m benchmarks.router.bare{OPTIONS}", "health"),
+        "traces of 1 %": traced("0.01"),
+        "traces of 100 %": traced("1"),
+        "access log": own(f"--access-log {os.devnull}"),
+        "API keys": own(f"--api-key-file {folder}/keys", bearer=keys[50]),
+        "JWT": own(f"--auth-file {folder}/jwt.toml", bearer=token),
+        "rate limits": own(f"--auth-file {folder}/limits.toml", bearer=token),
+        "TLS": own(f"--tls-cert {tls.cert} --tls-key {tls.key}", ca=f"{folder}/bench-ca.pem"),
+    }
 
 
 class Measured(NamedTuple):
@@ -143,7 +191,7 @@ class Client:
     def line(self) -> str:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
-        if not line:
+        if not line.endswith("\n"):
             raise RuntimeError(f"the client ended with exit status {self._process.wait()}")
         return line
 
@@ -169,7 +217,16 @@ def rss_mib(pid: int) -> float:
     return float(sum(process.memory_info().rss for process in processes_of(pid))) / 2**20
 
 
-def measure(client: Client, workload: Workload, port: int, *, decode: int = 0, pid: int = 0) -> Measured:
+def measure(
+    client: Client,
+    workload: Workload,
+    port: int,
+    *,
+    decode: int = 0,
+    pid: int = 0,
+    headers: Mapping[str, str] = NOTHING,
+    ca: str = "",
+) -> Measured:
     num_events = workload.num_chunks + 1 if workload.num_chunks else 0
     job = Job(
         port,
@@ -179,6 +236,8 @@ def measure(client: Client, workload: Workload, port: int, *, decode: int = 0, p
         num_events,
         decode_port=decode,
         pause_s=workload.pause_s,
+        headers=dict(headers),
+        ca=ca,
     )
     client.run(msgspec.structs.replace(job, num_requests=NUM_AT_ONCE * 4))  # Warm: connections, caches.
     before_s = cpu_s(pid) if pid else 0.0
@@ -218,23 +277,24 @@ def growth_mib(client: Client, port: int, pid: int) -> float:
 
 
 @contextlib.contextmanager
-def running(logs: Path) -> Iterator[tuple[dict[str, tuple[int, int]], int, int]]:
+def running(logs: Path, asked: Mapping[str, Router]) -> Iterator[tuple[dict[str, tuple[int, int]], int, int]]:
     """Start engines and routers. Yields each router's port and process id, and the engines' ports."""
-    names = [name for name, router in ROUTERS.items() if router.is_installed]
-    prefill, decode, *ports = free_ports(2 + len(names))
+    routers = {name: router for name, router in asked.items() if router.is_installed}
+    prefill, decode, *ports = free_ports(2 + len(routers))
     with Fleet(logs) as fleet:
         for role, port in (("prefill", prefill), ("decode", decode)):
             engine = fleet.start(role, [sys.executable, "-m", "benchmarks.router.engine", str(port)])
             fleet.wait_ready({engine: f"http://127.0.0.1:{port}/health"}, timeout_s=START_TIMEOUT_S)
-        routers = {}
-        for name, port in zip(names, ports, strict=True):
-            router = ROUTERS[name]
+        started = {}
+        for (name, router), port in zip(routers.items(), ports, strict=True):
             command = router.command.format(port=port, prefill=prefill, decode=decode).split()
             site = {"PYTHONPATH": str(router.site)} if router.site else {}
             child = fleet.start(name.replace(" ", "-"), command, env={**site, **router.env})
-            fleet.wait_ready({child: f"http://127.0.0.1:{port}/{router.health}"}, timeout_s=START_TIMEOUT_S)
-            routers[name] = (port, child.pid)
-        yield routers, prefill, decode
+            verify = ssl.create_default_context(cafile=router.ca) if router.ca else True
+            url = f"http{'s' if router.ca else ''}://127.0.0.1:{port}/{router.health}"
+            fleet.wait_ready({child: url}, timeout_s=START_TIMEOUT_S, verify=verify)
+            started[name] = (port, child.pid)
+        yield started, prefill, decode
 
 
 def median(measured: Sequence[Measured]) -> Measured:
@@ -268,78 +328,127 @@ def table_of(workload: str, measured: Mapping[str, Measured], cpu_of_whole: Mapp
     return table
 
 
-def plot(results: Mapping[str, Mapping[str, Mapping[str, float]]], path: Path) -> None:
-    """Draw the processor time of a request, and the latency that a router adds when it is not always busy."""
+def measure_variants(
+    console: Console,
+    client: Client,
+    routers: Mapping[str, Router],
+    started: Mapping[str, tuple[int, int]],
+) -> dict[str, dict[str, dict[str, float]]]:
+    """Return, by workload and router, the processor time and its ratios to PLAIN's of the same round."""
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for title, workload in VARIED.items():
+        rounds: dict[str, list[Measured]] = {name: [] for name in routers}
+        for number in range(VARIANT_ROUNDS):
+            names = list(routers)
+            shift = number % len(names)
+            for name in (*names[shift:], *names[:shift]):  # None is always after the same one.
+                (port, pid), router = started[name], routers[name]
+                one = measure(client, workload, port, pid=pid, headers=router.headers, ca=router.ca)
+                rounds[name].append(one)
+        table = Table(title=f"{title}, {NUM_AT_ONCE} at once, {VARIANT_ROUNDS} rounds, ratio to {PLAIN}")
+        for column in ("", "us/request", "lower quartile", "median", "upper quartile"):
+            table.add_column(column, justify="left" if not column else "right")
+        of_title = results[title] = {}
+        for name, measured in rounds.items():
+            if num_bad := sum(one.num_bad for one in measured):
+                raise RuntimeError(f"{name}: {num_bad} bad answers")
+            pairs = zip(measured, rounds[PLAIN], strict=True)
+            low, middle, high = statistics.quantiles((one.cpu_us / plain.cpu_us for one, plain in pairs), n=4)
+            cpu_us = statistics.median(one.cpu_us for one in measured)
+            of_title[name] = {"cpu_us": cpu_us, "ratio": middle, "ratio_q1": low, "ratio_q3": high}
+            table.add_row(name, f"{cpu_us:,.0f}", f"{low:.3f}", f"{middle:.3f}", f"{high:.3f}")
+        console.print(table)
+    return results
+
+
+def plot(
+    results: Mapping[str, Mapping[str, Mapping[str, float]]],
+    of_variants: Mapping[str, Mapping[str, Mapping[str, float]]],
+    path: Path,
+) -> None:
+    """Draw processor times of a request, and the latency that a router adds when it is not always busy."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(10, 4))
-    names = [name for name in results["pauses"] if name != DIRECT]  # Variants are in the table only.
-    for shift, title in enumerate(("whole", "16 chunks")):
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 4))
+    names = [name for name in results["pauses"] if name != DIRECT]
+    features = [name for name in of_variants["whole"] if name != PLAIN]
+    for shift, title in enumerate(VARIED):
         at = [number + shift * 0.4 for number in range(len(names))]
         left.bar(at, [results[title][name]["cpu_us"] for name in names], width=0.4, label=title)
+        at = [number + shift * 0.4 for number in range(len(features))]
+        over = [100 * (of_variants[title][name]["ratio"] - 1) for name in features]
+        right.barh(at, over, height=0.4, label=title)
     for shift, percentile in enumerate(("median_ms", "p99_ms")):
         at = [number + shift * 0.4 for number in range(len(names))]
         added = [
             results["pauses"][name][percentile] - results["pauses"][DIRECT][percentile] for name in names
         ]
-        right.bar(at, added, width=0.4, label={"median_ms": "p50", "p99_ms": "p99"}[percentile])
+        middle.bar(at, added, width=0.4, label={"median_ms": "p50", "p99_ms": "p99"}[percentile])
     left.set(ylabel="us", title="Processor time of a request", yscale="log")
-    right.set(ylabel="ms", title="Added time to the first byte, clients that pause", yscale="log")
-    for axes in (left, right):
-        axes.set_xticks([number + 0.2 for number in range(len(names))], names)
-        axes.grid(visible=True, axis="y", alpha=0.3)
+    middle.set(ylabel="ms", title="Added time to the first byte, clients that pause", yscale="log")
+    right.set(xlabel="%", title="More processor time of baton route with")
+    for axes in (left, middle):
+        axes.set_xticks([number + 0.2 for number in range(len(names))], names, rotation=12)
+    right.set_yticks([number + 0.2 for number in range(len(features))], features)
+    right.invert_yaxis()
+    for axes in (left, middle, right):
+        axes.grid(visible=True, axis="x" if axes is right else "y", alpha=0.3)
         axes.legend()
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
 
 
+def measure_routers(
+    console: Console, client: Client, routers: Mapping[str, tuple[int, int]], prefill: int, decode: int
+) -> dict[str, dict[str, dict[str, float]]]:
+    cpu_of_whole: dict[str, float] = {}
+    results: dict[str, dict[str, dict[str, float]]] = {}
+    for title, workload in WORKLOADS.items():
+        rounds: dict[str, list[Measured]] = {name: [] for name in (DIRECT, *routers)}
+        for _ in range(ROUNDS):
+            rounds[DIRECT].append(measure(client, workload, prefill, decode=decode))
+            for name, (port, pid) in routers.items():
+                rounds[name].append(measure(client, workload, port, pid=pid))
+        measured = {name: median(all_rounds) for name, all_rounds in rounds.items()}
+        if not workload.num_chunks:
+            cpu_of_whole = {name: one.cpu_us for name, one in measured.items()}
+        console.print(table_of(title, measured, cpu_of_whole))
+        results[title] = {name: one._asdict() for name, one in measured.items()}
+        for name, one in measured.items():
+            if one.num_bad:
+                console.print(f"{name}: {one.num_bad} bad answers")
+    memory = results["memory"] = {}
+    for name, (port, pid) in routers.items():
+        memory[name] = {"idle_mib": idle_mib(client, port, pid)}
+        console.print(f"{name}: {memory[name]['idle_mib']:.0f} MiB more for {NUM_IDLE:,} idle streams")
+        if name != "toy proxy":
+            memory[name]["growth_mib"] = growth_mib(client, port, pid)
+            console.print(
+                f"{name}: {memory[name]['growth_mib']:+.1f} MiB from {MANY // 10:,} to {MANY:,} answers"
+            )
+    return results
+
+
 def main() -> None:
     console = Console()
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        running(Path(folder)) as (routers, prefill, decode),
-        contextlib.closing(Client()) as client,
-    ):
-        for name in ROUTERS.keys() - routers.keys():
-            console.print(f"{name} is not installed (scripts/setup-peers); skipped")
-        cpu_of_whole: dict[str, float] = {}
-        results: dict[str, dict[str, dict[str, float]]] = {}
-        for title, workload in WORKLOADS.items():
-            taking_part = {
-                name: where
-                for name, where in routers.items()
-                if title in VARIED or not ROUTERS[name].is_variant
-            }
-            rounds: dict[str, list[Measured]] = {name: [] for name in (DIRECT, *taking_part)}
-            for _ in range(ROUNDS):
-                rounds[DIRECT].append(measure(client, workload, prefill, decode=decode))
-                for name, (port, pid) in taking_part.items():
-                    rounds[name].append(measure(client, workload, port, pid=pid))
-            measured = {name: median(all_rounds) for name, all_rounds in rounds.items()}
-            if not workload.num_chunks:
-                cpu_of_whole = {name: one.cpu_us for name, one in measured.items()}
-            console.print(table_of(title, measured, cpu_of_whole))
-            results[title] = {name: one._asdict() for name, one in measured.items()}
-            for name, one in measured.items():
-                if one.num_bad:
-                    console.print(f"{name}: {one.num_bad} bad answers")
-        memory = results["memory"] = {}
-        for name, (port, pid) in routers.items():
-            if ROUTERS[name].is_variant:
-                continue
-            memory[name] = {"idle_mib": idle_mib(client, port, pid)}
-            console.print(f"{name}: {memory[name]['idle_mib']:.0f} MiB more for {NUM_IDLE:,} idle streams")
-            if name != "toy proxy":
-                memory[name]["growth_mib"] = growth_mib(client, port, pid)
-                console.print(
-                    f"{name}: {memory[name]['growth_mib']:+.1f} MiB from {MANY // 10:,} to {MANY:,} answers"
-                )
-    RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1))
-    plot(results, RESULTS.with_suffix(".png"))
+    load = f"{os.getloadavg()[0]:.1f}"
+    with tempfile.TemporaryDirectory() as made, contextlib.closing(Client()) as client:
+        folder = Path(made)
+        with running(folder / "routers", ROUTERS) as (started, prefill, decode):
+            for name in ROUTERS.keys() - started.keys():
+                console.print(f"{name} is not installed (scripts/setup-peers); skipped")
+            results = measure_routers(console, client, started, prefill, decode)
+        routers = {PLAIN: ROUTERS[PLAIN], **variants(folder)}
+        with running(folder / "variants", routers) as (started, _, _):
+            of_variants = measure_variants(console, client, routers, started)
+    console.print(f"load average before: {load}")
+    found = {**results, "variants": of_variants}
+    RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    plot(results, of_variants, RESULTS.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -5,9 +5,11 @@ A process of its own: it reads one `Job` per line and writes one `Result` per li
 
 import asyncio
 import random
+import ssl
 import sys
 import time
 from collections import deque
+from collections.abc import Mapping
 from typing import cast
 
 import httptools
@@ -17,6 +19,7 @@ import uvloop
 from benchmarks.router.jobs import Job, Result
 
 WAIT_S = 60.0
+NO_HEADERS: Mapping[str, str] = {}
 
 
 class Connection(asyncio.Protocol):
@@ -54,16 +57,19 @@ class Connection(asyncio.Protocol):
         self.answered.set_result((self._parser.get_status_code(), bytes(self._body)))
         self._parser = httptools.HttpResponseParser(self)
 
-    async def send(self, port: int, body: bytes) -> tuple[float, int, bytes]:
+    async def send(
+        self, port: int, body: bytes, headers: Mapping[str, str] = NO_HEADERS
+    ) -> tuple[float, int, bytes]:
         """Return the time of the first byte of the answer's body, its status, and the body."""
         loop = asyncio.get_running_loop()
         self.begun, self.answered = loop.create_future(), loop.create_future()
         assert self.transport is not None
+        more = "".join(f"{name}: {value}\r\n" for name, value in headers.items())
         head = (
             "POST /v1/completions HTTP/1.1\r\n"
             f"host: 127.0.0.1:{port}\r\n"
             "content-type: application/json\r\n"
-            f"content-length: {len(body)}\r\n\r\n"
+            f"content-length: {len(body)}\r\n{more}\r\n"
         )
         self.transport.write(head.encode() + body)
         async with asyncio.timeout(WAIT_S):
@@ -71,8 +77,9 @@ class Connection(asyncio.Protocol):
         return self.begun.result(), status, answer
 
 
-async def connect(port: int) -> Connection:
-    _, connection = await asyncio.get_running_loop().create_connection(Connection, "127.0.0.1", port)
+async def connect(port: int, tls: ssl.SSLContext | None = None) -> Connection:
+    loop = asyncio.get_running_loop()
+    _, connection = await loop.create_connection(Connection, "127.0.0.1", port, ssl=tls)
     return connection
 
 
@@ -80,10 +87,11 @@ async def run(job: Job) -> Result:
     result = Result([], [], 0.0, 0)
     left = deque(range(job.num_requests))
     began_s = time.perf_counter()
+    tls = ssl.create_default_context(cafile=job.ca) if job.ca else None
 
     async def client(number: int) -> None:
         rng = random.Random(number)
-        first = await connect(job.url_port)
+        first = await connect(job.url_port, tls)
         second = await connect(job.decode_port) if job.decode_port else first
         while left:
             left.pop()
@@ -95,11 +103,11 @@ async def run(job: Job) -> Result:
                 body = await prefill(first, job, body)
             port = job.decode_port or job.url_port
             try:
-                begun_s, status, answer = await second.send(port, body)
+                begun_s, status, answer = await second.send(port, body, job.headers)
                 is_good = status == 200 and answer.count(b"data: ") == job.num_events
             except (OSError, TimeoutError):
                 is_good, begun_s = False, time.perf_counter()
-                second = await connect(port)
+                second = await connect(port, tls)
             result.num_bad += not is_good
             result.first_s.append(begun_s - started_s)
             result.total_s.append(time.perf_counter() - started_s)
@@ -149,7 +157,8 @@ def main() -> None:
     for line in sys.stdin:
         job = msgspec.json.decode(line, type=Job)
         result = uvloop.run(hold(job) if job.hold_s else run(job))
-        print(msgspec.json.encode(result).decode(), flush=True)
+        with open(sys.stdout.fileno(), "wb", closefd=False) as out:  # PYTHONUNBUFFERED's would write a part.
+            out.write(msgspec.json.encode(result) + b"\n")
 
 
 if __name__ == "__main__":
