@@ -6,6 +6,7 @@ lower, and a process that exceeds it is killed. Also, several ranks allocate the
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,9 @@ import psutil
 from numpy.typing import NDArray
 
 from baton.core.errors import ConfigError
+from baton.core.sealed_memory import allocate_sealed
+
+logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 PART_BYTES = 256 << 20  # Allocation step; free memory is checked before each.
@@ -56,6 +60,18 @@ def _left_under(top: Path, path: str, limit: str, usage: str, prefix: str) -> It
             yield int(limit_text) - used + int(stat.get(f"{prefix}inactive_file", 0))
         if group == top:
             return
+
+
+def allocate_shareable(num_bytes: int) -> NDArray[np.uint8]:
+    """Memory that engines of this host can map (the transport `local`), not touched yet.
+
+    Ordinary memory where the system has no other; the transport then reads it in another way.
+    """
+    try:
+        return np.frombuffer(allocate_sealed(num_bytes, "baton-kv"), dtype=np.uint8)
+    except OSError as error:
+        logger.info("no shared memory for %d bytes of KV: %s", num_bytes, error)
+        return np.empty(num_bytes, np.uint8)
 
 
 def allocate(num_bytes: int, field: str, available: Callable[[], int] = available_bytes) -> NDArray[np.uint8]:

@@ -123,15 +123,18 @@ class MappedOwner:
     mapped: dict[SharedMapping, int]  # Their addresses in this process.
 
     def here(self, region: Region) -> Region:
-        """The owner's region by its address in this process."""
+        """The owner's region by its address in this process. Without any bytes if it is not mapped, because
+        its file is not allocated: no span fits into it."""
         for mapping, address in self.mapped.items():
             if mapping.covers(region):
                 return Region(address + region.address - mapping.address, region.nbytes)
-        raise AssertionError("open_owner maps every region")
+        return Region(0, 0)
 
     @property
     def identity(self) -> bytes:
         page = self.here(Region(self.endpoint.identity_address, IDENTITY_BYTES))
+        if page.nbytes == 0:
+            return b""
         return ctypes.string_at(page.address, page.nbytes)
 
     def reason_lost(self) -> str | None:
@@ -182,7 +185,8 @@ def open_owner(
         # Again: from now on the descriptor holds the process, whose pid was free to be reused before.
         require_same_host(this_process(), endpoint.process)
         for mapping in needed:
-            owner.mapped[mapping] = _map(endpoint.process.pid, mapping)
+            if (address := _map(endpoint.process.pid, mapping)) is not None:
+                owner.mapped[mapping] = address
         if owner.identity != endpoint.identity:
             raise PeerError(
                 f"process {endpoint.process.pid} is not {endpoint.engine_id}: its memory does not hold the "
@@ -197,7 +201,8 @@ def open_owner(
         raise
 
 
-def _map(pid: int, mapping: SharedMapping) -> int:
+def _map(pid: int, mapping: SharedMapping) -> int | None:
+    """None if the file is not allocated whole. A staging buffer is not; peers do not read it."""
     path = f"/proc/{pid}/fd/{mapping.fd}"
     try:
         # First without opening it: a pipe or a device may do anything when it is opened.
@@ -207,7 +212,8 @@ def _map(pid: int, mapping: SharedMapping) -> int:
     except OSError as error:
         raise TransferError(f"cannot open the memory of process {pid}: {error.strerror}") from error
     try:
-        _check_file(fd, pid, mapping)
+        if not _is_allocated(fd, pid, mapping):
+            return None
         address: int = _libc.mmap(None, mapping.nbytes, mmap.PROT_READ, mmap.MAP_SHARED, fd, mapping.offset)
         if address == _MAP_FAILED:
             raise TransferError(
@@ -218,8 +224,9 @@ def _map(pid: int, mapping: SharedMapping) -> int:
         os.close(fd)
 
 
-def _check_file(fd: int, pid: int, mapping: SharedMapping) -> None:
-    """Raises TransferError unless every access to this mapping must succeed, now and later."""
+def _is_allocated(fd: int, pid: int, mapping: SharedMapping) -> bool:
+    """Whether every access to this mapping must succeed, now and later. Raises TransferError if that cannot
+    be known."""
     status = os.fstat(fd)
     try:
         seals = seals_of(fd)
@@ -233,8 +240,7 @@ def _check_file(fd: int, pid: int, mapping: SharedMapping) -> None:
         raise TransferError(
             f"process {pid} announces {mapping.offset + mapping.nbytes} bytes of a file of {status.st_size}"
         )
-    if status.st_blocks * _STAT_BLOCK_BYTES < status.st_size:
-        raise TransferError(f"the memory of process {pid} is not allocated yet")
+    return status.st_blocks * _STAT_BLOCK_BYTES >= status.st_size
 
 
 def _is_same(status: os.stat_result, mapping: SharedMapping) -> bool:

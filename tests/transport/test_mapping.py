@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from baton.connectors.pull.reads.staging_buffer import Staging
 from baton.core.config import CacheConfig
 from baton.core.errors import PeerError, TransferError
 from baton.core.layout import Region
@@ -126,7 +127,7 @@ def test_what_cannot_be_mapped_is_read_by_cross_memory_attach(
     reader.close()
 
 
-def unsealed(seals: int, *, hole: bool = False) -> tuple[int, int]:
+def memory_file(seals: int, *, hole: bool = False) -> tuple[int, int]:
     """(descriptor, inode) of a file with these seals."""
     size = producers.NUM_REGIONS * producers.REGION_BYTES
     fd = os.memfd_create("test", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -137,32 +138,33 @@ def unsealed(seals: int, *, hole: bool = False) -> tuple[int, int]:
     return fd, os.fstat(fd).st_ino
 
 
-@pytest.mark.parametrize(
-    ("seals", "hole", "reason"),
-    [
-        (0, False, "not sealed"),
-        (SEALS & ~fcntl.F_SEAL_SHRINK, False, "not sealed"),
-        (fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW, False, "not sealed"),
-        (SEALS, True, "not allocated"),
-    ],
-)
+@pytest.mark.parametrize("seals", [0, SEALS & ~fcntl.F_SEAL_SHRINK, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW])
 def test_a_file_in_which_an_access_could_fail_is_not_mapped(
-    owner: Owner,
-    reader: LocalTransport,
-    seals: int,
-    hole: bool,
-    reason: str,
-    caplog: pytest.LogCaptureFixture,
+    owner: Owner, reader: LocalTransport, seals: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", logger=local.__name__)
-    fd, inode = unsealed(seals, hole=hole)
+    fd, inode = memory_file(seals)
     try:
         peer = reader.connect(owner.address, owner.endpoint_with(fd=fd, inode=inode))
     finally:
         os.close(fd)
     assert peer.way == "cross-memory"
-    assert reason in caplog.text
+    assert "not sealed" in caplog.text
     assert_reads(reader, peer, owner.memory)
+
+
+def test_no_span_reads_a_file_that_is_not_allocated_whole(owner: Owner, reader: LocalTransport) -> None:
+    """Its pages could fail to be allocated at the access. Staging buffers are so; peers do not read them."""
+    fd, inode = memory_file(SEALS, hole=True)
+    try:
+        peer = reader.connect(owner.address, owner.endpoint_with(fd=fd, inode=inode))
+    finally:
+        os.close(fd)
+    memory = np.zeros((1, BLOCK_SPAN.nbytes), np.uint8)
+    reader.register(producers.regions_of(memory))
+    assert peer.way == "mapped"
+    with pytest.raises(PeerError, match="span 0: remote"):
+        reader.prepare(peer, [BLOCK_SPAN])
 
 
 def test_an_announced_size_beyond_the_file_is_not_mapped(
@@ -300,3 +302,10 @@ def test_the_cache_of_the_embedded_engine_can_be_mapped() -> None:
     for cache in caches.values():
         region = Region(cache.data_ptr(), cache.untyped_storage().nbytes() // len(caches))
         assert any(m.covers(region) for m in mapping.find_shared([region]))
+
+
+def test_the_staging_buffer_does_not_keep_a_cache_from_being_mapped() -> None:
+    """It is registered beside the cache, and all registered memory is mapped or none."""
+    staging = Staging("cpu")
+    region = staging.region
+    assert any(m.covers(region) for m in mapping.find_shared([region]))

@@ -25,7 +25,6 @@ After the blocks of the pool there may be scratch blocks, which belong to no req
 not see (see `baton.engine.graphs`).
 """
 
-import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -44,12 +43,9 @@ from baton.core.kv_groups import (
     places_of,
 )
 from baton.core.layout import kv_heads_of
-from baton.core.sealed_memory import allocate_sealed
 from baton.core.states import ALIGNMENT, state_bytes
 from baton.engine.forward_context import AttentionLayer
-from baton.tiers.host_memory import GIB, available_bytes, touch
-
-logger = logging.getLogger(__name__)
+from baton.tiers.host_memory import GIB, allocate_shareable, available_bytes, touch
 
 KVCacheLayout: TypeAlias = Literal["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
 _AXES = "LBHNC"  # In the order of the views' dimensions.
@@ -152,15 +148,9 @@ def _touched(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -
     """Memory of which every page has been written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    nbytes = math.prod(shape) * dtype.itemsize
-    try:
-        # Engines of this host can then map the cache (the transport `local`).
-        storage = torch.frombuffer(allocate_sealed(nbytes, "baton-kv-cache"), dtype=dtype).view(shape)
-    except OSError as error:
-        logger.info("no shared memory for the KV cache, which other engines cannot map: %s", error)
-        storage = torch.empty(shape, dtype=dtype)
-    touch(storage.view(-1).view(torch.uint8).numpy(), FIELD)
-    return storage
+    memory = allocate_shareable(math.prod(shape) * dtype.itemsize)
+    touch(memory, FIELD)
+    return torch.from_numpy(memory).view(dtype).view(shape)
 
 
 def check_room(num_blocks: int, block_bytes: int, device: torch.device, *, num_ranks: int) -> None:

@@ -19,6 +19,7 @@ import torch
 
 from baton.core.errors import TransferError
 from baton.core.layout import Region
+from baton.tiers.host_memory import allocate_shareable
 
 STAGING_BYTES = 64 << 20
 NUM_PARTS = 8
@@ -30,7 +31,11 @@ class Staging:
     def __init__(
         self, device: torch.device | str, *, nbytes: int = STAGING_BYTES, num_parts: int = NUM_PARTS
     ) -> None:
-        self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)  # Not zeros: untouched.
+        if torch.device(device).type == "cpu":
+            # Not touched. Shareable, because `local` maps all registered memory or none.
+            self.memory = torch.from_numpy(allocate_shareable(nbytes))
+        else:
+            self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         self.part_bytes = nbytes // num_parts
         self.region = Region(self.memory.data_ptr(), nbytes, str(self.memory.device))
         self._free = list(range(num_parts))
