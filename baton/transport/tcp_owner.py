@@ -27,9 +27,10 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import Region
+from baton.transport.gather import Staging
 from baton.transport.iovec import ScatteredMemory, Scratch
 from baton.transport.sealing import TAG_BYTES, Integrity
-from baton.transport.spans import Int64s, RegionTable
+from baton.transport.spans import Copies, Int64s, RegionTable
 from baton.transport.tcp_wire import (
     ANSWER,
     COPIES_MAX,
@@ -210,6 +211,7 @@ class _Requests:
         self._number = 0  # Of the last request.
         self._header = Scratch.of(ANSWER.size)
         self._tag = Scratch.of(TAG_BYTES)
+        self._staging = Staging(REQUEST_BYTES_MAX)
         self._ciphertext = np.empty(REQUEST_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
 
     def serve_one(self) -> None:
@@ -224,6 +226,10 @@ class _Requests:
         header = ANSWER.pack(DATA, 0, number)
         sealing = self._session.answers.seal(number, header + request)
         self._header.write(header)
+        copies = Copies(addresses, addresses, nbytes)
+        if self._session.answers.integrity != "off" and self._staging.suits(copies):
+            self._staging.collect(copies)
+            addresses, nbytes = _one(self._staging.buffer.ctypes.data), _one(copies.total_bytes)
         sealing.add(addresses, nbytes, self._ciphertext.data)
         self._tag.write(sealing.tag())
         if self._session.answers.encrypts:

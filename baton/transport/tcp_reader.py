@@ -8,7 +8,9 @@ so that the owner never waits for the next. Operations take turns, one chunk at 
 
 Every answer ends with a tag over the request and the bytes (`tcp_wire`). The tag is checked when the bytes
 are in the blocks. After a wrong tag the request is repeated once, then the reading fails. If the
-connection is encrypted, an answer is received into a buffer of the lane and decrypted into the blocks.
+connection is encrypted, an answer is received into a buffer of the lane and decrypted into the blocks. An
+authenticated answer of short copies is received into that buffer too, and copied into the blocks after its
+check.
 
 A cancelled operation ends, without the peer's help, as soon as each lane has redirected the rest of its
 answers from the blocks to a scrap buffer. If a lane fails, the peer is lost: all its operations end, not ok.
@@ -31,10 +33,11 @@ from baton.core.errors import TransferError
 from baton.core.ids import Address
 from baton.transport.base import OpId
 from baton.transport.completions import CompletionQueue
+from baton.transport.gather import Staging
 from baton.transport.iovec import ScatteredMemory, Scratch, iovec_array
 from baton.transport.peers import ActivePeer, Reading
 from baton.transport.sealing import TAG_BYTES, Opening
-from baton.transport.spans import Copies
+from baton.transport.spans import Copies, Int64s
 from baton.transport.tcp_wire import (
     ANSWER,
     COPIES_MAX,
@@ -68,6 +71,7 @@ class _Chunk:
     tag: Scratch
     target: ScatteredMemory  # For the whole answer, from header to tag.
     opening: Opening
+    is_staged: bool  # Received into the lane's buffer as it is.
     is_second_try: bool = False
     discarded: bool = False
 
@@ -227,8 +231,7 @@ class _Lane:
         self._peer = peer
         self._sock = sock
         self._session = session
-        # Holds the one answer that is being received. The kernel allocates its pages on first use.
-        self._ciphertext = np.empty(REQUEST_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
+        self._staging = Staging(REQUEST_BYTES_MAX)  # Holds the one answer that is being received.
         self._sock.setblocking(False)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._poll = select.poll()
@@ -280,8 +283,9 @@ class _Lane:
         number = self._requests
         header, tag = Scratch.of(ANSWER.size), Scratch.of(TAG_BYTES)
         addresses, nbytes = copies.local, copies.nbytes
-        if self._session.answers.encrypts:
-            addresses, nbytes = np.array([self._ciphertext.ctypes.data]), np.array([copies.total_bytes])
+        is_staged = self._session.answers.integrity == "mac" and self._staging.suits(copies)
+        if self._session.answers.encrypts or is_staged:
+            addresses, nbytes = self._staged(copies.total_bytes)
         target = ScatteredMemory(
             np.concatenate(([header.address], addresses, [tag.address])),
             np.concatenate(([ANSWER.size], nbytes, [TAG_BYTES])),
@@ -299,6 +303,7 @@ class _Lane:
                 tag,
                 target,
                 opening,
+                is_staged,
                 is_second_try=is_second_try,
             )
         )
@@ -338,8 +343,13 @@ class _Lane:
 
     def _check_and_return(self, chunk: _Chunk) -> None:
         """Accepts the chunk if its tag is right; otherwise requests it again, once."""
-        chunk.opening.add(chunk.copies.local, chunk.copies.nbytes, self._ciphertext.data)
+        if chunk.is_staged:
+            chunk.opening.add(*self._staged(chunk.nbytes), self._staging.buffer.data)
+        else:
+            chunk.opening.add(chunk.copies.local, chunk.copies.nbytes, self._staging.buffer.data)
         if chunk.opening.is_genuine(chunk.tag.read()):
+            if chunk.is_staged:
+                self._staging.distribute(chunk.copies)
             self._peer.return_chunk(chunk.reading, chunk.nbytes)
             return
         if chunk.is_second_try:
@@ -351,6 +361,9 @@ class _Lane:
                 "the tag of an answer of %s was wrong; requesting it again", self._peer.address.engine_id
             )
             self._request(chunk.reading, chunk.copies, is_second_try=True)
+
+    def _staged(self, nbytes: int) -> tuple[Int64s, Int64s]:
+        return np.array([self._staging.buffer.ctypes.data]), np.array([nbytes])
 
     def _wait(self) -> None:
         """Sleeps until there is work. Raises TransferError if the owner is gone or does not answer."""

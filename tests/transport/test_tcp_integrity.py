@@ -4,6 +4,7 @@ import random
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -14,10 +15,11 @@ from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import CopySpan
 from baton.testing.transport_producers import new_address, pattern, regions_of
 from baton.testing.transport_rig import drain
-from baton.transport import tcp_reader
+from baton.transport import gather, tcp_reader
 from baton.transport.sealing import Integrity
 from baton.transport.tcp import TcpOptions, TcpTransport
 from baton.transport.tcp_wire import ANSWER, REQUEST, VERSION, TcpEndpoint
+from tests.transport.copy_library import built
 from tests.transport.tcp_proxy import END, Frame, FrameProxy, Tamper, pass_on
 
 SECRET = ClusterSecret(b"the secret of this cluster")
@@ -41,6 +43,7 @@ class Wire:
         self.integrity: Integrity = integrity
         self.proxy = FrameProxy()
         self.memory = pattern(4)[:, :4096].copy()
+        self.target = np.zeros_like(self.memory)  # Of the last reader.
         options = TcpOptions(advertise_port=self.proxy.port, integrity=integrity)
         self.address = new_address("owner")
         self.transport = TcpTransport(self.address, options, secret=SECRET)
@@ -54,7 +57,7 @@ class Wire:
     def read(self, tamper: Tamper, *, num_reads: int = 1) -> list[Outcome]:
         """Reads block 7 + i into block i with a new reader; all are posted before the first ends."""
         self.proxy.tamper = tamper
-        target = np.zeros_like(self.memory)
+        target = self.target = np.zeros_like(self.memory)
         reader = TcpTransport(
             new_address("reader"), TcpOptions(integrity=self.integrity), secret=SECRET, num_lanes=1
         )
@@ -75,10 +78,12 @@ class Wire:
             ]
 
 
-@pytest.fixture(params=["mac", "encrypt"])
-def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wire]:
+@pytest.fixture(params=["mac", "mac, staged", "encrypt, staged"])
+def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Wire]:
     monkeypatch.setattr(tcp_reader, "STALL_S", 1.0)  # A changed length makes one end wait.
-    wire = Wire(request.param)
+    integrity, _, staged = request.param.partition(", ")
+    monkeypatch.setattr(gather, "LIBRARY", built() if staged else tmp_path / "not-built")
+    wire = Wire(integrity)
     yield wire
     wire.close()
 
@@ -105,6 +110,16 @@ def assert_nothing_wrong_is_believed(outcomes: list[Outcome]) -> None:
 def test_an_unchanged_wire_is_right(wire: Wire) -> None:
     assert wire.read(pass_on, num_reads=3) == [Outcome(True, True, "")] * 3
     assert {frame.kind for frame in wire.proxy.frames} == FRAMES.keys()
+
+
+def test_a_changed_answer_of_short_copies_does_not_reach_the_blocks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(gather, "LIBRARY", built())
+    with closing(Wire("mac")) as wire:
+        (outcome,) = wire.read(flip("answer", 8 * ANSWER.size + 3))
+        assert not outcome.ok
+        assert not wire.target.any()
 
 
 @pytest.mark.parametrize("kind", ["request", "answer"])
