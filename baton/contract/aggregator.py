@@ -38,6 +38,9 @@ class KVOutputAggregator:
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput | None:
         """`outputs`: one per rank of the same step, in rank order. Returns None if nothing was reported."""
         reports = [(rank, output) for rank, output in enumerate(outputs) if output is not None]
+        if not reports:
+            self.error = None
+            return None
         changed_to = 0
         for _, output in reports:
             if output.expected_finished_count > 0:

@@ -25,6 +25,7 @@ T = TypeVar("T")
 
 STEP_ERRORS_MAX: Final = 3  # Steps in a row. One may be due to one bad peer; three are a broken connector.
 _OF_THE_ROW: Final = object()
+FAILED: Final = object()
 
 
 class Guard:
@@ -46,10 +47,10 @@ class Guard:
 
         `request_id`: for the log. Re-raises a UserError of a method that may refuse a request.
         """
-        row = SURFACE[method]
         try:
             return call()
         except Exception as error:  # The connector may be third-party code.
+            row = SURFACE[method]
             if row.scope is Scope.REQUEST and self.passes_user_errors and isinstance(error, UserError):
                 raise
             self.log(method, error, request_id)
@@ -63,11 +64,7 @@ class Guard:
     def succeeds(self, method: str, call: Callable[[], object], *, request_id: str = "") -> bool:
         """Runs `call`. False: it raised, which is contained."""
 
-        def succeed() -> bool:
-            call()
-            return True
-
-        return self.contain(method, succeed, False, request_id=request_id)
+        return self.contain(method, call, FAILED, request_id=request_id) is not FAILED
 
     def load(self, method: str, call: Callable[[], object]) -> bool:
         """Runs a call that this step's loads depend on. False: it raised."""

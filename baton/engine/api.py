@@ -153,7 +153,7 @@ class RequestError(msgspec.Struct, frozen=True):
         return cls(str(error), is_users=True, field=error.field)
 
 
-class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
+class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Result of one step for one request. `finish_reason` is set exactly once, in the last output."""
 
     request_id: str
@@ -170,7 +170,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True):
     scheduled_at_s: float = 0.0  # When its first step began, monotonic clock; 0.0: there was none.
 
 
-class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
+class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """Counters and gauges after one step."""
 
     num_running: int = 0
@@ -191,7 +191,7 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True):
     kv_connector_stats: dict[str, Any] | None = None  # KVConnectorStats.to_dict() of this step.
 
 
-class EngineOutputs(msgspec.Struct, frozen=True, kw_only=True):
+class EngineOutputs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):
     """All outputs of one step, sent to the front end."""
 
     outputs: list[EngineOutput]

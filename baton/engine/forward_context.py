@@ -33,25 +33,36 @@ class AttentionMetadata:
     num_actual_tokens: int
     num_reqs: int
     max_query_len: int
-    max_seq_len: int
     block_size: int
     query_start_loc_np: IntArray  # [R + 1]
     seq_lens_np: IntArray  # [R]; includes this step's tokens.
     slot_mapping_np: IntArray  # [T]: block id * block_size + offset.
-    block_table_np: IntArray  # [R, most blocks of a request]; unused entries are 0.
+    block_table_np: IntArray  # [R, most blocks of a request]; entries after a request's tokens are of no use.
     positions_np: IntArray  # [T]
-    query_start_loc: torch.Tensor = field(init=False)
-    seq_lens: torch.Tensor = field(init=False)
-    slot_mapping: torch.Tensor = field(init=False)
-    block_table: torch.Tensor = field(init=False)
-    positions: torch.Tensor = field(init=False)
 
-    def __post_init__(self) -> None:
-        self.query_start_loc = torch.from_numpy(self.query_start_loc_np)
-        self.seq_lens = torch.from_numpy(self.seq_lens_np)
-        self.slot_mapping = torch.from_numpy(self.slot_mapping_np)
-        self.block_table = torch.from_numpy(self.block_table_np)
-        self.positions = torch.from_numpy(self.positions_np)
+    @property
+    def max_seq_len(self) -> int:
+        return int(self.seq_lens_np.max())
+
+    @property
+    def query_start_loc(self) -> torch.Tensor:
+        return torch.from_numpy(self.query_start_loc_np)
+
+    @property
+    def seq_lens(self) -> torch.Tensor:
+        return torch.from_numpy(self.seq_lens_np)
+
+    @property
+    def slot_mapping(self) -> torch.Tensor:
+        return torch.from_numpy(self.slot_mapping_np)
+
+    @property
+    def block_table(self) -> torch.Tensor:
+        return torch.from_numpy(self.block_table_np)
+
+    @property
+    def positions(self) -> torch.Tensor:
+        return torch.from_numpy(self.positions_np)
 
 
 class AttentionLayer(NamedTuple):
@@ -143,33 +154,37 @@ def build_attention_metadata(
     block_table = np.zeros((len(counts), max(counts)), dtype=np.int64)
     for row, (ids, count) in enumerate(zip(block_ids, counts, strict=True)):
         block_table[row, :count] = ids[:count]
-    return metadata_of_tables(computed, scheduled, block_table, block_size)
+    return metadata_of_tables(computed, scheduled, block_table, block_size, int(scheduled.sum()))
 
 
 def metadata_of_tables(
-    computed: IntArray, scheduled: IntArray, block_table: IntArray, block_size: int
+    computed: IntArray,
+    scheduled: IntArray,
+    block_table: IntArray,
+    block_size: int,
+    num_tokens: int,
 ) -> AttentionMetadata:
     """Build the metadata from `computed`, `scheduled` [R] and `block_table` [R, most blocks of a request].
 
-    The metadata keeps `block_table` without a copy.
+    `num_tokens`: sum of `scheduled`. The metadata keeps `block_table` without a copy.
     """
     num_reqs = len(computed)
     seq_lens = computed + scheduled
-    block_table[np.arange(block_table.shape[1]) >= (-(-seq_lens // block_size))[:, None]] = 0
-    query_start_loc = np.zeros(num_reqs + 1, np.int64)
-    np.cumsum(scheduled, out=query_start_loc[1:])
-    num_tokens = int(query_start_loc[-1])
+    max_query_len = 1
     if num_tokens == num_reqs:  # One token per request: a decode step, which has to be fast.
-        positions, request_of_token = computed, np.arange(num_reqs)
+        query_start_loc = np.arange(num_reqs + 1)
+        positions, request_of_token = computed, query_start_loc[:-1]
     else:
+        max_query_len = int(scheduled.max())
+        query_start_loc = np.zeros(num_reqs + 1, np.int64)
+        np.cumsum(scheduled, out=query_start_loc[1:])
         positions = np.arange(num_tokens) + np.repeat(computed - query_start_loc[:-1], scheduled)
         request_of_token = np.repeat(np.arange(num_reqs), scheduled)
     block_index, offset = np.divmod(positions, block_size)
     return AttentionMetadata(
         num_actual_tokens=num_tokens,
         num_reqs=num_reqs,
-        max_query_len=int(scheduled.max()),
-        max_seq_len=int(seq_lens.max()),
+        max_query_len=max_query_len,
         block_size=block_size,
         query_start_loc_np=query_start_loc,
         seq_lens_np=seq_lens,

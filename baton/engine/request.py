@@ -60,11 +60,11 @@ class Request:
     prompt_embeds: ClassVar[None] = None
 
     __slots__ = (
-        "_all_token_ids",
         "_block_size",
         "_extra",
         "_hash_seed",
         "_prompt_logprobs",
+        "all_token_ids",
         "arrival_time",
         "asks_connector",
         "block_hashes",
@@ -142,7 +142,8 @@ class Request:
         eos = () if sampling.ignore_eos else eos_token_ids
         self.stop_token_ids = frozenset((*eos, *sampling.stop_token_ids))
 
-        self._all_token_ids = [*asked.prompt_token_ids, *asked.output_token_ids]
+        # Prompt and output. Only the request changes the list. An attribute, because steps read it often.
+        self.all_token_ids = [*asked.prompt_token_ids, *asked.output_token_ids]
         self._block_size = block_size
         self._hash_seed = hash_seed
         self._extra = extra_key(cache_salt=asked.cache_salt)
@@ -160,21 +161,16 @@ class Request:
         return self.order[0]
 
     @property
-    def all_token_ids(self) -> list[int]:
-        """Prompt and output tokens. The caller must not change the list."""
-        return self._all_token_ids
-
-    @property
     def num_tokens(self) -> int:
-        return len(self._all_token_ids)
+        return len(self.all_token_ids)
 
     @property
     def output_token_ids(self) -> list[int]:
-        return self._all_token_ids[self.num_prompt_tokens :]
+        return self.all_token_ids[self.num_prompt_tokens :]
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self._all_token_ids) - self.num_prompt_tokens
+        return len(self.all_token_ids) - self.num_prompt_tokens
 
     @property
     def is_finished(self) -> bool:
@@ -218,17 +214,18 @@ class Request:
             return
         self.is_truncated = True
         self.prompt_token_ids = self.prompt_token_ids[:-1]
-        self._all_token_ids.pop()
+        self.all_token_ids.pop()
         self.num_prompt_tokens -= 1
         del self.block_hashes[self.num_prompt_tokens // self._block_size :]
 
     def append_output_token(self, token_id: int) -> None:
-        self._all_token_ids.append(token_id)
-        if not len(self._all_token_ids) % self._block_size:
+        tokens = self.all_token_ids
+        tokens.append(token_id)
+        if not len(tokens) % self._block_size:
             self._hash_full_blocks()
 
     def _hash_full_blocks(self) -> None:
-        size, tokens, hashes = self._block_size, self._all_token_ids, self.block_hashes
+        size, tokens, hashes = self._block_size, self.all_token_ids, self.block_hashes
         parent = hashes[-1] if hashes else root_hash(self._hash_seed)
         for start in range(len(hashes) * size, len(tokens) - size + 1, size):
             parent = block_hash(parent, tokens[start : start + size], self._extra)

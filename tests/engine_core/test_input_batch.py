@@ -86,10 +86,14 @@ class World:
             "query_start_loc_np",
             "seq_lens_np",
             "slot_mapping_np",
-            "block_table_np",
             "positions_np",
         ):
             np.testing.assert_array_equal(getattr(got.attn_metadata, name), getattr(expected, name))
+        for row, table, seq_len in zip(
+            got.attn_metadata.block_table_np, expected.block_table_np, expected.seq_lens_np, strict=True
+        ):
+            used = -(-seq_len // BLOCK)
+            assert row[:used].tolist() == table[:used].tolist()
         for name in ("num_actual_tokens", "num_reqs", "max_query_len", "max_seq_len", "block_size"):
             assert getattr(got.attn_metadata, name) == getattr(expected, name)
         assert got.token_ids.tolist() == [

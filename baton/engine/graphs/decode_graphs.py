@@ -206,7 +206,7 @@ class DecodeGraphs:
         computed[:num_reqs] = positions
         table = np.full((size, width), self._scratch_block, np.int64)
         table[:num_reqs] = block_table
-        return metadata_of_tables(computed, np.ones(size, np.int64), table, self._block_size)
+        return metadata_of_tables(computed, np.ones(size, np.int64), table, self._block_size, size)
 
     def _fill(self, bucket: _Bucket, token_ids: IntArray, padded: Sequence[AttentionMetadata]) -> None:
         ids = np.zeros(padded[0].num_reqs, np.int64)

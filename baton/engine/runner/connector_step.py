@@ -31,14 +31,15 @@ scheduler get only the types of the contract from a connector.
 """
 
 import operator
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import torch
 
 from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
 from baton.contract.events import KVConnectorKVEvents, QuorumKVEvents
-from baton.contract.guard import Guard
+from baton.contract.guard import FAILED, Guard
 from baton.contract.null import NullWorkerHalf
 from baton.contract.output import (
     KVConnectorOutput,
@@ -48,6 +49,8 @@ from baton.contract.output import (
 from baton.contract.stats import KVConnectorStats
 from baton.engine.forward_context import ForwardContext
 from baton.engine.step import SchedulerOutput
+
+_NO_RESULTS: Final = KVConnectorTransferResults()
 
 
 class ConnectorStep(Guard):
@@ -109,36 +112,56 @@ class ConnectorStep(Guard):
             self.contain("wait_for_save", half.wait_for_save)
         self._collect_transfers()
         report = self.report
-        report.expected_finished_count = self.contain(
-            "get_expected_finished_count", lambda: operator.index(half.get_expected_finished_count())
+        name = "get_expected_finished_count"
+        count = self.contain(name, half.get_expected_finished_count)
+        report.expected_finished_count = (
+            count if type(count) is int else self.contain(name, partial(operator.index, count))
         )
-        report.kv_connector_stats = self.contain(
-            "get_kv_connector_stats", lambda: _checked(half.get_kv_connector_stats(), KVConnectorStats)
+        report.kv_connector_stats = self._ask(
+            "get_kv_connector_stats", half.get_kv_connector_stats, KVConnectorStats
         )
-        report.kv_cache_events = self.contain(
+        report.kv_cache_events = self._ask(
             "get_kv_connector_kv_cache_events",
-            lambda: _checked(half.get_kv_connector_kv_cache_events(), KVConnectorKVEvents),
-            QuorumKVEvents(),  # Not None, because reports of other ranks would count without it.
+            half.get_kv_connector_kv_cache_events,
+            KVConnectorKVEvents,
+            QuorumKVEvents,  # Not None, because reports of other ranks would count without it.
         )
-        report.kv_connector_worker_meta = self.contain(
-            "build_connector_worker_meta",
-            lambda: _checked(half.build_connector_worker_meta(), KVConnectorWorkerMetadata),
+        report.kv_connector_worker_meta = self._ask(
+            "build_connector_worker_meta", half.build_connector_worker_meta, KVConnectorWorkerMetadata
         )
 
+    def _ask(
+        self,
+        method: str,
+        call: Callable[[], Any],
+        kind: type[Any],
+        otherwise: Callable[[], Any] = lambda: None,
+    ) -> Any:
+        """The answer of `call`, None or of this type; that of `otherwise` if it raises or is another."""
+        answer = self.contain(method, call, FAILED)
+        if answer is None or isinstance(answer, kind):
+            return answer
+        if answer is not FAILED:
+            self.contain(method, partial(_refuse, answer, kind), None)
+        return otherwise()
+
     def _collect_transfers(self) -> None:
-        report = self.report
+        report, half = self.report, self._half
+        name = "get_transfer_results"
         results = self.contain(
-            "get_transfer_results",
-            lambda: _checked_ends(self._half.get_transfer_results(self._scheduler_output.finished_req_ids)),
+            name, partial(half.get_transfer_results, self._scheduler_output.finished_req_ids)
         )
+        if results != _NO_RESULTS:
+            results = self.contain(name, partial(_checked_ends, results))
         report.finished_sending = results.finished_sending or None
         report.finished_recving = results.finished_recving or None
         report.failed_recving = results.failed_recving or None
-        invalid: set[int] | None = self.contain(
-            "get_block_ids_with_load_errors",
-            lambda: {operator.index(block) for block in self._half.get_block_ids_with_load_errors()},
-            None,
-        )
+        name = "get_block_ids_with_load_errors"
+        invalid: set[int] | None = self.contain(name, half.get_block_ids_with_load_errors, FAILED)
+        if invalid is FAILED:
+            invalid = None
+        elif invalid != set():
+            invalid = self.contain(name, partial(_indices, invalid), None)
         if invalid is None:
             # The bad blocks are unknown, so no loaded block may be used.
             report.failed_recving = results.finished_recving | results.failed_recving
@@ -196,11 +219,12 @@ class _ContainedHooks(NullWorkerHalf):
         self._step.contain("save_kv_layer", save)
 
 
-def _checked(answer: Any, kind: type[Any]) -> Any:
-    """Return `answer` if it is None or of this type. Raises TypeError otherwise."""
-    if answer is None or isinstance(answer, kind):
-        return answer
+def _refuse(answer: Any, kind: type[Any]) -> None:
     raise TypeError(f"answered with {answer!r:.100}, expected {kind.__name__}")
+
+
+def _indices(answer: Any) -> set[int]:
+    return {operator.index(block) for block in answer}
 
 
 def _checked_ends(answer: Any) -> KVConnectorTransferResults:

@@ -45,7 +45,7 @@ class StepInput:
     sampled_index: IntArray  # Indices of the `req_ids` that get a token.
     sampled_rows: IntArray
     sampled_positions: IntArray  # Positions of those tokens.
-    only_decodes: bool  # Whether every request has one token, and no prompt token.
+    rows: IntArray
     scored_prompts: list[ScoredPrompt]
 
 
@@ -66,12 +66,17 @@ class InputBatch:
         self._tokens = np.zeros((capacity, max_len + 1), np.int32)
         self._num_tokens = np.zeros(capacity, np.int64)
         self._num_prompt_tokens = np.zeros(capacity, np.int64)
-        self._scores_prompt = np.zeros(capacity, np.bool_)  # Whether `prompt_logprobs` are requested.
+        self._scored: set[str] = set()  # Requests with `prompt_logprobs`.
         # One table per KV-cache group, all of one length. Blocks outside of a window are never read.
         width = -(-max_len // self._block_size) + 1
         self._blocks = [np.zeros((capacity, width), np.int32) for _ in config.kv_cache_groups]
         self._num_blocks = np.zeros(capacity, np.int64)
         self._num_computed = np.zeros(capacity, np.int64)
+        # Of the last step. The same requests run in most steps.
+        self._last_req_ids: list[str] = []
+        self._last_rows = np.zeros(0, np.int64)
+        self._last_sampling: tuple[IntArray, list[SamplingRow]] = (self._last_rows, [])
+        self._every_index = np.arange(config.scheduler_config.max_num_seqs)
 
     def __len__(self) -> int:
         return len(self._row_of)
@@ -81,7 +86,9 @@ class InputBatch:
         for req_id in output.finished_req_ids:
             if (row := self._row_of.pop(req_id, None)) is not None:
                 self._sampling[row] = None
+                self._scored.discard(req_id)
                 self._free.append(row)
+                self._last_req_ids = []
         for new in output.scheduled_new_reqs:
             self._add(new)
         self._update_cached(output)
@@ -95,7 +102,8 @@ class InputBatch:
         self._tokens[row, : len(token_ids)] = token_ids
         self._num_tokens[row] = len(token_ids)
         self._num_prompt_tokens[row] = len(new.prompt_token_ids)
-        self._scores_prompt[row] = new.sampling_params.prompt_logprobs is not None
+        if new.sampling_params.prompt_logprobs is not None:
+            self._scored.add(new.req_id)
         self._num_computed[row] = new.num_computed_tokens
         self._set_blocks(row, new.block_ids)
         self._sampling[row] = SamplingRow.of(
@@ -111,7 +119,7 @@ class InputBatch:
         cached = output.scheduled_cached_reqs
         if not cached.req_ids:
             return
-        rows = np.array([self._row_of[req_id] for req_id in cached.req_ids])
+        rows = self._rows_of(cached.req_ids)
         self._num_computed[rows] = cached.num_computed_tokens
         for index, new_blocks in enumerate(cached.new_block_ids):
             if new_blocks is None:
@@ -127,6 +135,12 @@ class InputBatch:
                 self._num_blocks[row] = start + len(new_blocks[0])
         self._drop_void_tokens(rows, cached.num_output_tokens)
 
+    def _rows_of(self, req_ids: list[str]) -> IntArray:
+        if req_ids != self._last_req_ids:
+            self._last_rows = np.array([self._row_of[req_id] for req_id in req_ids])
+            self._last_req_ids = req_ids
+        return self._last_rows
+
     def _set_tokens(self, row: int, token_ids: list[int]) -> None:
         self._tokens[row, : len(token_ids)] = token_ids
         if len(token_ids) > self._num_tokens[row]:  # Tokens that the prefill engine sampled.
@@ -140,11 +154,11 @@ class InputBatch:
 
     def _drop_void_tokens(self, rows: IntArray, num_output_tokens: list[int]) -> None:
         """Drop tokens that the scheduler has dropped, because loads of their step failed."""
-        known = self._num_prompt_tokens[rows] + np.array(num_output_tokens, np.int64)
-        before = self._num_tokens[rows]
-        changed = known != before
-        if not changed.any():
+        before, num_prompt = self._num_tokens[rows], self._num_prompt_tokens[rows]
+        if (before - num_prompt).tolist() == num_output_tokens:
             return
+        known = num_prompt + np.array(num_output_tokens, np.int64)
+        changed = known != before
         assert (known <= before).all(), "the scheduler has tokens that were never sampled"
         self._num_tokens[rows] = known
         for row in rows[changed].tolist():
@@ -158,39 +172,51 @@ class InputBatch:
     def step_input(self, num_scheduled_tokens: dict[str, int]) -> StepInput:
         """Build the input of a step. `num_scheduled_tokens` is not empty, and its requests have rows."""
         req_ids = list(num_scheduled_tokens)
-        rows = np.array([self._row_of[req_id] for req_id in req_ids])
-        scheduled = np.fromiter(num_scheduled_tokens.values(), np.int64, len(req_ids))
+        rows = self._rows_of(req_ids)
+        num_tokens = sum(num_scheduled_tokens.values())
+        if num_tokens == len(req_ids):
+            scheduled = np.ones(num_tokens, np.int64)
+        else:
+            scheduled = np.fromiter(num_scheduled_tokens.values(), np.int64, len(req_ids))
         computed = self._num_computed[rows]
-        seq_lens = computed + scheduled
-        of_groups = self._attention_metadata(rows, computed, scheduled, seq_lens)
+        of_groups = self._attention_metadata(rows, computed, scheduled, num_tokens)
         metadata = of_groups[0]
+        seq_lens = metadata.seq_lens_np
         if metadata.max_query_len == 1:
             token_ids = self._tokens[rows, computed]
         else:
             token_ids = self._tokens[np.repeat(rows, scheduled), metadata.positions_np]
-        num_tokens = self._num_tokens[rows]
-        assert (seq_lens <= num_tokens).all(), "only known tokens can be computed"
-        sampled = (seq_lens == num_tokens).nonzero()[0]
+        num_known = self._num_tokens[rows]
+        sampled = self._every_index[: len(rows)]
+        sampled_rows, sampled_positions = rows, num_known
+        if seq_lens.tobytes() != num_known.tobytes():
+            sampled = (seq_lens == num_known).nonzero()[0]
+            assert (seq_lens <= num_known).all(), "only known tokens can be computed"
+            sampled_rows, sampled_positions = rows[sampled], num_known[sampled]
         return StepInput(
             req_ids=req_ids,
             token_ids=token_ids.astype(np.int64),
             attn_metadata=metadata,
             group_metadata=of_groups if len(of_groups) > 1 else (),
             sampled_index=sampled,
-            sampled_rows=rows[sampled],
-            sampled_positions=num_tokens[sampled],
-            only_decodes=metadata.max_query_len == 1
-            and bool((computed >= self._num_prompt_tokens[rows]).all()),
-            scored_prompts=self._scored_prompts(req_ids, rows, computed, metadata.query_start_loc_np),
+            sampled_rows=sampled_rows,
+            sampled_positions=sampled_positions,
+            rows=rows,
+            scored_prompts=self._scored_prompts(req_ids, rows, computed, metadata.query_start_loc_np)
+            if self._scored
+            else [],
         )
+
+    def only_decodes(self, step_input: StepInput) -> bool:
+        """Whether every request has one token in this step, and no prompt token."""
+        metadata, num_prompt = step_input.attn_metadata, self._num_prompt_tokens[step_input.rows]
+        return metadata.max_query_len == 1 and bool((metadata.positions_np >= num_prompt).all())
 
     def _scored_prompts(
         self, req_ids: list[str], rows: IntArray, computed: IntArray, query_start: IntArray
     ) -> list[ScoredPrompt]:
         """Prompts of this step that need log-probabilities: the row of a token scores the next token."""
-        is_scored = self._scores_prompt[rows]
-        if not is_scored.any():
-            return []
+        is_scored = np.array([req_id in self._scored for req_id in req_ids])
         scored = []
         for index in (is_scored & (self._num_prompt_tokens[rows] - 1 > computed)).nonzero()[0]:
             row, first = rows[index], int(computed[index]) + 1
@@ -209,24 +235,33 @@ class InputBatch:
         return scored
 
     def _attention_metadata(
-        self, rows: IntArray, computed: IntArray, scheduled: IntArray, seq_lens: IntArray
+        self, rows: IntArray, computed: IntArray, scheduled: IntArray, num_tokens: int
     ) -> tuple[AttentionMetadata, ...]:
-        num_blocks = -(-seq_lens // self._block_size)
-        assert (num_blocks <= self._num_blocks[rows]).all(), "a request has tokens beyond its blocks"
-        width = int(num_blocks.max())
+        last_blocks = (
+            computed if num_tokens == len(rows) else computed + (scheduled - 1)
+        ) // self._block_size
+        is_beyond = last_blocks >= self._num_blocks[rows]
+        assert not np.count_nonzero(is_beyond), "a request has tokens beyond its blocks"
+        width = int(last_blocks.max()) + 1
         return tuple(
-            metadata_of_tables(computed, scheduled, table[rows, :width].astype(np.int64), self._block_size)
+            metadata_of_tables(
+                computed, scheduled, table[rows, :width].astype(np.int64), self._block_size, num_tokens
+            )
             for table in self._blocks
         )
 
     def sampling_rows(self, rows: IntArray) -> list[SamplingRow]:
-        states = [self._sampling[row] for row in rows.tolist()]
-        return [state for state in states if state is not None]
+        """Sampler state of `rows`. The same list as for the last step, if the same array is given."""
+        if self._last_sampling[0] is not rows:
+            states = [self._sampling[row] for row in rows.tolist()]
+            self._last_sampling = (rows, [state for state in states if state is not None])
+        return self._last_sampling[1]
 
     def append(self, rows: IntArray, token_ids: list[int]) -> None:
         """Append the tokens that were sampled for `rows`."""
-        self._tokens[rows, self._num_tokens[rows]] = token_ids
-        self._num_tokens[rows] += 1
+        num_tokens = self._num_tokens[rows]
+        self._tokens[rows, num_tokens] = token_ids
+        self._num_tokens[rows] = num_tokens + 1
 
     def _grow(self) -> None:
         capacity = len(self._sampling)
@@ -237,7 +272,6 @@ class InputBatch:
         more = np.zeros(capacity, np.int64)
         self._num_tokens = np.concatenate([self._num_tokens, more])
         self._num_prompt_tokens = np.concatenate([self._num_prompt_tokens, more])
-        self._scores_prompt = np.concatenate([self._scores_prompt, more.astype(np.bool_)])
         self._num_blocks = np.concatenate([self._num_blocks, more])
         self._num_computed = np.concatenate([self._num_computed, more])
 

@@ -132,13 +132,21 @@ class ModelRunner:
         result: ModelRunnerOutput,
     ) -> None:
         metadata = step_input.attn_metadata
-        last_tokens = metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
-        wanted = _wanted_tokens(last_tokens, step_input)
-        if len(wanted) < metadata.num_actual_tokens:
-            context.wanted_tokens = torch.from_numpy(wanted).to(self._device)
+        num_tokens = metadata.num_actual_tokens
+        wanted = last_tokens = metadata.query_start_loc_np[:0]
+        if len(step_input.sampled_index) < num_tokens:  # Else every token is the last one of its request.
+            wanted = last_tokens = metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
+            if step_input.scored_prompts:
+                wanted = _with_scored(last_tokens, step_input.scored_prompts)
+            if len(wanted) < num_tokens:
+                context.wanted_tokens = torch.from_numpy(wanted).to(self._device)
         # A replay does not call the connector's hooks, which prompts and loads need.
-        is_replayable = step_input.only_decodes and not output.has_sync_kv_loads
-        if self._graphs is not None and is_replayable and self._graphs.can_run(metadata):
+        if (
+            self._graphs is not None
+            and not output.has_sync_kv_loads
+            and self._batch.only_decodes(step_input)
+            and self._graphs.can_run(metadata)
+        ):
             hidden = self._graphs.run(step_input.token_ids, context)
         else:
             input_ids = torch.from_numpy(step_input.token_ids).to(self._device)
@@ -169,9 +177,8 @@ class ModelRunner:
             result.sampled_token_ids = [[] for _ in step_input.req_ids]
             for place, token_id in zip(index.tolist(), sampled.token_ids, strict=True):
                 result.sampled_token_ids[place] = [token_id]
-        result.logprobs = {
-            step_input.req_ids[index[row]]: [logprobs] for row, logprobs in sampled.logprobs.items()
-        }
+        for row, logprobs in sampled.logprobs.items():
+            result.logprobs[step_input.req_ids[index[row]]] = [logprobs]
 
     def _score_prompts(
         self,
@@ -201,13 +208,9 @@ class ModelRunner:
             self._batch.append(rows, token_ids)
 
 
-def _wanted_tokens(last_tokens: IntArray, step_input: StepInput) -> IntArray:
+def _with_scored(last_tokens: IntArray, scored_prompts: list[ScoredPrompt]) -> IntArray:
     """Tokens of the step whose hidden states are needed, ascending. The same on every rank."""
-    if not step_input.scored_prompts:
-        return last_tokens
-    scored = [
-        np.arange(part.first_row, part.first_row + len(part.token_ids)) for part in step_input.scored_prompts
-    ]
+    scored = [np.arange(part.first_row, part.first_row + len(part.token_ids)) for part in scored_prompts]
     return np.union1d(last_tokens, np.concatenate(scored))
 
 

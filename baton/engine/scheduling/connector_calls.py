@@ -142,24 +142,32 @@ class ConnectorCalls(SchedulerGuard):
         report.abandoned_recving = self.checked_ids(report.abandoned_recving) or set()
 
     def step_stats(self, of_workers: KVConnectorStats | None) -> dict[str, Any] | None:
+        name = "get_kv_connector_stats"
+        own = self.contain(name, self.half.get_kv_connector_stats)
+        if own is None and of_workers is None:
+            return None
+
         def merge() -> dict[str, Any] | None:
-            own = self.half.get_kv_connector_stats()
             if own is None or of_workers is None:
                 one = own if own is not None else of_workers
             else:
                 one = of_workers.aggregate(own)
             return None if one is None else _check_plain(one.to_dict(), dict)
 
-        return self.contain("get_kv_connector_stats", merge)
+        return self.contain(name, merge)
 
     def take_events(self) -> list[KVCacheEvent]:
-        def take() -> list[KVCacheEvent]:
-            events = list(self.half.take_events())
-            for event in events:
-                _check_plain(event, KVCacheEvent)
-            return events
+        events = self.contain("take_events", self.half.take_events)
+        if events == ():
+            return []
 
-        return self.contain("take_events", take, [])
+        def check() -> list[KVCacheEvent]:
+            taken = list(events)
+            for event in taken:
+                _check_plain(event, KVCacheEvent)
+            return taken
+
+        return self.contain("take_events", check, [])
 
     def has_pending_block_frees(self) -> bool:
         return self.contain("has_pending_block_frees", self.half.has_pending_block_frees)

@@ -100,6 +100,8 @@ class InFlight:
 
     def hold_back_early(self, arrived: set[str], requests: dict[str, Request]) -> set[str]:
         """Ids of ended loads, without those whose step is in flight: they are held back until it is done."""
+        if not arrived and not self._arrivals:
+            return arrived
         arrived = arrived | self._arrivals
         self._arrivals = {
             id_ for id_ in arrived if (request := requests.get(id_)) is not None and self.is_busy(request)

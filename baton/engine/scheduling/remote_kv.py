@@ -58,26 +58,23 @@ class _Hold:
 class LoadFailures:
     """Requests to roll back or fail now. A failed background load under "recompute" waits for its end.
 
-    `request in failures`: its tokens of this step were computed on bad blocks.
+    The tokens of this step of `affected_ids` were computed on bad blocks.
     """
 
-    __slots__ = ("_affected", "failed", "to_fail", "to_roll_back")
+    __slots__ = ("affected_ids", "failed", "to_fail", "to_roll_back")
 
     def __init__(self) -> None:
         self.to_roll_back: list[tuple[Request, int]] = []  # With the number of tokens that are still valid.
         self.to_fail: list[Request] = []
         self.failed: list[Request] = []  # Requests whose own load failed.
-        self._affected: set[str] = set()
-
-    def __contains__(self, request: Request) -> bool:
-        return request.request_id in self._affected
+        self.affected_ids: set[str] = set()
 
     def roll_back(self, request: Request, num_valid_tokens: int) -> None:
-        self._affected.add(request.request_id)
+        self.affected_ids.add(request.request_id)
         self.to_roll_back.append((request, num_valid_tokens))
 
     def fail(self, request: Request) -> None:
-        self._affected.add(request.request_id)
+        self.affected_ids.add(request.request_id)
         self.to_fail.append(request)
 
 

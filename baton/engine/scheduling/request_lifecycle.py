@@ -45,17 +45,25 @@ class RequestLifecycle:
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> bool:
         """Whether the tokens ended the request; the caller then takes it out of its queue."""
-        final: RequestStatus | None = None
         if request.is_truncated:  # It follows another prompt than the client's.
             self.end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
             return True
+        final: RequestStatus | None = None
+        num_tokens = len(request.all_token_ids)
+        num_output = num_tokens - request.num_prompt_tokens
         for num_taken, token_id in enumerate(token_ids, start=1):
             request.append_output_token(token_id)
-            final = self._final_status(request, token_id)
-            if final is not None:
-                token_ids = token_ids[:num_taken]
-                logprobs = logprobs[:num_taken] if logprobs is not None else None
-                break
+            if token_id in request.stop_token_ids and num_output + num_taken >= request.min_tokens:
+                final = RequestStatus.FINISHED_STOPPED
+            elif (
+                num_output + num_taken >= request.max_tokens or num_tokens + num_taken >= self._num_tokens_max
+            ):
+                final = RequestStatus.FINISHED_LENGTH_CAPPED
+            else:
+                continue
+            token_ids = token_ids[:num_taken]
+            logprobs = logprobs[:num_taken] if logprobs is not None else None
+            break
         if logprobs is not None and request.kv_transfer_params is not None:
             request.output_logprobs += logprobs
         prompt_logprobs = request.take_prompt_logprobs()
@@ -83,15 +91,6 @@ class RequestLifecycle:
             stop_token_id=stop_token_id,
         )
         return True
-
-    def _final_status(self, request: Request, token_id: int) -> RequestStatus | None:
-        num_tokens = len(request.all_token_ids)
-        num_output = num_tokens - request.num_prompt_tokens
-        if token_id in request.stop_token_ids and num_output >= request.min_tokens:
-            return RequestStatus.FINISHED_STOPPED
-        if num_output >= request.max_tokens or num_tokens >= self._num_tokens_max:
-            return RequestStatus.FINISHED_LENGTH_CAPPED
-        return None
 
     # --- Ends ------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ Imports no torch and reads no clock.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from math import inf
 from typing import Any
 
 from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf
@@ -151,8 +152,9 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         step = StepBuilder(self._limits, self.kv_cache)
-        most_urgent = self.queues.least_rank_waiting()
-        yielding = [request for request in self.queues.running if _yields(request, most_urgent)]
+        yielding: list[Request] = []
+        if (most_urgent := self.queues.least_rank_waiting()) < inf:
+            yielding = [request for request in self.queues.running if _yields(request, most_urgent)]
         self._continue_running(step, yielding)
         if yielding:
             if not step.is_short_of_blocks:
@@ -164,7 +166,7 @@ class Scheduler:
 
     def _continue_running(self, step: StepBuilder, other_than: Collection[Request] = ()) -> None:
         running, num_scheduled = self.queues.running, step.output.num_scheduled_tokens
-        index = 0
+        index = 0 if other_than or step.scheduled or self.in_flight else step.run_decodes(running)
         while index < len(running) and step.budget > 0:
             request = running[index]
             is_scheduled = request.request_id in num_scheduled
@@ -223,7 +225,12 @@ class Scheduler:
         return EngineOutputs(outputs=self._lifecycle.take_outputs(), stats=stats)
 
     def _take_tokens(self, result: ModelRunnerOutput, failures: LoadFailures) -> None:
-        requests, take_tokens = self._state.requests, self._lifecycle.take_tokens
+        requests, take_tokens, logprobs_of = (
+            self._state.requests,
+            self._lifecycle.take_tokens,
+            result.logprobs,
+        )
+        bad_ids, step, running = failures.affected_ids, self.in_flight.num_done, RequestStatus.RUNNING
         any_finished = False
         for request_id, (position, part) in result.prompt_logprobs.items():
             request = requests.get(request_id)
@@ -231,16 +238,19 @@ class Scheduler:
                 request.add_prompt_logprobs(position, part)
         for request_id, token_ids in zip(result.req_ids, result.sampled_token_ids, strict=True):
             request = requests.get(request_id)
-            if not token_ids or request is None or not self._counts_for(request, failures):
+            if not token_ids or request is None:
                 continue  # No token, for example after a part of a prompt.
-            any_finished |= take_tokens(request, token_ids, result.logprobs.get(request_id))
+            # As `_counts_for`.
+            if request.status is running and request_id not in bad_ids and request.void_step != step:
+                any_finished |= take_tokens(request, token_ids, logprobs_of.get(request_id))
         if any_finished:
             self.queues.drop_finished()
 
     def _counts_for(self, request: Request, failures: LoadFailures) -> bool:
         """False if it was aborted after it was scheduled, or computed on bad blocks."""
         is_running = request.status is RequestStatus.RUNNING
-        return is_running and request not in failures and not self.in_flight.is_void(request)
+        is_bad = request.request_id in failures.affected_ids
+        return is_running and not is_bad and not self.in_flight.is_void(request)
 
     def loads_begun_in(self, step: SchedulerOutput) -> list[str]:
         """Requests that wait for a load of this step. Called before the step's result is taken."""

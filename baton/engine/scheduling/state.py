@@ -32,8 +32,8 @@ class StepCounts:
         self.external_prefix_cache_hits += num_external_tokens
 
     def take(self) -> dict[str, int]:
-        """Counts since the last call, by name."""
-        taken = {name: getattr(self, name) for name in self.__slots__}
+        """Counts above 0 since the last call, by name."""
+        taken = {name: count for name in self.__slots__ if (count := getattr(self, name))}
         for name in taken:
             setattr(self, name, 0)
         return taken

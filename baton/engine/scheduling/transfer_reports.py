@@ -123,8 +123,10 @@ class TransferReports:
         state = self._state
         known = set(report.failed_recving or ())
         state.connector.take_report(report)
-        self._fail_loads(set(report.failed_recving or ()) - known)
-        self._fail_of_connector(state.remote.loading_among(report.abandoned_recving))
+        if report.failed_recving:
+            self._fail_loads(report.failed_recving - known)
+        if report.abandoned_recving:
+            self._fail_of_connector(state.remote.loading_among(report.abandoned_recving))
         received = state.in_flight.hold_back_early(report.finished_recving or set(), state.requests)
         if received:
             arrived, to_free = state.remote.take_arrived(received)
