@@ -1,6 +1,7 @@
 """One pair of engines: signed tokens are verified once, turns of a conversation, and P is drained at last."""
 
 import os
+import re
 import select
 import signal
 import sys
@@ -12,6 +13,7 @@ import httpx
 import pytest
 
 from baton.cli.processes import Fleet, free_ports
+from baton.transport.gather import LIBRARY
 from tests.system.engines import START_S, TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -59,6 +61,17 @@ def test_a_ticket_is_verified_once_in_a_request_that_pulls(engines: list[Engine]
     assert len(tokens_of(d.complete(prompt, params))) == 12
     assert tokens_in(verified) == [params["baton_ticket"]]
     assert d.metric("kv_peer_transfers_total") == 1
+
+
+@pytest.mark.skipif(not LIBRARY.exists(), reason="no C compiler on this machine")
+def test_the_cache_of_a_producer_on_this_host_is_mapped(engines: list[Engine]) -> None:
+    p, d = engines
+    prompt = make_prompt(4)
+    assert len(tokens_of(d.complete(prompt, p.prefill(prompt)))) == 12
+    received = re.findall(
+        r'baton:kv_transport_bytes_total\{.*transport="([^"]+)"', d.client.get(f"{d.url}/metrics").text
+    )
+    assert received == ["local:mapped"]
 
 
 def test_a_ticket_is_verified_once_in_a_request_that_is_refused(
