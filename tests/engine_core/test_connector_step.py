@@ -222,8 +222,16 @@ def test_arrived_loads_do_not_count_while_their_errors_are_unknown(world: World)
 
 
 ANSWERS = {
-    "get_transfer_results": (None, 7, "abc", [object()], ({7}, None, None), ("r1", None, None)),
-    "get_block_ids_with_load_errors": (None, 7, "abc", {"7"}),
+    "get_transfer_results": (
+        None,
+        7,
+        "abc",
+        np.array([1, 2]),
+        [object()],
+        ({7}, None, None),
+        ("r1", None, None),
+    ),
+    "get_block_ids_with_load_errors": (None, 7, "abc", {"7"}, np.array([1.5, 2.5])),
     "get_expected_finished_count": (None, "abc", object()),
     "get_kv_connector_stats": (7, {"num_loans": 1}),
     "get_kv_connector_kv_cache_events": (7, []),

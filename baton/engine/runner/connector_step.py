@@ -33,7 +33,7 @@ scheduler get only the types of the contract from a connector.
 import operator
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Final, Self
+from typing import Any, Self
 
 import torch
 
@@ -49,8 +49,6 @@ from baton.contract.output import (
 from baton.contract.stats import KVConnectorStats
 from baton.engine.forward_context import ForwardContext
 from baton.engine.step import SchedulerOutput
-
-_NO_RESULTS: Final = KVConnectorTransferResults()
 
 
 class ConnectorStep(Guard):
@@ -151,8 +149,7 @@ class ConnectorStep(Guard):
         results = self.contain(
             name, partial(half.get_transfer_results, self._scheduler_output.finished_req_ids)
         )
-        if results != _NO_RESULTS:
-            results = self.contain(name, partial(_checked_ends, results))
+        results = self.contain(name, partial(_checked_ends, results))
         report.finished_sending = results.finished_sending or None
         report.finished_recving = results.finished_recving or None
         report.failed_recving = results.failed_recving or None
@@ -160,7 +157,7 @@ class ConnectorStep(Guard):
         invalid: set[int] | None = self.contain(name, half.get_block_ids_with_load_errors, FAILED)
         if invalid is FAILED:
             invalid = None
-        elif invalid != set():
+        elif type(invalid) is not set or invalid:  # Comparing it may raise: NumPy's arrays do.
             invalid = self.contain(name, partial(_indices, invalid), None)
         if invalid is None:
             # The bad blocks are unknown, so no loaded block may be used.

@@ -158,7 +158,7 @@ class ConnectorCalls(SchedulerGuard):
 
     def take_events(self) -> list[KVCacheEvent]:
         events = self.contain("take_events", self.half.take_events)
-        if events == ():
+        if type(events) is tuple and not events:
             return []
 
         def check() -> list[KVCacheEvent]:
