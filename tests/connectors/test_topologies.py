@@ -316,7 +316,7 @@ def test_many_reads_share_a_small_staging_buffer(
         one.read(claim)
     ends = one.wait_ended(4 * num_pairs)
     assert all(end.ok for end in ends), ends
-    assert {end.transport for end in ends} == {wire}
+    assert {end.transport.partition(":")[0] for end in ends} == {wire}  # `local` adds its way.
     assert one.is_right
     assert one.d.is_at_rest
 

@@ -127,8 +127,8 @@ def test_every_kind_of_cache_is_read_and_restored(make: Callable[[], Kind]) -> N
 def test_all_bytes_of_a_block_are_read() -> None:
     caches, layout = states()
     assert run_self_test(layout, caches) == (
-        f"group 0 (1 layers), {STATE_BYTES} bytes by local; "
-        f"group 1 (1 layers), {HEADS * BLOCK * CONTENT * 4} bytes by local"
+        f"group 0 (1 layers), {STATE_BYTES} bytes by local:cross-memory; "
+        f"group 1 (1 layers), {HEADS * BLOCK * CONTENT * 4} bytes by local:cross-memory"
     )
 
 
@@ -228,7 +228,8 @@ def test_an_unlisted_vllm_starts_with_one_warning(worker: Any, caplog: pytest.Lo
     (record,) = (one for one in caplog.records if one.levelname == "WARNING")
     assert record.getMessage() == (
         "vLLM 0.40.0 is not among the tested versions (0.31, 0.32 and 0.33); it fits the record of one, and "
-        f"passes the self-test: FullAttentionSpec; group 0 (1 layers), {2 * 128 * 16 * 4} bytes by local"
+        f"passes the self-test: FullAttentionSpec; group 0 (1 layers), {2 * 128 * 16 * 4} bytes by "
+        "local:cross-memory"
     )
 
 
