@@ -18,9 +18,8 @@ from baton.http.watched_files import WatchedFiles
 
 logger = logging.getLogger(__name__)
 
-BACKLOG = (
-    512  # A server accepts as many at once; they must fit into the descriptors that are kept in reserve.
-)
+# A server accepts as many at once; they must fit into the descriptors that are kept in reserve.
+BACKLOG = 512
 HANDSHAKES_MAX = 256  # That are open at once at one port.
 ACCEPT_AGAIN_S = 0.1
 
@@ -104,7 +103,7 @@ class Bound(Protocol):
     def fileno(self) -> int: ...
 
 
-class TlsDoor:
+class TlsAcceptor:
     """Accepts connections at sockets, with a bound on the handshakes that are open.
 
     asyncio's own servers have none: clients that only connect would use up the descriptors. When there are
@@ -128,6 +127,8 @@ class TlsDoor:
             one.setblocking(False)
             one.listen(BACKLOG)
         self._accepting = [self._loop.create_task(self._accept(one)) for one in self._sockets]
+        for task in self._accepting:
+            task.add_done_callback(self._report_death)
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -145,6 +146,11 @@ class TlsDoor:
             task = self._loop.create_task(self._shake_hands(accepted))
             self._open[task] = None
             task.add_done_callback(lambda done: self._open.pop(done, None))
+
+    def _report_death(self, accepting: asyncio.Task[None]) -> None:
+        if not accepting.cancelled():
+            message = "a port with TLS accepts no more connections"
+            self._loop.call_exception_handler({"message": message, "exception": accepting.exception()})
 
     async def _shake_hands(self, accepted: socket.socket) -> None:
         try:

@@ -35,7 +35,7 @@ from baton.http.connections import raise_descriptor_limit, server_config
 from baton.http.gate import hosts_to_check
 from baton.http.log_limit import limit_logs
 from baton.http.settings import HttpSettings
-from baton.http.tls import ServerTls, TlsDoor, TlsFiles
+from baton.http.tls import ServerTls, TlsAcceptor, TlsFiles
 from baton.http.tracing import open_tracer
 from baton.http.workers import WorkerPool
 from baton.server.app import build_admin_app, build_app
@@ -273,7 +273,7 @@ class _Server(uvicorn.Server):
             await super().startup(sockets)
         else:
             await super().startup([])
-            door = TlsDoor(sockets or (), self._new_connection, self._tls, handshake_s=self._handshake_s)
+            door = TlsAcceptor(sockets or (), self._new_connection, self._tls, handshake_s=self._handshake_s)
             self.servers.append(door)  # type: ignore[arg-type]  # uvicorn closes it, and waits for that.
         self._on_started()
 

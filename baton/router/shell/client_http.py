@@ -27,7 +27,7 @@ from baton.http.connections import Crowd, max_connections
 from baton.http.errors import ApiError
 from baton.http.gate import Checks
 from baton.http.settings import HttpSettings
-from baton.http.tls import BACKLOG, ServerTls, TlsDoor, TlsFiles
+from baton.http.tls import BACKLOG, ServerTls, TlsAcceptor, TlsFiles
 from baton.router.shell.timers import TimerWheel
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ class Listener:
         self.is_closing = False
         self._tls = None if tls is None else ServerTls(tls)
         self._server: asyncio.Server | None = None
-        self._door: TlsDoor | None = None
+        self._door: TlsAcceptor | None = None
         self._is_empty = asyncio.Event()
 
     async def listen(self, host: str, port: int, *, is_shared: bool = False) -> int:
@@ -186,7 +186,7 @@ class Listener:
             start_serving=self._tls is None,
         )
         if self._tls is not None:
-            self._door = TlsDoor(
+            self._door = TlsAcceptor(
                 server.sockets, lambda: _Connection(self), self._tls, handshake_s=self.settings.header_s
             )
         bound: int = server.sockets[0].getsockname()[1]
