@@ -107,34 +107,6 @@ def read_auth(file: str | None) -> AuthSettings:
     return AuthSettings.from_toml(read_secret(Path(file), MAX_AUTH_FILE_BYTES, "auth_file"), read_file)
 
 
-def otlp_endpoint(option: str | None, environment: Mapping[str, str]) -> str | None:
-    """Where spans go: the option, or OpenTelemetry's standard variables. None: nothing is traced.
-
-    Raises ConfigError for what is no http(s) URL, and without the packages of the extra `otel`.
-    """
-    if environment.get("OTEL_SDK_DISABLED", "").lower() == "true":
-        return None
-    if environment.get("OTEL_TRACES_EXPORTER", "otlp") != "otlp":
-        return None
-    base = environment.get("OTEL_EXPORTER_OTLP_ENDPOINT")
-    of_base = f"{base.rstrip('/')}/v1/traces" if base else None
-    endpoint = option or environment.get("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT") or of_base
-    if endpoint and not endpoint.startswith(("http://", "https://")):
-        raise ConfigError(
-            f"{endpoint!r} is no http(s) URL; e.g. http://127.0.0.1:4318/v1/traces (OTLP over HTTP)",
-            field="otlp_traces_endpoint",
-        )
-    if not endpoint:
-        return None
-    try:
-        import baton.http.otel  # noqa: F401
-    except ImportError as error:
-        raise ConfigError(
-            f"needs OpenTelemetry ({error}): pip install 'kv-baton[otel]'", field="otlp_traces_endpoint"
-        ) from error
-    return endpoint
-
-
 def warn_if_open(host: str, http: HttpSettings, *, is_loopback: bool) -> None:
     if http.is_open and not is_loopback:
         logger.warning(

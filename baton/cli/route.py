@@ -33,7 +33,6 @@ from baton.cli.http_options import (
     TLS_CERT_HELP,
     TLS_CLIENT_CA_HELP,
     TLS_KEY_HELP,
-    otlp_endpoint,
     read_api_keys,
     read_auth,
     split_engine_keys,
@@ -42,6 +41,7 @@ from baton.cli.http_options import (
 from baton.cli.members import MEMBERS_HELP, ROLES, TABLE, read_members, read_route_config, source_of
 from baton.cli.show_config import to_toml
 from baton.core.errors import ConfigError, UserError
+from baton.tracing import find_endpoint
 
 app = typer.Typer(help="Route requests between prefill and decode engines.")
 
@@ -395,7 +395,7 @@ def route(
         settings = msgspec.structs.replace(
             settings,
             doors=http,
-            otlp_traces_endpoint=otlp_endpoint(otlp_traces_endpoint, os.environ),
+            otlp_traces_endpoint=find_endpoint(otlp_traces_endpoint, os.environ),
             checked_hosts=None if hosts is None else tuple(hosts),
             # One key for a whole fleet is the usual case.
             engine_api_key=next(iter(filter(None, (engine_key, *keys))), None),

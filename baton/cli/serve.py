@@ -23,12 +23,12 @@ from baton.cli.http_options import (
     TLS_CERT_HELP,
     TLS_CLIENT_CA_HELP,
     TLS_KEY_HELP,
-    otlp_endpoint,
     warn_if_open,
 )
 from baton.cli.settings import DRAIN_S, Resolved, ServeSettings, resolve
 from baton.core.config import CacheConfig, EngineConfig
 from baton.core.errors import UserError
+from baton.tracing import find_endpoint
 
 if TYPE_CHECKING:
     from baton.server.registration import Registrar
@@ -235,7 +235,7 @@ def _serve(resolved: Resolved) -> int:
         settings.drains_for_s,
         resolved.http,
         settings.admin_port,
-        otlp_endpoint(settings.otlp_traces_endpoint, os.environ),
+        find_endpoint(settings.otlp_traces_endpoint, os.environ),
         settings.tls,
     )
     factory = CONNECTOR_FACTORY if settings.moves_kv else None

@@ -8,9 +8,9 @@ Names of attributes: OpenTelemetry's conventions for GenAI, vLLM's (`vllm.tracin
 of llm-d's routing sidecar (`llm_d.pd_proxy.*`).
 """
 
-from baton.http.span import AttributeValue, Span, SpanEvent, known
-from baton.http.trace_context import SpanRef
 from baton.router.timeline import LegTimeline, RequestTimeline
+from baton.tracing.span import AttributeValue, Span, SpanEvent, known
+from baton.tracing.trace_context import SpanRef
 
 _OPERATIONS = {"/v1/chat/completions": "chat", "/v1/completions": "text_completion"}
 _MS = 1e3

@@ -13,10 +13,10 @@ from typing import Any
 import msgspec
 
 from baton.core.json_text import NotJson, decode_json
-from baton.http.trace_context import SpanRef
 from baton.router.answers import LegAnswer, prompt_counts
 from baton.router.events import Count, Leg
 from baton.router.settings import Role
+from baton.tracing.trace_context import SpanRef
 
 RECENT_MAX = 256  # Requests that one process remembers.
 MARKS_MAX = 64  # Of one request.

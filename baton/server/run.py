@@ -36,7 +36,6 @@ from baton.http.gate import hosts_to_check
 from baton.http.log_limit import limit_logs
 from baton.http.settings import HttpSettings
 from baton.http.tls import ServerTls, TlsAcceptor, TlsFiles
-from baton.http.tracing import open_tracer
 from baton.http.workers import WorkerPool
 from baton.server.app import build_admin_app, build_app
 from baton.server.connector_log import ConnectorLog
@@ -45,6 +44,7 @@ from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
 from baton.server.registration import Registrar
 from baton.server.service import CheckParams, Service
 from baton.server.tokens import PromptEncoder
+from baton.tracing import open_tracer
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ async def run(
                 if parts.connector_log is not None:
                     parts.connector_log.flush()
                 if tracer is not None:
-                    await tracer.close()
+                    await asyncio.to_thread(tracer.close)
             return EXIT_ENGINE_DIED if server.engine_died else EXIT_STOPPED
 
 

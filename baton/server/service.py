@@ -22,7 +22,6 @@ from baton.engine.text.tokenizer import Tokenizer
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.settings import HttpSettings
-from baton.http.span import Tracer
 from baton.server import continuation, first_token
 from baton.server.introduction import Introduction
 from baton.server.metrics import ServerMetrics
@@ -30,6 +29,7 @@ from baton.server.protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingFields
 from baton.server.samples import Sample
 from baton.server.text import SampleText, StopStringFinder
 from baton.server.tokens import PromptEncoder, check_length
+from baton.tracing.span import Tracer
 
 CheckParams: TypeAlias = Callable[[Mapping[str, Any] | None], None]
 """Raises UserError for `kv_transfer_params` that this engine's connector cannot honour."""

@@ -3,49 +3,46 @@
     llm_request                    server; vLLM's name and attributes
       admission                    the body is checked, and the prompt encoded
       queue                        until its blocks are allocated, or its first step begins
-      kv_fetch                     of D: from the claim of the loan to the delivery
-        handshake, post, wire, verify
-      install                      of D: from the delivery to the first step after it
+      kv_fetch, install            of D, with parts: `baton.tracing.handoff`
       prefill                      from the first step to the first token, if it computes prompt tokens
       decode                       from the first token to the last one
-      kv_loan                      of P: until the blocks are free again; it may end after its parent
+      kv_loan                      of P; it may end after its parent
 
 A phase that did not happen has no span.
 """
 
-from baton.http.span import AttributeValue, Span, known
-from baton.server.timeline import EngineTimeline, FetchTimeline
+from baton.server.timeline import EngineTimeline
+from baton.tracing.handoff import fetch_spans, install_span, loan_span, phase
+from baton.tracing.span import Span, known
 
 
 def spans_of(timeline: EngineTimeline) -> list[Span]:
     """Empty if the request is not sampled."""
-    if timeline.span is None or timeline.ended_s is None:
+    root, fetch, scheduled_s = timeline.span, timeline.fetch, timeline.scheduled_s
+    if root is None or timeline.ended_s is None:
         return []
-    fetch, scheduled_s = timeline.fetch, timeline.scheduled_s
+    at_s, first_s = timeline.arrived_at_s, timeline.first_token_s
     left_queue_s = scheduled_s if fetch is None or fetch.allocated_s is None else fetch.allocated_s
     num_computed = timeline.prompt_tokens - timeline.cached_tokens - timeline.loaded_tokens
-    phases = [
-        _phase(timeline, "admission", 0.0, timeline.admitted_s),
-        _phase(timeline, "queue", timeline.admitted_s, left_queue_s),
-        _phase(timeline, "prefill", scheduled_s, timeline.first_token_s) if num_computed > 0 else None,
-        _phase(timeline, "decode", timeline.first_token_s, timeline.last_token_s)
-        if timeline.output_tokens > 1
-        else None,
+    spans = [
+        _root(timeline),
+        *phase("admission", root, at_s, 0.0, timeline.admitted_s),
+        *phase("queue", root, at_s, timeline.admitted_s, left_queue_s),
     ]
-    spans = [_root(timeline), *(span for span in phases if span is not None)]
-    return spans if fetch is None else spans + _of_fetch(timeline, fetch)
+    if num_computed > 0:
+        spans += phase("prefill", root, at_s, scheduled_s, first_s)
+    if timeline.output_tokens > 1:
+        spans += phase("decode", root, at_s, first_s, timeline.last_token_s)
+    if fetch is not None:
+        spans += fetch_spans(fetch, root, at_s) + install_span(fetch, root, at_s, scheduled_s)
+    return spans
 
 
 def loan_spans_of(timeline: EngineTimeline) -> list[Span]:
     """Of a loan that has ended."""
-    if (loan := timeline.loan) is None:
+    if timeline.loan is None or timeline.span is None:
         return []
-    attributes: dict[str, AttributeValue] = {
-        "kv_transfer.outcome": loan.outcome,
-        "kv_transfer.blocks": loan.blocks,
-    }
-    span = _phase(timeline, "kv_loan", loan.lent_s, loan.ended_s, attributes)
-    return [] if span is None else [span]
+    return loan_span(timeline.loan, timeline.span, timeline.arrived_at_s)
 
 
 def _root(timeline: EngineTimeline) -> Span:
@@ -76,52 +73,6 @@ def _root(timeline: EngineTimeline) -> Span:
     error = timeline.finish_reason if timeline.finish_reason == "error" else ""
     end_s = start_s + timeline.ended_s
     return Span(timeline.span, "llm_request", "server", start_s, end_s, attributes, error=error)
-
-
-def _of_fetch(timeline: EngineTimeline, fetch: FetchTimeline) -> list[Span]:
-    attributes: dict[str, AttributeValue] = {
-        "kv_transfer.producer": fetch.producer,
-        "kv_transfer.outcome": fetch.outcome,
-        "kv_transfer.tokens": fetch.tokens,
-        "kv_transfer.bytes": fetch.bytes,
-        "kv_transfer.descriptors": fetch.descriptors,
-        "kv_transfer.transport": fetch.transport,
-    }
-    is_delivered = fetch.outcome == "delivered"
-    error = "" if is_delivered else fetch.outcome
-    whole = _phase(timeline, "kv_fetch", fetch.claimed_s, fetch.ended_s, attributes, error=error)
-    if whole is None:
-        return []
-    on_wire_s = None
-    if fetch.started_s is not None and fetch.read_s is not None:
-        on_wire_s = max(fetch.started_s, fetch.read_s - fetch.wire_s)
-    parts = [
-        _phase(timeline, "handshake", fetch.claimed_s, fetch.ready_s, below=whole),
-        _phase(timeline, "post", fetch.started_s, on_wire_s, below=whole),
-        _phase(timeline, "wire", on_wire_s, fetch.read_s, below=whole),
-        _phase(timeline, "verify", fetch.read_s, fetch.ended_s, below=whole) if is_delivered else None,
-        _phase(timeline, "install", fetch.ended_s, timeline.scheduled_s) if is_delivered else None,
-    ]
-    return [whole, *(part for part in parts if part is not None)]
-
-
-def _phase(
-    timeline: EngineTimeline,
-    name: str,
-    start_s: float | None,
-    end_s: float | None,
-    attributes: dict[str, AttributeValue] | None = None,
-    *,
-    below: Span | None = None,
-    error: str = "",
-) -> Span | None:
-    """None: it did not happen."""
-    assert timeline.span is not None
-    if start_s is None or end_s is None or end_s < start_s:
-        return None
-    ref = (timeline.span if below is None else below.ref).child()
-    at_s = timeline.arrived_at_s
-    return Span(ref, name, "internal", at_s + start_s, at_s + end_s, attributes or {}, error=error)
 
 
 def _between(start_s: float | None, end_s: float | None) -> float | None:

@@ -14,42 +14,10 @@ from typing import Any
 import msgspec
 
 from baton.engine.api import EngineOutput, EngineRequest
-from baton.http.trace_context import SpanRef, new_span_id
+from baton.tracing.handoff import FetchTimeline, LoanTimeline, boot_clock, fetch_of, loan_of
+from baton.tracing.trace_context import SpanRef, new_span_id
 
 RECENT_MAX = 512
-
-
-class FetchTimeline(msgspec.Struct, frozen=True):
-    """KV that this engine, as D, fetched. None: it has not come to this.
-
-    claimed --> ready --> started --------> read --> ended
-         handshake   post, then wire   verify
-    """
-
-    producer: str  # Engine id.
-    outcome: str  # delivered, or a reason of `baton:kv_transfer_failures`.
-    claimed_s: float | None
-    ready_s: float | None  # The producer's ranks and memory are known.
-    allocated_s: float | None  # The request has its blocks.
-    started_s: float | None  # The first read was ordered.
-    read_s: float | None  # The last read has ended.
-    ended_s: (
-        float | None
-    )  # The lease is proved for all reads and the KV is delivered, or the fetch has failed.
-    wire_s: float = 0.0  # The copies of the slowest rank.
-    tokens: int = 0
-    bytes: int = 0
-    descriptors: int = 0
-    transport: str = ""
-
-
-class LoanTimeline(msgspec.Struct, frozen=True):
-    """KV that this engine, as P, lent."""
-
-    outcome: str  # released, taken back, or expired.
-    lent_s: float | None
-    ended_s: float | None
-    blocks: int
 
 
 class EngineTimeline(msgspec.Struct, frozen=True):
@@ -121,11 +89,6 @@ class _Open:
             loan=self.loan,
             span=self.span,
         )
-
-
-def boot_clock() -> float:
-    """The clock of the connectors' records, the same in all processes of this machine."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class EngineTimelines:
@@ -203,10 +166,9 @@ class EngineTimelines:
         for part in (stats, *stats.values()):
             if not isinstance(part, Mapping):
                 continue
-            for record in part.get("transfers", ()):
-                self._fetched(record, "delivered")
-            for record in part.get("failed", ()):
-                self._fetched(record, record["reason"])
+            for name in ("transfers", "failed"):
+                for record in part.get(name, ()):
+                    self._fetched(record)
             for record in part.get("loans", ()):
                 self._lent(record)
 
@@ -214,37 +176,19 @@ class EngineTimelines:
         """Of the HTTP requests with this id, oldest first."""
         return [one.timeline() for one in self._open.values() if one.id == name]
 
-    def _fetched(self, record: Mapping[str, Any], outcome: str) -> None:
+    def _fetched(self, record: Mapping[str, Any]) -> None:
         one = self._open.get(record["request_id"])
-        if one is None:
-            return
-        at = self._at(one, record["times"])
-        one.fetch = FetchTimeline(
-            record["producer"],
-            outcome,
-            claimed_s=at["claimed_s"],
-            ready_s=at["ready_s"],
-            allocated_s=at["allocated_s"],
-            started_s=at["started_s"],
-            read_s=at["read_s"],
-            ended_s=at["ended_s"],
-            wire_s=record.get("wire_ms", 0.0) / 1e3,
-            tokens=record.get("tokens", 0),
-            bytes=record.get("bytes", 0),
-            descriptors=record.get("descriptors", 0),
-            transport=record.get("transport", ""),
-        )
+        if one is not None:
+            one.fetch = fetch_of(record, self._arrived_s(one))
 
     def _lent(self, record: Mapping[str, Any]) -> None:
         one = self._open.get(record["request_id"])
         if one is None:
             return
-        at = self._at(one, {name: record[name] for name in ("lent_s", "ended_s")})
-        one.loan = LoanTimeline(record["outcome"], at["lent_s"], at["ended_s"], record["blocks"])
+        one.loan = loan_of(record, self._arrived_s(one))
         if one.span is not None:
             self.on_loan_end(one.timeline())
 
-    def _at(self, one: _Open, times: Mapping[str, float]) -> dict[str, float | None]:
-        """Times of a connector, all moved by the same offset. 0.0: not yet."""
-        offset_s = self._connector_clock() - self._clock() + one.arrived_s
-        return {name: at_s - offset_s if at_s else None for name, at_s in times.items()}
+    def _arrived_s(self, one: _Open) -> float:
+        """On the connector's clock."""
+        return self._connector_clock() - self._clock() + one.arrived_s

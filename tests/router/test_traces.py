@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from baton.cli.http_options import otlp_endpoint
 from baton.core.errors import ConfigError
-from baton.http.trace_context import SpanRef
 from baton.router.spans import spans_of
 from baton.router.timeline import LegTimeline, Mark, RequestTimeline
+from baton.tracing import find_endpoint
+from baton.tracing.trace_context import SpanRef
 from tests.router.baton_fakes import baton, introduced_system
 from tests.router.fakes import FakeEngine, System, answers, lends, system
 from tests.system.collector import Collector
@@ -142,18 +142,18 @@ def test_spans_have_the_times_of_the_timeline_and_the_names_of_the_field() -> No
 def test_the_endpoint_comes_from_the_option_or_the_standard_variables(
     option: str | None, environment: dict[str, str], expected: str | None
 ) -> None:
-    assert otlp_endpoint(option, environment) == expected
+    assert find_endpoint(option, environment) == expected
 
 
 def test_an_endpoint_that_is_no_url_is_refused() -> None:
     with pytest.raises(ConfigError, match="no http"):
-        otlp_endpoint("localhost:4317", {})
+        find_endpoint("localhost:4317", {})
 
 
 def test_without_the_packages_an_endpoint_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "baton.http.otel", None)
+    monkeypatch.setitem(sys.modules, "baton.tracing.otel", None)
     with pytest.raises(ConfigError, match=r"kv-baton\[otel\]"):
-        otlp_endpoint("http://a", {})
+        find_endpoint("http://a", {})
 
 
 def test_a_router_without_traces_imports_nothing_of_opentelemetry() -> None:

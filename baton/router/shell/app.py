@@ -19,8 +19,6 @@ from baton.core.errors import UserError
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.rate_limits import RateLimits
-from baton.http.trace_context import TRACEPARENT, TRACESTATE
-from baton.http.tracing import open_tracer
 from baton.http.workers import WorkerPool
 from baton.router import machine
 from baton.router.admission import NO_OBJECTIVE, objective_of
@@ -49,6 +47,8 @@ from baton.router.shell.timers import TimerWheel
 from baton.router.spans import spans_of
 from baton.router.timeline import RecentRequests, Recorder, RequestTimeline, latest_first
 from baton.router.turns import SESSION_HEADER
+from baton.tracing import open_tracer
+from baton.tracing.trace_context import TRACEPARENT, TRACESTATE
 
 logger = logging.getLogger(__name__)
 
@@ -203,7 +203,7 @@ class Router:
         await self._parts.close()
         self._workers.close()
         if self._tracer is not None:
-            await self._tracer.close()
+            await asyncio.to_thread(self._tracer.close)
         if self._access_log is not None:
             self._access_log.close()
 

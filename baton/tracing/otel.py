@@ -1,12 +1,12 @@
-"""Exports spans with OpenTelemetry's SDK. Needs the extra `otel`; see `baton.http.span`.
+"""Exports spans with OpenTelemetry's SDK. Needs the extra `otel`; see `baton.tracing.span`.
 
 The SDK reads its standard variables: OTEL_TRACES_SAMPLER and its argument (default: parentbased_always_on),
 OTEL_SERVICE_NAME, OTEL_RESOURCE_ATTRIBUTES, OTEL_BSP_*, OTEL_EXPORTER_OTLP_* besides the endpoint. The
 protocol is OTLP over HTTP with protobuf.
 """
 
-import asyncio
 import logging
+import threading
 from collections.abc import Iterable, Mapping
 
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
@@ -24,8 +24,8 @@ from opentelemetry.trace import (
 )
 from opentelemetry.trace.status import Status, StatusCode
 
-from baton.http.span import Span
-from baton.http.trace_context import SpanRef, new_span_id, new_trace_id, parent_in
+from baton.tracing.span import Span
+from baton.tracing.trace_context import SpanRef, new_span_id, new_trace_id, parent_in
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ _SAMPLED, _NOT_SAMPLED = TraceFlags(TraceFlags.SAMPLED), TraceFlags(TraceFlags.D
 
 
 class OtelTracer:
-    """Implements `baton.http.span.Tracer`."""
+    """Implements `baton.tracing.span.Tracer`."""
 
     def __init__(self, service_name: str, endpoint: str) -> None:
         resource = Resource.create()  # Of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
@@ -79,11 +79,12 @@ class OtelTracer:
             instrumentation_scope=_SCOPE,
         )
 
-    async def close(self) -> None:
-        try:
-            async with asyncio.timeout(LAST_SPANS_S):
-                await asyncio.to_thread(self._processor.shutdown)
-        except TimeoutError:
+    def close(self) -> None:
+        # The SDK's own limit is 30 s, and a daemon thread does not hold up the end of the process.
+        last = threading.Thread(target=self._processor.shutdown, name="last-spans", daemon=True)
+        last.start()
+        last.join(LAST_SPANS_S)
+        if last.is_alive():
             logger.warning("the last spans were not exported in %g s", LAST_SPANS_S)
 
 

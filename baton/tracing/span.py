@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, TypeAlias
 
-from baton.http.trace_context import SpanRef
+from baton.tracing.trace_context import SpanRef
 
 AttributeValue: TypeAlias = str | bool | int | float | Sequence[str]
 
@@ -36,7 +36,7 @@ def known(attributes: Mapping[str, AttributeValue | None]) -> dict[str, Attribut
 
 
 class Tracer(Protocol):
-    """Used from one event loop."""
+    """Used from any thread."""
 
     def begin(self, headers: Mapping[str, str], name: str) -> SpanRef:
         """The span of a request: below the caller's, or of a new trace. Headers have names in lower case.
@@ -47,5 +47,5 @@ class Tracer(Protocol):
     def export(self, spans: Iterable[Span]) -> None:
         """Returns at once. Spans that the collector does not take in time are dropped."""
 
-    async def close(self) -> None:
-        """Export what is left, within a few seconds."""
+    def close(self) -> None:
+        """Export what is left. Blocks for a few seconds at most."""
