@@ -1,18 +1,32 @@
 """Baton's own connectors keep the contract, on the kit's ranks and on the engine's executors."""
 
 import importlib.util
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from baton.connectors.registry import BUILT_IN
+from baton.core.config import EngineConfig
 from baton.protocol.grouped_prompt import GroupedPrompt
 from baton.testing.contract import ConnectorCase, check_connector
-from baton.testing.contract.case import LATENTS
+from baton.testing.contract.case import BESIDE, HEAD_DIM, INLINE, LATENT
 from baton.testing.contract.engine_site import EngineSite, ExecutorName
 from baton.testing.contract.ours import in_engines, our_cases
 from baton.testing.contract.site import ToySite
 from tests.testing.enough import check_enough
+
+KINDS = {"latents and index keys": LATENT, "scales inline": INLINE, "scales beside": BESIDE}
+
+
+class OnlyWith(ToySite):
+    """Models with such a layer, of those that the connector supports."""
+
+    def __init__(self, kind: int, case: ConnectorCase) -> None:
+        super().__init__(case)
+        self.windows = tuple(windows for windows in self.windows if kind in windows)
 
 
 def test_no_connector_is_left_out(tmp_path: Path) -> None:
@@ -24,19 +38,41 @@ def test_it_keeps_the_contract(name: str, tmp_path: Path) -> None:
     check_enough(our_cases(tmp_path)[name], {"steps": 20}, examples=6, tries=20)
 
 
+@pytest.mark.parametrize("caches", KINDS)
 @pytest.mark.parametrize("name", sorted({*BUILT_IN} - {"BatonDecodeBenchConnector"}))
-def test_it_keeps_the_contract_with_latents_and_index_keys(name: str, tmp_path: Path) -> None:
-    """Caches of unlike widths in one layer, of which every rank has all."""
-
-    def of_latents(case: ConnectorCase) -> ToySite:
-        site = ToySite(case)
-        site.windows = (LATENTS,)
-        return site
-
-    verdict = check_connector(our_cases(tmp_path)[name], examples=3, tries=5, make_site=of_latents)
-    verdict.raise_if_broken()
+def test_it_keeps_the_contract_with_other_caches(name: str, caches: str, tmp_path: Path) -> None:
+    """Caches of unlike widths in one layer, of which every rank has all, and bytes with their scales."""
+    verdict = check_enough(
+        our_cases(tmp_path)[name],
+        {"steps": 20},
+        examples=3,
+        tries=5,
+        make_site=lambda case: OnlyWith(KINDS[caches], case),
+    )
     assert verdict.checked["wrong-bytes"] > 20
-    assert verdict.seen["engines with latents and index keys"] >= 3
+    assert verdict.seen[f"engines with {caches}"] == verdict.num_examples
+
+
+@pytest.mark.parametrize("kind", [INLINE, BESIDE], ids=["inline", "beside"])
+@pytest.mark.parametrize("name", ["BatonPullConnector", "BatonSharedStorageConnector"])
+def test_scales_that_are_not_moved_are_noticed(name: str, kind: int, tmp_path: Path) -> None:
+    class Hiding(OnlyWith):
+        """The connector sees no scales."""
+
+        def make_worker_half(self, config: EngineConfig, rank: int) -> Any:
+            half = super().make_worker_half(config, rank)
+            register = half.register_kv_caches
+
+            def register_numbers(caches: dict[str, torch.Tensor]) -> None:
+                numbers = {name: caches[name] for name in caches if "indexer" not in name}
+                register({name: cache[..., : 2 * HEAD_DIM] for name, cache in numbers.items()})
+
+            half.register_kv_caches = register_numbers
+            return half
+
+    case = replace(our_cases(tmp_path)[name], break_store=None)  # That would have another rule.
+    verdict = check_connector(case, examples=30, tries=5, make_site=lambda case: Hiding(kind, case))
+    assert verdict.broken_rule == "wrong-bytes", verdict.broken
 
 
 @pytest.mark.parametrize("name", ["BatonPullConnector", "BatonPushConnector"])

@@ -26,6 +26,7 @@ from baton.core.config import (
 )
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import is_hybrid
+from baton.core.layout import INDEX_KEYS, SCALES, SCALES_BESIDE, CacheSpec
 from baton.core.states import StatePart
 from baton.testing.contract.arithmetic import NUM_MARKS, VOCAB
 
@@ -35,11 +36,19 @@ KV_HEADS = 4
 HEAD_DIM = 2
 
 Windows = tuple[int | None, ...]
-"""Per layer: attention window in tokens; None: full attention; STATE or LATENT. Each has a KV-cache group."""
+"""Per layer: attention window in tokens; None: full attention; STATE, LATENT, or where scales are. Each has a
+KV-cache group.
+"""
 
 STATE: Final = 0  # Instead of a window: the layer has a recurrent state.
 LATENT: Final = -1  # The layer has latents, and index keys beside them. All layers have, or none.
 LATENTS: Final[Windows] = (LATENT, LATENT)
+# The layer has int8 keys and values, and the scales of each token and head: in the slot, or in a second cache
+# beside it. All layers with tokens have the same, or none.
+INLINE: Final = -2
+BESIDE: Final = -3
+INT8: Final[tuple[Windows, ...]] = ((INLINE, INLINE), (BESIDE, BESIDE))
+INT8_AND_STATE: Final[Windows] = (INLINE, STATE)
 WINDOWS: Final[tuple[Windows, ...]] = ((), (), (None, 6), (9, None, 5))
 WINDOWS_AND_STATES: Final[tuple[Windows, ...]] = ((None, STATE), (STATE, 6, STATE), (STATE, STATE))
 
@@ -67,6 +76,7 @@ class ConnectorCase:
     # The connector keeps a bounded number of ended requests' ids on purpose.
     remembers_requests: bool = False
     plays_latents: bool = False  # Models with latents, and narrower index keys beside them, too.
+    plays_scales: bool = False  # Models with int8 caches and their scales, inline or beside, too.
     speaks_text: bool = True  # False: the connector's KV is synthetic, so the tokens are not checked.
 
     @property
@@ -118,13 +128,32 @@ def knows_states(case: ConnectorCase) -> bool:
     )
 
 
+class _ModelWithScalesBeside(ModelConfig, frozen=True, kw_only=True):
+    """The scales of K and V are in the second cache of a layer, where other models have index keys."""
+
+    @property
+    def stored_slot_size(self) -> int:
+        return self.slot_size
+
+    @property
+    def cache_specs(self) -> dict[str, CacheSpec]:
+        return {
+            name: CacheSpec(SCALES, self.dtype, self.num_kv_heads)
+            if spec.kind == INDEX_KEYS
+            else msgspec.structs.replace(spec, scales=SCALES_BESIDE)
+            for name, spec in super().cache_specs.items()
+        }
+
+
 def toy_model(windows: Windows = (), head_dim: int = HEAD_DIM) -> ModelConfig:
     """A state has one unit for each KV head, as wide as a token's KV of that head."""
     state_layers = tuple(layer for layer, window in enumerate(windows) if window == STATE)
     state_parts = (StatePart("state", KV_HEADS, (2 * head_dim,), "float32"),)
     is_latent = LATENT in windows
-    windows = tuple(None if window in (STATE, LATENT) else window for window in windows)
-    return ModelConfig(
+    are_beside = BESIDE in windows
+    is_scaled = are_beside or INLINE in windows
+    windows = tuple(None if window is None or window <= 0 else window for window in windows)
+    return (_ModelWithScalesBeside if are_beside else ModelConfig)(
         model="toy",
         served_model_name="toy",
         dtype="float32",
@@ -136,7 +165,8 @@ def toy_model(windows: Windows = (), head_dim: int = HEAD_DIM) -> ModelConfig:
         num_attention_heads=KV_HEADS,
         num_kv_heads=1 if is_latent else KV_HEADS,
         latent_size=3 * head_dim if is_latent else 0,
-        index_size=head_dim + 1 if is_latent else 0,
+        index_size=head_dim + 1 if is_latent else 2 * are_beside,
+        kv_cache_dtype="int8_per_token_head" if is_scaled else "auto",
         head_dim=head_dim,
         hidden_size=KV_HEADS * head_dim,
         vocab_size=VOCAB + NUM_MARKS,

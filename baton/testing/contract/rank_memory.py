@@ -91,8 +91,8 @@ class RankMemory:
     def __init__(
         self, rank: int, heads: range, caches: dict[str, torch.Tensor], on_fault: Callable[[], None]
     ) -> None:
-        """`caches`: by layer name, `[num_blocks, heads, block tokens, width]`; of a recurrent state
-        `[num_blocks, bytes]`. `heads`: global head indices.
+        """`caches`: by layer name, `[num_blocks, heads, block tokens, width]` of float32 or int8; of a
+        recurrent state `[num_blocks, bytes]`. `heads`: global head indices.
 
         `on_fault` is called when an armed write of the connector fails.
         """
@@ -100,10 +100,11 @@ class RankMemory:
         self.heads = heads
         self.write_fault = WriteFault(on_fault)
         self.shown = self.write_fault.show(caches)  # What the connector gets.
-        # A state as `[num_blocks, heads, width]`.
+        # All bytes as numbers of four bytes; a state as `[num_blocks, heads, width]`.
+        as_floats = {name: cache.view(torch.float32) for name, cache in caches.items()}
         self.caches = {
-            name: cache if cache.dim() > 2 else cache.view(torch.float32).view(len(cache), len(heads), -1)
-            for name, cache in caches.items()
+            name: cache if cache.dim() > 2 else cache.view(len(cache), len(heads), -1)
+            for name, cache in as_floats.items()
         }
         by_size = sorted(self.caches.items(), key=lambda item: item[1].numel())
         self._places = {cache.data_ptr(): (name, cache) for name, cache in by_size}  # Of several the largest.

@@ -11,6 +11,8 @@ from baton.engine.executor import Executor
 from baton.testing.contract.arithmetic import NUM_MARKS, VOCAB, expected_tokens
 from baton.testing.contract.case import (
     HEAD_DIM,
+    INT8,
+    INT8_AND_STATE,
     LATENTS,
     WINDOWS,
     WINDOWS_AND_STATES,
@@ -100,6 +102,8 @@ class ToySite:
             self.windows += WINDOWS_AND_STATES
         if case.plays_latents:
             self.windows += (LATENTS,)
+        if case.plays_scales:
+            self.windows += (*INT8, INT8_AND_STATE) if knows_states(case) else INT8
         self.patience = Patience(case.patience_s)
         self.thread_patience_s = case.patience_s  # For threads that a connector has asked to end.
         self._last_mark = secrets.randbelow(NUM_MARKS)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.core.transfer_params import CONTINUE
-from baton.testing.contract.case import LATENT, STATE, Shape
+from baton.testing.contract.case import BESIDE, INLINE, LATENT, STATE, Shape
 from baton.testing.contract.engine import KitEngine
 from baton.testing.contract.leaks import new_threads, running_threads
 from baton.testing.contract.ranks import KitRanks
@@ -18,6 +18,7 @@ from baton.testing.contract.story import Story
 PROBE = "probe"
 PROBE_PROMPT = (1, 2, 3)
 PROBE_STEPS = 40
+NO_WINDOWS = f"{STATE}: a state, {LATENT}: latents, {INLINE}: scales inline, {BESIDE}: beside"
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 REMOTE_PREFILL = {"do_remote_decode": False, "do_remote_prefill": True}
 
@@ -47,10 +48,12 @@ class World:
         story.record_line(
             f"engine with {shape.tp} rank(s), {shape.num_blocks} blocks, {shape.budget} tokens a step, "
             f"prefix cache {'on' if shape.caching else 'off'}, on failed loads: {shape.policy}"
-            + (f", layers that see {shape.windows} tokens (0: a state, -1: latents)" if shape.windows else "")
+            + (f", layers that see {shape.windows} tokens ({NO_WINDOWS})" if shape.windows else "")
             + (f", {shape.in_flight} steps in flight" if shape.in_flight > 1 else "")
         )
         story.seen["engines with latents and index keys"] += LATENT in shape.windows
+        story.seen["engines with scales inline"] += INLINE in shape.windows
+        story.seen["engines with scales beside"] += BESIDE in shape.windows
         story.seen["engines with several KV-cache groups"] += len(set(shape.windows)) > 1
         story.seen["engines with recurrent states"] += STATE in shape.windows
         self.pairing = site.case.pairing
