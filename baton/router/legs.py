@@ -26,6 +26,7 @@ import msgspec
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.core.transfer_params import CONTINUE
+from baton.tracing.trace_context import HEADERS as TRACE_HEADERS
 
 PARAMS = "kv_transfer_params"
 FIRST_TOKEN = "baton_first_token"
@@ -233,6 +234,14 @@ def decode_body(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> di
     if ticket is not None:
         leg[PARAMS] = ticket
     return leg
+
+
+def with_context(body: Mapping[str, Any], headers: Mapping[str, str]) -> Mapping[str, Any]:
+    """With the trace context of the leg's headers in its params: a vLLM that makes no spans of its own hides
+    headers from its connector.
+    """
+    context = {name: headers[name] for name in TRACE_HEADERS if name in headers}
+    return {**body, PARAMS: {**body[PARAMS], **context}} if context and body.get(PARAMS) else body
 
 
 def shape_of(body: Mapping[str, Any]) -> Shape:

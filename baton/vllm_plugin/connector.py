@@ -27,6 +27,7 @@ from baton.vllm_plugin.identity import identity_of
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.self_test import run_self_test
 from baton.vllm_plugin.states import parts_of
+from baton.vllm_plugin.traces import open_traces
 
 
 class BatonPullConnector(ForwardingConnector):
@@ -44,7 +45,8 @@ class BatonPullConnector(ForwardingConnector):
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorSchedulerHalf:
         identity = cls._identity_of(vllm_config, kv_cache_config, is_worker=False)
-        policy = vllm_policy(tables_by_position(kv_cache_config, identity.block_tokens))
+        expand_tables = tables_by_position(kv_cache_config, identity.block_tokens)
+        policy = vllm_policy(expand_tables, open_traces(vllm_config))
         return PullSchedulerHalf(identity, policy=policy, announcer=cls._announcer)
 
     @classmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from baton.connectors.pull.scheduler import HostPolicy
+from baton.connectors.pull.scheduler import HostPolicy, Traces
 from baton.vllm_plugin.groups import ExpandTables
 from baton.vllm_plugin.idle_backoff import IdleBackoff
 from baton.vllm_plugin.lent_blocks import LentBlocks
@@ -12,7 +12,9 @@ from baton.vllm_plugin.lent_blocks import LentBlocks
 EMPTY_STEP_S = 0.003  # What the report of the next step would cost: a round through two processes.
 
 
-def vllm_policy(expand_tables: ExpandTables = lambda tables, _: tables) -> HostPolicy:
+def vllm_policy(
+    expand_tables: ExpandTables = lambda tables, _: tables, traces: Traces | None = None
+) -> HostPolicy:
     """Of one engine. `expand_tables`: see `groups.tables_by_position`.
 
     * References of our own hold lent blocks (`LentBlocks`): `delay_free` would keep the engine awake.
@@ -27,6 +29,7 @@ def vllm_policy(expand_tables: ExpandTables = lambda tables, _: tables) -> HostP
         answers_by_request=True,
         truncate_prompt=_drop_last_prompt_token,
         expand_tables=expand_tables,
+        traces=traces,
     )
 
 

@@ -31,6 +31,7 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Names the weights instead of a digest of all their bytes, which takes seconds per ten gigabytes at
     # start. The operator must make sure that engines with equal revisions have equal weights.
     revision: str | None = None
+    otlp_traces_endpoint: str | None = None  # Where spans go. None: see `traces.endpoint_of`.
 
     def __post_init__(self) -> None:
         if self.revision == "":

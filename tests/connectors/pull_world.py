@@ -10,6 +10,7 @@ import enum
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -38,6 +39,7 @@ LAYERS = 2
 HEADS = 4
 HEAD_DIM = 2
 SECRET = ClusterSecret(b"sixteen bytes or more")
+EMPTY_STEP: Any = SimpleNamespace(num_scheduled_tokens={}, total_num_scheduled_tokens=0)
 
 
 def model_config(**changes: Any) -> ModelConfig:
@@ -107,6 +109,7 @@ class FakeRequest:
     cache_salt: str | None = None
     num_computed_tokens: int = 0
     prefilled_tokens: Any = None
+    trace_headers: Any = None  # vLLM's.
     status: Status = Status.WAITING
 
     @property
@@ -418,7 +421,7 @@ class Engine:
 
     def step(self) -> bool:
         """One engine step without tokens. True if anything was ordered or reported."""
-        metadata = self.half.build_connector_meta(None)  # type: ignore[arg-type]
+        metadata = self.half.build_connector_meta(EMPTY_STEP)
         assert isinstance(metadata, PullMetadata)
         return self.take_reports(metadata, [self._step_rank(worker, metadata) for worker in self.workers])
 

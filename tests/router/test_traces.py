@@ -35,8 +35,12 @@ async def ask(s: System, flags: str, **body: Any) -> None:
 
 
 def received(engine: FakeEngine) -> tuple[str, str]:
-    headers = engine.calls[-1].headers
-    return headers["traceparent"], headers.get("tracestate", "")
+    """The trace context in the headers, which the engine's connector finds in the params."""
+    call = engine.calls[-1]
+    context = call.headers["traceparent"], call.headers.get("tracestate", "")
+    if call.raw and (params := call.body.get("kv_transfer_params")):
+        assert (params["traceparent"], params.get("tracestate", "")) == context
+    return context
 
 
 async def test_each_leg_of_a_sampled_request_carries_a_span_of_its_own(collector: Collector) -> None:

@@ -34,6 +34,11 @@ class Node:
         for child in self.children:
             yield from child.all()
 
+    def names(self, depth: int = 0) -> Iterator[str]:
+        yield f"{'  ' * depth + self.name:32}{self.service}"
+        for child in self.children:
+            yield from child.names(depth + 1)
+
     def lines(self, depth: int = 0, origin_s: float | None = None) -> Iterator[str]:
         origin_s = self.start_s if origin_s is None else origin_s
         start_ms, took_ms = (self.start_s - origin_s) * 1e3, (self.end_s - self.start_s) * 1e3

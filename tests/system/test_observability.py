@@ -16,7 +16,7 @@ from rich.console import Console
 
 from baton.cli.processes import Fleet
 from baton.cli.system import EngineArguments, HandoffArguments, SystemPlan, plan_system, start_system
-from tests.system.collector import Collector, Node
+from tests.system.collector import Collector
 from tests.system.prometheus import (
     MISSING,
     is_installed,
@@ -104,17 +104,11 @@ POST /v1/completions            baton-router
 """
 
 
-def names(node: Node, depth: int = 0) -> Iterator[str]:
-    yield f"{'  ' * depth + node.name:32}{node.service}"
-    for child in node.children:
-        yield from names(child, depth + 1)
-
-
 def test_one_request_is_one_tree_of_spans_through_router_p_d_and_connector(observed: Observed) -> None:
     ask(observed, "traced")
     root = observed.collector.wait_tree(CALLER, num_spans=len(SPANS.splitlines()), timeout_s=WAIT_S)
     print("\n".join(root.lines()))
-    assert sorted(names(root)) == sorted(SPANS.splitlines())
+    assert sorted(root.names()) == sorted(SPANS.splitlines())
     assert {node.trace_id for node in root.all()} == {TRACE}
     by_path = {node.path: node for node in root.all()}
     top = by_path["POST /v1/completions"]

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.system.collector import Collector
 from tests.vllm.engines import SECRET, Server, Site
 from tests.vllm.forking import ForkingFleet
 from tests.vllm.plain import PLAIN, SINGLE, D, P
@@ -43,6 +44,8 @@ ENVIRONMENT = {
     "TORCHDYNAMO_DISABLE": "1",  # Otherwise the first request with logprobs compiles for 8 s.
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",
+    "OTEL_TRACES_SAMPLER": "parentbased_always_off",  # Only what a test asks for.
+    "OTEL_BSP_SCHEDULE_DELAY": "50",
     "VLLM_SSM_CONV_STATE_LAYOUT": "DS",  # The layout that TP sizes and hosts can divide.
 }
 
@@ -65,8 +68,15 @@ def new_model(folder: Path, *options: str) -> Path:
 
 
 @pytest.fixture(scope="session")
-def site(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
-    with ForkingFleet(tmp_path_factory.mktemp("logs"), env={**os.environ, **ENVIRONMENT}) as fleet:
+def collector() -> Iterator[Collector]:
+    with Collector() as collector:
+        yield collector
+
+
+@pytest.fixture(scope="session")
+def site(model: Path, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    env = {**os.environ, **ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
+    with ForkingFleet(tmp_path_factory.mktemp("logs"), env=env) as fleet:
         site = Site(fleet, model)
         yield site
         site.dismiss()  # Closes their clients too: an open socket at the end is an error.

@@ -5,7 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.vllm.engines import Server, Site, check_at_once, check_handoffs, completion
+from tests.system.collector import Collector
+from tests.vllm.engines import ANSWER_S, Server, Site, check_at_once, check_handoffs, completion
 from tests.vllm.prompts import NUM_TOKENS, Prompt, Single, chat_body, prompts
 
 MODES = ("pull", "push")
@@ -108,3 +109,30 @@ def test_params_that_clients_may_not_send_are_refused_by_the_router(router: Serv
         answer = router.complete(prompts()[0], params)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "kv_transfer_params"
+
+
+TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+SPANS = """\
+POST /v1/completions            baton-router
+  prefill                       baton-router
+    kv_loan                     baton-connector
+  decode                        baton-router
+    kv_fetch                    baton-connector
+      handshake                 baton-connector
+      post                      baton-connector
+      wire                      baton-connector
+      verify                    baton-connector
+    install                     baton-connector
+"""
+
+
+def test_the_connectors_spans_stand_below_the_routers_legs(router: Server, collector: Collector) -> None:
+    collector.clear()
+    body = completion(prompts()[13], cache_salt=f"{router.name} traced")
+    headers = {"traceparent": f"00-{TRACE}-{CALLER}-01"}
+    answer = router.client.post(f"{router.url}/v1/completions", json=body, headers=headers)
+    assert answer.status_code == 200
+    root = collector.wait_tree(CALLER, num_spans=len(SPANS.splitlines()), timeout_s=ANSWER_S)
+    print("\n".join(root.lines()))
+    assert {node.trace_id for node in root.all()} == {TRACE}
+    assert sorted(root.names()) == sorted(SPANS.splitlines())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
+from baton.connectors.pull.scheduler import Traces
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.core.layout import SLOT
@@ -76,8 +77,11 @@ class VllmEngine(pull_world.Engine):
             epoch=epoch,
             clock=lambda: self.world.now,
             control=lambda agent, lock: pull_world.Station(self.world, url, agent),
-            policy=vllm_policy(),
+            policy=vllm_policy(traces=self.make_traces(config)),
         )
+
+    def make_traces(self, config: EngineConfig) -> Traces | None:
+        return None
 
     def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> PullWorkerHalf:
         return PullWorkerHalf(

@@ -135,11 +135,25 @@ class IdleWait(Protocol):
         """From any thread: something has arrived."""
 
 
+class Traces(Protocol):
+    """Spans of what the half does, for a host without timelines. Called with the half's lock held."""
+
+    def begin(self, request: host.Request) -> None: ...
+    def record(self, name: str, record: Mapping[str, Any]) -> None:
+        """See `PullStats.on_record`."""
+
+    def scheduled(self, num_scheduled_tokens: Mapping[str, int], now: float) -> None:
+        """A step begins. By request id."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostPolicy:
     """How a host differs from what the contract says. The defaults are those of Baton's engine."""
 
     holder: BlockHolder | None = None  # Keeps lent blocks; None: the host does, because of `delay_free`.
+    traces: Traces | None = None
     idle_wait: IdleWait | None = None  # For a host that steps without pause while a request waits for a load.
     # The host ends with what `build_connector_meta` raises: without the control thread, prompts are computed.
     survives_dead_control: bool = False
@@ -188,7 +202,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._lock = threading.Lock()
         self._wake = policy.idle_wait.end if policy.idle_wait is not None else None  # Wakes the host.
         self._rank: TakesOrders | None = None  # The only one, if it takes orders between steps.
-        self._stats = PullStats()
+        self._stats = PullStats(on_record=policy.traces.record if policy.traces is not None else None)
         self._intents = TransferIntents(identity)
         self._reports = RankCombiner(PullWorkerReport, identity.num_ranks)
         self._make_control = control or self._control_thread
@@ -291,6 +305,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             return
         try:
             with self._changing as now:
+                if self._policy.traces is not None:
+                    self._policy.traces.begin(request)
                 if not self._new_cards:  # Else its fetch would delay `_reopen`: the prompt is computed.
                     self._fetches.begin(request, now)
                 intent = self._intents.params_of(request)
@@ -404,6 +420,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             if self._is_retired:
                 self._agent.wake(now)  # The control thread no longer does.
             self._pass_on()
+            if self._policy.traces is not None:
+                self._policy.traces.scheduled(scheduler_output.num_scheduled_tokens, now)
             metadata = PullMetadata(
                 self._fetches.orders.take(),
                 wants_report=self._has_news,
@@ -483,6 +501,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         with self._changing as now:
             self._fetches.abandon(now)
         self._control.close(timeout_s)
+        if self._policy.traces is not None:
+            self._policy.traces.close()
 
     # --- Parts ---------------------------------------------------------------------------------
 

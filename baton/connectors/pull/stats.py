@@ -25,12 +25,14 @@ The names on the left are keys of `PullStats.data`.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Self
 
 from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
 from baton.core.reasons import FailureCode, Fault
+
+OnRecord = Callable[[str, Mapping[str, Any]], None]
 
 _RECORDS = ("transfers", "failed", "loans")
 _SECONDS = (
@@ -40,6 +42,11 @@ _SECONDS = (
 
 @dataclass
 class PullStats(CountedStats):
+    on_record: Callable[[str, Mapping[str, Any]], None] | None = field(
+        default=None, repr=False, compare=False
+    )
+    """Gets each record when it is made, with its key in `data`."""
+
     counts: ClassVar[Mapping[str, Count]] = {
         "num_loans": Count("baton:kv_loans", "Prompts lent to a consumer."),
         "num_expired_loans": Count("baton:kv_loans_expired", "Loans that nobody released."),
@@ -68,15 +75,20 @@ class PullStats(CountedStats):
 
     def record_transfer(self, record: dict[str, Any]) -> None:
         """See `record_of`."""
-        self.data["transfers"].append(record)
+        self._record("transfers", record)
 
     def record_failure(self, record: dict[str, Any]) -> None:
         """See `failure_record_of`."""
-        self.data["failed"].append(record)
+        self._record("failed", record)
 
     def record_loan(self, record: dict[str, Any]) -> None:
         """See `loan_record`."""
-        self.data["loans"].append(record)
+        self._record("loans", record)
+
+    def _record(self, name: str, record: dict[str, Any]) -> None:
+        self.data[name].append(record)
+        if self.on_record is not None:
+            self.on_record(name, record)
 
     def aggregate(self, other: Self) -> Self:
         for name in _RECORDS:

@@ -38,13 +38,14 @@ from baton.router.events import (
 )
 from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
+from baton.router.legs import with_context
 from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
 from baton.router.pass_through import PassThrough
 from baton.router.shell.admission_queue import AdmissionQueue
 from baton.router.shell.client_http import DEFECT, Reply
 from baton.router.shell.index_client import IndexClient
 from baton.router.shell.introductions import Introducer
-from baton.router.shell.legs import Ask, Upstream, WireLeg
+from baton.router.shell.legs import NO_HEADERS, Ask, Upstream, WireLeg
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
 from baton.router.timeline import Recorder
@@ -189,8 +190,11 @@ class RequestDriver:
     def _open(self, leg: Leg, now_s: float) -> None:
         wire = self._legs[leg] = WireLeg(self._requests.upstream, leg, self._put)
         span = self._recorder.leg_sent(leg, now_s)
-        body = msgspec.json.encode(leg.body) if leg.raw is None else leg.raw
-        wire.start(self._ask, body, {} if span is None else span.headers)
+        headers = NO_HEADERS if span is None else span.headers
+        body = leg.raw
+        if body is None:
+            body = msgspec.json.encode(with_context(leg.body, headers or self._ask.headers))
+        wire.start(self._ask, body, headers)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(work)
