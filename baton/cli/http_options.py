@@ -8,14 +8,9 @@ from pathlib import Path
 import msgspec
 import typer
 
-from baton.core.errors import ConfigError
 from baton.http.auth import (
-    MAX_KEY_FILE_BYTES,
-    NO_AUTH,
-    AuthSettings,
     parse_api_keys,
     read_key_file,
-    read_secret,
 )
 from baton.http.settings import HttpLimits, HttpSettings
 
@@ -25,7 +20,6 @@ ENGINE_API_KEY_ENV = "BATON_ENGINE_API_KEY"  # Key that the router sends to engi
 REGISTER_KEY_ENV = "BATON_REGISTER_KEY"  # That opens registrations, at routers where an engine registers.
 REGISTER_API_KEY_ENV = "BATON_REGISTER_API_KEY"  # The same key, at the router.
 PEER_SECRET_ENV = "BATON_PEER_SECRET"  # Of routers of the same engines.
-MAX_AUTH_FILE_BYTES = 4 << 20  # With the keys of ten thousands of tenants.
 
 _DEFAULTS = ", ".join(f'"{name}": {value}' for name, value in msgspec.structs.asdict(HttpLimits()).items())
 LIMITS_HELP = f"JSON object of limits and deadlines of HTTP requests; the defaults are {{{_DEFAULTS}}}."
@@ -76,35 +70,6 @@ def verifying(ca: Path | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:
         raise typer.BadParameter(f"{ca}: {error}", param_hint="--ca") from error
-
-
-def split_engine_keys(words: tuple[str, ...]) -> tuple[str | None, tuple[tuple[str, str], ...]]:
-    """Words are keys, or an engine's URL and its key. Return the key of all others, and those by URL.
-
-    Raises ConfigError.
-    """
-    default, by_url, rest = None, [], list(words)
-    while rest:
-        word = rest.pop(0)
-        if not word.startswith(("http://", "https://")):
-            default = default or word
-        elif rest:
-            by_url.append((word.rstrip("/"), rest.pop(0)))
-        else:
-            raise ConfigError(f"{word} has no key", field="engine_api_key_file")
-    return default, tuple(by_url)
-
-
-def read_auth(file: str | None) -> AuthSettings:
-    """Files that the file names are relative to it. Raises ConfigError."""
-    if file is None:
-        return NO_AUTH
-
-    def read_file(name: str, field: str) -> str:
-        is_public = field == "jwt.key_file"
-        return read_secret(Path(file).parent / name, MAX_KEY_FILE_BYTES, field, is_public=is_public)
-
-    return AuthSettings.from_toml(read_secret(Path(file), MAX_AUTH_FILE_BYTES, "auth_file"), read_file)
 
 
 def warn_if_open(host: str, http: HttpSettings, *, is_loopback: bool) -> None:

@@ -34,8 +34,6 @@ from baton.cli.http_options import (
     TLS_CLIENT_CA_HELP,
     TLS_KEY_HELP,
     read_api_keys,
-    read_auth,
-    split_engine_keys,
     warn_if_open,
 )
 from baton.cli.members import MEMBERS_HELP, ROLES, TABLE, read_members, read_route_config, source_of
@@ -300,15 +298,16 @@ def route(
     """Serve an OpenAI-compatible endpoint; the page of the fleet is at /, the fleet's state at /fleet.
 
     Every option can also come from the environment (BATON_ROUTE_MODE) or from a TOML file (--config), whose
-    engines are read again when it changes, and at SIGHUP.
+    engines are read again when it changes. At SIGHUP files with keys, tenants and certificates are too.
     """
     from baton.core.validation import explain
-    from baton.http.auth import KeyFiles
+    from baton.http.auth import KeyFiles, read_auth
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.http.tls import ClientTls, ServerTls, TlsFiles
     from baton.router.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
     from baton.router.shell.access_log import AccessLog
+    from baton.router.shell.engine_keys import split_engine_keys
     from baton.router.shell.run import num_workers_for, serve
     from baton.router.shell.sources.file import FileSource
 
@@ -387,7 +386,10 @@ def route(
             admin_keys=admin_keys,
             register_keys=register_keys,
             key_files=KeyFiles(
-                api_keys=api_key_file, admin_keys=admin_api_key_file, register_keys=register_api_key_file
+                api_keys=api_key_file,
+                admin_keys=admin_api_key_file,
+                register_keys=register_api_key_file,
+                auth=auth_file,
             ),
             auth=auth,
         )
@@ -400,6 +402,8 @@ def route(
             # One key for a whole fleet is the usual case.
             engine_api_key=next(iter(filter(None, (engine_key, *keys))), None),
             engine_api_keys=engine_keys_by_url,
+            engine_key_file=engine_api_key_file,
+            engines_have_own_key=engine_key is None,
         )
         if access_log is not None:
             AccessLog(access_log).close()  # It can be written.

@@ -39,6 +39,7 @@ from baton.http.watched_files import WatchedFiles
 logger = logging.getLogger(__name__)
 
 MAX_KEY_FILE_BYTES = 1 << 16
+MAX_AUTH_FILE_BYTES = 4 << 20  # With the keys of ten thousands of tenants.
 MIN_KEY_CHARS = 8  # A shorter key is guessed over the network.
 OPEN_PATHS = frozenset({"/health"})  # For load balancers and supervisors, which have no key.
 STORAGES = ("redis://", "rediss://")
@@ -138,6 +139,7 @@ class KeyFiles(msgspec.Struct, frozen=True, kw_only=True):
     api_keys: str | None = None
     admin_keys: str | None = None
     register_keys: str | None = None
+    auth: str | None = None  # See `AuthFile`.
 
 
 NO_KEY_FILES = KeyFiles()
@@ -184,6 +186,52 @@ def check_keys(keys: Sequence[str], *, field: str) -> None:
             )
 
 
+def read_auth(file: str | None) -> AuthSettings:
+    """Files that the file names are relative to it. Raises ConfigError."""
+    if file is None:
+        return NO_AUTH
+
+    def read_file(name: str, field: str) -> str:
+        is_public = field == "jwt.key_file"
+        return read_secret(Path(file).parent / name, MAX_KEY_FILE_BYTES, field, is_public=is_public)
+
+    return AuthSettings.from_toml(read_secret(Path(file), MAX_AUTH_FILE_BYTES, "auth_file"), read_file)
+
+
+class AuthFile:
+    """Tenants with their keys and limits, read again when the file changes. Of one process.
+
+    `[jwt]` and `storage` stay as they were at the start, and so do the shares of a queue.
+    """
+
+    def __init__(
+        self, settings: AuthSettings, path: str | None = None, now_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
+        """`settings`: of the file at the start."""
+        self._settings, self._path, self._now_s = settings, path, now_s
+        self._watched = WatchedFiles([] if path is None else [path])
+
+    @property
+    def current(self) -> AuthSettings:
+        if self._path is not None and self._watched.have_changed(self._now_s()):
+            self._refresh(self._path)
+        return self._settings
+
+    def _refresh(self, path: str) -> None:
+        """A bad file changes nothing."""
+        before = self._settings
+        try:
+            read = read_auth(path)
+        except ConfigError as error:
+            logger.error("the tenants stay as they were: %s", error)
+            return
+        for name in ("jwt", "storage", "shares"):
+            if getattr(read, name) != getattr(before, name):
+                logger.warning("%s: changes of %s need a restart", path, name)
+        self._settings = msgspec.structs.replace(read, jwt=before.jwt, storage=before.storage)
+        logger.info("read %s again: %d tenants", path, len(read.tenants))
+
+
 class Caller(msgspec.Struct, frozen=True):
     """`tenant`: empty if the server accepts every client. `is_named`: it is more than the digest of a key."""
 
@@ -208,7 +256,7 @@ class Authenticator:
         admin_keys: Sequence[str] = (),
         register_keys: Sequence[str] = (),
         files: KeyFiles = NO_KEY_FILES,
-        auth: AuthSettings | None = None,
+        auth: AuthFile | None = None,
         verifier: JwtVerifier | None = None,
         is_admin: Callable[[str], bool] = lambda path: False,
         now_s: Callable[[], float] = lambda: 0.0,
@@ -221,25 +269,27 @@ class Authenticator:
         self._open_paths = open_paths
         self._salt = secrets.token_bytes(32)
         self._keys = {"api_keys": api_keys, "admin_keys": admin_keys, "register_keys": register_keys}
-        found = ((name, getattr(files, name)) for name in KeyFiles.__struct_fields__)
+        found = ((name, getattr(files, name)) for name in self._keys)
         self._files = {name: path for name, path in found if path is not None}
         self._watched = WatchedFiles(list(self._files.values()))
-        self._tenants = auth.tenants if auth is not None else {}
+        self._auth = auth or AuthFile(NO_AUTH)
         self._verifier, self._is_admin, self._now_s = verifier, is_admin, now_s
         self._use_keys()
+        # A file that loses its last key opens nothing.
+        self._is_open = not self._callers and self._verifier is None
+        self._is_admin_open = self._is_open and not self._admins
 
     def _use_keys(self) -> None:
+        self._of_tenants = self._auth.current
         self._callers = {self._digest(key): Caller(_unnamed(key)) for key in self._keys["api_keys"]}
         self._admins = {self._digest(key): Caller() for key in self._keys["admin_keys"]}
         self._admins = self._admins or dict(self._callers)
         self._registrars = {self._digest(key) for key in self._keys["register_keys"]}
         self._callers |= {
             self._digest(key): Caller(name, True)
-            for name, tenant in self._tenants.items()
+            for name, tenant in self._of_tenants.tenants.items()
             for key in tenant.keys
         }
-        self._is_open = not self._callers and self._verifier is None
-        self._is_admin_open = self._is_open and not self._admins
 
     def _digest(self, key: str) -> bytes:
         return hashlib.blake2b(key.encode(), key=self._salt, digest_size=32).digest()
@@ -259,6 +309,10 @@ class Authenticator:
         """Raises ApiError 401, or 503 while the keys of an issuer are fetched."""
         if self._watched.have_changed(self._now_s()):
             self._refresh()
+        if self._auth.current is not self._of_tenants:
+            self._use_keys()
+            if self._is_open and self._callers:
+                logger.warning("every client is still served: the first keys need a restart")
         if path in self._open_paths:
             return ANYONE
         is_admin = self._is_admin(path)

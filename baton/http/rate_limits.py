@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from baton.core.errors import ConfigError
-from baton.http.auth import AuthSettings
+from baton.http.auth import AuthFile
 from baton.http.errors import ApiError
 
 WINDOW_S = 60
@@ -46,20 +46,20 @@ LET_IN = Verdict({})
 class RateLimits:
     """Used from one event loop; `close` it. Raises ConfigError if a library is missing."""
 
-    def __init__(self, settings: AuthSettings) -> None:
-        self._settings = settings
+    def __init__(self, auth: AuthFile) -> None:
+        self._auth = auth
         try:
             from limits import RateLimitItemPerMinute
             from limits.aio.strategies import SlidingWindowCounterRateLimiter
         except ImportError as error:
             raise ConfigError("needs limits: pip install 'kv-baton[auth]'", field="auth_file") from error
         self._per_minute = RateLimitItemPerMinute
-        self._storage: Any = _storage(settings.storage)
+        self._storage: Any = _storage(auth.current.storage)
         self._limiter = SlidingWindowCounterRateLimiter(self._storage)
 
     async def charge(self, tenant: str, num_prompt_tokens: int) -> Verdict:
         """Raises OSError, TimeoutError, or an error of the Redis client, if the storage cannot be used."""
-        rate = self._settings.rate_of(tenant)
+        rate = self._auth.current.rate_of(tenant)
         headers: dict[str, str] = {}
         for kind, limit, cost in (
             ("requests", rate.requests_per_minute, 1),

@@ -1,9 +1,11 @@
 """Settings of the HTTP layer: limits and deadlines per request and per process."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from baton.core.errors import ConfigError
-from baton.http.auth import NO_AUTH, NO_KEY_FILES, AuthSettings, KeyFiles
+from baton.http.auth import NO_AUTH, NO_KEY_FILES, AuthFile, AuthSettings, KeyFiles
 
 
 class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -51,6 +53,15 @@ class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=
     def is_open(self) -> bool:
         """Whether a client needs neither key nor token."""
         return not (self.api_keys or self.auth.has_keys or self.auth.jwt)
+
+    @property
+    def may_limit(self) -> bool:
+        """Whether a tenant has a limit, or may get one when the file is read again."""
+        return self.auth.is_limited or self.key_files.auth is not None
+
+    def auth_file(self, now_s: Callable[[], float]) -> AuthFile:
+        """`now_s`: of the loop's clock."""
+        return AuthFile(self.auth, self.key_files.auth, now_s)
 
     @classmethod
     def of(

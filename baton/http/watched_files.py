@@ -1,21 +1,32 @@
-"""Notices changes of files that a running server reads again: certificates, keys."""
+"""Notices changes of files that a running server reads again: certificates, keys, tenants."""
 
 import os
 from collections.abc import Sequence
+from typing import ClassVar
 
 LOOK_EVERY_S = 10.0  # At most; no event of the file system is awaited.
 
 
 class WatchedFiles:
+    _num_calls: ClassVar[int] = 0  # Of `look_now`.
+
+    @classmethod
+    def look_now(cls) -> None:
+        """At the next use, all of this process look at their files: SIGHUP."""
+        cls._num_calls += 1
+
     def __init__(self, paths: Sequence[str]) -> None:
         self._paths = paths
         self._seen = self._look()
         self._look_at_s = 0.0
+        self._num_calls_seen = self._num_calls
 
     def have_changed(self, now_s: float) -> bool:
         """Since the last call that returned True. A file that is gone has changed, too."""
-        if now_s < self._look_at_s or not self._paths:
+        is_due = now_s >= self._look_at_s or self._num_calls_seen != self._num_calls
+        if not is_due or not self._paths:
             return False
+        self._num_calls_seen = self._num_calls
         self._look_at_s = now_s + LOOK_EVERY_S
         before, self._seen = self._seen, self._look()
         return before != self._seen

@@ -171,6 +171,8 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     access_log: str | None = None  # File that gets a line of JSON for each request; "-": standard output.
     engine_api_key: str | None = None  # For requests to engines; None: the client's own key is passed on.
     engine_api_keys: tuple[tuple[str, str], ...] = ()  # Of single engines, by URL.
+    engine_key_file: str | None = None  # Has both, and is read again when it changes.
+    engines_have_own_key: bool = False  # `engine_api_key` is the first of `doors.api_keys`.
     timeouts: LegTimeouts = LegTimeouts()
     probe: ProbeSettings = ProbeSettings()
 
@@ -208,14 +210,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
         if role in self.reread_roles:
             return ()
         return self.prefill_urls if role == "prefill" else self.decode_urls
-
-
-def key_for(settings: RouterSettings, url: str) -> str | None:
-    """The key for a URL of an engine: the engine's own, else that of all engines."""
-    for engine, key in settings.engine_api_keys:
-        if url == engine or url.startswith(f"{engine}/"):
-            return key
-    return settings.engine_api_key
 
 
 def without_credentials(url: str) -> str:

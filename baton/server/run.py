@@ -36,6 +36,7 @@ from baton.http.gate import hosts_to_check
 from baton.http.log_limit import limit_logs
 from baton.http.settings import HttpSettings
 from baton.http.tls import ServerTls, TlsAcceptor, TlsFiles
+from baton.http.watched_files import WatchedFiles
 from baton.http.workers import WorkerPool
 from baton.server.app import build_admin_app, build_app
 from baton.server.connector_log import ConnectorLog
@@ -333,12 +334,16 @@ def _url(options: ServeOptions, listener: socket.socket) -> str:
 
 @contextmanager
 def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    """Install the handler. Only possible in the main thread; in others (tests) no signals are sent."""
+    """Install the handler, and at SIGHUP look at files with keys and certificates.
+
+    Only possible in the main thread; in others (tests) no signals are sent.
+    """
     loop = asyncio.get_running_loop()
     installed = []
     with suppress(RuntimeError, ValueError):
-        for number in _STOP_SIGNALS:
-            loop.add_signal_handler(number, handler)
+        hears = {**dict.fromkeys(_STOP_SIGNALS, handler), signal.SIGHUP: WatchedFiles.look_now}
+        for number, hear in hears.items():
+            loop.add_signal_handler(number, hear)
             installed.append(number)
     try:
         yield

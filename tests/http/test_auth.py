@@ -11,13 +11,12 @@ import pytest
 from cryptography.hazmat.primitives import serialization
 from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 
-from baton.cli.http_options import read_auth
 from baton.core.errors import ConfigError
-from baton.http.auth import Authenticator, AuthSettings, KeyFiles
+from baton.http.auth import Authenticator, AuthFile, AuthSettings, KeyFiles, read_auth
 from baton.http.errors import ApiError
 from baton.http.jwt_tokens import REFRESH_GAP_S, JwtSettings, JwtVerifier
 from baton.http.registration import PATH
-from baton.http.watched_files import LOOK_EVERY_S
+from baton.http.watched_files import LOOK_EVERY_S, WatchedFiles
 
 SECRET = "a secret of more than thirty-two bytes"
 CLAIMS = {"iss": "https://login.example/", "aud": "baton", "sub": "search"}
@@ -213,7 +212,7 @@ def test_keys_of_tenants_open_requests_and_not_the_administrators_pages() -> Non
     auth = AuthSettings.from_toml(TENANTS, lambda path, field: "")
     assert auth.shares == (("search", 2.5),)
     assert [auth.rate_of(name).requests_per_minute for name in ("search", "other")] == [5, 1]
-    keys = Authenticator(["key-of-all"], auth=auth, is_admin=lambda path: path == "/fleet")
+    keys = Authenticator(["key-of-all"], auth=AuthFile(auth), is_admin=lambda path: path == "/fleet")
     assert keys.caller("/v1/models", bearer("key-of-search")).tenant == "search"
     assert keys.caller("/v1/models", {"x-api-key": "key-of-search"}).is_named
     assert not keys.caller("/fleet", bearer("key-of-all")).is_named
@@ -263,6 +262,60 @@ def test_a_changed_file_of_keys_is_read_again_and_a_bad_one_is_not(tmp_path: Pat
     assert opens("the-first-key")
     file.write_text("the-second-key")
     assert [opens(key) for key in ("the-second-key", "the-first-key")] == [True, False]
+
+
+class Tenants:
+    """Of a file that a test writes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.now_s = folder / "auth.toml", 0.0
+        self.write("search", "the-first-key", 10)
+        self.auth = AuthFile(read_auth(str(self.path)), str(self.path), lambda: self.now_s)
+        self.keys = Authenticator(auth=self.auth)
+
+    def write(self, name: str, key: str, per_minute: int, more: str = "") -> None:
+        tenant = f"[tenants.{name}]\nkeys = [{key!r}]\nrequests_per_minute = {per_minute}\n"
+        self.path.write_text(more + tenant)
+        self.path.chmod(0o600)
+
+    def of(self, key: str) -> str | None:
+        """After a while. None: the key is refused."""
+        self.now_s += LOOK_EVERY_S
+        try:
+            return self.keys.caller(PATH, bearer(key)).tenant
+        except ApiError:
+            return None
+
+
+def test_a_changed_file_of_tenants_is_read_again_and_a_bad_one_is_not(tmp_path: Path) -> None:
+    tenants = Tenants(tmp_path)
+    assert tenants.of("the-first-key") == "search"
+    tenants.path.write_text("[tenants.search]\nkeys = ['short']")
+    assert tenants.of("the-first-key") == "search"
+    tenants.write("shop", "the-second-key", 20)
+    assert [tenants.of(key) for key in ("the-second-key", "the-first-key")] == ["shop", None]
+    assert tenants.auth.current.rate_of("shop").requests_per_minute == 20
+    assert not tenants.auth.current.rate_of("search").is_limited
+    tenants.path.write_text("")
+    assert tenants.of("any-key") is None, "a router without a key left is not open"
+
+
+def test_what_needs_a_restart_is_named_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    tenants = Tenants(tmp_path)
+    tenants.write("search", "the-first-key", 10, "storage = 'redis://10.0.0.9'\n")
+    with caplog.at_level("WARNING"):
+        assert tenants.of("the-first-key") == "search"
+    assert "changes of storage need a restart" in caplog.text
+    assert tenants.auth.current.storage is None
+
+
+def test_a_call_to_look_now_does_not_wait_for_the_next_time(tmp_path: Path) -> None:
+    tenants = Tenants(tmp_path)
+    assert tenants.of("the-first-key") == "search"
+    tenants.write("shop", "the-second-key", 20)
+    assert tenants.auth.current.rate_of("shop").requests_per_minute is None
+    WatchedFiles.look_now()
+    assert tenants.auth.current.rate_of("shop").requests_per_minute == 20
 
 
 def test_a_token_opens_no_page_of_the_administrator() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from baton.cli.processes import free_ports
-from baton.http.auth import AuthSettings, Rate, Tenant
+from baton.http.auth import AuthFile, AuthSettings, Rate, Tenant
 from baton.http.errors import ApiError
 from baton.http.rate_limits import RateLimits
 
@@ -42,13 +42,14 @@ def wall(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return now
 
 
-def settings_of(storage: str | None = None) -> AuthSettings:
+def auth_of(storage: str | None = None) -> AuthFile:
     search = Tenant(requests_per_minute=3, prompt_tokens_per_minute=100)
-    return AuthSettings(tenants={"search": search}, default=Rate(requests_per_minute=1), storage=storage)
+    auth = AuthSettings(tenants={"search": search}, default=Rate(requests_per_minute=1), storage=storage)
+    return AuthFile(auth)
 
 
 async def test_requests_over_the_limit_are_refused_until_the_window_has_moved(wall: list[float]) -> None:
-    limits = RateLimits(settings_of())
+    limits = RateLimits(auth_of())
     for left in ("2", "1", "0"):
         verdict = await limits.charge("search", 10)
         assert (verdict.refused, verdict.headers["x-ratelimit-remaining-requests"]) == (None, left)
@@ -65,20 +66,20 @@ async def test_requests_over_the_limit_are_refused_until_the_window_has_moved(wa
 
 
 async def test_prompt_tokens_over_the_limit_are_refused_and_cost_none(wall: list[float]) -> None:
-    limits = RateLimits(settings_of())
+    limits = RateLimits(auth_of())
     assert (await limits.charge("search", 80)).refused is None
     verdict = await limits.charge("search", 30)
     assert "more than what is left of 100" in (verdict.refused or "")
     assert (verdict.retry_after_s, verdict.headers["x-ratelimit-remaining-tokens"]) == (6, "20")
     assert (await limits.charge("search", 20)).refused is None
     await limits.close()
-    limits = RateLimits(settings_of())
+    limits = RateLimits(auth_of())
     assert "is over this tenant's limit" in ((await limits.charge("search", 101)).refused or "")
     await limits.close()
 
 
 async def test_tenants_do_not_share_their_limits(wall: list[float]) -> None:
-    limits = RateLimits(settings_of())
+    limits = RateLimits(auth_of())
     for tenant in ("a", "b"):
         assert (await limits.charge(tenant, 10)).refused is None
         assert (await limits.charge(tenant, 10)).refused is not None
@@ -87,7 +88,7 @@ async def test_tenants_do_not_share_their_limits(wall: list[float]) -> None:
 
 async def test_two_processes_share_the_counts_of_a_redis(redis_url: str) -> None:
     """Four times the limit, so that the end of a minute between the requests changes nothing."""
-    first, second = (RateLimits(settings_of(redis_url)) for _ in range(2))
+    first, second = (RateLimits(auth_of(redis_url)) for _ in range(2))
     let_in = 0
     for _ in range(6):
         for limits in (first, second):
@@ -98,7 +99,7 @@ async def test_two_processes_share_the_counts_of_a_redis(redis_url: str) -> None
 
 
 async def test_a_redis_that_is_gone_is_an_error_at_once() -> None:
-    limits = RateLimits(settings_of(f"redis://127.0.0.1:{free_ports(1)[0]}/0"))
+    limits = RateLimits(auth_of(f"redis://127.0.0.1:{free_ports(1)[0]}/0"))
     with pytest.raises(Exception, match="connect"):
         await limits.charge("search", 1)
     await limits.close()

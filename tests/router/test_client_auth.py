@@ -3,22 +3,24 @@
 import asyncio
 import json
 import logging
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from baton.cli.http_options import split_engine_keys
 from baton.core.errors import ConfigError
-from baton.http.auth import AuthSettings, Rate, Tenant
+from baton.http.auth import AuthSettings, KeyFiles, Rate, Tenant
 from baton.http.jwt_tokens import JwtVerifier
 from baton.http.settings import HttpSettings
-from baton.router.settings import AdmissionSettings, RouterSettings, key_for
+from baton.http.watched_files import LOOK_EVERY_S
+from baton.router.settings import AdmissionSettings, RouterSettings
 from baton.router.shell.client_auth import ClientAuth
+from baton.router.shell.engine_keys import EngineKeys, split_engine_keys
 from tests.event_loop import pass_time
 from tests.http.test_auth import KEYS, SECRET, bearer, jwks_of, settings_of, token_of
 from tests.router.fakes import Call, FakeEngine, Servers, System, answers, lends, responds, system
-from tests.router.test_workers import two_workers
+from tests.router.test_workers import WAIT_S, two_workers
 
 SEARCH = Tenant(keys=("key-of-search",), requests_per_minute=1000)
 
@@ -184,8 +186,73 @@ def test_the_first_line_that_fits_a_url_has_its_key() -> None:
     settings = RouterSettings(
         prefill_urls=urls, decode_urls=urls, engine_api_key=default, engine_api_keys=by_url
     )
-    keys = {url: key_for(settings, url) for url in ("https://a:1/metrics", "https://a:1/v1/x", "https://b:1")}
+    keys = {
+        url: EngineKeys(settings).key_for(url)
+        for url in ("https://a:1/metrics", "https://a:1/v1/x", "https://b:1")
+    }
     assert list(keys.values()) == ["key-of-admin", "key-of-a-engine", "key-of-others"]
+
+
+@pytest.mark.parametrize("has_file", [True, False])
+def test_changed_keys_for_engines_are_read_again_and_bad_ones_are_not(tmp_path: Path, has_file: bool) -> None:
+    """Without a file of their own, engines get the first of the router's own keys."""
+    file, now_s = tmp_path / "keys", [0.0]
+    file.write_text("the-first-key")
+    doors = HttpSettings(key_files=KeyFiles(api_keys=None if has_file else str(file)))
+    own: dict[str, Any] = {"engine_key_file": str(file)} if has_file else {"engines_have_own_key": True}
+    settings = RouterSettings(
+        prefill_urls=("http://a:1",),
+        decode_urls=("http://a:1",),
+        engine_api_key="the-first-key",
+        doors=doors,
+        **own,
+    )
+    keys = EngineKeys(settings, lambda: now_s[0])
+
+    def sent(url: str = "http://a:1") -> bytes | None:
+        now_s[0] += LOOK_EVERY_S
+        return keys.authorization_for(url)
+
+    assert sent() == b"Bearer the-first-key"
+    for bad in ("short", ""):
+        file.write_text(bad)
+        assert sent() == b"Bearer the-first-key"
+    file.write_text("the-second-key the-third-key")
+    assert sent() == b"Bearer the-second-key"
+    if has_file:
+        file.write_text("http://a:1 key-of-a-engine\nkey-of-others")
+        assert [sent(), sent("http://b:1")] == [b"Bearer key-of-a-engine", b"Bearer key-of-others"]
+
+
+async def test_workers_read_changed_keys_again_at_sighup(tmp_path: Path) -> None:
+    tenants, engine_keys = tmp_path / "auth.toml", tmp_path / "engine-keys"
+
+    def write(path: Path, text: str) -> None:
+        path.write_text(text)
+        path.chmod(0o600)
+
+    write(tenants, '[tenants.search]\nkeys = ["the-first-key"]\n')
+    write(engine_keys, "engines-first-key")
+    servers, decode = Servers(), FakeEngine(answers)
+    options = ("--auth-file", str(tenants), "--engine-api-key-file", str(engine_keys))
+    async with two_workers(servers, FakeEngine(lends), decode, *options) as workers:
+
+        async def ask(key: str) -> int:
+            async with workers.client() as client:
+                body = {"prompt": "hello"}
+                return (await client.post("/v1/completions", json=body, headers=bearer(key))).status_code
+
+        assert await ask("the-first-key") == 200
+        write(tenants, '[tenants.search]\nkeys = ["the-second-key"]\n')
+        write(engine_keys, "engines-second-key")
+        workers.process.send_signal(signal.SIGHUP)
+        async with asyncio.timeout(WAIT_S):
+            in_a_row = 0
+            while in_a_row < 20:  # By both workers.
+                in_a_row = in_a_row + 1 if await ask("the-second-key") == 200 else 0
+        assert await ask("the-first-key") == 401
+        assert decode.calls[-1].headers["authorization"] == "Bearer engines-second-key"
+    await servers.stop()
 
 
 async def test_health_reports_that_keys_of_tokens_are_not_fetched_any_more(

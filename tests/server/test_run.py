@@ -5,6 +5,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -14,6 +15,7 @@ import pytest
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.engine.core.client import EngineClient, EngineDeadError
+from baton.http.auth import KeyFiles
 from baton.http.registration import Registration
 from baton.http.settings import HttpSettings
 from baton.http.tls import TlsFiles
@@ -143,6 +145,26 @@ async def test_keys_and_host_names_are_checked_on_loopback() -> None:
         assert (await client.get("/v1/models")).status_code == 401
         assert (await client.get("/v1/models", headers=key)).status_code == 200
         assert (await client.get("/health", headers={"Host": "evil.example"})).status_code == 403
+    stop_this_process()
+    assert await process.exit == EXIT_STOPPED
+
+
+async def test_a_changed_key_holds_at_sighup(tmp_path: Path) -> None:
+    file = tmp_path / "keys"
+    file.write_text("the-first-key")
+    keys = HttpSettings(api_keys=("the-first-key",), key_files=KeyFiles(api_keys=str(file)))
+    process = Process(ScriptedEngine(), http=keys)
+    async with process.client(await process.url) as client:
+
+        async def status() -> int:
+            key = {"Authorization": "Bearer the-second-key"}
+            return (await client.get("/v1/models", headers=key)).status_code
+
+        assert await status() == 401
+        file.write_text("the-second-key")
+        os.kill(os.getpid(), signal.SIGHUP)
+        while await status() != 200:
+            pass
     stop_this_process()
     assert await process.exit == EXIT_STOPPED
 

@@ -19,6 +19,7 @@ from baton.core.errors import UserError
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.rate_limits import RateLimits
+from baton.http.watched_files import WatchedFiles
 from baton.http.workers import WorkerPool
 from baton.router import machine
 from baton.router.admission import NO_OBJECTIVE, objective_of
@@ -87,7 +88,7 @@ class Router:
         self._access_log = None if settings.access_log is None else AccessLog(settings.access_log)
         self.fleet, self.metrics, self.replica = parts.fleet, parts.metrics, Replica(parts.view)
         self._wheel = TimerWheel(asyncio.get_running_loop())
-        upstream = Upstream(parts.pool, self._wheel, settings)
+        upstream = Upstream(parts.pool, self._wheel, settings, parts.engine_keys)
         self._index_owner = None
         if administration is None and settings.kv_events:
             self._index_owner = IndexOwner(parts.fleet, settings, log_config or NO_LOG)
@@ -122,10 +123,11 @@ class Router:
         self._admin_pages = AdminPages(administration)
         self._workers = WorkerPool()
         self._bodies = Bodies(settings.doors, self._workers)
-        self._client_auth, auth = ClientAuth(settings, self.note_fault), settings.doors.auth
+        self._auth = settings.doors.auth_file(self._loop.time)
+        self._client_auth = ClientAuth(settings, self._auth, self.note_fault)
         self._charges, self._limits = charges, None
-        if auth.is_limited and (charges is None or auth.storage is not None):
-            self._charges = self._limits = RateLimits(auth)
+        if settings.doors.may_limit and (charges is None or settings.doors.auth.storage is not None):
+            self._charges = self._limits = RateLimits(self._auth)
         self._listeners: list[Listener] = []
         self._fault: str | None = None
         self._running: set[RequestDriver | Charging] = set()
@@ -212,7 +214,8 @@ class Router:
         self.replica.apply(self.peers.peers.load(), asyncio.get_running_loop().time())
 
     async def reload(self) -> None:
-        """Read the sources of members anew."""
+        """Read the sources of members anew, and files that have changed."""
+        WatchedFiles.look_now()
         if self.control is not None:
             await self.control.members.reload()
 
@@ -368,7 +371,7 @@ class Router:
     ) -> None:
         """`cost`: in tokens, or the body that has them; None: nothing. Raises UserError, ApiError."""
         tenant = incoming.caller.tenant
-        rate = self._settings.doors.auth.rate_of(tenant)
+        rate = self._auth.current.rate_of(tenant)
         if self._charges is None or not rate.is_limited or cost is None:
             return then()
         num_tokens = 0

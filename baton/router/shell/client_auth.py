@@ -5,7 +5,7 @@ import logging
 from collections.abc import Callable
 
 from baton.core.errors import ConfigError
-from baton.http.auth import OPEN_PATHS, Authenticator
+from baton.http.auth import OPEN_PATHS, Authenticator, AuthFile
 from baton.http.gate import Checks
 from baton.http.jwt_tokens import JwtVerifier
 from baton.router.settings import RouterSettings
@@ -22,10 +22,10 @@ OTHER_TYPES = "; send forms, such as those of /v1/audio/transcriptions, to an en
 class ClientAuth:
     """Made and used in one event loop. `start` it, and `close` it."""
 
-    def __init__(self, settings: RouterSettings, on_fault: Callable[[str], None]) -> None:
+    def __init__(self, settings: RouterSettings, auth: AuthFile, on_fault: Callable[[str], None]) -> None:
         """`on_fault`: the task that fetches keys has ended with a defect."""
         self._on_fault = on_fault
-        self._settings, self._loop = settings, asyncio.get_running_loop()
+        self._settings, self._auth, self._loop = settings, auth, asyncio.get_running_loop()
         self._jwt = settings.doors.auth.jwt
         self._is_due = asyncio.Event()
         self._fetching: asyncio.Task[None] | None = None
@@ -41,7 +41,7 @@ class ClientAuth:
             admin_keys=doors.admin_keys,
             register_keys=doors.register_keys,
             files=doors.key_files,
-            auth=doors.auth,
+            auth=self._auth,
             verifier=self._verifier,
             is_admin=is_admin,
             now_s=self._loop.time,

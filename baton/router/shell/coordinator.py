@@ -17,6 +17,7 @@ from typing import Any
 from baton.core.errors import BatonError
 from baton.http.bodies import Bodies
 from baton.http.rate_limits import RateLimits
+from baton.http.watched_files import WatchedFiles
 from baton.http.workers import WorkerPool
 from baton.router.event_log import Happened
 from baton.router.notes import Load, Note
@@ -40,6 +41,7 @@ from baton.router.shell.frames import (
     Frame,
     FrameStream,
     Listening,
+    LookAtFiles,
     Process,
     Recall,
     Recalled,
@@ -127,8 +129,8 @@ class Coordinator:
         )
         self._pages = AdminPages(self._control)
         self._pool = WorkerPool()
-        auth = settings.doors.auth
-        self._limits = RateLimits(auth) if auth.is_limited and auth.storage is None else None
+        self._auth, doors = settings.doors.auth_file(self._loop.time), settings.doors
+        self._limits = RateLimits(self._auth) if doors.may_limit and doors.auth.storage is None else None
         self._listener: Listener | None = None
         self._where: tuple[str, int, bool] = ("", 0, False)  # Host, port, and whether there is an admin port.
         self._reserved: list[socket.socket] = []
@@ -153,7 +155,7 @@ class Coordinator:
             self._listener = Listener(
                 self._pages.serve,
                 settings.doors,
-                ClientAuth(settings, self._note_fault).checks(lambda path: True),
+                ClientAuth(settings, self._auth, self._note_fault).checks(lambda path: True),
                 Bodies(settings.doors, self._pool),
                 TimerWheel(self._loop),
                 reads_in_s=settings.timeouts.idle_s,
@@ -187,6 +189,8 @@ class Coordinator:
         await asyncio.wait(keepers, timeout=timeout_s + CLOSING_S + EXIT_S)
 
     async def reload(self) -> None:
+        WatchedFiles.look_now()
+        self._send_all(LookAtFiles())
         await self._control.members.reload()
 
     def end_requests(self) -> None:
@@ -314,7 +318,17 @@ class Coordinator:
                 task = asyncio.create_task(self._charge(worker, number, tenant, num_prompt_tokens))
                 self._answering.add(task)
                 task.add_done_callback(self._answering.discard)
-            case Welcome() | Drain() | EndRequests() | Fault() | Collect() | Recall() | Answers() | Charged():
+            case (
+                Welcome()
+                | Drain()
+                | EndRequests()
+                | LookAtFiles()
+                | Fault()
+                | Collect()
+                | Recall()
+                | Answers()
+                | Charged()
+            ):
                 raise AssertionError(f"the coordinator gets no {type(frame).__name__}")
             case _:
                 self._replica.apply(frame, self._loop.time())

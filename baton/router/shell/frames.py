@@ -53,6 +53,10 @@ class EndRequests(_Frame, frozen=True, tag="EndRequests"):
     """To a worker that drains: at once."""
 
 
+class LookAtFiles(_Frame, frozen=True, tag="LookAtFiles"):
+    """To a worker: read again what has changed."""
+
+
 class Fault(_Frame, frozen=True, tag="Fault"):
     """To a worker: the router is broken, as /health has to say."""
 
@@ -114,6 +118,7 @@ Frame: TypeAlias = (
     | Listening
     | Drain
     | EndRequests
+    | LookAtFiles
     | Fault
     | Collect
     | Collected

@@ -9,8 +9,9 @@ from collections.abc import Callable, Mapping
 from baton.router.answers import LegAnswer
 from baton.router.errors import FailureKind, LegFailure
 from baton.router.events import Closed, Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
-from baton.router.settings import RouterSettings, key_for
+from baton.router.settings import RouterSettings
 from baton.router.shell.engine_http import EnginePool, Sending, header_lines, origin_of, request_bytes
+from baton.router.shell.engine_keys import EngineKeys
 from baton.router.shell.timers import TimerWheel
 
 NO_HEADERS: Mapping[str, str] = {}
@@ -19,19 +20,14 @@ NO_HEADERS: Mapping[str, str] = {}
 class Upstream:
     """What all legs share."""
 
-    def __init__(self, pool: EnginePool, wheel: TimerWheel, settings: RouterSettings) -> None:
+    def __init__(
+        self, pool: EnginePool, wheel: TimerWheel, settings: RouterSettings, keys: EngineKeys
+    ) -> None:
         self.pool = pool
         self.wheel = wheel
         self.max_answer_bytes = settings.max_answer_bytes
         self.idle_s = settings.timeouts.idle_s
-        self._settings = settings
-        self._authorizations: dict[str, bytes | None] = {}  # By engine's URL.
-
-    def authorization_for(self, url: str) -> bytes | None:
-        if url not in self._authorizations:
-            key = key_for(self._settings, url)
-            self._authorizations[url] = None if key is None else f"Bearer {key}".encode()
-        return self._authorizations[url]
+        self.authorization_for = keys.authorization_for
 
 
 class Ask:

@@ -4,9 +4,10 @@ from baton.http.tls import ClientTls
 from baton.router.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.pairs import Pairs
-from baton.router.settings import RouterSettings, key_for
+from baton.router.settings import RouterSettings
 from baton.router.shell.asking import Asker
 from baton.router.shell.engine_http import EnginePool
+from baton.router.shell.engine_keys import EngineKeys
 from baton.router.shell.introductions import Introducer
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
@@ -27,7 +28,8 @@ class Parts:
             if settings.engine_ca is None and settings.tls is None
             else ClientTls(settings.engine_ca, settings.tls, field="engine_ca"),
         )
-        self.asker = Asker(self.pool, lambda url: key_for(settings, url))
+        self.engine_keys = EngineKeys(settings)
+        self.asker = Asker(self.pool, self.engine_keys.key_for)
         timeout_s = settings.probe.timeout_s
         self.introducer = Introducer(self.asker, self.fleet, timeout_s, pushes=settings.mode == "push")
         self.loans = LoanReturns(self.asker, self.metrics, timeout_s)

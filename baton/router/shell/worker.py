@@ -17,6 +17,7 @@ from baton.http.connections import raise_descriptor_limit
 from baton.http.errors import ApiError
 from baton.http.log_limit import limit_logs
 from baton.http.rate_limits import Verdict
+from baton.http.watched_files import WatchedFiles
 from baton.router.event_log import Happened
 from baton.router.notes import Drains, Note
 from baton.router.shell import admin
@@ -35,6 +36,7 @@ from baton.router.shell.frames import (
     Frame,
     FrameStream,
     Listening,
+    LookAtFiles,
     Recall,
     Recalled,
     Welcome,
@@ -109,6 +111,8 @@ class Worker:
             case EndRequests():
                 if self._router is not None:
                     self._router.end_requests()
+            case LookAtFiles():
+                WatchedFiles.look_now()
             case Fault(why):
                 if self._router is not None:
                     self._router.note_fault(why)
