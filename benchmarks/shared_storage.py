@@ -13,7 +13,6 @@ to the disk, ours and the plain ones.
 
 from __future__ import annotations
 
-import hmac
 import os
 import secrets
 import sys
@@ -26,13 +25,16 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
-from baton.connectors.shared_storage import files
 from baton.connectors.shared_storage.cache_blocks import CacheBlocks
-from baton.connectors.shared_storage.chunk_name import SUFFIX, ChunkName
+from baton.connectors.shared_storage.form import bytes_of
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.connectors.shared_storage.settings import CHUNK_TOKENS, StorageSettings
 from baton.core.config import KVTransferConfig
 from baton.engine.llm import LLM
+from baton.tiers.aligned import AlignedMemory
+from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
+from baton.tiers.chunk_name import SUFFIX, ChunkName
+from baton.tiers.file_store import FileStore
 from benchmarks.returns import (
     BLOCK_TOKENS,
     Measured,
@@ -63,7 +65,7 @@ class Files:
         self._blocks = CacheBlocks(LayerKind(None, (0,), chunk_blocks, BLOCK_TOKENS), [caches])
         self._tables = torch.arange(shape[1]).view(num_chunks, chunk_blocks).tolist()
         self._names = [ChunkName("bench", secrets.token_bytes(32), 0) for _ in self._tables]
-        self._folder, self._plain = folder, folder / "plain"
+        self._store, self._memory, self._plain = FileStore(folder), AlignedMemory(), folder / "plain"
         self._plain.mkdir()
         self._content = secrets.token_bytes(self._blocks.form.nbytes)
         self.nbytes = len(self._content) * num_chunks
@@ -71,7 +73,8 @@ class Files:
     def store(self) -> None:
         for name, table in zip(self._names, self._tables, strict=True):
             body = self._blocks.copy_out(table)
-            files.write(name.path_in(self._folder), name, self._blocks.form, body, KEY, fsync=True)
+            header, sealed = seal(name, self._blocks.form.entries, bytes_of(body), KEY)
+            self._store.write(str(name), (header, sealed))
 
     def load(self, num_threads: int = 1) -> None:
         """Load as the connector's threads do: each takes the next chunk when its own is done."""
@@ -90,12 +93,14 @@ class Files:
 
     def checksum(self) -> None:
         """Compute only the checksums."""
-        for _ in self._tables:
-            hmac.digest(KEY, self._content, "sha256")
+        for name in self._names:
+            seal(name, self._blocks.form.entries, memoryview(self._content), KEY)
 
     def _load_chunk(self, name: ChunkName, table: list[int]) -> None:
-        body = files.read(name.path_in(self._folder), name, self._blocks.form, KEY)
-        self._blocks.copy_in(body, table)
+        form = self._blocks.form
+        memory = self._memory.take(HEADER_BYTES_MAX + form.nbytes)
+        stored = memory[: self._store.read(str(name), memory)]
+        self._blocks.copy_in(form.body_in(open_sealed(stored, name, form.entries, form.nbytes, KEY)), table)
 
 
 def measure_files(folder: Path, num_chunks: int = NUM_CHUNKS, turns: int = TURNS) -> Measured:

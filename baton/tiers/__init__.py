@@ -3,4 +3,8 @@
 eviction      LRU, ARC, S3-FIFO: pure, over keys
 slot_index    assignment of keys to slots, and the uses of each slot: pure
 host_rows     the slots' memory, and the copies between it and an engine's cache
+chunk         one rank's KV of one chunk, which names itself and proves its integrity
+store         interface of what keeps chunks; file_store, object_store, redis_store implement it
+tiers         several stores, the fastest first, as one
+sweep         keeps a store within its limits of size and age
 """

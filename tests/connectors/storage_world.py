@@ -6,11 +6,11 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
-from baton.connectors.shared_storage.chunk_name import SUFFIX
 from baton.core.config import ClusterSecret, EngineConfig, KVTransferConfig, ModelConfig
 from baton.core.hashing import block_hash, root_hash
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
+from baton.tiers.chunk_name import SUFFIX
 from tests.connectors import engine_world
 from tests.connectors.engine_world import BLOCK, SECRET, Start, prompt_of, start_in
 

@@ -172,7 +172,7 @@ def test_loaded_chunks_stay_longest_and_their_beginning_longest(start: Start, tm
 
 def test_one_engine_evicts_while_the_other_loads(start: Start, tmp_path: Path) -> None:
     alone = start()
-    sweeping = storage(tmp_path, max_gib=40_000 / (1 << 30), sweep_every_s=0.001)
+    sweeping = storage(tmp_path, max_gib=100_000 / (1 << 30), sweep_every_s=0.001)
     a, b = start(sweeping), start(sweeping)
     prompts = [prompt_of(43, step=step) for step in (3, 7, 11)]
     expected = [completion.token_ids for completion in alone.generate(prompts, GREEDY)]

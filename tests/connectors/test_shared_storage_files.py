@@ -16,15 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.shared_storage import files
-from baton.connectors.shared_storage.chunk_name import ChunkName
-from baton.connectors.shared_storage.files import Unusable
-from baton.connectors.shared_storage.form import FileForm, LayerShape
-from baton.connectors.shared_storage.sweep import ABANDONED_S, LOW_WATER, sweep
-from baton.connectors.whole_file import TEMPORARY_PREFIX, write_whole
+from baton.connectors.shared_storage.form import FileForm, LayerShape, bytes_of
 from baton.core.errors import ConfigError
+from baton.tiers.aligned import AlignedMemory
+from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
+from baton.tiers.chunk_name import ChunkName
+from baton.tiers.file_store import ABANDONED_S, FileStore
+from baton.tiers.store import Unusable
+from baton.tiers.sweep import LOW_WATER, sweep
+from baton.tiers.whole_file import TEMPORARY_PREFIX, write_whole
 
 KEY = b"k" * 32
+MEMORY = AlignedMemory()
 NAME = ChunkName("n" * 32, bytes(range(32)), 0)
 SHAPES = {
     f"model.layers.{layer}.self_attn.attn": LayerShape((2, 2, 4, 6), dtype)
@@ -47,8 +50,28 @@ def body_of(layers: Mapping[str, torch.Tensor], form: FileForm = FORM) -> torch.
     return body
 
 
+def write(
+    path: Path,
+    name: ChunkName,
+    form: FileForm,
+    body: torch.Tensor,
+    key: bytes,
+    *,
+    fsync: bool = False,
+    encrypts: bool = False,
+) -> None:
+    header, sealed = seal(name, form.entries, bytes_of(body), key, encrypts=encrypts)
+    FileStore(path.parent, fsync=fsync).write(path.name, (header, sealed))
+
+
+def read(path: Path, name: ChunkName, form: FileForm, key: bytes) -> torch.Tensor:
+    memory = MEMORY.take(form.nbytes + HEADER_BYTES_MAX)
+    nbytes = FileStore(path.parent).read(path.name, memory)
+    return form.body_in(open_sealed(memory[:nbytes], name, form.entries, form.nbytes, key))
+
+
 def written(path: Path, name: ChunkName = NAME, key: bytes = KEY, seed: int = 0) -> bytes:
-    files.write(path, name, FORM, body_of(layers_of(seed)), key, fsync=False)
+    write(path, name, FORM, body_of(layers_of(seed)), key)
     return path.read_bytes()
 
 
@@ -67,7 +90,7 @@ def assert_right_or_unusable(path: Path, content: bytes) -> bool:
     """Returns whether it was accepted; asserts that an accepted file is right."""
     path.write_bytes(content)
     try:
-        body = files.read(path, NAME, FORM, KEY)
+        body = read(path, NAME, FORM, KEY)
     except Unusable:
         return False
     got = FORM.layers_of(body)
@@ -79,7 +102,7 @@ def assert_right_or_unusable(path: Path, content: bytes) -> bool:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     path = NAME.path_in(tmp_path)
-    files.write(path, NAME, FORM, body_of(layers_of()), KEY, fsync=True)
+    write(path, NAME, FORM, body_of(layers_of()), KEY, fsync=True)
     assert assert_right_or_unusable(path, path.read_bytes())
     assert [entry.name for entry in path.parent.iterdir()] == [path.name], "no other file may be left"
 
@@ -144,45 +167,45 @@ def test_a_truncated_or_mixed_file_is_never_used(
 def test_a_whole_file_under_another_name_is_foreign(path: Path, other: ChunkName) -> None:
     written(path)
     with pytest.raises(Unusable, match="foreign"):
-        files.read(path, other, FORM, KEY)
+        read(path, other, FORM, KEY)
 
 
 def test_a_forged_name_in_the_metadata_is_noticed(path: Path, whole: bytes) -> None:
     other = ChunkName(NAME.namespace, bytes(32), 0)
     path.write_bytes(whole.replace(NAME.key.hex().encode(), other.key.hex().encode()))
     with pytest.raises(Unusable, match="checksum"):
-        files.read(path, other, FORM, KEY)
+        read(path, other, FORM, KEY)
 
 
 def test_files_cannot_be_signed_without_the_secret(path: Path) -> None:
     written(path, key=b"another key of thirty-two bytes!")
     with pytest.raises(Unusable, match="checksum"):
-        files.read(path, NAME, FORM, KEY)
+        read(path, NAME, FORM, KEY)
 
 
 def test_another_caches_shape_is_refused(path: Path) -> None:
     """It has equally many bytes, and is signed."""
     turned = {name: LayerShape(shape.shape[::-1], shape.dtype) for name, shape in SHAPES.items()}
     form = FileForm(turned)
-    files.write(path, NAME, form, form.new_body().zero_(), KEY, fsync=False)
+    write(path, NAME, form, form.new_body().zero_(), KEY, fsync=False)
     with pytest.raises(Unusable, match="do not match this cache"):
-        files.read(path, NAME, FORM, KEY)
+        read(path, NAME, FORM, KEY)
 
 
-@pytest.mark.parametrize("num_bytes", [0, 7, FORM.nbytes - 1, FORM.nbytes + files.HEADER_BYTES_MAX + 1])
+@pytest.mark.parametrize("num_bytes", [0, 7, FORM.nbytes - 1, FORM.nbytes + HEADER_BYTES_MAX + 1])
 def test_a_file_of_an_impossible_size_is_not_read(tmp_path: Path, num_bytes: int) -> None:
     path = tmp_path / "file"
     with open(path, "wb") as file:
         file.truncate(num_bytes)
     with pytest.raises(Unusable, match=f"it has {num_bytes} bytes"):
-        files.read(path, NAME, FORM, KEY)
+        read(path, NAME, FORM, KEY)
 
 
 def test_an_unreadable_file_gives_a_reason(tmp_path: Path) -> None:
     with pytest.raises(Unusable, match="gone"):
-        files.read(tmp_path / "nothing", NAME, FORM, KEY)
-    with pytest.raises(Unusable, match="io"):
-        files.read(tmp_path, NAME, FORM, KEY)
+        read(tmp_path / "nothing", NAME, FORM, KEY)
+    with pytest.raises(Unusable, match="foreign: it is not a regular file"):
+        read(tmp_path, NAME, FORM, KEY)
 
 
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path) -> None:
@@ -222,7 +245,7 @@ WRITER = """
 import sys, threading
 from pathlib import Path
 from tests.connectors.test_shared_storage_files import NAME, written
-from baton.connectors.shared_storage.chunk_name import ChunkName
+from baton.tiers.chunk_name import ChunkName
 def write():
     for number in range(1_000_000):
         name = ChunkName(NAME.namespace, (number % 50).to_bytes(32, "big"), 0)
@@ -247,7 +270,7 @@ def test_a_killed_writer_leaves_complete_files_only(tmp_path: Path) -> None:
     found = list(tmp_path.glob("*/*/*.safetensors"))
     for path in found:
         key = bytes.fromhex(path.name.partition(".")[0])
-        got = FORM.layers_of(files.read(path, ChunkName(NAME.namespace, key, 0), FORM, KEY))
+        got = FORM.layers_of(read(path, ChunkName(NAME.namespace, key, 0), FORM, KEY))
         expected = layers_of(int.from_bytes(key, "big"))
         assert all(torch.equal(got[layer], expected[layer]) for layer in SHAPES)
 
@@ -286,7 +309,7 @@ def test_a_sweep_follows_the_rules(
         number: put(folder, number, used_s=now_s - age, nbytes=nbytes, num_ranks=2)
         for number, (age, nbytes) in enumerate(aged)
     }
-    swept = sweep(folder, max_bytes=max_bytes, max_age_s=max_age_s, now_s=now_s)
+    swept = sweep(FileStore(folder), max_bytes=max_bytes, max_age_s=max_age_s, now_s=now_s)
 
     stays = {n for n, (age, _) in enumerate(aged) if max_age_s is None or age <= max_age_s + 1e-9}
     if max_bytes is not None and sum(2 * nbytes for _, nbytes in aged) > max_bytes:
@@ -306,7 +329,7 @@ def test_a_sweep_removes_abandoned_files_and_no_foreign_ones(tmp_path: Path) -> 
     for path, used_s in [(left, 999.0 - ABANDONED_S), (fresh, 990.0), *((s, 0.0) for s in strangers)]:
         path.write_bytes(b"...")
         os.utime(path, (used_s, used_s))
-    sweep(tmp_path, max_bytes=10_000, max_age_s=None, now_s=1000.0)
+    sweep(FileStore(tmp_path), max_bytes=10_000, max_age_s=None, now_s=1000.0)
     assert not left.exists()
     assert all(path.exists() for path in (kept, fresh, *strangers))
 
@@ -324,7 +347,7 @@ def test_a_file_that_cannot_be_removed_does_not_stop_a_sweep(
         unlink(path)
 
     monkeypatch.setattr(os, "unlink", refuse)
-    swept = sweep(tmp_path, max_bytes=300, max_age_s=None, now_s=1000.0)
+    swept = sweep(FileStore(tmp_path), max_bytes=300, max_age_s=None, now_s=1000.0)
     assert [path.exists() for path in paths] == [True, False, False, True]
     assert (swept.num_kept, swept.num_evicted, swept.kept_bytes) == (2, 2, 200)
     assert "Operation not permitted" in swept.error

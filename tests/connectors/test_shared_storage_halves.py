@@ -20,7 +20,6 @@ from baton.connectors.shared_storage import (
     StorageSettings,
     StorageWorkerHalf,
 )
-from baton.connectors.shared_storage.files import Unusable
 from baton.connectors.shared_storage.layer_kinds import kinds_of
 from baton.connectors.shared_storage.loads import Load
 from baton.connectors.shared_storage.metadata import (
@@ -38,6 +37,7 @@ from baton.core.layout import ModelFingerprint
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
+from baton.tiers.store import Unusable
 from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in
 
 NUM_BLOCKS = 16

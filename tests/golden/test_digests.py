@@ -9,10 +9,8 @@ from typing import Any
 
 from baton.connectors.hidden_states.settings import HiddenStatesSettings
 from baton.connectors.pull.intent import transfer_of_request
-from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.identity import FORMAT, StorageIdentity, layout_digest
 from baton.connectors.shared_storage.settings import StorageSettings
-from baton.connectors.whole_file import TEMPORARY_PREFIX
 from baton.core.config import ClusterSecret
 from baton.core.hashing import HASH_SEED, block_hash, extra_key, prompt_hash, root_hash
 from baton.core.kv_groups import KVCacheGroup
@@ -23,6 +21,8 @@ from baton.engine.checkpoints.families import parse_architecture
 from baton.engine.prefilled import sampling_digest
 from baton.router.legs import shape_of
 from baton.router.policies import EngineState, RoutedRequest, choose_prefix_affinity
+from baton.tiers.chunk_name import ChunkName
+from baton.tiers.whole_file import TEMPORARY_PREFIX
 from baton.vllm_plugin.fingerprint import fingerprint_of
 from tests.golden.golden import check_values
 from tests.golden.samples import HASH, MODEL, SECRET

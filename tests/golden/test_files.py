@@ -3,13 +3,14 @@
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from baton.connectors.hidden_states.halves import HiddenStatesWorkerHalf, SaveStates
 from baton.connectors.hidden_states.settings import HiddenStatesSettings
-from baton.connectors.shared_storage import files
-from baton.connectors.shared_storage.chunk_name import ChunkName
-from baton.connectors.shared_storage.form import FileForm, LayerShape
+from baton.connectors.shared_storage.form import FileForm, LayerShape, bytes_of
+from baton.tiers import chunk
+from baton.tiers.chunk_name import ChunkName
 from tests.golden.golden import check_values, literals
 from tests.golden.samples import HASH
 
@@ -22,7 +23,8 @@ def split(content: bytes) -> tuple[bytes, bytes]:
     return content[LENGTH_BYTES:end], content[end:]
 
 
-def test_chunks_of_the_shared_storage(tmp_path: Path) -> None:
+def test_chunks_of_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chunk.secrets, "token_bytes", lambda nbytes: bytes(range(nbytes)))
     dtypes = (torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.uint8)
     form = FileForm({str(dtype): LayerShape((1, 2, 2), dtype) for dtype in dtypes})
     body = form.new_body()
@@ -31,8 +33,7 @@ def test_chunks_of_the_shared_storage(tmp_path: Path) -> None:
     found: dict[str, object] = {}
     for kind, window in {"file": None, "file of a window": 16}.items():
         name = ChunkName("namespace", HASH, 1, window)
-        files.write(tmp_path / "file", name, form, body, b"signing key", fsync=False)
-        header, content = split((tmp_path / "file").read_bytes())
+        header, content = split(b"".join(chunk.seal(name, form.entries, bytes_of(body), b"signing key")))
         found |= {kind: header.decode().rstrip(" "), f"{kind}, length": len(header), f"{kind}, body": content}
     check_values("file_of_a_chunk", found)
 

@@ -53,7 +53,7 @@ class Zeroing(BatonOffloadConnector):
                     of_layer[row] = 0
 """,
     "BatonSharedStorageConnector": """
-from baton.connectors.shared_storage.chunk_name import STATE
+from baton.tiers.chunk_name import STATE
 from baton.vllm_plugin.shared_storage import BatonSharedStorageConnector
 
 

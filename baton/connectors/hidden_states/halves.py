@@ -24,13 +24,13 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from baton.connectors.counted import Count, CountedStats, LabelledCount
 from baton.connectors.hidden_states.settings import PATH_KEY, HiddenStatesSettings, includes_output
 from baton.connectors.jobs import Jobs
-from baton.connectors.whole_file import write_whole
 from baton.contract import (
     KVConnectorMetadata,
     host,
 )
 from baton.contract.base import hidden_states_name
 from baton.contract.defaults import FinishesByFirstGroup, NoLayerHooks
+from baton.tiers.whole_file import write_whole
 
 if TYPE_CHECKING:
     import torch

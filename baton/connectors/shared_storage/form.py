@@ -1,11 +1,8 @@
-"""Form of the files of one kind of layers: a header, then the layers' bytes in one piece.
+"""Body of the chunks of one kind of layers: every layer's blocks. The widest dtypes come first, so that each
+is aligned.
 
-    8 bytes, little-endian   length of the header
-    header                   JSON, padded with spaces: `__metadata__`, and each layer's dtype, shape, offsets
-    body                     every layer's blocks; the widest dtypes first, so that each is aligned
-
-This is safetensors' format, so that other programs can read a file. It is implemented here because that
-library copies all bytes several times; a body in one piece is read, verified and written without a copy.
+`entries` describes it in safetensors' terms (`baton.tiers.chunk`). The format is implemented here because
+that library copies all bytes several times; a body in one piece is read, verified and written without a copy.
 """
 
 from __future__ import annotations
@@ -13,14 +10,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import msgspec
 import torch
 
 from baton.core.errors import ConfigError
-
-ALIGNED_BYTES = 8
-LENGTH_BYTES = 8
-METADATA = "__metadata__"
 
 _DTYPES = {
     torch.float64: "F64",
@@ -62,7 +54,7 @@ class FileForm:
             end = self.nbytes + layer.nbytes
             self._layers.append((name, layer, slice(self.nbytes, end)))
             self.nbytes = end
-        self._layer_entries = {
+        self.entries = {  # As in safetensors.
             name: {
                 "dtype": _DTYPES[layer.dtype],
                 "shape": layer.shape,
@@ -71,15 +63,13 @@ class FileForm:
             for name, layer, place in self._layers
         }
 
-    def header(self, metadata: Mapping[str, str]) -> bytes:
-        """Everything before the body."""
-        encoded = msgspec.json.encode({METADATA: metadata, **self._layer_entries})
-        encoded += b" " * (-len(encoded) % ALIGNED_BYTES)
-        return len(encoded).to_bytes(LENGTH_BYTES, "little") + encoded
-
     def new_body(self, device: torch.device | str = "cpu") -> torch.Tensor:
         """uint8 [nbytes], not initialised."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
+
+    def body_in(self, memory: memoryview) -> torch.Tensor:
+        """The same memory as a body."""
+        return torch.frombuffer(memory, dtype=torch.uint8)
 
     def layers_of(self, body: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each layer's tensor by name; they share the memory of `body`."""

@@ -19,18 +19,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton.connectors.extra_config import FIELD, parse_extra
-from baton.connectors.shared_storage.chunk_name import STATE
 from baton.connectors.shared_storage.layer_kinds import LayerKind, kinds_of
-from baton.connectors.shared_storage.settings import StorageSettings
+from baton.connectors.shared_storage.settings import CommonSettings, StorageSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup, has_states, is_hybrid
 from baton.core.layout import SLOT, ModelFingerprint
+from baton.tiers.chunk import FORMAT
+from baton.tiers.chunk_name import STATE
 
 if TYPE_CHECKING:
     import torch
 
-FORMAT = "baton-kv-3"
 KEY_PURPOSE = "baton.storage.1"
 NAMESPACE_BYTES = 16
 
@@ -43,11 +43,14 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
     saves: bool  # kv_producer, kv_both.
     loads: bool  # kv_consumer, kv_both.
     secret: ClusterSecret | None
-    settings: StorageSettings
+    settings: CommonSettings
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one group of all.
 
     @classmethod
-    def of_engine(cls, config: EngineConfig) -> StorageIdentity:
+    def of_engine(
+        cls, config: EngineConfig, settings: type[CommonSettings] = StorageSettings
+    ) -> StorageIdentity:
+        """Raises ConfigError."""
         transfer = config.kv_transfer_config
         if transfer is None:
             raise ConfigError("is required", field="kv_transfer_config")
@@ -59,7 +62,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
             secret=config.transfer_secret,
-            settings=parse_extra(StorageSettings, transfer.kv_connector_extra_config),
+            settings=parse_extra(settings, transfer.kv_connector_extra_config),
             groups=config.kv_cache_groups,
         )
 
@@ -71,6 +74,10 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
                 field=f"{FIELD}.chunk_tokens",
             )
         self.settings.chunk_tokens_of(self.block_tokens)
+        if self.settings.encrypt and self.secret is None:
+            raise ConfigError(
+                "needs a cluster secret, from which the key is derived", field=f"{FIELD}.encrypt"
+            )
 
     @property
     def chunk_tokens(self) -> int:

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from baton.connectors.shared_storage.chunk_name import STATE
 from baton.core.kv_groups import KVCacheGroup
+from baton.tiers.chunk_name import STATE
 
 
 @dataclass(frozen=True, slots=True)

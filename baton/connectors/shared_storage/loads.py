@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.connectors.shared_storage.metadata import ChunkPart, LoadChunks
+from baton.tiers.store import Fault
 
-# Reason why a file, or a load, cannot be used. A label of `baton:storage_unusable_files`.
-FileFault = Literal["gone", "corrupt", "foreign", "io"]
-LoadFault = FileFault | Literal["failed", "timeout"]
+# Reason why a load failed. A label of `baton:storage_unusable_files`.
+LoadFault = Fault | Literal["failed", "timeout"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Load:
         assert order.parts, "a load needs parts, or it would never end"
         self.order = order
         self.deadline_s = deadline_s
-        self.used_ns = time.time_ns()  # Since the Unix epoch, as in file times.
+        self.used_s = time.time()  # Since the Unix epoch.
         self.lock = threading.Lock()
         self.is_over = False
         self._missing = set(range(len(order.parts)))

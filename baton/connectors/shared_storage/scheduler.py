@@ -1,6 +1,6 @@
-"""Scheduler half: looks prompts up, orders loads and saves, and keeps the folder within its limits.
+"""Scheduler half: looks prompts up, orders loads and saves, and keeps the stores within their limits.
 
-    a prompt arrives     a thread looks its chunks up; a chunk is found if the files of *all* ranks exist
+    a prompt arrives     a thread looks its chunks up; a chunk is found if the values of *all* ranks exist
     it is its turn       the number of tokens to load; "ask again later" until the thread has answered
     a chunk is computed  ranks copy it in that step, and write it after all ranks copied it without a failure
 
@@ -17,15 +17,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.jobs import Jobs, Repeated
-from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.identity import StorageIdentity
-from baton.connectors.shared_storage.layer_kinds import LayerKind, num_served
+from baton.connectors.shared_storage.layer_kinds import num_served
 from baton.connectors.shared_storage.metadata import (
     ChunkPart,
     LoadChunks,
@@ -36,8 +34,7 @@ from baton.connectors.shared_storage.metadata import (
 )
 from baton.connectors.shared_storage.prompts import Lookup, Prompt
 from baton.connectors.shared_storage.stats import StorageStats
-from baton.connectors.shared_storage.sweep import sweep
-from baton.connectors.whole_file import make_folder
+from baton.connectors.shared_storage.stores import limits_of, make_tiers
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -46,24 +43,28 @@ from baton.contract import (
     host,
 )
 from baton.contract.defaults import FinishesByFirstGroup
-from baton.core.errors import ConfigError
 from baton.core.kv_groups import can_complete_states, has_states
+from baton.tiers.chunk_name import ChunkName
+from baton.tiers.store import StoreError
+from baton.tiers.sweep import Swept, sweep
 
 if TYPE_CHECKING:
     from baton.core.hashing import BlockHash
 
 logger = logging.getLogger(__name__)
 
+LOOKUP_CHUNKS = 64  # Looked up at a time; the lookup ends with the first that is not stored.
+
 
 class StorageSchedulerHalf(FinishesByFirstGroup):
     def __init__(self, identity: StorageIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError if the folder cannot be used."""
+        """Raises ConfigError if a store cannot be used."""
         settings = identity.settings
         self._identity = identity
         self._kinds = identity.layer_kinds
         self._clock = clock
-        self._folder = Path(settings.path)
-        _make(self._folder, for_group=settings.group_access)
+        self._tiers = make_tiers(settings.stored_tiers, clock)
+        self._tiers.check()
         self._wake: Callable[[], None] = lambda: None
         self._layouts: dict[int, str] = {}  # By rank.
         self._namespaces: tuple[str, ...] = ()  # Of the current secret, and of the previous one.
@@ -79,7 +80,13 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._lookups = Jobs("kv-lookup")
         self._last_lookup: Lookup | None = None
         self._sweeper: Repeated | None = None
-        if settings.max_bytes is not None or settings.max_age_s is not None:
+        self._swept = [
+            (store, max_bytes, max_age_s)
+            for store, tier in zip(self._tiers.stores, settings.stored_tiers, strict=True)
+            for max_bytes, max_age_s in [limits_of(tier)]
+            if max_bytes is not None or max_age_s is not None
+        ]
+        if self._swept:
             self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s)
 
     @property
@@ -211,6 +218,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         if self._sweeper is not None:
             self._sweeper.close(timeout_s)
         self._lookups.close(timeout_s)
+        self._tiers.close()
 
     # --- Saving --------------------------------------------------------------------------------
 
@@ -247,7 +255,11 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._layouts[rank] = layout
         if not self._namespaces and len(self._layouts) == self._identity.num_ranks:
             self._namespaces = self._identity.namespaces(self._layouts)
-            logger.info("KV is stored in %s", self._folder / self._namespaces[0])
+            logger.info(
+                "KV is stored in the namespace %s of %s",
+                self._namespaces[0],
+                ", ".join(store.where for store in self._tiers.stores),
+            )
 
     def _look_up(self, prompt: Prompt) -> None:
         """Starts a lookup. Also for an engine that only saves, because stored chunks need no copy."""
@@ -267,53 +279,57 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             return last is not None and last.num_stored is None and last.deadline_s <= now
 
     def _find_stored(self, lookup: Lookup, namespaces: tuple[str, ...], keys: list[BlockHash]) -> None:
-        """Runs on the lookup thread. An existing file is complete; the load verifies its content."""
-
-        @cache
-        def is_stored(kind: LayerKind, chunk: int) -> bool:
-            return all(
-                any(
-                    ChunkName(namespace, keys[chunk], rank, kind.window_of_files)
-                    .path_in(self._folder)
-                    .exists()
-                    for namespace in namespaces
-                )
-                for rank in range(self._identity.num_ranks)
-            )
-
+        """Runs on the lookup thread. A value that exists is whole; the load verifies its content."""
+        kinds = {kind: number for number, kind in enumerate(self._kinds)}
+        is_stored: list[list[bool]] = []  # By chunk and kind.
         try:
-            num_stored = num_served(self._kinds, len(keys), is_stored)
-        except OSError as error:
-            logger.warning("lookup in %s failed: %s", self._folder, error)
+            while len(is_stored) < len(keys):
+                batch = self._are_stored(keys[len(is_stored) : len(is_stored) + LOOKUP_CHUNKS], namespaces)
+                is_stored += batch
+                if self._kinds[0].window is None and not all(of_kinds[0] for of_kinds in batch):
+                    break  # No longer prefix can be served.
+            num_stored = num_served(
+                self._kinds, len(is_stored), lambda kind, chunk: is_stored[chunk][kinds[kind]]
+            )
+        except StoreError as error:
+            logger.warning("the lookup of %d chunks failed: %s", len(keys), error)
             num_stored = 0
         with self._lock:
             lookup.num_stored = num_stored
             self._stats.add(looked_up_chunks=len(keys), found_chunks=num_stored)
         self._wake()
 
+    def _are_stored(self, keys: list[BlockHash], namespaces: tuple[str, ...]) -> list[list[bool]]:
+        """For each chunk and kind, whether every rank's value is in any namespace. Raises StoreError."""
+        ranks, windows = range(self._identity.num_ranks), [kind.window_of_files for kind in self._kinds]
+        found = self._tiers.find(
+            [
+                str(ChunkName(namespace, key, rank, window))
+                for key in keys
+                for window in windows
+                for rank in ranks
+                for namespace in namespaces
+            ]
+        )
+        values = iter(found)  # The lists below take them in the same order.
+        return [
+            [all([any([next(values) for _ in namespaces]) for _ in ranks]) for _ in windows] for _ in keys
+        ]
+
     def _sweep(self) -> None:
         """Runs on the sweeper's thread."""
-        settings = self._identity.settings
-        try:
-            swept = sweep(
-                self._folder, max_bytes=settings.max_bytes, max_age_s=settings.max_age_s, now_s=time.time()
-            )
-        except OSError as error:
-            logger.warning("sweep of %s failed: %s", self._folder, error)
-            return
-        if swept.error:
-            logger.warning("sweep of %s could not evict everything: %s", self._folder, swept.error)
-        if swept.num_evicted:
-            logger.info("evicted %d chunks, %d bytes", swept.num_evicted, swept.evicted_bytes)
+        total = Swept()
+        for store, max_bytes, max_age_s in self._swept:
+            try:
+                swept = sweep(store, max_bytes=max_bytes, max_age_s=max_age_s, now_s=time.time())
+            except StoreError as error:
+                logger.warning("the sweep of %s failed: %s", store.kind, error)
+                continue
+            if swept.error:
+                logger.warning("the sweep of %s could not evict everything: %s", store.kind, swept.error)
+            total += swept
+        if total.num_evicted:
+            logger.info("evicted %d chunks, %d bytes", total.num_evicted, total.evicted_bytes)
         with self._lock:
-            self._stats.add(evicted_chunks=swept.num_evicted, evicted_bytes=swept.evicted_bytes)
-            self._stats.set_kept(swept.num_kept, swept.kept_bytes)
-
-
-def _make(folder: Path, *, for_group: bool) -> None:
-    try:
-        make_folder(folder, for_group=for_group)
-    except OSError as error:
-        raise ConfigError(
-            f"cannot be created or used: {error}", field="kv_transfer_config.kv_connector_extra_config.path"
-        ) from error
+            self._stats.add(evicted_chunks=total.num_evicted, evicted_bytes=total.evicted_bytes)
+            self._stats.set_kept(total.num_kept, total.kept_bytes)

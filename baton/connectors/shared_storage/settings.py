@@ -1,6 +1,9 @@
-"""Settings of the shared storage: `kv_connector_extra_config`, typed and checked once.
+"""Settings of the storage connectors: `kv_connector_extra_config`, typed and checked once.
 
-{"path": "/mnt/kv", "max_gib": 200, "max_age_s": 604800, "chunk_tokens": 256}
+BatonSharedStorageConnector  {"path": "/mnt/kv", "max_gib": 200, "max_age_s": 604800, "chunk_tokens": 256}
+BatonTieredConnector         {"tiers": [{"type": "host", "cpu_gib": 8},
+                                        {"type": "files", "path": "/ssd/kv", "max_gib": 200},
+                                        {"type": "objects", "url": "s3://bucket/kv"}]}
 """
 
 from __future__ import annotations
@@ -13,41 +16,75 @@ from baton.connectors.extra_config import FIELD
 from baton.core.errors import ConfigError
 
 CHUNK_TOKENS = 256
+GIB = 1 << 30
 
 
-class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
-    path: str  # A folder that all engines share; created if it does not exist.
+class FilesTier(msgspec.Struct, frozen=True, kw_only=True, tag="files", tag_field="type"):
+    """A folder, on a local disk or shared by hosts (`baton.tiers.file_store`)."""
+
+    path: str  # Created if it does not exist.
     max_gib: float | None = None  # Size of all files under `path`, from any engine; None: no limit.
     max_age_s: float | None = None  # Since a file was written or last used; None: no limit.
-    # Tokens of one file, a multiple of the block size; None: the first multiple from CHUNK_TOKENS on. Engines
-    # share files only if they have the same value. Larger files load faster, smaller ones hit more often.
-    chunk_tokens: int | None = None
-    io_threads: int = 2  # Reader threads of one rank. One more thread writes.
-    backlog_max_mib: int = 1024  # Copies of one rank that wait to be written; further ones are not saved.
     fsync: bool = True  # Survive a crash of the machine, not only of the process.
-    lookup_timeout_s: float = 1.0  # How long a prompt waits for its lookup; then it is computed.
-    load_timeout_s: float = 60.0  # For one prompt; then it is computed.
-    # For one file. A read that takes longer hangs, and its prompt is computed. While all readers hang, no
-    # prompt waits for a file.
-    read_timeout_s: float = 5.0
+    direct: bool = False  # Around the page cache, where the file system allows it.
     # Files and folders are created for their owner only (0600, 0700), or also for its group (0660, 0770).
     group_access: bool = False
-    sweep_every_s: float = 30.0  # Interval of sweeps, which evict by age and size.
-    shutdown_timeout_s: float = 5.0  # To finish writing.
 
     def __post_init__(self) -> None:
         if not Path(self.path).is_absolute():
             raise ConfigError("must be an absolute path", field=f"{FIELD}.path")
-        for name in (
-            "max_gib",
-            "max_age_s",
-            "lookup_timeout_s",
-            "load_timeout_s",
-            "read_timeout_s",
-            "sweep_every_s",
-        ):
-            if (value := getattr(self, name)) is not None and not value > 0:
-                raise ConfigError("must be positive", field=f"{FIELD}.{name}")
+        _positive(self, "max_gib", "max_age_s")
+
+
+class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_field="type"):
+    """A bucket (`baton.tiers.object_store`)."""
+
+    url: str  # s3://bucket/prefix, gs://, az://, file:///, memory:///
+    options: dict[str, str] = {}  # Of the client: credentials, endpoint, region.
+    timeout_s: float = 5.0  # For one request.
+    max_gib: float | None = (
+        None  # The oldest objects are removed. None: leave it to the bucket's lifecycle rules.
+    )
+    max_age_s: float | None = None
+
+    def __post_init__(self) -> None:
+        _positive(self, "timeout_s", "max_gib", "max_age_s")
+
+
+class RedisTier(msgspec.Struct, frozen=True, kw_only=True, tag="redis", tag_field="type"):
+    """A Redis or Valkey server, which evicts by its own `maxmemory-policy` (`baton.tiers.redis_store`)."""
+
+    url: str  # redis://, rediss://, unix://
+    timeout_s: float = 2.0  # For one command.
+    ttl_s: float | None = None  # Since a value was written or last used; None: no limit.
+
+    def __post_init__(self) -> None:
+        _positive(self, "timeout_s", "ttl_s")
+
+
+StoredTier = FilesTier | ObjectsTier | RedisTier
+
+
+class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Settings that do not depend on where KV is stored."""
+
+    # Tokens of one chunk, a multiple of the block size; None: the first multiple from CHUNK_TOKENS on.
+    # Engines share chunks only if they have the same value. Larger chunks load faster, smaller ones hit more
+    # often.
+    chunk_tokens: int | None = None
+    io_threads: int = 2  # Reader threads of one rank. One more thread writes.
+    backlog_max_mib: int = 1024  # Copies of one rank that wait to be written; further ones are not saved.
+    encrypt: bool = False  # AES-GCM with a key derived from the cluster secret, which is then required.
+    lookup_timeout_s: float = 1.0  # How long a prompt waits for its lookup; then it is computed.
+    load_timeout_s: float = 60.0  # For one prompt; then it is computed.
+    # For one chunk. A read that takes longer hangs, and its prompt is computed. While all readers hang, no
+    # prompt waits for a chunk.
+    read_timeout_s: float = 5.0
+    sweep_every_s: float = 30.0  # Interval of sweeps, which evict by age and size.
+    shutdown_timeout_s: float = 5.0  # To finish writing.
+
+    def __post_init__(self) -> None:
+        _positive(self, "lookup_timeout_s", "load_timeout_s", "read_timeout_s", "sweep_every_s")
         for name in ("io_threads", "backlog_max_mib", "chunk_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError("must be at least 1", field=f"{FIELD}.{name}")
@@ -55,8 +92,9 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("must not be negative", field=f"{FIELD}.shutdown_timeout_s")
 
     @property
-    def max_bytes(self) -> int | None:
-        return None if self.max_gib is None else int(self.max_gib * (1 << 30))
+    def stored_tiers(self) -> tuple[StoredTier, ...]:
+        """The stores, the fastest first."""
+        raise NotImplementedError
 
     def chunk_tokens_of(self, block_tokens: int) -> int:
         """Tokens of a chunk. Raises ConfigError if the setting does not fit the block size."""
@@ -67,3 +105,37 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"must be a multiple of the block size, {block_tokens}", field=f"{FIELD}.chunk_tokens"
             )
         return self.chunk_tokens
+
+
+class StorageSettings(CommonSettings, frozen=True, kw_only=True):
+    """One folder. The fields are those of `FilesTier`."""
+
+    path: str
+    max_gib: float | None = None
+    max_age_s: float | None = None
+    fsync: bool = True
+    direct: bool = False
+    group_access: bool = False
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        assert self.stored_tiers  # Checks the folder's settings.
+
+    @property
+    def stored_tiers(self) -> tuple[StoredTier, ...]:
+        return (
+            FilesTier(
+                path=self.path,
+                max_gib=self.max_gib,
+                max_age_s=self.max_age_s,
+                fsync=self.fsync,
+                direct=self.direct,
+                group_access=self.group_access,
+            ),
+        )
+
+
+def _positive(settings: msgspec.Struct, *names: str) -> None:
+    for name in names:
+        if (value := getattr(settings, name)) is not None and not value > 0:
+            raise ConfigError("must be positive", field=f"{FIELD}.{name}")

@@ -3,6 +3,8 @@
 counts of `StorageStats.data`   Prometheus (counters end in _total)
 saved_chunks, saved_bytes       baton:storage_saved_chunks, baton:storage_saved_bytes         files
 loaded_chunks, loaded_bytes     baton:storage_loaded_chunks, baton:storage_loaded_bytes
+promoted_chunks                 baton:storage_promoted_chunks              written to a faster store after a
+load
 load_s, save_s                  baton:storage_load_seconds, baton:storage_save_seconds        threads' time
 looked_up_chunks, found_chunks  baton:storage_lookup_chunks, baton:storage_found_chunks
 evicted_chunks, evicted_bytes   baton:storage_evicted_chunks, baton:storage_evicted_bytes
@@ -30,6 +32,9 @@ class StorageStats(CountedStats):
         "saved_bytes": Count("baton:storage_saved_bytes", "Bytes of KV written."),
         "save_s": Count("baton:storage_save_seconds", "Time that writing took."),
         "loaded_chunks": Count("baton:storage_loaded_chunks", "Files of KV read and verified."),
+        "promoted_chunks": Count(
+            "baton:storage_promoted_chunks", "Chunks written to a faster store after a load."
+        ),
         "loaded_bytes": Count("baton:storage_loaded_bytes", "Bytes of KV in them."),
         "load_s": Count("baton:storage_load_seconds", "Time that reading and verifying took."),
         "looked_up_chunks": Count("baton:storage_lookup_chunks", "Chunks of prompts that were looked up."),

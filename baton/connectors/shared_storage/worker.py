@@ -1,28 +1,26 @@
 """Worker half: copies computed chunks out of this rank's cache, and loads stored ones into it.
 
     save   within the step: blocks -> a copy            (`wait_for_save`; the blocks may be reused at once)
-           after the scheduler half has approved the step: copy -> file, on a thread
-    load   on threads: file -> verified -> blocks       (the request waits; only the load writes its blocks)
+           after the scheduler half has approved the step: copy -> stores, on a thread
+    load   on threads: store -> this thread's memory -> verified -> blocks
+                                                        (the request waits; only the load writes its blocks)
 
-No step waits for a file. A read that hangs delays its own request by `read_timeout_s`. While all readers
+No step waits for a store. A read that hangs delays its own request by `read_timeout_s`. While all readers
 hang, no request waits for them. `backlog_max_mib` bounds the copies that wait to be written.
 """
 
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from baton.connectors.background_loads import BackgroundLoads
 from baton.connectors.jobs import Jobs
-from baton.connectors.shared_storage.chunk_name import ChunkName
 from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
 from baton.connectors.shared_storage.loads import Load, LoadEnd
 from baton.connectors.shared_storage.metadata import (
@@ -32,11 +30,16 @@ from baton.connectors.shared_storage.metadata import (
     StorageReport,
 )
 from baton.connectors.shared_storage.stats import StorageStats
+from baton.connectors.shared_storage.stores import make_tiers
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
 )
 from baton.core.layout import SLOT
+from baton.tiers.aligned import AlignedMemory
+from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
+from baton.tiers.chunk_name import ChunkName
+from baton.tiers.store import StoreError, Unusable
 
 if TYPE_CHECKING:
     import torch
@@ -49,7 +52,7 @@ logger = logging.getLogger(__name__)
 MIB = 1 << 20
 LOG_UNWRITTEN_EVERY_S = 30.0
 # Age difference to the previous part. A prompt's end is evicted before its beginning, useful without the end.
-OLDER_BY_NS = 1_000_000
+OLDER_BY_S = 0.001
 # Reason why a chunk is not written. A label of `baton:storage_not_saved_chunks`.
 NotSaved = Literal["backlog", "io", "failed", "tainted"]
 
@@ -69,7 +72,8 @@ class StorageWorkerHalf(BackgroundLoads):
         super().__init__(identity.groups)
         settings = identity.settings
         self._identity = identity
-        self._folder = Path(settings.path)
+        self._tiers = make_tiers(settings.stored_tiers, clock)
+        self._memory = AlignedMemory()  # Of the readers.
         self._clock = clock
         self._keys = identity.signing_keys
         self._namespaces: tuple[str, ...] = ()  # One for each key.
@@ -189,38 +193,41 @@ class StorageWorkerHalf(BackgroundLoads):
         timeout_s = self._identity.settings.shutdown_timeout_s
         self._writer.close(timeout_s)
         self._readers.close(timeout_s)
+        self._tiers.close()
 
     # --- Saving --------------------------------------------------------------------------------
 
     def _write(self, copy: _Copy) -> None:
         """Runs on the writer's thread."""
-        from baton.connectors.shared_storage import files
+        from baton.connectors.shared_storage.form import bytes_of
 
         assert self._namespaces, "the scheduler half orders no writes before it knows them"
         name = ChunkName(self._namespaces[0], copy.key, self._identity.rank, copy.window)
-        path = name.path_in(self._folder)
         started = self._clock()
-        try:
-            if path.exists():
-                self._drop([copy], None)  # Written by another request or engine.
-                return
-            fsync = self._identity.settings.fsync
-            group = self._identity.settings.group_access
-            files.write(path, name, copy.form, copy.body, self._keys[0], fsync=fsync, for_group=group)
-        except OSError as error:
-            self._log_unwritten(path, error)
-            self._drop([copy], "io")
-            return
-        self._drop([copy], None)
-        with self._lock:
-            self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=self._clock() - started)
+        header, body = seal(
+            name,
+            copy.form.entries,
+            bytes_of(copy.body),
+            self._keys[0],
+            encrypts=self._identity.settings.encrypt,
+        )
+        written = self._tiers.write(str(name), (header, body))
+        for kind, error in written.failed.items():
+            self._log_unwritten(name, kind, error)
+        is_lost = bool(written.failed) and not written.done
+        self._drop([copy], "io" if is_lost else None)
+        if written.done:
+            with self._lock:
+                self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=self._clock() - started)
 
-    def _log_unwritten(self, path: Path, error: OSError) -> None:
+    def _log_unwritten(self, name: ChunkName, kind: str, error: str) -> None:
         """Logs at intervals, because on a full disk every chunk of every prompt fails."""
         self._num_unwritten += 1
         now = self._clock()
         if self._logged_unwritten_s is None or now - self._logged_unwritten_s >= LOG_UNWRITTEN_EVERY_S:
-            logger.warning("could not write %d chunks, the last one %s: %s", self._num_unwritten, path, error)
+            logger.warning(
+                "could not write %d chunks, the last one %s to %s: %s", self._num_unwritten, name, kind, error
+            )
             self._num_unwritten, self._logged_unwritten_s = 0, now
 
     def _drop(self, copies: list[_Copy], reason: NotSaved | None) -> None:
@@ -235,8 +242,6 @@ class StorageWorkerHalf(BackgroundLoads):
 
     def _run_part(self, load: Load, index: int) -> None:
         """Runs on a reader's thread. A failure of one part ends this load and no other."""
-        from baton.connectors.shared_storage.files import Unusable
-
         if not load.wants(index):
             return
         thread = threading.get_ident()
@@ -266,36 +271,53 @@ class StorageWorkerHalf(BackgroundLoads):
         return len(self._stuck_loads()) == self._identity.settings.io_threads
 
     def _load_part(self, load: Load, index: int) -> None:
-        """Raises Unusable without having touched the part's blocks. Removes a bad file."""
-        from baton.connectors.shared_storage import files
-
+        """Raises Unusable without having touched the part's blocks."""
         part = load.order.parts[index]
-        blocks = self._blocks[part.kind]
+        blocks, form = self._blocks[part.kind], self._blocks[part.kind].form
         name, key = self._find(part, blocks)
-        path = name.path_in(self._folder)
         started = self._clock()
-        try:
-            body = files.read(path, name, blocks.form, key)
-        except files.Unusable as error:
-            if error.reason in ("corrupt", "foreign"):
-                _remove(path)
-            raise
+        memory = self._memory.take(HEADER_BYTES_MAX + form.nbytes)
+        read = self._tiers.read(
+            str(name), memory, lambda stored: open_sealed(stored, name, form.entries, form.nbytes, key)
+        )
         with load.lock:
             if load.is_over:
                 return
-            blocks.copy_in(body, part.block_ids)
-        _renew(path, load.used_ns - index * OLDER_BY_NS)
+            blocks.copy_in(form.body_in(read.proven), part.block_ids)
+        self._tiers.touch(str(name), load.used_s - index * OLDER_BY_S)
         with self._lock:
-            self._stats.add(loaded_chunks=1, loaded_bytes=blocks.form.nbytes, load_s=self._clock() - started)
+            self._stats.add(loaded_chunks=1, loaded_bytes=form.nbytes, load_s=self._clock() - started)
+        if read.store:
+            self._promote(str(name), memory[: read.nbytes], read.store)
+
+    def _promote(self, name: str, stored: memoryview, store: int) -> None:
+        """Has the writer copy a value to the stores before this one, unless too much waits already."""
+        with self._lock:
+            if self._backlog_bytes + len(stored) > self._identity.settings.backlog_max_mib * MIB:
+                return
+            self._backlog_bytes += len(stored)
+        self._writer.put(partial(self._write_promoted, name, bytes(stored), store))
+
+    def _write_promoted(self, name: str, stored: bytes, store: int) -> None:
+        written = self._tiers.write(name, (stored,), below=store)
+        with self._lock:
+            self._backlog_bytes -= len(stored)
+            self._stats.add(promoted_chunks=len(written.done))
 
     def _find(self, part: ChunkPart, blocks: CacheBlocks) -> tuple[ChunkName, bytes]:
-        """The chunk's file and the key that signed it: the current one, otherwise the previous one."""
-        found = [
-            (ChunkName(namespace, part.key, self._identity.rank, blocks.kind.window_of_files), key)
-            for namespace, key in zip(self._namespaces, self._keys, strict=True)
+        """The chunk's name and the key that signed it: the current one, otherwise the previous one."""
+        names = [
+            ChunkName(namespace, part.key, self._identity.rank, blocks.kind.window_of_files)
+            for namespace in self._namespaces
         ]
-        stored = (pair for pair in found if pair[0].path_in(self._folder).exists())
-        return next(stored, found[0])
+        pairs = list(zip(names, self._keys, strict=True))
+        if len(pairs) == 1:
+            return pairs[0]
+        try:
+            found = self._tiers.find([str(name) for name in names])
+        except StoreError as error:
+            raise Unusable("io", str(error)) from error
+        return next((pair for pair, is_found in zip(pairs, found, strict=True) if is_found), pairs[0])
 
     def _end_load(self, end: LoadEnd | None) -> None:
         """From any thread. None: the load continues."""
@@ -309,18 +331,3 @@ class StorageWorkerHalf(BackgroundLoads):
                 self._stats.add_for("failures", end.reason)
             self._note_end(end.request_id, [block for part in end.not_loaded for block in part.block_ids])
         self._wake()
-
-
-def _renew(path: Path, used_ns: int) -> None:
-    """Updates the time of last use. The file may be gone, or the folder not writable."""
-    try:
-        os.utime(path, ns=(used_ns, used_ns))
-    except OSError as error:
-        logger.debug("could not renew %s: %s", path, error)
-
-
-def _remove(path: Path) -> None:
-    try:
-        path.unlink(missing_ok=True)
-    except OSError as error:
-        logger.warning("could not remove the unusable file %s: %s", path, error)

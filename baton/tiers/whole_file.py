@@ -27,19 +27,32 @@ def make_folder(folder: Path, *, for_group: bool = False) -> None:
 
 
 def write_whole(
-    parts: Sequence[bytes | memoryview], path: Path, *, fsync: bool, for_group: bool = False
+    parts: Sequence[bytes | memoryview],
+    path: Path,
+    *,
+    fsync: bool,
+    for_group: bool = False,
+    direct_bytes: int | None = None,
 ) -> None:
-    """Writes `parts`, one after the other, with mode 0600 or 0660. If it raises OSError, no file is left."""
+    """Writes `parts`, one after the other, with mode 0600 or 0660. If it raises OSError, no file is left.
+
+    `direct_bytes`: writes with direct I/O, for which the parts must be whole pages of aligned memory; the
+    file is then cut to this length.
+    """
     make_folder(path.parent, for_group=for_group)
     aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(8)}")
     try:
-        with open(aside, "xb", buffering=0, opener=_open_private) as file:
+        with open(
+            aside, "xb", buffering=0, opener=_open_private if direct_bytes is None else _open_direct
+        ) as file:
             if for_group:
                 os.fchmod(file.fileno(), 0o660)
             for part in parts:
                 written = 0
                 while written < len(part):
                     written += file.write(memoryview(part)[written:])
+            if direct_bytes is not None:
+                file.truncate(direct_bytes)
             if fsync:
                 os.fsync(file.fileno())
         os.replace(aside, path)
@@ -53,6 +66,10 @@ def write_whole(
 
 def _open_private(path: str, flags: int) -> int:
     return os.open(path, flags, mode=0o600)
+
+
+def _open_direct(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_DIRECT, mode=0o600)
 
 
 def _sync_folder(folder: Path) -> None:

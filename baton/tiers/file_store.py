@@ -1,0 +1,219 @@
+"""Values in files under a folder: a local disk, or a folder that several hosts share.
+
+    <folder>/<name>                        a value
+    <folder>/.../.writing-<name>-<random>  one that is being written; left over if its writer is killed
+
+A file appears under its name complete or not at all (written under another name, synchronised, renamed, the
+folder synchronised). Files are read, never mapped: if a mapped file is truncated, the process is killed.
+
+Direct I/O (`direct`) goes around the page cache, where the file system allows it; `check` finds out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import logging
+import os
+import stat
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import ClassVar
+
+from baton.core.errors import ConfigError
+from baton.tiers.aligned import PAGE_BYTES, AlignedMemory, whole_pages
+from baton.tiers.chunk_name import SUFFIX
+from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable
+from baton.tiers.whole_file import TEMPORARY_PREFIX, make_folder, write_whole
+
+logger = logging.getLogger(__name__)
+
+ABANDONED_S = 900.0  # Longer than a file takes to write; a slower writer fails with an error.
+
+
+class FileStore(Store):
+    kind: ClassVar[str] = "files"
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        fsync: bool = True,
+        for_group: bool = False,
+        direct: bool = False,
+        field: str = "path",
+    ) -> None:
+        """`fsync`: values survive a crash of the machine. `for_group`: the owner's group may read and write
+        too.
+
+        `field`: setting of the folder, for errors.
+        """
+        self.folder = folder
+        self.where = str(folder)
+        self._fsync = fsync
+        self._for_group = for_group
+        self._direct = direct
+        self._field = field
+        self._staging = AlignedMemory()  # Of threads that write with direct I/O.
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(
+            survives_process=True,
+            survives_power_loss=self._fsync,
+            has_time_of_use=True,
+            evicts_itself=False,
+            several_hosts=True,
+        )
+
+    def check(self) -> None:
+        try:
+            make_folder(self.folder, for_group=self._for_group)
+        except OSError as error:
+            raise ConfigError(f"cannot be created or used: {error}", field=self._field) from error
+        if self._direct and not _allows_direct_io(self.folder):
+            logger.info("the file system of %s has no direct I/O; reads and writes are cached", self.folder)
+            self._direct = False
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        return [self._size(name) for name in names]
+
+    def read(self, name: str, into: memoryview) -> int:
+        flags = os.O_DIRECT if self._direct and len(into) % PAGE_BYTES == 0 else 0
+        try:
+            # Does not block on a FIFO, and fails on a symbolic link.
+            fileno = os.open(self.folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | flags)
+            try:
+                return _read_whole(fileno, into)
+            finally:
+                os.close(fileno)
+        except FileNotFoundError as error:
+            raise Unusable("gone") from error
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise Unusable("foreign", "it is a symbolic link") from error
+            raise Unusable("io", str(error)) from error
+
+    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        path = self.folder / name
+        try:
+            if self._direct:
+                staged, nbytes = self._stage(parts)
+                write_whole(
+                    (staged,), path, fsync=self._fsync, for_group=self._for_group, direct_bytes=nbytes
+                )
+            else:
+                write_whole(parts, path, fsync=self._fsync, for_group=self._for_group)
+        except OSError as error:
+            raise StoreError(str(error)) from error
+
+    def remove(self, names: Sequence[str]) -> None:
+        errors = [error for name in names if (error := _unlink(str(self.folder / name)))]
+        if errors:
+            raise StoreError(errors[0])
+
+    def touch(self, name: str, used_s: float) -> None:
+        try:
+            os.utime(self.folder / name, (used_s, used_s))
+        except OSError as error:  # The file is gone, or the folder is not writable.
+            logger.debug("could not renew %s: %s", name, error)
+
+    def scan(self) -> Iterator[Stored]:
+        for entry in self._entries():
+            if entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY_PREFIX):
+                try:
+                    found = entry.stat()
+                except FileNotFoundError:
+                    continue  # Another engine has removed it.
+                yield Stored(os.path.relpath(entry.path, self.folder), found.st_size, found.st_mtime)
+
+    def collect(self, now_s: float) -> None:
+        for entry in self._entries():
+            if entry.name.startswith(TEMPORARY_PREFIX):
+                with contextlib.suppress(FileNotFoundError):
+                    if now_s - entry.stat().st_mtime > ABANDONED_S:
+                        _unlink(entry.path)
+
+    def close(self) -> None:
+        return
+
+    def _size(self, name: str) -> int | None:
+        try:
+            return os.stat(self.folder / name, follow_symlinks=False).st_size
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        except OSError as error:
+            raise StoreError(str(error)) from error
+
+    def _entries(self) -> Iterator[os.DirEntry[str]]:
+        """Files two folders deep. Everything else in the folder is not ours, and stays."""
+        try:
+            yield from _files(str(self.folder), depth=2)
+        except OSError as error:
+            raise StoreError(str(error)) from error
+
+    def _stage(self, parts: Sequence[bytes | memoryview]) -> tuple[memoryview, int]:
+        """The parts in aligned memory, filled up to whole pages; and their bytes."""
+        nbytes = sum(map(len, parts))
+        view, at = self._staging.take(nbytes), 0
+        for part in parts:
+            view[at : at + len(part)] = part
+            at += len(part)
+        return view[: whole_pages(nbytes)], nbytes
+
+
+def _read_whole(fileno: int, into: memoryview) -> int:
+    status = os.fstat(fileno)
+    if not stat.S_ISREG(status.st_mode):
+        raise Unusable("foreign", "it is not a regular file")
+    if status.st_size > len(into):
+        raise Unusable("corrupt", f"it has {status.st_size} bytes, at most {len(into)} are expected")
+    done = 0
+    while done < status.st_size:
+        count = os.readv(fileno, [into[done:]])
+        if count == 0:
+            raise Unusable("corrupt", "it became shorter while it was read")
+        done += count
+    if done > status.st_size:
+        raise Unusable("corrupt", "it became longer while it was read")
+    return done
+
+
+def _files(folder: str, depth: int) -> Iterator[os.DirEntry[str]]:
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            if depth and entry.is_dir(follow_symlinks=False):
+                try:
+                    yield from _files(entry.path, depth - 1)
+                except FileNotFoundError:
+                    continue  # Removed meanwhile.
+            elif not depth and entry.is_file(follow_symlinks=False):
+                yield entry
+
+
+def _unlink(path: str) -> str:
+    """Returns the error, or ""."""
+    try:
+        os.unlink(path)
+    except FileNotFoundError:
+        return ""
+    except OSError as error:
+        return str(error)
+    return ""
+
+
+def _allows_direct_io(folder: Path) -> bool:
+    """Writes one block. Some file systems accept the flag and refuse the write."""
+    path = folder / f"{TEMPORARY_PREFIX}direct-{os.getpid()}-{threading.get_ident()}"
+    try:
+        fileno = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_DIRECT, 0o600)
+        try:
+            os.write(fileno, AlignedMemory().take(PAGE_BYTES))
+        finally:
+            os.close(fileno)
+    except OSError:
+        return False
+    finally:
+        _unlink(str(path))
+    return True

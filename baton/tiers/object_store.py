@@ -1,0 +1,174 @@
+"""Values as objects of a bucket: S3, Google Cloud Storage, Azure. Needs `obstore` (kv-baton[objects]).
+
+An object appears whole when its upload has ended. Conditional puts are not used, because several S3 servers
+accept and ignore them. Two engines that write the same value write equally good ones; the last one stays.
+
+An object store keeps no time of use, so limits remove the objects that were *written* first. Requests cost
+money: `requests` counts them (docs/tiers.md has the number per GB).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from baton.core.errors import ConfigError
+from baton.tiers.chunk_name import SUFFIX
+from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable
+
+if TYPE_CHECKING:
+    import obstore
+
+MAX_RETRIES = 1
+REMOVED_AT_ONCE = 500  # S3 takes at most 1,000 keys in one request.
+HEADS_AT_ONCE = 64
+
+
+class ObjectStore(Store):
+    kind: ClassVar[str] = "objects"
+
+    def __init__(
+        self, url: str, options: Mapping[str, str] | None = None, *, timeout_s: float, field: str = "url"
+    ) -> None:
+        """`options`: of the client, named as obstore has them, for example "endpoint", "region".
+
+        `timeout_s`: of one request, its retries included. Raises ConfigError.
+        """
+        try:
+            import obstore.exceptions
+            import obstore.store
+        except ImportError as error:
+            raise ConfigError(
+                "needs the package obstore: pip install 'kv-baton[objects]'", field=field
+            ) from error
+        self._errors: tuple[type[Exception], ...] = (obstore.exceptions.BaseError, OSError)
+        limit = timedelta(seconds=timeout_s)
+        arguments: dict[str, Any] = {}
+        if not url.startswith(("file:", "memory:")):
+            arguments["client_options"] = {"timeout": limit, "connect_timeout": limit, "allow_http": True}
+            arguments["retry_config"] = {"max_retries": MAX_RETRIES, "retry_timeout": limit}
+        if options:
+            arguments["config"] = dict(options)
+        try:
+            self._store: obstore.store.ObjectStore = obstore.store.from_url(url, **arguments)
+        except (*self._errors, ValueError, TypeError) as error:
+            raise ConfigError(f"is not the URL of an object store: {error}", field=field) from error
+        self.requests: Counter[str] = Counter()  # By operation.
+        self.where = url.partition("?")[0]
+        self._field = field
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(
+            survives_process=True,
+            survives_power_loss=True,
+            has_time_of_use=False,
+            evicts_itself=False,
+            several_hosts=True,
+        )
+
+    def check(self) -> None:
+        """Writes, reads, lists and removes an object, so that a wrong key or bucket is found at the start."""
+        name, content = f"probe/{secrets.token_hex(8)}", b"Baton's probe; may be removed"
+        memory = memoryview(bytearray(len(content)))
+        try:
+            self.write(name, (content,))
+            self.read(name, memory)
+            is_listed = any(item["path"] == name for batch in self._list("probe") for item in batch)
+            self.remove([name])
+        except (Unusable, StoreError) as error:
+            raise ConfigError(f"{self.where} cannot be used: {error}", field=self._field) from error
+        if memory != content or not is_listed:
+            raise ConfigError(
+                f"{self.where} does not return, or does not list, what was written", field=self._field
+            )
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        self.requests["head"] += len(names)
+        return asyncio.run(self._sizes(names))
+
+    def read(self, name: str, into: memoryview) -> int:
+        import obstore
+
+        self.requests["get"] += 1
+        try:
+            found = obstore.get(self._store, name)
+            if found.meta["size"] > len(into):
+                raise Unusable(
+                    "corrupt", f"it has {found.meta['size']} bytes, at most {len(into)} are expected"
+                )
+            content = found.bytes()
+        except FileNotFoundError as error:
+            raise Unusable("gone") from error
+        except self._errors as error:
+            raise Unusable("io", str(error)) from error
+        if len(content) > len(into):
+            raise Unusable("corrupt", f"it has {len(content)} bytes, at most {len(into)} are expected")
+        into[: len(content)] = memoryview(content)
+        return len(content)
+
+    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        import obstore
+
+        self.requests["put"] += 1
+        try:
+            obstore.put(self._store, name, b"".join(parts), use_multipart=False)
+        except self._errors as error:
+            raise StoreError(str(error)) from error
+
+    def remove(self, names: Sequence[str]) -> None:
+        import obstore
+
+        errors = []
+        for start in range(0, len(names), REMOVED_AT_ONCE):
+            self.requests["delete"] += 1
+            try:
+                obstore.delete(self._store, names[start : start + REMOVED_AT_ONCE])
+            except FileNotFoundError:
+                continue
+            except self._errors as error:
+                errors.append(error)
+        if errors:
+            raise StoreError(str(errors[0])) from errors[0]
+
+    def touch(self, name: str, used_s: float) -> None:
+        return
+
+    def scan(self) -> Iterator[Stored]:
+        for batch in self._list(None):
+            for item in batch:
+                if item["path"].endswith(SUFFIX):
+                    yield Stored(item["path"], item["size"], item["last_modified"].timestamp())
+
+    def close(self) -> None:
+        return
+
+    def _list(self, prefix: str | None) -> Iterator[Sequence[obstore.ObjectMeta]]:
+        import obstore
+
+        try:
+            for batch in obstore.list(self._store, prefix=prefix, chunk_size=1000):
+                self.requests["list"] += 1
+                yield batch
+        except self._errors as error:
+            raise StoreError(str(error)) from error
+
+    async def _sizes(self, names: Sequence[str]) -> list[int | None]:
+        import obstore
+
+        at_once = asyncio.Semaphore(HEADS_AT_ONCE)
+
+        async def size(name: str) -> int | None:
+            async with at_once:
+                try:
+                    return int((await obstore.head_async(self._store, name))["size"])
+                except FileNotFoundError:
+                    return None
+                except self._errors as error:
+                    raise StoreError(str(error)) from error
+
+        return await asyncio.gather(*map(size, names))

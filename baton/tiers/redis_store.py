@@ -1,0 +1,119 @@
+"""Values in a Redis or Valkey server, whole by its nature. Needs `redis` (kv-baton[redis]).
+
+    baton:kv:<name>    a value
+
+The server evicts by its own `maxmemory-policy`; with `noeviction` a full server refuses writes, which are
+then not stored. `ttl_s` removes values that are not used. Whether values survive a restart of the server
+depends on its configuration (RDB, AOF), so that is not promised.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, ClassVar
+from urllib.parse import urlsplit
+
+from baton.core.errors import ConfigError
+from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable
+
+if TYPE_CHECKING:
+    from redis import Redis
+
+PREFIX = "baton:kv:"
+SCAN_COUNT = 1000
+
+
+class RedisStore(Store):
+    kind: ClassVar[str] = "redis"
+
+    def __init__(self, url: str, *, timeout_s: float, ttl_s: float | None = None, field: str = "url") -> None:
+        """`timeout_s`: of one command. Raises ConfigError for a wrong URL, and if `redis` is missing."""
+        try:
+            import redis
+        except ImportError as error:
+            raise ConfigError(
+                "needs the package redis: pip install 'kv-baton[redis]'", field=field
+            ) from error
+        try:
+            self._client: Redis = redis.Redis.from_url(
+                url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=None
+            )
+        except ValueError as error:
+            raise ConfigError(f"is not the URL of a Redis server: {error}", field=field) from error
+        self._errors = (redis.RedisError, OSError)
+        self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
+        self._field = field
+        parts = urlsplit(url)
+        self.where = f"{parts.scheme}://{parts.hostname or ''}:{parts.port or ''}{parts.path}"
+
+    @property
+    def promise(self) -> Promise:
+        return Promise(
+            survives_process=True,
+            survives_power_loss=False,
+            has_time_of_use=self._ttl_ms is not None,
+            evicts_itself=True,
+            several_hosts=True,
+        )
+
+    def check(self) -> None:
+        try:
+            self._client.ping()
+        except self._errors as error:
+            raise ConfigError(f"{self.where} does not answer: {error}", field=self._field) from error
+
+    def sizes(self, names: Sequence[str]) -> list[int | None]:
+        if not names:
+            return []
+        pipeline = self._client.pipeline(transaction=False)
+        for name in names:
+            pipeline.strlen(PREFIX + name)
+        try:
+            return [size or None for size in pipeline.execute()]  # STRLEN is 0 for a missing key.
+        except self._errors as error:
+            raise StoreError(str(error)) from error
+
+    def read(self, name: str, into: memoryview) -> int:
+        try:
+            value = self._client.get(PREFIX + name)
+        except self._errors as error:
+            raise Unusable("io", str(error)) from error
+        if value is None:
+            raise Unusable("gone")
+        assert isinstance(value, bytes)
+        if len(value) > len(into):
+            raise Unusable("corrupt", f"it has {len(value)} bytes, at most {len(into)} are expected")
+        into[: len(value)] = value
+        return len(value)
+
+    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        try:
+            self._client.set(PREFIX + name, b"".join(parts), px=self._ttl_ms)
+        except self._errors as error:
+            raise StoreError(str(error)) from error
+
+    def remove(self, names: Sequence[str]) -> None:
+        if not names:
+            return
+        try:
+            self._client.unlink(*(PREFIX + name for name in names))
+        except self._errors as error:
+            raise StoreError(str(error)) from error
+
+    def touch(self, name: str, used_s: float) -> None:
+        if self._ttl_ms is not None:
+            with suppress(*self._errors):
+                self._client.pexpire(PREFIX + name, self._ttl_ms)
+
+    def scan(self) -> Iterator[Stored]:
+        """The time of use is not known, and is 0."""
+        try:
+            for key in self._client.scan_iter(match=f"{PREFIX}*", count=SCAN_COUNT):
+                if nbytes := int(self._client.strlen(key)):
+                    yield Stored(key.decode().removeprefix(PREFIX), nbytes, 0.0)
+        except self._errors as error:
+            raise StoreError(str(error)) from error
+
+    def close(self) -> None:
+        self._client.close()

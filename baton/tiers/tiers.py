@@ -1,0 +1,140 @@
+"""Several stores, the fastest first, as one. Writes go to all of them; reads come from the first that has it.
+
+    write          files   objects            a failure in one store does not stop the others
+    find           files > objects            a store is asked for what the faster ones do not have
+    read           files > objects --.
+    promote        files <-----------'        what came from a slower store is written to the faster ones
+
+A store that fails is not asked for `RETRY_S`, so that each request does not wait for its deadline again.
+With several failing stores, what they hold is missing for that time; nothing else is.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from baton.tiers.store import Store, StoreError, Unusable
+
+logger = logging.getLogger(__name__)
+
+RETRY_S = 10.0
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Read(Generic[T]):
+    proven: T
+    nbytes: int
+    store: int  # Index of the store that had the value.
+
+
+@dataclass(slots=True)
+class Written:
+    """Outcome of a write, by the kind of store."""
+
+    done: list[str] = field(default_factory=list)
+    failed: dict[str, str] = field(default_factory=dict)  # With the error.
+
+
+class Tiers:
+    def __init__(self, stores: Sequence[Store], *, clock: Callable[[], float] = time.monotonic) -> None:
+        assert stores
+        self.stores = tuple(stores)
+        self._clock = clock
+        self._lock = threading.Lock()  # Guards the times until which stores are not asked.
+        self._skipped_until_s = [float("-inf")] * len(stores)
+
+    def check(self) -> None:
+        """Raises ConfigError if one of them cannot be used."""
+        for store in self.stores:
+            store.check()
+
+    def find(self, names: Sequence[str]) -> list[bool]:
+        """Whether each value is in some store. A store that fails has none. Raises StoreError if all fail."""
+        found = [False] * len(names)
+        errors: list[StoreError] = []
+        for index, store in self._asked():
+            missing = [position for position, is_found in enumerate(found) if not is_found]
+            if not missing:
+                break
+            try:
+                sizes = store.sizes([names[position] for position in missing])
+            except StoreError as error:
+                self._skip(index, error)
+                errors.append(error)
+                continue
+            for position, size in zip(missing, sizes, strict=True):
+                found[position] = size is not None
+        if len(errors) == len(self.stores):
+            raise errors[0]
+        return found
+
+    def read(self, name: str, into: memoryview, prove: Callable[[memoryview], T]) -> Read[T]:
+        """Reads from the first store that has the value and whose copy is proven.
+
+        `prove` gets the value, inside `into`, and raises Unusable. An unusable copy is removed. Raises
+        Unusable with the first reason other than "gone".
+        """
+        fault = Unusable("gone")
+        for index, store in self._asked():
+            try:
+                nbytes = store.read(name, into)
+                return Read(prove(into[:nbytes]), nbytes, index)
+            except Unusable as error:
+                if error.reason == "io":
+                    self._skip(index, error)
+                elif error.reason != "gone":
+                    self._remove_copy(name, store)
+                if fault.reason == "gone":
+                    fault = error
+        raise fault
+
+    def write(self, name: str, parts: Sequence[bytes | memoryview], *, below: int | None = None) -> Written:
+        """Writes to every store that lacks the value. `below`: only to the stores before this index."""
+        written = Written()
+        for index, store in self._asked():
+            if below is not None and index >= below:
+                break
+            try:
+                if store.sizes([name]) == [None]:
+                    store.write(name, parts)
+                    written.done.append(store.kind)
+            except StoreError as error:
+                self._skip(index, error)
+                written.failed[store.kind] = str(error)
+        return written
+
+    def touch(self, name: str, used_s: float) -> None:
+        for _, store in self._asked():
+            if store.promise.has_time_of_use:
+                store.touch(name, used_s)
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+
+    def _remove_copy(self, name: str, store: Store) -> None:
+        try:
+            store.remove([name])
+        except StoreError as error:
+            logger.warning("could not remove the unusable %s from %s: %s", name, store.kind, error)
+
+    def _asked(self) -> Iterator[tuple[int, Store]]:
+        """The only store always: it has no substitute, and its failure is to be reported."""
+        for index, store in enumerate(self.stores):
+            with self._lock:
+                is_skipped = len(self.stores) > 1 and self._clock() < self._skipped_until_s[index]
+            if not is_skipped:
+                yield index, store
+
+    def _skip(self, index: int, error: Exception) -> None:
+        if len(self.stores) > 1:
+            logger.warning("%s failed, and is not used for %g s: %s", self.stores[index].kind, RETRY_S, error)
+        with self._lock:
+            self._skipped_until_s[index] = self._clock() + RETRY_S

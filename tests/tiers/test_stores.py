@@ -1,0 +1,300 @@
+"""Conformance of stores, each against its real medium: a folder, an S3 server, Redis, Valkey."""
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from baton.core.errors import ConfigError
+from baton.tiers.aligned import AlignedMemory
+from baton.tiers.chunk_name import ChunkName
+from baton.tiers.file_store import FileStore
+from baton.tiers.object_store import ObjectStore
+from baton.tiers.redis_store import RedisStore
+from baton.tiers.store import Store, StoreError, Unusable
+from baton.tiers.sweep import LOW_WATER, sweep
+from baton.tiers.whole_file import TEMPORARY_PREFIX
+from tests.tiers.faulty_proxy import Fault, FaultyProxy
+from tests.tiers.servers import S3_OPTIONS, make_bucket, moto_server, rclone_server, redis_server
+
+ROOM = 1 << 20
+TIMEOUT_S = 30.0  # Reached only on failure.
+SHORT_S = 0.5  # Of a request that meets a fault.
+BUCKET = "bucket"
+LOCAL = ("files", "files, direct", "memory")
+REMOTE = ("moto", "rclone", "redis", "valkey")
+
+
+@dataclass(slots=True)
+class Medium:
+    make: Callable[[float], Store]  # With the deadline of a request.
+    proxy: FaultyProxy | None = None
+
+
+@pytest.fixture(scope="module", params=LOCAL + REMOTE)
+def medium(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Medium]:
+    kind: str = request.param
+    folder = tmp_path_factory.mktemp("kv")
+    with ExitStack() as stack:
+        if kind.startswith("files"):
+            yield Medium(lambda timeout_s: FileStore(folder, fsync=False, direct="direct" in kind))
+            return
+        if kind == "memory":
+            shared = ObjectStore("memory:///", timeout_s=TIMEOUT_S)
+            yield Medium(lambda timeout_s: shared)
+            return
+        if kind in ("redis", "valkey"):
+            port = stack.enter_context(redis_server(kind))
+        elif kind == "moto":
+            port = stack.enter_context(moto_server())
+            make_bucket(port, BUCKET)
+        else:
+            (folder / BUCKET).mkdir()
+            port = stack.enter_context(rclone_server(folder))
+        proxy = FaultyProxy(port)
+        stack.callback(proxy.close)
+        if kind in ("redis", "valkey"):
+            url = f"redis://127.0.0.1:{proxy.port}/0"
+            yield Medium(lambda timeout_s: RedisStore(url, timeout_s=timeout_s), proxy)
+        else:
+            options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{proxy.port}"}
+            s3_url = f"s3://{BUCKET}/kv"
+            yield Medium(lambda timeout_s: ObjectStore(s3_url, options, timeout_s=timeout_s), proxy)
+
+
+@pytest.fixture
+def store(medium: Medium) -> Iterator[Store]:
+    """Empty."""
+    store = medium.make(TIMEOUT_S)
+    store.check()
+    store.remove([stored.name for stored in store.scan()])
+    yield store
+    store.close()
+
+
+def name_of(number: int, rank: int = 0) -> str:
+    return str(ChunkName("n" * 32, number.to_bytes(32, "big"), rank))
+
+
+def read(store: Store, name: str, room: int = ROOM) -> bytes:
+    memory = AlignedMemory().take(room)[:room]
+    return bytes(memory[: store.read(name, memory)])
+
+
+@pytest.mark.parametrize("nbytes", [1, 4095, 4096, 300_000])
+def test_what_is_written_is_read(store: Store, nbytes: int) -> None:
+    content = os.urandom(nbytes)
+    store.write(name_of(1), (content[:100], memoryview(content)[100:]))
+    assert read(store, name_of(1)) == content
+    assert store.sizes([name_of(0), name_of(1), name_of(2)]) == [None, nbytes, None]
+
+
+def test_what_is_missing_is_gone(store: Store) -> None:
+    with pytest.raises(Unusable, match="gone"):
+        read(store, name_of(1))
+    store.remove([name_of(1), name_of(2)])
+    assert store.sizes([]) == []
+    assert list(store.scan()) == []
+
+
+def test_a_second_write_replaces_the_value(store: Store) -> None:
+    store.write(name_of(1), (b"first, and longer",))
+    store.write(name_of(1), (b"second",))
+    assert read(store, name_of(1)) == b"second"
+    assert [stored.nbytes for stored in store.scan()] == [6]
+
+
+def test_a_value_that_is_too_long_is_corrupt(store: Store) -> None:
+    store.write(name_of(1), (bytes(5000),))
+    with pytest.raises(Unusable, match="corrupt: it has 5000 bytes, at most 4096 are expected"):
+        read(store, name_of(1), 4096)
+
+
+def test_many_values_are_found_listed_and_removed(store: Store) -> None:
+    names = [name_of(number, rank) for number in range(300) for rank in range(2)]
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda name: store.write(name, (name.encode(),)), names))
+    assert store.sizes(names) == [len(name) for name in names]
+    assert sorted(stored.name for stored in store.scan()) == sorted(names)
+    store.remove(names)
+    assert list(store.scan()) == []
+
+
+def test_readers_see_whole_values_while_others_write_and_remove(store: Store) -> None:
+    contents = [bytes([letter]) * 70_000 for letter in b"ab"]
+    done, problems = threading.Event(), []
+
+    def write(content: bytes) -> None:
+        for _ in range(15):
+            with suppress(StoreError):  # moto fails some of two requests for one object.
+                store.write(name_of(1), (content,))
+                store.remove([name_of(1)])
+
+    def look() -> None:
+        while not done.is_set():
+            try:
+                found = read(store, name_of(1))
+            except Unusable as error:
+                if error.reason not in ("gone", "io"):  # rclone fails if a file changes while it is read.
+                    problems.append(str(error))
+            else:
+                if found not in contents:
+                    problems.append(f"a mixture of {set(found)}, {len(found)} bytes")
+
+    readers = [threading.Thread(target=look) for _ in range(2)]
+    for reader in readers:
+        reader.start()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(write, contents))
+    done.set()
+    for reader in readers:
+        reader.join()
+    assert problems == []
+
+
+def test_a_sweep_removes_whole_chunks_the_least_recently_used_first(store: Store) -> None:
+    if store.promise.evicts_itself:
+        pytest.skip("the server evicts")
+    for number in range(10):
+        for rank in range(2):
+            store.write(name_of(number, rank), (bytes(1000),))
+            store.touch(name_of(number, rank), 1000.0 + number)
+    swept = sweep(store, max_bytes=10_000, max_age_s=None, now_s=2000.0)
+    left = {stored.name for stored in store.scan()}
+    assert len(left) * 1000 == swept.kept_bytes <= LOW_WATER * 10_000
+    assert all((name_of(number, 0) in left) == (name_of(number, 1) in left) for number in range(10))
+    if store.promise.has_time_of_use:
+        assert left == {name_of(number, rank) for number in range(6, 10) for rank in range(2)}
+
+
+@pytest.mark.parametrize("fault", ["refuse", "hang", "cut"])
+def test_a_network_fault_is_reported_and_ends(medium: Medium, store: Store, fault: Fault) -> None:
+    if medium.proxy is None:
+        pytest.skip("it has no network")
+    content = os.urandom(200_000)
+    store.write(name_of(1), (content,))
+    impatient = medium.make(SHORT_S)
+    medium.proxy.fault = fault
+    medium.proxy.drop()
+    try:
+        with pytest.raises(Unusable, match="io"):
+            read(impatient, name_of(1))
+        if fault != "cut":  # Their answers are shorter than the piece that is forwarded.
+            with pytest.raises(StoreError):
+                impatient.sizes([name_of(1)])
+            with pytest.raises(StoreError):
+                impatient.write(name_of(2), (content,))
+            with pytest.raises(StoreError):
+                list(impatient.scan())
+            with pytest.raises(ConfigError):
+                impatient.check()
+    finally:
+        medium.proxy.fault = ""
+        medium.proxy.drop()
+        impatient.close()
+    assert read(store, name_of(1)) == content
+
+
+# --- Each medium's own ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EDQUOT, errno.ESTALE])
+@pytest.mark.parametrize("call", ["open", "fsync", "replace"])
+def test_a_file_system_that_fails_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str, code: int
+) -> None:
+    store, name = FileStore(tmp_path), name_of(1)
+    store.write(name, (b"old",))
+    real = getattr(os, call)
+
+    def fail(first: object, *args: object, **options: object) -> object:
+        if call == "fsync" or TEMPORARY_PREFIX in str(first):
+            raise OSError(code, os.strerror(code))
+        return real(first, *args, **options)
+
+    monkeypatch.setattr(os, call, fail)
+    with pytest.raises(StoreError, match=os.strerror(code)):
+        store.write(name, (b"new",))
+    monkeypatch.undo()
+    assert read(store, name) == b"old"
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [Path(name).name]
+
+
+def test_reads_that_are_interrupted_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, content, readv = FileStore(tmp_path), os.urandom(10_000), os.readv
+    store.write(name_of(1), (content,))
+    monkeypatch.setattr(os, "readv", lambda fileno, views: readv(fileno, [views[0][:777]]))
+    assert read(store, name_of(1)) == content
+
+
+def test_a_file_that_shrinks_while_it_is_read_is_corrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, readv = FileStore(tmp_path), os.readv
+    store.write(name_of(1), (bytes(10_000),))
+
+    def cut(fileno: int, views: list[memoryview]) -> int:
+        os.truncate(tmp_path / name_of(1), 1000)
+        return readv(fileno, views)
+
+    monkeypatch.setattr(os, "readv", cut)
+    with pytest.raises(Unusable, match="corrupt: it became shorter"):
+        read(store, name_of(1))
+
+
+def test_symbolic_links_and_pipes_are_not_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_bytes(b"of another user")
+    (tmp_path / "link").symlink_to(tmp_path / "secret")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("link", "pipe"):
+        with pytest.raises(Unusable, match="foreign"):
+            read(FileStore(tmp_path), name)
+
+
+def test_direct_reads_and_writes_match_cached_ones(tmp_path: Path) -> None:
+    direct, cached = FileStore(tmp_path, direct=True), FileStore(tmp_path)
+    direct.check()
+    for nbytes in (1, 4096, 12_345):
+        content = os.urandom(nbytes)
+        direct.write(name_of(nbytes), (content,))
+        assert read(cached, name_of(nbytes)) == read(direct, name_of(nbytes)) == content
+
+
+@pytest.mark.parametrize("url", ["s3://", "nothing", "ftp://host/x", "http://["])
+def test_a_wrong_url_of_objects_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="url: "):
+        ObjectStore(url, timeout_s=TIMEOUT_S).check()
+
+
+@pytest.mark.parametrize("url", ["nothing", "http://host"])
+def test_a_wrong_url_of_redis_is_a_configuration_error(url: str) -> None:
+    with pytest.raises(ConfigError, match="url: is not the URL of a Redis server"):
+        RedisStore(url, timeout_s=TIMEOUT_S)
+
+
+def test_a_bucket_that_does_not_exist_is_a_configuration_error() -> None:
+    with moto_server() as port:
+        options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
+        with pytest.raises(ConfigError, match="cannot be used"):
+            ObjectStore("s3://nothing/kv", options, timeout_s=TIMEOUT_S).check()
+
+
+def test_redis_removes_what_is_not_used() -> None:
+    with redis_server("valkey") as port:
+        url = f"redis://127.0.0.1:{port}"
+        store, lasting = (RedisStore(url, timeout_s=TIMEOUT_S, ttl_s=ttl_s) for ttl_s in (100.0, None))
+        assert store.promise.has_time_of_use
+        store.write(name_of(1), (b"x",))
+        lasting.write(name_of(2), (b"x",))
+        client = store._client
+        assert 0 < client.pttl(f"baton:kv:{name_of(1)}") <= 100_000
+        assert client.pttl(f"baton:kv:{name_of(2)}") == -1
+        client.pexpire(f"baton:kv:{name_of(1)}", 50_000)
+        store.touch(name_of(1), 0.0)
+        assert client.pttl(f"baton:kv:{name_of(1)}") > 50_000
