@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 TIMEOUT_S = 240.0
 

@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from baton.cli.processes import Fleet
+from tests import fork_server
 from tests.system.engines import (
     POLL_S,
     START_S,
@@ -33,6 +34,7 @@ from tests.system.test_topologies import decode_params, pulled, pushed
 pytestmark = [
     pytest.mark.processes,
     pytest.mark.slow,
+    pytest.mark.usefixtures("forked_programs"),
     pytest.mark.timeout(2 * START_S),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="Ray is not installed"),
 ]
@@ -99,7 +101,7 @@ def kill_a_rank(engine: Engine) -> None:
 def below_core(engine: Engine) -> set[psutil.Process]:
     """Processes below the core: ranks and their helpers."""
     [core] = [process for process in engine.processes() if process.name() == "baton-core"]
-    return set(core.children(recursive=True))
+    return {process for process in core.children(recursive=True) if process.name() != fork_server.NAME}
 
 
 @pytest.mark.parametrize("name", ["phoenix", "sunrise"])

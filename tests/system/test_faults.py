@@ -18,7 +18,7 @@ from baton.core.reasons import FailureCode
 from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.system.engines import TIMERS, Engine, Engines, Waiting, make_prompt, tokens_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 Transfer = dict[str, Any]
 

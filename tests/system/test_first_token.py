@@ -24,7 +24,7 @@ from rich.console import Console
 from baton.cli.processes import Fleet, free_ports
 from baton.cli.system import EngineArguments, HandoffArguments, plan_system, start_system
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 START_S = 240.0
 ANSWER_S = 60.0

@@ -15,7 +15,7 @@ import pytest
 from baton.cli.processes import Fleet
 from tests.system.engines import WAIT_S, Engine, Engines, make_prompt, tokens_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 FIRST_TOKEN_LEG = {"do_remote_decode": True, "baton_first_token": True}
 

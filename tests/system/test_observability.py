@@ -26,7 +26,7 @@ from tests.system.prometheus import (
     wait_series,
 )
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 START_S = 240.0
 WAIT_S = 60.0

@@ -16,7 +16,7 @@ from baton.cli.processes import Fleet, free_ports
 from baton.transport.gather import LIBRARY
 from tests.system.engines import START_S, TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 TRANSFER = {
     "kv_role": "kv_both",

@@ -17,7 +17,7 @@ import pytest
 from baton.cli.processes import Child, Fleet, free_ports
 from tests.system.engines import POLL_S, START_S, WAIT_S, Engines, make_prompt
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 NUM_CLIENTS = 4
 KEY = "key-of-all-engines-0123456789"

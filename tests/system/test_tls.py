@@ -14,7 +14,7 @@ from baton.cli.processes import Fleet, free_ports
 from tests.certificates import Authority, context_of
 from tests.system.engines import POLL_S, SECRET, START_S, WAIT_S, make_prompt, tokens_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 KEY, ADMIN_KEY = "key-of-all-clients-0123456789", "key-of-the-administrator-0123456789"
 

@@ -19,7 +19,7 @@ import pytest
 from baton.cli.processes import Fleet
 from tests.system.engines import Engine, Engines, make_prompt, tokens_of
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 NUM_TOKENS = (5, 32, 150, 300)
 CHUNKS = ["--max-num-batched-tokens", "100"]  # Chunks of prefill that are no multiple of a block.
