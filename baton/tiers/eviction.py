@@ -2,6 +2,7 @@
 
     lru      least recently used. Simple; one long scan evicts everything.
     arc      shares the room between recency and frequency; keys that come back shift the balance.
+    slru     two segments; a key that is used again moves to the one that is evicted last.
     s3fifo   three queues: a key that is used once leaves soon, and a hit moves nothing.
 
 A key cannot leave while its slot is read or filled; `can_leave` tells this for each key. No published library
@@ -16,10 +17,16 @@ from baton.tiers.arc import Arc
 from baton.tiers.lru import Lru
 from baton.tiers.policy import EvictionPolicy
 from baton.tiers.s3fifo import S3Fifo
+from baton.tiers.slru import Slru
 
-Eviction: TypeAlias = Literal["lru", "arc", "s3fifo"]
+Eviction: TypeAlias = Literal["lru", "arc", "slru", "s3fifo"]
 
-_KINDS: Final[dict[Eviction, type[EvictionPolicy[Any]]]] = {"lru": Lru, "arc": Arc, "s3fifo": S3Fifo}
+_KINDS: Final[dict[Eviction, type[EvictionPolicy[Any]]]] = {
+    "lru": Lru,
+    "arc": Arc,
+    "slru": Slru,
+    "s3fifo": S3Fifo,
+}
 
 
 def make_policy(name: Eviction, capacity: int) -> EvictionPolicy[Any]:

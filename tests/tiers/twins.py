@@ -69,6 +69,30 @@ class ArcTwin:
             self.b2.append(self.t2.pop(0))
 
 
+class SlruTwin:
+    """Lists begin with the next key to leave."""
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self.protected_max = capacity // 4
+        self.probation: list[int] = []
+        self.protected: list[int] = []
+
+    def resident(self) -> set[int]:
+        return {*self.probation, *self.protected}
+
+    def ask(self, x: int) -> None:
+        if x not in self.resident():
+            if len(self.resident()) == self.capacity:
+                (self.probation or self.protected).pop(0)
+            self.probation.append(x)
+            return
+        (self.probation if x in self.probation else self.protected).remove(x)
+        self.protected.append(x)
+        if len(self.protected) > self.protected_max:
+            self.probation.append(self.protected.pop(0))
+
+
 class S3FifoTwin:
     """Algorithm 1 of the paper; lists begin with the oldest."""
 
