@@ -15,6 +15,7 @@ ALL = {
     "cross-layer": "benchmarks.cross_layer",
     "decode-graphs": "benchmarks.decode_graphs",
     "choice": "benchmarks.fleet.choice",
+    "eviction": "benchmarks.eviction",
     "fleet": "benchmarks.fleet.command",
     "hedge": "benchmarks.fleet.hedge",
     "offload": "benchmarks.offload",

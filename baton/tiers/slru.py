@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable
 
 from baton.tiers.policy import Admitted, EvictionPolicy, K
 
-# Of the multiples of 0.05 the best on Mooncake's conversations; the other trace hardly depends on it.
+# The best on Mooncake's conversations; disks use 0.8, which is far worse there (docs/log.md, 2026-11-25).
 PROTECTED_SHARE = 0.25
 
 
