@@ -37,8 +37,8 @@ def demo(
     connector: Annotated[
         str | None,
         typer.Option(
-            help="pull or push, like --mode; offload, shared-storage or multi (pull with offload): each "
-            "prompt is sent twice, the second time loaded from the store.",
+            help="pull or push, like --mode; offload, shared-storage, tiered (through a restart) or multi "
+            "(pull with offload): each prompt is sent twice, the second time loaded from the store.",
             show_default=False,
         ),
     ] = None,

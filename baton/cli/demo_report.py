@@ -46,7 +46,7 @@ def make_rounds_table(outcomes: Sequence[RoundsOutcome], *, title: str) -> Table
     table = _table(title, ("tokens", "1st: moved", "TTFT\nms", "2nd: loaded", "TTFT\nms"))
     for number, outcome in enumerate(outcomes, start=1):
         moved = sum(outcome.first.moved_bytes.values())
-        loaded = outcome.second.moved_bytes.get(outcome.store)
+        loaded = outcome.loaded_bytes
         table.add_row(
             str(number),
             outcome.prompt.kind,
@@ -64,7 +64,7 @@ def print_rounds_summary(
     console: Console, outcomes: Sequence[RoundsOutcome], *, took_s: float, log_folder: Path
 ) -> None:
     num_equal = sum(outcome.is_equal for outcome in outcomes)
-    loaded = [n for outcome in outcomes if (n := outcome.second.moved_bytes.get(outcome.store))]
+    loaded = [n for outcome in outcomes if (n := outcome.loaded_bytes)]
     moved = sum(sum(outcome.first.moved_bytes.values()) for outcome in outcomes)
     first_ms, second_ms = (
         1e3 * median(getattr(outcome, round_).first_token_s for outcome in outcomes)

@@ -3,6 +3,8 @@
                     first round                           second round
     offload         one engine computes and stores        the same one loads from host memory
     shared-storage  one engine computes and writes files  another one loads them
+    tiered          one engine computes and writes to     it was killed and started again: it loads from
+                    host memory and files                 files
     multi           P and D with a router: pull           the same two, each from its own host memory
                     hands over, offload stores
 
@@ -11,7 +13,7 @@ connector. Both answers are compared with a single engine's.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,7 +27,7 @@ from baton.cli.demo_prompts import DemoPrompt, num_new_blocks
 from baton.cli.processes import free_ports
 from baton.cli.system import EngineArguments, EnginePlan, HandoffArguments, SystemPlan, plan_system
 
-KEEPING: Final = ("offload", "shared-storage", "multi")
+KEEPING: Final = ("offload", "shared-storage", "tiered", "multi")
 HOST_MEMORY_GIB = 1.0
 STORE_TIMEOUT_S = 30.0  # The KV of the first round is stored in the background.
 LOOK_EVERY_S = 0.05
@@ -35,6 +37,7 @@ NO_PREFIX_CACHE = "--no-enable-prefix-caching"
 _TITLES: Final = {
     "offload": "One engine computes and stores, then loads from host memory",
     "shared-storage": "One engine computes and writes files, another one loads them",
+    "tiered": "One engine computes and stores, is killed, starts again and loads from files",
     "multi": "P hands over to D and both store, then load from host memory",
 }
 _LOADED: Final = {  # (metric, label) -> name in the table.
@@ -57,6 +60,7 @@ class RoundsPlan:
     second_url: str
     storing: tuple[EnginePlan, ...]  # Must have stored all prompts before the second round.
     folder: Path | None = None  # Folder of the files.
+    restarts: bool = False  # The engines that store are killed and started again between the rounds.
 
     @property
     def title(self) -> str:
@@ -77,15 +81,20 @@ class RoundsOutcome:
     expected: tuple[int, ...]
     first: Answer
     second: Answer
-    store: str  # The source that the second round must load from.
+    stores: tuple[str, ...]  # The sources from which the second round may load.
 
     @property
     def is_equal(self) -> bool:
         return bool(self.expected) and self.expected == self.first.tokens == self.second.tokens
 
     @property
+    def loaded_bytes(self) -> int:
+        """Of the stores, in the second round."""
+        return sum(self.second.moved_bytes.get(store, 0) for store in self.stores)
+
+    @property
     def was_not_loaded(self) -> bool:
-        return self.must_load and not self.second.moved_bytes.get(self.store)
+        return self.must_load and not self.loaded_bytes
 
     @property
     def is_good(self) -> bool:
@@ -100,9 +109,10 @@ def plan_rounds(
     uncached = replace(arguments, extra=(*arguments.extra, NO_PREFIX_CACHE))
     if connector == "multi":
         return _plan_multi(arguments, uncached, handoff)
-    names = ("engine",) if connector == "offload" else ("writer", "reader")
+    names = ("writer", "reader") if connector == "shared-storage" else ("engine",)
     single_port, *ports = free_ports(1 + len(names))
-    transfer = _offload() if connector == "offload" else _storage(folder, arguments.block_size)
+    stored = _storage(folder, arguments.block_size)
+    transfer = {"offload": _offload(), "shared-storage": stored, "tiered": _tiered(stored)}[connector]
     single = EnginePlan("single", single_port, arguments, None)
     engines = tuple(
         EnginePlan(name, port, uncached, {**transfer, "kv_role": "kv_both", "engine_id": name})
@@ -116,7 +126,8 @@ def plan_rounds(
         first_url=engines[0].url,
         second_url=engines[-1].url,
         storing=engines[:1],
-        folder=folder if connector == "shared-storage" else None,
+        folder=None if connector == "offload" else folder,
+        restarts=connector == "tiered",
     )
 
 
@@ -175,11 +186,26 @@ def _storage(folder: Path, block_size: int | None) -> dict[str, Any]:
     return {"kv_connector": "BatonSharedStorageConnector", "kv_connector_extra_config": extra}
 
 
-def run_rounds(plan: RoundsPlan, prompts: Sequence[DemoPrompt], *, max_tokens: int) -> list[RoundsOutcome]:
-    """Run both rounds. Raises AskingError."""
+def _tiered(stored: dict[str, Any]) -> dict[str, Any]:
+    extra = dict(stored["kv_connector_extra_config"])
+    tiers = [
+        {"type": "host", "cpu_gib": HOST_MEMORY_GIB},
+        {"type": "files", "path": extra.pop("path")},
+    ]
+    return {"kv_connector": "BatonTieredConnector", "kv_connector_extra_config": {"tiers": tiers, **extra}}
+
+
+def run_rounds(
+    plan: RoundsPlan,
+    prompts: Sequence[DemoPrompt],
+    *,
+    max_tokens: int,
+    restart: Callable[[Sequence[EnginePlan]], None],
+) -> list[RoundsOutcome]:
+    """Run both rounds. `restart`: kills engines and starts them again. Raises AskingError."""
     block_size = plan.storing[0].arguments.block_size
     assert block_size is not None
-    store = "files" if plan.connector == "shared-storage" else "offload"
+    stores = {"shared-storage": ("files",), "tiered": ("offload", "files")}.get(plan.connector, ("offload",))
     with httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client:
 
         def ask_measured(url: str, prompt: DemoPrompt) -> Answer:
@@ -196,9 +222,11 @@ def run_rounds(plan: RoundsPlan, prompts: Sequence[DemoPrompt], *, max_tokens: i
         first = [ask_measured(plan.first_url, prompt) for prompt in prompts]
         num_chunks = sum(num_new_blocks(prompts, i, block_size=block_size) for i in range(len(prompts)))
         _wait_stored(client, plan, num_chunks)
+        if plan.restarts:
+            restart(plan.storing)
         second = [ask_measured(plan.second_url, prompt) for prompt in prompts]
     return [
-        RoundsOutcome(prompt, (len(prompt.token_ids) - 1) // block_size > 0, right, computed, loaded, store)
+        RoundsOutcome(prompt, (len(prompt.token_ids) - 1) // block_size > 0, right, computed, loaded, stores)
         for prompt, right, computed, loaded in zip(prompts, expected, first, second, strict=True)
     ]
 

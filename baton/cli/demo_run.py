@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -68,7 +69,7 @@ class Demo:
         """Run both rounds and print the result. True if every outcome is good."""
         prompts = self._prompts(plan.engines[0].arguments.model)
         self._start(plan.system, plan.engines)
-        outcomes = run_rounds(plan, prompts, max_tokens=self.max_tokens)
+        outcomes = run_rounds(plan, prompts, max_tokens=self.max_tokens, restart=self._restart)
         self._check_running()
         self.console.print(make_rounds_table(outcomes, title=plan.title))
         print_rounds_summary(
@@ -113,6 +114,18 @@ class Demo:
             start_system(self.fleet, system, timeout_s=START_TIMEOUT_S, console=self.console)
         else:
             start_engines(self.fleet, engines, timeout_s=START_TIMEOUT_S, console=self.console)
+
+    def _restart(self, engines: Sequence[EnginePlan]) -> None:
+        """Kill engines without a warning, and start them again with empty memory."""
+        urls = {engine.name: engine.url for engine in engines}
+        started = {}
+        for child in [child for child in self.fleet.children if child.name in urls]:
+            self.console.print(f"killing {child.name}, and starting it again")
+            child.send_signal(signal.SIGKILL)
+            child.reap()
+            self.fleet.forget(child)
+            started[self.fleet.start_again(child)] = f"{urls[child.name]}/health"
+        self.fleet.wait_ready(started, timeout_s=START_TIMEOUT_S)
 
     def _check_running(self) -> None:
         if ended := self.fleet.wait_exit(0):

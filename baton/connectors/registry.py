@@ -32,6 +32,7 @@ BUILT_IN: Final = {
     "BatonDecodeBenchConnector": "baton.connectors.decode_bench:BatonDecodeBenchConnector",
     "BatonHiddenStatesConnector": "baton.connectors.hidden_states:BatonHiddenStatesConnector",
     "BatonSharedStorageConnector": "baton.connectors.shared_storage:BatonSharedStorageConnector",
+    "BatonTieredConnector": "baton.connectors.tiered:BatonTieredConnector",
 }
 FIELD = "kv_transfer_config.kv_connector"
 

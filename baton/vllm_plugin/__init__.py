@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from baton.vllm_plugin.hidden_states import BatonHiddenStatesConnector
     from baton.vllm_plugin.offload import BatonOffloadConnector
     from baton.vllm_plugin.shared_storage import BatonSharedStorageConnector
+    from baton.vllm_plugin.tiered import BatonTieredConnector
 
 __all__ = [
     "CONNECTORS",
@@ -32,6 +33,7 @@ __all__ = [
     "BatonPullConnector",
     "BatonPushConnector",
     "BatonSharedStorageConnector",
+    "BatonTieredConnector",
     "register",
 ]
 

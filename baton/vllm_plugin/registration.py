@@ -13,6 +13,7 @@ CONNECTORS: Final = {
     "BatonPullConnector": "baton.vllm_plugin.connector",
     "BatonPushConnector": "baton.vllm_plugin.connector",
     "BatonSharedStorageConnector": "baton.vllm_plugin.shared_storage",
+    "BatonTieredConnector": "baton.vllm_plugin.tiered",
 }
 """Names that vLLM's configuration may use, and the modules that have the classes."""
 

@@ -24,7 +24,7 @@ GOOD = RoundsOutcome(
     expected=(1, 2, 3),
     first=Answer((1, 2, 3), 1.2345, {"pull": 123_456_789}),
     second=Answer((1, 2, 3), 0.1234, {"offload": 123_456_789}),
-    store="offload",
+    stores=("offload",),
 )
 
 
@@ -58,6 +58,16 @@ def test_files_are_read_by_another_engine_than_wrote_them() -> None:
         assert (extra["path"], extra["chunk_tokens"]) == ("/kv", 16)
 
 
+def test_a_tiered_engine_is_restarted_between_the_rounds() -> None:
+    planned = plan("tiered")
+    engine, _ = planned.engines
+    assert planned.restarts
+    assert planned.storing == (engine,)
+    assert engine.transfer_config is not None
+    tiers = engine.transfer_config["kv_connector_extra_config"]["tiers"]
+    assert [tier["type"] for tier in tiers] == ["host", "files"]
+
+
 @pytest.mark.parametrize(
     ("mode", "handoff"), [("pull", "BatonPullConnector"), ("push", "BatonPushConnector")]
 )
@@ -76,7 +86,7 @@ def test_both_engines_of_a_pair_store_and_hand_over(mode: str, handoff: str) -> 
 @pytest.mark.parametrize(
     ("options", "complaint"),
     [
-        (["--connector", "nonsense"], "must be one of pull, push, offload, shared-storage, multi"),
+        (["--connector", "nonsense"], "must be one of pull, push, offload, shared-storage, tiered, multi"),
         (["--connector", "push", "--mode", "pull"], "is 'push', and --mode is 'pull'"),
         (["--connector", "offload", "--mode", "pull"], "transfers no KV between engines"),
         (["--connector", "multi", "--prefill-tp", "2"], "needs equal engines"),

@@ -36,6 +36,7 @@ from tests.golden.golden import ROOT, check, check_values, literals
 from tests.golden.samples import ENGINE_CONFIG, P
 
 CHILDREN = {"connectors": [{"kv_connector": "BatonPullConnector"}]}
+TIERS = {"tiers": [{"type": "host", "cpu_gib": 1}, {"type": "files", "path": "/kv"}]}
 BASES = (Counter, Gauge, Histogram)
 
 
@@ -52,7 +53,7 @@ def _line(name: str, kind: str, labels: Iterable[str], bounds: Sequence[float] =
 
 
 def config_of(connector: str) -> Any:
-    extra = CHILDREN if connector == "BatonMultiConnector" else {}
+    extra = {"BatonMultiConnector": CHILDREN, "BatonTieredConnector": TIERS}.get(connector, {})
     transfer = KVTransferConfig(kv_connector=connector, kv_role="kv_both", kv_connector_extra_config=extra)
     return msgspec.structs.replace(ENGINE_CONFIG, kv_transfer_config=transfer)
 
@@ -81,6 +82,9 @@ def test_names() -> None:
     of_pull = found["BatonPullConnector"]
     assert found.pop("BatonPushConnector") == of_pull
     found["BatonMultiConnector"] = [line for line in found["BatonMultiConnector"] if line not in of_pull]
+    of_tiers = found.pop("BatonTieredConnector")
+    parts = ("BatonMultiConnector", "BatonOffloadConnector", "BatonSharedStorageConnector")
+    assert set(of_tiers) == {line for name in parts for line in found[name]}
     check("metrics", [line for name, each in found.items() for line in (f"# {name}", *each)])
 
 

@@ -51,7 +51,7 @@ def test_the_demo_moves_kv_and_the_tokens_are_equal(
 @pytest.mark.timeout(TIMEOUT_S + 30)
 def test_a_family_can_be_chosen_and_its_model_is_kept(tmp_path: Path) -> None:
     options = ["--family", "deepseek-v3", "--cache-dir", str(tmp_path), "--prompts", "4"]
-    options += ["--connector", "shared-storage"]
+    options += ["--connector", "tiered"]
     ended = demo(None, tmp_path / "logs", "--num-blocks", "256", *options)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "4 of 4 answers equal" in ended.stdout

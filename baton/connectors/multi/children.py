@@ -11,9 +11,9 @@ each, so a different value is refused. A child's role may be narrower than the e
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -42,26 +42,12 @@ class ChildConfig:
         return self.config.kv_transfer_config
 
 
-def children_of(config: EngineConfig) -> tuple[ChildConfig, ...]:
-    """The children in configuration order. Raises ConfigError naming the entry and what to change."""
-    transfer = config.kv_transfer_config
-    assert transfer is not None, "kv_transfer_config must be set"
-    children: list[ChildConfig] = []
-    for position, (of_child, connector) in enumerate(transfers_of(transfer)):
-        earlier = sum(child.transfer.kv_connector == of_child.kv_connector for child in children)
-        name = f"{of_child.kv_connector}#{earlier + 1}" if earlier else str(of_child.kv_connector)
-        assert position == len(children)
-        children.append(
-            ChildConfig(name, connector, msgspec.structs.replace(config, kv_transfer_config=of_child))
-        )
-    _refuse_same_answers(children)
-    required_layout(children)
-    return tuple(children)
+Listed: TypeAlias = Callable[[Mapping[str, Any]], list[Any]]
+"""Finds the children's configurations in that of the Multi connector. Raises ConfigError."""
 
 
-def transfers_of(transfer: KVTransferConfig) -> list[tuple[KVTransferConfig, type[KVConnectorBase_V1]]]:
-    """Each child's configuration and class, before any checks among children. Raises ConfigError."""
-    extra = transfer.kv_connector_extra_config
+def listed_connectors(extra: Mapping[str, Any]) -> list[Any]:
+    """As `Listed`, for vLLM's form."""
     for key in extra:
         if key != KEY:
             raise ConfigError(
@@ -73,7 +59,34 @@ def transfers_of(transfer: KVTransferConfig) -> list[tuple[KVTransferConfig, typ
         raise ConfigError(
             'must list at least one connector: [{"kv_connector": "BatonPullConnector"}, ...]', field=FIELD
         )
-    return [_child(raw, transfer, f"{FIELD}[{position}]") for position, raw in enumerate(listed)]
+    return listed
+
+
+def children_of(config: EngineConfig, listed: Listed = listed_connectors) -> tuple[ChildConfig, ...]:
+    """The children in configuration order. Raises ConfigError naming the entry and what to change."""
+    transfer = config.kv_transfer_config
+    assert transfer is not None, "kv_transfer_config must be set"
+    children: list[ChildConfig] = []
+    for position, (of_child, connector) in enumerate(transfers_of(transfer, listed)):
+        earlier = sum(child.transfer.kv_connector == of_child.kv_connector for child in children)
+        name = f"{of_child.kv_connector}#{earlier + 1}" if earlier else str(of_child.kv_connector)
+        assert position == len(children)
+        children.append(
+            ChildConfig(name, connector, msgspec.structs.replace(config, kv_transfer_config=of_child))
+        )
+    _refuse_same_answers(children)
+    required_layout(children)
+    return tuple(children)
+
+
+def transfers_of(
+    transfer: KVTransferConfig, listed: Listed = listed_connectors
+) -> list[tuple[KVTransferConfig, type[KVConnectorBase_V1]]]:
+    """Each child's configuration and class, before any checks among children. Raises ConfigError."""
+    return [
+        _child(raw, transfer, f"{FIELD}[{position}]")
+        for position, raw in enumerate(listed(transfer.kv_connector_extra_config))
+    ]
 
 
 def required_layout(children: Sequence[ChildConfig]) -> str | None:

@@ -9,9 +9,16 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
-from baton.connectors.multi.children import FIELD, children_of, required_layout, transfers_of
+from baton.connectors.multi.children import (
+    FIELD,
+    ChildConfig,
+    children_of,
+    listed_connectors,
+    required_layout,
+    transfers_of,
+)
 from baton.connectors.multi.scheduler import MultiSchedulerHalf
 from baton.connectors.multi.stats import BuildStats, MultiPromMetrics, rebuilt
 from baton.connectors.multi.worker import MultiWorkerHalf
@@ -49,30 +56,33 @@ class BatonMultiConnector(TwoHalvesOfGroups):
     all children support them (`supports_groups`).
     """
 
+    prefers_longest: ClassVar[bool] = False  # Of the matches; otherwise the first.
+
     @classmethod
     def make_scheduler_half(
         cls, vllm_config: host.HostConfig, kv_cache_config: Any
     ) -> KVConnectorSchedulerHalf:
         config = _own(vllm_config)
-        children = _make_all(config, KVConnectorRole.SCHEDULER, kv_cache_config)
+        children = _make_all(children_of(config, cls.listed), KVConnectorRole.SCHEDULER, kv_cache_config)
         logger.info("connectors in order of preference: %s", ", ".join(name for name, _ in children))
         return MultiSchedulerHalf(
             children,
             block_tokens=config.cache_config.block_size,
             num_ranks=config.parallel_config.world_size,
+            prefers_longest=cls.prefers_longest,
         )
 
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         config = _own(vllm_config)
-        children = _make_all(config, KVConnectorRole.WORKER, kv_cache_config)
+        children = _make_all(children_of(config, cls.listed), KVConnectorRole.WORKER, kv_cache_config)
         return MultiWorkerHalf(children, rank=config.parallel_config.rank)
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Door:
         """Validator of `kv_transfer_params` that applies every child's; any of them can refuse a request."""
         validators: list[Door] = []
-        for child in children_of(config):
+        for child in children_of(config, cls.listed):
             make: Callable[[EngineConfig], Door] | None = getattr(child.connector, "make_door", None)
             if make is not None:
                 validators.append(make(child.config))
@@ -84,11 +94,16 @@ class BatonMultiConnector(TwoHalvesOfGroups):
 
         return check
 
+    @classmethod
+    def listed(cls, extra: Mapping[str, Any]) -> list[Any]:
+        """The children's configurations in `kv_connector_extra_config`. Raises ConfigError."""
+        return listed_connectors(extra)
+
     # --- At configuration time -------------------------------------------------------------------
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: host.HostConfig) -> str | None:
-        return required_layout(children_of(_own(vllm_config)))
+        return required_layout(children_of(_own(vllm_config), cls.listed))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -99,7 +114,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         )
         return any(
             connector.requires_piecewise_for_cudagraph(transfer.kv_connector_extra_config)
-            for transfer, connector in transfers_of(alone)
+            for transfer, connector in transfers_of(alone, cls.listed)
         )
 
     @classmethod
@@ -107,7 +122,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         """Whether all children handle several KV-cache groups."""
         return all(
             knows_several_groups(connector, transfer)
-            for transfer, connector in transfers_of(kv_transfer_config)
+            for transfer, connector in transfers_of(kv_transfer_config, cls.listed)
         )
 
     @classmethod
@@ -118,7 +133,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         assert isinstance(kv_transfer_config, KVTransferConfig)
         return all(
             knows_these_groups(connector, transfer, groups)
-            for transfer, connector in transfers_of(kv_transfer_config)
+            for transfer, connector in transfers_of(kv_transfer_config, cls.listed)
         )
 
     @classmethod
@@ -126,7 +141,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         assert isinstance(kv_transfer_config, KVTransferConfig)
         return all(
             connector.supports_sleep_mode(transfer)
-            for transfer, connector in transfers_of(kv_transfer_config)
+            for transfer, connector in transfers_of(kv_transfer_config, cls.listed)
         )
 
     @classmethod
@@ -145,7 +160,8 @@ class BatonMultiConnector(TwoHalvesOfGroups):
     def make_stats_builder(cls, config: EngineConfig) -> BuildStats:
         """Builds statistics of this engine's children, including those from a module path."""
         builders = {
-            child.name: stats_builder_of(child.connector, child.config) for child in children_of(config)
+            child.name: stats_builder_of(child.connector, child.config)
+            for child in children_of(config, cls.listed)
         }
         return partial(rebuilt, builders=builders)
 
@@ -158,7 +174,11 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KVConnectorPromMetrics | None:
         return MultiPromMetrics(
-            vllm_config, metric_types, labelnames, per_engine_labelvalues, children_of(_own(vllm_config))
+            vllm_config,
+            metric_types,
+            labelnames,
+            per_engine_labelvalues,
+            children_of(_own(vllm_config), cls.listed),
         )
 
 
@@ -169,12 +189,12 @@ def _own(vllm_config: host.HostConfig) -> EngineConfig:
 
 
 def _make_all(
-    config: EngineConfig, role: KVConnectorRole, kv_cache_config: Any
+    children: Sequence[ChildConfig], role: KVConnectorRole, kv_cache_config: Any
 ) -> list[tuple[str, KVConnectorBase_V1]]:
     """Makes the children's halves. If one fails, those made before are shut down."""
     made: list[tuple[str, KVConnectorBase_V1]] = []
     try:
-        for child in children_of(config):
+        for child in children:
             half = child.connector(child.config, role, kv_cache_config)
             made.append((child.name, half))
     except BaseException:

@@ -25,10 +25,14 @@ Finished = tuple[bool, dict[str, Any] | None]
 
 
 class RequestCalls:
-    def __init__(self, children: Sequence[Child], ledger: Ledger, *, block_tokens: int) -> None:
+    def __init__(
+        self, children: Sequence[Child], ledger: Ledger, *, block_tokens: int, prefers_longest: bool
+    ) -> None:
+        """`prefers_longest`: the child with the most tokens loads, not the first that has some."""
         self._children = children
         self._ledger = ledger
         self._block_tokens = block_tokens
+        self._prefers_longest = prefers_longest
         self._excluded: dict[str, set[int]] = {}  # Children that failed for a request; not queried.
         self._begun: list[list[str]] = [[] for _ in children]  # Since `take_loads`.
         self._sync_blocks: list[set[int]] = [set() for _ in children]
@@ -51,7 +55,7 @@ class RequestCalls:
             num_tokens, is_async = answer
             if num_tokens is None:
                 is_later = True
-            elif num_tokens and choice is None:
+            elif num_tokens > num_chosen and (choice is None or self._prefers_longest):
                 choice = Choice(child.position, num_computed_tokens, is_async)
                 num_chosen = num_tokens
         if is_later:

@@ -46,12 +46,15 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         *,
         block_tokens: int,
         num_ranks: int = 1,
+        prefers_longest: bool = False,
     ) -> None:
-        """`children`: (name, half), in order of preference."""
+        """`children`: (name, half), in order of preference. `prefers_longest`: see RequestCalls."""
         assert children
         self._children = [Child(name, i, half, num_ranks) for i, (name, half) in enumerate(children)]
         ledger = Ledger()
-        self._requests = RequestCalls(self._children, ledger, block_tokens=block_tokens)
+        self._requests = RequestCalls(
+            self._children, ledger, block_tokens=block_tokens, prefers_longest=prefers_longest
+        )
         self._steps = StepCalls(self._children, ledger)
 
     # --- Start: a child's errors are raised ----------------------------------------------

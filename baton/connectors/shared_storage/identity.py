@@ -20,7 +20,7 @@ import msgspec
 
 from baton.connectors.extra_config import FIELD, parse_extra
 from baton.connectors.shared_storage.layer_kinds import LayerKind, kinds_of
-from baton.connectors.shared_storage.settings import CommonSettings, StorageSettings
+from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup, has_states, is_hybrid
@@ -43,13 +43,11 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
     saves: bool  # kv_producer, kv_both.
     loads: bool  # kv_consumer, kv_both.
     secret: ClusterSecret | None
-    settings: CommonSettings
+    settings: StorageSettings
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one group of all.
 
     @classmethod
-    def of_engine(
-        cls, config: EngineConfig, settings: type[CommonSettings] = StorageSettings
-    ) -> StorageIdentity:
+    def of_engine(cls, config: EngineConfig) -> StorageIdentity:
         """Raises ConfigError."""
         transfer = config.kv_transfer_config
         if transfer is None:
@@ -62,7 +60,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
             secret=config.transfer_secret,
-            settings=parse_extra(settings, transfer.kv_connector_extra_config),
+            settings=parse_extra(StorageSettings, transfer.kv_connector_extra_config),
             groups=config.kv_cache_groups,
         )
 

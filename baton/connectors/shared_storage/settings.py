@@ -1,9 +1,7 @@
-"""Settings of the storage connectors: `kv_connector_extra_config`, typed and checked once.
+"""Settings of the shared storage: `kv_connector_extra_config`, typed and checked once.
 
-BatonSharedStorageConnector  {"path": "/mnt/kv", "max_gib": 200, "max_age_s": 604800, "chunk_tokens": 256}
-BatonTieredConnector         {"tiers": [{"type": "host", "cpu_gib": 8},
-                                        {"type": "files", "path": "/ssd/kv", "max_gib": 200},
-                                        {"type": "objects", "url": "s3://bucket/kv"}]}
+{"path": "/mnt/kv", "max_gib": 200, "max_age_s": 604800, "chunk_tokens": 256}
+{"tiers": [{"type": "files", "path": "/ssd/kv", "max_gib": 200}, {"type": "objects", "url": "s3://bucket/kv"}]}
 """
 
 from __future__ import annotations
@@ -65,9 +63,16 @@ class RedisTier(msgspec.Struct, frozen=True, kw_only=True, tag="redis", tag_fiel
 StoredTier = FilesTier | ObjectsTier | RedisTier
 
 
-class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings that do not depend on where KV is stored."""
+class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """Either one folder, with the fields of `FilesTier`, or `tiers`."""
 
+    path: str | None = None
+    max_gib: float | None = None
+    max_age_s: float | None = None
+    fsync: bool = True
+    direct: bool = False
+    group_access: bool = False
+    tiers: tuple[StoredTier, ...] = ()  # The fastest first.
     # Tokens of one chunk, a multiple of the block size; None: the first multiple from CHUNK_TOKENS on.
     # Engines share chunks only if they have the same value. Larger chunks load faster, smaller ones hit more
     # often.
@@ -84,6 +89,9 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout_s: float = 5.0  # To finish writing.
 
     def __post_init__(self) -> None:
+        if (self.path is None) == (not self.tiers):
+            raise ConfigError("is required, or tiers instead of it", field=f"{FIELD}.path")
+        assert self.stored_tiers  # Checks the folder's settings.
         _positive(self, "lookup_timeout_s", "load_timeout_s", "read_timeout_s", "sweep_every_s")
         for name in ("io_threads", "backlog_max_mib", "chunk_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
@@ -94,7 +102,10 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def stored_tiers(self) -> tuple[StoredTier, ...]:
         """The stores, the fastest first."""
-        raise NotImplementedError
+        if self.path is None:
+            return self.tiers
+        of_folder = {name: getattr(self, name) for name in FilesTier.__struct_fields__}
+        return (FilesTier(**of_folder),)
 
     def chunk_tokens_of(self, block_tokens: int) -> int:
         """Tokens of a chunk. Raises ConfigError if the setting does not fit the block size."""
@@ -105,34 +116,6 @@ class CommonSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"must be a multiple of the block size, {block_tokens}", field=f"{FIELD}.chunk_tokens"
             )
         return self.chunk_tokens
-
-
-class StorageSettings(CommonSettings, frozen=True, kw_only=True):
-    """One folder. The fields are those of `FilesTier`."""
-
-    path: str
-    max_gib: float | None = None
-    max_age_s: float | None = None
-    fsync: bool = True
-    direct: bool = False
-    group_access: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        assert self.stored_tiers  # Checks the folder's settings.
-
-    @property
-    def stored_tiers(self) -> tuple[StoredTier, ...]:
-        return (
-            FilesTier(
-                path=self.path,
-                max_gib=self.max_gib,
-                max_age_s=self.max_age_s,
-                fsync=self.fsync,
-                direct=self.direct,
-                group_access=self.group_access,
-            ),
-        )
 
 
 def _positive(settings: msgspec.Struct, *names: str) -> None:

@@ -33,6 +33,15 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
             {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": offload},
         ]
     }
+    tiered = folder / "tiered"
+    tiers: dict[str, Any] = {
+        "tiers": [
+            {"type": "host", **offload},
+            {"type": "files", "path": str(tiered), "fsync": False},
+            {"type": "files", "path": str(folder / "second"), "fsync": False},
+        ],
+        "chunk_tokens": 4,
+    }
     cases = {
         "BatonPullConnector": ConnectorCase(path="BatonPullConnector", extra_config=handoff, pairing="pull"),
         "BatonPushConnector": ConnectorCase(path="BatonPushConnector", extra_config=handoff, pairing="push"),
@@ -41,6 +50,11 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
             path="BatonSharedStorageConnector",
             extra_config={"path": str(stored), "chunk_tokens": 4, "fsync": False},
             break_store=lambda: cut_files(stored, flips_bits=True),
+        ),
+        "BatonTieredConnector": ConnectorCase(
+            path="BatonTieredConnector",
+            extra_config=tiers,
+            break_store=lambda: cut_files(tiered, flips_bits=True),
         ),
         "BatonMultiConnector": ConnectorCase(path="BatonMultiConnector", extra_config=multi, pairing="pull"),
         "BatonDecodeBenchConnector": ConnectorCase(path="BatonDecodeBenchConnector", speaks_text=False),

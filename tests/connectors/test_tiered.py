@@ -1,0 +1,123 @@
+"""The tiered connector: its children, the stores as one, and engines that keep their KV through a restart."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from baton.connectors.registry import connector_class
+from baton.connectors.tiered import BatonTieredConnector
+from baton.core.config import KVTransferConfig, ModelConfig
+from baton.core.errors import ConfigError
+from tests.connectors.storage_world import (
+    CHUNK,
+    GREEDY,
+    WAIT_S,
+    Start,
+    by_position,
+    files_in,
+    fill,
+    prompt_of,
+    starting,
+)
+
+HOST: dict[str, Any] = {"type": "host", "cpu_gib": 1e-3}
+PROMPT = prompt_of(43)
+NUM_CHUNKS = len(PROMPT) // CHUNK
+
+
+def tiered(*tiers: dict[str, Any], **extra: Any) -> KVTransferConfig:
+    return KVTransferConfig(
+        kv_connector="BatonTieredConnector",
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={"tiers": list(tiers), **extra},
+    )
+
+
+def stored(*tiers: dict[str, Any]) -> KVTransferConfig:
+    return tiered(*tiers, chunk_tokens=CHUNK, lookup_timeout_s=WAIT_S)
+
+
+def files(folder: Path) -> dict[str, Any]:
+    return {"type": "files", "path": str(folder), "fsync": False}
+
+
+@pytest.mark.parametrize(
+    ("tiers", "extra", "problem"),
+    [
+        ([], {}, "tiers: must list at least one tier"),
+        ([{"type": "tape"}], {}, r"connectors\[0\]|tiers"),
+        ([files(Path("relative"))], {}, "must be an absolute path"),
+        ([files(Path("/kv")), HOST], {}, "may have one tier of type 'host', the first"),
+        ([HOST, HOST], {}, "may have one tier of type 'host', the first"),
+        ([HOST], {"chunk_tokens": 8}, "chunk_tokens: is for tiers of other types than 'host'"),
+        ([{"type": "host"}], {}, "cpu_gib: is required"),
+        ([files(Path("/kv"))], {"path": "/kv"}, "path: is required, or tiers instead of it"),
+        ([{"type": "redis", "url": "http://x"}], {}, "is not the URL of a Redis server"),
+    ],
+)
+def test_wrong_tiers_are_named(
+    tiers: list[dict[str, Any]], extra: dict[str, Any], problem: str, start: Start
+) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        start(tiered(*tiers, **extra))
+
+
+def test_the_name_is_known() -> None:
+    assert connector_class(tiered(HOST)) is BatonTieredConnector
+
+
+@pytest.fixture
+def start(model: ModelConfig) -> Any:
+    with starting(model) as start:
+        yield start
+
+
+def answers(start: Start) -> list[int]:
+    (expected,) = start().generate([PROMPT], GREEDY)
+    return expected.token_ids
+
+
+def test_a_restarted_engine_loads_what_is_stored(start: Start, tmp_path: Path) -> None:
+    expected = answers(start)
+    transfer = stored(HOST, files(tmp_path))
+    assert fill(start(transfer), tmp_path, PROMPT, NUM_CHUNKS) == expected
+    again = start(transfer)  # Nothing is in its host memory.
+    (loaded,) = again.generate([PROMPT], GREEDY)
+    assert loaded.token_ids == expected
+    assert loaded.num_transferred_tokens == NUM_CHUNKS * CHUNK
+    again.settle(WAIT_S)
+    again.core.scheduler.reset_prefix_cache()
+    for path in files_in(tmp_path):
+        path.unlink()
+    (from_memory,) = again.generate([PROMPT], GREEDY)
+    assert from_memory.token_ids == expected
+    assert from_memory.num_transferred_tokens >= NUM_CHUNKS * CHUNK, "the load has put it into host memory"
+
+
+def test_what_a_slower_store_had_is_then_in_the_faster_one(start: Start, tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    expected = fill(start(stored(files(slow))), slow, PROMPT, NUM_CHUNKS)
+    both = start(stored(files(fast), files(slow)))
+    assert fill(both, fast, PROMPT, NUM_CHUNKS) == expected == answers(start)
+    for copy, original in zip(by_position(fast, PROMPT), by_position(slow, PROMPT), strict=True):
+        assert copy.read_bytes() == original.read_bytes()
+
+
+def test_a_damaged_copy_is_replaced_by_the_slower_stores(start: Start, tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    transfer = stored(files(fast), files(slow))
+    expected = fill(start(transfer), slow, PROMPT, NUM_CHUNKS)
+    damage(files_in(fast), lambda content: content[:-1] + bytes([content[-1] ^ 1]))
+    again = start(transfer)
+    (loaded,) = again.generate([PROMPT], GREEDY)
+    assert loaded.token_ids == expected
+    assert loaded.num_transferred_tokens == NUM_CHUNKS * CHUNK, "the slow store has good copies"
+
+
+def damage(paths: list[Path], change: Callable[[bytes], bytes]) -> None:
+    assert paths
+    for path in paths:
+        path.write_bytes(change(path.read_bytes()))
