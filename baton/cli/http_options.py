@@ -8,11 +8,13 @@ from pathlib import Path
 import msgspec
 import typer
 
+from baton.core.errors import ConfigError
 from baton.http.auth import (
     parse_api_keys,
     read_key_file,
 )
 from baton.http.settings import HttpLimits, HttpSettings
+from baton.http.tls import TlsFiles
 
 API_KEY_ENV = "BATON_API_KEY"  # Keys that clients must send.
 ADMIN_API_KEY_ENV = "BATON_ADMIN_API_KEY"
@@ -70,6 +72,21 @@ def verifying(ca: Path | None) -> ssl.SSLContext:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:
         raise typer.BadParameter(f"{ca}: {error}", param_hint="--ca") from error
+
+
+def verifying_own(files: TlsFiles) -> ssl.SSLContext:
+    """For a server that this command has started with these files: trusts this certificate only.
+
+    Its names may be others than the address that the server is asked at. Raises ConfigError.
+    """
+    try:
+        context = ssl.create_default_context(cafile=files.cert)
+        context.load_cert_chain(files.cert, files.key)  # If the server asks for one.
+    except OSError as error:
+        raise ConfigError(f"{files.cert}, {files.key}: {error}", field="tls_cert") from error
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.check_hostname = False
+    return context
 
 
 def warn_if_open(host: str, http: HttpSettings, *, is_loopback: bool) -> None:

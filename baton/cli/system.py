@@ -20,9 +20,11 @@ from typing import Any, Literal
 from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from baton.cli.http_options import verifying_own
 from baton.cli.processes import Fleet, free_ports
 from baton.core.errors import ConfigError
 from baton.core.secret_source import SECRET_ENV
+from baton.http.tls import TlsFiles
 
 CONNECTORS = {"pull": "BatonPullConnector", "push": "BatonPushConnector"}
 STREAMS = ("off", "chunk", "layer")
@@ -116,6 +118,7 @@ class SystemPlan:
     single: tuple[EnginePlan, ...]
     router_host: str
     router_port: int
+    router_tls: TlsFiles | None = None
 
     @property
     def engines(self) -> tuple[EnginePlan, ...]:
@@ -129,12 +132,15 @@ class SystemPlan:
 
     @property
     def router_url(self) -> str:
-        return f"http://{self.router_host}:{self.router_port}"
+        scheme = "http" if self.router_tls is None else "https"
+        return f"{scheme}://{self.router_host}:{self.router_port}"
 
     def router_command(self) -> list[str]:
         command = [sys.executable, "-m", "baton.cli", "route"]
         command += ["--host", self.router_host, "--port", str(self.router_port), "--mode", self.handoff.mode]
         command += ["--drain-timeout-s", str(ROUTER_DRAIN_S)]
+        if self.router_tls is not None:
+            command += ["--tls-cert", self.router_tls.cert, "--tls-key", self.router_tls.key]
         for engine in self.prefill:
             command += ["--prefill", engine.url]
         for engine in self.decode:
@@ -150,6 +156,7 @@ def plan_system(
     num_single: int = 0,
     router_host: str = LOOPBACK,
     router_port: int | None = None,
+    router_tls: TlsFiles | None = None,
     handoff: HandoffArguments | None = None,
     prefill_arguments: EngineArguments | None = None,
 ) -> SystemPlan:
@@ -181,6 +188,7 @@ def plan_system(
         single=engines["single"],
         router_host=router_host,
         router_port=spare_port if router_port is None else router_port,
+        router_tls=router_tls,
     )
 
 
@@ -193,7 +201,11 @@ def start_system(fleet: Fleet, plan: SystemPlan, *, timeout_s: float, console: C
         began_s = time.monotonic()
         router = fleet.start(ROUTER, plan.router_command())
         show(router.name, None)
-        fleet.wait_ready({router: f"{plan.router_url}/health"}, timeout_s=ROUTER_START_S)
+        fleet.wait_ready(
+            {router: f"{plan.router_url}/health"},
+            timeout_s=ROUTER_START_S,
+            verify=True if plan.router_tls is None else verifying_own(plan.router_tls),
+        )
         show(router.name, time.monotonic() - began_s)
 
 

@@ -6,6 +6,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from baton.cli.http_options import TLS_KEY_HELP, verifying_own
+
 app = typer.Typer(help="Start a whole prefill/decode system on this machine.")
 
 START_TIMEOUT_S = 180.0
@@ -34,6 +36,19 @@ def up(
         str, typer.Option(help="Address of the router; engines stay on the loopback.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="Port of the router.", min=1, max=65535)] = 8000,
+    tls_cert: Annotated[
+        str | None,
+        typer.Option(
+            help="Of the router: PEM file with its certificate and chain.",
+            envvar="BATON_ROUTE_TLS_CERT",
+            show_envvar=False,
+            show_default=False,
+        ),
+    ] = None,
+    tls_key: Annotated[
+        str | None,
+        typer.Option(help=TLS_KEY_HELP, envvar="BATON_ROUTE_TLS_KEY", show_envvar=False, show_default=False),
+    ] = None,
     block_size: Annotated[int | None, typer.Option(help="Tokens in a KV block.", min=1)] = None,
     prefill_block_size: Annotated[
         int | None, typer.Option(help="Of the prefill engines, if it is another.", min=1)
@@ -67,6 +82,7 @@ def up(
     from baton.cli.supervision import supervise
     from baton.cli.system import EngineArguments, HandoffArguments, plan_system, start_system
     from baton.core.errors import ConfigError
+    from baton.http.tls import TlsFiles
 
     if not (model / "config.json").is_file():
         raise typer.BadParameter(f"{model} has no config.json; `baton model new DIR` makes a small model")
@@ -84,6 +100,8 @@ def up(
     )
     try:
         handoff = HandoffArguments(mode, stream)
+        if (tls := TlsFiles.of(tls_cert, tls_key, None)) is not None:
+            verifying_own(tls)  # Refuses files that do not fit.
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from error
     plan = plan_system(
@@ -92,6 +110,7 @@ def up(
         num_decode=decode,
         router_host=host,
         router_port=port,
+        router_tls=tls,
         handoff=handoff,
         prefill_arguments=replace(
             arguments, tp=prefill_tp or tp, block_size=prefill_block_size or block_size

@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from baton.cli.processes import free_ports
 from baton.cli.system import EngineArguments, HandoffArguments, SystemPlan, plan_system
 from baton.core.errors import ConfigError
+from baton.http.tls import TlsFiles
 
 MODEL = Path("m")
 
@@ -48,6 +50,27 @@ def test_prefill_engines_may_have_other_ranks_and_block_sizes() -> None:
     assert [option(c, "--tensor-parallel-size") for c in (p, d, single)] == ["2", "1", "1"]
     assert [option(c, "--block-size") for c in (p, d, single)] == ["16", "32", "32"]
     assert json.loads(option(p, "--kv-transfer-config") or "")["kv_connector"] == "BatonPullConnector"
+
+
+def test_the_router_may_have_tls() -> None:
+    planned = plan(HandoffArguments(), router_tls=TlsFiles(cert="c", key="k"), router_port=8000)
+    assert planned.router_url == "https://127.0.0.1:8000"
+    command = planned.router_command()
+    assert (option(command, "--tls-cert"), option(command, "--tls-key")) == ("c", "k")
+
+
+@pytest.mark.parametrize(
+    ("given", "problem"),
+    [(["--tls-cert", "c"], "needed together"), (["--tls-cert", "/no", "--tls-key", "/no"], "No such file")],
+)
+def test_files_of_tls_that_do_not_fit_are_refused(given: list[str], problem: str, tmp_path: Path) -> None:
+    from baton.cli.main import app
+
+    (tmp_path / "config.json").write_text("{}")
+    wide = {"COLUMNS": "300", "TERM": "dumb"}
+    result = CliRunner().invoke(app, ["up", str(tmp_path), "--port", str(free_ports(1)[0]), *given], env=wide)
+    assert result.exit_code == 2
+    assert problem in result.output
 
 
 def test_engines_are_told_their_device_and_the_users_own_options() -> None:

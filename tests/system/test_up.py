@@ -1,6 +1,7 @@
 """`baton up` with real engines: it serves, restarts processes, and leaves none running."""
 
 import signal
+import ssl
 import subprocess
 import sys
 import time
@@ -13,6 +14,8 @@ import psutil
 import pytest
 
 from baton.cli.processes import free_ports
+from baton.http.tls import TlsFiles
+from tests.certificates import Authority, context_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -39,9 +42,10 @@ class Up:
 
 
 @contextmanager
-def up(model: Path, log_folder: Path) -> Iterator[Up]:
-    port = free_ports(1)[0]
+def up(model: Path, log_folder: Path, tls: TlsFiles | None = None) -> Iterator[Up]:
+    port, scheme = free_ports(1)[0], "http" if tls is None else "https"
     command = [sys.executable, "-m", "baton.cli", "up", str(model), "--port", str(port)]
+    command += [] if tls is None else ["--tls-cert", tls.cert, "--tls-key", tls.key]
     command += ["--num-blocks", "64", "--log-dir", str(log_folder), "--", "--max-num-seqs", "8"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     assert process.stdout is not None
@@ -53,7 +57,7 @@ def up(model: Path, log_folder: Path) -> Iterator[Up]:
                 break
         else:
             raise AssertionError("baton up ended early:\n" + "".join(printed))
-        yield Up(process, f"http://127.0.0.1:{port}", log_folder)
+        yield Up(process, f"{scheme}://127.0.0.1:{port}", log_folder)
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGTERM)
@@ -103,18 +107,26 @@ def test_it_serves_handed_over_prompts_and_restarts_processes_that_die(
         assert_gone(family)
 
 
-def ask(system: Up, prompt: list[int]) -> httpx.Response:
+def ask(system: Up, prompt: list[int], *, verify: ssl.SSLContext | bool = True) -> httpx.Response:
     return httpx.post(
         f"{system.url}/v1/completions",
         json={"prompt": prompt, "max_tokens": 4, "temperature": 0},
         timeout=END_S,
         trust_env=False,
+        verify=verify,
     )
 
 
 @pytest.mark.timeout(START_S + 3 * END_S)
-def test_kill_dash_nine_leaves_no_orphan(small_model: Path, tmp_path: Path) -> None:
-    with up(small_model, tmp_path) as system:
+def test_its_router_may_have_tls_and_kill_dash_nine_leaves_no_orphan(
+    small_model: Path, tmp_path: Path
+) -> None:
+    """The certificate names another host than the address at which `baton up` waits for the router."""
+    authority = Authority(tmp_path, "ours")
+    with up(small_model, tmp_path, authority.issue("router.example")) as system:
+        context = context_of(authority.ca)
+        context.check_hostname = False
+        assert ask(system, list(range(300, 400)), verify=context).status_code == 200
         family = system.family()
         assert len(family) >= 5  # Two engines with a core process each, and the router.
         system.process.kill()
