@@ -18,6 +18,7 @@ from baton.cli.processes import free_ports
 from tests.router.fakes import TICKET, Servers
 
 START_S = 120.0
+HELD = "held"  # The prompt of a stream that pauses after its first event.
 HOSTILE = '<img src=x onerror="document.title=1">'
 EVENTS = [
     b'data: {"id": "c", "choices": [{"index": 0, "text": "a", "token_ids": [1]}]}\n\n',
@@ -45,6 +46,7 @@ class FakeEngine:
         self._num_read = 0
         self._arrived_at_s: dict[str, float] = {}
         self.url = ""
+        self.goes_on = asyncio.Event()  # What is held.
 
     def _metrics(self) -> str:
         self._num_read += 1
@@ -114,18 +116,35 @@ class FakeEngine:
         await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", kind)]})
         for piece in pieces:
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+            if kind == b"text/event-stream" and HELD.encode() in body:
+                await self.goes_on.wait()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 class RunningFleet:
-    def __init__(self, url: str, engines: list[FakeEngine]) -> None:
+    def __init__(self, url: str, engines: list[FakeEngine], loop: asyncio.AbstractEventLoop) -> None:
+        """`loop`: of the engines."""
         self.url = url
         self.engines = engines
+        self._loop = loop
         self.client = httpx.Client(base_url=url, timeout=START_S, trust_env=False, verify=False)
 
     def complete(self) -> None:
         answer = self.client.post("/v1/completions", json={"prompt": "hello", "stream": True})
         assert answer.status_code == 200, answer.text
+
+    @contextmanager
+    def running_request(self, request_id: str) -> Iterator[None]:
+        """It has its first event, and gets the rest at the end of the block."""
+        body = {"prompt": HELD, "stream": True}
+        headers = {"X-Request-Id": request_id}
+        with self.client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:
+            lines = answer.iter_lines()
+            assert next(lines).startswith("data: ")
+            yield
+            for engine in self.engines:
+                self._loop.call_soon_threadsafe(engine.goes_on.set)
+            assert "data: [DONE]" in list(lines)
 
     def state_of(self, engine: FakeEngine) -> str:
         engines = self.client.get("/status").json()["engines"]
@@ -151,7 +170,7 @@ def running_fleet(key: str = "") -> Iterator[RunningFleet]:
         environment = {**os.environ, **({"BATON_API_KEY": key} if key else {})}
         router = subprocess.Popen(command, cwd=Path(__file__).parents[2], env=environment)
         try:
-            fleet = RunningFleet(f"http://127.0.0.1:{port}", engines)
+            fleet = RunningFleet(f"http://127.0.0.1:{port}", engines, loop)
             if key:
                 fleet.client.headers["authorization"] = f"Bearer {key}"
             with fleet.client:

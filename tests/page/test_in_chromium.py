@@ -82,6 +82,29 @@ def test_the_waterfall_of_a_request_has_its_legs_and_what_the_engines_report(
     assert all(left >= 0 and left + width <= whole + 3 for left, width, whole in widths)
 
 
+def test_a_request_that_runs_is_listed_alone_and_shown_until_now(
+    browser: Browser, fleet: RunningFleet
+) -> None:
+    open_page(browser, fleet)
+    rows = "[...document.querySelectorAll('#recent tbody tr')].map((row) => row.innerText)"
+    choose = "const s = document.querySelector('#order'); s.value = arguments[0]; s.onchange();"
+    with fleet.running_request("it-runs"):
+        browser.wait_for(f"return {rows}.some((text) => text.includes('it-runs'))")
+        browser.run(choose, "running")
+        [row] = browser.run(f"return {rows}")
+        assert "runs" in row.replace("it-runs", "")
+        browser.run("document.querySelector('#recent tbody button').click()")
+        browser.wait_for("return document.querySelectorAll('#fall .bar').length > 0")
+        title = browser.run("return document.querySelector('#fall-title').innerText")
+        assert title.startswith("it-runs: runs, first token")
+        assert "until now" in title
+        assert "decode leg, its answer" in browser.run("return document.querySelector('#fall').innerText")
+    browser.wait_for(f"return {rows}.length === 0")
+    browser.run(choose, "")
+    [row] = [text for text in browser.run(f"return {rows}") if "it-runs" in text]
+    assert "200" in row
+
+
 def test_an_engine_is_drained_and_returns_from_the_page(browser: Browser, fleet: RunningFleet) -> None:
     open_page(browser, fleet)
     engine = fleet.engines[-1]
