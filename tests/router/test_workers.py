@@ -5,6 +5,7 @@ import json
 import os
 import select
 import signal
+import socket
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -13,9 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
+from baton.router.members import Member
+from baton.router.notes import Joined
 from baton.router.settings import RouterSettings
+from baton.router.shell.frames import Drain, FrameStream, Listening, Welcome
 from baton.router.shell.metrics import sum_families
 from baton.router.shell.run import EXIT_NOT_STARTED, num_workers_for
+from baton.router.shell.worker import Worker
 from tests.router.fakes import FakeEngine, Servers, answers, dead_url, lends
 from tests.router.test_drain import ASKED, EVENT, streams
 
@@ -194,6 +199,27 @@ async def test_workers_follow_a_file_that_is_read_again_at_sighup(tmp_path: Path
             assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert router.pids == first
     await servers.stop()
+
+
+async def test_what_a_worker_is_told_while_it_starts_is_not_lost() -> None:
+    """The notes come with its welcome, before it has made its router."""
+    prefill, decode, joins = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
+    settings = RouterSettings(prefill_urls=(prefill,), decode_urls=(decode,))
+    ours, theirs = socket.socketpair()
+    listens = asyncio.Event()
+    stream = FrameStream(lambda frame: listens.set() if isinstance(frame, Listening) else None, lambda: None)
+    await asyncio.get_running_loop().create_unix_connection(lambda: stream, sock=ours)
+    log_config = {"version": 1, "disable_existing_loggers": False}
+    stream.send(Welcome(settings, "127.0.0.1", 0, True, log_config, []))
+    stream.send(Joined(Member("decode", joins)))
+    worker = Worker()
+    running = asyncio.create_task(worker.run(theirs))
+    await listens.wait()
+    assert worker._router is not None
+    assert worker._router.fleet.find(("decode", joins)) is not None
+    stream.send(Drain(0.0))
+    assert await running == 0
+    stream.close()
 
 
 async def test_a_router_that_is_terminated_lets_its_streams_end_and_exits_with_0() -> None:

@@ -59,6 +59,7 @@ class Worker:
         self._welcome: asyncio.Future[Welcome | None] = self._loop.create_future()
         self._drain: asyncio.Future[Drain | None] = self._loop.create_future()  # None: an orphan.
         self._router: Router | None = None
+        self._early: list[Frame] = []  # That have come before the router was made.
         self._load_timer: asyncio.TimerHandle | None = None
         self._is_load_due = False
         self._asked: dict[int, asyncio.Future[Answers]] = {}
@@ -77,8 +78,9 @@ class Worker:
         router = self._router = Router(
             welcome.settings, administration=self, index_path=welcome.index_path, charges=self
         )
-        for note in welcome.history:
-            self._apply(note)
+        for frame in (*welcome.history, *self._early):
+            self._on_frame(frame)
+        self._early.clear()
         router.fleet.tell = self._stream.send
         router.fleet.on_load = self._load_has_changed
         try:
@@ -103,37 +105,39 @@ class Worker:
     # --- From the coordinator
 
     def _on_frame(self, frame: Frame) -> None:
+        if self._router is None:
+            match frame:
+                case Welcome():
+                    self._welcome.set_result(frame)
+                case Drain():
+                    self._end_with(frame)
+                case _:
+                    self._early.append(frame)
+            return
         match frame:
-            case Welcome():
-                self._welcome.set_result(frame)
             case Drain():
                 self._end_with(frame)
             case EndRequests():
-                if self._router is not None:
-                    self._router.end_requests()
+                self._router.end_requests()
             case LookAtFiles():
                 WatchedFiles.look_now()
             case Fault(why):
-                if self._router is not None:
-                    self._router.note_fault(why)
+                self._router.note_fault(why)
             case Collect():
-                if self._router is not None:
-                    self._stream.send(Collected(self._router.metrics.samples()))
+                self._stream.send(Collected(self._router.metrics.samples()))
             case Recall(number, request_id):
-                if self._router is not None:
-                    found = self._router.recent.find(request_id, self._loop.time())
-                    self._stream.send(Recalled(number, found))
+                found = self._router.recent.find(request_id, self._loop.time())
+                self._stream.send(Recalled(number, found))
             case Answers(number):
                 if (asked := self._asked.pop(number, None)) is not None and not asked.done():
                     asked.set_result(frame)
             case Charged(number, verdict):
                 if (charged := self._charged.pop(number, None)) is not None and not charged.done():
                     charged.set_result(verdict)
-            case Collected() | Recalled() | Asks() | Charges() | Listening() | Happened():
+            case Welcome() | Collected() | Recalled() | Asks() | Charges() | Listening() | Happened():
                 raise AssertionError(f"a worker gets no {type(frame).__name__}")
             case _:
-                if self._router is not None:
-                    self._apply(frame)
+                self._apply(frame)
 
     def _apply(self, note: Note) -> None:
         assert self._router is not None
