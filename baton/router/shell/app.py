@@ -378,6 +378,13 @@ class Router:
         if rate.prompt_tokens_per_minute is not None:
             num_tokens = cost if isinstance(cost, int) else shape_of(cost).num_prompt_tokens
         charges = self._charges
+        verdict = charges.charge_here(tenant, num_tokens)
+        if verdict is not None:
+            self.metrics.charged(verdict.outcome)
+            if (error := verdict.error) is not None:
+                return self._refuse(reply, error, recorder)
+            reply.rate_headers = verdict.headers
+            return then()
 
         def begin() -> None:
             self._running.discard(charging)
@@ -388,7 +395,7 @@ class Router:
             lambda: charges.charge(tenant, num_tokens),
             reply,
             begin,
-            lambda outcome: self.metrics.rate_limits.labels(outcome).inc(),
+            self.metrics.charged,
             lambda status: self._end(charging, recorder, status),
         )
         return self._run(charging, reply)

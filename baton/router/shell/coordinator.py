@@ -315,9 +315,10 @@ class Coordinator:
                 if (recalled := worker.recalled.pop(number, None)) is not None and not recalled.done():
                     recalled.set_result(timelines)
             case Charges(number, tenant, num_prompt_tokens):
-                task = asyncio.create_task(self._charge(worker, number, tenant, num_prompt_tokens))
-                self._answering.add(task)
-                task.add_done_callback(self._answering.discard)
+                assert self._limits is not None
+                verdict = self._limits.charge_here(tenant, num_prompt_tokens)
+                assert verdict is not None, "workers ask a Redis themselves"
+                worker.stream.send(Charged(number, verdict))
             case (
                 Welcome()
                 | Drain()
@@ -362,11 +363,6 @@ class Coordinator:
         if len(self._workers) > 1 or others:
             for worker in self._workers.values():
                 worker.stream.send(sum_of([self._loads.beside(worker.number), *others]))
-
-    async def _charge(self, worker: _Worker, number: int, tenant: str, num_prompt_tokens: int) -> None:
-        assert self._limits is not None
-        verdict = await self._limits.charge(tenant, num_prompt_tokens)
-        worker.stream.send(Charged(number, verdict))
 
     # --- The administrator
 

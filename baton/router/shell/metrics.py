@@ -79,6 +79,8 @@ class RouterMetrics:
             "because the counts could not be reached).",
             ["outcome"],
         )
+        outcomes = ("let_in", "refused", "unavailable")
+        self._charged = {outcome: self.rate_limits.labels(outcome) for outcome in outcomes}
         self.queue_seconds = histogram(
             "baton:router_queue_seconds",
             "In the router's queue, of requests that had to wait and went on.",
@@ -156,6 +158,10 @@ class RouterMetrics:
         )
         self.generation_tokens = counter("baton:router_generation_tokens", "Tokens of answers.")
         self.registry.register(_FleetCollector(fleet, pairs))
+
+    def charged(self, outcome: str) -> None:
+        """Of a request to its tenant's limits."""
+        self._charged[outcome].inc()
 
     def count(self, effect: Count) -> None:
         """Carry out what a request's machine asks for."""

@@ -1,8 +1,9 @@
 """Charges a request to its tenant's rate limits before it begins. See `baton.http.rate_limits`.
 
-The limits hold for all processes of a router: its workers ask the coordinator, which counts. With a Redis
-each process asks that, and the limits hold for all routers that use it. If the counts cannot be reached,
-requests are let in: a limit is no reason to serve no client.
+The limits hold for all processes of a router: its workers ask the coordinator, which counts; a router of one
+process counts at once, without a `Charging`. With a Redis each process asks that, and the limits hold for all
+routers that use it. If the counts cannot be reached, requests are let in: a limit is no reason to serve no
+client.
 """
 
 import asyncio
@@ -22,6 +23,9 @@ CHARGE_S = 2.0
 
 
 class Charges(Protocol):
+    def charge_here(self, tenant: str, num_prompt_tokens: int) -> Verdict | None:
+        """None: the counts are not in this process."""
+
     async def charge(self, tenant: str, num_prompt_tokens: int) -> Verdict:
         """Any exception means that the counts cannot be reached."""
 
@@ -71,13 +75,11 @@ class Charging:
             self._count("unavailable")
             verdict = LET_IN
         else:
-            self._count("let_in" if verdict.refused is None else "refused")
-        try:
-            verdict.check()
-        except ApiError as error:
-            self._reply.refuse(error)
+            self._count(verdict.outcome)
+        if (refusal := verdict.error) is not None:
+            self._reply.refuse(refusal)
             self._reply.flush()
-            return self._on_over(error.status)
+            return self._on_over(refusal.status)
         self._reply.rate_headers = verdict.headers
         self._then()
         return self._reply.flush()
