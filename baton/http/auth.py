@@ -209,7 +209,7 @@ class AuthFile:
     ) -> None:
         """`settings`: of the file at the start."""
         self._settings, self._path, self._now_s = settings, path, now_s
-        self._watched = WatchedFiles([] if path is None else [path])
+        self._watched = WatchedFiles([] if path is None else [path], are_read=False)
 
     @property
     def current(self) -> AuthSettings:
@@ -228,7 +228,10 @@ class AuthFile:
         for name in ("jwt", "storage", "shares"):
             if getattr(read, name) != getattr(before, name):
                 logger.warning("%s: changes of %s need a restart", path, name)
-        self._settings = msgspec.structs.replace(read, jwt=before.jwt, storage=before.storage)
+        read = msgspec.structs.replace(read, jwt=before.jwt, storage=before.storage)
+        if read == before:
+            return
+        self._settings = read
         logger.info("read %s again: %d tenants", path, len(read.tenants))
 
 
@@ -268,10 +271,14 @@ class Authenticator:
         """
         self._open_paths = open_paths
         self._salt = secrets.token_bytes(32)
-        self._keys = {"api_keys": api_keys, "admin_keys": admin_keys, "register_keys": register_keys}
+        self._keys = {
+            "api_keys": tuple(api_keys),
+            "admin_keys": tuple(admin_keys),
+            "register_keys": tuple(register_keys),
+        }
         found = ((name, getattr(files, name)) for name in self._keys)
         self._files = {name: path for name, path in found if path is not None}
-        self._watched = WatchedFiles(list(self._files.values()))
+        self._watched = WatchedFiles(list(self._files.values()), are_read=False)
         self._auth = auth or AuthFile(NO_AUTH)
         self._verifier, self._is_admin, self._now_s = verifier, is_admin, now_s
         self._use_keys()
@@ -300,7 +307,8 @@ class Authenticator:
             read = {name: read_key_file(path, field=path) for name, path in self._files.items()}
         except ConfigError as error:
             logger.error("the API keys stay as they were: %s", error)
-        else:
+            return
+        if self._keys | read != self._keys:
             self._keys |= read
             self._use_keys()
             logger.info("read the API keys again: %s", ", ".join(self._files.values()))

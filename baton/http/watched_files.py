@@ -15,9 +15,12 @@ class WatchedFiles:
         """At the next use, all of this process look at their files: SIGHUP."""
         cls._num_calls += 1
 
-    def __init__(self, paths: Sequence[str]) -> None:
+    def __init__(self, paths: Sequence[str], *, are_read: bool = True) -> None:
+        """`are_read`: now, by this process. False: what is in use may be older than the files, as in a worker
+        that is started later; then the first look finds a change.
+        """
         self._paths = paths
-        self._seen = self._look()
+        self._seen = self._look() if are_read else []
         self._look_at_s = 0.0
         self._num_calls_seen = self._num_calls
 

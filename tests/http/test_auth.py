@@ -300,6 +300,19 @@ def test_a_changed_file_of_tenants_is_read_again_and_a_bad_one_is_not(tmp_path: 
     assert tenants.of("any-key") is None, "a router without a key left is not open"
 
 
+def test_a_worker_that_is_started_later_uses_the_keys_of_the_files(tmp_path: Path) -> None:
+    """It gets the settings of the router's start."""
+    tenants, file = Tenants(tmp_path), tmp_path / "keys"
+    tenants.write("shop", "the-second-key", 20)
+    file.write_text("the-third-key")
+    auth = AuthFile(tenants.auth.current, str(tenants.path))
+    keys = Authenticator(["the-first-key"], files=KeyFiles(api_keys=str(file)), auth=auth)
+    for key in ("the-second-key", "the-third-key"):
+        assert keys.caller(PATH, bearer(key))
+    with pytest.raises(ApiError):
+        keys.caller(PATH, bearer("the-first-key"))
+
+
 def test_what_needs_a_restart_is_named_and_stays(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     tenants = Tenants(tmp_path)
     tenants.write("search", "the-first-key", 10, "storage = 'redis://10.0.0.9'\n")

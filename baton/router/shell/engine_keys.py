@@ -19,7 +19,8 @@ class EngineKeys:
         self._default, self._by_url = settings.engine_api_key, settings.engine_api_keys
         self._file = settings.engine_key_file
         self._own_file = settings.doors.key_files.api_keys if settings.engines_have_own_key else None
-        self._watched = WatchedFiles([path for path in (self._file, self._own_file) if path is not None])
+        files = [path for path in (self._file, self._own_file) if path is not None]
+        self._watched = WatchedFiles(files, are_read=False)
         self._now_s = now_s
         self._authorizations: dict[str, bytes | None] = {}  # By URL.
 
@@ -55,6 +56,8 @@ class EngineKeys:
                 default = of_all or default
         except ConfigError as error:
             logger.error("the keys for engines stay as they were: %s", error)
+            return
+        if (default, by_url) == (self._default, self._by_url):
             return
         self._default, self._by_url = default, by_url
         self._authorizations.clear()
