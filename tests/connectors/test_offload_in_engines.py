@@ -66,6 +66,17 @@ def test_a_repeated_prompt_is_loaded_with_the_same_tokens(
     engine.assert_whole()
 
 
+def test_hits_with_twice_the_memory_are_those_of_an_engine_that_has_it(start: Start) -> None:
+    small, large = start(slots=20), start(slots=40)
+    prompts = [prompt_of(30, step=3 + index) for index in range(5)]
+    for prompt in (*prompts, prompts[4], prompts[0], *prompts):
+        for engine in (small, large):
+            engine.forget()
+            engine.tokens(prompt)
+    assert small.counts["hit_tokens"] < large.counts["hit_tokens"]
+    assert small.counts["twice_hit_tokens"] == large.counts["hit_tokens"]
+
+
 def test_answers_are_found_too_unless_only_prompts_are_stored(start: Start) -> None:
     for prompt_only in (False, True):
         engine = start(extra={"prompt_only": prompt_only})

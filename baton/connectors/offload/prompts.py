@@ -31,6 +31,7 @@ class Prompt:
     tables: tuple[list[int], ...] = ()  # See `HasTables`.
     num_seen_chunks: int = 0  # Chunks stored, found stored, or given up for now.
     num_local_tokens: int = 0  # The engine's own hit when it last asked for a match.
+    asked_keys: Sequence[BlockHash] = ()  # Those that it asked for then, until blocks are allocated.
     open_stores: set[int] = field(default_factory=set)  # Jobs that read its blocks.
 
     @property

@@ -29,6 +29,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from baton.connectors.block_tables import follow_tables, offered_states
@@ -47,6 +48,7 @@ from baton.core.kv_groups import NULL_BLOCK_ID, can_complete_states, is_hybrid
 from baton.core.transfer_params import OffloadChoice, parse_offload_choice
 from baton.tiers.eviction import make_policy
 from baton.tiers.slot_index import Entry, SlotIndex
+from baton.tiers.twice import TwiceEstimated
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +70,9 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self._chunk_blocks = settings.blocks_per_chunk
         self._is_hybrid = is_hybrid(identity.groups)
         self._state_groups = {index for index, group in enumerate(identity.groups) if group.is_state}
-        self._index: SlotIndex[BlockHash] = SlotIndex(num_slots, make_policy(settings.eviction, num_slots))
+        make = partial(make_policy, settings.eviction)
+        self._policy: TwiceEstimated[BlockHash] = TwiceEstimated(make, num_slots)
+        self._index: SlotIndex[BlockHash] = SlotIndex(num_slots, self._policy)
         self._reports = RankCombiner(OffloadReport, identity.num_ranks)
         self._prompts: dict[str, Prompt] = {}
         self._num_jobs = 0
@@ -115,14 +119,13 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
     ) -> tuple[int | None, bool]:
         prompt = self._follow(request)
         prompt.num_local_tokens = num_computed_tokens
+        prompt.asked_keys = ()
         if not prompt.choice.may_load:
             return 0, False
-        # Whole blocks; at least one token is left to compute, for its logits.
-        size = self._identity.block_tokens
-        end = (request.num_tokens - 1) // size * size
+        end = self._loadable_end(request)
         if end <= num_computed_tokens:
             return 0, False
-        keys = prompt.keys_between(num_computed_tokens, end)
+        keys = prompt.asked_keys = prompt.keys_between(num_computed_tokens, end)
         num_found = (
             self._index.num_found_to_state(keys) if self._state_groups else self._index.num_found(keys)
         )
@@ -135,6 +138,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
     ) -> None:
         prompt = self._follow(request)
+        self._count_hits_with_twice_the_memory(prompt)
         if not num_external_tokens:
             return
         size = self._identity.block_tokens
@@ -260,6 +264,20 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         # Set by vLLM for requests that need every prompt token computed, for logprobs.
         reads = self._identity.is_consumer and not getattr(request, "skip_reading_prefix_cache", False)
         return choice._replace(may_load=choice.may_load and reads)
+
+    def _loadable_end(self, request: host.Request) -> int:
+        """Whole blocks; at least one token is left to compute, for its logits."""
+        size = self._identity.block_tokens
+        return (request.num_tokens - 1) // size * size
+
+    def _count_hits_with_twice_the_memory(self, prompt: Prompt) -> None:
+        """As `hit_tokens`, for the last match that the host asked for. Takes states as stored."""
+        num_found = self._policy.num_found_by_twice(prompt.asked_keys)
+        prompt.asked_keys = ()
+        if num_found:
+            end_chunk = prompt.num_local_tokens // self._chunk_tokens + num_found
+            end = min(self._loadable_end(prompt.request), end_chunk * self._chunk_tokens)
+            self._stats.add(twice_hit_tokens=end - prompt.num_local_tokens)
 
     def _plan_stores(self, output: host.SchedulerOutput) -> Iterable[StoreBlocks]:
         for request_id, num_computed in follow_tables(output, self._prompts):
