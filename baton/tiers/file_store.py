@@ -69,7 +69,7 @@ class FileStore(Store):
 
     def check(self) -> None:
         try:
-            make_folder(self.folder, for_group=self._for_group)
+            make_folder(self.folder, fsync=self._fsync, for_group=self._for_group)
         except OSError as error:
             raise ConfigError(f"cannot be created or used: {error}", field=self._field) from error
         if self._direct and not _allows_direct_io(self.folder):

@@ -15,15 +15,20 @@ from pathlib import Path
 TEMPORARY_PREFIX = ".writing-"
 
 
-def make_folder(folder: Path, *, for_group: bool = False) -> None:
-    """Creates `folder` and its missing parents with mode 0700, or 0770. Raises OSError."""
+def make_folder(folder: Path, *, fsync: bool = False, for_group: bool = False) -> None:
+    """Creates `folder` and its missing parents with mode 0700, or 0770. Raises OSError.
+
+    `fsync`: they survive a crash of the machine.
+    """
     if folder.is_dir():
         return
     if folder.parent != folder:
-        make_folder(folder.parent, for_group=for_group)
+        make_folder(folder.parent, fsync=fsync, for_group=for_group)
     folder.mkdir(mode=0o700, exist_ok=True)
     if for_group:
         folder.chmod(0o770)  # The process's umask removes the group's bits from mkdir's.
+    if fsync:
+        _sync_folder(folder.parent)
 
 
 def write_whole(
@@ -39,7 +44,7 @@ def write_whole(
     `direct_bytes`: writes with direct I/O, for which the parts must be whole pages of aligned memory; the
     file is then cut to this length.
     """
-    make_folder(path.parent, for_group=for_group)
+    make_folder(path.parent, fsync=fsync, for_group=for_group)
     aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(8)}")
     try:
         with open(
