@@ -59,11 +59,14 @@ class S3Fifo(EvictionPolicy[K]):
         del (self._small if key in self._small else self._main)[key]
 
     def _make_room(self, can_leave: Callable[[K], bool]) -> K | None:
-        evicted = self._evict_from_small(can_leave) if len(self._small) >= self._small_max else None
-        if evicted is None:
-            evicted = self._evict_from_main(can_leave)
-        # The main queue may be empty, or all its keys may be in use.
-        return evicted if evicted is not None else self._evict_from_small(can_leave)
+        queues = [self._evict_from_main]
+        if len(self._small) >= self._small_max:
+            queues.insert(0, self._evict_from_small)
+        else:
+            # All keys of the main queue may be in use. Then used keys of the small one move to it.
+            queues += [self._evict_from_small, self._evict_from_main]
+        evictions = (evict(can_leave) for evict in queues)
+        return next((key for key in evictions if key is not None), None)
 
     def _evict_from_small(self, can_leave: Callable[[K], bool]) -> K | None:
         for _ in range(len(self._small)):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.tiers.eviction import Eviction, make_policy
-from baton.tiers.policy import EvictionPolicy
+from baton.tiers.policy import Admitted, EvictionPolicy
 from tests.tiers.twins import ArcTwin, LruTwin, S3FifoTwin, SlruTwin
 
 TWINS: dict[Eviction, Callable[[int], Any]] = {
@@ -91,3 +91,15 @@ def test_a_scan_does_not_evict_frequently_used_keys(name: Eviction) -> None:
     for key in range(100, 200):
         ask(policy, key)
     assert all(key in policy for key in range(5))
+
+
+def test_s3fifo_evicts_a_used_key_of_the_small_queue_if_all_others_are_in_use() -> None:
+    policy = make_policy("s3fifo", 20)  # Two of them in the small queue.
+    for key in range(20):
+        policy.admit(key, any_key)
+        policy.use(key)
+        policy.use(key)
+    assert policy.admit(20, any_key) == Admitted(0)  # Moves the others to the main queue.
+    policy.use(20)
+    policy.use(20)
+    assert policy.admit(21, lambda key: key == 20) == Admitted(20)
