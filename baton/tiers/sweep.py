@@ -26,6 +26,7 @@ class Swept:
     kept_bytes: int = 0
     num_evicted: int = 0
     evicted_bytes: int = 0
+    evicted: list[str] = field(default_factory=list)  # Names of their values.
     error: str = ""  # Why a chunk that should be evicted still exists.
 
     def __iadd__(self, other: Swept) -> Swept:
@@ -33,6 +34,7 @@ class Swept:
         self.kept_bytes += other.kept_bytes
         self.num_evicted += other.num_evicted
         self.evicted_bytes += other.evicted_bytes
+        self.evicted += other.evicted
         self.error = self.error or other.error
         return self
 
@@ -65,6 +67,7 @@ def sweep(store: Store, *, max_bytes: int | None, max_age_s: float | None, now_s
                 total -= chunk.nbytes
                 swept.num_evicted += 1
                 swept.evicted_bytes += chunk.nbytes
+                swept.evicted += chunk.names
                 continue
         swept.num_kept += 1
         swept.kept_bytes += chunk.nbytes

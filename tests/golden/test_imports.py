@@ -17,6 +17,7 @@ PACKAGES = (
     "baton.testing",
     "baton.testing.contract",
     "baton.vllm_plugin",
+    "baton.vllm_tier",
     "baton.connectors.hidden_states",
     "baton.assemble",
 )

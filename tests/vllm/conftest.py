@@ -34,6 +34,7 @@ OTHER_CASTS = frozenset(
         "test_self_test",
         "test_shared_storage",
         "test_states",
+        "test_tier",
     }
 )
 ENVIRONMENT = {

@@ -1,0 +1,39 @@
+"""Baton's stores as a secondary tier of vLLM's OffloadingConnector; eviction policies for its host memory.
+
+    vllm serve MODEL --kv-transfer-config '{
+      "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+      "kv_connector_extra_config": {
+        "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000000,
+        "eviction_policy": "S3FifoCachePolicy", "cache_policy_module_path": "baton.vllm_tier",
+        "secondary_tiers": [{"type": "BatonTier", "module_path": "baton.vllm_tier",
+                             "tiers": [{"type": "files", "path": "/ssd/kv", "max_gib": 200}]}]}}'
+
+    vLLM's scheduler --> BatonTier --> lookups, transfers (threads) --> baton.tiers: files, objects, redis
+                             `--> namespace: all on which the bytes of a chunk depend
+
+A load reads into its thread's memory, and is copied to vLLM's host memory only when it is proven. Reads and
+writes of stores do not touch that memory, so one that hangs can be abandoned.
+
+`CpuTieringSpec` is for vLLM on CPUs, where its own specs have no worker.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any, Final
+
+_MODULES: Final = {
+    "BatonTier": "baton.vllm_tier.tier",
+    "CpuTieringSpec": "baton.vllm_tier.cpu_spec",
+    "S3FifoCachePolicy": "baton.vllm_tier.policies",
+    "SlruCachePolicy": "baton.vllm_tier.policies",
+}
+
+__all__ = ["BatonTier", "CpuTieringSpec", "S3FifoCachePolicy", "SlruCachePolicy"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imports a class on first use, because the modules import vllm."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

@@ -1,0 +1,224 @@
+"""`BatonTier`: Baton's stores as vLLM's SecondaryTierManager. Runs in the scheduler's process.
+
+Follows `vllm/v1/kv_offload/tiering/base.py` of 0.32.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, ClassVar, Final
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
+from vllm.v1.kv_offload.base import (
+    Locality,
+    LookupResult,
+    Medium,
+    OffloadingCounterMetadata,
+    OffloadingEvent,
+    OffloadingGaugeMetadata,
+    RequestOffloadingContext,
+)
+from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
+
+from baton.connectors.extra_config import FIELD, parse_extra
+from baton.connectors.jobs import Repeated
+from baton.connectors.shared_storage.stores import limits_of, make_tiers
+from baton.core.errors import ConfigError
+from baton.tiers.store import StoreError
+from baton.tiers.sweep import Swept, sweep
+from baton.vllm_plugin.settings import PluginSettings
+from baton.vllm_tier.identity import naming_of
+from baton.vllm_tier.lookups import Lookups
+from baton.vllm_tier.naming import Naming, any_of
+from baton.vllm_tier.settings import TierSettings
+from baton.vllm_tier.transfers import Transfers
+
+logger = logging.getLogger(__name__)
+
+PREFIX: Final = "vllm:kv_offload_baton_"
+COUNTERS: Final = {
+    "failed_loads": "Chunks that were found and could not be loaded, by reason.",
+    "not_stored": "Chunks that were not stored, by reason.",
+}
+EVICTED: Final = "evicted_chunks"
+KEPT: Final = "kept_bytes"
+
+
+class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not installed where types are checked.
+    medium: ClassVar[Any] = Medium.STORAGE
+
+    def __init__(
+        self,
+        offloading_spec: Any,
+        primary_kv_view: memoryview,
+        tier_type: str,
+        backpressure_detector: Any = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        naming: Naming | None = None,
+        **config: Any,
+    ) -> None:
+        """`config`: the plug-in's settings of secret and revision, and those of `TierSettings`.
+
+        `naming`: for tests. Raises ConfigError.
+        """
+        super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        plugin, extra = PluginSettings.split(config)
+        self._settings = settings = parse_extra(TierSettings, extra)
+        self.locality = None if settings.locality is None else Locality(settings.locality)
+        self._naming = naming or naming_of(offloading_spec.config, self.block_size_bytes, plugin)
+        if settings.encrypt and self._naming.signed[0][1] == b"":
+            raise ConfigError(
+                "needs a cluster secret, from which the key is derived", field=f"{FIELD}.encrypt"
+            )
+        self._emits_events = settings.enable_kv_events and bool(
+            offloading_spec.kv_events_config.enable_kv_cache_events
+        )
+        if settings.enable_kv_events and not self._emits_events:
+            logger.warning("%s emits no KV events, because vLLM's KV events are off", tier_type)
+        self._tiers = make_tiers(settings.stored_tiers, clock)
+        self._tiers.check()
+        self._rows = primary_kv_view.cast("B")
+        self._transfers = Transfers(self._tiers, self._rows, self._naming, settings, clock=clock)
+        self._lookups = Lookups(self._find, settings.lookup_timeout_s, clock)
+        self._lock = threading.Lock()  # Guards what the sweeper's thread reports.
+        self._swept = Swept()
+        self._evicted: list[bytes] = []
+        limits = [
+            (store, *limits_of(tier))
+            for store, tier in zip(self._tiers.stores, settings.stored_tiers, strict=True)
+        ]
+        self._limited = [limit for limit in limits if limit[1:] != (None, None)]
+        self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s) if self._limited else None
+        kinds = " > ".join(f"{store.kind} {store.where}" for store in self._tiers.stores)
+        logger.info("%s: chunks of %d bytes in %s", tier_type, self.block_size_bytes, kinds)
+
+    # --- Lookups and jobs ------------------------------------------------------------------------
+
+    def lookup(self, key: bytes, req_context: Any) -> Any:
+        if self._transfers.is_stuck:
+            return LookupResult.MISS
+        found = self._lookups.ask(key, req_context.req_id)
+        if found is None:
+            return LookupResult.RETRY
+        return LookupResult.HIT if found else LookupResult.MISS
+
+    def submit_store(self, job_metadata: Any) -> None:
+        self._transfers.store(job_metadata.job_id, list(job_metadata.keys), _rows_of(job_metadata))
+
+    def submit_load(self, job_metadata: Any) -> None:
+        self._transfers.load(job_metadata.job_id, list(job_metadata.keys), _rows_of(job_metadata))
+
+    def get_finished_jobs(self) -> Iterable[Any]:
+        self._transfers.expire()
+        results = []
+        for ended in self._transfers.take_ended():
+            if ended.is_load:
+                self._lookups.mark_missing(ended.failed)
+            results.append(
+                JobResult(
+                    job_id=ended.job_id,
+                    success=not ended.failed,
+                    successful_keys=ended.done if ended.is_load and ended.failed else None,
+                    transfer_time=ended.seconds,
+                    transfer_bytes=len(ended.done) * self.block_size_bytes,
+                )
+            )
+        return results
+
+    def drain_jobs(self) -> None:
+        self._transfers.drain()
+
+    # --- Requests and steps ----------------------------------------------------------------------
+
+    def on_new_request(self, req_context: Any) -> Any:
+        return RequestOffloadingContext()
+
+    def on_request_finished(self, req_context: Any) -> None:
+        self._lookups.forget(req_context.req_id)
+
+    def on_schedule_end(self, context: Any) -> None:
+        self._lookups.flush()
+
+    def shutdown(self) -> None:
+        if self._sweeper is not None:
+            self._sweeper.close(self._settings.shutdown_timeout_s)
+        self._lookups.close(self._settings.shutdown_timeout_s)
+        self._transfers.close()
+        self._rows.release()  # vLLM then releases its own view, which fails while there is another.
+
+    # --- Events and metrics ----------------------------------------------------------------------
+
+    def take_events(self) -> Iterable[Any]:
+        """Chunks that were stored; and those that this engine evicted or could not read, if no store has them
+        any more. What other engines evict is not known.
+        """
+        written, lost = self._transfers.take_events()
+        with self._lock:
+            evicted, self._evicted = self._evicted, []
+        if not self._emits_events:
+            return
+        for keys, is_removed in ((written, False), ([*lost, *evicted], True)):
+            if keys:
+                yield OffloadingEvent(
+                    keys=keys, medium=self.medium, removed=is_removed, locality=self.locality
+                )
+
+    @classmethod
+    def build_metric_definitions(cls, extra_config: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **{
+                PREFIX + name: OffloadingCounterMetadata(documentation=text, labelnames=("reason",))
+                for name, text in COUNTERS.items()
+            },
+            PREFIX + EVICTED: OffloadingCounterMetadata(
+                documentation="Chunks that this engine evicted from stores with a limit of size or age."
+            ),
+            PREFIX + KEPT: OffloadingGaugeMetadata(
+                documentation="Bytes in stores with a limit of size or age, after the last sweep."
+            ),
+        }
+
+    def get_stats(self) -> Any:
+        stats = OffloadingConnectorStats()
+        for (name, reason), count in self._transfers.take_counts().items():
+            stats.increase_counter(PREFIX + name, count, (reason,))
+        with self._lock:
+            swept, self._swept = self._swept, Swept()
+        if swept.num_evicted:
+            stats.increase_counter(PREFIX + EVICTED, swept.num_evicted)
+        if swept.num_kept or swept.num_evicted:
+            stats.set_gauge(PREFIX + KEPT, swept.kept_bytes)
+        return stats
+
+    # --- Threads ---------------------------------------------------------------------------------
+
+    def _find(self, keys: Sequence[bytes]) -> list[bool]:
+        names = [str(name) for key in keys for name, _ in self._naming.names_of(key)]
+        return any_of(self._tiers.find(names), len(self._naming.signed))
+
+    def _sweep(self) -> None:
+        total = Swept()
+        for store, max_bytes, max_age_s in self._limited:
+            try:
+                total += sweep(store, max_bytes=max_bytes, max_age_s=max_age_s, now_s=time.time())
+            except StoreError as error:
+                logger.warning("the sweep of %s failed: %s", store.kind, error)
+        if total.error:
+            logger.warning("a sweep could not evict everything: %s", total.error)
+        keys = [key for name in total.evicted if (key := self._naming.key_of(name)) is not None]
+        try:
+            found = self._find(keys) if keys else []
+        except StoreError:
+            found = [False] * len(keys)
+        with self._lock:
+            self._evicted += [key for key, is_found in zip(keys, found, strict=True) if not is_found]
+            total.num_evicted += self._swept.num_evicted
+            self._swept = total
+
+
+def _rows_of(job: Any) -> list[int]:
+    return [int(row) for row in job.chunk_ids]

@@ -1,0 +1,247 @@
+"""`BatonTier`, the eviction policies and the CPU's worker with vLLM's own classes, without an engine."""
+
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCacheRef,
+    CanonicalKVCaches,
+    CanonicalKVCacheTensor,
+    GPULoadStoreSpec,
+    LookupResult,
+    ReqContext,
+    ScheduleEndContext,
+    make_offload_key,
+)
+from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
+from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
+
+from baton.core.errors import ConfigError
+from baton.vllm_tier import BatonTier
+from baton.vllm_tier.cpu_spec import CpuWorker
+from baton.vllm_tier.identity import find_vllm_config
+from baton.vllm_tier.naming import Naming
+from tests.vllm.test_shared_storage import files_in
+
+ROW = 4096
+NUM_ROWS = 4
+NAMING = Naming(ROW, (("0123abcd", b"k" * 32),))
+KEYS = [make_offload_key(bytes([number]) * 32, 0) for number in range(16)]
+STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
+WAIT_S = 30.0
+
+
+class World:
+    """vLLM's manager of host memory, with our tier under it."""
+
+    def __init__(self, name: str, folder: Path, **config: Any) -> None:
+        self.region = SharedOffloadRegion(name, NUM_ROWS, None, ROW, ROW)
+        primary = CPUPrimaryTierOffloadingManager(
+            NUM_ROWS, self.region, "S3FifoCachePolicy", "baton.vllm_tier", enable_events=True
+        )
+        spec = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
+        self.tier = BatonTier(
+            spec,
+            primary.get_kv_memoryview(),
+            "BatonTier",
+            naming=NAMING,
+            tiers=[{"type": "files", "path": str(folder), **config}],
+            enable_kv_events=True,
+            sweep_every_s=0.01,
+        )
+        self.manager = TieringOffloadingManager(primary, [self.tier])
+        self.rows = np.frombuffer(self.region.mmap_obj, np.uint8).reshape(NUM_ROWS, ROW)
+
+    def begin(self, request_id: str) -> ReqContext:
+        context = ReqContext(request_id)
+        self.manager.on_new_request(context)
+        return context
+
+    def store(self, context: ReqContext, *keys: Any) -> None:
+        """As if a worker had copied blocks; each byte is the key's first."""
+        prepared = self.manager.prepare_store(keys, context)
+        assert prepared is not None
+        for key, row in zip(prepared.keys_to_store, prepared.store_spec.block_ids, strict=True):
+            self.rows[row] = key[0]
+        self.manager.complete_store(keys, context)
+        self.settle()
+
+    def settle(self) -> None:
+        """Steps until no job runs."""
+        deadline_s = time.monotonic() + WAIT_S
+        self.manager.on_schedule_end(STEP)
+        while self.manager.has_pending_work():
+            assert time.monotonic() < deadline_s
+            self.manager.on_schedule_end(STEP)
+
+    def look_up(self, key: Any, context: ReqContext) -> LookupResult:
+        """Steps until the answer."""
+        deadline_s = time.monotonic() + WAIT_S
+        while (found := self.manager.lookup(key, context)) in (LookupResult.RETRY, LookupResult.HIT_PENDING):
+            assert time.monotonic() < deadline_s
+            self.manager.on_schedule_end(STEP)
+        return found
+
+    def close(self) -> None:
+        del self.rows
+        self.manager.shutdown()
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., World]]:
+    worlds: list[World] = []
+
+    def make(**config: Any) -> World:
+        worlds.append(World(f"baton-test-{tmp_path.name}-{len(worlds)}", tmp_path / "kv", **config))
+        return worlds[-1]
+
+    yield make
+    for world in worlds:
+        world.close()
+        assert not Path(world.region.mmap_path).exists()
+
+
+def test_chunks_are_found_by_another_engine_and_loaded_in_part(
+    start: Callable[..., World], tmp_path: Path
+) -> None:
+    first = start()
+    first.store(first.begin("a"), *KEYS[1:4])
+    events = [event for event in first.manager.take_events() if event.medium.value == "STORAGE"]
+    assert [sorted(event.keys) for event in events] == [KEYS[1:4]]
+    damaged = next(path for path in files_in(tmp_path / "kv") if KEYS[2].hex() in path.name)
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+
+    second = start()
+    context = second.begin("b")
+    found = [second.look_up(key, context) for key in KEYS[1:5]]
+    assert found == [LookupResult.HIT, LookupResult.MISS, LookupResult.HIT, LookupResult.MISS]
+    spec = second.manager.prepare_load([KEYS[1], KEYS[3]], context)
+    assert [set(second.rows[row]) for row in spec.block_ids] == [{1}, {3}]
+    second.manager.complete_load([KEYS[1], KEYS[3]], context)
+    (removed,) = (event for event in second.manager.take_events() if event.removed)
+    assert removed.keys == [KEYS[2]]
+    values = second.tier.get_stats().reduce()
+    assert values == {"vllm:kv_offload_baton_failed_loads:('corrupt',)": 1}
+    second.manager.on_request_finished(context)
+
+
+def test_the_cache_is_reset_while_chunks_move(start: Callable[..., World]) -> None:
+    first = start()
+    context = first.begin("a")
+    prepared = first.manager.prepare_store(KEYS[1:4], context)
+    assert prepared is not None
+    first.manager.complete_store(KEYS[1:4], context)
+    first.manager.reset_cache()
+    assert not first.manager.has_pending_work()
+    assert first.look_up(KEYS[1], first.begin("b")) is LookupResult.HIT, "stores are kept"
+
+
+def test_evicted_chunks_are_announced(start: Callable[..., World]) -> None:
+    world = start(max_gib=3 * ROW / (1 << 30))  # One chunk with its header.
+    world.store(world.begin("a"), *KEYS[1:4])
+    deadline_s = time.monotonic() + WAIT_S
+    removed: set[bytes] = set()
+    while len(removed) < 2:
+        assert time.monotonic() < deadline_s
+        removed |= {key for event in world.tier.take_events() if event.removed for key in event.keys}
+    assert removed < set(KEYS[1:4])
+    assert any("evicted_chunks" in name for name in world.tier.get_stats().reduce())
+
+
+def test_metrics_and_settings(tmp_path: Path) -> None:
+    tier = {"type": "BatonTier", "module_path": "baton.vllm_tier"}
+    names = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [tier]})
+    assert "vllm:kv_offload_baton_not_stored" in names
+    spec = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=False))
+    rows = memoryview(np.zeros((NUM_ROWS, ROW), np.int8))
+    for wrong, message in (
+        ({"tiers": []}, "tiers instead"),
+        ({"tiers": [{"type": "disk"}]}, "disk"),
+        ({"tiers": [{"type": "files", "path": str(tmp_path)}], "chunk_tokens": 16}, "block_size"),
+        ({"tiers": [{"type": "files", "path": str(tmp_path)}], "n_read_threads": 4}, "not known"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            BatonTier(spec, rows, "BatonTier", naming=NAMING, **wrong)
+
+
+def test_without_vllms_configuration_a_revision_is_needed() -> None:
+    assert find_vllm_config(sys._getframe()) is None
+
+
+@pytest.mark.parametrize("name", ["S3FifoCachePolicy", "SlruCachePolicy"])
+def test_a_policy_keeps_what_is_used_and_its_books(name: str) -> None:
+    rng = random.Random(20261125)
+    manager = CPUOffloadingManager(8, name, "baton.vllm_tier")
+    policy: Any = manager._policy
+    resident: set[bytes] = set()
+    pinned: list[tuple[bytes, ReqContext]] = []
+    for number in range(2000):
+        context = ReqContext(f"r{number}")
+        manager.on_new_request(context)
+        keys = rng.sample(KEYS, rng.randrange(1, 5))
+        prepared = manager.prepare_store(keys, context)
+        if prepared is not None:
+            evicted = set(prepared.evicted_keys)
+            assert not evicted & ({key for key, _ in pinned} | set(keys))
+            resident = (resident - evicted) | set(keys)
+            is_stored = rng.random() < 0.9
+            manager.complete_store(prepared.keys_to_store, context, success=is_stored)
+            if not is_stored:
+                resident -= set(prepared.keys_to_store)
+        for key in rng.sample(sorted(resident), min(2, len(resident))):
+            manager.prepare_load([key], context)
+            pinned.append((key, context))
+        while len(pinned) > 5:
+            key, of = pinned.pop(rng.randrange(len(pinned)))
+            manager.complete_load([key], of)
+        manager.on_request_finished(context)
+        assert {key for key in KEYS if policy.get(key) is not None} == resident
+        policy._drop_admitted()
+        assert len(policy._policy) == len(resident) <= 8
+        if number % 500 == 499:
+            manager.reset_cache()
+            resident, pinned = set(), []
+
+
+def test_blocks_of_two_groups_move_between_cache_and_rows() -> None:
+    """Chunks of two blocks; each group's first and last chunk is used in part."""
+    num_blocks, page, per_chunk = 12, 64, 2
+    caches = [torch.randint(-128, 127, (num_blocks, page), dtype=torch.int8) for _ in range(3)]
+    region = SharedOffloadRegion("baton-test-worker", 8, 0, ROW, 3 * page * per_chunk)
+    groups = [
+        [CanonicalKVCacheRef(0, page), CanonicalKVCacheRef(1, page - 8)],
+        [CanonicalKVCacheRef(2, page)],
+    ]
+    worker = CpuWorker(
+        CanonicalKVCaches([CanonicalKVCacheTensor(cache, page) for cache in caches], groups),
+        region,
+        per_chunk,
+    )
+    before = [cache.clone() for cache in caches]
+    blocks = GPULoadStoreSpec([3, 7, 1, 9, 4], group_sizes=[3, 2], block_indices=[1, 4])
+    chunks = CPULoadStoreSpec([6, 2, 5])
+    assert worker.submit_store(1, blocks, chunks)
+    for cache in caches:
+        cache.zero_()
+    assert worker.submit_load(2, chunks, blocks)
+    assert [(result.job_id, result.success) for result in worker.get_finished()] == [(1, True), (2, True)]
+    assert torch.equal(caches[0][[3, 7, 1]], before[0][[3, 7, 1]])
+    assert torch.equal(caches[1][[3, 7, 1], : page - 8], before[1][[3, 7, 1], : page - 8])
+    assert torch.equal(caches[2][[9, 4]], before[2][[9, 4]])
+    assert not caches[0][[0, 2, 9]].any()
+    rows = np.frombuffer(region.mmap_obj, np.int8).reshape(8, ROW)
+    assert np.array_equal(rows[6, page : 2 * page], before[0][3].numpy()), "the second block of its chunk"
+    del rows
+    worker.shutdown()
+    assert not Path(region.mmap_path).exists()
