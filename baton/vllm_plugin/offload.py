@@ -42,6 +42,11 @@ class BatonOffloadConnector(ForwardingConnector):
         return False  # A store that is dropped is only a later miss.
 
     @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
+        """vLLM also resets the connector's cache then, because the weights may change."""
+        return True
+
+    @classmethod
     def make_scheduler_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorSchedulerHalf:

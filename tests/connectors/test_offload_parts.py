@@ -18,7 +18,7 @@ from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import KVConnectorOutput
-from baton.core.errors import BadTransferParams, ConfigError
+from baton.core.errors import BadTransferParams, ConfigError, TransferError
 from baton.core.kv_groups import KVCacheGroup
 from baton.tiers.host_rows import HostRows
 from tests.connectors.pull_world import FakeRequest
@@ -148,6 +148,17 @@ def test_a_store_after_a_fence_timeout_does_not_count() -> None:
     report = worker.build_connector_worker_meta()
     assert report is not None
     assert (report.stored, report.failed_stores) == ({7}, {7})
+
+
+def test_the_host_cannot_sleep_while_a_copy_does_not_end() -> None:
+    """A host holds the blocks of loads, and not those of stores."""
+    worker = OffloadWorkerHalf(identity(), lambda caches, identity: NeverEnding(HeldRows()))
+    worker.unregister_kv_caches()
+    worker.register_kv_caches({})
+    worker.bind_connector_metadata(OffloadMetadata(stores=(StoreBlocks(7, (0,), (0,)),)))
+    worker.wait_for_save()
+    with pytest.raises(TransferError, match="cannot sleep: a copy"):
+        worker.unregister_kv_caches()
 
 
 def test_stores_of_an_aborted_step_are_reported_as_failed() -> None:

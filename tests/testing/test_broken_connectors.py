@@ -30,6 +30,7 @@ def case_of(kind: Any) -> ConnectorCase:
         pairing=getattr(kind, "pairing", "none"),
         patience_s=0.0,
         call_max_s=getattr(kind, "call_max_s", 60.0),
+        plays_sleep=getattr(kind, "sleeps", False),
         break_store=lose_everything if getattr(kind, "breaks_store", False) else None,
     )
 

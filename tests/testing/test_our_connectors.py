@@ -35,7 +35,7 @@ def test_no_connector_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", sorted(BUILT_IN))
 def test_it_keeps_the_contract(name: str, tmp_path: Path) -> None:
-    check_enough(our_cases(tmp_path)[name], {"steps": 20}, examples=6, tries=20)
+    check_enough(our_cases(tmp_path)[name], {"steps": 20, "sleeps": 0}, examples=6, tries=20)
 
 
 @pytest.mark.parametrize("caches", KINDS)

@@ -130,6 +130,8 @@ def test_layouts_and_graphs_that_a_connector_asks_for(plugin: Any, folder: Path)
     assert push.requires_piecewise_for_cudagraph({"stream": "layer"})
     assert not push.requires_piecewise_for_cudagraph({})
     assert push.supports_sleep_mode(None)
+    assert plugin.BatonOffloadConnector.supports_sleep_mode(None)
+    assert not plugin.BatonSharedStorageConnector.supports_sleep_mode(None)
 
 
 # --- Containment -------------------------------------------------------------------------------------

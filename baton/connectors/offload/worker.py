@@ -4,6 +4,7 @@ bind_connector_metadata   starts loads
 wait_for_save             starts stores: the step's forward pass is done, or queued on the device before them
 get_finished, ...         report ended jobs, once
 handle_preemptions        waits for stores whose blocks may be overwritten now
+unregister_kv_caches      waits for all copies: the host releases the caches' memory
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, Offlo
 from baton.connectors.offload.settings import GIB
 from baton.connectors.offload.stats import OffloadStats
 from baton.contract import KVConnectorMetadata, host
-from baton.core.errors import ConfigError
+from baton.core.errors import ConfigError, TransferError
 from baton.tiers.host_memory import available_bytes
 
 if TYPE_CHECKING:
@@ -65,6 +66,16 @@ class OffloadWorkerHalf(BackgroundLoads):
         for name, cache in by_size:
             distinct.setdefault(cache.data_ptr(), (name, cache))
         self._copies = self._make_copies(dict(distinct.values()), self._identity)
+
+    def unregister_kv_caches(self) -> None:
+        """When this returns, no copy runs out of the caches or into them.
+
+        The host holds the blocks of a load until it has ended, but not those of a store. Raises TransferError
+        if a copy does not end: the host must keep the memory.
+        """
+        jobs = self._stores | self._loads.keys()
+        if self._copies is not None and not self._copies.wait(jobs, FENCE_TIMEOUT_S):
+            raise TransferError("cannot sleep: a copy between the cache and host memory has not ended")
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         return self._copies is not None and self._copies.bind_wake(wake)

@@ -77,6 +77,7 @@ class ConnectorCase:
     remembers_requests: bool = False
     plays_latents: bool = False  # Models with latents, and narrower index keys beside them, too.
     plays_scales: bool = False  # Models with int8 caches and their scales, inline or beside, too.
+    plays_sleep: bool = False  # Engines sleep: the memory of their caches goes, and comes back empty.
     speaks_text: bool = True  # False: the connector's KV is synthetic, so the tokens are not checked.
 
     @property

@@ -145,6 +145,18 @@ class KitEngine:
     def forget_local_cache(self) -> None:
         self.scheduler.reset_prefix_cache(reset_connector=False)
 
+    def sleep(self) -> None:
+        """Sleep and wake up, as vLLM's `EngineCore.sleep`, after a reset of all caches. While a block is held
+        the reset is refused.
+        """
+        if not isinstance(self.executor, KitRanks):
+            return
+        is_free = not self._steps and self.scheduler.reset_prefix_cache(reset_connector=True)
+        self.story.record_line(f"{self.name}: {'sleeps, and wakes up' if is_free else 'may not sleep'}")
+        if is_free:
+            self.story.seen["sleeps"] += 1
+            self.executor.sleep()
+
     def dummy_run(self) -> None:
         """Do a warm-up run. Layer hooks are called only if the connector declares them graph-capturable."""
         if isinstance(self.executor, KitRanks):

@@ -65,7 +65,9 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
     }
     return {
         # The decode bench refuses int8: it writes numbers, and knows no scales.
-        name: replace(case, plays_latents=True, plays_scales=name != "BatonDecodeBenchConnector")
+        name: replace(
+            case, plays_latents=True, plays_scales=name != "BatonDecodeBenchConnector", plays_sleep=True
+        )
         for name, case in cases.items()
     }
 

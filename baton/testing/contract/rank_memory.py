@@ -141,6 +141,12 @@ class RankMemory:
         self._shadows[layer][block_id] = values
         self._expected.discard(block_id)
 
+    def lose_content(self) -> None:
+        """The host has taken the memory away, and given it back."""
+        for name, cache in self._places.values():
+            cache.fill_(FRESH)
+            self._shadows[name].fill_(FRESH)
+
     def expect_load(self, block_ids: set[int]) -> None:
         """Note that loads into these blocks have begun."""
         self._expected |= block_ids

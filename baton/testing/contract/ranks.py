@@ -28,6 +28,7 @@ from baton.testing.contract.envelopes import RankNotes, WatchedMetadata, Watched
 from baton.testing.contract.ledger import Ledger
 from baton.testing.contract.provenance import Provenance, Slot, Wrong
 from baton.testing.contract.rank_memory import RankMemory
+from baton.testing.contract.story import why
 from baton.testing.contract.watched_worker import WatchedWorker
 
 
@@ -352,6 +353,26 @@ class KitRanks(Executor):
         self._ledger.note_write_fault()
         self._ledger.story.seen["failed writes"] += 1
         self._ledger.story.record_line(f"{self._name}: a write into the KV cache of rank {worker.rank} fails")
+
+    # --- Sleep -------------------------------------------------------------------------------------
+
+    def sleep(self) -> None:
+        """Sleep and wake up: the memory of the caches loses its content between the two hooks."""
+        self.check_memory("before a sleep")
+        self._call_twice("unregister_kv_caches")
+        for memory in self._memories:
+            memory.lose_content()
+        self._call_twice("restore_kv_caches")
+        self.check_memory("after a sleep")
+
+    def _call_twice(self, hook: str) -> None:
+        """The hooks of sleep are idempotent. None may fail where no block is held."""
+        for worker in [*self.workers, *self.workers]:
+            try:
+                getattr(worker, hook)()
+            except Exception as error:  # The exception is the breach.
+                self._ledger.story.check("raised", False, f"rank {worker.rank}: {hook} raised {why(error)}")
+                raise
 
     # --- Memory ------------------------------------------------------------------------------------
 

@@ -318,4 +318,9 @@ def make_machine(site: ToySite, search: Search) -> type[RuleBasedStateMachine]:
             finally:
                 search.take(self.story)
 
-    return ConnectorMachine
+    class SleepingMachine(ConnectorMachine):
+        @rule(index=st.integers(0, 1))
+        def sleep(self, index: int) -> None:
+            self.then(lambda world: world.sleep(index))
+
+    return SleepingMachine if site.case.plays_sleep else ConnectorMachine

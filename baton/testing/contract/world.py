@@ -197,6 +197,11 @@ class World:
         self.ask_to_store(start, None)
         self.ask(prompt, max_tokens, None)
 
+    def sleep(self, index: int) -> None:
+        """Let one engine sleep and wake up between two requests."""
+        self.settle()
+        self.engines[index % len(self.engines)].sleep()
+
     def forget_local_caches(self) -> None:
         """Reset the engines' prefix caches; the connector keeps what it has stored."""
         for engine in self.engines:

@@ -74,6 +74,18 @@ class WritesAfterTheEnd(MemoryWorker):
         return None, {load.request_id for load in self.begun} or None
 
 
+@breaks("wrote-outside-load", sleeps=True, breaks_store=True)
+class KeepsTheCacheInSleep(MemoryWorker):
+    """Writes after a sleep what the caches held before it."""
+
+    def unregister_kv_caches(self) -> None:
+        self.kept = {name: cache.clone() for name, cache in self.caches.items()}
+
+    def restore_kv_caches(self) -> None:
+        for name, cache in self.caches.items():
+            cache.copy_(self.kept[name])
+
+
 @breaks("reset-ignored")
 class ResetsNothing(MemoryScheduler):
     def reset_cache(self) -> bool | None:
