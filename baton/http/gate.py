@@ -4,12 +4,13 @@
       /health needs none
 403   a Host header that is not this machine's name (a web page can make a browser send requests to
       loopback under its own name: DNS rebinding)
-415   a POST whose content type is not JSON (a web page may send other types without asking: CSRF)
+415   a POST whose content type is not JSON (a web page may send other types without asking: CSRF), nor a form
+      for a path that takes forms; a form that a page of another origin sends gets 403
 400   a header with bytes that are not ASCII
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from urllib.parse import urlsplit
 
 import msgspec
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from baton.core import hosts
 from baton.http.auth import NO_KEY_FILES, Authenticator, Caller, KeyFiles
 from baton.http.errors import ApiError
+from baton.http.forms import is_form
 
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _ANY_HOST = "*"
@@ -31,10 +33,10 @@ class Checks:
         authenticator: Authenticator | None = None,
         *,
         allowed_hosts: Sequence[str] | None = None,
-        other_types: str = "",
+        form_paths: Collection[str] = (),
     ) -> None:
-        """No `authenticator`: every client is served. `other_types`: what to do with what is not JSON."""
-        self._other_types = other_types
+        """No `authenticator`: every client is served. `form_paths`: those that take multipart forms."""
+        self._form_paths = form_paths
         self._authenticator = authenticator or Authenticator()
         self._hosts = None
         if allowed_hosts is not None and _ANY_HOST not in allowed_hosts:
@@ -45,7 +47,9 @@ class Checks:
         if self._hosts is not None:
             self._check_host(headers.get("host"), self._hosts)
         caller = self._authenticator.caller(path, headers)
-        if method in _WITH_BODY:
+        if method in _WITH_BODY and path in self._form_paths and is_form(headers):
+            _check_origin(headers)
+        elif method in _WITH_BODY:
             self._check_content_type(headers.get("content-type", ""))
         return caller
 
@@ -66,10 +70,22 @@ class Checks:
         if media_type != "application/json":
             raise ApiError(
                 415,
-                f"must be application/json, is {media_type[:100]!r}{self._other_types}",
+                f"must be application/json, is {media_type[:100]!r}",
                 param="Content-Type",
                 code="unsupported_media_type",
             )
+
+
+def _check_origin(headers: Mapping[str, str]) -> None:
+    """Browsers name the origin of a page that sends a form elsewhere."""
+    origin = headers.get("origin")
+    if origin is not None and origin.rpartition("//")[2].lower() != headers.get("host", "").lower():
+        raise ApiError(
+            403,
+            f"a page of {origin[:100]!r} may not send forms here",
+            param="Origin",
+            code="origin_not_allowed",
+        )
 
 
 class Gate:

@@ -12,12 +12,13 @@ Only the paths of `PATHS` are passed through: others of an engine are its operat
 """
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 
 from baton.core.json_text import NotJson, decode_json
+from baton.http.forms import fields_of
 from baton.router.answers import LegAnswer, end_to_end, is_engines_fault
 from baton.router.errors import LegFailure, RouterError, error_event
 from baton.router.events import (
@@ -50,6 +51,7 @@ _NOT_FOUND = (404, 405)
 class Path(NamedTuple):
     method: str = "POST"
     repeats: bool = True  # Whether the request may reach two engines: it changes nothing there.
+    takes_forms: bool = False
 
 
 PATHS = {
@@ -66,21 +68,48 @@ PATHS = {
     "/rerank": Path(),
     "/pooling": Path(),
     "/classify": Path(),
+    "/v1/audio/transcriptions": Path(takes_forms=True),
+    "/v1/audio/translations": Path(takes_forms=True),
+    "/v1/audio/speech": Path(),
 }
+FORM_PATHS = frozenset(path for path, passed in PATHS.items() if passed.takes_forms)
 
 
 class Passed(NamedTuple):
-    """`body`: JSON, or empty."""
+    """`body`: JSON, a form, or empty."""
 
     id: str
     path: str
     body: bytes
     received_at_s: float
+    looked: "Looked"
 
 
-class _Looked(msgspec.Struct):
+class Looked(msgspec.Struct):
+    """What is looked at in the body."""
+
     model: Any = None
     stream: Any = None
+
+    @classmethod
+    def of_json(cls, body: bytes) -> "Looked":
+        try:
+            return decode_json(body, cls)
+        except NotJson:
+            return cls()
+
+
+def read_form(body: bytes, content_type: str, aliases: Mapping[str, str]) -> tuple[bytes, Looked]:
+    """Return the form with the name that engines know its model by. Raises UserError for what is no form."""
+    fields = fields_of(body, content_type)
+    model = fields.get("model")
+    stream = fields["stream"].text.strip().lower() in ("true", "1") if "stream" in fields else None
+    if model is None:
+        return body, Looked(stream=stream)
+    name = aliases.get(model.text, model.text)
+    if name != model.text:
+        body = body[: model.start] + name.encode() + body[model.end :]
+    return body, Looked(name, stream)
 
 
 class PassThrough:
@@ -90,11 +119,7 @@ class PassThrough:
 
     def __init__(self, view: FleetView, request: Passed) -> None:
         self._view, self._request, self.request_id = view, request, request.id
-        try:
-            looked = decode_json(request.body, _Looked)
-        except NotJson:
-            looked = _Looked()
-        timeouts = view.settings.timeouts
+        looked, timeouts = request.looked, view.settings.timeouts
         self._wait_s = timeouts.first_byte_s if looked.stream is True else timeouts.answer_s
         self._routed = view.route(b"", looked.model)
         self._tried: list[Engine] = []

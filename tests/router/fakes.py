@@ -196,7 +196,8 @@ class FakeEngine:
             return
         self.calls.append(call.received)
         self.was_called.set()
-        params = (call.received.body.get("kv_transfer_params") if body else None) or {}
+        is_json = body.startswith(b"{")  # Else it is a form.
+        params = (call.received.body.get("kv_transfer_params") if is_json else None) or {}
         if params.get("do_remote_decode"):
             self.prefills[params["transfer_id"]].set()
         if "baton_introduction" in params and not await opened(self.prefills[params["transfer_id"]], call):

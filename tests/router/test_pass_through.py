@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from typing import Any
 
 import httpx
 import pytest
@@ -16,7 +17,6 @@ from tests.router.fakes import (
     FakeEngine,
     Respond,
     System,
-    answers,
     breaks,
     dead_url,
     dies,
@@ -189,11 +189,39 @@ async def test_what_is_passed_through_counts_against_its_tenants_limits() -> Non
             assert answer.headers["x-ratelimit-limit-tokens"] == "10"
 
 
-async def test_a_form_is_refused_with_what_to_do() -> None:
-    engine = FakeEngine(answers)
+FORM: dict[str, Any] = {
+    "files": {"file": ("a.wav", b"RIFF\x00\r\n\xff" * 100_000)},
+    "data": {"model": "listen"},
+}
+TRANSCRIBED = {"text": "hello"}
+
+
+async def test_a_recording_goes_to_an_engine_that_has_the_path_with_its_models_own_name() -> None:
+    hears, other = FakeEngine(responds(200, TRANSCRIBED)), FakeEngine(lacks)
+    tenant = Tenant(keys=("key-of-search",), requests_per_minute=10, prompt_tokens_per_minute=10)
+    doors = HttpSettings(idle_s=1e4, header_s=1e4, auth=AuthSettings(tenants={"search": tenant}))
+    given: dict[str, Any] = {"model_aliases": {"listen": "openai/whisper"}, "policy": "round_robin"}
+    async with system([FakeEngine(lends)], [other, hears], doors=doors, **given) as s:
+        for _ in range(2):  # A file counts no tokens.
+            headers = {"x-api-key": "key-of-search", "content-type": "multipart/form-data; boundary=xyz"}
+            answer = await s.client.post("/v1/audio/transcriptions", headers=headers, **FORM)
+            assert (answer.status_code, answer.json()) == (200, TRANSCRIBED)
+            assert answer.headers["x-ratelimit-remaining-tokens"] == "10"
+    [call, _], sent = hears.calls, httpx.Request("POST", "http://a", headers=headers, **FORM).read()
+    assert call.headers["content-type"] == headers["content-type"]
+    assert call.raw == sent.replace(b"\r\n\r\nlisten\r\n", b"\r\n\r\nopenai/whisper\r\n")
+
+
+async def test_a_form_is_for_paths_that_take_forms_and_pages_of_this_origin() -> None:
+    engine = FakeEngine(responds(200, TRANSCRIBED))
     async with system([FakeEngine(lends)], [engine]) as s:
-        form = {"files": {"file": b"RIFF"}, "data": {"model": "whisper"}}
-        answer = await s.client.post("/v1/audio/transcriptions", **form)
-        assert answer.status_code == 415
-        assert "send forms" in answer.json()["error"]["message"]
+        assert (await s.client.post("/v1/embeddings", **FORM)).status_code == 415
+        headers = {"origin": "http://evil.example"}
+        answer = await s.client.post("/v1/audio/translations", headers=headers, **FORM)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+        headers = {"content-type": "multipart/form-data"}
+        answer = await s.client.post("/v1/audio/translations", headers=headers, content=b"x")
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Content-Type")
         assert engine.calls == []
+        headers = {"origin": str(s.client.base_url).rstrip("/")}
+        assert (await s.client.post("/v1/audio/translations", headers=headers, **FORM)).status_code == 200

@@ -18,6 +18,7 @@ import baton
 from baton.core.errors import UserError
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
+from baton.http.forms import is_form
 from baton.http.rate_limits import RateLimits
 from baton.http.watched_files import WatchedFiles
 from baton.http.workers import WorkerPool
@@ -27,7 +28,7 @@ from baton.router.answers import end_to_end
 from baton.router.errors import RouterError
 from baton.router.legs import CHARS_PER_TOKEN, parse_body, shape_of, without_alias
 from baton.router.machine import SHUTTING_DOWN, Machine
-from baton.router.pass_through import PATHS, Passed, PassThrough
+from baton.router.pass_through import FORM_PATHS, PATHS, Looked, Passed, PassThrough, read_form
 from baton.router.replica import Replica
 from baton.router.settings import RouterSettings
 from baton.router.shell.access_log import AccessLog
@@ -349,9 +350,17 @@ class Router:
             reply.whole(200, {**JSON, **reply.extra}, msgspec.json.encode({"object": "list", "data": cards}))
             return self._count_out(200, recorder)
         if path in PASSED:
-            raw = without_alias(incoming.body, self._settings.model_aliases)
-            num_estimated = len(raw) // CHARS_PER_TOKEN if incoming.method == "POST" else None
-            passed = Passed(request_id, path, raw, incoming.received_at_s)
+            aliases = self._settings.model_aliases
+            num_estimated = None
+            if path in FORM_PATHS and is_form(incoming.headers):
+                raw, looked = read_form(incoming.body, incoming.headers["content-type"], aliases)
+                num_estimated = 0  # Files are no text.
+            else:
+                raw = without_alias(incoming.body, aliases)
+                looked = Looked.of_json(raw)
+                if incoming.method == "POST":
+                    num_estimated = len(raw) // CHARS_PER_TOKEN
+            passed = Passed(request_id, path, raw, incoming.received_at_s, looked)
             return self._charge(
                 incoming, num_estimated, reply, recorder, lambda: self._pass(passed, ask, reply, recorder)
             )

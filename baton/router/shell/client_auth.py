@@ -8,6 +8,7 @@ from baton.core.errors import ConfigError
 from baton.http.auth import OPEN_PATHS, Authenticator, AuthFile
 from baton.http.gate import Checks
 from baton.http.jwt_tokens import JwtVerifier
+from baton.router.pass_through import FORM_PATHS
 from baton.router.settings import RouterSettings
 from baton.router.shell import page
 from baton.router.shell.asking import Asker, AskFailed
@@ -16,7 +17,6 @@ from baton.router.shell.engine_http import EnginePool
 logger = logging.getLogger(__name__)
 
 FETCH_TIMEOUT_S = 5.0
-OTHER_TYPES = "; send forms, such as those of /v1/audio/transcriptions, to an engine that serves the model"
 
 
 class ClientAuth:
@@ -47,7 +47,7 @@ class ClientAuth:
             now_s=self._loop.time,
             open_paths=OPEN_PATHS | page.PATHS,
         )
-        return Checks(authenticator, allowed_hosts=self._settings.checked_hosts, other_types=OTHER_TYPES)
+        return Checks(authenticator, allowed_hosts=self._settings.checked_hosts, form_paths=FORM_PATHS)
 
     def start(self) -> None:
         if self._jwt is not None and self._jwt.jwks_url is not None:

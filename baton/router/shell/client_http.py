@@ -25,6 +25,7 @@ from baton.http.auth import ANYONE, Caller
 from baton.http.bodies import Bodies
 from baton.http.connections import Crowd, max_connections
 from baton.http.errors import ApiError
+from baton.http.forms import is_form
 from baton.http.gate import Checks
 from baton.http.settings import HttpSettings
 from baton.http.tls import BACKLOG, ServerTls, TlsAcceptor, TlsFiles
@@ -422,7 +423,7 @@ class _Connection(asyncio.Protocol):
             reply.refuse(request.refusal)
             return reply.flush()
         try:
-            is_cheap = bodies.is_cheap(body)
+            is_cheap = (request.method == "POST" and is_form(request.headers)) or bodies.is_cheap(body)
         except UserError as error:
             bodies.release(num_held)
             return self._hand_over(request, ApiError.of_user(error), reply)
