@@ -15,7 +15,6 @@ from tests.connectors.storage_world import (
     GREEDY,
     WAIT_S,
     Start,
-    by_position,
     files_in,
     fill,
     prompt_of,
@@ -36,8 +35,8 @@ def tiered(*tiers: dict[str, Any], **extra: Any) -> KVTransferConfig:
     )
 
 
-def stored(*tiers: dict[str, Any]) -> KVTransferConfig:
-    return tiered(*tiers, chunk_tokens=CHUNK, lookup_timeout_s=WAIT_S)
+def stored(*tiers: dict[str, Any], **extra: Any) -> KVTransferConfig:
+    return tiered(*tiers, chunk_tokens=CHUNK, lookup_timeout_s=WAIT_S, **extra)
 
 
 def files(folder: Path) -> dict[str, Any]:
@@ -97,13 +96,19 @@ def test_a_restarted_engine_loads_what_is_stored(start: Start, tmp_path: Path) -
     assert from_memory.num_transferred_tokens >= NUM_CHUNKS * CHUNK, "the load has put it into host memory"
 
 
-def test_what_a_slower_store_had_is_then_in_the_faster_one(start: Start, tmp_path: Path) -> None:
+@pytest.mark.parametrize("encrypt", [False, True])
+def test_what_a_slower_store_had_is_then_in_the_faster_one(
+    start: Start, tmp_path: Path, encrypt: bool
+) -> None:
     fast, slow = tmp_path / "fast", tmp_path / "slow"
-    expected = fill(start(stored(files(slow))), slow, PROMPT, NUM_CHUNKS)
-    both = start(stored(files(fast), files(slow)))
+    expected = fill(start(stored(files(slow), encrypt=encrypt)), slow, PROMPT, NUM_CHUNKS)
+    both = start(stored(files(fast), files(slow), encrypt=encrypt))
     assert fill(both, fast, PROMPT, NUM_CHUNKS) == expected == answers(start)
-    for copy, original in zip(by_position(fast, PROMPT), by_position(slow, PROMPT), strict=True):
-        assert copy.read_bytes() == original.read_bytes()
+    both.settle(WAIT_S)
+    of_fast = start(stored(files(fast), encrypt=encrypt))
+    (loaded,) = of_fast.generate([PROMPT], GREEDY)
+    assert loaded.token_ids == expected
+    assert loaded.num_transferred_tokens == NUM_CHUNKS * CHUNK
 
 
 def test_a_damaged_copy_is_replaced_by_the_slower_stores(start: Start, tmp_path: Path) -> None:

@@ -197,8 +197,8 @@ class StorageWorkerHalf(BackgroundLoads):
 
     # --- Saving --------------------------------------------------------------------------------
 
-    def _write(self, copy: _Copy) -> None:
-        """Runs on the writer's thread."""
+    def _write(self, copy: _Copy, *, below: int | None = None) -> None:
+        """Runs on the writer's thread. `below`: promotes the chunk to the stores before this one."""
         from baton.connectors.shared_storage.form import bytes_of
 
         assert self._namespaces, "the scheduler half orders no writes before it knows them"
@@ -211,12 +211,15 @@ class StorageWorkerHalf(BackgroundLoads):
             self._keys[0],
             encrypts=self._identity.settings.encrypt,
         )
-        written = self._tiers.write(str(name), (header, body))
+        written = self._tiers.write(str(name), (header, body), below=below)
         for kind, error in written.failed.items():
             self._log_unwritten(name, kind, error)
-        is_lost = bool(written.failed) and not written.done
+        is_lost = below is None and bool(written.failed) and not written.done
         self._drop([copy], "io" if is_lost else None)
-        if written.done:
+        if below is not None:
+            with self._lock:
+                self._stats.add(promoted_chunks=len(written.done))
+        elif written.done:
             with self._lock:
                 self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=self._clock() - started)
 
@@ -288,21 +291,20 @@ class StorageWorkerHalf(BackgroundLoads):
         with self._lock:
             self._stats.add(loaded_chunks=1, loaded_bytes=form.nbytes, load_s=self._clock() - started)
         if read.store:
-            self._promote(str(name), memory[: read.nbytes], read.store)
+            self._promote(part.key, blocks, read.proven, read.store)
 
-    def _promote(self, name: str, stored: memoryview, store: int) -> None:
-        """Has the writer copy a value to the stores before this one, unless too much waits already."""
+    def _promote(self, key: bytes, blocks: CacheBlocks, body: memoryview, store: int) -> None:
+        """Has the writer copy a chunk to the stores before this one, unless too much waits already.
+
+        It is sealed again: a body that was encrypted has been decrypted where it was read.
+        """
+        form = blocks.form
         with self._lock:
-            if self._backlog_bytes + len(stored) > self._identity.settings.backlog_max_mib * MIB:
+            if self._backlog_bytes + form.nbytes > self._identity.settings.backlog_max_mib * MIB:
                 return
-            self._backlog_bytes += len(stored)
-        self._writer.put(partial(self._write_promoted, name, bytes(stored), store))
-
-    def _write_promoted(self, name: str, stored: bytes, store: int) -> None:
-        written = self._tiers.write(name, (stored,), below=store)
-        with self._lock:
-            self._backlog_bytes -= len(stored)
-            self._stats.add(promoted_chunks=len(written.done))
+            self._backlog_bytes += form.nbytes
+        copy = _Copy(key, blocks.kind.window_of_files, form, form.body_in(body).clone())
+        self._writer.put(partial(self._write, copy, below=store))
 
     def _find(self, part: ChunkPart, blocks: CacheBlocks) -> tuple[ChunkName, bytes]:
         """The chunk's name and the key that signed it: the current one, otherwise the previous one."""
