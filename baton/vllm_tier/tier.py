@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, ClassVar, Final
 
+import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -30,6 +31,7 @@ from baton.core.errors import ConfigError
 from baton.tiers.store import StoreError
 from baton.tiers.sweep import Swept, sweep
 from baton.vllm_plugin.settings import PluginSettings
+from baton.vllm_plugin.versions import release_of
 from baton.vllm_tier.identity import naming_of
 from baton.vllm_tier.lookups import Lookups
 from baton.vllm_tier.naming import Naming, any_of
@@ -38,6 +40,7 @@ from baton.vllm_tier.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
+TESTED: Final = "0.32"  # vLLM calls the interface experimental.
 PREFIX: Final = "vllm:kv_offload_baton_"
 COUNTERS: Final = {
     "failed_loads": "Chunks that were found and could not be loaded, by reason.",
@@ -67,6 +70,12 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         plugin, extra = PluginSettings.split(config)
+        if release_of(vllm.__version__) != TESTED and not plugin.allow_untested_vllm:
+            raise ConfigError(
+                f"this is vLLM {vllm.__version__}, and BatonTier is tested with {TESTED} only. Install it, or set "
+                '"allow_untested_vllm": true and compare answers first',
+                field=f"{FIELD}.secondary_tiers",
+            )
         self._settings = settings = parse_extra(TierSettings, extra)
         self.locality = None if settings.locality is None else Locality(settings.locality)
         self._naming = naming or naming_of(offloading_spec.config, self.block_size_bytes, plugin)

@@ -4,13 +4,16 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 import torch
+from vllm.config import VllmConfig
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -21,6 +24,13 @@ from vllm.v1.kv_offload.base import (
     ScheduleEndContext,
     make_offload_key,
 )
+from vllm.v1.kv_offload.config import (
+    OffloadingCacheConfig,
+    OffloadingConfig,
+    OffloadingGroupConfig,
+    OffloadingModelConfig,
+    OffloadingParallelConfig,
+)
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -28,9 +38,10 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from baton.core.errors import ConfigError
+from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_tier import BatonTier
 from baton.vllm_tier.cpu_spec import CpuWorker
-from baton.vllm_tier.identity import find_vllm_config
+from baton.vllm_tier.identity import find_vllm_config, naming_of
 from baton.vllm_tier.naming import Naming
 from tests.vllm.test_shared_storage import files_in
 
@@ -175,8 +186,89 @@ def test_metrics_and_settings(tmp_path: Path) -> None:
             BatonTier(spec, rows, "BatonTier", naming=NAMING, **wrong)
 
 
-def test_without_vllms_configuration_a_revision_is_needed() -> None:
+def offloading(**changed: Any) -> OffloadingConfig:
+    parallel = OffloadingParallelConfig(
+        rank=0,
+        world_size=2,
+        tp_size=2,
+        pp_size=1,
+        pcp_size=1,
+        dcp_size=1,
+        data_parallel_index=0,
+        data_parallel_size=1,
+        data_parallel_rank_local=None,
+        is_parallelism_agnostic=False,
+    )
+    config = OffloadingConfig(
+        groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a", "b"), group_id=0),),
+        worker_kv_bytes_per_block=2048,
+        enable_kv_cache_events=False,
+        extra_config={},
+        engine_id="e",
+        model=OffloadingModelConfig(name="m", dtype="float32"),
+        cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=1),
+        parallel=parallel,
+    )
+    of_parallel = {key: changed.pop(key) for key in list(changed) if hasattr(parallel, key)}
+    return replace(config, parallel=replace(parallel, **of_parallel), **changed)
+
+
+def test_engines_share_chunks_only_if_all_is_equal_on_which_bytes_depend(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plugin = PluginSettings(revision="1", insecure_no_secret=True)
+    monkeypatch.delenv("BATON_SECRET", raising=False)
+
+    def namespace(config: OffloadingConfig, row_bytes: int = ROW, of: PluginSettings = plugin) -> str:
+        return naming_of(config, row_bytes, of).signed[0][0]
+
+    usual = namespace(offloading())
+    same = [
+        offloading(engine_id="f"),
+        offloading(data_parallel_index=1, data_parallel_size=2),
+        offloading(rank=1),
+        offloading(enable_kv_cache_events=True),
+    ]
+    assert {namespace(config) for config in same} == {usual}
+    others = [
+        offloading(tp_size=1, world_size=1),
+        offloading(model=OffloadingModelConfig(name="m", dtype="float16")),
+        offloading(cache=OffloadingCacheConfig(tokens_per_hash=16, blocks_per_chunk=2)),
+        offloading(groups=(OffloadingGroupConfig(tokens_per_block=16, layer_names=("a",), group_id=0),)),
+        offloading(kv_cache_layout="HND"),
+        offloading(canonical_layout=True),
+    ]
+    found = {namespace(config) for config in others}
+    found |= {
+        usual,
+        namespace(offloading(), 2 * ROW),
+        namespace(offloading(), of=msgspec.structs.replace(plugin, revision="2")),
+    }
+    monkeypatch.setenv("BATON_SECRET", "5ecret-of-a-test-0123456789abcdef0")
+    found.add(namespace(offloading(), of=PluginSettings(revision="1")))
+    assert len(found) == len(others) + 4
+
+
+def test_vllms_configuration_is_found_in_the_calls_above() -> None:
+    def make_connector(vllm_config: VllmConfig) -> Any:
+        return find_vllm_config(sys._getframe(0))
+
+    config = VllmConfig()
+    assert make_connector(config) is config
+    del config
     assert find_vllm_config(sys._getframe()) is None
+
+
+def test_without_vllms_configuration_a_revision_is_needed() -> None:
+    with pytest.raises(ConfigError, match="quantization"):
+        naming_of(offloading(), ROW, PluginSettings(insecure_no_secret=True))
+
+
+def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("vllm.__version__", "0.34.0")
+    rows = memoryview(np.zeros((NUM_ROWS, ROW), np.int8))
+    with pytest.raises(ConfigError, match=r"0\.34\.0.*allow_untested_vllm"):
+        BatonTier(SimpleNamespace(), rows, "BatonTier", path=str(tmp_path))
 
 
 @pytest.mark.parametrize("name", ["S3FifoCachePolicy", "SlruCachePolicy"])
