@@ -72,8 +72,8 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         plugin, extra = PluginSettings.split(config)
         if release_of(vllm.__version__) != TESTED and not plugin.allow_untested_vllm:
             raise ConfigError(
-                f"this is vLLM {vllm.__version__}, and BatonTier is tested with {TESTED} only. Install it, or set "
-                '"allow_untested_vllm": true and compare answers first',
+                f"this is vLLM {vllm.__version__}, and BatonTier is tested with {TESTED} only. Install it, "
+                'or set "allow_untested_vllm": true and compare answers first',
                 field=f"{FIELD}.secondary_tiers",
             )
         self._settings = settings = parse_extra(TierSettings, extra)
