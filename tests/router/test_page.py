@@ -234,6 +234,7 @@ async def test_events_are_json_too() -> None:
         ({"origin": "{own}"}, False),
         ({"origin": "http://evil.example", "x-baton-order": "1"}, False),
         ({"origin": "null", "x-baton-order": "1"}, False),
+        ({"origin": "http://[", "x-baton-order": "1"}, False),
         ({"sec-fetch-site": "cross-site", "x-baton-order": "1"}, False),
         ({"origin": "{own}", "x-baton-order": "1", "sec-fetch-site": "same-site"}, False),
     ],

@@ -218,7 +218,7 @@ async def test_a_form_is_for_paths_that_take_forms_and_pages_of_this_origin() ->
         assert (await s.client.post("/v1/embeddings", **FORM)).status_code == 415
         headers = {"origin": "http://evil.example"}
         answer = await s.client.post("/v1/audio/translations", headers=headers, **FORM)
-        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "origin_not_allowed")
+        assert (answer.status_code, answer.json()["error"]["code"]) == (403, "cross_origin")
         headers = {"content-type": "multipart/form-data"}
         answer = await s.client.post("/v1/audio/translations", headers=headers, content=b"x")
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, "Content-Type")

@@ -16,13 +16,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
+from baton.http.gate import is_own_origin
 from baton.http.registration import PATH as REGISTER_PATH
 from baton.http.registration import Registration, check_weight
 from baton.router.fleet import Engine
@@ -224,7 +224,7 @@ def _check_origin(headers: Mapping[str, str]) -> None:
     origin, site = headers.get("origin"), headers.get("sec-fetch-site")
     if origin is None and site is None:
         return
-    is_own = origin is not None and urlsplit(origin).netloc == headers.get("host")
+    is_own = origin is not None and is_own_origin(headers)
     if not is_own or site not in (None, "same-origin") or ORDER_HEADER not in headers:
         raise ApiError(403, "orders of a browser come from this router's own page only", code="cross_origin")
 
