@@ -64,7 +64,7 @@ _IMPORTS = (
 )
 
 _libc = ctypes.CDLL(None, use_errno=True)
-_exec = subprocess._fork_exec
+start_interpreter = subprocess._fork_exec
 
 
 class Request(NamedTuple):
@@ -100,7 +100,6 @@ class ForkServer:
 
 
 _server: ForkServer | None = None
-_servers: list[subprocess.Popen[bytes]] = []  # So that no Popen warns that its process still runs.
 
 
 @contextmanager
@@ -113,7 +112,7 @@ def forking_programs() -> Iterator[None]:
     try:
         yield
     finally:
-        subprocess._fork_exec = _exec
+        subprocess._fork_exec = start_interpreter
 
 
 def _first_server() -> ForkServer:
@@ -121,8 +120,13 @@ def _first_server() -> ForkServer:
     with theirs:
         command = [sys.executable, "-c", "from tests.fork_server import main; main()", str(theirs.fileno())]
         process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL, cwd=ROOT)
-    _servers.append(process)
+    atexit.register(_end, ours, process)
     return ForkServer(ours)
+
+
+def _end(end: socket.socket, process: "subprocess.Popen[bytes]") -> None:
+    end.close()
+    process.wait()
 
 
 def _fork_or_exec(
@@ -157,7 +161,7 @@ def _fork_or_exec(
     is_ours &= close_fds and _settings(environment) == _SETTINGS
     if _server is None or not is_ours:
         return int(
-            _exec(
+            start_interpreter(
                 args, executables, close_fds, kept, cwd, env, p2cread, p2cwrite, c2pread, c2pwrite,
                 errread, errwrite, errpipe_read, errpipe_write, restore_signals, start_new_session,
                 process_group, *others,
@@ -182,7 +186,11 @@ def _fork_or_exec(
 def _settings(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     """Variables that the interpreter, the loader and the C library read only when a process starts."""
     prefixes = (b"PYTHON", b"LD_", b"GLIBC_", b"MALLOC_")
-    return {name: value for name, value in environment.items() if name.startswith(prefixes)}
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(prefixes) and name != b"PYTHONBREAKPOINT"  # Set by Ray's import.
+    }
 
 
 _SETTINGS = _settings(os.environb)  # The server's too.
@@ -304,7 +312,7 @@ def _follow(server: ForkServer | None) -> None:
     """Start this process's programs by `server`; None: as interpreters."""
     global _server
     _server = server
-    subprocess._fork_exec = _exec if server is None else _fork_or_exec
+    subprocess._fork_exec = start_interpreter if server is None else _fork_or_exec
 
 
 def _close_all_but(kept: set[int]) -> None:

@@ -165,6 +165,7 @@ def test_windows_lose_no_states(
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 def test_two_ranks_save_one_file(start: Start, expected: Any, tmp_path: Path) -> None:
     llm = start(tp=2)
     prompt = prompt_of(21)

@@ -113,6 +113,7 @@ def test_a_pushed_prompt_gets_the_tokens_of_a_single_engine(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize(
     ("family", "tp_of_p", "tp_of_d"),
     [

@@ -154,6 +154,7 @@ def test_loads_fail_while_requests_are_preempted(start: Start, alone: LLM, tmp_p
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 def test_one_rank_of_two_fails(start: Start, alone: LLM, tmp_path: Path) -> None:
     """If one rank fails, the load fails; the other rank's good half of the same blocks is not used."""
     llm = start(multi(faulty_store(tmp_path)), tp_size=2)

@@ -113,6 +113,7 @@ def test_a_dead_child_does_not_affect_the_handoff(start: Start, alone: LLM, tmp_
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 def test_ranks_of_two_engines_keep_the_children_apart(start: Start, alone: LLM, tmp_path: Path) -> None:
     """P's blocks have tokens before heads, as its store requires."""
     (tmp_path / "p").mkdir()

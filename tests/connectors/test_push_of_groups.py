@@ -153,6 +153,7 @@ def test_the_tokens_are_those_of_a_single_engine(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 def test_two_ranks_hand_over_to_one(start: StartCore, answer_of: AnswerOf) -> None:
     p, d = start("p", stream="layer", tp_size=2, cross_layer_blocks=True), start("d")
     handoffs = Handoffs(p, d, answer_of)

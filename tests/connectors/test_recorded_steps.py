@@ -16,7 +16,7 @@ from tests.connectors import offload_world
 from tests.connectors.engine_world import PATIENT, Legs, config_of, core_in, hands_over, prompt_of
 from tests.connectors.offload_world import Engine
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("forked_programs")]
 
 
 @pytest.fixture

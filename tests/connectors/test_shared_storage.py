@@ -188,6 +188,7 @@ def test_one_engine_evicts_while_the_other_loads(start: Start, tmp_path: Path) -
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 def test_two_ranks_share_files_with_two_ranks_only(start: Start, tmp_path: Path) -> None:
     a, alone = start(storage(tmp_path), tp_size=2), start()
     prompt = prompt_of(43)

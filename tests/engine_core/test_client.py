@@ -22,8 +22,9 @@ from baton.engine.core.client import EngineClient, EngineDeadError, EngineUnread
 from baton.engine.llm import LLM
 from baton.engine.process import liveness
 from baton.engine.runner.malloc_tuning import primitive_limits
+from tests import fork_server
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow]
+pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
 
 BOUND_S = 60.0  # Bound for events without a trigger; long, because the machine may be busy.
 PROMPT = list(range(20, 40))
@@ -159,7 +160,10 @@ async def test_a_core_that_cannot_start_reports_the_reason(
         await EngineClient.start(make_config(), start_timeout_s=0.0)
 
 
-async def test_two_ranks_give_the_tokens_of_one(make_config, reference: list[int]) -> None:
+async def test_two_ranks_give_the_tokens_of_one(
+    make_config, reference: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(subprocess, "_fork_exec", fork_server.start_interpreter)  # Nothing is imported yet.
     config = make_config(parallel_config=TP2, kv_transfer_config=transfer())
     async with engine(config, FACTORY) as client:
         assert tokens_of(await collect(client, request())) == reference
@@ -221,7 +225,7 @@ async def test_a_stopped_engine_fails_requests_serves_when_it_continues_and_ends
 
     async with engine(make_config(parallel_config=ParallelConfig(executor="multiprocess"))) as client:
         core = psutil.Process(client.pid)
-        (rank,) = core.children()
+        (rank,) = (process for process in core.children() if process.name() != fork_server.NAME)
         for stopped in (core, rank):
             assert client.unready_reason is None
             stopped.suspend()

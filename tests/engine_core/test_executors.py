@@ -28,7 +28,7 @@ from baton.engine.executor.start import start_executor
 from baton.engine.llm import LLM
 from baton.engine.step import CachedRequestData, ModelRunnerOutput, NewRequestData, SchedulerOutput
 
-pytestmark = [pytest.mark.slow, pytest.mark.processes]
+pytestmark = [pytest.mark.slow, pytest.mark.processes, pytest.mark.usefixtures("forked_programs")]
 
 NOTICED_S = 5.0  # Bound for noticing a rank's death. It takes milliseconds.
 ENDED_S = 120.0  # Only reached when something is wrong; the machine may be busy.

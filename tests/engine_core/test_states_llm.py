@@ -85,6 +85,7 @@ def test_tokens_survive_preemption(config: EngineConfig, expected: list[list[int
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 def test_tokens_of_two_ranks_with_steps_in_flight(config: EngineConfig, expected: list[list[int]]) -> None:
     parallel = ParallelConfig(tensor_parallel_size=2, executor="multiprocess", max_concurrent_batches=2)
     with LLM(msgspec.structs.replace(config, parallel_config=parallel)) as llm:

@@ -268,6 +268,7 @@ def test_a_connector_that_insists_on_its_metadata_passes_start_and_has_its_hooks
 
 @pytest.mark.slow
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 def test_the_hooks_are_called_in_every_rank(config_of: ConfigOf, caplog: pytest.LogCaptureFixture) -> None:
     config = config_of("full", connector="Capturable", executor="multiprocess")
     check_hooks(config, "Capturable", "full", prompt_of(1, 20), caplog)

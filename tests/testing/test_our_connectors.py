@@ -84,6 +84,7 @@ def test_states_that_are_not_read_are_noticed(
     assert verdict.broken_rule == "wrong-bytes", verdict.broken
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize(
     ("name", "executor", "tp"),
     [
@@ -133,6 +134,7 @@ def test_leaks_of_a_connector_are_told_apart_from_those_of_ray(
 
 
 @pytest.mark.processes
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize(
     ("path", "broken_rule", "expected_text"),
     [
