@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 MIB = 1 << 20
 LOG_UNWRITTEN_EVERY_S = 30.0
+# Age difference to the previous chunk. A prompt's end is evicted first, since it is useless alone.
+OLDER_BY_S = 0.001
 WAIT_S = 0.05  # Between two looks at the deadlines while `drain` waits.
 
 
@@ -59,6 +61,7 @@ class _Job:
     copying: set[int] = field(default_factory=set)
     done: list[bytes] = field(default_factory=list)
     is_over: bool = False  # Nothing more is copied.
+    used_s: float = field(default_factory=time.time)  # Since the Unix epoch.
 
 
 class Transfers:
@@ -296,7 +299,7 @@ class Transfers:
             return
         np.copyto(self._row(job, index), np.frombuffer(read.proven, np.uint8))  # Frees the interpreter.
         self._end_copy(job, index, is_done=True)
-        self._tiers.touch(name, time.time())
+        self._tiers.touch(name, job.used_s - index * OLDER_BY_S)
         if read.store:
             self._promote(job.keys[index], bytes(read.proven), read.store)
 

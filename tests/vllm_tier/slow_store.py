@@ -16,6 +16,7 @@ class SlowStore(Store):
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
+        self.touched: dict[str, float] = {}
         self.is_full = False
         self.opened = threading.Event()
         self.opened.set()
@@ -35,7 +36,7 @@ class SlowStore(Store):
         return Promise(
             survives_process=False,
             survives_power_loss=False,
-            has_time_of_use=False,
+            has_time_of_use=True,
             evicts_itself=False,
             several_hosts=False,
         )
@@ -65,7 +66,7 @@ class SlowStore(Store):
             self.values.pop(name, None)
 
     def touch(self, name: str, used_s: float) -> None:
-        return
+        self.touched[name] = used_s
 
     def scan(self) -> Iterator[Stored]:
         return iter([Stored(name, len(value), 0.0) for name, value in self.values.items()])

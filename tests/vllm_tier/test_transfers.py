@@ -99,6 +99,16 @@ def test_what_was_stored_is_loaded_into_other_rows(start: Start, store: SlowStor
     assert [world.row(7), world.row(3)] == rows
 
 
+def test_the_beginning_of_a_loaded_prompt_is_evicted_last(start: Start, store: SlowStore) -> None:
+    world = start(io_threads=2)
+    stored(world, *KEYS[:4])
+    world.transfers.load(1, KEYS[:4], [4, 5, 6, 7])
+    world.transfers.drain()
+    world.transfers.close()  # After the touches.
+    used_s = [store.touched[str(name)] for key in KEYS[:4] for name, _ in NAMING.names_of(key)]
+    assert used_s == sorted(used_s, reverse=True)
+
+
 def test_a_damaged_and_a_missing_chunk_fail_alone_and_leave_their_rows(
     start: Start, store: SlowStore
 ) -> None:
