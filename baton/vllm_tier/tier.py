@@ -30,6 +30,7 @@ from baton.connectors.shared_storage.stores import limits_of, make_tiers
 from baton.core.errors import ConfigError
 from baton.tiers.store import StoreError
 from baton.tiers.sweep import Swept, sweep
+from baton.vllm_plugin.log import share_log
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.versions import release_of
 from baton.vllm_tier.identity import naming_of
@@ -68,6 +69,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
 
         `naming`: for tests. Raises ConfigError.
         """
+        share_log()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         plugin, extra = PluginSettings.split(config)
         if release_of(vllm.__version__) != TESTED and not plugin.allow_untested_vllm:

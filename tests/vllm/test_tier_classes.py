@@ -53,6 +53,11 @@ STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 WAIT_S = 30.0
 
 
+@pytest.fixture(autouse=True)
+def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.vllm_tier.tier.share_log", lambda: None)
+
+
 class World:
     """vLLM's manager of host memory, with our tier under it."""
 
@@ -304,6 +309,28 @@ def test_a_policy_keeps_what_is_used_and_its_books(name: str) -> None:
         if number % 500 == 499:
             manager.reset_cache()
             resident, pinned = set(), []
+
+
+def test_a_row_has_the_bytes_of_all_ranks() -> None:
+    page = 1024
+    regions = [SharedOffloadRegion("baton-test-ranks", 4, rank, ROW, page) for rank in (0, 1, None)]
+    caches = [torch.full((2, page), 10 + rank, dtype=torch.int8) for rank in range(2)]
+    workers = [
+        CpuWorker(
+            CanonicalKVCaches([CanonicalKVCacheTensor(cache, page)], [[CanonicalKVCacheRef(0, page)]]),
+            region,
+            1,
+        )
+        for cache, region in zip(caches, regions, strict=False)
+    ]
+    for worker in workers:
+        worker.submit_store(1, GPULoadStoreSpec([1], [1], [0]), CPULoadStoreSpec([3]))
+    row = bytes(regions[2].mmap_obj[3 * ROW : 4 * ROW])
+    assert row[: 2 * page] == b"\x0a" * page + b"\x0b" * page
+    for worker in workers:
+        worker.shutdown()
+    regions[2].cleanup()
+    assert not Path(regions[2].mmap_path).exists()
 
 
 def test_blocks_of_two_groups_move_between_cache_and_rows() -> None:
