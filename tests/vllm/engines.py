@@ -38,6 +38,8 @@ ROUTER_MODES = {
 API_SERVER = (sys.executable, "-m", "vllm.entrypoints.openai.api_server")
 # Options for a machine without a GPU, and for an exact comparison.
 ON_CPU = ("--dtype", "float32", "--enforce-eager", "--max-model-len", "4096")
+# vLLM's metrics say that all of a loaded prompt is external, also the token that is computed again.
+LOGS_STEPS = "--enable-logging-iteration-details"
 IN_USE_MAX = 0.001  # Of 2,048 blocks: two blocks.
 MODEL = "tiny"
 
@@ -85,6 +87,7 @@ class Server:
     name: str
     url: str
     child: Child
+    is_vllm: bool = False
     client: httpx.Client = field(
         default_factory=lambda: httpx.Client(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits())
     )
@@ -136,6 +139,12 @@ class Server:
         samples = (s for family in text_string_to_metric_families(text) for s in family.samples)
         return sum(s.value for s in samples if s.name == name and labels.items() <= s.labels.items())
 
+    def num_computed(self) -> int:
+        """Prompt tokens that the engine has computed in its steps so far."""
+        if not self.is_vllm:
+            return int(self.metric("baton:prompt_tokens_total"))
+        return sum(map(int, re.findall(r"Iteration\(\d+\): \d+ context requests, (\d+) context", self.log())))
+
     def wait_metric(
         self, name: str, is_reached: Callable[[float], bool], *, within_s: float = ANSWER_S, **labels: str
     ) -> float:
@@ -174,18 +183,38 @@ def completion(prompt: Sequence[int], params: Any = None, **fields: Any) -> dict
 
 
 def check_handoffs(
-    router: Server, d: Server, asked: Sequence[Prompt], answer: Answer, *, num_cached: int = 0
+    router: Server,
+    d: Server,
+    asked: Sequence[Prompt],
+    answer: Answer,
+    *,
+    num_cached: int = 0,
+    padding: int = 0,
 ) -> None:
-    """Send prompts to a new router: P prefills all of them, and the tokens are the expected ones.
+    """Send prompts to a new router: P prefills all of them, the tokens are the expected ones, and D computes
+    one token of each prompt.
 
-    `num_cached`: the most prompts that D has in its cache after those before them.
+    `num_cached`: the most prompts that D has in its cache after those before them. `padding`: tokens that D's
+    vLLM counts in a step beside the prompt's.
     """
-    before = d.metric(TRANSFERS)
+    before, num_computed = d.metric(TRANSFERS), d.num_computed()
     for prompt in asked:
         assert router.tokens(prompt, cache_salt=router.name) == answer(prompt), len(prompt)
     assert router.metric("baton:router_prefills_total", where="remote") == len(asked)
     assert router.metric("baton:router_prefills_total", where="local") == 0
     d.wait_metric(TRANSFERS, lambda num: num >= before + len(asked) - num_cached)
+    assert d.num_computed() - num_computed == (1 + padding) * len(asked)
+
+
+def check_last_token(p: Server, d: Server, asked: Sequence[Prompt], answer: Answer, salt: str) -> None:
+    """Hand over states as a stock proxy does: D computes the last token of each prompt, and nothing else."""
+    for prompt in asked:
+        before, num_computed = d.metric(TRANSFERS), d.num_computed()
+        params = p.prefill(prompt, cache_salt=salt)
+        assert params["remote_num_tokens"] == len(prompt) - 1
+        assert d.tokens(prompt, params, cache_salt=salt) == answer(prompt)
+        d.wait_metric(TRANSFERS, lambda num, before=before: num == before + 1)
+        assert d.num_computed() == num_computed + 1, len(prompt)
 
 
 def check_at_once(router: Server, asked: Sequence[Prompt], answer: Answer) -> None:
@@ -242,7 +271,7 @@ class VllmPlan:
 
     def start(self, site: "Site", port: int) -> Child:
         arguments = ["--model", str(site.model), "--served-model-name", MODEL]
-        arguments += ["--host", "127.0.0.1", "--port", str(port), *ON_CPU]
+        arguments += ["--host", "127.0.0.1", "--port", str(port), *ON_CPU, LOGS_STEPS]
         arguments += ["--tensor-parallel-size", str(self.num_ranks), *self.extra]
         if self.transfer is not None:
             arguments += ["--kv-transfer-config", json.dumps(self.transfer)]
@@ -288,7 +317,8 @@ class Site:
         starting = {}
         for plan, port in zip(plans, free_ports(len(plans)), strict=True):
             child = plan.start(self, port)
-            self._servers[plan.name] = Server(plan.name, f"http://127.0.0.1:{port}", child)
+            url = f"http://127.0.0.1:{port}"
+            self._servers[plan.name] = Server(plan.name, url, child, isinstance(plan, VllmPlan))
             starting[child] = f"http://127.0.0.1:{port}/health"
         self.fleet.wait_ready(starting, timeout_s=START_S)
 

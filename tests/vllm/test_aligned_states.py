@@ -12,11 +12,13 @@ import pytest
 
 from tests.vllm.engines import (
     TRANSFERS,
+    BatonPlan,
     Server,
     Site,
     VllmPlan,
     check_at_once,
     check_handoffs,
+    check_last_token,
     in_company,
     transfer,
 )
@@ -29,6 +31,10 @@ UNCACHED = ("--no-enable-prefix-caching",)
 SINGLE = VllmPlan("single", None, extra=UNCACHED)
 P = VllmPlan("p", transfer("BatonPushConnector", "kv_producer", "p"), extra=ALIGNED)
 D = VllmPlan("d", transfer("BatonPushConnector", "kv_consumer", "d"), extra=ALIGNED)
+P_TWO = VllmPlan("p-two", transfer("BatonPushConnector", "kv_producer", "p-two"), num_ranks=2, extra=ALIGNED)
+BATON_P = BatonPlan("baton-p", transfer("BatonPushConnector", "kv_producer", "baton-p"))
+BATON_D = BatonPlan("baton-d", transfer("BatonPushConnector", "kv_consumer", "baton-d"))
+PAIRS = [("p", "d"), ("p-two", "d"), ("p", "baton-d"), ("baton-p", "d")]
 SMALL_POOL = (*ALIGNED, "--max-model-len", "1536", "--num-gpu-blocks-override", "24")
 BY_SOURCE = "vllm:prompt_tokens_by_source_total"
 MOVED = "baton:kv_transfer_bytes_total"
@@ -91,37 +97,34 @@ def expected(granite: Site) -> dict[Prompt, list[int]]:
 
 
 @pytest.fixture(scope="module")
-def pair(granite: Site, expected: dict[Prompt, list[int]]) -> tuple[Server, Server]:
-    engines = granite.cast("aligned", P, D)
+def engines(granite: Site, expected: dict[Prompt, list[int]]) -> dict[str, Server]:
+    return granite.cast("aligned", P, D, P_TWO, BATON_P, BATON_D)
+
+
+@pytest.fixture(scope="module")
+def pair(engines: dict[str, Server]) -> tuple[Server, Server]:
     return engines["p"], engines["d"]
 
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("names", PAIRS, ids=" to ".join)
 def test_tokens_equal_a_single_vllms(
-    granite: Site, pair: tuple[Server, Server], expected: dict[Prompt, list[int]], mode: str
+    granite: Site,
+    engines: dict[str, Server],
+    expected: dict[Prompt, list[int]],
+    names: tuple[str, str],
+    mode: str,
 ) -> None:
-    p, d = pair
+    p, d = (engines[name] for name in names)
     with granite.router(p, d, mode) as router:
         check_handoffs(router, d, ASKED, expected.__getitem__)
         check_at_once(router, ASKED, expected.__getitem__)
 
 
-def check_last_token(p: Server, d: Server, answer: Callable[[Prompt], list[int]], salt: str) -> None:
-    """Handoffs as a stock proxy does them: D computes the last token of each prompt, and nothing else."""
-    for prompt in ASKED:
-        before = d.metric(TRANSFERS)
-        computed = d.metric(BY_SOURCE, source="local_compute")
-        params = p.prefill(prompt, cache_salt=salt)
-        assert params["remote_num_tokens"] == len(prompt) - 1
-        assert d.tokens(prompt, params, cache_salt=salt) == answer(prompt)
-        d.wait_metric(TRANSFERS, lambda num, before=before: num == before + 1)
-        assert d.metric(BY_SOURCE, source="local_compute") == computed + 1, len(prompt)
-
-
 def test_a_stock_proxys_handoff_computes_one_token(
     pair: tuple[Server, Server], expected: dict[Prompt, list[int]]
 ) -> None:
-    check_last_token(*pair, expected.__getitem__, "proxy")
+    check_last_token(*pair, ASKED, expected.__getitem__, "proxy")
 
 
 def test_unlike_modes_block_sizes_and_lengths_are_converted(
@@ -135,7 +138,7 @@ def test_unlike_modes_block_sizes_and_lengths_are_converted(
         "aligned", P, D, VllmPlan("d-wide", of_d, extra=wide), VllmPlan("p-long", of_p, extra=UNCACHED)
     )
     for p, d in (("p", "d-wide"), ("p-long", "d-wide"), ("p-long", "d")):
-        check_last_token(unlike[p], unlike[d], expected.__getitem__, f"{p} to {d}")
+        check_last_token(unlike[p], unlike[d], ASKED, expected.__getitem__, f"{p} to {d}")
 
 
 def test_a_consumer_that_lacks_only_the_states_reads_little_more(
@@ -146,12 +149,12 @@ def test_a_consumer_that_lacks_only_the_states_reads_little_more(
     prompt = ASKED[-1]
     moved, hits = [], []
     for _ in range(2):
-        before = d.metric(MOVED), d.metric(TRANSFERS), d.metric(BY_SOURCE, source="local_compute")
+        before = d.metric(MOVED), d.metric(TRANSFERS), d.num_computed()
         hits_before = p.metric("vllm:prefix_cache_hits_total")
         params = p.prefill(prompt, cache_salt="twice")
         assert d.tokens(prompt, params, cache_salt="twice") == expected[prompt]
         d.wait_metric(TRANSFERS, lambda num, before=before: num == before[1] + 1)
-        assert d.metric(BY_SOURCE, source="local_compute") == before[2] + 1
+        assert d.num_computed() == before[2] + 1
         moved.append(d.metric(MOVED) - before[0])
         hits.append(p.metric("vllm:prefix_cache_hits_total") - hits_before)
     num_blocks = -(-(len(prompt) - 1) // BLOCK)
@@ -170,10 +173,10 @@ def after_boundary(prompt: Prompt) -> int:
 
 def check_loads(engine: Server, asked: Sequence[Prompt], answer: Callable[[Prompt], list[int]]) -> None:
     for prompt in asked:
-        computed = engine.metric(BY_SOURCE, source="local_compute")
+        num_computed = engine.num_computed()
         loaded = engine.metric(BY_SOURCE, source="external_kv_transfer")
         assert engine.tokens(prompt) == answer(prompt), len(prompt)
-        by_engine = engine.metric(BY_SOURCE, source="local_compute") - computed
+        by_engine = engine.num_computed() - num_computed
         assert by_engine == after_boundary(prompt), len(prompt)
         of_store = engine.metric(BY_SOURCE, source="external_kv_transfer") - loaded
         assert of_store == len(prompt) - by_engine, "nothing was left in the engine's own cache"

@@ -5,7 +5,6 @@ EAGLE head with random weights shows the layers of such drafts; its tokens are n
 """
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -21,7 +20,6 @@ ASKED = [prompt for prompt in prompts() if len(prompt) in (8, 128, 129, 300, 513
 NUM_DRAFTED = 3
 DRAFTED = "vllm:spec_decode_num_draft_tokens_total"
 ACCEPTED = "vllm:spec_decode_num_accepted_tokens_total"
-COUNTED = "--enable-logging-iteration-details"  # vLLM's metrics say that all of a loaded prompt is external.
 
 
 def speculating(method: str, model: Path) -> tuple[str, str]:
@@ -30,13 +28,7 @@ def speculating(method: str, model: Path) -> tuple[str, str]:
 
 
 def engine(name: str, role: str, *extra: str) -> VllmPlan:
-    return VllmPlan(name, transfer("BatonPushConnector", role, name), extra=(COUNTED, *extra))
-
-
-def computed(server: Server) -> list[int]:
-    """Numbers of tokens that this engine has computed in steps with a prompt, one prompt each."""
-    steps = re.findall(r"Iteration\(\d+\): 1 context requests, (\d+) context tokens", server.log())
-    return [int(num_tokens) for num_tokens in steps]
+    return VllmPlan(name, transfer("BatonPushConnector", role, name), extra=extra)
 
 
 def new_eagle(model: Path, folder: Path) -> Path:
@@ -93,15 +85,14 @@ def hand_over(
     site: Site, engines: dict[str, Server], expected: dict[Prompt, list[int]]
 ) -> Callable[[str, str, str], float]:
     def run(producer: str, consumer: str, mode: str) -> float:
-        """Compare the tokens; D computes one token of each prompt. Return the share of accepted drafts."""
+        """Compare the tokens. Return the share of accepted drafts."""
         p, d = engines[producer], engines[consumer]
-        before, num_steps = {name: d.metric(name) for name in (DRAFTED, ACCEPTED)}, len(computed(d))
-        with site.router(p, d, mode, "--no-first-token") as router:
-            check_handoffs(router, d, ASKED, expected.__getitem__)
-        d.tokens(ASKED[0][:6], cache_salt="steps")  # Counts arrive with a later step.
+        before = {name: d.metric(name) for name in (DRAFTED, ACCEPTED)}
         # vLLM pads a step of one prompt token, and no other, as if it had drafted tokens, and counts these.
         padding = 0 if consumer == "d" else NUM_DRAFTED
-        assert computed(d)[num_steps:] == [*[1 + padding] * len(ASKED), 6]
+        with site.router(p, d, mode, "--no-first-token") as router:
+            check_handoffs(router, d, ASKED, expected.__getitem__, padding=padding)
+        d.tokens(ASKED[0][:6], cache_salt="steps")  # Counts arrive with a later step.
         counts = {name: d.metric(name) - num for name, num in before.items()}
         num_drafted = counts[DRAFTED] - padding * len(ASKED)
         return counts[ACCEPTED] / num_drafted if num_drafted else 0.0

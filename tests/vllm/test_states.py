@@ -14,13 +14,13 @@ from transformers import AutoModelForCausalLM
 from transformers.models.mamba2.modeling_mamba2 import MambaRMSNormGated
 
 from tests.vllm.engines import (
-    TRANSFERS,
     BatonPlan,
     Server,
     Site,
     VllmPlan,
     check_at_once,
     check_handoffs,
+    check_last_token,
     transfer,
 )
 from tests.vllm.prompts import Prompt, prompts
@@ -140,16 +140,7 @@ def test_a_stock_proxys_handoff_computes_one_token(
     engines: dict[str, Server], expected: dict[Prompt, list[int]]
 ) -> None:
     """Without a word about the first token P leaves the last token out, and D computes it."""
-    p, d = engines["p"], engines["d"]
-    for prompt in ASKED[1:]:
-        before = d.metric(TRANSFERS)
-        computed = d.metric("vllm:prompt_tokens_by_source_total", source="local_compute")
-        params = p.prefill(prompt)
-        assert params["remote_num_tokens"] == len(prompt) - 1
-        assert d.tokens(prompt, params) == expected[prompt]
-        d.wait_metric(TRANSFERS, lambda num, before=before: num == before + 1)
-        by_d = d.metric("vllm:prompt_tokens_by_source_total", source="local_compute") - computed
-        assert by_d == 1, "D computes the last token of the prompt"
+    check_last_token(engines["p"], engines["d"], ASKED[1:], expected.__getitem__, "proxy")
 
 
 def test_a_producer_of_two_ranks_hands_over_to_one(states: Site, expected: dict[Prompt, list[int]]) -> None:
