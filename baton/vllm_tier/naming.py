@@ -28,11 +28,14 @@ class Naming:
         return [(ChunkName(namespace, key, 0), signing_key) for namespace, signing_key in self.signed]
 
     def key_of(self, name: str) -> bytes | None:
-        """Key of a stored value; None: another engine's."""
+        """Key of a stored value; None: it is not one of these engines'."""
         namespace, _, rest = name.partition("/")
         if namespace not in {known for known, _ in self.signed} or not name.endswith(SUFFIX):
             return None
-        return bytes.fromhex(rest.rpartition("/")[2].partition(".")[0])
+        try:
+            return bytes.fromhex(rest.rpartition("/")[2].partition(".")[0])
+        except ValueError:
+            return None
 
 
 def any_of(found: Sequence[bool], num_each: int) -> list[bool]:

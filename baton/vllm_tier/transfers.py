@@ -15,7 +15,8 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -221,23 +222,22 @@ class Transfers:
                     job.done.append(job.keys[index])
                 self._end_if_complete(job)
 
-    def _begin_copy(self, job: _Job, index: int) -> bool:
-        """Whether the row may be touched until `_end_copy`."""
+    @contextmanager
+    def _copying(self, job: _Job, index: int) -> Iterator[bool]:
+        """Whether the row may be touched within this context, for whose end the job waits."""
         with self._changed:
-            if index not in job.left:
-                return False
-            job.left.discard(index)
-            job.copying.add(index)
-            return True
-
-    def _end_copy(self, job: _Job, index: int, *, is_done: bool) -> None:
-        with self._changed:
-            job.copying.discard(index)
-            if is_done:
-                job.done.append(job.keys[index])
-            elif not job.is_over:
-                job.left.add(index)
-            self._end_if_complete(job)
+            if is_wanted := index in job.left:
+                job.left.discard(index)
+                job.copying.add(index)
+        try:
+            yield is_wanted
+        finally:
+            if is_wanted:
+                with self._changed:
+                    job.copying.discard(index)
+                    if not job.is_over:
+                        job.left.add(index)
+                    self._end_if_complete(job)
 
     def _row(self, job: _Job, index: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
         start = job.rows[index] * self._naming.row_bytes
@@ -295,10 +295,11 @@ class Transfers:
         """Raises Unusable."""
         stored = self._staging.take(HEADER_BYTES_MAX + self._naming.row_bytes)
         name, read = self._read(job.keys[index], stored)
-        if not self._begin_copy(job, index):
-            return
-        np.copyto(self._row(job, index), np.frombuffer(read.proven, np.uint8))  # Frees the interpreter.
-        self._end_copy(job, index, is_done=True)
+        with self._copying(job, index) as is_wanted:
+            if not is_wanted:
+                return
+            np.copyto(self._row(job, index), np.frombuffer(read.proven, np.uint8))  # Frees the interpreter.
+        self._settle(job, index, is_done=True)
         self._tiers.touch(name, job.used_s - index * OLDER_BY_S)
         if read.store:
             self._promote(job.keys[index], bytes(read.proven), read.store)
@@ -322,11 +323,11 @@ class Transfers:
 
     def _store_chunk(self, job: _Job, index: int) -> None:
         """Raises StoreError."""
-        if not self._begin_copy(job, index):
-            return
         body = self._staging.take(self._naming.row_bytes)[: self._naming.row_bytes]
-        np.copyto(np.frombuffer(body, np.uint8), self._row(job, index))
-        self._end_copy(job, index, is_done=False)
+        with self._copying(job, index) as is_wanted:
+            if not is_wanted:
+                return
+            np.copyto(np.frombuffer(body, np.uint8), self._row(job, index))
         name, parts = self._sealed(job.keys[index], body)
         written = self._tiers.write(name, parts)
         if written.done:

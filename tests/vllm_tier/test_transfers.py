@@ -221,6 +221,15 @@ def test_a_full_store_fails_the_job(start: Start, store: SlowStore) -> None:
     assert world.transfers.take_counts()["not_stored", "io"] == 1
 
 
+def test_a_copy_that_fails_ends_its_chunk_only(start: Start, store: SlowStore) -> None:
+    world = start()
+    stored(world, KEYS[0], KEYS[1])
+    world.transfers.load(1, KEYS[:2], [NUM_ROWS, 4])  # The first row does not exist.
+    (ended,) = world.ended()
+    assert (ended.done, ended.failed) == ((KEYS[1],), (KEYS[0],))
+    assert world.transfers.take_counts()["failed_loads", "failed"] == 1
+
+
 def test_drain_waits_for_all_jobs(start: Start, store: SlowStore) -> None:
     world = start()
     stored(world, KEYS[0])
@@ -286,4 +295,5 @@ def test_names_and_keys() -> None:
     (name, _), *_ = NAMING.names_of(KEYS[3])
     assert NAMING.key_of(str(name)) == KEYS[3]
     assert NAMING.key_of(str(name).replace("current", "another")) is None
+    assert NAMING.key_of("current/zz/zz.0.safetensors") is None
     assert any_of([True, False, False, False], 2) == [True, False]
