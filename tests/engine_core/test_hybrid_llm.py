@@ -83,6 +83,7 @@ def test_tokens_survive_preemption(config: EngineConfig, expected: list[list[int
         assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize("config", ["gemma3"], indirect=True)
 def test_tokens_are_the_same_with_steps_in_flight_on_two_ranks(
     config: EngineConfig, expected: list[list[int]]

@@ -16,7 +16,12 @@ from tests.proxies.stock import START_S, WAIT_S, Pair, Proxy, ProxyStarter, comp
 from tests.proxies.upstream import NotFetched, stock_proxies
 from tests.system.engines import Engine, Engines, make_prompt
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("forked_programs"),
+]
 
 NUM_TOKENS, MAX_TOKENS = 40, 5
 

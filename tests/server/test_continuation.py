@@ -241,6 +241,7 @@ def test_tokens_that_another_engine_cuts_at_any_place_make_the_same_text(door: D
     assert held, "no token was without text"
 
 
+@pytest.mark.usefixtures("forked_programs")
 @pytest.mark.parametrize(
     "scheduling",
     [
