@@ -1,4 +1,4 @@
-"""`BatonTier` under vLLM's OffloadingConnector: an engine loads what one that was killed has stored."""
+"""`BatonTier` under vLLM's OffloadingConnector, with two ranks: what a killed engine has stored is loaded."""
 
 import json
 import os
@@ -47,7 +47,8 @@ def plan(name: str, folder: Path, endpoints: tuple[str, str]) -> VllmPlan:
         "replay_endpoint": replay_endpoint,
     }
     options = ("--kv-events-config", json.dumps(events))
-    return VllmPlan(name, transfer("OffloadingConnector", "kv_both", name, extra=extra), extra=options)
+    config = transfer("OffloadingConnector", "kv_both", name, extra=extra)
+    return VllmPlan(name, config, extra=options, num_ranks=2)
 
 
 @pytest.fixture
@@ -79,7 +80,7 @@ def test_a_prompt_is_loaded_from_files_after_the_engine_was_killed(
     stored = [e for e in events if isinstance(e, BlockStored) and e.medium == "STORAGE"]
     assert sum(len(event.block_hashes) for event in stored) == NUM_CHUNKS
     assert not regions()
-    os.kill(first.child.pid, signal.SIGKILL)
+    os.killpg(first.child.pid, signal.SIGKILL)
     site.dismiss()
 
     second = site.cast("tier again", plan("t2", folder, endpoints))["t2"]
