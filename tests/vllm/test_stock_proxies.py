@@ -64,10 +64,11 @@ def test_the_tokens_are_those_of_a_single_vllm(
 ) -> None:
     asked = [prompt for prompt in prompts() if len(prompt) in (8, 128, 129, 513, 1000, 2000)]
     _, d = pair
-    before = d.metric(TRANSFERS)
+    before, num_computed = d.metric(TRANSFERS), d.num_computed()
     # With this salt nothing is in D's cache.
     check_tokens(proxy, asked, single.tokens, cache_salt=_salt(proxy))
     d.wait_metric(TRANSFERS, lambda count: count >= before + len(asked))
+    assert d.num_computed() == num_computed + len(asked), "one token of each prompt"
 
 
 def test_concurrent_requests_get_the_same_tokens(proxy: Proxy, single: Single) -> None:
