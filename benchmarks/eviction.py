@@ -51,10 +51,10 @@ def num_hits(prompts: Prompts, policy: EvictionPolicy[int]) -> int:
     for prompt in prompts:
         hits += next((place for place, key in enumerate(prompt) if key not in policy), len(prompt))
         own = frozenset(prompt)
-        for key in prompt:
+        for key, parent in zip(prompt, [None, *prompt], strict=False):
             if key in policy:
                 policy.use(key)
-            elif policy.admit(key, lambda old, own=own: old not in own) is None:  # type: ignore[misc]
+            elif policy.admit(key, lambda old, own=own: old not in own, parent) is None:  # type: ignore[misc]
                 break
         policy.refresh(reversed(prompt))
     return hits

@@ -31,7 +31,7 @@ class Arc(EvictionPolicy[K]):
     def __contains__(self, key: object) -> bool:
         return key in self._once or key in self._often
 
-    def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
+    def admit(self, key: K, can_leave: Callable[[K], bool], parent: K | None = None) -> Admitted[K] | None:
         assert key not in self
         target = self._target_with(key)
         evicted = None

@@ -19,7 +19,7 @@ class Lru(EvictionPolicy[K]):
     def __contains__(self, key: object) -> bool:
         return key in self._keys
 
-    def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
+    def admit(self, key: K, can_leave: Callable[[K], bool], parent: K | None = None) -> Admitted[K] | None:
         assert key not in self._keys
         evicted = None
         if len(self._keys) >= self.capacity:

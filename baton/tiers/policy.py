@@ -31,8 +31,11 @@ class EvictionPolicy(ABC, Generic[K]):
     def __contains__(self, key: object) -> bool: ...
 
     @abstractmethod
-    def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
-        """Admits a new key. None: the tier is full and no key can leave, so nothing changes."""
+    def admit(self, key: K, can_leave: Callable[[K], bool], parent: K | None = None) -> Admitted[K] | None:
+        """Admits a new key. None: the tier is full and no key can leave, so nothing changes.
+
+        `parent`: the key before it in its prompt, without which it cannot be found.
+        """
 
     @abstractmethod
     def use(self, key: K) -> None:

@@ -34,7 +34,7 @@ class S3Fifo(EvictionPolicy[K]):
     def __contains__(self, key: object) -> bool:
         return key in self._small or key in self._main
 
-    def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
+    def admit(self, key: K, can_leave: Callable[[K], bool], parent: K | None = None) -> Admitted[K] | None:
         assert key not in self
         evicted = None
         if len(self) >= self.capacity:

@@ -71,8 +71,11 @@ class SlotIndex(Generic[K]):
 
     # --- Storing ---------------------------------------------------------------------------------
 
-    def reserve(self, key: K, protected: Collection[K] = ()) -> Reserved[K] | None:
-        """Assigns a slot to a new key without evicting `protected` keys. None: there is no room."""
+    def reserve(self, key: K, protected: Collection[K] = (), parent: K | None = None) -> Reserved[K] | None:
+        """Assigns a slot to a new key without evicting `protected` keys. None: there is no room.
+
+        `parent`: as in EvictionPolicy.
+        """
         assert key not in self._entries
         if not self._free and len(self._policy) < self.num_slots:
             return None  # The other slots belong to doomed entries.
@@ -81,7 +84,7 @@ class SlotIndex(Generic[K]):
             entry = self._entries[other]
             return entry.is_ready and not entry.num_pins and other not in protected
 
-        admitted = self._policy.admit(key, can_leave)
+        admitted = self._policy.admit(key, can_leave, parent)
         if admitted is None:
             return None
         if admitted.evicted is not None:

@@ -33,7 +33,7 @@ class Slru(EvictionPolicy[K]):
     def __contains__(self, key: object) -> bool:
         return key in self._probation or key in self._protected
 
-    def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
+    def admit(self, key: K, can_leave: Callable[[K], bool], parent: K | None = None) -> Admitted[K] | None:
         assert key not in self
         evicted = None
         if len(self) >= self.capacity:

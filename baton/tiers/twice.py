@@ -34,6 +34,8 @@ class TwiceEstimated(EvictionPolicy[K]):
         self._policy = make(capacity)
         self._one_in = max(1, 2 * capacity // sampled_keys)
         self._twice = make(max(1, 2 * capacity // self._one_in))
+        # Of each key that is held: the last key before it in its prompt that is sampled.
+        self._sampled_before: dict[K, K | None] = {}
         self._carried = 0  # Keys that an earlier estimate has left for the next one; may be negative.
 
     def __len__(self) -> int:
@@ -54,12 +56,20 @@ class TwiceEstimated(EvictionPolicy[K]):
         self._carried -= num_found
         return num_found
 
-    def admit(self, key: K, can_leave: Callable[[K], bool]) -> Admitted[K] | None:
-        self._note(key)
-        return self._policy.admit(key, can_leave)
+    def admit(self, key: K, can_leave: Callable[[K], bool], parent: K | None = None) -> Admitted[K] | None:
+        sampled = parent
+        if parent is not None and not self._is_sampled(parent):
+            sampled = self._sampled_before.get(parent)
+        self._note(key, sampled)
+        admitted = self._policy.admit(key, can_leave, parent)
+        if admitted is not None:
+            self._sampled_before[key] = sampled
+            if admitted.evicted is not None:
+                del self._sampled_before[admitted.evicted]
+        return admitted
 
     def use(self, key: K) -> None:
-        self._note(key)
+        self._note(key, self._sampled_before[key])
         self._policy.use(key)
 
     def refresh(self, keys: Iterable[K]) -> None:
@@ -70,15 +80,16 @@ class TwiceEstimated(EvictionPolicy[K]):
     def discard(self, key: K) -> None:
         if key in self._twice:
             self._twice.discard(key)
+        del self._sampled_before[key]
         self._policy.discard(key)
 
     def _is_sampled(self, key: K) -> bool:
         return hash(key) % self._one_in == 0
 
-    def _note(self, key: K) -> None:
+    def _note(self, key: K, parent: K | None) -> None:
         if not self._is_sampled(key):
             return
         if key in self._twice:
             self._twice.use(key)
         else:
-            self._twice.admit(key, _can_leave)
+            self._twice.admit(key, _can_leave, parent)

@@ -21,7 +21,7 @@ BAD: dict[type[Any], list[tuple[dict[str, Any], str]]] = {
         ({"cpu_gib": "1"}, r"\.cpu_gib: Expected `float`, got `str`$"),
         (
             {"cpu_gib": 1, "eviction": "mru"},
-            r"\.eviction: Invalid enum value 'mru'; one of arc, lru, s3fifo, slru$",
+            r"\.eviction: Invalid enum value 'mru'; one of arc, learned, lru, s3fifo, slru$",
         ),
         ({"cpu_gib": 1, "prompt_only": "yes"}, r"prompt_only"),
         ({"cpu_gib": 1, "blocks_per_chunk": 0}, r"blocks_per_chunk: must be at least 1"),

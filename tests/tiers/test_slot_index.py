@@ -36,13 +36,14 @@ class Story(RuleBasedStateMachine):
 
     @rule(key=KEYS, protected=st.sets(KEYS, max_size=6))
     def reserve(self, key: int, protected: set[int]) -> None:
+        parent = (key - 1) // 2 if key else None  # A tree of 15 keys.
         if key in self.index:
             self.index.use(key)
             return
         ready_before = {k for k in range(15) if self.index.is_ready(k)}
         pinned = Counter(e.key for load in self.loads for e in load if not e.is_doomed)
         free = self.index.num_free
-        reserved = self.index.reserve(key, protected)
+        reserved = self.index.reserve(key, protected, parent)
         can_go = ready_before - pinned.keys() - protected
         if reserved is None:
             assert not free
@@ -126,13 +127,13 @@ class Story(RuleBasedStateMachine):
         assert self.index.num_free == NUM_SLOTS, "without users every slot must be free"
 
 
-@pytest.mark.parametrize("eviction", ["lru", "arc", "slru", "s3fifo"])
+@pytest.mark.parametrize("eviction", ["lru", "arc", "slru", "s3fifo", "learned"])
 def test_no_story_loses_a_slot_or_finds_what_was_not_stored(eviction: Eviction) -> None:
     kind = type(f"Story_{eviction}", (Story,), {"eviction": eviction})
     run_state_machine_as_test(kind, settings=settings(max_examples=60, stateful_step_count=40, deadline=None))  # type: ignore[no-untyped-call]
 
 
-@pytest.mark.parametrize("eviction", ["lru", "arc", "slru", "s3fifo"])
+@pytest.mark.parametrize("eviction", ["lru", "arc", "slru", "s3fifo", "learned"])
 def test_a_slot_that_is_read_is_not_evicted(eviction: Eviction) -> None:
     index: SlotIndex[int] = SlotIndex(NUM_SLOTS, make_policy(eviction, NUM_SLOTS))
     for key in range(NUM_SLOTS):

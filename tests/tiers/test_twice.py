@@ -11,7 +11,7 @@ from baton.tiers.eviction import Eviction, make_policy
 from baton.tiers.policy import EvictionPolicy
 from baton.tiers.twice import TwiceEstimated
 
-POLICIES: list[Eviction] = ["lru", "arc", "slru", "s3fifo"]
+POLICIES: list[Eviction] = ["lru", "arc", "slru", "s3fifo", "learned"]
 # A prompt: how many blocks of which chain.
 PROMPTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=60)
 
@@ -21,11 +21,11 @@ def num_found(policy: EvictionPolicy[int], keys: list[int]) -> int:
 
 
 def replay(policy: EvictionPolicy[int], keys: list[int]) -> None:
-    for key in keys:
+    for key, parent in zip(keys, [None, *keys], strict=False):
         if key in policy:
             policy.use(key)
         else:
-            policy.admit(key, lambda old: True)
+            policy.admit(key, lambda old: True, parent)
     policy.refresh(reversed(keys))
 
 

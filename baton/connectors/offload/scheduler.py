@@ -322,7 +322,8 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
                     store.pinned.append(entry)
                 continue
             is_held = chunk * self._chunk_blocks >= first_held and not self._has_hole(prompt, chunk)
-            reserved = self._index.reserve(key, prompt.key_set) if is_held else None
+            parent = prompt.keys[chunk - 1] if chunk else None
+            reserved = self._index.reserve(key, prompt.key_set, parent) if is_held else None
             if reserved is None:
                 # No slot can be evicted, or only this prompt's, or a part of the chunk has left a window.
                 # Chunks after the gap could not be found.
