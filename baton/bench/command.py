@@ -16,6 +16,7 @@ BENCHMARKS = {
     "step": "baton.bench.step_overhead",
     "transports": "baton.bench.transports",
     "handoff": "baton.bench.handoff",
+    "tiers": "baton.bench.tiers",
 }
 
 app = typer.Typer(add_completion=False)
@@ -28,7 +29,7 @@ def bench(
         typer.Argument(help=f"Benchmarks to run, of {', '.join(BENCHMARKS)} (default: all)."),
     ] = None,
 ) -> None:
-    """Measure this machine: the overhead of a step, the transports, a handoff."""
+    """Measure this machine: the overhead of a step, the transports, a handoff, the tiers."""
     if status := run_benchmarks(names or [], BENCHMARKS):
         raise typer.Exit(status)
 

@@ -20,6 +20,7 @@ COMMANDS = {
     "up": "baton.cli.up",
     "top": "baton.cli.top",
     "demo": "baton.cli.demo",
+    "cache": "baton.cli.cache",
     "doctor": "baton.cli.doctor",
     "model": "baton.cli.model",
     "sim": "baton.cli.sim",

@@ -57,6 +57,26 @@ class _Header(msgspec.Struct):
     metadata: dict[str, str] = msgspec.field(name=METADATA, default_factory=dict)
 
 
+def check_sealed(stored: memoryview, name: ChunkName, signing_key: bytes | None) -> None:
+    """Verifies a chunk of any model. Raises Unusable. Without a key the tag is not verified.
+
+    `stored` is decrypted if it was encrypted.
+    """
+    length = int.from_bytes(stored[:LENGTH_BYTES], "little")
+    try:
+        header = msgspec.json.decode(stored[LENGTH_BYTES : LENGTH_BYTES + length])
+        entries = {key: entry for key, entry in header.items() if key != METADATA}
+        nbytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
+    except (msgspec.MsgspecError, AttributeError, KeyError, TypeError, IndexError) as error:
+        raise Unusable("corrupt", f"its header cannot be read: {error}") from error
+    if not isinstance(nbytes, int) or LENGTH_BYTES + length + nbytes != len(stored):
+        raise Unusable("corrupt", f"it has {len(stored)} bytes, which its header contradicts")
+    if signing_key is not None:
+        open_sealed(stored, name, entries, nbytes, signing_key)
+    elif {key: header[METADATA].get(key) for key in _claims(name)} != _claims(name):
+        raise Unusable("foreign", "its header names another chunk")
+
+
 def seal(
     name: ChunkName, entries: Entries, body: memoryview, signing_key: bytes, *, encrypts: bool = False
 ) -> tuple[bytes, memoryview]:

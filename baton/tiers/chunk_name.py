@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 SUFFIX = ".safetensors"
+PIN_SUFFIX = ".pin"  # Of an empty value beside those of a chunk, which sweeps then keep.
 STATE = 0
 """Instead of a window: the layers have a recurrent state."""
 
@@ -25,6 +27,24 @@ class ChunkName:
 
     def path_in(self, folder: Path) -> Path:
         return folder / str(self)
+
+
+_NAME = re.compile(r"([^/]+)/[0-9a-f]{2}/([0-9a-f]+)\.(\d+)(?:\.w(\d+))?" + re.escape(SUFFIX))
+
+
+def parse_name(name: str) -> ChunkName | None:
+    """The reverse of `str`. None: it is no name of a chunk."""
+    if (found := _NAME.fullmatch(name)) is None:
+        return None
+    namespace, key, rank, window = found.groups()
+    if len(key) % 2:
+        return None
+    return ChunkName(namespace, bytes.fromhex(key), int(rank), None if window is None else int(window))
+
+
+def is_of_a_store(name: str) -> bool:
+    """Whether a store wrote it. Everything else in a folder or bucket is not ours, and stays."""
+    return name.endswith((SUFFIX, PIN_SUFFIX))
 
 
 def chunk_of(name: str) -> str:

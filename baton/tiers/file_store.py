@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from baton.core.errors import ConfigError
 from baton.tiers.aligned import PAGE_BYTES, AlignedMemory, whole_pages
-from baton.tiers.chunk_name import SUFFIX
+from baton.tiers.chunk_name import is_of_a_store
 from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable
 from baton.tiers.whole_file import TEMPORARY_PREFIX, make_folder, write_whole
 
@@ -53,7 +53,7 @@ class FileStore(Store):
         self.where = str(folder)
         self._fsync = fsync
         self._for_group = for_group
-        self._direct = direct
+        self.is_direct = direct  # False after `check` if the file system has no direct I/O.
         self._field = field
         self._staging = AlignedMemory()  # Of threads that write with direct I/O.
 
@@ -72,15 +72,15 @@ class FileStore(Store):
             make_folder(self.folder, fsync=self._fsync, for_group=self._for_group)
         except OSError as error:
             raise ConfigError(f"cannot be created or used: {error}", field=self._field) from error
-        if self._direct and not _allows_direct_io(self.folder):
+        if self.is_direct and not _allows_direct_io(self.folder):
             logger.info("the file system of %s has no direct I/O; reads and writes are cached", self.folder)
-            self._direct = False
+            self.is_direct = False
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
         return [self._size(name) for name in names]
 
     def read(self, name: str, into: memoryview) -> int:
-        flags = os.O_DIRECT if self._direct and len(into) % PAGE_BYTES == 0 else 0
+        flags = os.O_DIRECT if self.is_direct and len(into) % PAGE_BYTES == 0 else 0
         try:
             # Does not block on a FIFO, and fails on a symbolic link.
             fileno = os.open(self.folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | flags)
@@ -98,7 +98,7 @@ class FileStore(Store):
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         path = self.folder / name
         try:
-            if self._direct:
+            if self.is_direct:
                 staged, nbytes = self._stage(parts)
                 write_whole(
                     (staged,), path, fsync=self._fsync, for_group=self._for_group, direct_bytes=nbytes
@@ -121,7 +121,7 @@ class FileStore(Store):
 
     def scan(self) -> Iterator[Stored]:
         for entry in self._entries():
-            if entry.name.endswith(SUFFIX) and not entry.name.startswith(TEMPORARY_PREFIX):
+            if is_of_a_store(entry.name) and not entry.name.startswith(TEMPORARY_PREFIX):
                 try:
                     found = entry.stat()
                 except FileNotFoundError:

@@ -17,7 +17,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from baton.core.errors import ConfigError
-from baton.tiers.chunk_name import SUFFIX
+from baton.tiers.chunk_name import is_of_a_store
 from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable
 
 if TYPE_CHECKING:
@@ -141,7 +141,7 @@ class ObjectStore(Store):
     def scan(self) -> Iterator[Stored]:
         for batch in self._list(None):
             for item in batch:
-                if item["path"].endswith(SUFFIX):
+                if is_of_a_store(item["path"]):
                     yield Stored(item["path"], item["size"], item["last_modified"].timestamp())
 
     def close(self) -> None:

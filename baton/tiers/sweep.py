@@ -6,6 +6,7 @@ value to its end; one that comes later finds nothing, and its prompt is computed
 
     too old       older than max_age_s
     too large     the oldest, down to LOW_WATER of max_bytes, so that sweeps are rare
+    pinned        stays; so a store can be larger than its limit
     abandoned     what writers that were killed have left (`Store.collect`)
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass, field
 
-from baton.tiers.chunk_name import chunk_of
+from baton.tiers.chunk_name import PIN_SUFFIX, chunk_of
 from baton.tiers.store import Store, StoreError
 
 LOW_WATER = 0.9
@@ -40,24 +41,30 @@ class Swept:
 
 
 @dataclass(slots=True)
-class _Chunk:
+class Chunk:
+    """All values of one chunk in a store."""
+
     used_s: float = 0.0  # The latest of its values.
     nbytes: int = 0
     names: list[str] = field(default_factory=list)
+
+    @property
+    def is_pinned(self) -> bool:
+        return any(name.endswith(PIN_SUFFIX) for name in self.names)
 
 
 def sweep(store: Store, *, max_bytes: int | None, max_age_s: float | None, now_s: float) -> Swept:
     """`now_s`: since the Unix epoch. Raises StoreError if the store cannot be scanned."""
     swept = Swept()
     store.collect(now_s)
-    chunks = _chunks(store)
+    chunks = chunks_of(store)
     total = sum(chunk.nbytes for chunk in chunks)
     goal = total
     if max_bytes is not None and total > max_bytes:
         goal = int(LOW_WATER * max_bytes)
     for chunk in sorted(chunks, key=lambda chunk: chunk.used_s):
         is_too_old = max_age_s is not None and now_s - chunk.used_s > max_age_s
-        if is_too_old or total > goal:
+        if (is_too_old or total > goal) and not chunk.is_pinned:
             try:
                 store.remove(chunk.names)
             except StoreError as error:
@@ -74,8 +81,9 @@ def sweep(store: Store, *, max_bytes: int | None, max_age_s: float | None, now_s
     return swept
 
 
-def _chunks(store: Store) -> list[_Chunk]:
-    chunks: defaultdict[str, _Chunk] = defaultdict(_Chunk)
+def chunks_of(store: Store) -> list[Chunk]:
+    """Raises StoreError."""
+    chunks: defaultdict[str, Chunk] = defaultdict(Chunk)
     for stored in store.scan():
         chunk = chunks[chunk_of(stored.name)]
         chunk.used_s = max(chunk.used_s, stored.used_s)

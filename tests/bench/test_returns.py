@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from baton.bench import tiers
 from baton.engine.checkpoints.random_model import write_checkpoint
 from benchmarks import offload, shared_storage
 from benchmarks.returns import run_command
@@ -38,16 +39,25 @@ def test_a_prompt_returns_from_host_memory_and_the_tables_show_it(model: Path) -
 
 @pytest.mark.slow
 def test_a_prompt_returns_from_files_and_the_tables_show_it(model: Path) -> None:
-    measured = shared_storage.measure(200, 2, num_chunks=2, chunk_tokens=80, model=model)
-    kept, returns = measured["files"], measured["returns"]
-    assert kept["of_plain"]["plain write"] == kept["of_plain"]["plain read"] == 1
-    assert kept["of_plain"]["load"] == kept["gb_per_s"]["load"] / kept["gb_per_s"]["plain read"]
-    assert kept["of_plain"]["store"] == kept["gb_per_s"]["store"] / kept["gb_per_s"]["plain write"]
+    measured = shared_storage.measure(200, 2, chunk_tokens=80, model=model)
+    returns = measured["returns"]
     assert returns["tokens_are_equal"]
     assert 100 < returns["loaded_tokens"] <= 160, "two chunks, less the blocks that the engine still has"
     report = report_of(shared_storage, measured)
     assert "tokens are equal" in report
     assert "loaded from files" in report
+
+
+def test_chunks_are_compared_with_plain_files(tmp_path: Path) -> None:
+    rows = {row.what: row for row in tiers.measure(tmp_path, num_chunks=2, turns=2)}
+    assert rows["plain write"].ratio == rows["plain read"].ratio == 1
+    assert rows["load"].ratio == rows["load"].gb_per_s / rows["plain read"].gb_per_s
+    assert rows["store"].ratio == rows["store"].gb_per_s / rows["plain write"].gb_per_s
+    console = Console(width=120, record=True)
+    tiers.print_tables(list(rows.values()), [tiers.Lookup("memory", 12.0, 50)], console)
+    report = console.export_text()
+    assert "lookup of 4,000 tokens in memory: 12 us (goal 50)" in report
+    assert "0.75" in report
 
 
 def test_the_figures_are_kept_and_other_tokens_are_a_failure(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ import torch
 from baton.connectors.shared_storage.form import FileForm, LayerShape
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.layer_kinds import LayerKind
+from baton.tiers.host_rows import Bytes, block_rows, check_ids, runs
 
 
 class CacheBlocks:
@@ -23,6 +24,13 @@ class CacheBlocks:
         self.kind = kind
         self._layers = layers
         self._device = next(iter(layers[0].values())).device
+        # On a CPU, of caches whose blocks have the order of the file.
+        self._rows = {
+            name: _rows_of(cache)
+            for of_group in layers
+            for name, cache in of_group.items()
+            if cache.device.type == "cpu" and cache[0].is_contiguous()
+        }
         self.form = FileForm(
             {
                 name: LayerShape((kind.num_stored, *cache.shape[1:]), cache.dtype)
@@ -35,25 +43,49 @@ class CacheBlocks:
         """Returns the body of a file, on the CPU."""
         body = self.form.new_body(self._device)
         stored = self.form.layers_of(body)
-        for of_group, index in self._by_group(block_ids):
+        for of_group, ids in self._by_group(block_ids):
+            index = torch.tensor(ids, device=self._device)
             for name, cache in of_group.items():
-                torch.index_select(cache, 0, index, out=stored[name])
+                if (rows := self._rows.get(name)) is None:
+                    torch.index_select(cache, 0, index, out=stored[name])
+                else:
+                    _copy_runs(rows, ids, _rows_of(stored[name]), range(len(ids)))
         return body.to("cpu")
 
     def copy_in(self, body: torch.Tensor, block_ids: Sequence[int]) -> None:
         """`body`: of a whole file. `block_ids`: for its last blocks; earlier ones are already present."""
         stored = self.form.layers_of(body.to(self._device))
         with torch.inference_mode():  # A host may have allocated its cache in that mode.
-            for of_group, index in self._by_group(block_ids):
-                skipped = self.kind.num_stored - len(index)
+            for of_group, ids in self._by_group(block_ids):
+                skipped = self.kind.num_stored - len(ids)
+                index = torch.tensor(ids, device=self._device)
                 for name, cache in of_group.items():
-                    cache.index_put_((index,), stored[name][skipped:])
+                    if (rows := self._rows.get(name)) is None:
+                        cache.index_put_((index,), stored[name][skipped:])
+                    else:
+                        places = range(skipped, self.kind.num_stored)
+                        _copy_runs(_rows_of(stored[name]), places, rows, ids)
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # Waits for this thread's copies.
 
-    def _by_group(self, block_ids: Sequence[int]) -> list[tuple[Mapping[str, torch.Tensor], torch.Tensor]]:
-        indices = torch.tensor(block_ids, device=self._device).view(len(self._layers), -1)
-        return list(zip(self._layers, indices, strict=True))
+    def _by_group(self, block_ids: Sequence[int]) -> list[tuple[Mapping[str, torch.Tensor], Sequence[int]]]:
+        size = len(block_ids) // len(self._layers)
+        parts = [block_ids[start : start + size] for start in range(0, len(block_ids), size)]
+        return list(zip(self._layers, parts, strict=True))
+
+
+def _rows_of(blocks: torch.Tensor) -> Bytes:
+    """The same memory as bytes, `[num_blocks, block_bytes]`. Blocks must be contiguous."""
+    rows: Bytes = block_rows("blocks", blocks).numpy()
+    return rows
+
+
+def _copy_runs(source: Bytes, from_rows: Sequence[int], target: Bytes, to_rows: Sequence[int]) -> None:
+    """Three times as fast as indexing, for blocks that are adjacent."""
+    check_ids(from_rows, len(source))
+    check_ids(to_rows, len(target))
+    for first, place, count in runs(from_rows, to_rows):
+        target[place : place + count] = source[first : first + count]
 
 
 def blocks_of_kinds(

@@ -1,0 +1,355 @@
+"""`baton cache`: shows and manages what the storage connectors keep in a folder, a bucket or Redis.
+
+A STORE is a path, or a URL: s3://bucket/prefix, gs://..., az://..., redis://...
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, TypeVar
+
+import typer
+
+if TYPE_CHECKING:
+    from baton.tiers.store import Store
+    from baton.tiers.sweep import Chunk
+
+app = typer.Typer(no_args_is_help=True)
+
+GIB = 1 << 30
+TIMEOUT_S = 30.0
+VALUE_BYTES_MAX = 1 << 30
+KEY_DIGITS_MIN = 6
+
+T = TypeVar("T")
+StoreArgument = Annotated[str, typer.Argument(metavar="STORE", help="A path, or a URL: s3://, redis://, ...")]
+Options = Annotated[
+    list[str] | None,
+    typer.Option("--option", help="Of an object store's client, NAME=VALUE; may be repeated."),
+]
+Namespace = Annotated[str | None, typer.Option(help="Only this one; a prefix is enough.")]
+SecretFile = Annotated[
+    str | None, typer.Option(help="File with the cluster secret; or set BATON_SECRET.", metavar="FILE")
+]
+
+
+@app.callback()
+def _group() -> None:
+    """Show and manage the KV in a folder, a bucket or Redis."""
+
+
+@app.command("ls")
+def list_(
+    store: StoreArgument,
+    option: Options = None,
+    namespace: Namespace = None,
+    chunks: Annotated[bool, typer.Option("--chunks", help="Each chunk, the last used first.")] = False,
+) -> None:
+    """List namespaces (a model with its layout and secret), or chunks."""
+    from rich.console import Console
+    from rich.table import Table
+
+    with _opened(store, option) as opened:
+        found = _found(opened, namespace)
+    if not found:
+        typer.echo("no chunks")
+        return
+    now_s = time.time()
+    table = Table()
+    if chunks:
+        for heading in ("namespace", "key", "values", "bytes", "last use", "pinned"):
+            table.add_column(heading, overflow="fold")
+        for each in sorted(found, key=lambda each: -each.chunk.used_s):
+            values = str(len(each.chunk.names) - each.chunk.is_pinned)
+            pinned = "yes" if each.chunk.is_pinned else ""
+            age = _ago(each.chunk.used_s, now_s)
+            table.add_row(each.namespace, each.key, values, f"{each.chunk.nbytes:,}", age, pinned)
+    else:
+        for heading in ("namespace", "chunks", "GiB", "last use", "first use", "pinned"):
+            table.add_column(heading, overflow="fold")
+        of_namespaces: defaultdict[str, list[_Found]] = defaultdict(list)
+        for each in found:
+            of_namespaces[each.namespace].append(each)
+        for name, of_one in sorted(of_namespaces.items()):
+            used = [each.chunk.used_s for each in of_one]
+            nbytes = sum(each.chunk.nbytes for each in of_one)
+            num_pinned = sum(each.chunk.is_pinned for each in of_one)
+            ages = _ago(max(used), now_s), _ago(min(used), now_s)
+            table.add_row(name, str(len(of_one)), f"{nbytes / GIB:.3f}", *ages, str(num_pinned or ""))
+    Console(highlight=False).print(table)
+
+
+@app.command()
+def stat(store: StoreArgument, option: Options = None, namespace: Namespace = None) -> None:
+    """Show totals, and what the store promises."""
+    with _opened(store, option) as opened:
+        found, promise = _found(opened, namespace), opened.promise
+        where = opened.where
+    nbytes = sum(each.chunk.nbytes for each in found)
+    typer.echo(f"{where}: {len({each.namespace for each in found})} namespaces, {len(found)} chunks")
+    num_values = sum(len(each.chunk.names) - each.chunk.is_pinned for each in found)
+    typer.echo(f"{num_values} values, {nbytes / GIB:.3f} GiB")
+    typer.echo(f"{sum(each.chunk.is_pinned for each in found)} chunks are pinned")
+    for name in promise.__dataclass_fields__:
+        typer.echo(f"{name.replace('_', ' ')}: {'yes' if getattr(promise, name) else 'no'}")
+
+
+@app.command()
+def verify(
+    store: StoreArgument,
+    option: Options = None,
+    namespace: Namespace = None,
+    secret_file: SecretFile = None,
+    insecure_no_secret: Annotated[
+        bool, typer.Option("--insecure-no-secret", help="The engines had no secret.")
+    ] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove what cannot be used.")] = False,
+) -> None:
+    """Read every value and verify it. Without a secret: its header and length only. Exit status 1: some
+    cannot be used.
+    """
+    from baton.tiers.aligned import AlignedMemory
+    from baton.tiers.chunk import check_sealed
+    from baton.tiers.chunk_name import PIN_SUFFIX, parse_name
+    from baton.tiers.store import Unusable
+
+    keys = _signing_keys(secret_file, is_insecure=insecure_no_secret)
+    memory, bad = AlignedMemory(), []
+    with _opened(store, option) as opened:
+        names = [name for each in _found(opened, namespace) for name in each.chunk.names]
+        names = [name for name in names if not name.endswith(PIN_SUFFIX)]
+        sizes = opened.sizes(names)
+        for name, size in _progress("verifying", list(zip(names, sizes, strict=True))):
+            if size is None:
+                continue  # Evicted meanwhile.
+            faults = []
+            for key in keys or (None,):
+                try:
+                    if (parsed := parse_name(name)) is None:
+                        raise Unusable("foreign", "it is no name of a chunk")
+                    if size > VALUE_BYTES_MAX:
+                        raise Unusable("corrupt", f"it has {size} bytes")
+                    into = memory.take(size)
+                    check_sealed(into[: opened.read(name, into)], parsed, key)
+                    break
+                except Unusable as error:
+                    faults.append(error)
+            else:
+                if faults[0].reason not in ("gone", "io"):
+                    bad.append(name)
+                if faults[0].reason != "gone":
+                    typer.echo(f"{name}: {faults[0]}", err=True)
+        if remove and bad:
+            opened.remove(bad)
+    checked = "verified" if keys else "checked without a secret: headers and lengths only"
+    typer.echo(f"{len(names) - len(bad)} of {len(names)} values can be used ({checked})")
+    if bad:
+        typer.echo(f"{len(bad)} {'were removed' if remove else 'cannot be used; --remove removes them'}")
+        raise typer.Exit(1)
+
+
+@app.command()
+def pin(
+    store: StoreArgument,
+    keys: Annotated[
+        list[str], typer.Argument(metavar="KEY...", help="Of `ls --chunks`; a prefix is enough.")
+    ],
+    option: Options = None,
+    undo: Annotated[bool, typer.Option("--undo", help="Let sweeps remove them again.")] = False,
+) -> None:
+    """Keep chunks, whatever the limits of age and size."""
+    from baton.tiers.chunk_name import PIN_SUFFIX, chunk_of
+
+    with _opened(store, option) as opened:
+        chosen = _chosen(_found(opened, None), keys)
+        pins = [chunk_of(each.chunk.names[0]) + PIN_SUFFIX for each in chosen]
+        if undo:
+            opened.remove(pins)
+        else:
+            for name in pins:
+                opened.write(name, (b"pinned\n",))
+    typer.echo(f"{len(chosen)} chunks are {'no longer ' if undo else ''}pinned")
+
+
+@app.command()
+def evict(
+    store: StoreArgument,
+    keys: Annotated[
+        list[str] | None, typer.Argument(metavar="[KEY...]", help="Chunks; a prefix is enough.")
+    ] = None,
+    option: Options = None,
+    namespace: Annotated[str | None, typer.Option(help="All of this one; a prefix is enough.")] = None,
+    unused_s: Annotated[float | None, typer.Option(help="What was not used for so long.", min=0)] = None,
+    max_gib: Annotated[float | None, typer.Option(help="Down to this size, by last use.", min=0)] = None,
+) -> None:
+    """Remove chunks: some by key, a namespace that no engine uses any more, or by age and size."""
+    from baton.tiers.sweep import sweep
+
+    if not (keys or namespace or unused_s is not None or max_gib is not None):
+        raise typer.BadParameter("name keys, or set --namespace, --unused-s or --max-gib")
+    with _opened(store, option) as opened:
+        if unused_s is not None or max_gib is not None:
+            max_bytes = None if max_gib is None else int(max_gib * GIB)
+            swept = sweep(opened, max_bytes=max_bytes, max_age_s=unused_s, now_s=time.time())
+            typer.echo(f"removed {swept.num_evicted} chunks, {swept.evicted_bytes / GIB:.3f} GiB")
+        if keys or namespace:
+            found = _found(opened, namespace)
+            chosen = [each for each in (_chosen(found, keys) if keys else found) if not each.chunk.is_pinned]
+            for each in _progress("removing", chosen):
+                opened.remove(each.chunk.names)
+            nbytes = sum(each.chunk.nbytes for each in chosen)
+            typer.echo(f"removed {len(chosen)} chunks, {nbytes / GIB:.3f} GiB")
+
+
+@app.command()
+def warm(
+    source: Annotated[str, typer.Argument(metavar="FROM", help="A store.")],
+    target: Annotated[str, typer.Argument(metavar="TO", help="Another store.")],
+    option: Options = None,
+    namespace: Namespace = None,
+    max_gib: Annotated[
+        float | None, typer.Option(help="At most so much, the last used first.", min=0)
+    ] = None,
+) -> None:
+    """Copy chunks to another store, for example from a bucket to a local disk. Engines verify loads."""
+    from baton.tiers.aligned import AlignedMemory
+    from baton.tiers.store import Unusable
+
+    memory, num_copied, nbytes = AlignedMemory(), 0, 0
+    with _opened(source, option) as opened, _opened(target, option) as other:
+        found = sorted(_found(opened, namespace), key=lambda each: -each.chunk.used_s)
+        for each in _progress("copying", found):
+            if max_gib is not None and nbytes + each.chunk.nbytes > max_gib * GIB:
+                break
+            sizes = zip(each.chunk.names, other.sizes(each.chunk.names), strict=True)
+            for name in [name for name, size in sizes if size is None]:
+                into = memory.take(max(1, each.chunk.nbytes))
+                try:
+                    size = opened.read(name, into)
+                except Unusable as error:
+                    if error.reason != "gone":
+                        typer.echo(f"{name}: {error}", err=True)
+                    continue
+                other.write(name, (into[:size],))
+                num_copied, nbytes = num_copied + 1, nbytes + size
+    typer.echo(f"copied {num_copied} values, {nbytes / GIB:.3f} GiB")
+
+
+# --- Parts ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Found:
+    namespace: str
+    key: str
+    chunk: Chunk
+
+
+@contextmanager
+def _opened(where: str, options: Sequence[str] | None) -> Iterator[Store]:
+    """Yields the store, ready for use. Its errors end the command."""
+    from baton.core.errors import ConfigError
+    from baton.tiers.store import StoreError
+
+    try:
+        store = _store(where, options)
+        store.check()
+    except ConfigError as error:
+        typer.echo(f"baton cache: {error}", err=True)
+        raise typer.Exit(2) from error
+    try:
+        yield store
+    except StoreError as error:
+        typer.echo(f"baton cache: {store.where}: {error}", err=True)
+        raise typer.Exit(1) from error
+    finally:
+        store.close()
+
+
+def _store(where: str, options: Sequence[str] | None) -> Store:
+    from baton.core.errors import ConfigError
+    from baton.tiers.file_store import FileStore
+
+    scheme = where.partition("://")[0] if "://" in where else ""
+    if scheme in ("redis", "rediss", "unix"):
+        from baton.tiers.redis_store import RedisStore
+
+        return RedisStore(where, timeout_s=TIMEOUT_S, field="STORE")
+    if scheme:
+        from baton.tiers.object_store import ObjectStore
+
+        pairs = [option.partition("=") for option in options or ()]
+        return ObjectStore(
+            where, {name: value for name, _, value in pairs}, timeout_s=TIMEOUT_S, field="STORE"
+        )
+    if not Path(where).is_dir():
+        raise ConfigError(f"{where} is not a folder", field="STORE")
+    return FileStore(Path(where))
+
+
+def _found(store: Store, namespace: str | None) -> list[_Found]:
+    from baton.tiers.chunk_name import chunk_of
+    from baton.tiers.sweep import chunks_of
+
+    found = []
+    for chunk in chunks_of(store):
+        of_namespace, _, key = chunk_of(chunk.names[0]).split("/")[-3:]
+        if namespace is None or of_namespace.startswith(namespace):
+            found.append(_Found(of_namespace, key, chunk))
+    return found
+
+
+def _chosen(found: Iterable[_Found], keys: Sequence[str]) -> list[_Found]:
+    if short := [key for key in keys if len(key) < KEY_DIGITS_MIN]:
+        raise typer.BadParameter(f"{short[0]!r} has less than {KEY_DIGITS_MIN} digits of a key")
+    chosen = [each for each in found if each.key.startswith(tuple(keys))]
+    if missing := [key for key in keys if not any(each.key.startswith(key) for each in chosen)]:
+        raise typer.BadParameter(f"no chunk has a key that begins with {missing[0]!r}")
+    return chosen
+
+
+def _signing_keys(secret_file: str | None, *, is_insecure: bool) -> tuple[bytes, ...]:
+    """Of the cluster secret, if there is one."""
+    from baton.connectors.shared_storage.identity import KEY_PURPOSE
+    from baton.core.errors import ConfigError
+    from baton.core.secret_source import find_secret
+
+    if is_insecure:
+        return (b"",)
+    try:
+        found = find_secret(
+            os.environ,
+            file=secret_file,
+            field="secret_file",
+            is_file_first=True,
+            moves_kv=False,
+            is_insecure=False,
+        )
+    except ConfigError as error:
+        typer.echo(f"baton cache: {error}", err=True)
+        raise typer.Exit(2) from error
+    return () if found.secret is None else found.secret.derive_all(KEY_PURPOSE)
+
+
+def _progress(what: str, items: Sequence[T]) -> Iterable[T]:
+    """With a bar, on a terminal."""
+    from rich.console import Console
+    from rich.progress import track
+
+    console = Console(stderr=True)
+    return track(items, description=what, console=console, disable=not console.is_terminal)
+
+
+def _ago(used_s: float, now_s: float) -> str:
+    if used_s == 0:
+        return "unknown"
+    age_s = max(0.0, now_s - used_s)
+    units: list[tuple[float, str]] = [(86400, "d"), (3600, "h"), (60, "min"), (1, "s")]
+    size, unit = next((each for each in units if age_s >= each[0]), units[-1])
+    return f"{age_s / size:.0f} {unit} ago"

@@ -1,0 +1,145 @@
+"""`baton cache` on a folder with chunks of two namespaces."""
+
+import os
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+from typer.testing import CliRunner
+
+from baton.cli.cache import app
+from baton.connectors.shared_storage.identity import KEY_PURPOSE
+from baton.core.config import ClusterSecret
+from baton.tiers.chunk import seal
+from baton.tiers.chunk_name import ChunkName, parse_name
+from baton.tiers.file_store import FileStore
+
+SECRET = "a secret of a length that is enough"
+ENTRIES = {"layer": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}
+NAMES = [
+    ChunkName(namespace, bytes([number]) * 32, rank)
+    for namespace, numbers in {"aaaa": (1, 2), "bbbb": (3,)}.items()
+    for number in numbers
+    for rank in range(2)
+]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    key = ClusterSecret(SECRET.encode()).derive(KEY_PURPOSE)
+    for index, name in enumerate(NAMES):
+        header, body = seal(name, ENTRIES, memoryview(bytes([index]) * 100), key, encrypts=index == 0)
+        FileStore(tmp_path, fsync=False).write(str(name), (header, body))
+        os.utime(name.path_in(tmp_path), (1000 + index, 1000 + index))
+    return tmp_path
+
+
+def run(*arguments: object, secret: str | None = SECRET) -> Result:
+    environment = {"BATON_SECRET": secret, "COLUMNS": "200", "TERM": "dumb"}
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env=environment)
+
+
+def printed(*arguments: object, secret: str | None = SECRET) -> str:
+    ended = run(*arguments, secret=secret)
+    assert ended.exit_code == 0, ended.output
+    return " ".join(ended.output.split())
+
+
+def damage(folder: Path, name: ChunkName) -> None:
+    content = name.path_in(folder).read_bytes()
+    name.path_in(folder).write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_names_are_parsed() -> None:
+    for name in (*NAMES, ChunkName("n", b"k", 3, 0), ChunkName("n", b"k", 3, 128)):
+        assert parse_name(str(name)) == name
+    assert parse_name("README") is None
+
+
+def test_namespaces_and_chunks_are_listed(folder: Path) -> None:
+    listed = printed("ls", folder)
+    assert "aaaa" in listed
+    assert "bbbb" in listed
+    of_one = printed("ls", folder, "--chunks", "--namespace", "b")
+    assert (NAMES[4].key.hex() in of_one, NAMES[0].key.hex() in of_one) == (True, False)
+    assert printed("ls", folder, "--namespace", "c") == "no chunks"
+
+
+def test_totals_and_promises_are_shown(folder: Path) -> None:
+    shown = printed("stat", folder)
+    assert "2 namespaces, 3 chunks 6 values" in shown
+    assert "survives power loss: yes" in shown
+
+
+def test_every_value_is_verified_with_the_secret(folder: Path) -> None:
+    assert printed("verify", folder) == "6 of 6 values can be used (verified)"
+    damage(folder, NAMES[3])
+    ended = run("verify", folder)
+    assert ended.exit_code == 1
+    assert "5 of 6" in ended.output
+    assert f"{NAMES[3]}: corrupt: its checksum is wrong" in ended.output
+    assert "headers and lengths only" in printed("verify", folder, secret=None), "without a secret"
+    assert run("verify", folder, "--remove").exit_code == 1
+    assert not NAMES[3].path_in(folder).exists()
+    assert "5 of 5" in printed("verify", folder)
+
+
+def test_another_secret_proves_nothing(folder: Path) -> None:
+    assert "0 of 6 values" in run("verify", folder, secret="another secret of enough characters").output
+
+
+def test_a_header_that_contradicts_the_length_is_found_without_a_secret(folder: Path) -> None:
+    path = NAMES[1].path_in(folder)
+    path.write_bytes(path.read_bytes()[:-1])
+    NAMES[2].path_in(folder).write_bytes(NAMES[4].path_in(folder).read_bytes())
+    ended = run("verify", folder, secret=None)
+    assert "4 of 6" in ended.output
+    assert "which its header contradicts" in ended.output
+    assert "names another chunk" in ended.output
+
+
+def test_pinned_chunks_stay(folder: Path) -> None:
+    key = NAMES[0].key.hex()
+    assert printed("pin", folder, key[:8]) == "1 chunks are pinned"
+    assert "1 chunks are pinned" in printed("stat", folder)
+    assert printed("evict", folder, "--unused-s", "10").startswith("removed 2 chunks")
+    assert printed("evict", folder, key).startswith("removed 0 chunks")
+    assert [name.path_in(folder).exists() for name in NAMES] == [True, True, False, False, False, False]
+    assert printed("pin", folder, key, "--undo") == "1 chunks are no longer pinned"
+    assert printed("evict", folder, key).startswith("removed 1 chunks")
+    assert printed("ls", folder) == "no chunks"
+
+
+def test_a_namespace_is_removed(folder: Path) -> None:
+    assert printed("evict", folder, "--namespace", "aaaa").startswith("removed 2 chunks")
+    assert printed("ls", folder, "--chunks").count(NAMES[4].key.hex()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "problem"),
+    [
+        (["evict"], "name keys, or set --namespace"),
+        (["evict", "ab"], "less than 6 digits"),
+        (["pin", "abcdef12"], "no chunk has a key that begins with 'abcdef12'"),
+    ],
+)
+def test_wrong_arguments_remove_nothing(folder: Path, arguments: list[str], problem: str) -> None:
+    ended = run(arguments[0], folder, *arguments[1:])
+    assert ended.exit_code == 2
+    assert problem in " ".join(ended.output.replace("│", " ").split())
+    assert all(name.path_in(folder).exists() for name in NAMES)
+
+
+def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    for store, problem in ((tmp_path / "x", "is not a folder"), ("redis://127.0.0.1:1", "does not answer")):
+        ended = run("ls", store)
+        assert ended.exit_code == 2
+        assert problem in ended.output
+
+
+def test_a_store_is_warmed_from_another(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    other = tmp_path_factory.mktemp("other")
+    assert printed("warm", folder, other, "--namespace", "bbbb").startswith("copied 2 values")
+    assert printed("warm", folder, other).startswith("copied 4 values")
+    assert printed("verify", other) == "6 of 6 values can be used (verified)"
+    assert printed("warm", folder, other).startswith("copied 0 values")
