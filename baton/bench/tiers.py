@@ -83,6 +83,7 @@ class Files:
         self._plain = folder / "plain"
         self._plain.mkdir()
         self._content = secrets.token_bytes(self._blocks.form.nbytes)
+        self._distinct = [bytearray(len(self._content)) for _ in self._tables]
         self.nbytes = len(self._content) * num_chunks
 
     def store(self) -> None:
@@ -110,8 +111,12 @@ class Files:
                 os.fsync(file.fileno())
 
     def read_plain(self) -> None:
-        for index in range(len(self._tables)):
-            (self._plain / str(index)).read_bytes()
+        for index, memory in enumerate(self._distinct):
+            fileno = os.open(self._plain / str(index), os.O_RDONLY)
+            try:
+                os.readv(fileno, [memory])
+            finally:
+                os.close(fileno)
 
     def read_direct(self, num_threads: int) -> None:
         with ThreadPoolExecutor(num_threads) as threads:
