@@ -1,6 +1,6 @@
 """Hit rates of the eviction policies on two traces of Mooncake (FAST'25), beside Belady's optimum.
 
-    BATON_TRACES=FOLDER python -m benchmarks eviction      one minute; the folder has *_trace.jsonl of
+    BATON_TRACES=FOLDER python -m benchmarks eviction      two minutes; the folder has *_trace.jsonl of
                                                            kvcache-ai/Mooncake, FAST25-release/traces
 
 A figure is the share of the hits of a tier that never evicts. A tier's size is the share of the trace's
