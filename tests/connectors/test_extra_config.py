@@ -29,9 +29,9 @@ BAD: dict[type[Any], list[tuple[dict[str, Any], str]]] = {
         ({"cpu_gib": 1, "shutdown_timeout_s": 0}, r"shutdown_timeout_s: must be positive"),
     ],
     StorageSettings: [
-        ({}, r"kv_connector_extra_config: Object missing required field `path`$"),
+        ({}, r"path: is required, or tiers instead of it$"),
         ({"path": "relative"}, r"path: must be an absolute path"),
-        ({"path": "/x", "max_gb": 3}, r"max_gb: is not known; known are chunk_tokens"),
+        ({"path": "/x", "max_gb": 3}, r"max_gb: is not known; known are path"),
         ({"path": "/x", "max_gib": 0}, r"max_gib: must be positive"),
         ({"path": "/x", "io_threads": 0}, r"io_threads: must be at least 1"),
         ({"path": "/x", "max_age_s": "old"}, r"kv_connector_extra_config\.max_age_s: Expected"),
