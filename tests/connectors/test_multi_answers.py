@@ -24,8 +24,8 @@ OF_THE_SCHEDULER: dict[str, dict[tuple[Any, Any], Any]] = {
     "has_pending_push_work": ANY,
     "has_pending_block_frees": ANY,
     "bind_wake": ALL,  # If one child cannot wake the host, the host must poll.
-    # Only False is a refusal; None means that the child caches nothing.
-    "reset_cache": {**ALL, (None, True): True, (None, None): True, (None, False): False},
+    # Only False is a refusal; None means that the child has nothing that can be reset.
+    "reset_cache": {**ALL, (None, True): None, (None, None): None, (None, False): False},
     "introduction": {("i", None): "i", (None, "i"): "i", (None, None): None},
     "take_events": {(("e",), ("f", "g")): ["e", "f", "g"], ((), ("f",)): ["f"]},
     "get_finished_count": {(5, None): None, (None, 5): None},  # Each child's reports are counted separately.

@@ -153,7 +153,9 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def reset_cache(self) -> bool | None:
         answers = [child.contain("reset_cache", child.half.reset_cache) for child in self._children]
-        return all(answer is not False for answer in answers)  # None: the child caches nothing.
+        if False in answers:
+            return False
+        return True if all(answers) else None  # None: a child has nothing that can be reset.
 
     def shutdown(self) -> None:
         shut_down_each({child.name: child.shutdown for child in self._children})
