@@ -40,6 +40,7 @@ from baton.tiers.tiers import Tiers
 LAYERS, BLOCK_TOKENS, HEADS, CONTENT = 12, 16, 4, 128  # 32 KiB per block and layer, in float32.
 NUM_CHUNKS = 15  # Of 4,000 tokens.
 NUM_BLOCKS = 250
+STEP_CHUNKS = 8  # Of 2,048 tokens.
 TURNS = 9
 THREADS = StorageSettings(path="/").io_threads
 KEY = b"a key of a length as any other"
@@ -87,9 +88,14 @@ class Files:
         self.nbytes = len(self._content) * num_chunks
 
     def store(self) -> None:
-        for name, table in zip(self._names, self._tables, strict=True):
-            header, body = self.sealed(name, bytes_of(self._blocks.copy_out(table)))
-            self._stores[False].write(str(name), (header, body))
+        """As the connector's writer: the chunks of a step together."""
+        chunks = list(self._chunks())
+        for start in range(0, len(chunks), STEP_CHUNKS):
+            values = [
+                (str(name), self.sealed(name, bytes_of(self._blocks.copy_out(table))))
+                for name, table in chunks[start : start + STEP_CHUNKS]
+            ]
+            assert self._stores[False].write_all(values) == [None] * len(values)
 
     def load(self, num_threads: int = 1, *, is_direct: bool = False) -> None:
         """Loads as the connector's threads do: each takes the next chunk when its own is done."""

@@ -24,8 +24,8 @@ from typing import ClassVar
 from baton.core.errors import ConfigError
 from baton.tiers.aligned import PAGE_BYTES, AlignedMemory, whole_pages
 from baton.tiers.chunk_name import is_of_a_store
-from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable
-from baton.tiers.whole_file import TEMPORARY_PREFIX, make_folder, write_whole
+from baton.tiers.store import Parts, Promise, Store, Stored, StoreError, Unusable
+from baton.tiers.whole_file import TEMPORARY_PREFIX, make_folder, write_files
 
 logger = logging.getLogger(__name__)
 
@@ -95,18 +95,20 @@ class FileStore(Store):
                 raise Unusable("foreign", "it is a symbolic link") from error
             raise Unusable("io", str(error)) from error
 
-    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        path = self.folder / name
-        try:
-            if self.is_direct:
-                staged, nbytes = self._stage(parts)
-                write_whole(
-                    (staged,), path, fsync=self._fsync, for_group=self._for_group, direct_bytes=nbytes
-                )
-            else:
-                write_whole(parts, path, fsync=self._fsync, for_group=self._for_group)
-        except OSError as error:
-            raise StoreError(str(error)) from error
+    def write(self, name: str, parts: Parts) -> None:
+        (error,) = self.write_all([(name, parts)])
+        if error is not None:
+            raise error
+
+    def write_all(self, values: Sequence[tuple[str, Parts]]) -> list[StoreError | None]:
+        """Synchronises all of them together."""
+        errors = write_files(
+            [(parts, self.folder / name) for name, parts in values],
+            fsync=self._fsync,
+            for_group=self._for_group,
+            stage=self._stage if self.is_direct else None,
+        )
+        return [None if error is None else StoreError(str(error)) for error in errors]
 
     def remove(self, names: Sequence[str]) -> None:
         errors = [error for name in names if (error := _unlink(str(self.folder / name)))]
@@ -153,7 +155,7 @@ class FileStore(Store):
         except OSError as error:
             raise StoreError(str(error)) from error
 
-    def _stage(self, parts: Sequence[bytes | memoryview]) -> tuple[memoryview, int]:
+    def _stage(self, parts: Parts) -> tuple[memoryview, int]:
         """The parts in aligned memory, filled up to whole pages; and their bytes."""
         nbytes = sum(map(len, parts))
         view, at = self._staging.take(nbytes), 0

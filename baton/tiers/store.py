@@ -16,6 +16,8 @@ from typing import ClassVar, Literal, TypeAlias
 # Reason why a value cannot be used. A label of `baton:storage_unusable_files`.
 Fault: TypeAlias = Literal["gone", "corrupt", "foreign", "io"]
 
+Parts: TypeAlias = Sequence[bytes | memoryview]
+
 
 class Unusable(Exception):
     """The value is not what was requested."""
@@ -76,8 +78,19 @@ class Store(ABC):
         """
 
     @abstractmethod
-    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+    def write(self, name: str, parts: Parts) -> None:
         """Writes a value; replaces one that is there. If it raises StoreError, no part of it is visible."""
+
+    def write_all(self, values: Sequence[tuple[str, Parts]]) -> list[StoreError | None]:
+        """Writes several values, and returns the error of each. A store may have a faster way."""
+        errors: list[StoreError | None] = []
+        for name, parts in values:
+            try:
+                self.write(name, parts)
+                errors.append(None)
+            except StoreError as error:
+                errors.append(error)
+        return errors
 
     @abstractmethod
     def remove(self, names: Sequence[str]) -> None:

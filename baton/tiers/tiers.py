@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from baton.tiers.store import Store, StoreError, Unusable
+from baton.tiers.store import Parts, Store, StoreError, Unusable
 
 logger = logging.getLogger(__name__)
 
@@ -95,20 +95,34 @@ class Tiers:
                     fault = error
         raise fault
 
-    def write(self, name: str, parts: Sequence[bytes | memoryview], *, below: int | None = None) -> Written:
+    def write(self, name: str, parts: Parts, *, below: int | None = None) -> Written:
         """Writes to every store that lacks the value. `below`: only to the stores before this index."""
-        written = Written()
+        (written,) = self.write_all([(name, parts)], below=below)
+        return written
+
+    def write_all(self, values: Sequence[tuple[str, Parts]], *, below: int | None = None) -> list[Written]:
+        """As `write`, for several values. Returns the outcome of each."""
+        outcomes = [Written() for _ in values]
         for index, store in self._asked():
             if below is not None and index >= below:
                 break
             try:
-                if store.sizes([name]) == [None]:
-                    store.write(name, parts)
-                    written.done.append(store.kind)
+                sizes = store.sizes([name for name, _ in values])
             except StoreError as error:
                 self._skip(index, error)
-                written.failed[store.kind] = str(error)
-        return written
+                for written in outcomes:
+                    written.failed[store.kind] = str(error)
+                continue
+            missing = [number for number, size in enumerate(sizes) if size is None]
+            errors = store.write_all([values[number] for number in missing])
+            for number, failure in zip(missing, errors, strict=True):
+                if failure is None:
+                    outcomes[number].done.append(store.kind)
+                else:
+                    outcomes[number].failed[store.kind] = str(failure)
+            if failures := [failure for failure in errors if failure is not None]:
+                self._skip(index, failures[0])
+        return outcomes
 
     def touch(self, name: str, used_s: float) -> None:
         for _, store in self._asked():

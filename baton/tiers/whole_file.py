@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from io import FileIO
 from pathlib import Path
 
 TEMPORARY_PREFIX = ".writing-"
@@ -31,42 +32,90 @@ def make_folder(folder: Path, *, fsync: bool = False, for_group: bool = False) -
         _sync_folder(folder.parent)
 
 
-def write_whole(
-    parts: Sequence[bytes | memoryview],
-    path: Path,
+Parts = Sequence[bytes | memoryview]
+
+
+def write_whole(parts: Parts, path: Path, *, fsync: bool, for_group: bool = False) -> None:
+    """Writes `parts`, one after the other, with mode 0600 or 0660. If it raises OSError, no file is left."""
+    (error,) = write_files([(parts, path)], fsync=fsync, for_group=for_group)
+    if error is not None:
+        raise error
+
+
+def write_files(
+    files: Sequence[tuple[Parts, Path]],
     *,
     fsync: bool,
     for_group: bool = False,
-    direct_bytes: int | None = None,
-) -> None:
-    """Writes `parts`, one after the other, with mode 0600 or 0660. If it raises OSError, no file is left.
+    stage: Callable[[Parts], tuple[memoryview, int]] | None = None,
+) -> list[OSError | None]:
+    """Writes several files as `write_whole` does, and returns the error of each.
 
-    `direct_bytes`: writes with direct I/O, for which the parts must be whole pages of aligned memory; the
-    file is then cut to this length.
+    They are synchronised together: a file system commits its journal for the first, and has little left to do
+    for the others. `stage` returns a file's content in whole pages of aligned memory, and its length; it is
+    then written with direct I/O.
     """
-    make_folder(path.parent, fsync=fsync, for_group=for_group)
-    aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(8)}")
+    errors: list[OSError | None] = [None] * len(files)
+    asides: dict[int, Path] = {}
     try:
-        with open(
-            aside, "xb", buffering=0, opener=_open_private if direct_bytes is None else _open_direct
-        ) as file:
-            if for_group:
-                os.fchmod(file.fileno(), 0o660)
-            for part in parts:
-                written = 0
-                while written < len(part):
-                    written += file.write(memoryview(part)[written:])
-            if direct_bytes is not None:
-                file.truncate(direct_bytes)
-            if fsync:
-                os.fsync(file.fileno())
-        os.replace(aside, path)
-    except BaseException:
-        with contextlib.suppress(OSError):
-            aside.unlink()
-        raise
-    if fsync:
-        _sync_folder(path.parent)
+        with contextlib.ExitStack() as stack:
+            opened: dict[int, FileIO] = {}
+            for number, (parts, path) in enumerate(files):
+                with _noted(errors, number):
+                    make_folder(path.parent, fsync=fsync, for_group=for_group)
+                    aside = path.with_name(f"{TEMPORARY_PREFIX}{path.name}-{secrets.token_hex(8)}")
+                    opener = _open_private if stage is None else _open_direct
+                    opened[number] = stack.enter_context(open(aside, "xb", buffering=0, opener=opener))
+                    asides[number] = aside
+                    _fill(opened[number], parts, for_group=for_group, stage=stage)
+            for number, file in opened.items():
+                if fsync and errors[number] is None:
+                    with _noted(errors, number):
+                        os.fsync(file.fileno())
+        folders: dict[Path, None] = {}
+        for number in opened:
+            if errors[number] is None:
+                with _noted(errors, number):
+                    os.replace(asides[number], files[number][1])
+                    del asides[number]
+                    folders[files[number][1].parent] = None
+        if fsync:
+            for folder in folders:
+                _sync_folder(folder)
+    finally:
+        for aside in asides.values():
+            with contextlib.suppress(OSError):
+                aside.unlink()
+    return errors
+
+
+@contextlib.contextmanager
+def _noted(errors: list[OSError | None], number: int) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        errors[number] = error
+
+
+def _fill(
+    file: FileIO,
+    parts: Parts,
+    *,
+    for_group: bool,
+    stage: Callable[[Parts], tuple[memoryview, int]] | None,
+) -> None:
+    if for_group:
+        os.fchmod(file.fileno(), 0o660)
+    length = None
+    if stage is not None:
+        staged, length = stage(parts)
+        parts = (staged,)
+    for part in parts:
+        written = 0
+        while written < len(part):
+            written += file.write(memoryview(part)[written:])
+    if length is not None:
+        file.truncate(length)
 
 
 def _open_private(path: str, flags: int) -> int:

@@ -149,7 +149,7 @@ def test_roles_decide_which_engine_writes_and_reads(start: Start, tmp_path: Path
     other = start(storage(tmp_path, "kv_producer"))
     assert other.generate([prompt], GREEDY)[0].num_transferred_tokens == 0
     (read,) = start(storage(tmp_path, "kv_consumer")).generate([prompt], GREEDY)
-    assert read.num_transferred_tokens == 16
+    assert read.num_transferred_tokens == 19, "all but the last token, which is computed again"
 
 
 def test_loaded_chunks_stay_longest_and_their_beginning_longest(start: Start, tmp_path: Path) -> None:

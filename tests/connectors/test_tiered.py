@@ -15,6 +15,7 @@ from tests.connectors.storage_world import (
     GREEDY,
     WAIT_S,
     Start,
+    by_position,
     files_in,
     fill,
     prompt_of,
@@ -126,3 +127,34 @@ def damage(paths: list[Path], change: Callable[[bytes], bytes]) -> None:
     assert paths
     for path in paths:
         path.write_bytes(change(path.read_bytes()))
+
+
+@pytest.mark.parametrize(("num_tokens", "num_loaded"), [(47, 44), (46, 44), (60, 44), (43, 40), (44, 43)])
+def test_the_blocks_after_the_last_chunk_are_stored_too(
+    start: Start, tmp_path: Path, num_tokens: int, num_loaded: int
+) -> None:
+    """47 tokens are five chunks of 8, a tail of one block of 4, and 3 tokens."""
+    transfer = stored(files(tmp_path))
+    fill(start(transfer), tmp_path, prompt_of(47), 6)
+    prompt = prompt_of(num_tokens)
+    (expected,) = start().generate([prompt], GREEDY)
+    (loaded,) = start(transfer).generate([prompt], GREEDY)
+    assert loaded.token_ids == expected.token_ids
+    assert loaded.num_transferred_tokens == num_loaded
+
+
+def test_a_prompt_of_less_than_a_chunk_is_stored(start: Start, tmp_path: Path) -> None:
+    transfer = stored(files(tmp_path))
+    expected = fill(start(transfer), tmp_path, prompt_of(6), 1)
+    (loaded,) = start(transfer).generate([prompt_of(6)], GREEDY)
+    assert (loaded.token_ids, loaded.num_transferred_tokens) == (expected, 4)
+
+
+def test_a_damaged_tail_costs_only_itself(start: Start, tmp_path: Path) -> None:
+    transfer = stored(files(tmp_path))
+    prompt = prompt_of(47)
+    expected = fill(start(transfer), tmp_path, prompt, 6)
+    chunks = by_position(tmp_path, prompt)
+    damage([path for path in files_in(tmp_path) if path not in chunks], lambda content: content[:-1] + b"!")
+    (loaded,) = start(transfer).generate([prompt], GREEDY)
+    assert loaded.token_ids == expected

@@ -7,6 +7,7 @@ are copied for its own layers only.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -38,6 +39,10 @@ class CacheBlocks:
                 for name, cache in of_group.items()
             }
         )
+
+    def of_tail(self, num_blocks: int) -> CacheBlocks:
+        """The same layers, of less blocks than a chunk."""
+        return CacheBlocks(replace(self.kind, chunk_blocks=num_blocks), self._layers)
 
     def copy_out(self, block_ids: Sequence[int]) -> torch.Tensor:
         """Returns the body of a file, on the CPU."""

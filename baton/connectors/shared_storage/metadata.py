@@ -26,6 +26,7 @@ class SaveChunk:
     key: bytes
     block_ids: tuple[int, ...]  # Of each group of the kind in turn, equally many.
     kind: int = 0  # Index in the identity's `layer_kinds`.
+    tail: int = 0  # Blocks of the tail that this is; 0: it is a chunk.
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,7 @@ class ChunkPart:
     key: bytes
     block_ids: tuple[int, ...]  # As in SaveChunk.
     kind: int = 0
+    tail: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,13 @@
 """State of one request in the scheduler half: the keys of its chunks, its blocks, and what is stored of it.
 
     | chunk 0       | chunk 1       | chunk 2       | tail |      tokens
-      key 0           key 1           key 2                       each over all tokens up to the chunk's end
+      key 0           key 1           key 2           its key     each over all tokens up to its end
     |<- stored, as looked up ->|
     |<- local hit ->|<- load ->|
                                 |<- saved when computed ->|
+
+The tail is the full blocks of a prompt after its last chunk. It is saved when the prompt is computed, and
+found by prompts that go on after it; only in models with full attention alone.
 
 A chunk is a whole number of blocks, and has a file for each kind of layers (`layer_kinds`). Keys are hashes
 of tokens (and other inputs of the KV), not of blocks, so they do not depend on the host's own block hashes,
@@ -28,6 +31,7 @@ class Lookup:
 
     deadline_s: float
     num_stored: int | None = None  # Chunks, from the first one on; None: not known yet.
+    tail: int = 0  # Blocks of the stored tail after them.
 
 
 @dataclass(slots=True)
@@ -40,6 +44,7 @@ class Prompt:
     keys: list[BlockHash] = field(default_factory=list)
     tables: tuple[list[int], ...] = ()  # See `HasTables`.
     num_saved: int = 0  # Chunks that are stored, or that ranks were told to save.
+    is_tail_saved: bool = False
     lookup: Lookup | None = None
     num_local_tokens: int = 0  # The local hit when a load was offered.
     has_loaded: bool = False  # A load is tried once; after a failure the prompt is computed.
@@ -55,14 +60,36 @@ class Prompt:
             self.keys.append(block_hash(parent, tokens[start : start + self.chunk_tokens], extra))
         return self.keys
 
+    def is_tail_in(self, num_tokens: int) -> bool:
+        """Whether the prompt's full blocks are among its first `num_tokens` tokens."""
+        return num_tokens >= self.request.num_prompt_tokens // self.block_tokens * self.block_tokens
+
+    @property
+    def has_tails(self) -> bool:
+        return len(self.kinds) == 1 and self.kinds[0].window is None and not self.kinds[0].is_state
+
+    def tail_keys(self, num_chunks: int) -> list[BlockHash]:
+        """Keys of the tails after so many chunks, whose keys are known: of one block, of two, and so on.
+
+        Changes nothing, so the lookup thread may call it.
+        """
+        if not self.has_tails:
+            return []
+        parent = self.keys[num_chunks - 1] if num_chunks else root_hash(self.hash_seed)
+        start = num_chunks * self.chunk_tokens
+        tokens = self.request.all_token_ids[start : start + self.chunk_tokens - self.block_tokens]
+        extra = _extra_of(self.request)
+        ends = range(self.block_tokens, len(tokens) + 1, self.block_tokens)
+        return [block_hash(parent, tokens[:end], extra) for end in ends]
+
     def load_parts(self, tables: tuple[list[int], ...], num_external_tokens: int) -> tuple[ChunkPart, ...]:
         """Parts to load for the tokens after the local hit. `tables`: the request's, complete."""
         end_token = self.num_local_tokens + num_external_tokens
-        assert end_token % self.chunk_tokens == 0
-        assert end_token <= len(self.keys) * self.chunk_tokens
+        num_chunks, tail = end_token // self.chunk_tokens, end_token % self.chunk_tokens // self.block_tokens
+        assert num_chunks <= len(self.keys)
         assert self.num_local_tokens % self.block_tokens == 0
         parts = []
-        for index in range(self.num_local_tokens // self.chunk_tokens, end_token // self.chunk_tokens):
+        for index in range(self.num_local_tokens // self.chunk_tokens, num_chunks):
             end = (index + 1) * self._chunk_blocks
             for number, kind in enumerate(self.kinds):
                 seen = max(index * self._chunk_blocks, kind.first_held(end_token))
@@ -72,6 +99,11 @@ class Prompt:
                         "the host holds a window's blocks"
                     )
                     parts.append(ChunkPart(self.keys[index], blocks, number))
+        if tail:
+            first = num_chunks * self._chunk_blocks
+            start = max(first, self.num_local_tokens // self.block_tokens)
+            blocks = _blocks(self.kinds[0], tables, start, first + tail)
+            parts.append(ChunkPart(self.tail_keys(num_chunks)[tail - 1], blocks, tail=tail))
         return tuple(parts)
 
     def take_saves(
@@ -84,6 +116,28 @@ class Prompt:
         A chunk that the step completes has all its blocks. In a chunk that the request found in the engine's
         own cache, blocks of a window may be missing; its full-attention layers are still saved.
         """
+        return [
+            *self._take_chunks(num_computed_before, num_computed_tokens, states),
+            *self._take_tail(num_computed_tokens),
+        ]
+
+    def _take_tail(self, num_computed_tokens: int) -> list[tuple[int, SaveChunk]]:
+        num_tokens = self.request.num_prompt_tokens
+        if self.is_tail_saved or num_computed_tokens < num_tokens:
+            return []
+        self.is_tail_saved = True
+        num_chunks = num_tokens // self.chunk_tokens
+        tail = num_tokens % self.chunk_tokens // self.block_tokens
+        if not (tail and self.has_tails):
+            return []
+        self.extend_keys()
+        first = num_chunks * self._chunk_blocks
+        blocks = _blocks(self.kinds[0], self.tables, first, first + tail)
+        return [(num_chunks, SaveChunk(self.tail_keys(num_chunks)[tail - 1], blocks, tail=tail))]
+
+    def _take_chunks(
+        self, num_computed_before: int, num_computed_tokens: int, states: dict[int, dict[int, int]]
+    ) -> list[tuple[int, SaveChunk]]:
         num_computed = min(num_computed_tokens, self.request.num_tokens) // self.chunk_tokens
         if num_computed <= self.num_saved:
             return []

@@ -121,7 +121,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             num_stored = prompt.lookup.num_stored
         if num_stored is None:
             return (None, False) if self._clock() < prompt.lookup.deadline_s else (0, False)
-        num_external = num_stored * self._identity.chunk_tokens - num_computed_tokens
+        num_external = self._stored_tokens(prompt.lookup) - num_computed_tokens
         return (num_external, True) if num_external > 0 else (0, False)
 
     def update_state_after_alloc(
@@ -132,12 +132,16 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             return
         assert prompt.lookup is not None, "a load follows a match"
         assert prompt.lookup.num_stored is not None, "a load follows a match"
-        end = prompt.lookup.num_stored * self._identity.chunk_tokens
+        end = self._stored_tokens(prompt.lookup)
         prompt.num_local_tokens = end - num_external_tokens
         prompt.has_loaded = True
-        prompt.num_saved = prompt.lookup.num_stored
+        prompt.num_saved, prompt.is_tail_saved = prompt.lookup.num_stored, prompt.is_tail_in(end)
         parts = prompt.load_parts(blocks.get_block_ids(), num_external_tokens)
         self._loads.append(LoadChunks(request.request_id, parts))
+
+    def _stored_tokens(self, lookup: Lookup) -> int:
+        identity = self._identity
+        return (lookup.num_stored or 0) * identity.chunk_tokens + lookup.tail * identity.block_tokens
 
     def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
         """The host waits for a load that cannot be ordered: makes every rank report it as failed."""
@@ -196,7 +200,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             combined = self._reports.combine(of_ranks)
             for request_id in combined.failed_loads or ():
                 if (prompt := self._prompts.get(request_id)) is not None:
-                    prompt.num_saved = 0  # What is missing is computed and saved again.
+                    # What is missing is computed and saved again.
+                    prompt.num_saved, prompt.is_tail_saved = 0, False
         else:
             combined = StorageReport()
         if connector_output.invalid_block_ids or connector_output.failed_recving:
@@ -239,6 +244,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         if prompt.lookup is not None and not prompt.has_loaded:
             with self._lock:
                 prompt.num_saved = max(prompt.num_saved, prompt.lookup.num_stored or 0)
+                prompt.is_tail_saved |= prompt.is_tail_in(self._stored_tokens(prompt.lookup))
 
     def _drop_steps_in_flight(self) -> None:
         """Drops all steps in flight, because it is unknown which of them computed with the bad blocks."""
@@ -246,7 +252,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             self._drop.append(step)
             for request_id, index in copies:
                 if (prompt := self._prompts.get(request_id)) is not None:
-                    prompt.num_saved = min(prompt.num_saved, index)
+                    prompt.num_saved, prompt.is_tail_saved = min(prompt.num_saved, index), False
         self._in_flight.clear()
 
     # --- Threads -------------------------------------------------------------------------------
@@ -267,10 +273,11 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         if has_states(self._identity.groups):  # The state after all tokens cannot compute the last one again.
             del keys[(prompt.request.num_tokens - 1) // self._identity.chunk_tokens :]
         now = self._clock()
-        if not self._namespaces or not keys or self._is_lookup_overdue(now):
+        has_names = bool(keys or prompt.tail_keys(0))
+        if not self._namespaces or not has_names or self._is_lookup_overdue(now):
             return
         prompt.lookup = self._last_lookup = Lookup(now + self._identity.settings.lookup_timeout_s)
-        self._lookups.put(partial(self._find_stored, prompt.lookup, self._namespaces, keys))
+        self._lookups.put(partial(self._find_stored, prompt, prompt.lookup, self._namespaces, keys))
 
     def _is_lookup_overdue(self, now: float) -> bool:
         """Whether the lookup thread hangs. No further prompt waits for it until it has answered."""
@@ -278,10 +285,13 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             last = self._last_lookup
             return last is not None and last.num_stored is None and last.deadline_s <= now
 
-    def _find_stored(self, lookup: Lookup, namespaces: tuple[str, ...], keys: list[BlockHash]) -> None:
+    def _find_stored(
+        self, prompt: Prompt, lookup: Lookup, namespaces: tuple[str, ...], keys: list[BlockHash]
+    ) -> None:
         """Runs on the lookup thread. A value that exists is whole; the load verifies its content."""
         kinds = {kind: number for number, kind in enumerate(self._kinds)}
         is_stored: list[list[bool]] = []  # By chunk and kind.
+        num_stored = tail = 0
         try:
             while len(is_stored) < len(keys):
                 batch = self._are_stored(keys[len(is_stored) : len(is_stored) + LOOKUP_CHUNKS], namespaces)
@@ -291,11 +301,12 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             num_stored = num_served(
                 self._kinds, len(is_stored), lambda kind, chunk: is_stored[chunk][kinds[kind]]
             )
+            of_tails = self._are_stored(prompt.tail_keys(num_stored), namespaces)
+            tail = max((blocks for blocks, (found,) in enumerate(of_tails, start=1) if found), default=0)
         except StoreError as error:
             logger.warning("the lookup of %d chunks failed: %s", len(keys), error)
-            num_stored = 0
         with self._lock:
-            lookup.num_stored = num_stored
+            lookup.num_stored, lookup.tail = num_stored, tail
             self._stats.add(looked_up_chunks=len(keys), found_chunks=num_stored)
         self._wake()
 

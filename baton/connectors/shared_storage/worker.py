@@ -25,6 +25,7 @@ from baton.connectors.shared_storage.identity import StorageIdentity, layout_dig
 from baton.connectors.shared_storage.loads import Load, LoadEnd
 from baton.connectors.shared_storage.metadata import (
     ChunkPart,
+    SaveChunk,
     StorageHandshake,
     StorageMetadata,
     StorageReport,
@@ -53,6 +54,7 @@ MIB = 1 << 20
 LOG_UNWRITTEN_EVERY_S = 30.0
 # Age difference to the previous part. A prompt's end is evicted before its beginning, useful without the end.
 OLDER_BY_S = 0.001
+WRITTEN_AT_ONCE = 16  # Chunks that are synchronised together; each is an open file meanwhile.
 # Reason why a chunk is not written. A label of `baton:storage_not_saved_chunks`.
 NotSaved = Literal["backlog", "io", "failed", "tainted"]
 
@@ -78,6 +80,7 @@ class StorageWorkerHalf(BackgroundLoads):
         self._keys = identity.signing_keys
         self._namespaces: tuple[str, ...] = ()  # One for each key.
         self._blocks: tuple[CacheBlocks, ...] = ()  # One for each kind of layers.
+        self._tails: dict[int, CacheBlocks] = {}  # By number of blocks.
         self._layout = ""
         self._wake: Callable[[], None] = lambda: None
         self._staged: dict[int, list[_Copy]] = {}  # By step; not approved yet.
@@ -128,8 +131,8 @@ class StorageWorkerHalf(BackgroundLoads):
             if self._writer.is_dead:
                 self._drop(copies, "failed")
                 continue
-            for copy in copies:
-                self._writer.put(partial(self._write, copy))
+            for start in range(0, len(copies), WRITTEN_AT_ONCE):
+                self._writer.put(partial(self._write, copies[start : start + WRITTEN_AT_ONCE]))
         for order in connector_metadata.loads:
             load = Load(order, self._clock() + self._identity.settings.load_timeout_s)
             self._loads[order.request_id] = load
@@ -150,7 +153,7 @@ class StorageWorkerHalf(BackgroundLoads):
         self._copied.add(metadata.step)
         copies = self._staged.setdefault(metadata.step, [])
         for save in metadata.saves:
-            blocks = self._blocks[save.kind]
+            blocks = self._blocks_of(save)
             with self._lock:
                 if self._backlog_bytes + blocks.form.nbytes > self._identity.settings.backlog_max_mib * MIB:
                     self._stats.add_for("not_saved", "backlog")
@@ -197,31 +200,30 @@ class StorageWorkerHalf(BackgroundLoads):
 
     # --- Saving --------------------------------------------------------------------------------
 
-    def _write(self, copy: _Copy, *, below: int | None = None) -> None:
-        """Runs on the writer's thread. `below`: promotes the chunk to the stores before this one."""
+    def _write(self, copies: list[_Copy], *, below: int | None = None) -> None:
+        """Runs on the writer's thread. `below`: promotes the chunks to the stores before this one."""
+        assert self._namespaces, "the scheduler half orders no writes before it knows them"
+        started = self._clock()
+        names = [ChunkName(self._namespaces[0], c.key, self._identity.rank, c.window) for c in copies]
+        values = [(str(name), self._sealed(name, copy)) for name, copy in zip(names, copies, strict=True)]
+        outcomes = self._tiers.write_all(values, below=below)
+        took_s = self._clock() - started
+        for name, copy, written in zip(names, copies, outcomes, strict=True):
+            for kind, error in written.failed.items():
+                self._log_unwritten(name, kind, error)
+            is_lost = below is None and bool(written.failed) and not written.done
+            self._drop([copy], "io" if is_lost else None)
+            with self._lock:
+                if below is not None:
+                    self._stats.add(promoted_chunks=len(written.done))
+                elif written.done:
+                    self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=took_s / len(copies))
+
+    def _sealed(self, name: ChunkName, copy: _Copy) -> tuple[bytes, memoryview]:
         from baton.connectors.shared_storage.form import bytes_of
 
-        assert self._namespaces, "the scheduler half orders no writes before it knows them"
-        name = ChunkName(self._namespaces[0], copy.key, self._identity.rank, copy.window)
-        started = self._clock()
-        header, body = seal(
-            name,
-            copy.form.entries,
-            bytes_of(copy.body),
-            self._keys[0],
-            encrypts=self._identity.settings.encrypt,
-        )
-        written = self._tiers.write(str(name), (header, body), below=below)
-        for kind, error in written.failed.items():
-            self._log_unwritten(name, kind, error)
-        is_lost = below is None and bool(written.failed) and not written.done
-        self._drop([copy], "io" if is_lost else None)
-        if below is not None:
-            with self._lock:
-                self._stats.add(promoted_chunks=len(written.done))
-        elif written.done:
-            with self._lock:
-                self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=self._clock() - started)
+        encrypts = self._identity.settings.encrypt
+        return seal(name, copy.form.entries, bytes_of(copy.body), self._keys[0], encrypts=encrypts)
 
     def _log_unwritten(self, name: ChunkName, kind: str, error: str) -> None:
         """Logs at intervals, because on a full disk every chunk of every prompt fails."""
@@ -276,7 +278,8 @@ class StorageWorkerHalf(BackgroundLoads):
     def _load_part(self, load: Load, index: int) -> None:
         """Raises Unusable without having touched the part's blocks."""
         part = load.order.parts[index]
-        blocks, form = self._blocks[part.kind], self._blocks[part.kind].form
+        blocks = self._blocks_of(part)
+        form = blocks.form
         name, key = self._find(part, blocks)
         started = self._clock()
         memory = self._memory.take(HEADER_BYTES_MAX + form.nbytes)
@@ -304,7 +307,15 @@ class StorageWorkerHalf(BackgroundLoads):
                 return
             self._backlog_bytes += form.nbytes
         copy = _Copy(key, blocks.kind.window_of_files, form, form.body_in(body).clone())
-        self._writer.put(partial(self._write, copy, below=store))
+        self._writer.put(partial(self._write, [copy], below=store))
+
+    def _blocks_of(self, part: SaveChunk | ChunkPart) -> CacheBlocks:
+        blocks = self._blocks[part.kind]
+        if not part.tail:
+            return blocks
+        if (of_tail := self._tails.get(part.tail)) is None:
+            of_tail = self._tails[part.tail] = blocks.of_tail(part.tail)
+        return of_tail
 
     def _find(self, part: ChunkPart, blocks: CacheBlocks) -> tuple[ChunkName, bytes]:
         """The chunk's name and the key that signed it: the current one, otherwise the previous one."""
