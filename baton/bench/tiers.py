@@ -128,6 +128,11 @@ class Files:
         with ThreadPoolExecutor(num_threads) as threads:
             list(threads.map(self._read_direct, range(len(self._tables))))
 
+    def remove(self) -> None:
+        self._stores[False].remove([str(name) for name in self._names])
+        for file in self._plain.iterdir():
+            file.unlink()
+
     def find(self) -> Callable[[], object]:
         tiers, names = Tiers([self._stores[False]]), [str(name) for name in self._names]
         return lambda: tiers.find(names)
@@ -168,6 +173,7 @@ def measure(folder: Path, num_chunks: int = NUM_CHUNKS, turns: int = TURNS) -> l
         moves[f"load, direct, {THREADS} threads"] = direct, lambda: files.load(THREADS, is_direct=True)
     seconds: dict[str, list[float]] = {name: [] for name in moves}
     for _ in range(turns):
+        files.remove()  # A chunk that is stored is not stored again.
         for name, (_, move) in moves.items():
             seconds[name].append(_timed(move))
     rates = {name: files.nbytes / statistics.median(taken) / 1e9 for name, taken in seconds.items()}
