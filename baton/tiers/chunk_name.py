@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SUFFIX = ".safetensors"
-PIN_SUFFIX = ".pin"  # Of an empty value beside those of a chunk, which sweeps then keep.
+PIN_SUFFIX = ".pin"  # Of a value beside those of a chunk, which sweeps then keep.
 STATE = 0
 """Instead of a window: the layers have a recurrent state."""
 
@@ -29,22 +29,25 @@ class ChunkName:
         return folder / str(self)
 
 
-_NAME = re.compile(r"([^/]+)/[0-9a-f]{2}/([0-9a-f]+)\.(\d+)(?:\.w(\d+))?" + re.escape(SUFFIX))
+# Nothing else is read, removed or copied: neither model weights beside the chunks nor a path out of a folder.
+_CHUNK = r"([0-9a-z]+)/([0-9a-f]{2})/(\2[0-9a-f]*)"
+_VALUE = re.compile(_CHUNK + r"\.([0-9]+)(?:\.w([0-9]+))?" + re.escape(SUFFIX))
+_PIN = re.compile(_CHUNK + re.escape(PIN_SUFFIX))
 
 
 def parse_name(name: str) -> ChunkName | None:
     """The reverse of `str`. None: it is no name of a chunk."""
-    if (found := _NAME.fullmatch(name)) is None:
+    if (found := _VALUE.fullmatch(name)) is None:
         return None
-    namespace, key, rank, window = found.groups()
+    namespace, _, key, rank, window = found.groups()
     if len(key) % 2:
         return None
     return ChunkName(namespace, bytes.fromhex(key), int(rank), None if window is None else int(window))
 
 
 def is_of_a_store(name: str) -> bool:
-    """Whether a store wrote it. Everything else in a folder or bucket is not ours, and stays."""
-    return name.endswith((SUFFIX, PIN_SUFFIX))
+    """Whether it names a chunk's value or pin. Everything else in a store is not ours, and stays."""
+    return parse_name(name) is not None or _PIN.fullmatch(name) is not None
 
 
 def chunk_of(name: str) -> str:

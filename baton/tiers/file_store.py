@@ -11,7 +11,6 @@ Direct I/O (`direct`) goes around the page cache, where the file system allows i
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -123,19 +122,16 @@ class FileStore(Store):
 
     def scan(self) -> Iterator[Stored]:
         for entry in self._entries():
-            if is_of_a_store(entry.name) and not entry.name.startswith(TEMPORARY_PREFIX):
-                try:
-                    found = entry.stat()
-                except FileNotFoundError:
-                    continue  # Another engine has removed it.
-                yield Stored(os.path.relpath(entry.path, self.folder), found.st_size, found.st_mtime)
+            name = os.path.relpath(entry.path, self.folder)
+            if is_of_a_store(name) and (found := _status(entry)) is not None:
+                yield Stored(name, found.st_size, found.st_mtime)
 
     def collect(self, now_s: float) -> None:
         for entry in self._entries():
             if entry.name.startswith(TEMPORARY_PREFIX):
-                with contextlib.suppress(FileNotFoundError):
-                    if now_s - entry.stat().st_mtime > ABANDONED_S:
-                        _unlink(entry.path)
+                found = _status(entry)
+                if found is not None and now_s - found.st_mtime > ABANDONED_S:
+                    _unlink(entry.path)
 
     def close(self) -> None:
         return
@@ -188,10 +184,18 @@ def _files(folder: str, depth: int) -> Iterator[os.DirEntry[str]]:
             if depth and entry.is_dir(follow_symlinks=False):
                 try:
                     yield from _files(entry.path, depth - 1)
-                except FileNotFoundError:
-                    continue  # Removed meanwhile.
+                except OSError as error:  # It was removed meanwhile, or is another user's.
+                    logger.debug("could not look into %s: %s", entry.path, error)
             elif not depth and entry.is_file(follow_symlinks=False):
                 yield entry
+
+
+def _status(entry: os.DirEntry[str]) -> os.stat_result | None:
+    try:
+        return entry.stat()
+    except OSError as error:  # Another engine has removed it, or the disk cannot read it.
+        logger.debug("could not look at %s: %s", entry.path, error)
+        return None
 
 
 def _unlink(path: str) -> str:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
 from baton.core.errors import ConfigError
+from baton.tiers.chunk_name import is_of_a_store
 from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable
 
 if TYPE_CHECKING:
@@ -108,12 +109,17 @@ class RedisStore(Store):
 
     def scan(self) -> Iterator[Stored]:
         """The time of use is not known, and is 0."""
-        try:
-            for key in self._client.scan_iter(match=f"{PREFIX}*", count=SCAN_COUNT):
-                if nbytes := int(self._client.strlen(key)):
-                    yield Stored(key.decode().removeprefix(PREFIX), nbytes, 0.0)
-        except self._errors as error:
-            raise StoreError(str(error)) from error
+        cursor: int | None = None
+        while cursor != 0:
+            try:
+                cursor, keys = self._client.scan(cursor or 0, match=f"{PREFIX}*", count=SCAN_COUNT)
+            except self._errors as error:
+                raise StoreError(str(error)) from error
+            found = (key.decode("utf-8", "replace") for key in keys if isinstance(key, bytes))
+            names = [name for key in found if is_of_a_store(name := key.removeprefix(PREFIX))]
+            for name, nbytes in zip(names, self.sizes(names), strict=True):
+                if nbytes is not None:
+                    yield Stored(name, nbytes, 0.0)
 
     def close(self) -> None:
         self._client.close()

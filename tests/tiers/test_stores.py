@@ -5,9 +5,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -124,6 +125,23 @@ def test_many_values_are_found_listed_and_removed(store: Store) -> None:
     assert sorted(stored.name for stored in store.scan()) == sorted(names)
     store.remove(names)
     assert list(store.scan()) == []
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "models/ab/model-00001-of-00002.safetensors",
+        f"{'n' * 32}/ab/adapter.safetensors",
+        f"{'n' * 32}/ab/cdef.0.safetensors",
+        f"{'n' * 32}/ab/notes.pin",
+    ],
+)
+def test_what_is_not_ours_is_neither_found_nor_removed(store: Store, name: str) -> None:
+    store.write(name, (b"weights",))
+    assert list(store.scan()) == []
+    sweep(store, max_bytes=1, max_age_s=0.0, now_s=1e12)
+    assert read(store, name) == b"weights"
+    store.remove([name])
 
 
 def test_readers_see_whole_values_while_others_write_and_remove(store: Store) -> None:
@@ -257,6 +275,50 @@ def test_symbolic_links_and_pipes_are_not_read(tmp_path: Path) -> None:
             read(FileStore(tmp_path), name)
 
 
+def test_a_folder_that_cannot_be_read_does_not_hide_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """For example lost+found, or another user's namespace."""
+    store, scandir = FileStore(tmp_path), os.scandir
+    store.write(name_of(1), (b"x",))
+    (tmp_path / "lost+found").mkdir()
+
+    def refuse(path: str) -> Any:
+        if path.endswith("lost+found"):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    assert sweep(store, max_bytes=0, max_age_s=None, now_s=0.0).evicted == [name_of(1)]
+
+
+def test_a_file_that_cannot_be_examined_does_not_end_a_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, scandir = FileStore(tmp_path), os.scandir
+    for number in range(2):
+        store.write(name_of(number), (b"x",))
+
+    @contextmanager
+    def scanned(path: str) -> Iterator[Any]:
+        with scandir(path) as entries:
+            yield [StaleEntry(entry) if entry.name == Path(name_of(0)).name else entry for entry in entries]
+
+    monkeypatch.setattr(os, "scandir", scanned)
+    assert sweep(store, max_bytes=0, max_age_s=None, now_s=0.0).evicted == [name_of(1)]
+
+
+@dataclass
+class StaleEntry:
+    entry: os.DirEntry[str]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.entry, name)
+
+    def stat(self) -> os.stat_result:
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+
+
 def test_direct_reads_and_writes_match_cached_ones(tmp_path: Path) -> None:
     direct, cached = FileStore(tmp_path, direct=True), FileStore(tmp_path)
     direct.check()
@@ -283,6 +345,15 @@ def test_a_bucket_that_does_not_exist_is_a_configuration_error() -> None:
         options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
         with pytest.raises(ConfigError, match="cannot be used"):
             ObjectStore("s3://nothing/kv", options, timeout_s=TIMEOUT_S).check()
+
+
+def test_names_in_redis_lead_out_of_no_folder() -> None:
+    with redis_server("valkey") as port:
+        store = RedisStore(f"redis://127.0.0.1:{port}", timeout_s=TIMEOUT_S)
+        for name in ("../../ab/abcd.0.safetensors", "../.bashrc", "x"):
+            store.write(name, (b"x",))
+        store._client.set(b"baton:kv:\xff", b"x")
+        assert list(store.scan()) == []
 
 
 def test_redis_removes_what_is_not_used() -> None:
