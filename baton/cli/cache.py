@@ -9,7 +9,7 @@ import os
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 if TYPE_CHECKING:
+    from baton.tiers.aligned import AlignedMemory
     from baton.tiers.store import Store
     from baton.tiers.sweep import Chunk
 
@@ -115,12 +116,14 @@ def verify(
     cannot be used.
     """
     from baton.tiers.aligned import AlignedMemory
-    from baton.tiers.chunk import check_sealed
-    from baton.tiers.chunk_name import PIN_SUFFIX, parse_name
+    from baton.tiers.chunk_name import PIN_SUFFIX
     from baton.tiers.store import Unusable
 
     keys = _signing_keys(secret_file, is_insecure=insecure_no_secret)
-    memory, bad = AlignedMemory(), []
+    memory, num_good = AlignedMemory(), 0
+    bad: list[str] = []
+    unproven: list[str] = []  # They seem whole, and no key proves them.
+    proven: set[str] = set()  # Namespaces of which a key has proven a value.
     with _opened(store, option) as opened:
         names = [name for each in _found(opened, namespace) for name in each.chunk.names]
         names = [name for name in names if not name.endswith(PIN_SUFFIX)]
@@ -128,29 +131,35 @@ def verify(
         for name, size in _progress("verifying", list(zip(names, sizes, strict=True))):
             if size is None:
                 continue  # Evicted meanwhile.
-            faults = []
-            for key in keys or (None,):
-                try:
-                    if (parsed := parse_name(name)) is None:
-                        raise Unusable("foreign", "it is no name of a chunk")
-                    if size > VALUE_BYTES_MAX:
-                        raise Unusable("corrupt", f"it has {size} bytes")
-                    into = memory.take(size)
-                    check_sealed(into[: opened.read(name, into)], parsed, key)
-                    break
-                except Unusable as error:
-                    faults.append(error)
-            else:
-                if faults[0].reason not in ("gone", "io"):
+            fault = ""
+            try:
+                if _is_proven(opened, name, size, memory, keys):
+                    num_good += 1
+                    proven.add(_namespace_of(name))
+                else:
+                    fault = "corrupt: its checksum is wrong"
+                    unproven.append(name)
+            except Unusable as error:
+                if error.reason not in ("gone", "io"):
                     bad.append(name)
-                if faults[0].reason != "gone":
-                    typer.echo(f"{name}: {faults[0]}", err=True)
-        if remove and bad:
+                fault = str(error) if error.reason != "gone" else ""
+            if fault:
+                typer.echo(f"{name}: {fault}", err=True)
+        # With another secret all of a namespace are unproven, and may be good.
+        kept = [name for name in unproven if _namespace_of(name) not in proven]
+        bad += [name for name in unproven if _namespace_of(name) in proven]
+        if remove:
             opened.remove(bad)
     checked = "verified" if keys else "checked without a secret: headers and lengths only"
-    typer.echo(f"{len(names) - len(bad)} of {len(names)} values can be used ({checked})")
+    typer.echo(f"{num_good} of {len(names)} values can be used ({checked})")
     if bad:
         typer.echo(f"{len(bad)} {'were removed' if remove else 'cannot be used; --remove removes them'}")
+    if kept:
+        typer.echo(
+            f"{len(kept)} are in namespaces of which the secret proves no value, and stay: "
+            f"{', '.join(sorted({_namespace_of(name) for name in kept}))}"
+        )
+    if bad or kept:
         raise typer.Exit(1)
 
 
@@ -191,14 +200,23 @@ def evict(
     """Remove chunks: some by key, a namespace that no engine uses any more, or by age and size."""
     from baton.tiers.sweep import sweep
 
-    if not (keys or namespace or unused_s is not None or max_gib is not None):
+    is_sweep = unused_s is not None or max_gib is not None
+    if not (keys or namespace or is_sweep):
         raise typer.BadParameter("name keys, or set --namespace, --unused-s or --max-gib")
+    if (keys or namespace) and is_sweep:
+        raise typer.BadParameter(
+            "--unused-s and --max-gib are for all chunks: name no keys and no --namespace"
+        )
     with _opened(store, option) as opened:
-        if unused_s is not None or max_gib is not None:
+        if is_sweep and opened.promise.evicts_itself:
+            raise typer.BadParameter(
+                f"{opened.where} evicts by its own policy; name keys, or set --namespace"
+            )
+        if is_sweep:
             max_bytes = None if max_gib is None else int(max_gib * GIB)
             swept = sweep(opened, max_bytes=max_bytes, max_age_s=unused_s, now_s=time.time())
             typer.echo(f"removed {swept.num_evicted} chunks, {swept.evicted_bytes / GIB:.3f} GiB")
-        if keys or namespace:
+        else:
             found = _found(opened, namespace)
             chosen = [each for each in (_chosen(found, keys) if keys else found) if not each.chunk.is_pinned]
             for each in _progress("removing", chosen):
@@ -222,8 +240,10 @@ def warm(
     from baton.tiers.store import Unusable
 
     memory, num_copied, nbytes = AlignedMemory(), 0, 0
-    with _opened(source, option) as opened, _opened(target, option) as other:
+    with ExitStack() as stack:
+        opened = stack.enter_context(_opened(source, option))
         found = sorted(_found(opened, namespace), key=lambda each: -each.chunk.used_s)
+        other = stack.enter_context(_opened(target, option))  # From here on all errors are its.
         for each in _progress("copying", found):
             if max_gib is not None and nbytes + each.chunk.nbytes > max_gib * GIB:
                 break
@@ -314,14 +334,48 @@ def _chosen(found: Iterable[_Found], keys: Sequence[str]) -> list[_Found]:
     return chosen
 
 
-def _signing_keys(secret_file: str | None, *, is_insecure: bool) -> tuple[bytes, ...]:
-    """Of the cluster secret, if there is one."""
-    from baton.connectors.shared_storage.identity import KEY_PURPOSE
+def _namespace_of(name: str) -> str:
+    return name.partition("/")[0]
+
+
+def _is_proven(store: Store, name: str, size: int, memory: AlignedMemory, keys: list[bytes]) -> bool:
+    """Whether a key proves the value; without keys, whether it seems whole. The key that does so goes first.
+
+    Raises Unusable if no key could prove it.
+    """
+    from baton.tiers.chunk import check_sealed
+    from baton.tiers.chunk_name import parse_name
+    from baton.tiers.store import Unusable
+
+    parsed = parse_name(name)
+    assert parsed is not None, "a scan finds names of chunks only"
+    if size > VALUE_BYTES_MAX:
+        raise Unusable("corrupt", f"it has {size} bytes")
+    into = memory.take(size)
+    check_sealed(into[: store.read(name, into)], parsed, None)
+    for key in keys:
+        try:
+            # Read again, because a wrong key may have decrypted it.
+            check_sealed(into[: store.read(name, into)], parsed, key)
+        except Unusable as error:
+            if error.reason in ("gone", "io"):
+                raise
+        else:
+            keys.remove(key)
+            keys.insert(0, key)
+            return True
+    return not keys
+
+
+def _signing_keys(secret_file: str | None, *, is_insecure: bool) -> list[bytes]:
+    """Of the cluster secret, if there is one: those of the connectors, and those of `BatonTier`."""
+    from baton.connectors.shared_storage import identity
     from baton.core.errors import ConfigError
     from baton.core.secret_source import find_secret
+    from baton.vllm_tier import naming
 
     if is_insecure:
-        return (b"",)
+        return [b""]
     try:
         found = find_secret(
             os.environ,
@@ -334,7 +388,10 @@ def _signing_keys(secret_file: str | None, *, is_insecure: bool) -> tuple[bytes,
     except ConfigError as error:
         typer.echo(f"baton cache: {error}", err=True)
         raise typer.Exit(2) from error
-    return () if found.secret is None else found.secret.derive_all(KEY_PURPOSE)
+    if found.secret is None:
+        return []
+    purposes = (identity.KEY_PURPOSE, naming.KEY_PURPOSE)
+    return [key for purpose in purposes for key in found.secret.derive_all(purpose)]
 
 
 def _progress(what: str, items: Sequence[T]) -> Iterable[T]:

@@ -48,6 +48,7 @@ HEADER_BYTES_MAX: Final = 1 << 20
 SALT_BYTES, TAG_BYTES, KEY_BYTES = 16, 16, 16
 _NONCE = bytes(12)
 _PIECE_BYTES = 256 << 10
+_UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # What msgspec raises for bytes.
 
 CipherName = Literal["gmac", "aes-gcm"]
 Entries = Mapping[str, Mapping[str, Any]]  # Of each tensor, as safetensors has them.
@@ -66,14 +67,15 @@ def check_sealed(stored: memoryview, name: ChunkName, signing_key: bytes | None)
     try:
         header = msgspec.json.decode(stored[LENGTH_BYTES : LENGTH_BYTES + length])
         entries = {key: entry for key, entry in header.items() if key != METADATA}
+        claimed = {key: header[METADATA].get(key) for key in _claims(name)}
         nbytes = max((entry["data_offsets"][1] for entry in entries.values()), default=0)
-    except (msgspec.MsgspecError, AttributeError, KeyError, TypeError, IndexError) as error:
+    except (*_UNREADABLE, AttributeError, LookupError, TypeError) as error:
         raise Unusable("corrupt", f"its header cannot be read: {error}") from error
     if not isinstance(nbytes, int) or LENGTH_BYTES + length + nbytes != len(stored):
         raise Unusable("corrupt", f"it has {len(stored)} bytes, which its header contradicts")
     if signing_key is not None:
         open_sealed(stored, name, entries, nbytes, signing_key)
-    elif {key: header[METADATA].get(key) for key in _claims(name)} != _claims(name):
+    elif claimed != _claims(name):
         raise Unusable("foreign", "its header names another chunk")
 
 
@@ -109,7 +111,7 @@ def open_sealed(
     header, body = bytes(stored[: len(stored) - nbytes]), stored[len(stored) - nbytes :]
     try:
         claimed = msgspec.json.decode(header[LENGTH_BYTES:], type=_Header).metadata
-    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+    except _UNREADABLE as error:
         raise Unusable("corrupt", f"its header cannot be read: {error}") from error
     salt, tag, cipher = (claimed.pop(key, "") for key in ("salt", "tag", "cipher"))
     if claimed != _claims(name):

@@ -25,9 +25,8 @@ from baton.tiers.chunk import FORMAT
 from baton.vllm_plugin.fingerprint import FIELD
 from baton.vllm_plugin.identity import draft_digest, find_fingerprint
 from baton.vllm_plugin.settings import PluginSettings
-from baton.vllm_tier.naming import Naming
+from baton.vllm_tier.naming import KEY_PURPOSE, Naming
 
-KEY_PURPOSE = "baton.vllm_tier.1"
 NAMESPACE_BYTES = 16
 
 

@@ -11,6 +11,8 @@ from typing import Any
 
 from baton.tiers.chunk_name import SUFFIX, ChunkName
 
+KEY_PURPOSE = "baton.vllm_tier.1"
+
 
 @dataclass(frozen=True, slots=True)
 class Naming:

@@ -13,6 +13,8 @@ from baton.core.config import ClusterSecret
 from baton.tiers.chunk import seal
 from baton.tiers.chunk_name import ChunkName, parse_name
 from baton.tiers.file_store import FileStore
+from baton.vllm_tier import naming
+from tests.tiers.servers import redis_server
 
 SECRET = "a secret of a length that is enough"
 ENTRIES = {"layer": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}
@@ -84,8 +86,20 @@ def test_every_value_is_verified_with_the_secret(folder: Path) -> None:
     assert "5 of 5" in printed("verify", folder)
 
 
-def test_another_secret_proves_nothing(folder: Path) -> None:
-    assert "0 of 6 values" in run("verify", folder, secret="another secret of enough characters").output
+def test_another_secret_proves_and_removes_nothing(folder: Path) -> None:
+    ended = run("verify", folder, "--remove", secret="another secret of enough characters")
+    assert ended.exit_code == 1
+    assert "0 of 6 values" in ended.output
+    assert "6 are in namespaces of which the secret proves no value, and stay: aaaa, bbbb" in ended.output
+    assert all(name.path_in(folder).exists() for name in NAMES)
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_chunks_of_the_tier_in_vllm_are_verified(tmp_path: Path, encrypts: bool) -> None:
+    key = ClusterSecret(SECRET.encode()).derive(naming.KEY_PURPOSE)
+    header, body = seal(NAMES[0], ENTRIES, memoryview(bytes(100)), key, encrypts=encrypts)
+    FileStore(tmp_path, fsync=False).write(str(NAMES[0]), (header, body))
+    assert printed("verify", tmp_path, "--remove") == "1 of 1 values can be used (verified)"
 
 
 def test_a_header_that_contradicts_the_length_is_found_without_a_secret(folder: Path) -> None:
@@ -96,6 +110,24 @@ def test_a_header_that_contradicts_the_length_is_found_without_a_secret(folder: 
     assert "4 of 6" in ended.output
     assert "which its header contradicts" in ended.output
     assert "names another chunk" in ended.output
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        b"{}",
+        b'{"__metadata__": 3}',
+        b'{"\xff\xff": {"data_offsets": [0, 0]}}',
+        b'{"x": {"y": 1}}',
+        b"[" * 10_000,
+    ],
+)
+@pytest.mark.parametrize("secret", [SECRET, None])
+def test_a_damaged_header_does_not_end_verify(folder: Path, header: bytes, secret: str | None) -> None:
+    NAMES[1].path_in(folder).write_bytes(len(header).to_bytes(8, "little") + header)
+    ended = run("verify", folder, secret=secret)
+    assert f"{NAMES[1]}: corrupt: its header cannot be read" in ended.output
+    assert "5 of 6 values can be used" in ended.output
 
 
 def test_pinned_chunks_stay(folder: Path) -> None:
@@ -120,6 +152,7 @@ def test_a_namespace_is_removed(folder: Path) -> None:
     [
         (["evict"], "name keys, or set --namespace"),
         (["evict", "ab"], "less than 6 digits"),
+        (["evict", "--namespace", "aaaa", "--unused-s", "1"], "are for all chunks"),
         (["pin", "abcdef12"], "no chunk has a key that begins with 'abcdef12'"),
     ],
 )
@@ -143,3 +176,13 @@ def test_a_store_is_warmed_from_another(folder: Path, tmp_path_factory: pytest.T
     assert printed("warm", folder, other).startswith("copied 4 values")
     assert printed("verify", other) == "6 of 6 values can be used (verified)"
     assert printed("warm", folder, other).startswith("copied 0 values")
+
+
+def test_what_is_old_in_redis_is_not_known(folder: Path) -> None:
+    with redis_server("valkey") as port:
+        url = f"redis://127.0.0.1:{port}"
+        assert printed("warm", folder, url).startswith("copied 6 values")
+        ended = run("evict", url, "--unused-s", "3600")
+        assert ended.exit_code == 2
+        assert "evicts by its own policy" in ended.output
+        assert "2 namespaces, 3 chunks 6 values" in printed("stat", url)

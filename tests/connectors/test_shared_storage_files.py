@@ -141,6 +141,11 @@ def test_any_changed_byte_is_noticed(path: Path, whole: bytes) -> None:
 shares = st.floats(0, 1) | st.sampled_from([0.0, FORM.nbytes, 1.0])
 
 
+def test_a_header_without_end_is_never_used(path: Path) -> None:
+    header = b'{"x":' + b"[" * 100_000
+    assert not assert_right_or_unusable(path, len(header).to_bytes(8, "little") + header + bytes(FORM.nbytes))
+
+
 @given(before=shares, junk=st.binary(max_size=600), after=shares)
 def test_a_truncated_or_mixed_file_is_never_used(
     path: Path, whole: bytes, before: float, junk: bytes, after: float
