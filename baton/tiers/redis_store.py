@@ -10,7 +10,6 @@ depends on its configuration (RDB, AOF), so that is not promised.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
 from typing import TYPE_CHECKING, ClassVar
 from urllib.parse import urlsplit
 
@@ -104,8 +103,10 @@ class RedisStore(Store):
 
     def touch(self, name: str, used_s: float) -> None:
         if self._ttl_ms is not None:
-            with suppress(*self._errors):
+            try:
                 self._client.pexpire(PREFIX + name, self._ttl_ms)
+            except self._errors as error:
+                raise StoreError(str(error)) from error
 
     def scan(self) -> Iterator[Stored]:
         """The time of use is not known, and is 0."""

@@ -99,7 +99,7 @@ class Store(ABC):
 
     @abstractmethod
     def touch(self, name: str, used_s: float) -> None:
-        """Updates the time of last use, if the store has one. Errors are not reported."""
+        """Updates the time of last use, if the store has one. Raises StoreError if it does not answer."""
 
     @abstractmethod
     def scan(self) -> Iterator[Stored]:

@@ -6,7 +6,8 @@
     promote        files <-----------'        what came from a slower store is written to the faster ones
 
 A store that fails is not asked for `RETRY_S`, so that each request does not wait for its deadline again.
-With several failing stores, what they hold is missing for that time; nothing else is.
+One that fails a write, for example because it is full, is not written to; it is still read. With several
+failing stores, what they hold is missing for that time; nothing else is.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Tiers:
         self._clock = clock
         self._lock = threading.Lock()  # Guards the times until which stores are not asked.
         self._skipped_until_s = [float("-inf")] * len(stores)
+        self._unwritten_until_s = list(self._skipped_until_s)
 
     def check(self) -> None:
         """Raises ConfigError if one of them cannot be used."""
@@ -103,7 +105,7 @@ class Tiers:
     def write_all(self, values: Sequence[tuple[str, Parts]], *, below: int | None = None) -> list[Written]:
         """As `write`, for several values. Returns the outcome of each."""
         outcomes = [Written() for _ in values]
-        for index, store in self._asked():
+        for index, store in self._asked(is_write=True):
             if below is not None and index >= below:
                 break
             try:
@@ -121,13 +123,16 @@ class Tiers:
                 else:
                     outcomes[number].failed[store.kind] = str(failure)
             if failures := [failure for failure in errors if failure is not None]:
-                self._skip(index, failures[0])
+                self._skip(index, failures[0], is_write=True)
         return outcomes
 
     def touch(self, name: str, used_s: float) -> None:
-        for _, store in self._asked():
+        for index, store in self._asked():
             if store.promise.has_time_of_use:
-                store.touch(name, used_s)
+                try:
+                    store.touch(name, used_s)
+                except StoreError as error:
+                    self._skip(index, error)
 
     def close(self) -> None:
         for store in self.stores:
@@ -139,16 +144,20 @@ class Tiers:
         except StoreError as error:
             logger.warning("could not remove the unusable %s from %s: %s", name, store.kind, error)
 
-    def _asked(self) -> Iterator[tuple[int, Store]]:
+    def _asked(self, *, is_write: bool = False) -> Iterator[tuple[int, Store]]:
         """The only store always: it has no substitute, and its failure is to be reported."""
+        until_s = self._unwritten_until_s if is_write else self._skipped_until_s
         for index, store in enumerate(self.stores):
             with self._lock:
-                is_skipped = len(self.stores) > 1 and self._clock() < self._skipped_until_s[index]
+                is_skipped = len(self.stores) > 1 and self._clock() < until_s[index]
             if not is_skipped:
                 yield index, store
 
-    def _skip(self, index: int, error: Exception) -> None:
+    def _skip(self, index: int, error: Exception, *, is_write: bool = False) -> None:
         if len(self.stores) > 1:
-            logger.warning("%s failed, and is not used for %g s: %s", self.stores[index].kind, RETRY_S, error)
+            kind, use = self.stores[index].kind, "written to" if is_write else "used"
+            logger.warning("%s failed, and is not %s for %g s: %s", kind, use, RETRY_S, error)
         with self._lock:
-            self._skipped_until_s[index] = self._clock() + RETRY_S
+            self._unwritten_until_s[index] = self._clock() + RETRY_S
+            if not is_write:
+                self._skipped_until_s[index] = self._unwritten_until_s[index]

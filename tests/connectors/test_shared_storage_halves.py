@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -38,7 +38,9 @@ from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
 from baton.tiers.store import Unusable
+from baton.tiers.tiers import Tiers
 from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in
+from tests.tiers.slow_store import SlowStore
 
 NUM_BLOCKS = 16
 FINGERPRINT = ModelFingerprint("model", "weights", "float32", 1, 1, 2, "seed")
@@ -308,6 +310,37 @@ def test_failed_writes_are_counted_and_logged_at_intervals(
         "could not write 6 chunks",
     ]
     half.shutdown()
+
+
+class BrokenStore(SlowStore):
+    """The first write fails with an error that no store should raise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_written = 0
+
+    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
+        self.num_written += 1
+        if self.num_written == 1:
+            raise RuntimeError("a bug")
+        super().write(name, parts)
+
+
+def test_a_write_with_an_unexpected_error_fails_alone(tmp_path: Path) -> None:
+    half = StorageWorkerHalf(identity_in(tmp_path))
+    half.register_kv_caches({"layer": torch.rand(NUM_BLOCKS, 1, BLOCK, 4)})
+    store = BrokenStore()
+    half._tiers = Tiers([store])
+    for step, save in enumerate((SaveChunk(b"1", (0, 1)), SaveChunk(b"2", (2, 3)))):
+        half.bind_connector_metadata(StorageMetadata(step=step, namespaces=("n",), saves=(save,)))
+        half.wait_for_save()
+    half.bind_connector_metadata(StorageMetadata(step=2, namespaces=("n",), write=(0, 1)))
+    wait_for(lambda: half._backlog_bytes == 0 or half._writer.is_dead)
+    stats = half.get_kv_connector_stats()
+    half.shutdown()
+    assert [name for name in store.values if b"2".hex() in name]
+    assert stats is not None
+    assert stats.data["not_saved"] == {"failed": 1}
 
 
 def test_a_hanging_lookup_delays_a_prompt_by_its_timeout_only(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from baton.tiers.tiers import Tiers
 from baton.vllm_tier.naming import Naming, any_of
 from baton.vllm_tier.settings import TierSettings
 from baton.vllm_tier.transfers import Ended, Transfers
-from tests.vllm_tier.slow_store import WAIT_S, SlowStore
+from tests.tiers.slow_store import WAIT_S, SlowStore
 
 ROW = 5000
 NUM_ROWS = 8

@@ -202,6 +202,17 @@ class StorageWorkerHalf(BackgroundLoads):
 
     def _write(self, copies: list[_Copy], *, below: int | None = None) -> None:
         """Runs on the writer's thread. `below`: promotes the chunks to the stores before this one."""
+        reasons: list[NotSaved | None]
+        try:
+            reasons = ["io" if is_lost else None for is_lost in self._write_to_stores(copies, below)]
+        except Exception:  # Only these chunks are not saved.
+            logger.exception("writing %d chunks failed", len(copies))
+            reasons = ["failed"] * len(copies)
+        for copy, reason in zip(copies, reasons, strict=True):
+            self._drop([copy], reason if below is None else None)
+
+    def _write_to_stores(self, copies: list[_Copy], below: int | None) -> list[bool]:
+        """Returns for each copy whether a store has failed and none has taken it."""
         assert self._namespaces, "the scheduler half orders no writes before it knows them"
         started = self._clock()
         names = [ChunkName(self._namespaces[0], c.key, self._identity.rank, c.window) for c in copies]
@@ -211,13 +222,12 @@ class StorageWorkerHalf(BackgroundLoads):
         for name, copy, written in zip(names, copies, outcomes, strict=True):
             for kind, error in written.failed.items():
                 self._log_unwritten(name, kind, error)
-            is_lost = below is None and bool(written.failed) and not written.done
-            self._drop([copy], "io" if is_lost else None)
             with self._lock:
                 if below is not None:
                     self._stats.add(promoted_chunks=len(written.done))
                 elif written.done:
                     self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=took_s / len(copies))
+        return [bool(written.failed) and not written.done for written in outcomes]
 
     def _sealed(self, name: ChunkName, copy: _Copy) -> tuple[bytes, memoryview]:
         from baton.connectors.shared_storage.form import bytes_of
