@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from baton.core.errors import ConfigError
 from baton.tiers.chunk_name import is_of_a_store
-from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable
+from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable, without_credentials
 
 if TYPE_CHECKING:
     import obstore
@@ -56,9 +56,10 @@ class ObjectStore(Store):
         try:
             self._store: obstore.store.ObjectStore = obstore.store.from_url(url, **arguments)
         except (*self._errors, ValueError, TypeError) as error:
-            raise ConfigError(f"is not the URL of an object store: {error}", field=field) from error
+            problem = f"is not the URL of an object store: {_told(error)}"
+            raise ConfigError(problem, field=field) from None  # The error shows credentials.
         self.requests: Counter[str] = Counter()  # By operation.
-        self.where = url.partition("?")[0]
+        self.where = without_credentials(url)
         self._field = field
 
     @property
@@ -105,7 +106,7 @@ class ObjectStore(Store):
         except FileNotFoundError as error:
             raise Unusable("gone") from error
         except self._errors as error:
-            raise Unusable("io", str(error)) from error
+            raise Unusable("io", _told(error)) from error
         if len(content) > len(into):
             raise Unusable("corrupt", f"it has {len(content)} bytes, at most {len(into)} are expected")
         into[: len(content)] = memoryview(content)
@@ -118,7 +119,7 @@ class ObjectStore(Store):
         try:
             obstore.put(self._store, name, b"".join(parts), use_multipart=False)
         except self._errors as error:
-            raise StoreError(str(error)) from error
+            raise StoreError(_told(error)) from error
 
     def remove(self, names: Sequence[str]) -> None:
         import obstore
@@ -133,7 +134,7 @@ class ObjectStore(Store):
             except self._errors as error:
                 errors.append(error)
         if errors:
-            raise StoreError(str(errors[0])) from errors[0]
+            raise StoreError(_told(errors[0])) from errors[0]
 
     def touch(self, name: str, used_s: float) -> None:
         return
@@ -155,7 +156,7 @@ class ObjectStore(Store):
                 self.requests["list"] += 1
                 yield batch
         except self._errors as error:
-            raise StoreError(str(error)) from error
+            raise StoreError(_told(error)) from error
 
     async def _sizes(self, names: Sequence[str]) -> list[int | None]:
         import obstore
@@ -169,6 +170,11 @@ class ObjectStore(Store):
                 except FileNotFoundError:
                     return None
                 except self._errors as error:
-                    raise StoreError(str(error)) from error
+                    raise StoreError(_told(error)) from error
 
         return await asyncio.gather(*map(size, names))
+
+
+def _told(error: Exception) -> str:
+    """The first line. The others show the client's data, with credentials."""
+    return without_credentials(str(error).partition("\n")[0])

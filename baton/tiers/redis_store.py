@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar
-from urllib.parse import urlsplit
 
 from baton.core.errors import ConfigError
 from baton.tiers.chunk_name import is_of_a_store
-from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable
+from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable, without_credentials
 
 if TYPE_CHECKING:
     from redis import Redis
@@ -39,13 +38,16 @@ class RedisStore(Store):
             self._client: Redis = redis.Redis.from_url(
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=None
             )
-        except ValueError as error:
-            raise ConfigError(f"is not the URL of a Redis server: {error}", field=field) from error
+        except ValueError:  # It may show a part of the password.
+            raise ConfigError(
+                "is not the URL of a Redis server, such as redis://:PASSWORD@HOST:6379/0; special characters "
+                "in a password, such as /, are percent-encoded",
+                field=field,
+            ) from None
         self._errors = (redis.RedisError, OSError)
         self._ttl_ms = None if ttl_s is None else int(ttl_s * 1000)
         self._field = field
-        parts = urlsplit(url)
-        self.where = f"{parts.scheme}://{parts.hostname or ''}:{parts.port or ''}{parts.path}"
+        self.where = without_credentials(url)
 
     @property
     def promise(self) -> Promise:
@@ -60,7 +62,7 @@ class RedisStore(Store):
     def check(self) -> None:
         try:
             self._client.ping()
-        except self._errors as error:
+        except (*self._errors, TypeError) as error:  # TypeError: an option in the URL is not known.
             raise ConfigError(f"{self.where} does not answer: {error}", field=self._field) from error
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:

@@ -8,6 +8,7 @@ Calls block, and several threads may call at a time. A store proves nothing: its
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,15 @@ from typing import ClassVar, Literal, TypeAlias
 Fault: TypeAlias = Literal["gone", "corrupt", "foreign", "io"]
 
 Parts: TypeAlias = Sequence[bytes | memoryview]
+
+
+# Of a URL: user and password, and the query, which may have a signature.
+_CREDENTIALS = re.compile(r"(?<=://)\S*@|\?\S*")
+
+
+def without_credentials(text: str) -> str:
+    """A URL, or a text with URLs, for logs and errors."""
+    return _CREDENTIALS.sub("", text)
 
 
 class Unusable(Exception):

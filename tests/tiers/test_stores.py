@@ -340,6 +340,23 @@ def test_a_wrong_url_of_redis_is_a_configuration_error(url: str) -> None:
         RedisStore(url, timeout_s=TIMEOUT_S)
 
 
+@pytest.mark.parametrize(
+    ("make", "url", "shown"),
+    [
+        (ObjectStore, "http://user:PASSWORD@127.0.0.1:1/bucket?sig=PASSWORD", "http://127.0.0.1:1/bucket"),
+        (ObjectStore, "ftp://user:PASSWORD@host/x?sig=PASSWORD", "ftp://host/x"),
+        (RedisStore, "redis://user:PASSWORD@127.0.0.1:1/3", "redis://127.0.0.1:1/3"),
+        (RedisStore, "redis://:PASSWORD/more@127.0.0.1:1/3", "percent-encoded"),
+        (RedisStore, "redis://127.0.0.1:1/3?pasword=PASSWORD", "unexpected keyword argument"),
+    ],
+)
+def test_errors_do_not_show_credentials(make: Callable[..., Store], url: str, shown: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        make(url, timeout_s=SHORT_S).check()
+    assert shown in str(raised.value)
+    assert "PASSWORD" not in str(raised.value).replace("redis://:PASSWORD@HOST", "")
+
+
 def test_a_bucket_that_does_not_exist_is_a_configuration_error() -> None:
     with moto_server() as port:
         options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
