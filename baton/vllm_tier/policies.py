@@ -33,15 +33,18 @@ class BatonCachePolicy(CachePolicy):  # type: ignore[misc]  # vLLM is not instal
         self._policy: EvictionPolicy[bytes] = make_policy(self.eviction, max(1, self.cache_capacity))
         self._chunks: dict[bytes, Any] = {}
         self._evictable: set[bytes] = set()
-        self._admitted: set[bytes] = set()  # By `evict`, for `insert`.
+        self._admitted: dict[bytes, None] = {}  # By `evict`, for `insert`; in order.
 
     def get(self, key: bytes) -> Any:
         return self._chunks.get(key)
 
     def insert(self, key: bytes, chunk: Any) -> None:
         if key in self._admitted:
-            self._admitted.remove(key)
+            del self._admitted[key]
         else:
+            if self._admitted:
+                # With a `store_threshold` vLLM protects keys, too, that it does not insert.
+                self._policy.discard(self._admitted.popitem()[0])
             admitted = self._policy.admit(key, lambda _: False)
             assert admitted is not None, "vLLM inserts no more than it has room for"
         self._chunks[key] = chunk
@@ -65,7 +68,7 @@ class BatonCachePolicy(CachePolicy):  # type: ignore[misc]  # vLLM is not instal
                 key, lambda other: other in self._evictable and other not in protected
             )
             assert admitted is not None, "as counted, there are enough"
-            self._admitted.add(key)
+            self._admitted[key] = None
             if admitted.evicted is not None:
                 self._evictable.remove(admitted.evicted)
                 evicted.append((admitted.evicted, self._chunks.pop(admitted.evicted)))

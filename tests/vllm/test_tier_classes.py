@@ -276,10 +276,11 @@ def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
         BatonTier(SimpleNamespace(), rows, "BatonTier", path=str(tmp_path))
 
 
+@pytest.mark.parametrize("store_threshold", [0, 2])
 @pytest.mark.parametrize("name", ["S3FifoCachePolicy", "SlruCachePolicy"])
-def test_a_policy_keeps_what_is_used_and_its_books(name: str) -> None:
+def test_a_policy_keeps_what_is_used_and_its_books(name: str, store_threshold: int) -> None:
     rng = random.Random(20261125)
-    manager = CPUOffloadingManager(8, name, "baton.vllm_tier")
+    manager = CPUOffloadingManager(8, name, "baton.vllm_tier", store_threshold=store_threshold)
     policy: Any = manager._policy
     resident: set[bytes] = set()
     pinned: list[tuple[bytes, ReqContext]] = []
@@ -291,7 +292,7 @@ def test_a_policy_keeps_what_is_used_and_its_books(name: str) -> None:
         if prepared is not None:
             evicted = set(prepared.evicted_keys)
             assert not evicted & ({key for key, _ in pinned} | set(keys))
-            resident = (resident - evicted) | set(keys)
+            resident = (resident - evicted) | set(prepared.keys_to_store)
             is_stored = rng.random() < 0.9
             manager.complete_store(prepared.keys_to_store, context, success=is_stored)
             if not is_stored:
