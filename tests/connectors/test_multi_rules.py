@@ -142,6 +142,31 @@ def test_params_are_merged_and_contradicting_ones_dropped_and_taken_back(
     assert num_steps["a"] == num_steps["b"], "a contradiction must not retire a child"
 
 
+@pytest.mark.parametrize(
+    ("num_tokens", "of_host", "of_stores", "expected", "loader"),
+    [
+        (17, 12, 16, 16, "stores"),
+        (17, 16, 16, 16, "host"),
+        (17, 16, None, 16, "host"),  # All blocks are there, so nothing waits for a lookup.
+        (16, 12, 16, 12, "host"),  # The last token is computed in any case.
+        (17, 12, None, None, ""),
+        (17, 0, 4, 4, "stores"),
+    ],
+)
+def test_the_child_with_the_most_blocks_loads_if_that_is_preferred(
+    num_tokens: int, of_host: int, of_stores: int | None, expected: int | None, loader: str
+) -> None:
+    children = {"host": ScriptedScheduler("host"), "stores": ScriptedScheduler("stores")}
+    for name, answer in (("host", of_host), ("stores", of_stores)):
+        children[name].answers["r"] = (answer, bool(answer))
+    half = MultiSchedulerHalf(list(children.items()), block_tokens=4, prefers_longest=True)
+    request = Request("r", num_tokens)
+    assert half.get_num_new_matched_tokens(request, 0) == (expected, bool(expected))
+    if expected:
+        half.update_state_after_alloc(request, TABLE, expected)
+        assert [name for name in children if children[name].allocated == [("r", expected)]] == [loader]
+
+
 # --- A child that raises ---------------------------------------------------------------------------
 
 

@@ -28,7 +28,11 @@ class RequestCalls:
     def __init__(
         self, children: Sequence[Child], ledger: Ledger, *, block_tokens: int, prefers_longest: bool
     ) -> None:
-        """`prefers_longest`: the child with the most tokens loads, not the first that has some."""
+        """`prefers_longest`: the child with the most tokens loads, not the first that has some.
+
+        The last token is computed in any case, and does not count. A child with all others does not wait for
+        undecided children.
+        """
         self._children = children
         self._ledger = ledger
         self._block_tokens = block_tokens
@@ -44,6 +48,7 @@ class RequestCalls:
         """Queries every child, so that none depends on its position. A child's UserError ends the request."""
         choice: Choice | None = None
         num_chosen = 0
+        num_useful = (request.num_tokens - 1) // self._block_tokens * self._block_tokens - num_computed_tokens
         is_later = False
         for child in self._children:
             if child.position in self._excluded.get(request.request_id, ()):
@@ -55,9 +60,13 @@ class RequestCalls:
             num_tokens, is_async = answer
             if num_tokens is None:
                 is_later = True
-            elif num_tokens > num_chosen and (choice is None or self._prefers_longest):
+            elif num_tokens and (
+                choice is None or (self._prefers_longest and min(num_tokens, num_useful) > num_chosen)
+            ):
                 choice = Choice(child.position, num_computed_tokens, is_async)
                 num_chosen = num_tokens
+        if self._prefers_longest and choice is not None and num_chosen >= num_useful:
+            is_later = False
         if is_later:
             choice = None
         self._ledger.match(request.request_id, choice)
