@@ -72,6 +72,12 @@ def _model_of(offloading_config: Any, revision: str | None) -> list[Any]:
                 field=FIELD,
             )
         return [vllm.__version__, offloading_config.model.name, revision, _device()]
+    if getattr(vllm_config, "lora_config", None) is not None and revision is None:
+        raise ConfigError(
+            "is needed with adapters, because vLLM's keys have an adapter's name only: set it to a name of "
+            "the weights and of all adapters' weights, and change it when an adapter changes",
+            field=FIELD,
+        )
     attention = getattr(vllm_config, "attention_config", None)
     return [
         vllm.__version__,

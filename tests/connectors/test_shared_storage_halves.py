@@ -59,8 +59,8 @@ def identity_in(folder: Path, *, num_ranks: int = 1, rank: int = 0, **extra: Any
     )
 
 
-def request_of(name: str, num_tokens: int) -> Request:
-    return Request(
+def request_of(name: str, num_tokens: int, kind: type[Request] = Request) -> Request:
+    return kind(
         EngineRequest(
             request_id=name,
             prompt_token_ids=list(range(num_tokens)),
@@ -182,6 +182,15 @@ def test_loaded_chunks_are_not_saved_again(halves: Halves, tmp_path: Path) -> No
     loads = halves.step(EMPTY).loads
     assert [part.block_ids for part in loads[0].parts] == [(1, 2), (3, 4), (5, 6)]
     assert halves.step(prefill_of(again, 1, 3 * CHUNK)).saves == ()
+
+
+@pytest.mark.parametrize("name", ["lora_request", "prompt_embeds"])
+def test_prompts_with_adapters_or_embeddings_are_neither_saved_nor_found(halves: Halves, name: str) -> None:
+    """vLLM's keys of an adapter are its name, and embeddings have the token 0."""
+    request = request_of("r", CHUNK, type("VllmRequest", (Request,), {name: object()}))
+    halves.scheduler.on_new_request(request)
+    assert halves.step(prefill_of(request, CHUNK)).saves == ()
+    assert halves.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
 def test_blocks_that_have_left_a_window_are_not_saved() -> None:

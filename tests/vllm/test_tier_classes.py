@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from vllm.config import VllmConfig
+from vllm.config.lora import LoRAConfig
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -267,6 +268,16 @@ def test_vllms_configuration_is_found_in_the_calls_above() -> None:
 def test_without_vllms_configuration_a_revision_is_needed() -> None:
     with pytest.raises(ConfigError, match="quantization"):
         naming_of(offloading(), ROW, PluginSettings(insecure_no_secret=True))
+
+
+def test_with_adapters_a_revision_is_needed() -> None:
+    def make_connector(vllm_config: VllmConfig) -> Any:
+        return naming_of(offloading(), ROW, PluginSettings(insecure_no_secret=True))
+
+    config = VllmConfig()
+    config.lora_config = LoRAConfig()
+    with pytest.raises(ConfigError, match="adapter's name only"):
+        make_connector(config)
 
 
 def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -172,12 +172,21 @@ def _blocks(kind: LayerKind, tables: tuple[list[int], ...], start: int, end: int
     return tuple(block for table in of_groups for block in table[start:end])
 
 
+def can_be_named(request: host.Request) -> bool:
+    """Whether keys name all that the prompt's KV depends on, with vLLM's names for adapters and embeddings.
+
+    An adapter has a name only, which may be another's tomorrow, and chunks last. Embeddings stand in place of
+    tokens, or between them.
+    """
+    return request.prompt_token_ids is not None and all(
+        getattr(request, name, None) is None for name in ("lora_request", "prompt_embeds")
+    )
+
+
 def _extra_of(request: host.Request) -> bytes:
-    """Everything besides the tokens that their KV depends on, with vLLM's names for adapter and media."""
-    adapter = getattr(request, "lora_request", None)
+    """Everything besides the tokens that their KV depends on, with vLLM's name for media."""
     media = getattr(request, "mm_features", None) or ()
     return extra_key(
         cache_salt=request.cache_salt,
-        adapter=adapter.lora_name if adapter is not None else None,
         media=[f"{item.mm_position.offset}:{item.identifier}" for item in media],
     )

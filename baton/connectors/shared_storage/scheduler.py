@@ -32,7 +32,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageMetadata,
     StorageReport,
 )
-from baton.connectors.shared_storage.prompts import Lookup, Prompt
+from baton.connectors.shared_storage.prompts import Lookup, Prompt, can_be_named
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import limits_of, make_tiers
 from baton.contract import (
@@ -155,9 +155,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         return False, None
 
     def _prompt_of(self, request: host.Request) -> Prompt | None:
-        """None for a prompt without tokens, whose KV cannot be named."""
+        """None for a prompt whose KV cannot be named."""
         if (prompt := self._prompts.get(request.request_id)) is None:
-            if request.prompt_token_ids is None:
+            if not can_be_named(request):
                 return None
             identity = self._identity
             prompt = Prompt(
