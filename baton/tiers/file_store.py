@@ -121,8 +121,9 @@ class FileStore(Store):
             logger.debug("could not renew %s: %s", name, error)
 
     def scan(self) -> Iterator[Stored]:
+        prefix = os.path.join(self.folder, "")
         for entry in self._entries():
-            name = os.path.relpath(entry.path, self.folder)
+            name = entry.path.removeprefix(prefix)
             if is_of_a_store(name) and (found := _status(entry)) is not None:
                 yield Stored(name, found.st_size, found.st_mtime)
 

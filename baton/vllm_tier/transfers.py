@@ -65,6 +65,10 @@ class _Job:
     used_s: float = field(default_factory=time.time)  # Since the Unix epoch.
 
 
+# What the writer does while it copies a chunk to a faster store.
+_PROMOTION = _Job(-1, is_load=False, keys=(), rows=(), started_s=0.0, deadline_s=0.0, left=set())
+
+
 class Transfers:
     """`memory`: the rows, one after the other, writable. Those of one thread call, the scheduler's."""
 
@@ -362,10 +366,14 @@ class Transfers:
         self._writer.put(partial(self._write_promoted, key, body, store))
 
     def _write_promoted(self, key: bytes, body: bytes, store: int) -> None:
+        thread = threading.get_ident()
+        with self._changed:
+            self._busy[thread] = _PROMOTION, 0, self._clock()
         try:
             # Sealed again: what was read has been decrypted in place.
             self._tiers.write(*self._sealed(key, memoryview(body)), below=store)
         except Exception:
             logger.exception("could not copy chunk %s to a faster store", key.hex())
         with self._changed:
+            del self._busy[thread]
             self._backlog_bytes -= len(body)

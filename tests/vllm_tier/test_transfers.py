@@ -281,6 +281,26 @@ def test_a_chunk_of_a_slow_store_is_copied_to_the_fast_one(
     assert world.row(5) == b"\1" * ROW
 
 
+def test_nothing_waits_for_a_writer_that_hangs_in_the_fast_store(start: Start, store: SlowStore) -> None:
+    fast, begun = SlowStore(), threading.Event()
+    world = start(fast, store)
+    stored(world, KEYS[0])
+    fast.values.clear()
+    world.transfers._writer.put(lambda: begun.wait(WAIT_S) and None)
+    world.transfers.load(1, [KEYS[0]], [4])
+    world.ended()
+    world.wait_reader()
+    fast.hold()
+    begun.set()
+    fast.wait_held()
+    world.now += world.settings.store_timeout_s
+    world.transfers.store(2, [KEYS[1]], [1])
+    (ended,) = world.transfers.take_ended()
+    assert ended.failed == (KEYS[1],)
+    assert world.transfers.take_counts()["not_stored", "timeout"] == 1
+    fast.release()
+
+
 def test_chunks_of_the_previous_secret_are_loaded(start: Start, store: SlowStore) -> None:
     old = Naming(ROW, (("old", b"o" * 32),))
     stored(start(naming=old), KEYS[0])
