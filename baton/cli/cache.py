@@ -56,7 +56,7 @@ def list_(
     from rich.console import Console
     from rich.table import Table
 
-    with _opened(store, option) as opened:
+    with _opened(store, option, is_changed=False) as opened:
         found = _found(opened, namespace)
     if not found:
         typer.echo("no chunks")
@@ -89,7 +89,7 @@ def list_(
 @app.command()
 def stat(store: StoreArgument, option: Options = None, namespace: Namespace = None) -> None:
     """Show totals, and what the store promises."""
-    with _opened(store, option) as opened:
+    with _opened(store, option, is_changed=False) as opened:
         found, promise = _found(opened, namespace), opened.promise
         where = opened.where
     nbytes = sum(each.chunk.nbytes for each in found)
@@ -124,7 +124,7 @@ def verify(
     bad: list[str] = []
     unproven: list[str] = []  # They seem whole, and no key proves them.
     proven: set[str] = set()  # Namespaces of which a key has proven a value.
-    with _opened(store, option) as opened:
+    with _opened(store, option, is_changed=remove) as opened:
         names = [name for each in _found(opened, namespace) for name in each.chunk.names]
         names = [name for name in names if not name.endswith(PIN_SUFFIX)]
         sizes = opened.sizes(names)
@@ -175,7 +175,7 @@ def pin(
     """Keep chunks, whatever the limits of age and size."""
     from baton.tiers.chunk_name import PIN_SUFFIX, chunk_of
 
-    with _opened(store, option) as opened:
+    with _opened(store, option, is_changed=True) as opened:
         chosen = _chosen(_found(opened, None), keys)
         pins = [chunk_of(each.chunk.names[0]) + PIN_SUFFIX for each in chosen]
         if undo:
@@ -207,7 +207,7 @@ def evict(
         raise typer.BadParameter(
             "--unused-s and --max-gib are for all chunks: name no keys and no --namespace"
         )
-    with _opened(store, option) as opened:
+    with _opened(store, option, is_changed=True) as opened:
         if is_sweep and opened.promise.evicts_itself:
             raise typer.BadParameter(
                 f"{opened.where} evicts by its own policy; name keys, or set --namespace"
@@ -241,9 +241,11 @@ def warm(
 
     memory, num_copied, nbytes = AlignedMemory(), 0, 0
     with ExitStack() as stack:
-        opened = stack.enter_context(_opened(source, option))
+        opened = stack.enter_context(_opened(source, option, is_changed=False))
         found = sorted(_found(opened, namespace), key=lambda each: -each.chunk.used_s)
-        other = stack.enter_context(_opened(target, option))  # From here on all errors are its.
+        other = stack.enter_context(
+            _opened(target, option, is_changed=True)
+        )  # From here on all errors are its.
         for each in _progress("copying", found):
             if max_gib is not None and nbytes + each.chunk.nbytes > max_gib * GIB:
                 break
@@ -272,14 +274,18 @@ class _Found:
 
 
 @contextmanager
-def _opened(where: str, options: Sequence[str] | None) -> Iterator[Store]:
-    """Yields the store, ready for use. Its errors end the command."""
+def _opened(where: str, options: Sequence[str] | None, *, is_changed: bool) -> Iterator[Store]:
+    """Yields the store. Its errors end the command.
+
+    `is_changed`: it is checked first, for which a value is written to a bucket.
+    """
     from baton.core.errors import ConfigError
     from baton.tiers.store import StoreError
 
     try:
         store = _store(where, options)
-        store.check()
+        if is_changed:
+            store.check()
     except ConfigError as error:
         typer.echo(f"baton cache: {error}", err=True)
         raise typer.Exit(2) from error

@@ -20,13 +20,13 @@ Fault: TypeAlias = Literal["gone", "corrupt", "foreign", "io"]
 Parts: TypeAlias = Sequence[bytes | memoryview]
 
 
-# Of a URL: user and password, and the query, which may have a signature.
-_CREDENTIALS = re.compile(r"(?<=://)\S*@|\?\S*")
+# Of a URL: perhaps user and password; where it leads; perhaps a query, which may have a signature.
+_URL = re.compile(r"://(?:\S*@)?([^\s?]*)(?:\?\S*)?")
 
 
 def without_credentials(text: str) -> str:
     """A URL, or a text with URLs, for logs and errors."""
-    return _CREDENTIALS.sub("", text)
+    return _URL.sub(r"://\1", text)
 
 
 class Unusable(Exception):

