@@ -21,6 +21,7 @@ from tests.connectors.storage_world import (
     prompt_of,
     starting,
 )
+from tests.tiers.servers import redis_server
 
 HOST: dict[str, Any] = {"type": "host", "cpu_gib": 1e-3}
 PROMPT = prompt_of(43)
@@ -158,3 +159,27 @@ def test_a_damaged_tail_costs_only_itself(start: Start, tmp_path: Path) -> None:
     damage([path for path in files_in(tmp_path) if path not in chunks], lambda content: content[:-1] + b"!")
     (loaded,) = start(transfer).generate([prompt], GREEDY)
     assert loaded.token_ids == expected
+
+
+def test_a_restarted_engine_loads_from_a_bucket(start: Start, tmp_path: Path) -> None:
+    """A folder as obstore's bucket; `tests/tiers` has the servers."""
+    transfer = stored({"type": "objects", "url": tmp_path.as_uri()})
+    expected = fill(start(transfer), tmp_path, PROMPT, NUM_CHUNKS)
+    (loaded,) = start(transfer).generate([PROMPT], GREEDY)
+    assert (loaded.token_ids, loaded.num_transferred_tokens) == (expected, NUM_CHUNKS * CHUNK)
+
+
+def test_a_restarted_engine_loads_from_a_server_and_computes_without_it(start: Start) -> None:
+    with redis_server("valkey") as port:
+        url = f"redis://127.0.0.1:{port}/0"
+        transfer = stored({"type": "redis", "url": url})
+        first = start(transfer)
+        (computed,) = first.generate([PROMPT], GREEDY)
+        first.settle(WAIT_S)
+        first.close()  # Its writer has ended.
+        again = start(transfer)
+        (loaded,) = again.generate([PROMPT], GREEDY)
+        assert (loaded.token_ids, loaded.num_transferred_tokens) == (computed.token_ids, NUM_CHUNKS * CHUNK)
+    again.core.scheduler.reset_prefix_cache()
+    (alone,) = again.generate([PROMPT], GREEDY)
+    assert (alone.token_ids, alone.num_transferred_tokens) == (computed.token_ids, 0)
