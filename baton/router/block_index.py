@@ -31,7 +31,7 @@ HOME_TOKENS = 2048  # More than most system prompts have: else all prompts had o
 ENGINES_MAX = 512
 _KEY_BYTES = 8
 # An entry is one integer: key, the number of the block in its prompt, and the tiers that have it.
-_NUM_TIERS = 3  # GPU, CPU, others.
+_NUM_TIERS = 3  # GPU, host memory, stores: the fastest first.
 _POSITION_BITS = 24
 _KEY_SHIFT = _POSITION_BITS + _NUM_TIERS
 _TIERS_MASK = (1 << _NUM_TIERS) - 1
@@ -39,13 +39,30 @@ _POSITION_MASK = (1 << _POSITION_BITS) - 1
 
 
 class Match(NamedTuple):
-    """Tokens of a prompt, from its beginning, that an engine has in its GPU cache, and in any tier."""
+    """Tokens of a prompt, from its beginning, that an engine has in its GPU cache; there or in host memory;
+    in any tier.
+    """
 
     num_gpu_tokens: int
+    num_host_tokens: int
     num_tokens: int
 
+    @classmethod
+    def in_cache(cls, num_tokens: int) -> "Match":
+        """All of them are in the GPU cache."""
+        return cls(num_tokens, num_tokens, num_tokens)
 
-NO_MATCH = Match(0, 0)
+    @property
+    def by_tier(self) -> tuple[int, int, int]:
+        """Tokens to take from the GPU cache, from host memory, and from a store."""
+        return (
+            self.num_gpu_tokens,
+            self.num_host_tokens - self.num_gpu_tokens,
+            self.num_tokens - self.num_host_tokens,
+        )
+
+
+NO_MATCH = Match(0, 0, 0)
 
 
 def root_key(adapter: str | None, salt: str | None) -> int:
@@ -86,7 +103,12 @@ def _hash(*parts: bytes) -> int:
 class _Engine:
     def __init__(self, bit: int) -> None:
         self.bit = bit
-        self.bits = 1 << bit | 1 << bit + ENGINES_MAX  # In the GPU tier, and in any tier.
+        # For the blocks whose fastest tier is this one: also in every plane of the slower tiers.
+        self.bits_of = [
+            sum(1 << bit + plane * ENGINES_MAX for plane in range(fastest, _NUM_TIERS))
+            for fastest in range(_NUM_TIERS)
+        ]
+        self.bits = self.bits_of[0]
         self.block_size: int | None = None
         self.group: int | None = None  # The KV-cache group whose blocks are counted.
         self.entries: dict[ExternalBlockHash, int] = {}
@@ -98,7 +120,7 @@ class BlockIndex:
     def __init__(self) -> None:
         self._engines: dict[str, _Engine] = {}
         self._free_bits = list(range(ENGINES_MAX - 1, -1, -1))
-        # By key: a bit for each engine in the GPU tier, and above these for each engine in any tier.
+        # By key: a plane of bits for each tier; a bit is an engine that has it there or in a faster one.
         self._holders: dict[int, int] = {}
         self._all_bits = 0  # Of all engines.
 
@@ -202,7 +224,7 @@ class BlockIndex:
             return
         holders = self._holders.get(key, 0) & ~engine.bits
         if tiers:
-            holders |= engine.bits if tiers & 1 else 1 << engine.bit + ENGINES_MAX
+            holders |= engine.bits_of[(tiers & -tiers).bit_length() - 1]
         if holders:
             self._holders[key] = holders
         else:
@@ -225,11 +247,14 @@ class BlockIndex:
                     break
         lengths |= dict.fromkeys(_bits_of(alive), len(keys))
         per_chunk = blocks_per_chunk(block_size) * block_size
-        return {
-            name: Match(lengths.get(engine.bit, 0) * per_chunk, any_tier * per_chunk)
-            for name, engine in self._engines.items()
-            if (any_tier := lengths.get(engine.bit + ENGINES_MAX, 0))
-        }
+        found: dict[str, Match] = {}
+        for name, engine in self._engines.items():
+            gpu, host, any_tier = (
+                lengths.get(engine.bit + plane * ENGINES_MAX, 0) * per_chunk for plane in range(_NUM_TIERS)
+            )
+            if any_tier:
+                found[name] = Match(gpu, host, any_tier)
+        return found
 
 
 def _bits_of(mask: int) -> Iterable[int]:

@@ -9,6 +9,8 @@ Every number of an engine is what the router knows: queues are of its own reques
 index's, speeds are learned (`rates`) and start as those of a modelled engine.
 
 A request waits for a busy engine that has its prefix if that is sooner than to compute the prefix elsewhere.
+What the engine has in host memory or in a store it has to load: that takes longer than a hit in its cache,
+and never longer than to compute it.
 
 A prompt that is handed over is in two caches afterwards. So that the caches of all engines together hold
 more, each prompt has a home, by the hash of its beginning: some are handed over, the others are not, as long
@@ -32,6 +34,9 @@ EXPECTED_OUTPUT = 300  # Tokens of an answer, as long as no stream has ended.
 PREFILL_TOKENS_PER_S = 10_000.0  # Of an engine, as long as no engine's speed is known.
 TOKEN_S = 0.000_15  # That one more answer adds to each step of the others, as long as it is not known.
 LOAD_TOKENS_PER_S = 75_000.0  # KV from another engine, as long as no pair's speed is known.
+# Of an engine's own tiers: 20 and 2.5 GB/s, with 128 KiB for each token.
+HOST_TOKENS_PER_S = 150_000.0
+STORE_TOKENS_PER_S = 20_000.0
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -39,10 +44,12 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
 
     num_queued_tokens: int = 0  # Of prompts that it has still to compute.
     num_running: int = 0  # Requests that it is answering.
-    num_cached_tokens: int = 0  # Of this prompt.
+    num_cached_tokens: int = 0  # Of this prompt, in all tiers: not to be computed.
     prefill_tokens_per_s: float = PREFILL_TOKENS_PER_S
     step_s: float = 0.0  # Time of a step without other answers; 0: not known of any engine.
     token_s: float = TOKEN_S  # That one more answer adds to each step of the others.
+    num_host_tokens: int = 0  # Of the cached ones, those to load from host memory,
+    num_stored_tokens: int = 0  # and from a store.
 
 
 IDLE = Candidate()
@@ -67,7 +74,15 @@ def usual_load_s(producer: int, consumer: int, num_tokens: int) -> float:
 def prefill_s(candidate: Candidate, num_tokens: int) -> float:
     """From now to the first token, if this engine computes the prompt."""
     num_computed = max(1, num_tokens - candidate.num_cached_tokens)
-    return (candidate.num_queued_tokens + num_computed) / candidate.prefill_tokens_per_s
+    computing_s = (candidate.num_queued_tokens + num_computed) / candidate.prefill_tokens_per_s
+    return computing_s + tier_load_s(candidate)
+
+
+def tier_load_s(candidate: Candidate) -> float:
+    """What the engine has in its tiers and not in its cache. It computes what it computes faster."""
+    rate = candidate.prefill_tokens_per_s
+    from_host_s = candidate.num_host_tokens / max(HOST_TOKENS_PER_S, rate)
+    return from_host_s + candidate.num_stored_tokens / max(STORE_TOKENS_PER_S, rate)
 
 
 def later_s(candidate: Candidate, num_output_tokens: float) -> float:
@@ -109,7 +124,8 @@ def placements(
         away_alone_s, away_split_s = (away_s, 0.0) if is_alone_away else (0.0, away_s)
         found.append(Placement(None, number, alone_s, alone_s + harm_s + away_alone_s + rest_s))
         if best is not None:
-            num_loaded = max(0, num_tokens - candidate.num_cached_tokens)
+            num_here = candidate.num_cached_tokens - candidate.num_host_tokens - candidate.num_stored_tokens
+            num_loaded = max(0, num_tokens - num_here)
             left_s = max(0.0, load_s(best, number, num_loaded) - hidden_s)
             found.append(Placement(best, number, ttft_s, ttft_s + left_s + away_split_s + rest_s))
     return found

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 from baton.router.admission import Ended, Ticket
 from baton.router.answers import LegAnswer, PrefillReader
+from baton.router.block_index import Match
 from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine
 from baton.router.rates import Window
@@ -84,7 +85,7 @@ class Found:
     """The answer to `Look`."""
 
     num_tokens: int  # Of the prompt; 0: not known.
-    cached: Mapping[str, int]  # Tokens that an engine has, by its URL.
+    cached: Mapping[str, Match]  # What an engine has of it, by its URL.
     home: int = 0  # See `block_index.home_key`.
 
 

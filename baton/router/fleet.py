@@ -20,6 +20,7 @@ import msgspec
 
 from baton.core.errors import ConfigError
 from baton.router.admission import Capacity
+from baton.router.block_index import Match
 from baton.router.cost import (
     EXPECTED_OUTPUT,
     IDLE,
@@ -347,10 +348,11 @@ class Fleet:
         with the same key have in common: among engines that are as busy, they meet at one.
         """
         usual = self._usual(engines)
-        if request.prefix_key and not any(request.cached.values()):
+        if request.prefix_key and not any(held.num_tokens for held in request.cached.values()):
             eligible = compress(engines, are_eligible) if are_eligible is not None else engines
             holder = prefix_holder([engine.url for engine in eligible], request)
-            request = replace(request, cached={holder: PREFIX_TOKENS} if holder is not None else {})
+            cached = {holder: Match.in_cache(PREFIX_TOKENS)} if holder is not None else {}
+            request = replace(request, cached=cached)
         return [self._candidate(engine, request, usual) for engine in engines]
 
     def _candidate(self, engine: Engine, request: RoutedRequest, usual: Candidate) -> Candidate:
@@ -361,13 +363,17 @@ class Fleet:
         own = engine.prefill_rate.value
         if own is not None and not _is_alike(own, rate):
             rate = own
+        held = request.cached_at(engine.url)
+        _, num_host_tokens, num_stored_tokens = held.by_tier
         return Candidate(
             self._queued_tokens(engine, request.priority),
             engine.in_flight + elsewhere.in_flight,
-            request.num_cached(engine.url),
+            held.num_tokens,
             rate,
             step_s,
             token_s,
+            num_host_tokens,
+            num_stored_tokens,
         )
 
     def _usual(self, engines: Sequence[Engine]) -> Candidate:

@@ -1013,7 +1013,7 @@ class Machine:
         self._note_computed(leg)
 
     def _num_to_compute(self, engine: Engine) -> int:
-        return max(0, self._num_prompt_tokens - self._routed.num_cached(engine.url))
+        return max(0, self._num_prompt_tokens - self._routed.cached_at(engine.url).num_tokens)
 
     def _note_computed(self, leg: Leg) -> None:
         num_tokens, leg.num_queued_tokens = leg.num_queued_tokens, 0

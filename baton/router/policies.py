@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from baton.router.block_index import NO_MATCH, Match
 from baton.router.cost import EXPECTED_OUTPUT, IDLE, Candidate, later_s, prefill_s
 from baton.router.settings import PolicyName, Role
 
@@ -37,13 +38,13 @@ class RoutedRequest:
     prefix_key: bytes = b""  # Equal for prompts that begin alike.
     model: object = None  # As the client has written it; None: the request names none.
     num_tokens: int = 0  # Of its prompt; for text a guess.
-    cached: Mapping[str, int] = field(default_factory=dict)  # Tokens of it that engines have, by URL.
+    cached: Mapping[str, Match] = field(default_factory=dict)  # What engines have of it, by URL.
     num_output_tokens: float = EXPECTED_OUTPUT
     priority: int = 0  # Less is more urgent.
     home: int = 0  # See `block_index.home_key`.
 
-    def num_cached(self, url: str) -> int:
-        return min(self.cached.get(url, 0), self.num_tokens)
+    def cached_at(self, url: str) -> Match:
+        return Match(*(min(count, self.num_tokens) for count in self.cached.get(url, NO_MATCH)))
 
 
 Policy: TypeAlias = Callable[[Sequence[EngineState], RoutedRequest], int | None]

@@ -62,8 +62,7 @@ def main() -> int:
         began_s = time.perf_counter()
         cached = index.match(keys, BLOCK)
         matched_s = time.perf_counter()
-        tokens = {url: found.num_tokens for url, found in cached.items()}
-        request = RoutedRequest(number, num_tokens=len(keys) * CHUNK_TOKENS, cached=tokens)
+        request = RoutedRequest(number, num_tokens=len(keys) * CHUNK_TOKENS, cached=cached)
         placing_s = time.perf_counter()
         fleet.place(request, [], [], lambda engine: True, pairs.load_s)
         match_s, place_s = matched_s - began_s, time.perf_counter() - placing_s

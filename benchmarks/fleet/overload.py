@@ -26,6 +26,7 @@ from rich.console import Console
 
 from baton.cli.processes import free_ports
 from baton.router.admission import Objective
+from baton.router.block_index import Match
 from baton.router.policies import RoutedRequest
 from baton.router.settings import AdmissionSettings
 from benchmarks.fleet.command import NUM_ENGINES, percentile, table_of, traces
@@ -74,7 +75,7 @@ def by_fleet(world: World, request: Request) -> tuple[str | None, str]:
         world.num_routed,
         str(request.keys[:1]).encode(),
         num_tokens=request.num_tokens,
-        cached={url_of(name): num_tokens for name, num_tokens in cached.items() if num_tokens},
+        cached={url_of(name): Match.in_cache(count) for name, count in cached.items() if count},
         num_output_tokens=fleet.expected_output,
         home=request.home,
     )

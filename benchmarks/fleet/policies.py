@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from msgspec.structs import replace
 
 from baton.router import cost
+from baton.router.block_index import Match
 from baton.router.policies import POLICIES, EngineState, RoutedRequest
 from baton.router.settings import PolicyName
 from benchmarks.fleet.engine import LOAD_TOKENS_PER_S, PREFILL_TOKENS_PER_S, TOKEN_S
@@ -99,7 +100,7 @@ def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = Tru
             world.num_routed,
             str(request.keys[:1]).encode() if is_hashed else b"",
             num_tokens=request.num_tokens,
-            cached={url_of(name): num_tokens for name, num_tokens in cached.items() if num_tokens},
+            cached={url_of(name): Match.in_cache(count) for name, count in cached.items() if count},
         )
 
         def learned(names: Sequence[str]) -> list[cost.Candidate]:

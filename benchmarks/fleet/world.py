@@ -18,7 +18,7 @@ from pathlib import Path
 from baton.contract.events import KVCacheEvent
 from baton.router.admission import NO_OBJECTIVE, Admission, Objective, Ticket
 from baton.router.answers import PROMPT_HEADER, LegAnswer
-from baton.router.block_index import NO_MATCH, BlockIndex, home_key, prefix_keys, root_key
+from baton.router.block_index import NO_MATCH, BlockIndex, Match, home_key, prefix_keys, root_key
 from baton.router.budget import RetryBudget
 from baton.router.errors import RouterError
 from baton.router.events import Admitted, Event, Leg, tell_ended
@@ -388,14 +388,14 @@ class World:
             if not prompts:
                 return
             router.fleet.note_late(first.leg.engine, self.now_s)
-            cached = {url_of(name): num_tokens for name, num_tokens in self.cached(request).items()}
+            cached = {url_of(name): Match.in_cache(count) for name, count in self.cached(request).items()}
             routed = RoutedRequest(
                 self.num_routed, str(request.keys[:1]).encode(), num_tokens=request.num_tokens, cached=cached
             )
             other = router.fleet.choose("prefill", routed, self.now_s, tried=[first.leg.engine])
             if other is None:
                 return
-            num_left = request.num_tokens - routed.num_cached(other.url)
+            num_left = request.num_tokens - routed.cached_at(other.url).num_tokens
             expected_s = router.fleet.prefill_s(other, num_left)
             is_soon = expected_s is not None and expected_s <= late_s
             if not is_soon or not router.retries.take(self.now_s):

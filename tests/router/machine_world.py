@@ -15,6 +15,7 @@ import msgspec
 
 from baton.router.admission import Objective, Ticket
 from baton.router.answers import LegAnswer
+from baton.router.block_index import Match
 from baton.router.errors import FailureKind, LegFailure
 from baton.router.events import (
     ClientGone,
@@ -321,7 +322,8 @@ class World:
                     self._wait(effect)
                 case Look():
                     urls = [engine.url for engine in self.fleet.engines]
-                    cached = {url: self.rng.randint(0, 500) for url in urls}
+                    held = {url: sorted(self.rng.choices(range(500), k=3)) for url in urls}
+                    cached = {url: Match(*numbers) for url, numbers in held.items()}
                     self.waiting.append(Found(self.rng.choice([0, 300]), cached))
                 case Meet(engine):
                     self._introduce(engine)

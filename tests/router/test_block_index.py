@@ -23,6 +23,7 @@ SIZES = {"p0": 128, "p1": 128, "d0": 256}
 NAMES = sorted(SIZES)
 ROOTS: Sequence[tuple[str | None, str | None]] = [(None, None), (None, "salt"), ("adapter", None)]
 PLAIN = root_key(None, None)
+MEDIA = ["GPU", "CPU", "FS"]
 
 
 def ids_of(prompt: Sequence[int]) -> list[int]:
@@ -39,15 +40,16 @@ class Twin:
 
     def match(self, root: Any, ids: list[int]) -> Match:
         per_chunk = blocks_per_chunk(self.size)
-        counts = {"GPU": 0, "any": 0}
-        for medium in counts:
+        counts: list[int] = []
+        for media in ({"GPU"}, {"GPU", "CPU"}, set(MEDIA)):
+            num_chunks = 0
             for chunk in range(len(ids) // (self.size * per_chunk)):
                 last = (root, tuple(ids[: (chunk + 1) * per_chunk * self.size]))
-                media = self.blocks.get(last, set())
-                if not (media if medium == "any" else medium in media):
+                if media.isdisjoint(self.blocks.get(last, set())):
                     break
-                counts[medium] += per_chunk * self.size
-        return Match(counts["GPU"], counts["any"])
+                num_chunks += 1
+            counts.append(num_chunks * per_chunk * self.size)
+        return Match(*counts)
 
 
 def name_of(block: tuple[Any, ...]) -> bytes:
@@ -61,14 +63,14 @@ STEPS = st.one_of(
         st.sampled_from(NAMES),
         PROMPTS,
         st.sampled_from(ROOTS),
-        st.sampled_from(["GPU", "CPU"]),
+        st.sampled_from(MEDIA),
     ),
     st.tuples(
         st.just("remove"),
         st.sampled_from(NAMES),
         PROMPTS,
         st.sampled_from(ROOTS),
-        st.sampled_from(["GPU", "CPU"]),
+        st.sampled_from(MEDIA),
     ),
     st.tuples(st.sampled_from(["clear", "forget"]), st.sampled_from(NAMES)),
 )
@@ -167,9 +169,22 @@ def test_an_event_that_makes_no_sense_changes_nothing(event: KVCacheEvent) -> No
     index.apply("p0", [event])
     assert matched(index, LONG) == {}
     index.apply("p0", [stored(LONG)])
-    assert matched(index, LONG) == {"p0": Match(1024, 1024)}
+    assert matched(index, LONG) == {"p0": Match(1024, 1024, 1024)}
     index.apply("p0", [event])
-    assert matched(index, LONG) == {"p0": Match(1024, 1024)}
+    assert matched(index, LONG) == {"p0": Match(1024, 1024, 1024)}
+
+
+def test_a_block_that_leaves_the_cache_is_found_in_a_slower_tier() -> None:
+    index, half = BlockIndex(), stored(LONG[:512])
+    for medium in MEDIA:
+        index.apply("p0", [stored(LONG if medium == "FS" else LONG[:768], medium=medium)])
+    removed = [BlockRemoved(block_hashes=half.block_hashes[16:], medium=medium) for medium in MEDIA]
+    index.apply("p0", removed[:1])
+    assert matched(index, LONG) == {"p0": Match(256, 768, 1024)}
+    index.apply("p0", removed[1:2])
+    assert matched(index, LONG) == {"p0": Match(256, 256, 1024)}
+    index.apply("p0", removed[2:])
+    assert matched(index, LONG) == {"p0": Match(256, 256, 256)}
 
 
 def test_a_picture_in_the_prompt_is_not_its_placeholder_tokens() -> None:
@@ -177,13 +192,13 @@ def test_a_picture_in_the_prompt_is_not_its_placeholder_tokens() -> None:
     extra: list[Any] = [None] * 64
     extra[20] = (["picture", 0],)
     index.apply("p0", [stored(LONG, extra_keys=extra)])
-    assert matched(index, LONG) == {"p0": Match(256, 256)}
+    assert matched(index, LONG) == {"p0": Match(256, 256, 256)}
 
 
 def test_only_whole_chunks_count() -> None:
     index = BlockIndex()
     index.apply("p0", [stored(LONG[:496])])
-    assert matched(index, LONG) == {"p0": Match(256, 256)}
+    assert matched(index, LONG) == {"p0": Match(256, 256, 256)}
     assert matched(index, LONG[:255]) == {}
 
 
@@ -192,7 +207,7 @@ def test_blocks_of_a_window_do_not_count_in_a_hybrid_model() -> None:
     index.apply("p0", [stored(LONG, group_idx=1, kv_cache_spec_kind="full_attention")])
     index.apply("p0", [stored(LONG, group_idx=0, kv_cache_spec_kind="sliding_window")])
     index.apply("p0", [BlockRemoved(block_hashes=stored(LONG).block_hashes, medium="GPU", group_idx=0)])
-    assert matched(index, LONG) == {"p0": Match(1024, 1024)}
+    assert matched(index, LONG) == {"p0": Match(1024, 1024, 1024)}
 
 
 def test_prompts_of_two_tenants_do_not_match() -> None:
@@ -200,7 +215,7 @@ def test_prompts_of_two_tenants_do_not_match() -> None:
     index.apply("p0", [stored(LONG, extra_keys=[("theirs",), *[None] * 63])])
     assert matched(index, LONG) == {}
     assert matched(index, LONG, root=root_key(None, "ours")) == {}
-    assert matched(index, LONG, root=root_key(None, "theirs")) == {"p0": Match(1024, 1024)}
+    assert matched(index, LONG, root=root_key(None, "theirs")) == {"p0": Match(1024, 1024, 1024)}
 
 
 def test_engines_beyond_the_limit_are_not_indexed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ from baton.router.cost import (
     AWAY,
     HARM,
     KEYS,
+    STORE_TOKENS_PER_S,
     Candidate,
     LoadTime,
     Placement,
@@ -165,6 +166,51 @@ def test_a_slow_wire_keeps_a_prompt_where_it_is_decoded() -> None:
 def test_an_idle_decode_engine_computes_a_prompt_that_it_has() -> None:
     chosen = choose(8000, 100, [IDLE], [replace(IDLE, num_cached_tokens=7900)])
     assert chosen == Placement(None, 0, 0.01, 0.01)
+
+
+@given(
+    num_gpu=st.integers(0, 4_000),
+    num_host=st.integers(1, 2_000),
+    num_stored=st.integers(0, 2_000),
+    rate=st.sampled_from([2_000.0, 10_000.0, 1e6]),
+)
+def test_a_hit_in_a_tier_costs_a_load_and_never_more_than_computing(
+    num_gpu: int, num_host: int, num_stored: int, rate: float
+) -> None:
+    num_cached = num_gpu + num_host + num_stored
+    in_tiers = Candidate(
+        num_cached_tokens=num_cached,
+        num_host_tokens=num_host,
+        num_stored_tokens=num_stored,
+        prefill_tokens_per_s=rate,
+    )
+    times_s = [
+        prefill_s(candidate, 10_000)
+        for candidate in (
+            replace(in_tiers, num_host_tokens=0, num_stored_tokens=0),
+            in_tiers,
+            replace(in_tiers, num_host_tokens=0, num_stored_tokens=num_host + num_stored),
+            replace(in_tiers, num_cached_tokens=num_gpu, num_host_tokens=0, num_stored_tokens=0),
+        )
+    ]
+    assert times_s[0] < times_s[1] <= times_s[2] <= times_s[3] + 1e-9
+    assert times_s[2] < times_s[3] or rate > STORE_TOKENS_PER_S
+
+
+def test_a_prompt_goes_to_the_engine_that_loads_it_unless_another_has_it_cached() -> None:
+    loads = replace(IDLE, num_cached_tokens=7_000, num_host_tokens=7_000)
+    for other, producer in ((IDLE, 1), (replace(IDLE, num_cached_tokens=7_000), 0)):
+        chosen = choose(8_000, 100, [other, loads], [replace(IDLE, num_running=40)])
+        assert chosen is not None
+        assert chosen.producer == producer
+
+
+def test_what_a_decode_engine_has_in_its_tiers_is_read_from_the_prefill_engine() -> None:
+    for in_host, loaded in ((0, 1_000), (7_000, 8_000)):
+        asked: list[int] = []
+        busy = replace(IDLE, num_running=40, num_cached_tokens=7_000, num_host_tokens=in_host)
+        choose(8_000, 100, [IDLE], [busy], lambda *ends: asked.append(ends[2]) or 0.0)  # noqa: B023
+        assert asked == [loaded]
 
 
 def test_a_busy_decode_engine_does_not_compute_a_long_prompt() -> None:

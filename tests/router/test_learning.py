@@ -3,6 +3,7 @@
 import pytest
 
 from baton.router.answers import PROMPT_HEADER, LegAnswer
+from baton.router.block_index import Match
 from baton.router.cost import EXPECTED_OUTPUT
 from baton.router.events import Leg
 from baton.router.fleet import Counts, Engine, Fleet
@@ -203,7 +204,10 @@ def test_what_the_index_knows_counts_more_than_a_prefix() -> None:
     fleet = new_fleet()
     request = RoutedRequest(0, b"a", num_tokens=2000)
     (other,) = {*DECODE} - {placed(fleet, request)[0]}
-    assert placed(fleet, RoutedRequest(0, b"a", num_tokens=2000, cached={other: 512})) == (other, other)
+    assert placed(fleet, RoutedRequest(0, b"a", num_tokens=2000, cached={other: Match.in_cache(512)})) == (
+        other,
+        other,
+    )
 
 
 def test_the_length_of_answers_is_learned_from_streams() -> None:

@@ -117,7 +117,11 @@ class Admin:
         return {
             "num_prompt_tokens": routed.num_tokens,
             "not_handed_over": shape.direct_reason,
-            "cached_tokens": routed.cached,
+            "cached_tokens": {url: held.num_tokens for url, held in routed.cached.items()},
+            "cached_tokens_by_tier": {
+                url: dict(zip(("gpu", "host", "store"), held.by_tier, strict=True))
+                for url, held in routed.cached.items()
+            },
             "candidates": self._fleet.explain(routed, view.pairs.load_s),
         }
 

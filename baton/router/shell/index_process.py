@@ -24,7 +24,7 @@ import zmq.asyncio
 
 from baton.contract.events import KVEventBatch
 from baton.core.json_text import NotJson, decode_json
-from baton.router.block_index import BlockIndex, home_key, prefix_keys, root_key
+from baton.router.block_index import BlockIndex, Match, home_key, prefix_keys, root_key
 from baton.router.event_feed import Apply, EventFeed, FeedEffect, Forget, Replay
 from baton.router.settings import KVEventsSource
 from baton.router.shell.frames import FrameStream
@@ -87,7 +87,7 @@ class Look(_Frame, frozen=True, tag="Look"):
 class Found(_Frame, frozen=True, tag="Found"):
     number: int
     num_tokens: int  # Of the prompt; 0: not known.
-    cached: dict[str, int]  # Tokens, by the engine's URL.
+    cached: dict[str, Match]  # By the engine's URL.
     home: int  # See `block_index.home_key`.
 
 
@@ -250,13 +250,12 @@ class IndexProcess:
 
     async def _answer(self, stream: FrameStream, look: Look) -> None:
         ids = await self._ids_of(look.prompt)
-        cached: dict[str, int] = {}
+        cached: dict[str, Match] = {}
         home = 0
         with suppress(OverflowError, TypeError):  # The engine refuses such ids.
             for size in sorted(set(self._index.block_sizes().values())):
                 keys = prefix_keys(ids, size, root_key(look.adapter, look.salt))
-                found = self._index.match(keys, size)
-                cached |= {url: match.num_tokens for url, match in found.items()}
+                cached |= self._index.match(keys, size)
                 home = home or home_key(keys, size)
         stream.send(Found(look.number, len(ids), cached, home))
 

@@ -15,6 +15,7 @@ from typing import Any, Literal, NamedTuple
 
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.router.admission import Objective, Ticket
+from baton.router.block_index import Match
 from baton.router.errors import FailureKind
 from baton.router.events import (
     ClientGone,
@@ -289,7 +290,7 @@ class Router:
         rng = self.world.rng_of_router
         # In health a prompt is handed over: the prefix that D reports must not be worth more.
         names = self.cluster.producers if self._decode_rate > 1.0 else self.cluster.hosts
-        cached = {_url(name): rng.randint(0, len(prompt)) for name in names}
+        cached = {_url(name): Match.in_cache(rng.randint(0, len(prompt))) for name in names}
         home = random.Random(str(prompt)).getrandbits(64)
         self.world.count("prompts looked up")
         self.world.after(
