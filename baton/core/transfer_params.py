@@ -24,6 +24,10 @@ token out and lends the state before it; P's answer is empty, and D computes tha
 In addition to any of these or none, `"baton_offload": "off" | "load_only" | "store_only"` limits what an
 engine that offloads its KV may do for this request.
 
+`"baton_lend_stored": true`, in place of the others, asks an engine that lends its host memory (`lend` of
+BatonOffloadConnector) for what it has of the prompt there. Nothing is computed; the answer has no token, and
+the params of a Fetch if something is lent.
+
 The producer's answer also has `"baton_cached_tokens"`, unless it is 0: how many tokens of the prompt the
 producer had in its cache. The consumer uses the number for its `usage` only.
 """
@@ -38,6 +42,7 @@ from baton.core.ids import EngineId, TransferId
 
 FIELD = "kv_transfer_params"
 CONTINUE = "baton_continue"
+LEND_STORED = "baton_lend_stored"
 MAX_TICKET_CHARS = 1 << 20  # A ticket of 128k tokens in 16-token blocks is below 64 KiB.
 MAX_INTRODUCTION_CHARS = 1 << 13
 MAX_BLOCK_ID = 2**32 - 1
@@ -127,6 +132,11 @@ def parse_offload_choice(raw: Mapping[str, Any] | None) -> OffloadChoice:
     return OFFLOAD_CHOICES[value]
 
 
+def lends_stored(raw: Mapping[str, Any] | None) -> bool:
+    """Whether the request asks for a loan of what is stored. Raises BadTransferParams."""
+    return raw is not None and _flag(raw, LEND_STORED)
+
+
 CACHED_TOKENS = "baton_cached_tokens"
 
 
@@ -156,6 +166,10 @@ def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | N
         raise BadTransferParams(
             "must not set both do_remote_prefill and do_remote_decode",
             field=FIELD,
+        )
+    if lends_stored(raw) and (decode_elsewhere or prefilled_elsewhere):
+        raise BadTransferParams(
+            "must not be set with do_remote_prefill or do_remote_decode", field=f"{FIELD}.{LEND_STORED}"
         )
     if decode_elsewhere:
         transfer_id = _sized(raw, "transfer_id", MAX_TRANSFER_ID_CHARS)

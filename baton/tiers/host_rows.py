@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.errors import ConfigError
-from baton.tiers.host_memory import allocate
+from baton.tiers.host_memory import allocate, allocate_shareable, touch
 
 if TYPE_CHECKING:
     import torch
@@ -28,16 +28,28 @@ class HostRows:
     """Rows of host memory. Several threads may copy at a time, but not the same rows."""
 
     def __init__(
-        self, kv_caches: Mapping[str, torch.Tensor], num_rows: int, memory_field: str = "num_rows"
+        self,
+        kv_caches: Mapping[str, torch.Tensor],
+        num_rows: int,
+        memory_field: str = "num_rows",
+        *,
+        is_shareable: bool = False,
     ) -> None:
-        """`memory_field`: configuration field that sets the amount of memory, for the error.
+        """`memory_field`: configuration field that sets the amount of memory, for the error. `is_shareable`:
+        other engines of this host can map the rows.
 
         Raises ConfigError if a cache's blocks are not contiguous, or memory is short.
         """
+        self._kv_caches = dict(kv_caches)
         self._caches: list[Bytes] = [block_rows(name, cache).numpy() for name, cache in kv_caches.items()]
         widths = [cache.shape[1] for cache in self._caches]
         self.row_bytes = sum(widths)
-        memory = allocate(num_rows * self.row_bytes, memory_field)
+        if is_shareable:
+            memory = allocate_shareable(num_rows * self.row_bytes)
+            touch(memory, memory_field)
+        else:
+            memory = allocate(num_rows * self.row_bytes, memory_field)
+        self._memory = memory
         ends = np.cumsum(widths) * num_rows
         self._rows: list[Bytes] = [
             memory[end - width * num_rows : end].reshape(num_rows, width)
@@ -55,6 +67,19 @@ class HostRows:
         for block, row, count in runs(block_ids, rows):
             for cache, ours in zip(self._caches, self._rows, strict=True):
                 cache[block : block + count] = ours[row : row + count]
+
+    def as_caches(self) -> dict[str, torch.Tensor]:
+        """The rows of each layer in the shape of its cache: a row in place of a block. One storage."""
+        import torch
+
+        memory, caches = torch.from_numpy(self._memory), {}
+        for (name, cache), rows in zip(self._kv_caches.items(), self._rows, strict=True):
+            of_dtype, size = memory.view(cache.dtype), cache.element_size()
+            offset = rows.ctypes.data - self._memory.ctypes.data
+            caches[name] = of_dtype.as_strided(
+                (len(rows), *cache.shape[1:]), (rows.shape[1] // size, *cache.stride()[1:]), offset // size
+            )
+        return caches
 
     def _check(self, block_ids: Sequence[int], rows: Sequence[int]) -> None:
         check_ids(block_ids, len(self._caches[0]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import zip_longest
 from typing import Any
 
+from baton.connectors.extra_config import FIELD as EXTRA_FIELD
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import OffloadMetadata
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
@@ -75,8 +76,11 @@ def identity_of(
     parts_of(vllm_config, kv_cache_config)  # Refuses states that are more than one block.
     block_tokens = int(vllm_config.cache_config.block_size)
     events = getattr(vllm_config, "kv_events_config", None)
+    parsed = OffloadSettings.parse(settings)
+    if parsed.lend is not None:
+        raise ConfigError("works in Baton's own engine, so far", field=f"{EXTRA_FIELD}.lend")
     return OffloadIdentity(
-        settings=OffloadSettings.parse(settings),
+        settings=parsed,
         rank=rank,
         num_ranks=int(parallel.world_size),
         block_tokens=block_tokens,

@@ -12,6 +12,7 @@ from baton.core.transfer_params import (
     Fetch,
     Named,
     Stream,
+    lends_stored,
     parse_transfer_params,
 )
 
@@ -135,3 +136,13 @@ def test_a_request_that_crashed_other_engines_is_refused_clearly() -> None:
 def test_both_directions_at_once_are_refused() -> None:
     with pytest.raises(BadTransferParams, match="must not set both"):
         parse_transfer_params({**ANSWER, "do_remote_decode": True})
+
+
+def test_a_request_for_a_loan_of_what_is_stored_asks_for_nothing_else() -> None:
+    assert not lends_stored(None)
+    assert not lends_stored({"baton_lend_stored": False, "do_remote_decode": True})
+    assert lends_stored({"baton_lend_stored": True})
+    assert parse_transfer_params({"baton_lend_stored": True}) is None
+    for wrong in ({"baton_lend_stored": 1}, {"baton_lend_stored": True, "do_remote_decode": True}):
+        with pytest.raises(BadTransferParams, match="baton_lend_stored"):
+            parse_transfer_params(wrong)

@@ -8,7 +8,7 @@ import msgspec
 from baton.cli.settings import SECTIONS, ServeSettings
 from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.connectors.hidden_states.settings import HiddenStatesSettings
-from baton.connectors.offload.settings import OffloadSettings
+from baton.connectors.offload.settings import LendSettings, OffloadSettings
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
 from baton.connectors.shared_storage.settings import StorageSettings
@@ -25,6 +25,7 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "BatonPullConnector": PullSettings,
     "BatonPushConnector": PushSettings,
     "BatonOffloadConnector": OffloadSettings,
+    "lend of BatonOffloadConnector": LendSettings,
     "BatonSharedStorageConnector": StorageSettings,
     "BatonHiddenStatesConnector": HiddenStatesSettings,
     "BatonDecodeBenchConnector": DecodeBenchSettings,

@@ -72,6 +72,8 @@ def test_unsupported_configurations_are_refused_at_start(plugin: Any, folder: Pa
         make(plugin, folder, extra={"eviction": "lru"})
     with pytest.raises(ConfigError, match=r"stream: is not known"):
         make(plugin, folder, extra={"cpu_gib": 1, "stream": "layer"})
+    with pytest.raises(ConfigError, match=r"lend: works in Baton's own engine"):
+        make(plugin, folder, extra={"cpu_gib": 1, "lend": {}})
     make(plugin, folder, extra={"cpu_gib": 1, "allow_untested_vllm": True})
 
 

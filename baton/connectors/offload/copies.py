@@ -11,6 +11,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.connectors.extra_config import FIELD
+from baton.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +48,13 @@ class Copies(ABC):
     @abstractmethod
     def wait(self, jobs: Collection[int], timeout_s: float) -> bool:
         """Waits until none of the jobs is running. False: timed out."""
+
+    def rows_as_caches(self) -> dict[str, torch.Tensor]:
+        """The rows of each layer in the shape of its cache, for readers of other engines.
+
+        Raises ConfigError if they cannot read them.
+        """
+        raise ConfigError("works in engines that compute on a CPU, so far", field=f"{FIELD}.lend")
 
     @abstractmethod
     def close(self, timeout_s: float) -> None:

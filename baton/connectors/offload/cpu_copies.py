@@ -11,11 +11,14 @@ import threading
 import time
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from baton.connectors.jobs import Jobs
 from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.tiers.host_rows import HostRows
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +52,9 @@ class CpuCopies(Copies):
                 return
             self._loading.add(job)
         self._loads.put(partial(self._load, job, block_ids, rows))
+
+    def rows_as_caches(self) -> dict[str, torch.Tensor]:
+        return self._host_rows.as_caches()
 
     def take_ended(self) -> list[CopyEnd]:
         with self._changed:

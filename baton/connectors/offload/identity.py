@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Any, Self
+
+import msgspec
 
 from baton.connectors.extra_config import FIELD
-from baton.connectors.offload.settings import GIB, OffloadSettings
+from baton.connectors.offload.settings import GIB, LendSettings, OffloadSettings
+from baton.connectors.pull.identity import EngineIdentity
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
-from baton.core.kv_groups import KVCacheGroup, has_states, num_places
+from baton.core.kv_groups import KVCacheGroup, has_states, has_tables, num_places
 from baton.core.layout import kv_heads_of
 from baton.core.states import state_bytes
 
@@ -29,6 +32,7 @@ class OffloadIdentity:
     publishes_events: bool = False
     is_producer: bool = True  # May store.
     is_consumer: bool = True  # May load.
+    lender: EngineIdentity | None = None  # Of the producer that lends slots; None: nothing is lent.
 
     def __post_init__(self) -> None:
         if has_states(self.groups) and self.settings.blocks_per_chunk != 1:
@@ -42,6 +46,11 @@ class OffloadIdentity:
                 f"chunks must not be longer than the window of {min(windows)} tokens: their beginning would "
                 "be freed before their end is computed",
                 field=f"{FIELD}.blocks_per_chunk",
+            )
+        if self.lender is not None and has_tables(self.groups):
+            raise ConfigError(
+                "needs a model whose layers all see the whole prompt, without windows and recurrent states",
+                field=f"{FIELD}.lend",
             )
         if self.num_slots < 1:
             needed = self.block_bytes * self.rows_per_slot * self.num_ranks / GIB
@@ -82,8 +91,9 @@ class OffloadIdentity:
             max(of_state if group.is_state else of_tokens for group in groups if place < len(group.layers))
             for place in range(num_places(groups))
         ]
+        settings = OffloadSettings.parse(transfer.kv_connector_extra_config)
         return cls(
-            settings=OffloadSettings.parse(transfer.kv_connector_extra_config),
+            settings=settings,
             rank=parallel.rank,
             num_ranks=parallel.world_size,
             block_tokens=config.cache_config.block_size,
@@ -93,4 +103,17 @@ class OffloadIdentity:
             publishes_events=config.enable_kv_events,
             is_producer=transfer.is_kv_producer,
             is_consumer=transfer.is_kv_consumer,
+            lender=_lender_of(config, settings.lend) if settings.lend is not None else None,
         )
+
+
+def _lender_of(config: EngineConfig, lend: dict[str, Any]) -> EngineIdentity:
+    """Identity of the producer that lends slots. Raises ConfigError."""
+    replace = msgspec.structs.replace
+    assert config.kv_transfer_config is not None
+    transfer = replace(config.kv_transfer_config, kv_connector_extra_config=lend, kv_role="kv_producer")
+    try:
+        lender = EngineIdentity.of_engine(replace(config, kv_transfer_config=transfer), LendSettings)
+    except ConfigError as error:
+        raise ConfigError(str(error), field=f"{FIELD}.lend") from error
+    return replace(lender, has_host_mirror=False)

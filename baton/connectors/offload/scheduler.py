@@ -18,6 +18,8 @@ With several KV-cache groups a chunk has blocks of each, and is stored while all
 before a window are freed from step to step, so every store is fenced then. Loads leave out the blocks before
 a window.
 
+With the setting `lend` a request may ask for a loan of what is stored of its prompt (`lending`).
+
 A chunk gets the recurrent state at its end if a step's host offers it, maybe in a later request than the one
 that stored its tokens. Loads end with a chunk that has one.
 
@@ -27,7 +29,7 @@ Pure: no torch, no clock, no thread.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -35,17 +37,18 @@ from typing import Any
 from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.offload.events import StoreEvents
 from baton.connectors.offload.identity import OffloadIdentity
+from baton.connectors.offload.lending import SlotLender
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.offload.prompts import Prompt, is_plain
 from baton.connectors.offload.stats import OffloadStats
-from baton.contract import KVConnectorMetadata, KVConnectorOutput, host
+from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorOutput, host
 from baton.contract.defaults import FinishesByFirstGroup
 from baton.contract.events import KVCacheEvent
 from baton.contract.reports import RankCombiner
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import BlockHash
 from baton.core.kv_groups import NULL_BLOCK_ID, can_complete_states, is_hybrid
-from baton.core.transfer_params import OffloadChoice, parse_offload_choice
+from baton.core.transfer_params import OffloadChoice, lends_stored, parse_offload_choice
 from baton.tiers.eviction import make_policy
 from baton.tiers.slot_index import Entry, SlotIndex
 from baton.tiers.twice import TwiceEstimated
@@ -81,6 +84,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self._due_loads: list[LoadBlocks] = []  # For the next step.
         self._due_fence: set[int] = set()
         self._stats = OffloadStats()
+        self._lender = SlotLender(identity.lender, self._index) if identity.lender is not None else None
         self._events = events or StoreEvents(block_tokens=identity.block_tokens)
         logger.info(
             "offloads to %g GiB of host memory: %d tokens in %d slots, %s",
@@ -103,7 +107,14 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         return self._identity.block_tokens * self._chunk_blocks
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
-        return True  # This half has no events between steps.
+        """Between steps only loans end."""
+        return self._lender is None or self._lender.half.bind_wake(wake)
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        if self._lender is not None:
+            self._lender.half.set_xfer_handshake_metadata_pp_aware(metadata)
 
     # --- Requests --------------------------------------------------------------------------------
 
@@ -191,11 +202,18 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self, request: host.Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
         prompt = self._prompts.pop(request.request_id, None)
-        if prompt is not None:
-            self._due_fence |= prompt.open_stores
-            # The end of a prompt is to be evicted before its beginning, which is useful without it.
-            self._index.refresh(reversed(prompt.keys))
-        return False, None
+        if prompt is None:
+            return False, None
+        self._due_fence |= prompt.open_stores
+        params = self._lend(prompt) if self._lender is not None else None
+        # The end of a prompt is to be evicted before its beginning, which is useful without it.
+        self._index.refresh(reversed(prompt.keys))
+        return False, params
+
+    def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
+        """Raises BadTransferParams for a ticket that this engine has not signed."""
+        if self._lender is not None:
+            self._lender.half.take_back(kv_transfer_params)
 
     # --- Step ------------------------------------------------------------------------------------
 
@@ -208,6 +226,8 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         fence = tuple(sorted(job for job in self._due_fence if job in self._stores))
         loads = tuple(self._due_loads)
         self._due_fence, self._due_loads = set(), []
+        if self._lender is not None:
+            self._lender.half.build_connector_meta(scheduler_output)  # It has no orders for ranks.
         stores = tuple(self._plan_stores(scheduler_output)) if self._identity.is_producer else ()
         return OffloadMetadata(fence, loads, stores)
 
@@ -229,9 +249,12 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         return self._events.take()
 
     def has_pending_push_work(self) -> bool:
-        return bool(self._stores)  # Chunks can be found only after their store has ended.
+        # Chunks can be found only after their store has ended. The lender releases the slots of ended loans.
+        return (self._lender is not None and self._lender.half.has_pending_push_work()) or bool(self._stores)
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
+        if self._lender is not None:
+            self._lender.half.get_kv_connector_stats()  # Else its records would add up.
         self._stats.note_usage(self._index.num_slots - self._index.num_free, self._index.num_slots)
         return self._stats.take()
 
@@ -240,7 +263,31 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             self._events.removed(key)
         return True
 
+    def drain(self, timeout_s: float) -> None:
+        if self._lender is not None:
+            self._lender.half.drain(timeout_s)
+
+    def shutdown(self) -> None:
+        if self._lender is not None:
+            self._lender.half.shutdown()
+
     # --- Parts -----------------------------------------------------------------------------------
+
+    def _lend(self, prompt: Prompt) -> dict[str, Any] | None:
+        """Params that lead to what is stored of the prompt, if the request asks for them."""
+        request = prompt.request
+        assert self._lender is not None
+        if not is_plain(request) or not lends_stored(request.kv_transfer_params):
+            return None
+        keys = prompt.keys_between(0, request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
+        lent = self._lender.lend(request, keys, lambda entry: self._rows_of(entry, 0), self._chunk_tokens)
+        if lent is None:
+            return None
+        num_tokens, params = lent
+        for key in keys[: num_tokens // self._chunk_tokens]:
+            self._index.use(key)
+        self._stats.add(lent_tokens=num_tokens)
+        return params
 
     def _follow(self, request: host.Request) -> Prompt:
         prompt = self._prompts.get(request.request_id)

@@ -1,6 +1,6 @@
 """Settings of the offload connector: `kv_connector_extra_config`, typed and checked once.
 
-{"cpu_gib": 8, "eviction": "arc", "prompt_only": true, "blocks_per_chunk": 4}
+{"cpu_gib": 8, "eviction": "arc", "prompt_only": true, "blocks_per_chunk": 4, "lend": {"host": "10.0.0.7"}}
 """
 
 from __future__ import annotations
@@ -11,10 +11,22 @@ from typing import Any, Self
 import msgspec
 
 from baton.connectors.extra_config import FIELD, parse_extra, refuse_unknown
+from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError
 from baton.tiers.eviction import Eviction
 
 GIB = 1 << 30
+
+
+class LendSettings(PullSettings, frozen=True, kw_only=True):
+    """Of the control channel and the transports by which other engines read host memory, as in pull."""
+
+    share_max: float = 0.5  # Of the slots; beyond it nothing is lent.
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.share_max <= 1:
+            raise ConfigError("must be in (0, 1]", field=f"{FIELD}.share_max")
 
 
 class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -23,6 +35,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
     prompt_only: bool = False  # Store prompts only, not answers.
     blocks_per_chunk: int = 1  # Blocks stored and evicted together: fewer keys, coarser hits.
     shutdown_timeout_s: float = 5.0  # How long `shutdown` waits for copies.
+    lend: dict[str, Any] | None = None  # LendSettings. None: other engines cannot read the memory.
 
     def __post_init__(self) -> None:
         if not self.cpu_gib > 0:

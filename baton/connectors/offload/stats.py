@@ -4,6 +4,7 @@ bytes {direction: n}     baton:kv_offload_bytes_total       copied, all ranks to
 seconds {direction: s}   baton:kv_offload_seconds_total     duration of these copies
 hit_tokens               baton:kv_offload_hit_tokens_total  prompt tokens loaded instead of computed
 twice_hit_tokens         baton:kv_offload_twice_hit_tokens_total  estimate of hit_tokens with twice the memory
+lent_tokens              baton:kv_offload_lent_tokens_total  in slots that were lent to other engines
 stored_chunks            baton:kv_offload_stored_chunks_total    can be found from then on
 evicted_chunks           baton:kv_offload_evicted_chunks_total   evicted to make room
 not_stored_chunks        baton:kv_offload_not_stored_chunks_total  not stored for lack of room
@@ -33,6 +34,9 @@ class OffloadStats(CountedStats):
         "twice_hit_tokens": Count(
             "baton:kv_offload_twice_hit_tokens",
             "Estimate of the hit tokens that twice the host memory would have.",
+        ),
+        "lent_tokens": Count(
+            "baton:kv_offload_lent_tokens", "Prompt tokens in slots that were lent to other engines."
         ),
         "stored_chunks": Count("baton:kv_offload_stored_chunks", "Chunks of blocks that were stored."),
         "evicted_chunks": Count(

@@ -20,7 +20,8 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.offload.settings import GIB
 from baton.connectors.offload.stats import OffloadStats
-from baton.contract import KVConnectorMetadata, host
+from baton.connectors.pull import PullWorkerHalf
+from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, host
 from baton.core.errors import ConfigError, TransferError
 from baton.tiers.host_memory import available_bytes
 
@@ -42,7 +43,7 @@ class OffloadWorkerHalf(BackgroundLoads):
         self._identity = identity
         self._make_copies = make_copies or copies_of
         self._copies: Copies | None = None  # Set when the cache is registered.
-        self._wake: Callable[[], None] | None = None
+        self._lender: PullWorkerHalf | None = None  # Lets other engines read the rows.
         self._due_stores: list[StoreBlocks] = []  # Of this step.
         self._stores: set[int] = set()  # Running.
         self._spoilt: set[int] = set()  # Running stores whose blocks may be overwritten meanwhile.
@@ -66,6 +67,12 @@ class OffloadWorkerHalf(BackgroundLoads):
         for name, cache in by_size:
             distinct.setdefault(cache.data_ptr(), (name, cache))
         self._copies = self._make_copies(dict(distinct.values()), self._identity)
+        if self._identity.lender is not None:
+            self._lender = PullWorkerHalf(self._identity.lender)
+            self._lender.register_kv_caches(self._copies.rows_as_caches())
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        return self._lender.get_handshake_metadata() if self._lender is not None else None
 
     def unregister_kv_caches(self) -> None:
         """When this returns, no copy runs out of the caches or into them.
@@ -138,6 +145,8 @@ class OffloadWorkerHalf(BackgroundLoads):
         return report
 
     def shutdown(self) -> None:
+        if self._lender is not None:
+            self._lender.shutdown()
         if self._copies is not None:
             self._copies.close(self._identity.settings.shutdown_timeout_s)
 
@@ -179,7 +188,8 @@ def copies_of(kv_caches: dict[str, torch.Tensor], identity: OffloadIdentity) -> 
     from baton.connectors.offload.cpu_copies import CpuCopies
     from baton.tiers.host_rows import HostRows
 
-    rows = HostRows(kv_caches, identity.num_rows, f"{FIELD}.cpu_gib")
+    is_lent = identity.lender is not None
+    rows = HostRows(kv_caches, identity.num_rows, f"{FIELD}.cpu_gib", is_shareable=is_lent)
     if rows.row_bytes != identity.block_bytes:
         raise ConfigError(
             f"a block takes {rows.row_bytes} bytes on this rank, expected {identity.block_bytes}",

@@ -43,7 +43,7 @@ from baton.contract import (
     host,
 )
 from baton.core.errors import BadTransferParams
-from baton.core.ids import Address, Epoch
+from baton.core.ids import Address, BlockId, Epoch
 from baton.core.kv_groups import can_complete_states
 from baton.core.prefilled import PrefilledTokens
 from baton.core.reasons import FailureCode
@@ -388,8 +388,17 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             params = self._answer(request.kv_transfer_params, params)
         return keeps, params
 
+    def lend_blocks(
+        self, request: host.Request, block_ids: Sequence[int], num_tokens: int
+    ) -> dict[str, Any] | None:
+        """Lend blocks of the only cache group; the holder holds them from now on. See `Loans.lend_blocks`."""
+        if self._is_retired:
+            return None
+        with self._changing as now:
+            return self._loans.lend_blocks(request, (tuple(map(BlockId, block_ids)),), num_tokens, now)
+
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
-        """Raises BadTransferParams for a ticket that this process has not signed."""
+        """Raises BadTransferParams for a ticket that this engine has not signed."""
         with self._changing as now:
             self._loans.take_back(kv_transfer_params, now)
             self._loans.release_ended()

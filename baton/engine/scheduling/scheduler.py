@@ -29,6 +29,7 @@ from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf
 from baton.contract.events import KVCacheEvent
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
+from baton.core.transfer_params import lends_stored
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError, SchedulerStats
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduling.admission import Admission
@@ -74,7 +75,11 @@ class Scheduler:
     # --- Arrivals and ends --------------------------------------------------------------------
 
     def add_request(self, asked: EngineRequest) -> None:
-        """Raises UserError, without any effect, if the request can never run."""
+        """Raises UserError, without any effect, if the request can never run.
+
+        A request for a loan of what is stored (`baton_lend_stored`) does not run: it ends here.
+        """
+        is_for_loan = lends_stored(asked.kv_transfer_params)
         check_can_run(asked, self.config)
         if asked.request_id in self.requests:
             raise UserError(f"{asked.request_id!r} is in use; choose a new one", field="request_id")
@@ -91,6 +96,9 @@ class Scheduler:
             self.connector.announce(request)
         except RequestFault as fault:
             self._lifecycle.fail(request, fault.error)
+            return
+        if is_for_loan:
+            self._lifecycle.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ids that are unknown or have finished are ignored: an abort may cross the last output."""

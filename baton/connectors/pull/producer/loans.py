@@ -131,17 +131,32 @@ class Loans:
         held = self._held(block_ids, num_tokens, request.num_computed_tokens)
         if not held or request.prompt_token_ids is None:
             return False, None
-        loan_id = self._machine.lend(now)
-        if loan_id is None:
-            return False, None  # Draining: the consumer computes the prompt.
         # Only hosts that can take prefilled tokens give them away; vLLM does neither.
         prefilled: PrefilledTokens | None = getattr(request, "prefilled_tokens", None)
-        transfer_id = intent.transfer_id or transfer_of_request(request.request_id)
-        lent = self._lend(
-            request, loan_id, held, request.prompt_token_ids[:num_tokens], transfer_id, now, prefilled
-        )
-        params = {"do_remote_prefill": True, "do_remote_decode": False, **lent, "transfer_id": transfer_id}
-        return self._holder is None, params
+        params = self.lend_blocks(request, held, num_tokens, now, intent.transfer_id, prefilled)
+        return self._holder is None and params is not None, params
+
+    def lend_blocks(
+        self,
+        request: host.Request,
+        held: tuple[tuple[BlockId, ...], ...],
+        num_tokens: int,
+        now: float,
+        transfer_id: TransferId | None = None,
+        prefilled: PrefilledTokens | None = None,
+    ) -> dict[str, Any] | None:
+        """Lend blocks of each group with the KV of the first `num_tokens` tokens of the request's prompt.
+
+        Returns the params that lead to them. None while draining: the consumer computes the prompt.
+        """
+        assert request.prompt_token_ids is not None
+        loan_id = self._machine.lend(now)
+        if loan_id is None:
+            return None
+        name = transfer_id or transfer_of_request(request.request_id)
+        token_ids = request.prompt_token_ids[:num_tokens]
+        lent = self._lend(request, loan_id, held, token_ids, name, now, prefilled)
+        return {"do_remote_prefill": True, "do_remote_decode": False, **lent, "transfer_id": name}
 
     def _keep(
         self, request: host.Request, block_ids: Sequence[Sequence[int]], now: float
@@ -271,14 +286,15 @@ class Loans:
     def take_back(self, params: Mapping[str, Any], now: float) -> None:
         """End the loan that these params of an answer lead to, unless a consumer has claimed it.
 
-        Raises BadTransferParams for a ticket that this process has not signed.
+        Raises BadTransferParams for a ticket that this engine has not signed.
         """
         if not isinstance(text := params.get("baton_ticket"), str):
             raise BadTransferParams("is missing, or no string", field=TICKET_FIELD)
         ticket = open_ticket(text, self._identity.ticket_key)
-        if ticket.producer != Address(self._identity.engine_id, self._machine.epoch):
+        if ticket.producer.engine_id != self._identity.engine_id:
             raise BadTransferParams("is of another engine", field=TICKET_FIELD)
-        self._give_up(ticket.loan_id, now)
+        if ticket.producer.epoch == self._machine.epoch:  # Else of another connector of this engine, or over.
+            self._give_up(ticket.loan_id, now)
 
     def take_back_of(self, request_id: str, now: float) -> None:
         """The same, of the blocks that this request has just lent."""
