@@ -12,9 +12,11 @@ from benchmarks.compare.command import compare
 
 ALL = {
     **BENCHMARKS,
+    "agreement": "benchmarks.agreement",
     "cross-layer": "benchmarks.cross_layer",
     "decode-graphs": "benchmarks.decode_graphs",
     "choice": "benchmarks.fleet.choice",
+    "engine-steps": "benchmarks.engine_steps",
     "eviction": "benchmarks.eviction",
     "fleet": "benchmarks.fleet.command",
     "hedge": "benchmarks.fleet.hedge",

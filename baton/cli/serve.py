@@ -42,6 +42,7 @@ _FLAGS: dict[str, dict[str, str]] = {
     "Model": {
         "served_model_name": "Model name in the API (default: the folder's name).",
         "dtype": "auto, float32, bfloat16 or float16",
+        "quantization": "Weights in fewer bits, made at start: int8 or int4 (default: those of --dtype).",
         "max_model_len": "Limit for prompt plus answer, in tokens (default: the model's).",
         "seed": "Seed of requests that have none",
     },

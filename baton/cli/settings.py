@@ -29,7 +29,7 @@ from baton.cli.http_options import (
     REGISTER_KEY_ENV,
     read_api_keys,
 )
-from baton.core.config import ClusterSecret, KVCacheDtype, KVEventsConfig, KVTransferConfig
+from baton.core.config import ClusterSecret, KVCacheDtype, KVEventsConfig, KVTransferConfig, Quantization
 from baton.core.errors import ConfigError, UserError
 from baton.core.limited_file import read_limited
 from baton.core.secret_source import PREVIOUS_SECRET_ENV, SECRET_ENV, find_secret
@@ -75,6 +75,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: str | None = None
     served_model_name: str | None = None
     dtype: Dtype = "auto"
+    quantization: Quantization | None = None
     max_model_len: int | None = None
     seed: int = 0
 
@@ -208,7 +209,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "model": ("model", "served_model_name", "dtype", "max_model_len", "seed"),
+    "model": ("model", "served_model_name", "dtype", "quantization", "max_model_len", "seed"),
     "server": (
         "host",
         "port",

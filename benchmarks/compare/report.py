@@ -7,6 +7,7 @@ from benchmarks.compare.figures import Spread, difference, percentile, ratio
 from benchmarks.compare.goals import Verdict, num_missed, single_of, verdict_word, verdicts_of
 from benchmarks.compare.journal import Findings, read_journal
 from benchmarks.compare.plots import draw
+from benchmarks.compare.systems import SINGLES
 
 NOTHING = ""
 INTRODUCTION = """\
@@ -102,13 +103,14 @@ def _load_table(findings: Findings, part: str) -> str:
         "of",
     )
     rows = []
+    singles = {name: pair[0] for pair in SINGLES for name in pair}
     for setting in findings.settings(part):
         for system in findings.systems(part, setting):
 
             def of(metric: str, setting: str = setting, system: str = system) -> list[float]:
                 return findings.values(part, setting, system, metric)
 
-            reference = single_of(system) if part != "d" else "vllm"
+            reference = single_of(system) if part != "d" else singles[system]
             share = ratio(
                 findings.rounds(part, setting, system, "ttft_s"),
                 findings.rounds(part, setting, reference, "ttft_s"),

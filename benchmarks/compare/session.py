@@ -29,7 +29,7 @@ from benchmarks.compare.load import LoadClient, LoadError
 from benchmarks.compare.prompts import FreshPrompts, shared_share, slice_of_trace
 from benchmarks.compare.rounds import AlternatingLoads, Setting, Target
 from benchmarks.compare.running import CannotRun, RunningSystem, SessionSetup, fits, resumed, running
-from benchmarks.compare.systems import MAX_MODEL_LEN, SYSTEMS, Role
+from benchmarks.compare.systems import MAX_MODEL_LEN, SINGLES, SYSTEMS, Role
 
 TRACE_PATH = Path(__file__).with_name("traces") / "mooncake_conversation.jsonl"
 TRACE_ANSWER_TOKENS_MAX = 64
@@ -125,7 +125,8 @@ class Session:
         if "raw" in plan.parts:
             self._attempt("raw", "raw transports", self._raw)
         if "d" in plan.parts:
-            self._attempt("d", "single engines", self._singles)
+            for names in SINGLES:
+                self._attempt("d", " | ".join(names), partial(self._singles, names))
         if {"a", "b", "c"} & set(plan.parts):
             for group in plan.groups:
                 self._in_affordable_groups("a, b, c", group, self._group)
@@ -207,8 +208,8 @@ class Session:
                         pulls.remove(one)
                         self._skip("b", one.system.name, str(error))
 
-    def _singles(self) -> None:
-        with self._running(("vllm", "baton"), confined=True) as systems:
+    def _singles(self, names: tuple[str, str]) -> None:
+        with self._running(names, confined=True) as systems:
             targets = [Target(one.system.name, one, one.url) for one in systems]
             self._loads.warm_up(targets)
             self._loads.rounds(
@@ -216,10 +217,11 @@ class Session:
                 targets,
                 self._plan.size.singles,
                 rounds_max=self._plan.size.rounds_max,
-                budget_s=self._plan.budget_s("d"),
+                budget_s=self._plan.budget_s("d") / len(SINGLES),
             )
-            for setting in self._plan.size.singles:
-                self._compare_answers(setting, systems)
+            if all(one.system.dtype == "float32" for one in systems):
+                for setting in self._plan.size.singles:
+                    self._compare_answers(setting, systems)
 
     def _compare_answers(self, setting: Setting, systems: list[RunningSystem]) -> None:
         """Compare answers of two single engines, and check differences for ties. Raises AskingError."""

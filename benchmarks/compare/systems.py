@@ -62,6 +62,7 @@ class System:
     connector: Connector | None = None  # None: a single engine.
     front: Front | None = None
     is_confined: bool = False
+    dtype: str = "float32"
 
     @property
     def roles(self) -> tuple[Role, ...]:
@@ -103,7 +104,9 @@ SYSTEMS: dict[str, System] = {
         System("vllm baton pull nixl", "vllm", _pull("nixl"), "baton route"),
         System("vllm baton push chunk", "vllm", _push("chunk"), "baton route"),
         System("vllm baton push layer", "vllm", _push("layer"), "baton route"),
+        System("vllm bfloat16", "vllm", dtype="bfloat16"),
         System("baton", "baton"),
+        System("baton bfloat16", "baton", dtype="bfloat16"),
         System("baton pull", "baton", _pull("local"), "baton route"),
         System("baton push chunk", "baton", _push("chunk"), "baton route"),
     )
@@ -117,6 +120,10 @@ GROUPS: tuple[tuple[str, ...], ...] = (
     ("vllm", "vllm baton pull nixl"),
     ("baton", "baton pull", "baton push chunk"),
 )
+
+
+# Single engines, the reference first.
+SINGLES: tuple[tuple[str, str], ...] = (("vllm", "baton"), ("vllm bfloat16", "baton bfloat16"))
 
 
 def chosen_groups(names: Sequence[str]) -> tuple[tuple[str, ...], ...]:
@@ -170,7 +177,8 @@ def engine_command(
             json.dumps(system.connector.config(system.kind, role, engine_id_of(system, role))),
         ]
     )
-    served = ["--served-model-name", MODEL_NAME, "--dtype", "float32", "--max-model-len", str(MAX_MODEL_LEN)]
+    served = ["--served-model-name", MODEL_NAME, "--dtype", system.dtype]
+    served += ["--max-model-len", str(MAX_MODEL_LEN)]
     served += ["--host", HOST, "--port", str(ports.http), *transfer]
     match system.kind:
         case "vllm":

@@ -42,6 +42,9 @@ class ThreadGroup(TensorParallelGroup):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return torch.stack(self._exchange(tensor)).sum(0)
 
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        return torch.stack(self._exchange(tensor)).amax(0)
+
     def all_gather(self, tensor: torch.Tensor, dim: int = -1) -> torch.Tensor:
         return torch.cat(self._exchange(tensor), dim)
 

@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from baton.core.config import Quantization
 from baton.core.kv_groups import KVCacheGroup, layer_name, places_of
 from baton.core.layout import kv_heads_of
 from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
@@ -27,10 +28,18 @@ from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.gated_delta import GatedDeltaMixer
 from baton.engine.models.kinds import Kind, Rotation, StepOfKind
 from baton.engine.models.latent_attention import LatentAttention
-from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear, empty_parameter, rms_norm
+from baton.engine.models.layers import (
+    PackedLinear,
+    RMSNorm,
+    RowParallelLinear,
+    drop,
+    empty_parameter,
+    rms_norm,
+)
 from baton.engine.models.mamba2 import Mamba2Mixer
 from baton.engine.models.matmul import Matmul, is_packable
 from baton.engine.models.parallel import TensorParallelGroup
+from baton.engine.models.quantised_weights import matmul_of
 from baton.engine.models.rotary import Rotary, rotate
 from baton.engine.models.state_mixer import StateMixer, plan_states
 
@@ -48,6 +57,7 @@ class Decoder(nn.Module):
         group: TensorParallelGroup,
         kv_cache_groups: Sequence[KVCacheGroup],
         is_cache_quantised: bool = False,
+        quantization: Quantization | None = None,
     ) -> None:
         super().__init__()
         self.architecture = architecture
@@ -96,18 +106,23 @@ class Decoder(nn.Module):
             else empty_parameter(*vocabulary, dtype=dtype, device=device)
         )
         self._head_matmul: Matmul | None = None
+        self._quantization = quantization
         self._dtype = dtype
         # Rounded to the model's dtype, as in the reference implementation.
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
 
     def seal(self) -> None:
-        """Finish loading: the model can compute from now on, and its weights cannot change. Call it once."""
+        """Finish loading: the model can compute from now on, and its weights cannot change. Call it once.
+
+        Quantises the matrices of all `Matmul`s. The head has at least 8 bits, because its error is that of
+        the scores.
+        """
         for layer in self.layers:
-            layer.seal()
+            layer.seal(self._quantization)
         self.norm.seal()
-        self._head_matmul = Matmul(self.head)
-        if self._head_matmul.is_packed and self.head is not self.embedding:
-            self.head.data = torch.empty(0, dtype=self.head.dtype)
+        self._head_matmul = matmul_of(self.head, quantization=self._quantization and "int8")
+        if not self._head_matmul.keeps_weight and self.head is not self.embedding:
+            drop(self.head)
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext
@@ -261,10 +276,10 @@ class DecoderLayer(nn.Module):
             added = added.mul_(self._residual_scale)
         return added.add_(hidden) if added.dtype == hidden.dtype else hidden + added
 
-    def seal(self) -> None:
+    def seal(self, quantization: Quantization | None) -> None:
         for part in (self.attention, self.mlp, self.shared_mlp):
             if part is not None:
-                part.seal()
+                part.seal(quantization)
         for norm in (self.input_norm, self.attended_norm, self.post_norm, self.mlp_norm):
             if norm is not None:
                 norm.seal()
@@ -316,9 +331,9 @@ class Attention(nn.Module):
             empty_parameter(shape.num_heads, dtype=shape.dtype, device=shape.device) if a.sinks else None
         )
 
-    def seal(self) -> None:
-        self.qkv.seal()
-        self.output.seal()
+    def seal(self, quantization: Quantization | None) -> None:
+        self.qkv.seal(quantization)
+        self.output.seal(quantization)
         if self.qk_norm is not None:
             self.qk_norm.add_(self._norm_offset)
 
@@ -405,14 +420,14 @@ class Mlp(nn.Module):
         gate = F.silu(gate) if self._activation == "silu" else F.gelu(gate, approximate="tanh")
         return self.down(gate * up)  # type: ignore[no-any-return]
 
-    def seal(self) -> None:
+    def seal(self, quantization: Quantization | None) -> None:
         """See `Decoder.seal`."""
-        # The packed kernel applies SiLU to its result. For a plain matrix one product is fastest.
-        if self._activation == "silu" and is_packable(self.gate_up.weight):
+        # The packed kernel applies SiLU to its result. For other matrices one product is fastest.
+        if self._activation == "silu" and quantization is None and is_packable(self.gate_up.weight):
             self._split = self.gate_up.seal_split(("silu", None))
         else:
-            self.gate_up.seal()
-        self.down.seal()
+            self.gate_up.seal(quantization)
+        self.down.seal(quantization)
 
 
 def _state_mixer(

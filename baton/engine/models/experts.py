@@ -8,10 +8,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from baton.core.config import Quantization
 from baton.engine.checkpoints.architecture import DecoderArchitecture, Experts
-from baton.engine.models.layers import empty_parameter
+from baton.engine.models.layers import drop, empty_parameter
 from baton.engine.models.matmul import Matmul
 from baton.engine.models.parallel import TensorParallelGroup
+from baton.engine.models.quantised_weights import matmul_of
 
 
 class MixtureOfExperts(nn.Module):
@@ -46,13 +48,17 @@ class MixtureOfExperts(nn.Module):
         self._gate_up: list[Matmul] = []
         self._down: list[Matmul] = []
 
-    def seal(self) -> None:
+    def seal(self, quantization: Quantization | None) -> None:
         """See `Decoder.seal`."""
         biases = self.gate_up_bias if self.gate_up_bias is not None else [None] * len(self.gate_up)
-        self._gate_up = [Matmul(weight, bias) for weight, bias in zip(self.gate_up, biases, strict=True)]
-        self._down = [Matmul(weight) for weight in self.down]
-        if self._down[0].is_packed:
-            self.gate_up.data = self.down.data = torch.empty(0, dtype=self.down.dtype)
+        self._gate_up = [
+            matmul_of(weight, bias, quantization) for weight, bias in zip(self.gate_up, biases, strict=True)
+        ]
+        largest = self._group.all_reduce_max
+        self._down = [matmul_of(weight, None, quantization, largest) for weight in self.down]
+        if not self._down[0].keeps_weight:
+            drop(self.gate_up)
+            drop(self.down)
 
     def forward(self, hidden_TM: torch.Tensor) -> torch.Tensor:
         chosen_TK, shares_TK = self._choose(hidden_TM)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from baton.core.config import Quantization
 from baton.core.kv_groups import index_layer_name, layer_name
 from baton.engine.attention import AttentionBackend
 from baton.engine.attention.key_index import KeyIndex
@@ -92,14 +93,14 @@ class LatentAttention(nn.Module):
             device=device,
         )
 
-    def seal(self) -> None:
+    def seal(self, quantization: Quantization | None) -> None:
         """See `Decoder.seal`."""
-        self.down.seal()
+        self.down.seal(quantization)
         if self.query_up is not None:
-            self.query_up.seal()
+            self.query_up.seal(quantization)
         if self.indexer is not None:
-            self.indexer.seal()
-        self.output.seal()
+            self.indexer.seal(quantization)
+        self.output.seal(quantization)
 
     def forward(
         self,

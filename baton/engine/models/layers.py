@@ -13,8 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from baton.core.config import Quantization
 from baton.engine.models.matmul import Activation, Matmul
 from baton.engine.models.parallel import TensorParallelGroup
+from baton.engine.models.quantised_weights import Reduce, matmul_of
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -75,17 +77,17 @@ class PackedLinear(nn.Module):
         assert self._matmul is not None, "`seal` comes before the first step"
         return self._matmul(x)
 
-    def seal(self) -> None:
+    def seal(self, quantization: Quantization | None) -> None:
         """See `Decoder.seal`."""
-        self._matmul = _sealed(self.weight, self.bias)
+        self._matmul = _sealed(self.weight, self.bias, quantization)
 
     def seal_split(self, activations: Sequence[Activation | None]) -> tuple[Matmul, ...]:
         """Call it once instead of `seal`: one matrix per projection, fused with its activation."""
         biases = self.bias_parts() if self.bias is not None else (None,) * len(activations)
         parts = zip(self.weight_parts(), biases, activations, strict=True)
         matmuls = tuple(Matmul(weight, bias, activation=activation) for weight, bias, activation in parts)
-        if all(matmul.is_packed for matmul in matmuls):
-            self.weight.data = torch.empty(0, dtype=self.weight.dtype)
+        if not any(matmul.keeps_weight for matmul in matmuls):
+            drop(self.weight)
         return matmuls
 
     def weight_parts(self) -> tuple[torch.Tensor, ...]:
@@ -122,13 +124,24 @@ class RowParallelLinear(nn.Module):
         partial = self._group.all_reduce(self._matmul(x))
         return partial if self.bias is None else partial + self.bias
 
-    def seal(self) -> None:
+    def seal(self, quantization: Quantization | None) -> None:
         """See `Decoder.seal`."""
-        self._matmul = _sealed(self.weight, self.bias if self._group.size == 1 else None)
+        bias = self.bias if self._group.size == 1 else None
+        self._matmul = _sealed(self.weight, bias, quantization, self._group.all_reduce_max)
 
 
-def _sealed(weight: nn.Parameter, bias: torch.Tensor | None) -> Matmul:
-    matmul = Matmul(weight, bias)
-    if matmul.is_packed:
-        weight.data = torch.empty(0, dtype=weight.dtype)  # The packed copy replaces it.
+def _sealed(
+    weight: nn.Parameter,
+    bias: torch.Tensor | None,
+    quantization: Quantization | None,
+    largest_of_ranks: Reduce | None = None,
+) -> Matmul:
+    matmul = matmul_of(weight, bias, quantization, largest_of_ranks)
+    if not matmul.keeps_weight:
+        drop(weight)
     return matmul
+
+
+def drop(weight: nn.Parameter) -> None:
+    """Free the memory of a weight that packed copies replace."""
+    weight.data = torch.empty(0, dtype=weight.dtype, device=weight.device)

@@ -1,8 +1,8 @@
 """Matrix product with a weight that is packed for the CPU's kernels.
 
-In float32, oneDNN multiplies by a matrix that was packed at load two to three times as fast as torch by a
-plain matrix (docs/log), and reads it faster even for a single row. Without such a
-kernel (another device or dtype, a torch without it), `F.linear` multiplies by the plain matrix.
+oneDNN multiplies by a matrix that was packed at load two to three times as fast as torch by a plain matrix
+(docs/log), and reads it faster even for a single row. Without such a kernel (another device or dtype, a CPU
+or a torch without it), `F.linear` multiplies by the plain matrix.
 """
 
 from typing import Literal, TypeAlias
@@ -44,15 +44,19 @@ class Matmul:
         return packed_product
 
     @property
-    def is_packed(self) -> bool:
-        return self._packed is not None
+    def keeps_weight(self) -> bool:
+        """Whether it uses the weight that it was given, and not a copy."""
+        return self._plain is not None
 
 
 def is_packable(weight: torch.Tensor) -> bool:
     """Whether a packed kernel exists for the weight's device and dtype."""
-    if weight.device.type != "cpu" or weight.dtype != torch.float32:
-        return False  # torch's own linear already packs float16 and bfloat16, or emulates them.
-    return torch._C._has_mkldnn and hasattr(torch.ops.mkldnn, "_linear_pointwise")
+    if weight.device.type != "cpu" or not torch._C._has_mkldnn:
+        return False
+    if weight.dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    is_fast = weight.dtype in (torch.float32, torch.bfloat16)  # oneDNN emulates float16 on most CPUs.
+    return is_fast and hasattr(torch.ops.mkldnn, "_linear_pointwise")
 
 
 def _pack(weight: torch.Tensor) -> torch.Tensor | None:

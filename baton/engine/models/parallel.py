@@ -20,6 +20,10 @@ class TensorParallelGroup(ABC):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks. May reuse the argument's memory."""
 
+    @abstractmethod
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The maximum over all ranks. May reuse the argument's memory."""
+
 
 class SingleRank(TensorParallelGroup):
     """A group of one rank, which exchanges nothing."""
@@ -28,6 +32,9 @@ class SingleRank(TensorParallelGroup):
     size = 1
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
@@ -40,4 +47,8 @@ class ProcessGroup(TensorParallelGroup):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor)
+        return tensor
+
+    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor

@@ -1,0 +1,162 @@
+"""Weights of few bits: integers and scales, made from a matrix when a checkpoint is loaded (weight only).
+
+    int8   w ~ q s   q in [-127, 127]   a scale s for each row (output)
+    int4   w ~ q s   q in [-8, 7]       a scale s for each GROUP inputs of a row
+
+|w - q s| <= s / 2. A scale is at most twice `ERROR_BOUNDS` times the largest magnitude of its row or group.
+It is rounded up to few bits, so that bfloat16 can represent it, and for int4 also q s. An infinity or NaN
+makes its whole row or group NaN.
+
+    rows         kernel (on CPU)
+    at most R    torch's products with int8 or int4 weights, which read the fewest bytes, but read and convert
+                 them again for every four rows
+    more         oneDNN's, with q s in bfloat16
+
+These kernels take rows in bfloat16 and round products to it. On another device `F.linear` multiplies by q s
+in the model's dtype.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+from baton.core.config import Quantization
+from baton.core.errors import ConfigError
+from baton.engine.models.matmul import Matmul, is_packable
+
+GROUP = 32
+"""Inputs that share a scale of int4."""
+
+_LARGEST = {"int8": 127.0, "int4": 7.5}  # In steps of the scale. 7.5 is half a step from 7, and from 8.
+_RANGES = {"int8": (-127, 127), "int4": (-8, 7)}
+_SCALE_BITS = {"int8": 8, "int4": 5}  # Significant bits: those of bfloat16, and less the 3 of q.
+_SMALLEST_SCALE = torch.finfo(torch.bfloat16).tiny
+
+ERROR_BOUNDS: dict[Quantization, float] = {
+    "int8": (1 + 2**-7) / 254,
+    "int4": (1 + 2**-4) / 15,
+}
+"""Largest |w - q s| of a row (int8) or group (int4), relative to its largest |w|; from 2^-126 on."""
+
+Kernel = Callable[[torch.Tensor], torch.Tensor]
+Reduce = Callable[[torch.Tensor], torch.Tensor]
+
+_FEW_ROWS = {"int8": 1, "int4": 4}  # R. Measured: docs/log.md, 2026-11-26.
+
+
+class QuantisedWeight(NamedTuple):
+    """A matrix of O outputs and I inputs."""
+
+    codes: torch.Tensor  # int8 [O, I].
+    scales: torch.Tensor  # float32 [O, 1] or [O, I / GROUP].
+
+    def values(self) -> torch.Tensor:
+        """float32 [O, I]."""
+        grouped = self.codes.float().view(*self.scales.shape, -1) * self.scales.unsqueeze(-1)
+        return grouped.view(self.codes.shape)
+
+
+def quantise_weight(
+    weight: torch.Tensor, quantization: Quantization, largest_of_ranks: Reduce | None = None
+) -> QuantisedWeight:
+    """Quantise a matrix `[O, I]`.
+
+    `largest_of_ranks`: the maximum over the ranks, if they have the other inputs of these rows.
+
+    Raises ConfigError if the inputs are not whole groups.
+    """
+    num_outputs, num_inputs = weight.shape
+    if quantization == "int4" and num_inputs % GROUP:
+        raise ConfigError(
+            f"int4 has groups of {GROUP} inputs, and a matrix of this model has {num_inputs} inputs on a "
+            "rank; choose int8, or fewer ranks",
+            field="quantization",
+        )
+    grouped = weight.float().view(num_outputs, 1 if quantization == "int8" else num_inputs // GROUP, -1)
+    largest = grouped.abs().amax(-1)
+    if quantization == "int8" and largest_of_ranks is not None:
+        largest = largest_of_ranks(largest)
+    scales = _rounded_up(largest / _LARGEST[quantization], _SCALE_BITS[quantization])
+    scales = scales.clamp_min(_SMALLEST_SCALE)
+    codes = (grouped / scales.unsqueeze(-1)).round_().clamp_(*_RANGES[quantization])
+    return QuantisedWeight(codes.to(torch.int8).view(weight.shape), scales)
+
+
+def _rounded_up(numbers: torch.Tensor, num_bits: int) -> torch.Tensor:
+    """The smallest numbers with so many significant bits that are not smaller.
+
+    `numbers`: float32, not negative.
+    """
+    dropped = 24 - num_bits
+    raised = (numbers.view(torch.int32) + ((1 << dropped) - 1)) & -(1 << dropped)
+    return torch.where(numbers.isfinite(), raised.view(torch.float32), torch.nan)
+
+
+# --- Products ----------------------------------------------------------------------------------------
+
+
+def matmul_of(
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    quantization: Quantization | None = None,
+    largest_of_ranks: Reduce | None = None,
+) -> Matmul:
+    """`Matmul` of a weight `[O, I]` in its own numbers, or quantised as by `quantise_weight`."""
+    if quantization is None:
+        return Matmul(weight, bias)
+    return QuantisedMatmul(weight, bias, quantization, largest_of_ranks)
+
+
+class QuantisedMatmul(Matmul):
+    """`x @ (q s).T + bias` for rows `x` `[rows, I]`; in the dtype of `x`, which rounds as the kernels do."""
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        quantization: Quantization,
+        largest_of_ranks: Reduce | None = None,
+    ) -> None:
+        quantised = quantise_weight(weight.detach(), quantization, largest_of_ranks)
+        values = quantised.values().bfloat16()
+        if not is_packable(values):
+            values = quantised.values().to(weight.dtype)
+        super().__init__(values)
+        self._dtype = values.dtype
+        self._few = _few_rows_kernel(quantised)
+        self._few_rows = _FEW_ROWS[quantization] if self._few is not None else 0
+        self._added = bias
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        if self._few is not None and len(x) <= self._few_rows:
+            product = self._few(x.to(torch.bfloat16))
+        else:
+            product = super().__call__(x.to(self._dtype))
+        product = product.to(x.dtype)
+        return product if self._added is None else product.add_(self._added)
+
+    @property
+    def keeps_weight(self) -> bool:
+        return False
+
+
+def _few_rows_kernel(weight: QuantisedWeight) -> Kernel | None:
+    """Product of contiguous rows `[rows, I]` in bfloat16; None without a kernel for the weight."""
+    codes, scales = weight
+    num_outputs, num_inputs = codes.shape
+    if codes.device.type != "cpu" or num_inputs % GROUP:
+        return None
+    if scales.shape[1] == 1:
+        of_rows = scales.squeeze(1).bfloat16()
+        return lambda x: torch._weight_int8pack_mm(x, codes, of_rows)
+    padding = -num_outputs % 16  # The kernel has blocks of 16 outputs.
+    packed = torch._convert_weight_to_int4pack_for_cpu(F.pad(codes.int() + 8, (0, 0, 0, padding)), 2)
+    padded = F.pad(scales, (0, 0, 0, padding)).t()
+    scales_and_zeros = torch.stack((padded, torch.zeros_like(padded)), dim=-1).bfloat16().contiguous()
+    if padding:
+        return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales_and_zeros)[
+            :, :num_outputs
+        ]
+    return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales_and_zeros)

@@ -1,0 +1,214 @@
+"""Engine steps: the whole of a step beside its bare matrix products, for each format of the weights.
+
+    python -m benchmarks.engine_steps                         all formats
+    python -m benchmarks.engine_steps --weights int4,float32  some
+
+    decode    a step of 1, 8 and 16 requests           / its products      goal: at most 1.15
+    prefill   the products of a prompt of 512 tokens   / its step without attention    goal: at least 0.85
+
+The products of a step are recorded with their inputs and multiplied again after it, in turns, by one thread.
+Each figure is the least processor time of all turns, so a busy machine changes it little.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from baton.bench.handoff_system import model_folder
+from baton.bench.machine import machine_line
+from baton.core.config import CacheConfig, EngineConfig, Quantization, SchedulerConfig
+from baton.engine.api import EngineRequest, SamplingParams
+from baton.engine.attention.sdpa import SdpaBackend
+from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.engine.core.engine_core import EngineCore
+from baton.engine.models.matmul import Matmul
+from baton.engine.models.quantised_weights import QuantisedMatmul
+
+WEIGHTS: dict[str, tuple[str, Quantization | None]] = {
+    "float32": ("float32", None),
+    "bfloat16": ("bfloat16", None),
+    "int8": ("float32", "int8"),
+    "int4": ("float32", "int4"),
+    "bfloat16 int8": ("bfloat16", "int8"),
+    "bfloat16 int4": ("bfloat16", "int4"),
+}
+"""The dtype and the quantization of each format."""
+
+NUM_RUNNING = (1, 8, 16)
+PROMPT_TOKENS, PREFILL_TOKENS = 200, 512
+TURNS, PREFILL_TURNS = 30, 6
+DECODE_GOAL, PREFILL_GOAL = 1.15, 0.85
+
+Call = tuple[Matmul, torch.Tensor]
+
+
+class Recorder:
+    """Records the products of a step and the time of its attention."""
+
+    def __init__(self) -> None:
+        self.products: list[Call] = []
+        self.attention_s = 0.0
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        self.products, self.attention_s = [], 0.0
+        quantised, plain = QuantisedMatmul.__call__, Matmul.__call__
+        attend, write = SdpaBackend.attend, SdpaBackend.write
+
+        def multiplied(multiply: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+            def record(matmul: Matmul, x: torch.Tensor) -> torch.Tensor:
+                if type(matmul).__call__ is record:  # Not the call of a base class.
+                    self.products.append((matmul, x.clone()))
+                return multiply(matmul, x)
+
+            return record
+
+        def timed(run: Callable[..., Any]) -> Callable[..., Any]:
+            def record(*args: Any, **options: Any) -> Any:
+                started_s = time.thread_time()
+                try:
+                    return run(*args, **options)
+                finally:
+                    self.attention_s += time.thread_time() - started_s
+
+            return record
+
+        replaced: list[tuple[type, str, Any, Any]] = [
+            (QuantisedMatmul, "__call__", quantised, multiplied(quantised)),
+            (Matmul, "__call__", plain, multiplied(plain)),
+            (SdpaBackend, "attend", attend, timed(attend)),
+            (SdpaBackend, "write", write, timed(write)),
+        ]
+        for owner, name, _, new in replaced:
+            setattr(owner, name, new)
+        try:
+            yield
+        finally:
+            for owner, name, old, _ in replaced:
+                setattr(owner, name, old)
+
+    def multiply_again(self) -> float:
+        """Return the seconds of the recorded products alone."""
+        started_s = time.thread_time()
+        with torch.inference_mode():
+            for matmul, x in self.products:
+                matmul(x)
+        return time.thread_time() - started_s
+
+
+def engine(weights: str, num_running: int, prompt_tokens: int) -> EngineCore:
+    dtype, quantization = WEIGHTS[weights]
+    num_blocks = num_running * ((prompt_tokens + TURNS + 8) // 16 + 2) + 2
+    core = EngineCore(
+        EngineConfig(
+            model_config=load_model_config(str(model_folder()), dtype=dtype, quantization=quantization),
+            cache_config=CacheConfig(num_gpu_blocks=num_blocks, enable_prefix_caching=False),
+            scheduler_config=SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=8192),
+        ),
+        None,
+    )
+    return core
+
+
+def add(core: EngineCore, name: str, num_tokens: int, max_tokens: int) -> None:
+    prompt = [300 + (7 * len(name) + 31 * token) % 5000 for token in range(num_tokens)]
+    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+    refusal = core.add_request(
+        EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=sampling, arrival_time_s=0.0)
+    )
+    assert refusal is None
+
+
+def decode(weights: str, num_running: int) -> tuple[float, float, float]:
+    """Least seconds of a step, of its products, and of its attention."""
+    core, recorder = engine(weights, num_running, PROMPT_TOKENS), Recorder()
+    try:
+        for index in range(num_running):
+            add(core, f"request-{index}", PROMPT_TOKENS, TURNS + 8)
+        for _ in range(3):
+            core.step()
+        steps, products, attention = [], [], []
+        for _ in range(TURNS // 2):
+            started_s = time.thread_time()
+            core.step()
+            steps.append(time.thread_time() - started_s)
+            with recorder.recording():
+                core.step()
+            attention.append(recorder.attention_s)
+            products.append(recorder.multiply_again())
+        return min(steps), min(products), min(attention)
+    finally:
+        core.shutdown()
+
+
+def prefill(weights: str) -> tuple[float, float, float]:
+    """As `decode`, of a step that computes a prompt."""
+    core, recorder = engine(weights, 1, PREFILL_TOKENS), Recorder()
+    try:
+        steps, products, attention = [], [], []
+        for turn in range(PREFILL_TURNS + 1):
+            for is_recorded in (False, True):
+                add(core, f"{turn}-{is_recorded}", PREFILL_TOKENS, 1)
+                started_s = time.thread_time()
+                if is_recorded:
+                    with recorder.recording():
+                        core.step()
+                    attention.append(recorder.attention_s)
+                    products.append(recorder.multiply_again())
+                else:
+                    core.step()
+                    steps.append(time.thread_time() - started_s)
+        return min(steps), min(products), min(attention)
+    finally:
+        core.shutdown()
+
+
+def run(formats: Sequence[str]) -> Table:
+    table = Table(title="A step and its matrix products, one thread, ms of processor time (least)")
+    table.title_justify = "left"
+    for heading in ("weights", "step", "whole", "products", "attention", "figure", "goal"):
+        table.add_column(heading, justify="left" if heading in ("weights", "step") else "right")
+    for weights in formats:
+        for num_running in NUM_RUNNING:
+            step_s, products_s, attention_s = decode(weights, num_running)
+            figure = step_s / products_s
+            _add_row(
+                table, weights, f"decode, {num_running} running", step_s, products_s, attention_s, figure
+            )
+        step_s, products_s, attention_s = prefill(weights)
+        figure = products_s / (step_s - attention_s)
+        _add_row(table, weights, f"prefill, {PREFILL_TOKENS} tokens", step_s, products_s, attention_s, figure)
+    return table
+
+
+def _add_row(
+    table: Table, weights: str, what: str, step_s: float, products_s: float, attention_s: float, figure: float
+) -> None:
+    is_decode = what.startswith("decode")
+    is_met = figure <= DECODE_GOAL if is_decode else figure >= PREFILL_GOAL
+    goal = f"<= {DECODE_GOAL}" if is_decode else f">= {PREFILL_GOAL}"
+    milliseconds = (f"{seconds * 1e3:.2f}" for seconds in (step_s, products_s, attention_s))
+    table.add_row(weights, what, *milliseconds, f"{figure:.2f}", f"{goal}, {'met' if is_met else 'missed'}")
+
+
+def main(arguments: Sequence[str] = ()) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--weights", default=",".join(WEIGHTS), help="formats, with commas")
+    formats = parser.parse_args(arguments).weights.split(",")
+    torch.set_num_threads(1)
+    Console().print(run(formats))
+    return 0
+
+
+if __name__ == "__main__":
+    print(machine_line())
+    sys.exit(main(sys.argv[1:]))
