@@ -18,6 +18,7 @@ import msgspec
 
 MEDIUM_GPU = "GPU"
 MEDIUM_CPU = "CPU"
+MEDIUM_STORAGE = "STORAGE"
 
 ExternalBlockHash: TypeAlias = bytes | int
 """As published: the whole digest, or 64 bits of it for consumers that need integers."""

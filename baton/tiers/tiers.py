@@ -41,6 +41,11 @@ class Written:
 
     done: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # With the error.
+    had: list[str] = field(default_factory=list)  # It was there already.
+
+    @property
+    def is_stored(self) -> bool:
+        return bool(self.done or self.had)
 
 
 class Tiers:
@@ -116,6 +121,8 @@ class Tiers:
                     written.failed[store.kind] = str(error)
                 continue
             missing = [number for number, size in enumerate(sizes) if size is None]
+            for number in {*range(len(values))} - {*missing}:
+                outcomes[number].had.append(store.kind)
             errors = store.write_all([values[number] for number in missing])
             for number, failure in zip(missing, errors, strict=True):
                 if failure is None:

@@ -16,6 +16,7 @@ from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.offload.stats import OffloadStats
 from baton.connectors.offload.worker import OffloadWorkerHalf
+from baton.connectors.store_events import StoreEvents
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
@@ -53,9 +54,10 @@ class BatonOffloadConnector(ForwardingConnector):
     ) -> KVConnectorSchedulerHalf:
         identity, events = identity_of(vllm_config, kv_cache_config, settings, rank=0), None
         if identity.publishes_events:
-            from baton.vllm_plugin.block_events import store_events
+            from baton.vllm_plugin.block_events import names_in_vllm
 
-            events = store_events(kv_cache_config, identity.block_tokens)
+            name_blocks, groups = names_in_vllm(kv_cache_config, identity.block_tokens)
+            events = StoreEvents(block_tokens=identity.block_tokens, name_blocks=name_blocks, groups=groups)
         return VllmOffloadSchedulerHalf(identity, events)
 
     @classmethod

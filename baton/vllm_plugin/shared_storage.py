@@ -77,7 +77,13 @@ class BatonSharedStorageConnector(ForwardingConnector):
     def make_scheduler_half(
         cls, vllm_config: Any, kv_cache_config: Any, settings: dict[str, Any]
     ) -> KVConnectorSchedulerHalf:
-        return VllmStorageSchedulerHalf(_identity_of(vllm_config, kv_cache_config, settings, is_worker=False))
+        identity = _identity_of(vllm_config, kv_cache_config, settings, is_worker=False)
+        if not identity.publishes_events:
+            return VllmStorageSchedulerHalf(identity)
+        from baton.vllm_plugin.block_events import names_in_vllm
+
+        name_blocks, groups = names_in_vllm(kv_cache_config, identity.block_tokens)
+        return VllmStorageSchedulerHalf(identity, name_blocks=name_blocks, event_groups=groups)
 
     @classmethod
     def make_worker_half(
@@ -99,6 +105,7 @@ def _identity_of(
     refuse_split_blocks(parallel, "shared storage")
     refuse_overwritten_states(kv_cache_config)
     block_tokens = int(vllm_config.cache_config.block_size)
+    events = getattr(vllm_config, "kv_events_config", None)
     ours, _ = PluginSettings.split(transfer.kv_connector_extra_config)
     return StorageIdentity(
         fingerprint=find_fingerprint(vllm_config, ours.revision, is_worker=is_worker),
@@ -110,4 +117,5 @@ def _identity_of(
         secret=ours.find_secret(os.environ),
         settings=parse_extra(StorageSettings, settings),
         groups=groups_of(kv_cache_config, block_tokens, carries_states=True),
+        publishes_events=events is not None and bool(events.enable_kv_cache_events),
     )

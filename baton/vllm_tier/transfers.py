@@ -337,7 +337,7 @@ class Transfers:
         if written.done:
             with self._changed:
                 self._written.append(job.keys[index])
-        elif written.failed or self._tiers.find([name]) != [True]:
+        elif not written.had:
             raise StoreError(next(iter(written.failed.values()), "no store is in use"))
         self._settle(job, index, is_done=True)
 

@@ -21,7 +21,10 @@ from baton.connectors.shared_storage import (
     StorageSettings,
     StorageWorkerHalf,
 )
+from baton.connectors.shared_storage.layer_kinds import LayerKind
+from baton.contract.events import BlockStored, KVCacheEvent
 from baton.core.kv_groups import KVCacheGroup
+from baton.tiers.chunk_name import ChunkName
 from tests.connectors.storage_world import files_in
 from tests.connectors.store_world import StoreWorld
 from tests.engine_sched.world import BLOCK, FakeRanks, engine_config, engine_request
@@ -69,6 +72,19 @@ class LateJobs:
         self.do(len(self._jobs))
 
 
+class HeardHalf(StorageSchedulerHalf):
+    """Keeps its events, which the scheduler of these worlds does not publish."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.heard: list[KVCacheEvent] = []
+
+    def take_events(self) -> list[KVCacheEvent]:
+        events = [*super().take_events()]
+        self.heard += events
+        return events
+
+
 class StorageWorld(StoreWorld):
     def __init__(
         self,
@@ -79,11 +95,14 @@ class StorageWorld(StoreWorld):
         num_blocks: int = 20,
         chunk_blocks: int = 1,
         rot_share: float = 0.0,
+        rotten: set[Path] | None = None,
         **engine: Any,
     ) -> None:
         config = engine_config(num_blocks=num_blocks, max_model_len=60, **engine)
         self.rng, self.folder, self.rot_share = rng, folder, rot_share
         self.now_s = 0.0
+        self.known: set[tuple[LayerKind, bytes]] = set()
+        self.rotten = set[Path]() if rotten is None else rotten
         identities = [
             StorageIdentity(
                 fingerprint=config.model_config.fingerprint("seed"),
@@ -95,10 +114,11 @@ class StorageWorld(StoreWorld):
                 secret=None,
                 settings=StorageSettings(path=str(folder), chunk_tokens=chunk_blocks * BLOCK, fsync=False),
                 groups=config.kv_cache_groups,
+                publishes_events=True,
             )
             for rank in range(num_ranks)
         ]
-        self.half = StorageSchedulerHalf(identities[0], clock=lambda: self.now_s)
+        self.half = HeardHalf(identities[0], clock=lambda: self.now_s)
         self.workers = [StorageWorkerHalf(identity, clock=lambda: self.now_s) for identity in identities]
         self.jobs = [self._make_late(self.half, "_lookups")]
         ranks = [TensorRanks(num_blocks, config.kv_cache_groups) for _ in identities]
@@ -123,13 +143,27 @@ class StorageWorld(StoreWorld):
         super().step()
         for jobs in self.jobs:
             jobs.do(self.rng.randint(0, 3))
+        self.check_events()
         if self.rng.random() < self.rot_share:
             self.rot()
+
+    def check_events(self) -> None:
+        """What is reported as stored is there, in a file of each rank. Rot is found out later."""
+        assert self.half._events is not None
+        (namespace,) = self.half._namespaces
+        known, self.known = self.known, set()
+        for kind, events in zip(self.half._kinds, self.half._events._of_kinds, strict=True):
+            self.known |= {(kind, key) for key in events._announced}
+            for key in (key for key in events._announced if (kind, key) not in known):
+                for rank in range(len(self.workers)):
+                    path = ChunkName(namespace, key, rank, kind.window_of_files).path_in(self.folder)
+                    assert path.exists() or path in self.rotten
 
     def rot(self) -> None:
         if not (files := [path for path in files_in(self.folder) if path.stat().st_size]):
             return
         path = self.rng.choice(files)
+        self.rotten.add(path)
         content = bytearray(path.read_bytes())
         match self.rng.randrange(3):
             case 0:
@@ -146,6 +180,8 @@ class StorageWorld(StoreWorld):
             jobs.close(0)
         assert not self.half._prompts
         assert not self.half._in_flight
+        assert self.half._events is not None
+        assert not self.half._events.is_waiting
         for worker in self.workers:
             assert not worker._loads
             assert not worker._staged
@@ -171,6 +207,7 @@ def test_every_answer_equals_a_single_engines_and_nothing_leaks(
     rng = random.Random(seed)
     num_groups = max(1, len(set(windows)))
     with tempfile.TemporaryDirectory() as folder:
+        rotten: set[Path] = set()
         for _ in range(2):
             world = StorageWorld(
                 rng,
@@ -180,6 +217,7 @@ def test_every_answer_equals_a_single_engines_and_nothing_leaks(
                 windows=windows,
                 chunk_blocks=chunk_blocks,
                 rot_share=rng.choice([0.0, 0.1]),
+                rotten=rotten,
                 budget=rng.choice([3, 8, 40]),
                 on_failure=on_failure,
                 caching=rng.random() < 0.7,
@@ -222,6 +260,11 @@ def test_only_the_files_that_windows_need_are_read(
         stats = world.workers[0].get_kv_connector_stats()
         assert stats is not None
         assert stats.data["loaded_chunks"] == count
+        stored = [event for event in world.half.heard if isinstance(event, BlockStored)]
+        assert stored
+        assert sum(len(events._announced) for events in world.half._events._of_kinds) == len(  # type: ignore[union-attr]
+            files_in(tmp_path)
+        )
         assert world.num_transferred() == (36 if count else 0)
 
 
@@ -234,6 +277,7 @@ def test_blocks_from_the_prefix_cache_are_saved_if_they_are_held(tmp_path: Path)
         jobs.close(0)
     for path in files_in(tmp_path):
         path.unlink()
+        world.rotten.add(path)
     world.add(engine_request("longer", [*STEMS[0][:32], *STEMS[1][:9]], max_tokens=1))
     world.run()
     world.check()

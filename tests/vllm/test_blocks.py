@@ -34,10 +34,11 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import OffloadMetadata, OffloadReport
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
+from baton.connectors.store_events import StoreEvents
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup
 from baton.core.layout import CacheSpec
-from baton.vllm_plugin.block_events import store_events
+from baton.vllm_plugin.block_events import names_in_vllm
 from baton.vllm_plugin.groups import cache_specs_of, groups_of, keep_one_token_more
 
 BLOCK, WINDOW, CHUNK = 16, 40, 64
@@ -95,7 +96,9 @@ class Host:
             publishes_events=True,
         )
         self.num_groups = len(groups)
-        self.half = OffloadSchedulerHalf(identity, store_events(cache_of(*specs), BLOCK))
+        name_blocks, event_groups = names_in_vllm(cache_of(*specs), BLOCK)
+        events = StoreEvents(block_tokens=BLOCK, name_blocks=name_blocks, groups=event_groups)
+        self.half = OffloadSchedulerHalf(identity, events)
 
     def compute(self, of: Request) -> None:
         """Compute all of the prompt in one step and deliver the report."""

@@ -35,12 +35,12 @@ from functools import partial
 from typing import Any
 
 from baton.connectors.block_tables import follow_tables, offered_states
-from baton.connectors.offload.events import StoreEvents
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.lending import SlotLender
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
 from baton.connectors.offload.prompts import Prompt, is_plain
 from baton.connectors.offload.stats import OffloadStats
+from baton.connectors.store_events import StoreEvents
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorOutput, host
 from baton.contract.defaults import FinishesByFirstGroup
 from baton.contract.events import KVCacheEvent
@@ -446,7 +446,11 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             self._stats.add_for("failures", "store")
             prompt.num_seen_chunks = min((prompt.num_seen_chunks, *store.chunks[:1]))
         if self._identity.publishes_events:
-            self._events.stored(prompt, found)
+            size = self._chunk_blocks
+            self._events.stored(
+                prompt.request,
+                [(prompt.keys[chunk], range(chunk * size, (chunk + 1) * size)) for chunk in found],
+            )
 
     def _end_load(self, job: int, *, ok: bool) -> None:
         entries = self._loads.pop(job)

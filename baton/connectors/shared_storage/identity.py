@@ -45,6 +45,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
     secret: ClusterSecret | None
     settings: StorageSettings
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one group of all.
+    publishes_events: bool = False
 
     @classmethod
     def of_engine(cls, config: EngineConfig) -> StorageIdentity:
@@ -62,6 +63,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
             secret=config.transfer_secret,
             settings=parse_extra(StorageSettings, transfer.kv_connector_extra_config),
             groups=config.kv_cache_groups,
+            publishes_events=config.enable_kv_events,
         )
 
     def __post_init__(self) -> None:

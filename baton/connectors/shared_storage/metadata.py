@@ -2,15 +2,17 @@
 
 StorageHandshake  rank -> scheduler, once      layout of a chunk
 StorageMetadata   scheduler -> ranks, per step loads; copies; steps whose copies may be written or are dropped
-StorageReport     rank -> scheduler, per step  steps copied; loads that failed
+StorageReport     rank -> scheduler, per step  steps copied; loads that failed;
+                                               for KV events: writes, lost chunks
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Annotated, TypeAlias
 
 from baton.contract import AllRanks, AnyRank, KVConnectorHandshakeMetadata, KVConnectorMetadata, RankReport
-from baton.contract.reports import NotCombined
+from baton.contract.reports import FailedOf, NotCombined
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,10 @@ class SaveChunk:
     block_ids: tuple[int, ...]  # Of each group of the kind in turn, equally many.
     kind: int = 0  # Index in the identity's `layer_kinds`.
     tail: int = 0  # Blocks of the tail that this is; 0: it is a chunk.
+
+
+SaveId: TypeAlias = tuple[int, bytes, int]
+"""Step, key and kind of a SaveChunk."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,3 +71,7 @@ class StorageReport(RankReport):
     layout: NotCombined[str | None] = None  # Reported until the scheduler half knows it.
     copied: AllRanks[set[int] | None] = None  # Steps.
     failed_loads: AnyRank[set[str] | None] = None
+    # Only in an engine that publishes KV events.
+    written: AllRanks[set[SaveId] | None] = None  # Each save once, whether or not it was written.
+    unwritten: Annotated[set[SaveId] | None, FailedOf("written")] = None
+    lost: AnyRank[set[tuple[bytes, int]] | None] = None  # Keys and kinds that could not be loaded.

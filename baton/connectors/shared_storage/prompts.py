@@ -106,6 +106,13 @@ class Prompt:
             parts.append(ChunkPart(self.tail_keys(num_chunks)[tail - 1], blocks, tail=tail))
         return tuple(parts)
 
+    def stored_blocks(self, index: int, tail: int, kind: int) -> range:
+        """Indices of the prompt's blocks that a chunk's value of this kind, or a tail, holds."""
+        if tail:
+            return range(index * self._chunk_blocks, index * self._chunk_blocks + tail)
+        end = (index + 1) * self._chunk_blocks
+        return range(end - self.kinds[kind].num_stored, end)
+
     def take_saves(
         self, num_computed_before: int, num_computed_tokens: int, states: dict[int, dict[int, int]]
     ) -> list[tuple[int, SaveChunk]]:

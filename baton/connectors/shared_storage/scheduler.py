@@ -16,12 +16,14 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.jobs import Jobs, Repeated
+from baton.connectors.shared_storage.events import EVENT_CHUNKS_MAX, ChunkEvents, Sighting
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.layer_kinds import num_served
 from baton.connectors.shared_storage.metadata import (
@@ -35,6 +37,7 @@ from baton.connectors.shared_storage.metadata import (
 from baton.connectors.shared_storage.prompts import Lookup, Prompt, can_be_named
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import limits_of, make_tiers
+from baton.connectors.store_events import EventGroup, NameBlocks, StoreEvents, own_names
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -43,8 +46,9 @@ from baton.contract import (
     host,
 )
 from baton.contract.defaults import FinishesByFirstGroup
+from baton.contract.events import MEDIUM_STORAGE, KVCacheEvent
 from baton.core.kv_groups import can_complete_states, has_states
-from baton.tiers.chunk_name import ChunkName
+from baton.tiers.chunk_name import ChunkName, parse_name
 from baton.tiers.store import StoreError
 from baton.tiers.sweep import Swept, sweep
 
@@ -57,8 +61,18 @@ LOOKUP_CHUNKS = 64  # Looked up at a time; the lookup ends with the first that i
 
 
 class StorageSchedulerHalf(FinishesByFirstGroup):
-    def __init__(self, identity: StorageIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError if a store cannot be used."""
+    def __init__(
+        self,
+        identity: StorageIdentity,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        name_blocks: NameBlocks = own_names,
+        event_groups: Sequence[EventGroup] | None = None,
+    ) -> None:
+        """`name_blocks`, `event_groups`: of a host that names blocks differently, for KV events.
+
+        Raises ConfigError if a store cannot be used.
+        """
         settings = identity.settings
         self._identity = identity
         self._kinds = identity.layer_kinds
@@ -79,6 +93,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._stats = StorageStats()
         self._lookups = Jobs("kv-lookup")
         self._last_lookup: Lookup | None = None
+        self._events: ChunkEvents | None = None
+        if identity.publishes_events:
+            self._events = ChunkEvents(_events_of(identity, name_blocks, event_groups))
         self._sweeper: Repeated | None = None
         self._swept = [
             (store, max_bytes, max_age_s)
@@ -204,6 +221,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
                     prompt.num_saved, prompt.is_tail_saved = 0, False
         else:
             combined = StorageReport()
+        if self._events is not None:
+            self._events.lost(combined.lost or ())
+            self._events.written(combined.written or (), combined.unwritten or ())
         if connector_output.invalid_block_ids or connector_output.failed_recving:
             self._drop_steps_in_flight()
         for step in combined.copied or ():
@@ -211,8 +231,11 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
                 self._write.append(step)
 
     def has_pending_push_work(self) -> bool:
-        """True while ranks must be told what to do with their copies."""
-        return bool(self._write or self._drop)
+        """True while ranks must be told what to do with their copies, or are to report writes for events."""
+        return bool(self._write or self._drop) or (self._events is not None and self._events.is_waiting)
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        return () if self._events is None else self._events.take()
 
     def get_kv_connector_stats(self) -> StorageStats | None:
         with self._lock:
@@ -238,7 +261,12 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         if found:
             self._in_flight[self._step] = [(request_id, index) for request_id, index, _ in found]
         # Two requests may share a prefix and compute it in the same step.
-        return list({(save.key, save.kind): save for _, _, save in found}.values())
+        by_file = {(save.key, save.kind): (request_id, index, save) for request_id, index, save in found}
+        if self._events is not None:
+            for request_id, index, save in by_file.values():
+                save_id = (self._step, save.key, save.kind)
+                self._events.saving(save_id, self._prompts[request_id], index, save.tail)
+        return [save for _, _, save in by_file.values()]
 
     def _skip_stored(self, prompt: Prompt) -> None:
         if prompt.lookup is not None and not prompt.has_loaded:
@@ -289,26 +317,43 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self, prompt: Prompt, lookup: Lookup, namespaces: tuple[str, ...], keys: list[BlockHash]
     ) -> None:
         """Runs on the lookup thread. A value that exists is whole; the load verifies its content."""
-        kinds = {kind: number for number, kind in enumerate(self._kinds)}
-        is_stored: list[list[bool]] = []  # By chunk and kind.
         num_stored = tail = 0
         try:
-            while len(is_stored) < len(keys):
-                batch = self._are_stored(keys[len(is_stored) : len(is_stored) + LOOKUP_CHUNKS], namespaces)
-                is_stored += batch
-                if self._kinds[0].window is None and not all(of_kinds[0] for of_kinds in batch):
-                    break  # No longer prefix can be served.
-            num_stored = num_served(
-                self._kinds, len(is_stored), lambda kind, chunk: is_stored[chunk][kinds[kind]]
-            )
-            of_tails = self._are_stored(prompt.tail_keys(num_stored), namespaces)
-            tail = max((blocks for blocks, (found,) in enumerate(of_tails, start=1) if found), default=0)
+            with self._looking_up(prompt) as seen:
+                num_stored, tail = self._find_prefix(prompt, namespaces, keys, seen)
         except StoreError as error:
             logger.warning("the lookup of %d chunks failed: %s", len(keys), error)
         with self._lock:
             lookup.num_stored, lookup.tail = num_stored, tail
             self._stats.add(looked_up_chunks=len(keys), found_chunks=num_stored)
         self._wake()
+
+    def _find_prefix(
+        self, prompt: Prompt, namespaces: tuple[str, ...], keys: list[BlockHash], seen: list[Sighting]
+    ) -> tuple[int, int]:
+        """Chunks that can be loaded, and blocks of the tail after them. Adds to `seen`. Raises StoreError."""
+        kinds = {kind: number for number, kind in enumerate(self._kinds)}
+        is_stored: list[list[bool]] = []  # By chunk and kind.
+        while len(is_stored) < len(keys):
+            batch = self._are_stored(keys[len(is_stored) : len(is_stored) + LOOKUP_CHUNKS], namespaces)
+            is_stored += batch
+            if self._kinds[0].window is None and not all(of_kinds[0] for of_kinds in batch):
+                break  # No longer prefix can be served.
+        num_stored = num_served(
+            self._kinds, len(is_stored), lambda kind, chunk: is_stored[chunk][kinds[kind]]
+        )
+        tails = prompt.tail_keys(num_stored)
+        of_tails = [found for (found,) in self._are_stored(tails, namespaces)]
+        seen += [
+            Sighting(keys[index], kind, index, 0, found)
+            for index, of_kinds in enumerate(is_stored)
+            for kind, found in enumerate(of_kinds)
+        ]
+        seen += [
+            Sighting(key, 0, num_stored, blocks, found)
+            for blocks, (key, found) in enumerate(zip(tails, of_tails, strict=True), start=1)
+        ]
+        return num_stored, max((blocks for blocks, found in enumerate(of_tails, start=1) if found), default=0)
 
     def _are_stored(self, keys: list[BlockHash], namespaces: tuple[str, ...]) -> list[list[bool]]:
         """For each chunk and kind, whether every rank's value is in any namespace. Raises StoreError."""
@@ -330,17 +375,58 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     def _sweep(self) -> None:
         """Runs on the sweeper's thread."""
         total = Swept()
-        for store, max_bytes, max_age_s in self._swept:
-            try:
-                swept = sweep(store, max_bytes=max_bytes, max_age_s=max_age_s, now_s=time.time())
-            except StoreError as error:
-                logger.warning("the sweep of %s failed: %s", store.kind, error)
-                continue
-            if swept.error:
-                logger.warning("the sweep of %s could not evict everything: %s", store.kind, swept.error)
-            total += swept
+        with self._sweeping() as evicted:
+            for store, max_bytes, max_age_s in self._swept:
+                try:
+                    swept = sweep(store, max_bytes=max_bytes, max_age_s=max_age_s, now_s=time.time())
+                except StoreError as error:
+                    logger.warning("the sweep of %s failed: %s", store.kind, error)
+                    continue
+                if swept.error:
+                    logger.warning("the sweep of %s could not evict everything: %s", store.kind, swept.error)
+                total += swept
+            if self._events is not None:
+                evicted |= self._gone_among(total.evicted)
         if total.num_evicted:
             logger.info("evicted %d chunks, %d bytes", total.num_evicted, total.evicted_bytes)
         with self._lock:
             self._stats.add(evicted_chunks=total.num_evicted, evicted_bytes=total.evicted_bytes)
             self._stats.set_kept(total.num_kept, total.kept_bytes)
+
+    def _looking_up(self, prompt: Prompt) -> AbstractContextManager[list[Sighting]]:
+        return nullcontext([]) if self._events is None else self._events.looking_up(prompt)
+
+    def _sweeping(self) -> AbstractContextManager[set[bytes]]:
+        return nullcontext(set()) if self._events is None else self._events.sweeping()
+
+    def _gone_among(self, names: list[str]) -> set[bytes]:
+        """Keys of this engine's chunks that no store has, of those that a sweep has removed from one."""
+        ours = {
+            name: parsed.key
+            for name in names
+            if (parsed := parse_name(name)) is not None and parsed.namespace in self._namespaces
+        }
+        try:
+            found = self._tiers.find(list(ours)) if len(self._tiers.stores) > 1 else [False] * len(ours)
+        except StoreError:
+            found = [False] * len(ours)  # No store answers, so nothing can be found.
+        return {key for key, is_found in zip(ours.values(), found, strict=True) if not is_found}
+
+
+def _events_of(
+    identity: StorageIdentity, name_blocks: NameBlocks, groups: Sequence[EventGroup] | None
+) -> list[StoreEvents]:
+    """For each kind of layers. The embedded engine reports groups if it has several."""
+    if groups is None:
+        several = len(identity.groups) > 1
+        groups = [EventGroup(index if several else None) for index in range(len(identity.groups))]
+    return [
+        StoreEvents(
+            block_tokens=identity.block_tokens,
+            medium=MEDIUM_STORAGE,
+            name_blocks=name_blocks,
+            groups=[groups[index] for index in kind.groups],
+            chunks_max=EVENT_CHUNKS_MAX,
+        )
+        for kind in identity.layer_kinds
+    ]

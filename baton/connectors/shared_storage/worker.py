@@ -26,6 +26,7 @@ from baton.connectors.shared_storage.loads import Load, LoadEnd
 from baton.connectors.shared_storage.metadata import (
     ChunkPart,
     SaveChunk,
+    SaveId,
     StorageHandshake,
     StorageMetadata,
     StorageReport,
@@ -67,6 +68,7 @@ class _Copy:
     window: int | None
     form: FileForm
     body: torch.Tensor
+    save: SaveId | None = None  # None: it is copied to a faster store.
 
 
 class StorageWorkerHalf(BackgroundLoads):
@@ -93,7 +95,10 @@ class StorageWorkerHalf(BackgroundLoads):
         self._backlog_bytes = 0
         self._num_unwritten = 0  # Since the last log line; used by the writer's thread.
         self._logged_unwritten_s: float | None = None
-        self._failed_loads: set[str] = set()  # For our scheduler half.
+        self._failed_loads: set[str] = set()  # For our scheduler half, as those below.
+        self._ended_saves: set[SaveId] = set()
+        self._failed_saves: set[SaveId] = set()
+        self._lost: set[tuple[bytes, int]] = set()
         self._stats = StorageStats()
 
     # --- Start ---------------------------------------------------------------------------------
@@ -153,14 +158,15 @@ class StorageWorkerHalf(BackgroundLoads):
         self._copied.add(metadata.step)
         copies = self._staged.setdefault(metadata.step, [])
         for save in metadata.saves:
-            blocks = self._blocks_of(save)
+            blocks, save_id = self._blocks_of(save), (metadata.step, save.key, save.kind)
             with self._lock:
                 if self._backlog_bytes + blocks.form.nbytes > self._identity.settings.backlog_max_mib * MIB:
                     self._stats.add_for("not_saved", "backlog")
+                    self._end_save(save_id, is_stored=False)
                     continue
                 self._backlog_bytes += blocks.form.nbytes
             body = blocks.copy_out(save.block_ids)
-            copies.append(_Copy(save.key, blocks.kind.window_of_files, blocks.form, body))
+            copies.append(_Copy(save.key, blocks.kind.window_of_files, blocks.form, body, save_id))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         now = self._clock()
@@ -182,14 +188,20 @@ class StorageWorkerHalf(BackgroundLoads):
         is_known = isinstance(bound, StorageMetadata) and bool(bound.namespaces)
         with self._lock:
             failed, self._failed_loads = self._failed_loads, set()
+            written, self._ended_saves = self._ended_saves, set()
+            unwritten, self._failed_saves = self._failed_saves, set()
+            lost, self._lost = self._lost, set()
         copied, self._copied = self._copied, set()
-        if is_known and not copied and not failed:
+        if is_known and not (copied or failed or written or lost):
             return None
         return StorageReport(
             rank=self._identity.rank,
             layout=None if is_known else self._layout,
             copied=copied or None,
             failed_loads=failed or None,
+            written=written or None,
+            unwritten=unwritten or None,
+            lost=lost or None,
         )
 
     def shutdown(self) -> None:
@@ -210,9 +222,11 @@ class StorageWorkerHalf(BackgroundLoads):
             reasons = ["failed"] * len(copies)
         for copy, reason in zip(copies, reasons, strict=True):
             self._drop([copy], reason if below is None else None)
+        if self._identity.publishes_events:
+            self._wake()
 
     def _write_to_stores(self, copies: list[_Copy], below: int | None) -> list[bool]:
-        """Returns for each copy whether a store has failed and none has taken it."""
+        """Returns for each copy whether no store has it."""
         assert self._namespaces, "the scheduler half orders no writes before it knows them"
         started = self._clock()
         names = [ChunkName(self._namespaces[0], c.key, self._identity.rank, c.window) for c in copies]
@@ -227,7 +241,7 @@ class StorageWorkerHalf(BackgroundLoads):
                     self._stats.add(promoted_chunks=len(written.done))
                 elif written.done:
                     self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=took_s / len(copies))
-        return [bool(written.failed) and not written.done for written in outcomes]
+        return [not written.is_stored for written in outcomes]
 
     def _sealed(self, name: ChunkName, copy: _Copy) -> tuple[bytes, memoryview]:
         from baton.connectors.shared_storage.form import bytes_of
@@ -252,6 +266,14 @@ class StorageWorkerHalf(BackgroundLoads):
                 self._backlog_bytes -= copy.form.nbytes
                 if reason is not None:
                     self._stats.add_for("not_saved", reason)
+                self._end_save(copy.save, is_stored=reason is None)
+
+    def _end_save(self, save: SaveId | None, *, is_stored: bool) -> None:
+        """Notes what the scheduler half needs for KV events. The caller holds the lock."""
+        if save is not None and self._identity.publishes_events:
+            self._ended_saves.add(save)
+            if not is_stored:
+                self._failed_saves.add(save)
 
     # --- Loading -------------------------------------------------------------------------------
 
@@ -267,6 +289,10 @@ class StorageWorkerHalf(BackgroundLoads):
         except Unusable as error:
             logger.warning("request %s computes what it could not load: %s", load.order.request_id, error)
             end = load.part_failed(index, error.reason)
+            if self._identity.publishes_events and error.reason != "io":
+                part = load.order.parts[index]
+                with self._lock:
+                    self._lost.add((part.key, part.kind))
         except Exception:  # Only this request's load fails.
             logger.exception("loading for request %s failed", load.order.request_id)
             end = load.part_failed(index, "failed")
