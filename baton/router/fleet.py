@@ -39,7 +39,14 @@ from baton.router.identity import Identity, Introduced, Introduction, Kind, Mode
 from baton.router.legs import PREFIX_TOKENS
 from baton.router.members import Member
 from baton.router.notes import Erred, LegFailed, Note, Speeds
-from baton.router.policies import POLICIES, EngineState, RoutedRequest, choose_least_cost, prefix_holder
+from baton.router.policies import (
+    LEAST_COST_S,
+    POLICIES,
+    EngineState,
+    RoutedRequest,
+    choose_least_cost,
+    prefix_holder,
+)
 from baton.router.rates import BusyTime, Line, Rate, outliers
 from baton.router.settings import EngineKey, Role, RouterSettings, check_url, without_credentials
 
@@ -267,9 +274,12 @@ class Fleet:
         tried: Sequence[Engine],
         bad_producers: Sequence[Engine],
         is_fit: Callable[[Engine], bool],
+        now_s: float,
         load_s: LoadSeconds = usual_load_s,
     ) -> tuple[Engine, bool] | None:
         """The decode engine of least cost, and whether it had better compute the prompt itself.
+
+        As `choose_least_cost`, an engine in slow start costs more, and engines of equal cost take turns.
 
         None: the policy is another one, or there is no such engine.
         """
@@ -287,7 +297,12 @@ class Fleet:
         ]
         costs = self._placements(request, producers, consumers, load_s)
         costs = [one for one in costs if self._is_below_caps(one, request, producers, consumers)] or costs
-        found = min(costs, key=lambda one: one.cost_s, default=None)
+
+        def order(one: Placement) -> tuple[float, int]:
+            cost_s = (one.cost_s + LEAST_COST_S) / consumers[one.consumer].share(now_s)
+            return cost_s, (one.consumer - request.turn) % len(consumers)
+
+        found = min(costs, key=order, default=None)
         return None if found is None else (consumers[found.consumer], found.producer is None)
 
     def _is_below_caps(

@@ -73,6 +73,7 @@ class FleetView:
         tried: Sequence[Engine],
         bad_producers: Sequence[Engine],
         is_fit: Callable[[Engine], bool],
+        now_s: float,
     ) -> tuple[Engine, bool] | None:
         """By cost: the decode engine, and whether it computes the prompt itself. None: choose by role."""
         if (
@@ -80,7 +81,7 @@ class FleetView:
             or len(bad_producers) >= self.settings.prefill_attempts
         ):
             return None
-        return self.fleet.place(routed, tried, bad_producers, is_fit, self.pairs.load_s)
+        return self.fleet.place(routed, tried, bad_producers, is_fit, now_s, self.pairs.load_s)
 
     def no_engine(self, role: Role, failure: LegFailure | None, *, is_tried: bool = False) -> RouterError:
         if failure is None and not is_tried:

@@ -296,7 +296,8 @@ class Machine:
             self._local_reason = None
         if self._prefilled is not None or self._local_reason is not None or self._status is not None:
             return None
-        found = self._view.place(self._routed, self._tried, self._bad_producers, self._first.can_continue)
+        is_fit = self._first.can_continue
+        found = self._view.place(self._routed, self._tried, self._bad_producers, is_fit, self._now_s)
         if found is None:
             return None
         consumer, is_alone = found
@@ -594,9 +595,14 @@ class Machine:
     # --- Decode --------------------------------------------------------------------------------------
 
     def _after_prefill(self) -> None:
-        """Choose D again: what P has lent, or shown, may exclude the first choice."""
+        """Choose D again: what P has lent, or shown, may exclude the first choice.
+
+        One that is to compute the prompt itself, because of what it has, stays.
+        """
         assert self._prefilled is not None
-        engine = self._choose_consumer(self._producer if self._prefilled.ticket else None)
+        engine = self._placed_consumer or self._choose_consumer(
+            self._producer if self._prefilled.ticket else None
+        )
         if self._tell_kept_answer(engine):
             return self._finish()
         if engine is None:  # It went down during the prefill.
@@ -927,6 +933,14 @@ class Machine:
             tried = [engine for engine in self._tried if engine.role == "prefill"]
             engine = choose("prefill", self._routed, tried, now_s, can_continue)
         return engine
+
+    @property
+    def _placed_consumer(self) -> Engine | None:
+        """Of a placement without a prefill engine, as long as this engine can be used."""
+        consumer = self._consumer
+        if self._local_reason != "cheaper" or consumer is None:
+            return None
+        return consumer if self._view.fleet.may_take(consumer, self._routed) else None
 
     def _why_no_pair(self, producer: Engine, consumer: Engine) -> str | None:
         return self._view.pairs.why_not(producer, consumer, self._now_s)

@@ -79,7 +79,7 @@ def by_fleet(world: World, request: Request) -> tuple[str | None, str]:
         num_output_tokens=fleet.expected_output,
         home=request.home,
     )
-    found = fleet.place(routed, [], [], lambda engine: True, world.router.pairs.load_s)
+    found = fleet.place(routed, [], [], lambda engine: True, world.now_s, world.router.pairs.load_s)
     assert found is not None
     consumer, is_alone = found
     producer = None if is_alone else fleet.choose("prefill", routed, world.now_s)

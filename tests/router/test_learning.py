@@ -171,7 +171,7 @@ def test_a_load_beside_prompts_is_no_sample() -> None:
 
 def placed(fleet: Fleet, request: RoutedRequest) -> tuple[str, str]:
     """Where it is computed, and where it is decoded."""
-    found = fleet.place(request, [], [], lambda engine: True)
+    found = fleet.place(request, [], [], lambda engine: True, 0.0)
     assert found is not None
     consumer, is_alone = found
     producer = None if is_alone else fleet.choose("prefill", request, 0.0)
