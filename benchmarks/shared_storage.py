@@ -65,7 +65,11 @@ def measure(
         transfer = KVTransferConfig(
             kv_connector="BatonSharedStorageConnector",
             kv_role="kv_both",
-            kv_connector_extra_config={"path": str(kept), "chunk_tokens": chunk_tokens},
+            kv_connector_extra_config={
+                "path": str(kept),
+                "chunk_tokens": chunk_tokens,
+                "recompute_if_faster_by_s": None,
+            },
         )
         written = Written(kept, prompt_tokens // chunk_tokens)
         return {

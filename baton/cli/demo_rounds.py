@@ -177,11 +177,12 @@ def _offload() -> dict[str, Any]:
 
 
 def _storage(folder: Path, block_size: int | None) -> dict[str, Any]:
-    # The demo must load from files even on a machine with slow lookups.
+    # The demo must load from files even on a machine with slow lookups and reads.
     extra = {
         "path": str(folder.absolute()),
         "chunk_tokens": block_size,
         "lookup_timeout_s": STORE_TIMEOUT_S,
+        "recompute_if_faster_by_s": None,
     }
     return {"kv_connector": "BatonSharedStorageConnector", "kv_connector_extra_config": extra}
 

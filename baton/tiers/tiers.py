@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 from baton.tiers.store import Parts, Store, StoreError, Unusable
 
@@ -33,6 +33,13 @@ class Read(Generic[T]):
     proven: T
     nbytes: int
     store: int  # Index of the store that had the value.
+
+
+class Place(NamedTuple):
+    """Where a value is: the index of its store, and its bytes there."""
+
+    store: int
+    nbytes: int
 
 
 @dataclass(slots=True)
@@ -64,10 +71,14 @@ class Tiers:
 
     def find(self, names: Sequence[str]) -> list[bool]:
         """Whether each value is in some store. A store that fails has none. Raises StoreError if all fail."""
-        found = [False] * len(names)
+        return [place is not None for place in self.locate(names)]
+
+    def locate(self, names: Sequence[str]) -> list[Place | None]:
+        """As `find`: the fastest store that has each value."""
+        found: list[Place | None] = [None] * len(names)
         errors: list[StoreError] = []
         for index, store in self._asked():
-            missing = [position for position, is_found in enumerate(found) if not is_found]
+            missing = [position for position, place in enumerate(found) if place is None]
             if not missing:
                 break
             try:
@@ -77,7 +88,7 @@ class Tiers:
                 errors.append(error)
                 continue
             for position, size in zip(missing, sizes, strict=True):
-                found[position] = size is not None
+                found[position] = None if size is None else Place(index, size)
         if len(errors) == len(self.stores):
             raise errors[0]
         return found

@@ -80,8 +80,10 @@ class Halves:
     caches: list[dict[str, torch.Tensor]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, folder: Path, num_ranks: int = 1, **extra: Any) -> Halves:
-        halves = cls(StorageSchedulerHalf(identity_in(folder, num_ranks=num_ranks, **extra)), [])
+    def start(
+        cls, folder: Path, num_ranks: int = 1, clock: Callable[[], float] = time.monotonic, **extra: Any
+    ) -> Halves:
+        halves = cls(StorageSchedulerHalf(identity_in(folder, num_ranks=num_ranks, **extra), clock=clock), [])
         for rank in range(num_ranks):
             half = StorageWorkerHalf(identity_in(folder, num_ranks=num_ranks, rank=rank, **extra))
             cache = {"layer": torch.rand(NUM_BLOCKS, 1, BLOCK, 4)}

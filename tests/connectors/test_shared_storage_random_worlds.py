@@ -260,6 +260,8 @@ def test_only_the_files_that_windows_need_are_read(
         stats = world.workers[0].get_kv_connector_stats()
         assert stats is not None
         assert stats.data["loaded_chunks"] == count
+        speeds = world.half._speeds
+        assert (speeds._stores[0]._num, speeds._prefill._num > 0) == (count, not count), "measured"
         stored = [event for event in world.half.heard if isinstance(event, BlockStored)]
         assert stored
         assert sum(len(events._announced) for events in world.half._events._of_kinds) == len(  # type: ignore[union-attr]

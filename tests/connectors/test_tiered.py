@@ -12,6 +12,7 @@ from baton.core.config import KVTransferConfig, ModelConfig
 from baton.core.errors import ConfigError
 from tests.connectors.storage_world import (
     CHUNK,
+    FOR_BUSY_MACHINES,
     GREEDY,
     WAIT_S,
     Start,
@@ -38,7 +39,7 @@ def tiered(*tiers: dict[str, Any], **extra: Any) -> KVTransferConfig:
 
 
 def stored(*tiers: dict[str, Any], **extra: Any) -> KVTransferConfig:
-    return tiered(*tiers, chunk_tokens=CHUNK, lookup_timeout_s=WAIT_S, **extra)
+    return tiered(*tiers, chunk_tokens=CHUNK, **FOR_BUSY_MACHINES, **extra)
 
 
 def files(folder: Path) -> dict[str, Any]:

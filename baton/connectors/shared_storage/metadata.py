@@ -2,7 +2,7 @@
 
 StorageHandshake  rank -> scheduler, once      layout of a chunk
 StorageMetadata   scheduler -> ranks, per step loads; copies; steps whose copies may be written or are dropped
-StorageReport     rank -> scheduler, per step  steps copied; loads that failed;
+StorageReport     rank -> scheduler, per step  steps copied; loads that failed; measurements;
                                                for KV events: writes, lost chunks
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, TypeAlias
 
+from baton.connectors.shared_storage.speeds import Read
 from baton.contract import AllRanks, AnyRank, KVConnectorHandshakeMetadata, KVConnectorMetadata, RankReport
 from baton.contract.reports import FailedOf, NotCombined
 
@@ -64,6 +65,7 @@ class StorageMetadata(KVConnectorMetadata):
     saves: tuple[SaveChunk, ...] = ()
     write: tuple[int, ...] = ()  # Steps proved valid: their copies may be written.
     drop: tuple[int, ...] = ()  # Steps that computed with bad blocks.
+    is_timed: bool = False  # The ranks are to report this step in `timed`.
 
 
 @dataclass(kw_only=True)
@@ -71,6 +73,8 @@ class StorageReport(RankReport):
     layout: NotCombined[str | None] = None  # Reported until the scheduler half knows it.
     copied: AllRanks[set[int] | None] = None  # Steps.
     failed_loads: AnyRank[set[str] | None] = None
+    timed: AllRanks[set[int] | None] = None  # Steps.
+    reads: NotCombined[tuple[Read, ...] | None] = None  # Measured, of the threads of this rank.
     # Only in an engine that publishes KV events.
     written: AllRanks[set[SaveId] | None] = None  # Each save once, whether or not it was written.
     unwritten: Annotated[set[SaveId] | None, FailedOf("written")] = None

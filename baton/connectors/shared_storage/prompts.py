@@ -23,6 +23,7 @@ from baton.connectors.shared_storage.metadata import ChunkPart, SaveChunk
 from baton.contract import host
 from baton.core.hashing import BlockHash, block_hash, extra_key, root_hash
 from baton.core.kv_groups import NULL_BLOCK_ID
+from baton.tiers.tiers import Place
 
 
 @dataclass(slots=True)
@@ -32,6 +33,7 @@ class Lookup:
     deadline_s: float
     num_stored: int | None = None  # Chunks, from the first one on; None: not known yet.
     tail: int = 0  # Blocks of the stored tail after them.
+    places: list[list[Place | None]] = field(default_factory=list)  # By chunk and kind; then the tail's.
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class Prompt:
     lookup: Lookup | None = None
     num_local_tokens: int = 0  # The local hit when a load was offered.
     has_loaded: bool = False  # A load is tried once; after a failure the prompt is computed.
+    num_declined: int = 0  # Tokens that could be loaded, and that are computed because that is faster.
 
     def extend_keys(self) -> list[BlockHash]:
         """Returns the keys of all full chunks of the tokens known so far."""
@@ -112,6 +115,19 @@ class Prompt:
             return range(index * self._chunk_blocks, index * self._chunk_blocks + tail)
         end = (index + 1) * self._chunk_blocks
         return range(end - self.kinds[kind].num_stored, end)
+
+    def places_after(self, num_tokens: int) -> list[Place]:
+        """Where the values are that a load after so many tokens reads. The lookup has ended."""
+        assert self.lookup is not None
+        end = self.lookup.num_stored or 0
+        of_chunks, of_tail = self.lookup.places[:end], self.lookup.places[end:]
+        first = num_tokens // self.chunk_tokens
+        found = [
+            places[kind]
+            for kind, of_kind in enumerate(self.kinds)
+            for places in of_chunks[max(first, of_kind.first_chunk(end)) :]
+        ]
+        return [place for place in (*found, *(places[0] for places in of_tail)) if place is not None]
 
     def take_saves(
         self, num_computed_before: int, num_computed_tokens: int, states: dict[int, dict[int, int]]

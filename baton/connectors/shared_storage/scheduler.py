@@ -35,6 +35,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageReport,
 )
 from baton.connectors.shared_storage.prompts import Lookup, Prompt, can_be_named
+from baton.connectors.shared_storage.speeds import Speeds, is_load_better
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import limits_of, make_tiers
 from baton.connectors.store_events import EventGroup, NameBlocks, StoreEvents, own_names
@@ -51,6 +52,7 @@ from baton.core.kv_groups import can_complete_states, has_states
 from baton.tiers.chunk_name import ChunkName, parse_name
 from baton.tiers.store import StoreError
 from baton.tiers.sweep import Swept, sweep
+from baton.tiers.tiers import Place
 
 if TYPE_CHECKING:
     from baton.core.hashing import BlockHash
@@ -93,6 +95,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._stats = StorageStats()
         self._lookups = Jobs("kv-lookup")
         self._last_lookup: Lookup | None = None
+        self._speeds = Speeds(len(self._tiers.stores), settings.io_threads)
+        self._readers_free_s = float("-inf")  # When the ranks' readers end what they were told, as predicted.
         self._events: ChunkEvents | None = None
         if identity.publishes_events:
             self._events = ChunkEvents(_events_of(identity, name_blocks, event_groups))
@@ -139,13 +143,28 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         if num_stored is None:
             return (None, False) if self._clock() < prompt.lookup.deadline_s else (0, False)
         num_external = self._stored_tokens(prompt.lookup) - num_computed_tokens
-        return (num_external, True) if num_external > 0 else (0, False)
+        is_better = num_external <= 0 or self._is_load_better(prompt, num_computed_tokens, num_external)
+        prompt.num_declined = 0 if is_better else num_external
+        return (num_external, True) if num_external > 0 and is_better else (0, False)
+
+    def _is_load_better(self, prompt: Prompt, num_computed_tokens: int, num_external: int) -> bool:
+        now = self._clock()
+        load_s = self._speeds.load_s(prompt.places_after(num_computed_tokens), now)
+        if load_s is not None:
+            load_s += max(0.0, self._readers_free_s - now)
+        compute_s = self._speeds.compute_s(num_external, now)
+        return is_load_better(load_s, compute_s, self._identity.settings.recompute_if_faster_by_s)
 
     def update_state_after_alloc(
         self, request: host.Request, blocks: host.KVCacheBlocks, num_external_tokens: int
     ) -> None:
         prompt = self._prompt_of(request)
-        if prompt is None or num_external_tokens == 0:
+        if prompt is None:
+            return
+        if num_external_tokens == 0:
+            with self._lock:
+                self._stats.add(recomputed_tokens=prompt.num_declined)
+            prompt.num_declined = 0
             return
         assert prompt.lookup is not None, "a load follows a match"
         assert prompt.lookup.num_stored is not None, "a load follows a match"
@@ -153,6 +172,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         prompt.num_local_tokens = end - num_external_tokens
         prompt.has_loaded = True
         prompt.num_saved, prompt.is_tail_saved = prompt.lookup.num_stored, prompt.is_tail_in(end)
+        now = self._clock()
+        load_s = self._speeds.load_s(prompt.places_after(prompt.num_local_tokens), now)
+        self._readers_free_s = max(now, self._readers_free_s) + (load_s or 0.0)
         parts = prompt.load_parts(blocks.get_block_ids(), num_external_tokens)
         self._loads.append(LoadChunks(request.request_id, parts))
 
@@ -196,7 +218,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         loads, self._loads = self._loads, []
         write, self._write = self._write, []
         drop, self._drop = self._drop, []
+        num_scheduled = scheduler_output.num_scheduled_tokens.values()
         return StorageMetadata(
+            is_timed=self._speeds.step_planned(self._step, num_scheduled, self._clock()),
             step=self._step,
             namespaces=self._namespaces,
             loads=tuple(loads),
@@ -208,10 +232,11 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         if self._sweeper is not None:
             self._sweeper.raise_if_dead()
-        report = connector_output.kv_connector_worker_meta
+        report, now = connector_output.kv_connector_worker_meta, self._clock()
         if isinstance(report, StorageReport):
             of_ranks = report.each_rank()
             for rank, of_rank in of_ranks:
+                self._speeds.note_reads(of_rank.reads or (), now)
                 if of_rank.layout is not None:
                     self._learn_layout(rank, of_rank.layout)
             combined = self._reports.combine(of_ranks)
@@ -221,6 +246,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
                     prompt.num_saved, prompt.is_tail_saved = 0, False
         else:
             combined = StorageReport()
+        self._speeds.step_ended(combined.timed or (), now)
         if self._events is not None:
             self._events.lost(combined.lost or ())
             self._events.written(combined.written or (), combined.unwritten or ())
@@ -320,7 +346,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         num_stored = tail = 0
         try:
             with self._looking_up(prompt) as seen:
-                num_stored, tail = self._find_prefix(prompt, namespaces, keys, seen)
+                num_stored, tail = self._find_prefix(prompt, lookup, namespaces, keys, seen)
         except StoreError as error:
             logger.warning("the lookup of %d chunks failed: %s", len(keys), error)
         with self._lock:
@@ -329,36 +355,49 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._wake()
 
     def _find_prefix(
-        self, prompt: Prompt, namespaces: tuple[str, ...], keys: list[BlockHash], seen: list[Sighting]
+        self,
+        prompt: Prompt,
+        lookup: Lookup,
+        namespaces: tuple[str, ...],
+        keys: list[BlockHash],
+        seen: list[Sighting],
     ) -> tuple[int, int]:
         """Chunks that can be loaded, and blocks of the tail after them. Adds to `seen`. Raises StoreError."""
         kinds = {kind: number for number, kind in enumerate(self._kinds)}
-        is_stored: list[list[bool]] = []  # By chunk and kind.
-        while len(is_stored) < len(keys):
-            batch = self._are_stored(keys[len(is_stored) : len(is_stored) + LOOKUP_CHUNKS], namespaces)
-            is_stored += batch
-            if self._kinds[0].window is None and not all(of_kinds[0] for of_kinds in batch):
+        places: list[list[Place | None]] = []  # By chunk and kind.
+        while len(places) < len(keys):
+            batch = self._locate(keys[len(places) : len(places) + LOOKUP_CHUNKS], namespaces)
+            places += batch
+            if self._kinds[0].window is None and None in [of_kinds[0] for of_kinds in batch]:
                 break  # No longer prefix can be served.
         num_stored = num_served(
-            self._kinds, len(is_stored), lambda kind, chunk: is_stored[chunk][kinds[kind]]
+            self._kinds, len(places), lambda kind, chunk: places[chunk][kinds[kind]] is not None
         )
         tails = prompt.tail_keys(num_stored)
-        of_tails = [found for (found,) in self._are_stored(tails, namespaces)]
+        of_tails = self._locate(tails, namespaces)
+        tail = max(
+            (blocks for blocks, (place,) in enumerate(of_tails, start=1) if place is not None), default=0
+        )
+        lookup.places = places[:num_stored] + of_tails[tail - 1 : tail] if tail else places[:num_stored]
         seen += [
-            Sighting(keys[index], kind, index, 0, found)
-            for index, of_kinds in enumerate(is_stored)
-            for kind, found in enumerate(of_kinds)
+            Sighting(keys[index], kind, index, 0, place is not None)
+            for index, of_kinds in enumerate(places)
+            for kind, place in enumerate(of_kinds)
         ]
         seen += [
-            Sighting(key, 0, num_stored, blocks, found)
-            for blocks, (key, found) in enumerate(zip(tails, of_tails, strict=True), start=1)
+            Sighting(key, 0, num_stored, blocks, place is not None)
+            for blocks, (key, (place,)) in enumerate(zip(tails, of_tails, strict=True), start=1)
         ]
-        return num_stored, max((blocks for blocks, found in enumerate(of_tails, start=1) if found), default=0)
+        return num_stored, tail
 
-    def _are_stored(self, keys: list[BlockHash], namespaces: tuple[str, ...]) -> list[list[bool]]:
-        """For each chunk and kind, whether every rank's value is in any namespace. Raises StoreError."""
+    def _locate(self, keys: list[BlockHash], namespaces: tuple[str, ...]) -> list[list[Place | None]]:
+        """For each chunk and kind, the slowest place of a rank's value; None: a rank has none in any
+        namespace.
+
+        Raises StoreError.
+        """
         ranks, windows = range(self._identity.num_ranks), [kind.window_of_files for kind in self._kinds]
-        found = self._tiers.find(
+        found = self._tiers.locate(
             [
                 str(ChunkName(namespace, key, rank, window))
                 for key in keys
@@ -369,7 +408,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         )
         values = iter(found)  # The lists below take them in the same order.
         return [
-            [all([any([next(values) for _ in namespaces]) for _ in ranks]) for _ in windows] for _ in keys
+            [_slowest([_first([next(values) for _ in namespaces]) for _ in ranks]) for _ in windows]
+            for _ in keys
         ]
 
     def _sweep(self) -> None:
@@ -430,3 +470,12 @@ def _events_of(
         )
         for kind in identity.layer_kinds
     ]
+
+
+def _first(places: list[Place | None]) -> Place | None:
+    return next((place for place in places if place is not None), None)
+
+
+def _slowest(places: list[Place | None]) -> Place | None:
+    found = [place for place in places if place is not None]
+    return max(found) if len(found) == len(places) else None

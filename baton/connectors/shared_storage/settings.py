@@ -85,6 +85,9 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
     # For one chunk. A read that takes longer hangs, and its prompt is computed. While all readers hang, no
     # prompt waits for a chunk.
     read_timeout_s: float = 5.0
+    # A prompt that is found is computed if, by the measured speeds, that takes so many seconds less than to
+    # load it. None: never.
+    recompute_if_faster_by_s: float | None = 0.05
     sweep_every_s: float = 30.0  # Interval of sweeps, which evict by age and size.
     shutdown_timeout_s: float = 5.0  # To finish writing.
 
@@ -96,8 +99,9 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in ("io_threads", "backlog_max_mib", "chunk_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError("must be at least 1", field=f"{FIELD}.{name}")
-        if not self.shutdown_timeout_s >= 0:
-            raise ConfigError("must not be negative", field=f"{FIELD}.shutdown_timeout_s")
+        for name in ("shutdown_timeout_s", "recompute_if_faster_by_s"):
+            if (value := getattr(self, name)) is not None and not value >= 0:
+                raise ConfigError("must not be negative", field=f"{FIELD}.{name}")
 
     @property
     def stored_tiers(self) -> tuple[StoredTier, ...]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +32,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageMetadata,
     StorageReport,
 )
+from baton.connectors.shared_storage.speeds import Read
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import make_tiers
 from baton.contract import (
@@ -55,6 +57,7 @@ MIB = 1 << 20
 LOG_UNWRITTEN_EVERY_S = 30.0
 # Age difference to the previous part. A prompt's end is evicted before its beginning, useful without the end.
 OLDER_BY_S = 0.001
+READS_MAX = 256  # Measurements of a report.
 WRITTEN_AT_ONCE = 16  # Chunks that are synchronised together; each is an open file meanwhile.
 # Reason why a chunk is not written. A label of `baton:storage_not_saved_chunks`.
 NotSaved = Literal["backlog", "io", "failed", "tainted"]
@@ -99,6 +102,7 @@ class StorageWorkerHalf(BackgroundLoads):
         self._ended_saves: set[SaveId] = set()
         self._failed_saves: set[SaveId] = set()
         self._lost: set[tuple[bytes, int]] = set()
+        self._reads: deque[Read] = deque(maxlen=READS_MAX)
         self._stats = StorageStats()
 
     # --- Start ---------------------------------------------------------------------------------
@@ -191,14 +195,19 @@ class StorageWorkerHalf(BackgroundLoads):
             written, self._ended_saves = self._ended_saves, set()
             unwritten, self._failed_saves = self._failed_saves, set()
             lost, self._lost = self._lost, set()
+            reads = tuple(self._reads)
+            self._reads.clear()
+        timed = {bound.step} if isinstance(bound, StorageMetadata) and bound.is_timed else None
         copied, self._copied = self._copied, set()
-        if is_known and not (copied or failed or written or lost):
+        if is_known and not (copied or failed or written or lost or reads or timed):
             return None
         return StorageReport(
             rank=self._identity.rank,
             layout=None if is_known else self._layout,
             copied=copied or None,
             failed_loads=failed or None,
+            timed=timed,
+            reads=reads or None,
             written=written or None,
             unwritten=unwritten or None,
             lost=lost or None,
@@ -327,8 +336,10 @@ class StorageWorkerHalf(BackgroundLoads):
                 return
             blocks.copy_in(form.body_in(read.proven), part.block_ids)
         self._tiers.touch(str(name), load.used_s - index * OLDER_BY_S)
+        took_s = self._clock() - started
         with self._lock:
-            self._stats.add(loaded_chunks=1, loaded_bytes=form.nbytes, load_s=self._clock() - started)
+            self._stats.add(loaded_chunks=1, loaded_bytes=form.nbytes, load_s=took_s)
+            self._reads.append(Read(read.store, read.nbytes, took_s))
         if read.store:
             self._promote(part.key, blocks, read.proven, read.store)
 

@@ -35,6 +35,7 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
     }
     tiered = folder / "tiered"
     tiers: dict[str, Any] = {
+        "recompute_if_faster_by_s": None,
         "tiers": [
             {"type": "host", **offload},
             {"type": "files", "path": str(tiered), "fsync": False},
@@ -48,7 +49,12 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
         "BatonOffloadConnector": ConnectorCase(path="BatonOffloadConnector", extra_config=offload),
         "BatonSharedStorageConnector": ConnectorCase(
             path="BatonSharedStorageConnector",
-            extra_config={"path": str(stored), "chunk_tokens": 4, "fsync": False},
+            extra_config={
+                "path": str(stored),
+                "chunk_tokens": 4,
+                "fsync": False,
+                "recompute_if_faster_by_s": None,
+            },
             break_store=lambda: cut_files(stored, flips_bits=True),
         ),
         "BatonTieredConnector": ConnectorCase(

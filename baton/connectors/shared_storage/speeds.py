@@ -1,0 +1,132 @@
+"""Measured speeds, and the decision between loading KV and computing it.
+
+    of a store      seconds that a rank's thread took to read, verify and copy a value, by its bytes
+    of this engine  seconds from a step's plan, or the end of the step before it, to its result, by its tokens
+
+Both are lines, `seconds = latency + amount / rate`, fitted to measurements that lose half of their weight in
+HALF_LIFE_S. A speed that was not measured for STALE_S is not known, and what is not known is loaded: so a new
+engine loads, and one that computes finds out when a store has become faster.
+
+No clock: `now_s` is an argument.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from baton.tiers.tiers import Place
+
+HALF_LIFE_S = 30.0
+STALE_S = 120.0
+FEWEST = 4  # Measurements before a speed is known.
+TOLD_APART = 0.01  # Relative variance of the amounts from which on latency and rate are told apart.
+PREFILL_TOKENS = 16  # A step with fewer tokens of prompts is none of prefill.
+
+
+class Read(NamedTuple):
+    """One measured read of a value."""
+
+    store: int
+    nbytes: int
+    seconds: float
+
+
+class Line:
+    """Least squares with forgetting."""
+
+    def __init__(self) -> None:
+        self._weight = self._x = self._y = self._xx = self._xy = 0.0  # Weighted sums.
+        self._num = 0
+        self._last_s = -math.inf
+
+    def note(self, amount: float, seconds: float, now_s: float) -> None:
+        if now_s - self._last_s > STALE_S:
+            self._weight = self._x = self._y = self._xx = self._xy = 0.0
+            self._num = 0
+        else:
+            kept = 0.5 ** (max(0.0, now_s - self._last_s) / HALF_LIFE_S)
+            self._weight, self._x, self._y = self._weight * kept, self._x * kept, self._y * kept
+            self._xx, self._xy = self._xx * kept, self._xy * kept
+        self._last_s = max(self._last_s, now_s)
+        self._num += 1
+        self._weight += 1
+        self._x += amount
+        self._y += seconds
+        self._xx += amount * amount
+        self._xy += amount * seconds
+
+    def seconds_for(self, amount: float, now_s: float) -> float | None:
+        """None: not known."""
+        if self._num < FEWEST or now_s - self._last_s > STALE_S or not self._xx:
+            return None
+        mean_x, mean_y = self._x / self._weight, self._y / self._weight
+        variance = self._xx / self._weight - mean_x * mean_x
+        if variance > TOLD_APART * mean_x * mean_x:
+            slope = (self._xy / self._weight - mean_x * mean_y) / variance
+            latency = mean_y - slope * mean_x
+            if slope >= 0 and latency >= 0:
+                return latency + slope * amount
+        return amount * self._xy / self._xx  # As if there were no latency.
+
+
+class Speeds:
+    def __init__(self, num_stores: int, num_threads: int) -> None:
+        """`num_threads`: that read for one rank."""
+        self._stores = [Line() for _ in range(num_stores)]
+        self._prefill = Line()
+        self._num_threads = num_threads
+        self._planned: dict[int, tuple[int, float]] = {}  # By step: tokens, and when it was planned.
+        self._last_result_s = -math.inf
+
+    def note_reads(self, reads: Iterable[Read], now_s: float) -> None:
+        for read in reads:
+            self._stores[read.store].note(read.nbytes, read.seconds, now_s)
+
+    def step_planned(self, step: int, num_scheduled: Iterable[int], now_s: float) -> bool:
+        """`num_scheduled`: tokens of each request. Returns whether the ranks are to report the step.
+
+        Steps that mostly decode are not measured.
+        """
+        counts = list(num_scheduled)
+        of_prompts = sum(count for count in counts if count > 1)
+        if of_prompts < max(PREFILL_TOKENS, sum(counts) / 2):
+            return False
+        self._planned[step] = sum(counts), now_s
+        return True
+
+    def step_ended(self, steps: Iterable[int], now_s: float) -> None:
+        """A step's result is here. `steps`: those that the ranks report, at most this one.
+
+        Called for every step, because a step that was planned while another one ran begins after it.
+        """
+        for step in steps:
+            if (planned := self._planned.pop(step, None)) is not None:
+                num_tokens, planned_s = planned
+                self._prefill.note(num_tokens, now_s - max(planned_s, self._last_result_s), now_s)
+                # A step before this one that was not reported has failed.
+                self._planned = {other: of for other, of in self._planned.items() if other > step}
+        self._last_result_s = now_s
+
+    def load_s(self, places: Sequence[Place], now_s: float) -> float | None:
+        """Seconds that a rank needs to load these values; None: not known."""
+        seconds = [self._stores[place.store].seconds_for(place.nbytes, now_s) for place in places]
+        known = [one for one in seconds if one is not None]
+        if len(known) < len(seconds):
+            return None
+        return max(sum(known) / self._num_threads, max(known, default=0.0))
+
+    def compute_s(self, num_tokens: int, now_s: float) -> float | None:
+        """Seconds that this engine needs to compute so many tokens of a prompt; None: not known."""
+        return self._prefill.seconds_for(num_tokens, now_s)
+
+
+def is_load_better(load_s: float | None, compute_s: float | None, margin_s: float | None) -> bool:
+    """Whether to load. A load leaves the engine to other requests, so computing has to save `margin_s`.
+
+    `margin_s` None: always load.
+    """
+    if margin_s is None or load_s is None or compute_s is None:
+        return True
+    return load_s < compute_s + margin_s
