@@ -12,7 +12,12 @@ from typing import Any, TypeAlias
 
 import msgspec
 
-from baton.connectors.registry import connector_class, knows_these_groups, stats_builder_of
+from baton.connectors.registry import (
+    connector_class,
+    knows_these_groups,
+    lends_what_is_stored,
+    stats_builder_of,
+)
 from baton.contract import (
     KVConnectorBase_V1,
     KVConnectorPromMetrics,
@@ -32,6 +37,7 @@ from baton.transport import make_transports
 __all__ = [
     "Door",
     "connector_factory",
+    "lends_stored",
     "make_connector_metrics",
     "make_connector_stats",
     "make_door",
@@ -84,6 +90,12 @@ def make_door(config: EngineConfig) -> Door:
     # A connector with `make_door` validates more than types.
     make: Callable[[EngineConfig], Door] | None = getattr(connector, "make_door", None)
     return make(config) if make is not None else _check_types
+
+
+def lends_stored(config: EngineConfig) -> bool:
+    """Whether the engine lends what it has stored. Raises ConfigError."""
+    connector, transfer = _class_of(config), config.kv_transfer_config
+    return connector is not None and transfer is not None and lends_what_is_stored(connector, transfer)
 
 
 def make_connector_metrics(config: EngineConfig) -> BuildConnectorMetrics | None:

@@ -94,6 +94,12 @@ def knows_these_groups(
     return not has_states(groups)
 
 
+def lends_what_is_stored(connector: type[KVConnectorBase_V1], transfer: KVTransferConfigLike) -> bool:
+    """Whether it answers requests for loans of what it has stored (`baton_lend_stored`)."""
+    ask = getattr(connector, "lends_stored", None)
+    return ask is not None and bool(ask(transfer))
+
+
 def known_names() -> list[str]:
     return sorted({*BUILT_IN, *_entry_points()})
 

@@ -11,6 +11,7 @@ index's, speeds are learned (`rates`) and start as those of a modelled engine.
 A request waits for a busy engine that has its prefix if that is sooner than to compute the prefix elsewhere.
 What the engine has in host memory or in a store it has to load: that takes longer than a hit in its cache,
 and never longer than to compute it.
+An engine that computes a prompt reads what another one lends from host memory, if that is sooner.
 
 A prompt that is handed over is in two caches afterwards. So that the caches of all engines together hold
 more, each prompt has a home, by the hash of its beginning: some are handed over, the others are not, as long
@@ -37,6 +38,7 @@ LOAD_TOKENS_PER_S = 75_000.0  # KV from another engine, as long as no pair's spe
 # Of an engine's own tiers: 20 and 2.5 GB/s, with 128 KiB for each token.
 HOST_TOKENS_PER_S = 150_000.0
 STORE_TOKENS_PER_S = 20_000.0
+LEND_S = 0.02  # For the router to ask an engine for a loan of what it has in host memory.
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -50,6 +52,8 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     token_s: float = TOKEN_S  # That one more answer adds to each step of the others.
     num_host_tokens: int = 0  # Of the cached ones, those to load from host memory,
     num_stored_tokens: int = 0  # and from a store.
+    num_lent_tokens: int = 0  # Not cached: another engine lends them from its host memory ...
+    lent_load_s: float = 0.0  # ... in this time.
 
 
 IDLE = Candidate()
@@ -73,9 +77,9 @@ def usual_load_s(producer: int, consumer: int, num_tokens: int) -> float:
 
 def prefill_s(candidate: Candidate, num_tokens: int) -> float:
     """From now to the first token, if this engine computes the prompt."""
-    num_computed = max(1, num_tokens - candidate.num_cached_tokens)
+    num_computed = max(1, num_tokens - candidate.num_cached_tokens - candidate.num_lent_tokens)
     computing_s = (candidate.num_queued_tokens + num_computed) / candidate.prefill_tokens_per_s
-    return computing_s + tier_load_s(candidate)
+    return computing_s + tier_load_s(candidate) + candidate.lent_load_s
 
 
 def tier_load_s(candidate: Candidate) -> float:

@@ -24,6 +24,7 @@ from baton.router.block_index import Match
 from baton.router.cost import (
     EXPECTED_OUTPUT,
     IDLE,
+    LEND_S,
     LOAD_TOKENS_PER_S,
     PREFILL_TOKENS_PER_S,
     TOKEN_S,
@@ -323,15 +324,51 @@ class Fleet:
         consumers: Sequence[Engine],
         load_s: LoadSeconds,
     ) -> Sequence[Placement]:
+        candidates = self.candidates(consumers, request)
+        if (lender := self.find_lender(request)) is not None:
+            candidates = [
+                self.with_loan(engine, candidate, lender, request, load_s)
+                for engine, candidate in zip(consumers, candidates, strict=True)
+            ]
         return placements(
             request.num_tokens,
             request.num_output_tokens,
             self.candidates(producers, request),
-            self.candidates(consumers, request),
+            candidates,
             lambda first, second, num_tokens: load_s(producers[first], consumers[second], num_tokens),
             is_push=self._is_push,
             home=request.home,
         )
+
+    def find_lender(self, request: RoutedRequest) -> Engine | None:
+        """The engine that lends most of the prompt from its host memory; of several, the idlest."""
+        lenders = [
+            one
+            for one in (self.engines if request.cached else ())
+            if one.introduction is not None
+            and one.introduction.lends_stored
+            and request.cached_at(one.url).num_host_tokens
+            and self.may_take(one, request)
+        ]
+        held = request.cached_at
+        return max(lenders, key=lambda one: (held(one.url).num_host_tokens, -one.load), default=None)
+
+    def with_loan(
+        self,
+        engine: Engine,
+        candidate: Candidate,
+        lender: Engine,
+        request: RoutedRequest,
+        load_s: LoadSeconds,
+    ) -> Candidate:
+        """The engine, if it reads from the lender what it lacks; as it is, if it computes that no later."""
+        num_tokens = request.cached_at(lender.url).num_host_tokens - candidate.num_cached_tokens
+        if num_tokens <= 0:
+            return candidate
+        took_s = LEND_S + load_s(lender, engine, num_tokens)
+        if took_s >= num_tokens / candidate.prefill_tokens_per_s:
+            return candidate
+        return msgspec.structs.replace(candidate, num_lent_tokens=num_tokens, lent_load_s=took_s)
 
     def explain(self, request: RoutedRequest, load_s: LoadSeconds) -> list[dict[str, Any]]:
         """For operators: what each placement would cost, the cheapest one first."""

@@ -83,6 +83,15 @@ class FleetView:
             return None
         return self.fleet.place(routed, tried, bad_producers, is_fit, now_s, self.pairs.load_s)
 
+    def find_lender(self, consumer: Engine, routed: RoutedRequest, now_s: float) -> Engine | None:
+        """The engine whose host memory has so much of the prompt that the consumer had better read it."""
+        lender = self.fleet.find_lender(routed)
+        if lender is None or self.pairs.why_not(lender, consumer, now_s) is not None:
+            return None
+        (candidate,) = self.fleet.candidates([consumer], routed)
+        borrower = self.fleet.with_loan(consumer, candidate, lender, routed, self.pairs.load_s)
+        return lender if borrower.num_lent_tokens else None
+
     def no_engine(self, role: Role, failure: LegFailure | None, *, is_tried: bool = False) -> RouterError:
         if failure is None and not is_tried:
             return RouterError.unavailable(self.fleet.why_none(role))

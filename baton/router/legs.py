@@ -25,7 +25,7 @@ import msgspec
 
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
-from baton.core.transfer_params import CONTINUE
+from baton.core.transfer_params import CONTINUE, LEND_STORED
 from baton.tracing.trace_context import HEADERS as TRACE_HEADERS
 
 PARAMS = "kv_transfer_params"
@@ -191,6 +191,11 @@ def prefill_body(body: Mapping[str, Any], transfer_id: str, *, continues: bool =
     params = {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": transfer_id}
     leg[PARAMS] = {**params, CONTINUE: True} if continues else params
     return leg
+
+
+def stored_body(body: Mapping[str, Any]) -> dict[str, Any]:
+    """For an engine that is to lend what it has stored of the prompt, and to compute nothing."""
+    return {**prefill_body(body, ""), PARAMS: {LEND_STORED: True}}
 
 
 def first_token_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:

@@ -90,7 +90,7 @@ from baton.router.learning import (
     note_outpaced,
     note_start,
 )
-from baton.router.legs import PARAMS, push_params, shape_of
+from baton.router.legs import PARAMS, push_params, shape_of, stored_body
 from baton.router.lookups import look_for
 from baton.router.notes import Outcome
 from baton.router.settings import Role
@@ -98,6 +98,7 @@ from baton.router.turns import Turn
 
 logger = logging.getLogger(__name__)
 
+BORROW_S = 2.0  # A lender that computes answers after its step. More than that is not worth it.
 INTRODUCTIONS_MAX = 2  # Times that D is offered one; the second one is fresh from P.
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, the client does not receive it.
 SHUTTING_DOWN = "the router is shutting down"
@@ -121,6 +122,7 @@ class State(Enum):
     LOOKING = "the engines that have the prompt are looked up"
     MEETING = "an engine is asked what it is"
     PREFILLING = "P computes the prompt"
+    BORROWING = "an engine is asked to lend what it has of the prompt in host memory"
     HELD = "push: P computes the prompt, and D's leg is held back"
     PUSHING = "push: both legs are under way"
     DECODING = "D's answer has not begun"
@@ -167,6 +169,7 @@ class Machine:
         self._prefill: Leg | None = None  # The last one of either role.
         self._hedge: Leg | None = None  # A second prefill leg, as long as neither one has its outcome.
         self._was_hedged = False
+        self._has_borrowed = False
         self._decode: Leg | None = None
         self._open_legs: list[Leg] = []
         self._transfer_id = ""
@@ -375,9 +378,41 @@ class Machine:
         if self._prefilled is not None:
             return self._after_prefill()
         if self._local_reason is not None:
+            return self._borrow_or_compute()
+        return self._next_producer()
+
+    def _borrow_or_compute(self) -> None:
+        """D computes the prompt, after what another engine lends of it. That is asked for once."""
+        assert self._local_reason is not None
+        consumer, lender = self._placed_consumer, None
+        if consumer is not None and not self._has_borrowed:
+            lender = self._view.find_lender(consumer, self._routed, self._now_s)
+        if lender is None:
             self._set_prefilled(Prefilled("local", self._local_reason))
             return self._after_prefill()
-        return self._next_producer()
+        self._has_borrowed = True
+        reader = PrefillReader(reads_first_token=False, shows_token_ids=False, keeps_answer=False)
+        self._producer, self._has_come = lender, False
+        body = stored_body(self._request.body)
+        self._prefill = self._open("prefill", lender, body, BORROW_S, 0, reader)
+        self._state = State.BORROWING
+        return None
+
+    def _on_loan(self, event: Opened | Piece | StreamEnded | Failed) -> None:
+        """BORROWING: whatever the engine answers, D goes on."""
+        assert self._local_reason is not None
+        outcome = self._read_prefill(event)
+        if outcome is None:
+            return
+        is_lent = isinstance(outcome, Prefilled) and outcome.ticket is not None
+        self._count(
+            "stored_loans", "lent" if is_lent else "nothing" if isinstance(outcome, Prefilled) else "failed"
+        )
+        if isinstance(outcome, Prefilled) and is_lent:
+            self._set_prefilled(outcome)
+        else:
+            self._set_prefilled(Prefilled("local", self._local_reason))
+        self._after_prefill()
 
     def _next_producer(self) -> None:
         producer = self._choose_producer(self._consumer)
@@ -514,7 +549,7 @@ class Machine:
             self._take_loan(leg, outcome.ticket)
         elif isinstance(outcome, FirstTokenRead) and outcome.first.params:
             self._take_loan(leg, outcome.first.params)
-        if outcome is not None:
+        if outcome is not None and self._state is not State.BORROWING:
             self._settle_turn(outcome)
         return outcome
 
@@ -983,6 +1018,9 @@ class Machine:
         if is_pushed:
             wait_s += timeouts.prefill_s  # D waits for P as well.
         num_tokens = self._num_to_compute(engine) if params is None else 0
+        if params is not None and self._has_borrowed and self._local_reason is not None:
+            num_lent = params.get("remote_num_tokens")
+            num_tokens = max(0, self._num_prompt_tokens - (num_lent if isinstance(num_lent, int) else 0))
         body = self._first.decode_body(engine, params)
         self._decode = self._open("decode", engine, body, wait_s, num_tokens)
 
@@ -1178,6 +1216,7 @@ TABLE: Mapping[tuple[State, type, Role | None], Callable[[Machine, Any], None]] 
         for state in (_S.PREFILLING, _S.HELD, _S.PUSHING)
         for event in (Opened, Piece, StreamEnded, Failed)
     },
+    **{(_S.BORROWING, event, "prefill"): Machine._on_loan for event in (Opened, Piece, StreamEnded, Failed)},
     **{(_S.ENDING, event, "prefill"): Machine._on_ending for event in (Piece, StreamEnded, Failed)},
     (_S.ENDING, Opened, "prefill"): Machine._on_late_prefill,
     **{

@@ -27,9 +27,12 @@ class Introduction(msgspec.Struct, frozen=True):
     secret_ids: tuple[str, ...]  # Hex; first the secret that this engine signs with, then others it accepts.
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
     has_states: bool = False  # Some layers have a recurrent state.
+    lends_stored: bool = False  # Requests with `baton_lend_stored` get what is in host memory.
 
 
-async def introduce(config: EngineConfig, engine: EngineClient) -> Introduction | None:
+async def introduce(
+    config: EngineConfig, engine: EngineClient, *, lends_stored: bool = False
+) -> Introduction | None:
     """Return the introduction; None without a connector."""
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_role is None:
@@ -45,6 +48,7 @@ async def introduce(config: EngineConfig, engine: EngineClient) -> Introduction 
         fingerprint=config.model_config.fingerprint(config.cache_config.hash_seed),
         secret_ids=secret_ids(config.cluster_secret),
         has_states=bool(config.model_config.state_layers),
+        lends_stored=lends_stored,
     )
 
 

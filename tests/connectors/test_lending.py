@@ -313,7 +313,7 @@ def test_an_engine_answers_with_the_tokens_of_one_that_computes_from_anothers_ho
         assert a.lend(prompt, cache_salt="other").kv_transfer_params is None
         lent = a.lend([*prompt, 7]).kv_transfer_params
         assert lent is not None
-        assert lent["remote_num_tokens"] == 48  # Whole blocks.
+        assert lent["remote_num_tokens"] == lent["baton_cached_tokens"] == 48  # Whole blocks.
         a.tokens(prompt_of(150, step=11))  # Takes all slots that are not lent.
         answer = b.ask(prompt, params=lent)
         assert (answer.token_ids, answer.num_transferred_tokens) == (expected, 48)

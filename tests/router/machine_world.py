@@ -45,7 +45,7 @@ from baton.router.events import (
     StreamEnded,
     tell_ended,
 )
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet import Counts, Engine, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.identity import Introduction
 from baton.router.machine import LEG_EVENTS, Machine, Request, State
@@ -135,6 +135,7 @@ class World:
     def __init__(self, seed: int, machine: type[Machine] = Machine, *, is_healthy: bool = False) -> None:
         self.rng = rng = random.Random(seed)
         self.rng_of_hedges = random.Random(f"hedge {seed}")
+        self.rng_of_loans = random.Random(f"loans {seed}")
         self.is_healthy = is_healthy
         self.fault_rate = 0.0 if is_healthy else rng.choice([0.1, 0.3, 0.6])
         self.disagree = not is_healthy and rng.random() < 0.2
@@ -161,6 +162,7 @@ class World:
         self.kinds: dict[Engine, str] = {}
         for engine in self.fleet.engines:
             self.kinds[engine] = rng.choice(["baton", "baton", "vllm", "other"])
+        self.lenders = {one for one in self.fleet.engines if self.rng_of_loans.random() < 0.7}
         self.client = Client(is_stream=rng.random() < 0.7, num_tokens=rng.choice([1, 3, 3, 3]))
         self.session = rng.choice([None, "session"])
         body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": self.client.is_stream}
@@ -324,7 +326,12 @@ class World:
                     urls = [engine.url for engine in self.fleet.engines]
                     held = {url: sorted(self.rng.choices(range(500), k=3)) for url in urls}
                     cached = {url: Match(*numbers) for url, numbers in held.items()}
-                    self.waiting.append(Found(self.rng.choice([0, 300]), cached))
+                    num_tokens = self.rng.choice([0, 300])
+                    if self.rng_of_loans.random() < 0.5:  # A long prompt that a busy engine has.
+                        num_tokens, holder = 4000, self.rng_of_loans.choice(self.fleet.engines)
+                        cached = {holder.url: Match(0, 3900, 3900)}
+                        holder.elsewhere = Counts(num_queued_tokens=100_000)
+                    self.waiting.append(Found(num_tokens, cached))
                 case Meet(engine):
                     self._introduce(engine)
                     self.waiting.append(Met())
@@ -406,7 +413,7 @@ class World:
             return
         engine.kind = "baton" if kind == "baton" else "vllm"
         engine.max_model_len = 100
-        engine.introduction = Introduction(engine.url, "signed")
+        engine.introduction = Introduction(engine.url, "signed", lends_stored=engine in self.lenders)
 
     def _fails(self) -> bool:
         return self.rng.random() < self.fault_rate
@@ -420,6 +427,9 @@ class World:
         if self.refuses_introductions and "baton_introduction" in params:
             self.faults["an introduction is refused"] += 1
             yield self._refusal(leg, 400, "kv_transfer_params.baton_introduction")
+            return
+        if params.get("baton_lend_stored"):
+            yield self._stored(leg)
             return
         tokens = OTHERS if self.disagree and self.rng.random() < 0.5 else TOKENS
         self.faults["other tokens"] += tokens is OTHERS
@@ -449,6 +459,16 @@ class World:
                 choice |= {"token_ids": [ord(tokens[0])], "prompt_token_ids": PROMPT}
             answer = {"choices": [choice], **({"kv_transfer_params": ticket} if ticket else {})}
             yield Opened(leg, LegAnswer(200, WHOLE, json.dumps(answer).encode()))
+
+    def _stored(self, leg: Leg) -> Event:
+        """No token, and perhaps a loan."""
+        answer: dict[str, Any] = {"choices": [{"text": "", "finish_reason": "length"}]}
+        if self.rng_of_loans.random() < 0.8:
+            name = f"stored {len(self.lent)}"
+            ticket = {"baton_ticket": f"of {name}", "transfer_id": name, "do_remote_prefill": True}
+            answer["kv_transfer_params"] = {**ticket, "remote_num_tokens": self.rng_of_loans.randint(1, 300)}
+        self.faults["a loan of what is stored is asked for"] += 1
+        return Opened(leg, LegAnswer(200, WHOLE, json.dumps(answer).encode()))
 
     def _stream(
         self, leg: Leg, tokens: Sequence[str], params: Mapping[str, Any], ticket: Mapping[str, Any] | None

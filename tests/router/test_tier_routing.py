@@ -1,17 +1,32 @@
 """Where a prompt goes that engines have in their caches or tiers."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
 
+from baton.router.answers import LegAnswer
 from baton.router.block_index import Match
-from baton.router.events import Effect, Found, Leg, Look
+from baton.router.errors import LegFailure
+from baton.router.events import (
+    ClientGone,
+    Count,
+    Effect,
+    Event,
+    Failed,
+    Found,
+    GiveBack,
+    Leg,
+    Look,
+    Opened,
+)
 from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.identity import Introduction
 from baton.router.machine import Machine, Request
 from baton.router.pairs import Pairs
+from baton.router.rates import Rate
 from baton.router.settings import KVEventsSource, RouterSettings
 from baton.router.turns import TurnTable
 
@@ -71,3 +86,78 @@ def test_the_engine_with_the_faster_tier_is_preferred_unless_it_is_busy() -> Non
 def test_engines_that_have_nothing_of_the_prompt_take_turns() -> None:
     router = Router()
     assert len({router.goes_to({}).url for _ in URLS}) == len(URLS)
+
+
+# --- Loans of what an engine has in host memory ---------------------------------------------------------
+
+HELD = Match(0, 3840, 3840)
+LENT = {"do_remote_prefill": True, "baton_ticket": "signed", "remote_num_tokens": 3840}
+ASKED = {"baton_lend_stored": True}
+
+
+def borrow(*, lends: bool = True) -> tuple[Router, Machine, Leg]:
+    """The second engine has the prompt in host memory, and is busy. The leg is the first one."""
+    router = Router()
+    lender = router.decode[URLS[1]]
+    lender.introduction = Introduction(lender.url, None, lends_stored=lends)
+    lender.num_queued_tokens = 50_000
+    machine, effects = router.ask({lender.url: HELD})
+    (leg,) = legs_in(effects)
+    return router, machine, leg
+
+
+def answer_of(params: Any) -> LegAnswer:
+    body = {"choices": [{"text": "", "finish_reason": "length"}], "kv_transfer_params": params}
+    return LegAnswer(200, {}, json.dumps(body).encode())
+
+
+def test_an_idle_engine_gets_the_prompt_with_a_loan_of_a_busy_one_that_has_it() -> None:
+    _, machine, asked = borrow()
+    assert (asked.role, asked.engine.url, asked.num_queued_tokens) == ("prefill", URLS[1], 0)
+    assert (asked.body["kv_transfer_params"], asked.body["max_tokens"]) == (ASKED, 1)
+    (leg,) = legs_in(machine.on(Opened(asked, answer_of(LENT)), 0.01))
+    assert leg.role == "decode"
+    assert leg.engine.url != URLS[1]
+    assert leg.body["kv_transfer_params"]["baton_ticket"] == "signed"
+    assert leg.num_queued_tokens == len(PROMPT) - 3840
+
+
+@pytest.mark.parametrize("what", ["nothing", "refused", "late"])
+def test_without_a_loan_the_engine_computes_the_prompt(what: str) -> None:
+    router, machine, asked = borrow()
+    failure = LegFailure("timeout", asked.engine.url, "no answer", was_sent=True)
+    events: Mapping[str, Event] = {
+        "nothing": Opened(asked, answer_of(None)),
+        "refused": Opened(asked, LegAnswer(400, {}, b"{}")),
+        "late": Failed(asked, failure),
+    }
+    effects = machine.on(events[what], 0.01)
+    (leg,) = legs_in(effects)
+    assert leg.role == "decode"
+    assert "baton_ticket" not in (leg.body.get("kv_transfer_params") or {})
+    assert leg.num_queued_tokens == len(PROMPT)
+    outcomes = [effect.labels for effect in effects if isinstance(effect, Count)]
+    assert ("nothing" if what == "nothing" else "failed",) in outcomes
+    assert router.view.retries.take(0.0)
+
+
+def test_a_loan_goes_back_if_the_client_has_left() -> None:
+    _, machine, asked = borrow()
+    machine.on(ClientGone(), 0.01)
+    effects = machine.on(Opened(asked, answer_of(LENT)), 0.02)
+    assert [effect.params for effect in effects if isinstance(effect, GiveBack)] == [LENT]
+
+
+def test_an_engine_that_does_not_lend_is_not_asked() -> None:
+    _, _, leg = borrow(lends=False)
+    assert leg.role == "decode"
+
+
+def test_a_prompt_that_is_sooner_computed_is_not_lent() -> None:
+    router = Router()
+    for engine in router.decode.values():
+        engine.introduction = Introduction(engine.url, None, lends_stored=True)
+        engine.prefill_rate = Rate()
+        engine.prefill_rate.note(1e7)
+    router.decode[URLS[1]].num_queued_tokens = 10**8
+    assert router.goes_to({URLS[1]: HELD}).url != URLS[1]

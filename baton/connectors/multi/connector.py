@@ -27,6 +27,7 @@ from baton.connectors.registry import (
     known_names,
     knows_several_groups,
     knows_these_groups,
+    lends_what_is_stored,
     stats_builder_of,
 )
 from baton.contract import (
@@ -141,6 +142,15 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         assert isinstance(kv_transfer_config, KVTransferConfig)
         return all(
             connector.supports_sleep_mode(transfer)
+            for transfer, connector in transfers_of(kv_transfer_config, cls.listed)
+        )
+
+    @classmethod
+    def lends_stored(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:
+        """Whether a child lends what it has stored."""
+        assert isinstance(kv_transfer_config, KVTransferConfig)
+        return any(
+            lends_what_is_stored(connector, transfer)
             for transfer, connector in transfers_of(kv_transfer_config, cls.listed)
         )
 

@@ -36,6 +36,11 @@ class BatonOffloadConnector(IdentityConnector):
         return True
 
     @classmethod
+    def lends_stored(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:
+        """Whether requests get loans of what is stored (`baton_lend_stored`)."""
+        return kv_transfer_config.kv_connector_extra_config.get("lend") is not None
+
+    @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:
         """Validator of `kv_transfer_params`, which raises BadTransferParams. This call raises ConfigError."""
         cls.identity_of(config)

@@ -48,7 +48,7 @@ from baton.contract.reports import RankCombiner
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import BlockHash
 from baton.core.kv_groups import NULL_BLOCK_ID, can_complete_states, is_hybrid
-from baton.core.transfer_params import OffloadChoice, lends_stored, parse_offload_choice
+from baton.core.transfer_params import CACHED_TOKENS, OffloadChoice, lends_stored, parse_offload_choice
 from baton.tiers.eviction import make_policy
 from baton.tiers.slot_index import Entry, SlotIndex
 from baton.tiers.twice import TwiceEstimated
@@ -287,7 +287,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         for key in keys[: num_tokens // self._chunk_tokens]:
             self._index.use(key)
         self._stats.add(lent_tokens=num_tokens)
-        return params
+        return {**params, CACHED_TOKENS: num_tokens}
 
     def _follow(self, request: host.Request) -> Prompt:
         prompt = self._prompts.get(request.request_id)

@@ -121,6 +121,12 @@ class RouterMetrics:
             "(by itself), or refused (the ticket or the introduction).",
             _HANDOFF_LABELS,
         )
+        self.stored_loans = counter(
+            "baton:router_stored_loans",
+            "Times that an engine was asked to lend what it has of a prompt in host memory, by its answer: "
+            "lent, nothing or failed.",
+            ["outcome"],
+        )
         self.loan_returns = counter(
             "baton:router_loan_returns",
             "Loans that no decode engine comes for, by what became of their return: returned, failed or "
