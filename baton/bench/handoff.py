@@ -79,8 +79,29 @@ def print_goals(results: Results, console: Console) -> None:
             row = (goal.name, goal.show(goal.measured), goal.show(goal.limit), met)
             table.add_row(*row, f"{result.others_cores:.1f}")
     console.print(table)
+    print_phases(results, console)
+    for result in results.overheads:
+        handoffs_ms, prompts_ms = result.beside_handoffs_p99_s * 1e3, result.beside_prompts_p99_s * 1e3
+        console.print(
+            f"{result.mode}: p99 between tokens of an answer of D: {handoffs_ms:.1f} ms beside handoffs, "
+            f"{prompts_ms:.1f} ms beside such prompts on another engine"
+        )
     goals = list(results.goals())
     console.print(f"{sum(goal.is_met for goal in goals)} of {len(goals)} goals are met")
+
+
+def print_phases(results: Results, console: Console) -> None:
+    rows = [row for row in results.lengths if row.phases]
+    if not rows:
+        return
+    table = Table(title="Where the gap before the second token goes, ms (medians)")
+    table.add_column("mode, tokens")
+    for name in (*rows[0].phases, "a step"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        shown = (f"{value * 1e3:.1f}" for value in (*row.phases.values(), row.step_s))
+        table.add_row(f"{row.mode}, {row.num_tokens}", *shown)
+    console.print(table)
 
 
 def _verdicts(goals: Sequence[Goal]) -> str:

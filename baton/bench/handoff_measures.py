@@ -8,9 +8,11 @@ measured. Each result is passed to `on_result` at once, so that an interrupted r
 import re
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime
-from statistics import median
+from statistics import median, quantiles
+from typing import Any
 
 import httpx
 import psutil
@@ -22,6 +24,7 @@ from baton.cli.processes import Child
 
 ANSWER_TOKENS = 8
 DECODE_TOKENS = 48
+BESIDE_TOKENS = 128  # Of an answer whose time between tokens is measured beside other requests.
 IDLE_S = 5.0
 SETTLE_S = 0.5  # After the last request, for its remaining work.
 QUIET_CORES = 0.1  # More use by other programs counts as a disturbance.
@@ -58,8 +61,11 @@ class _Bench:
         self._patience_s = patience_s
         self._prompts = Prompts()
 
-    def ask(self, url: str, num_tokens: int, max_tokens: int = ANSWER_TOKENS) -> Answer:
-        return ask(self._client, url, self._prompts.of(num_tokens), max_tokens=max_tokens)
+    def ask(
+        self, url: str, num_tokens: int, max_tokens: int = ANSWER_TOKENS, *, request_id: str | None = None
+    ) -> Answer:
+        prompt = self._prompts.of(num_tokens)
+        return ask(self._client, url, prompt, max_tokens=max_tokens, request_id=request_id)
 
     def warm_up(self, tokens: Sequence[int]) -> None:
         """Run first kernels and allocations on each engine alone, so that the pair is still new."""
@@ -93,6 +99,7 @@ class _Bench:
             decode_ratio=self._decode_ratio(),
             others_cores=neighbours.cores(),
             date=_now(),
+            **self._beside_p99_s(later.num_tokens),
         )
 
     def _trials(self, num_tokens: int) -> tuple[list[Trial], int]:
@@ -110,7 +117,7 @@ class _Bench:
     def _trial(self, num_tokens: int) -> Trial:
         neighbours = Neighbours()
         single = self.ask(self._system.single, num_tokens)
-        handoff = self.ask(self._system.router, num_tokens)
+        handoff, phases = self._handoff(num_tokens)
         late = self.ask(self._system.late_router, num_tokens)
         return Trial(
             single.first_token_s,
@@ -119,7 +126,17 @@ class _Bench:
             handoff.second_gap_s,
             late.first_token_s,
             neighbours.cores(),
+            phases,
         )
+
+    def _handoff(self, num_tokens: int) -> tuple[Answer, dict[str, float]]:
+        """Return (the answer, the phases of the gap before its second token)."""
+        name = secrets.token_hex(8)
+        sent_at_s = time.time()
+        answer = self.ask(self._system.router, num_tokens, request_id=name)
+        timelines = self._client.get(f"{self._system.consumer}/baton/requests/{name}").json()["timelines"]
+        first_at_s, second_at_s = (sent_at_s + arrived_s for arrived_s in answer.arrived_s[:2])
+        return answer, phases_of(timelines[-1], first_at_s, second_at_s) if timelines else {}
 
     def _copies(self) -> tuple[float, int]:
         """Return (seconds on the wire, number of handoffs) of the consumer since its start."""
@@ -140,6 +157,47 @@ class _Bench:
             loaded = self.ask(self._system.consumer, 64, DECODE_TOKENS)
             ratios.append(median(loaded.later_gaps_s) / median(single.later_gaps_s))
         return median(ratios)
+
+    def _beside_p99_s(self, num_tokens: int) -> dict[str, float]:
+        """Return the fields of `Overheads`: an answer of D beside others, which end after it."""
+        gaps_s: dict[str, list[float]] = {"beside_handoffs_p99_s": [], "beside_prompts_p99_s": []}
+        urls = (self._system.router, self._system.single)
+        with ThreadPoolExecutor(1) as pool:
+            for _ in range(self._repeats):
+                for gaps, url in zip(gaps_s.values(), urls, strict=True):
+                    decoding = pool.submit(self.ask, self._system.consumer, 64, BESIDE_TOKENS)
+                    while not decoding.done():
+                        self.ask(url, num_tokens)
+                    gaps += decoding.result().later_gaps_s
+        return {name: quantiles(gaps, n=100)[98] for name, gaps in gaps_s.items()}
+
+
+def phases_of(timeline: Mapping[str, Any], first_at_s: float, second_at_s: float) -> dict[str, float]:
+    """Return where the gap between a client's first two tokens goes, in s by phase, in their order.
+
+    Args:
+        timeline: of the request at D, as in `GET /baton/requests/{id}`.
+        first_at_s: the client had the first token. Like `second_at_s`, on the clock of `arrived_at_s`.
+
+    What ended before the first token, as push does it, has 0.
+    """
+    came_at_s, fetch = timeline["arrived_at_s"], timeline["fetch"] or {}
+    ends = {
+        "to D": 0.0,
+        "admission": timeline["admitted_s"],
+        "claim": fetch.get("claimed_s"),
+        "handshake": fetch.get("ready_s"),
+        "blocks": fetch.get("allocated_s"),
+        "order": fetch.get("started_s"),
+        "read": fetch.get("read_s"),
+        "lease": fetch.get("ended_s"),
+        "schedule": timeline["scheduled_s"],
+    }
+    phases, last_at_s = {}, first_at_s
+    for name, end_s in ends.items():
+        at_s = last_at_s if end_s is None else max(last_at_s, came_at_s + end_s)
+        phases[name], last_at_s = at_s - last_at_s, at_s
+    return phases | {"step": second_at_s - last_at_s}
 
 
 def _metric(text: str, name: str) -> float:

@@ -44,10 +44,11 @@ def ask(
     max_tokens: int,
     kv_transfer_params: dict[str, Any] | None = None,
     timeout_s: float | None = None,
+    request_id: str | None = None,
 ) -> Answer:
     """Send a greedy request that no stop token ends, and read the whole answer. Raises AskingError.
 
-    `timeout_s`: for each piece of the answer; None: the client's timeout.
+    `timeout_s`: for each piece of the answer; None: the client's timeout. `request_id`: X-Request-Id.
     """
     body: dict[str, Any] = {
         "prompt": list(prompt),
@@ -64,7 +65,10 @@ def ask(
     sent_at = time.monotonic()
     try:
         timeout = httpx.USE_CLIENT_DEFAULT if timeout_s is None else httpx.Timeout(timeout_s)
-        with client.stream("POST", f"{url}/v1/completions", json=body, timeout=timeout) as response:
+        headers = {"X-Request-Id": request_id} if request_id else {}
+        with client.stream(
+            "POST", f"{url}/v1/completions", json=body, timeout=timeout, headers=headers
+        ) as response:
             if response.status_code != 200:
                 raise AskingError(f"{url} answered with {response.status_code}: {response.read().decode()}")
             for event in _events(response):
