@@ -28,6 +28,7 @@ chunks; the figure is the median of the ratios to the plain router of the same r
     TLS               between the client and the router, on connections that stay open
 """
 
+import argparse
 import contextlib
 import json
 import os
@@ -60,6 +61,7 @@ PEERS = ROOT / ".venv-peers"
 START_TIMEOUT_S = 60.0
 ROUNDS = 3
 VARIANT_ROUNDS = 15
+VARIANT_STARTS = 3  # Two processes of one program differ by some per cent for as long as they run.
 NUM_AT_ONCE = 8
 NUM_IDLE = 1_000
 MANY = 100_000
@@ -88,7 +90,6 @@ WORKLOADS = {
 }
 
 
-# Long enough for the kernel's accounts, which count in steps of 10 ms.
 VARIED = {"whole": Workload(3_000, 0), "16 chunks": Workload(1_500, 16)}
 NOTHING: Mapping[str, str] = {}
 
@@ -210,7 +211,13 @@ def processes_of(pid: int) -> list[psutil.Process]:
 
 
 def cpu_s(pid: int) -> float:
-    return sum(sum(process.cpu_times()[:2]) for process in processes_of(pid))
+    """Of a process, its threads that have not ended, and its children. The scheduler counts nanoseconds."""
+    spent_ns = 0
+    for process in processes_of(pid):
+        for thread in Path(f"/proc/{process.pid}/task").iterdir():
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
+                spent_ns += int((thread / "schedstat").read_text().split()[0])
+    return spent_ns / 1e9
 
 
 def rss_mib(pid: int) -> float:
@@ -328,31 +335,35 @@ def table_of(workload: str, measured: Mapping[str, Measured], cpu_of_whole: Mapp
     return table
 
 
-def measure_variants(
-    console: Console,
-    client: Client,
-    routers: Mapping[str, Router],
-    started: Mapping[str, tuple[int, int]],
-) -> dict[str, dict[str, dict[str, float]]]:
+Rounds = dict[str, dict[str, list[Measured]]]  # By workload and router.
+
+
+def measure_variants(client: Client, folder: Path, rounds: Rounds) -> None:
+    """Start all variants, and add the rounds of one start."""
+    routers = {PLAIN: ROUTERS[PLAIN], **variants(folder)}
+    names = list(routers)
+    with running(folder / "variants", routers) as (started, _, _):
+        for title, workload in VARIED.items():
+            for number in range(VARIANT_ROUNDS // VARIANT_STARTS):
+                shift = number % len(names)
+                for name in (*names[shift:], *names[:shift]):  # None is always after the same one.
+                    (port, pid), router = started[name], routers[name]
+                    one = measure(client, workload, port, pid=pid, headers=router.headers, ca=router.ca)
+                    if one.num_bad:
+                        raise RuntimeError(f"{name}: {one.num_bad} bad answers")
+                    rounds[title].setdefault(name, []).append(one)
+
+
+def summarise_variants(console: Console, rounds: Rounds) -> dict[str, dict[str, dict[str, float]]]:
     """Return, by workload and router, the processor time and its ratios to PLAIN's of the same round."""
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for title, workload in VARIED.items():
-        rounds: dict[str, list[Measured]] = {name: [] for name in routers}
-        for number in range(VARIANT_ROUNDS):
-            names = list(routers)
-            shift = number % len(names)
-            for name in (*names[shift:], *names[:shift]):  # None is always after the same one.
-                (port, pid), router = started[name], routers[name]
-                one = measure(client, workload, port, pid=pid, headers=router.headers, ca=router.ca)
-                rounds[name].append(one)
+    for title, by_router in rounds.items():
         table = Table(title=f"{title}, {NUM_AT_ONCE} at once, {VARIANT_ROUNDS} rounds, ratio to {PLAIN}")
         for column in ("", "us/request", "lower quartile", "median", "upper quartile"):
             table.add_column(column, justify="left" if not column else "right")
         of_title = results[title] = {}
-        for name, measured in rounds.items():
-            if num_bad := sum(one.num_bad for one in measured):
-                raise RuntimeError(f"{name}: {num_bad} bad answers")
-            pairs = zip(measured, rounds[PLAIN], strict=True)
+        for name, measured in by_router.items():
+            pairs = zip(measured, by_router[PLAIN], strict=True)
             low, middle, high = statistics.quantiles((one.cpu_us / plain.cpu_us for one, plain in pairs), n=4)
             cpu_us = statistics.median(one.cpu_us for one in measured)
             of_title[name] = {"cpu_us": cpu_us, "ratio": middle, "ratio_q1": low, "ratio_q3": high}
@@ -433,23 +444,32 @@ def measure_routers(
     return results
 
 
-def main() -> None:
+def main(arguments: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.router.command")
+    parser.add_argument(
+        "--features", action="store_true", help="only what features cost; keeps other figures"
+    )
+    is_partial = parser.parse_args(list(arguments)).features
     console = Console()
     load = f"{os.getloadavg()[0]:.1f}"
     with tempfile.TemporaryDirectory() as made, contextlib.closing(Client()) as client:
         folder = Path(made)
-        with running(folder / "routers", ROUTERS) as (started, prefill, decode):
-            for name in ROUTERS.keys() - started.keys():
-                console.print(f"{name} is not installed (scripts/setup-peers); skipped")
-            results = measure_routers(console, client, started, prefill, decode)
-        routers = {PLAIN: ROUTERS[PLAIN], **variants(folder)}
-        with running(folder / "variants", routers) as (started, _, _):
-            of_variants = measure_variants(console, client, routers, started)
+        if is_partial:
+            found = json.loads(RESULTS.read_text())
+        else:
+            with running(folder / "routers", ROUTERS) as (started, prefill, decode):
+                for name in ROUTERS.keys() - started.keys():
+                    console.print(f"{name} is not installed (scripts/setup-peers); skipped")
+                found = measure_routers(console, client, started, prefill, decode)
+        rounds: Rounds = {title: {} for title in VARIED}
+        for number in range(VARIANT_STARTS):
+            (folder / f"{number}").mkdir()
+            measure_variants(client, folder / f"{number}", rounds)
+    found["variants"] = summarise_variants(console, rounds)
     console.print(f"load average before: {load}")
-    found = {**results, "variants": of_variants}
     RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
-    plot(results, of_variants, RESULTS.with_suffix(".png"))
+    plot(found, found["variants"], RESULTS.with_suffix(".png"))
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])
