@@ -31,6 +31,7 @@ from benchmarks.returns import (
 )
 
 PATIENCE_S = 120.0
+RATIO_MIN = 20.0  # Computing over loading.
 LOOK_S = 0.01
 
 
@@ -80,7 +81,7 @@ def measure(
 
 
 def print_tables(measured: Measured, console: Console) -> None:
-    print_returns(measured["returns"], "files", console)
+    print_returns(measured["returns"], "files", console, ratio_min=RATIO_MIN)
 
 
 def main(arguments: Sequence[str] = ()) -> int:

@@ -1,6 +1,6 @@
 """Tiers benchmark: chunks to and from files, compared with plain files of as many bytes in the same run.
 
-    store          blocks -> chunk -> file, synchronised            plain write   with the same fsync
+    store          blocks -> chunk -> file, synchronised            plain write, fsync
     load           file -> proven -> blocks, from the page cache    plain read    into distinct memory
     load, direct   the same around the page cache                   direct read   1 MiB each, same threads
     lookup         of a prompt of 4,000 tokens, hashes given
@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from rich.console import Console
@@ -45,6 +46,7 @@ TURNS = 9
 THREADS = StorageSettings(path="/").io_threads
 KEY = b"a key of a length as any other"
 DIRECT_BYTES = 1 << 20
+PLAIN_WRITE, PLAIN_READ = "plain write", "plain read"
 LOOKUPS = 200
 
 
@@ -110,11 +112,12 @@ class Files:
     def sealed(self, name: ChunkName, body: memoryview) -> tuple[bytes, memoryview]:
         return seal(name, self._blocks.form.entries, body, KEY)
 
-    def write_plain(self) -> None:
+    def write_plain(self, *, fsync: bool = True) -> None:
         for index in range(len(self._tables)):
             with open(self._plain / str(index), "wb", buffering=0) as file:
                 file.write(self._content)
-                os.fsync(file.fileno())
+                if fsync:
+                    os.fsync(file.fileno())
 
     def read_plain(self) -> None:
         for index, memory in enumerate(self._distinct):
@@ -157,16 +160,26 @@ class Files:
             os.close(fileno)
 
 
-def measure(folder: Path, num_chunks: int = NUM_CHUNKS, turns: int = TURNS) -> list[Row]:
+def measure(
+    folder: Path,
+    more: Mapping[str, tuple[str, Callable[[], None]]] = MappingProxyType({}),
+    *,
+    num_chunks: int = NUM_CHUNKS,
+    turns: int = TURNS,
+    after_turn: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """`more`: further moves of as many bytes, and the row that each is compared with."""
     files = Files(folder, num_chunks)
-    plain_write, plain_read, direct = "plain write", "plain read", f"direct read, {THREADS} threads"
+    synchronised, direct = "plain write, fsync", f"direct read, {THREADS} threads"
     moves: dict[str, tuple[str, Callable[[], None]]] = {
-        plain_write: (plain_write, files.write_plain),
-        "store": (plain_write, files.store),
-        plain_read: (plain_read, files.read_plain),
-        "MAC alone": (plain_read, files.seal),
-        "load": (plain_read, files.load),
-        f"load, {THREADS} threads": (plain_read, lambda: files.load(THREADS)),
+        PLAIN_WRITE: (PLAIN_WRITE, lambda: files.write_plain(fsync=False)),
+        synchronised: (synchronised, files.write_plain),
+        "store": (synchronised, files.store),
+        PLAIN_READ: (PLAIN_READ, files.read_plain),
+        "MAC alone": (PLAIN_READ, files.seal),
+        "load": (PLAIN_READ, files.load),
+        f"load, {THREADS} threads": (PLAIN_READ, lambda: files.load(THREADS)),
+        **more,
     }
     if files._stores[True].is_direct:
         moves[direct] = direct, lambda: files.read_direct(THREADS)
@@ -176,6 +189,7 @@ def measure(folder: Path, num_chunks: int = NUM_CHUNKS, turns: int = TURNS) -> l
         files.remove()  # A chunk that is stored is not stored again.
         for name, (_, move) in moves.items():
             seconds[name].append(_timed(move))
+        after_turn()
     rates = {name: files.nbytes / statistics.median(taken) / 1e9 for name, taken in seconds.items()}
     return [
         Row(name, rate, moves[name][0], rate / rates[moves[name][0]], GOALS.get(name))
