@@ -27,10 +27,9 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.connectors.shared_storage.cache_blocks import CacheBlocks
-from baton.connectors.shared_storage.form import bytes_of
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.connectors.shared_storage.settings import CHUNK_TOKENS, StorageSettings
-from baton.tiers.aligned import AlignedMemory
+from baton.tiers.aligned import AlignedMemory, AlignedPool
 from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
 from baton.tiers.chunk_name import ChunkName
 from baton.tiers.eviction import make_policy
@@ -83,6 +82,7 @@ class Files:
         for store in self._stores.values():
             store.check()
         self._memory = AlignedMemory()
+        self._bodies = AlignedPool(STEP_CHUNKS)
         self._plain = folder / "plain"
         self._plain.mkdir()
         self._content = secrets.token_bytes(self._blocks.form.nbytes)
@@ -93,11 +93,14 @@ class Files:
         """As the connector's writer: the chunks of a step together."""
         chunks = list(self._chunks())
         for start in range(0, len(chunks), STEP_CHUNKS):
-            values = [
-                (str(name), self.sealed(name, bytes_of(self._blocks.copy_out(table))))
-                for name, table in chunks[start : start + STEP_CHUNKS]
-            ]
+            bodies, values, form = [], [], self._blocks.form
+            for name, table in chunks[start : start + STEP_CHUNKS]:
+                bodies.append(self._bodies.take(form.nbytes))
+                self._blocks.copy_out(table, form.body_in(bodies[-1]))
+                values.append((str(name), self.sealed(name, memoryview(bodies[-1])[: form.nbytes])))
             assert self._stores[False].write_all(values) == [None] * len(values)
+            for body in bodies:
+                self._bodies.give_back(body)
 
     def load(self, num_threads: int = 1, *, is_direct: bool = False) -> None:
         """Loads as the connector's threads do: each takes the next chunk when its own is done."""

@@ -1,9 +1,10 @@
-"""Memory for reads and direct I/O: each thread's own, page-aligned, and reused."""
+"""Page-aligned memory for reads, writes and direct I/O, reused: fresh pages cost more than the copies."""
 
 from __future__ import annotations
 
 import mmap
 import threading
+from contextlib import suppress
 
 PAGE_BYTES = 4096
 
@@ -12,14 +13,49 @@ class AlignedMemory(threading.local):
     """A read that is abandoned goes on writing to its thread's memory, which no other thread reads."""
 
     def __init__(self) -> None:
-        self._memory = mmap.mmap(-1, PAGE_BYTES)
+        self._memory = _allocate(PAGE_BYTES)
 
     def take(self, nbytes: int) -> memoryview:
         """At least `nbytes` bytes, a multiple of the page size, until this thread's next call."""
         if len(self._memory) < nbytes:
-            self._memory = mmap.mmap(-1, whole_pages(nbytes))
+            self._memory = _allocate(whole_pages(nbytes))
         return memoryview(self._memory)[: whole_pages(nbytes)]
+
+
+class AlignedPool:
+    """Memory that one thread takes and another gives back. All pieces have the size of the largest so far."""
+
+    def __init__(self, num_kept: int) -> None:
+        """`num_kept`: pieces that are kept for the next `take`."""
+        self._num_kept = num_kept
+        self._lock = threading.Lock()
+        self._free: list[mmap.mmap] = []
+        self._nbytes = PAGE_BYTES
+
+    def take(self, nbytes: int) -> mmap.mmap:
+        """At least `nbytes` bytes, not initialised."""
+        with self._lock:
+            if self._nbytes < nbytes:
+                self._nbytes = whole_pages(nbytes)
+                self._free.clear()
+            if self._free:
+                return self._free.pop()
+            size = self._nbytes
+        return _allocate(size)
+
+    def give_back(self, memory: mmap.mmap) -> None:
+        """After the last use of what `take` returned."""
+        with self._lock:
+            if len(memory) == self._nbytes and len(self._free) < self._num_kept:
+                self._free.append(memory)
 
 
 def whole_pages(nbytes: int) -> int:
     return -(-nbytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def _allocate(nbytes: int) -> mmap.mmap:
+    memory = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError):  # A kernel without large pages.
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory

@@ -8,6 +8,7 @@ build, and more code.
 
 import contextlib
 import ctypes
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -54,6 +55,14 @@ class Gather:
         """
         local, remote, nbytes = (_packed(a) for a in (copies.local, copies.remote, copies.nbytes))
         self._gather(local.ctypes.data, remote.ctypes.data, nbytes.ctypes.data, len(copies), self._level)
+
+
+@cache
+def copy_library() -> Gather | None:
+    """The library, or None without it; `baton doctor` reports that."""
+    with contextlib.suppress(TransferError):
+        return Gather()
+    return None
 
 
 class Staging:

@@ -16,7 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.shared_storage.form import FileForm, LayerShape, bytes_of
+from baton.connectors.shared_storage.form import FileForm, LayerShape
 from baton.core.errors import ConfigError
 from baton.tiers.aligned import AlignedMemory
 from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
@@ -60,7 +60,7 @@ def write(
     fsync: bool = False,
     encrypts: bool = False,
 ) -> None:
-    header, sealed = seal(name, form.entries, bytes_of(body), key, encrypts=encrypts)
+    header, sealed = seal(name, form.entries, body.numpy().data, key, encrypts=encrypts)
     FileStore(path.parent, fsync=fsync).write(path.name, (header, sealed))
 
 

@@ -9,12 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
+import numpy as np
 import torch
 
 from baton.connectors.shared_storage.form import FileForm, LayerShape
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.tiers.host_rows import Bytes, block_rows, check_ids, runs
+from baton.transport.gather import copy_library
+from baton.transport.spans import Copies, Int64s
 
 
 class CacheBlocks:
@@ -24,6 +27,7 @@ class CacheBlocks:
         """`layers`: for each group, the caches of its layers by name."""
         self.kind = kind
         self._layers = layers
+        self._gather = copy_library()
         self._device = next(iter(layers[0].values())).device
         # On a CPU, of caches whose blocks have the order of the file.
         self._rows = {
@@ -44,10 +48,10 @@ class CacheBlocks:
         """The same layers, of less blocks than a chunk."""
         return CacheBlocks(replace(self.kind, chunk_blocks=num_blocks), self._layers)
 
-    def copy_out(self, block_ids: Sequence[int]) -> torch.Tensor:
-        """Returns the body of a file, on the CPU."""
-        body = self.form.new_body(self._device)
-        stored = self.form.layers_of(body)
+    def copy_out(self, block_ids: Sequence[int], body: torch.Tensor) -> None:
+        """`body`: of a file, on the CPU."""
+        gathered = body if self._device.type == "cpu" else self.form.new_body(self._device)
+        stored = self.form.layers_of(gathered)
         for of_group, ids in self._by_group(block_ids):
             index = torch.tensor(ids, device=self._device)
             for name, cache in of_group.items():
@@ -55,11 +59,13 @@ class CacheBlocks:
                     torch.index_select(cache, 0, index, out=stored[name])
                 else:
                     _copy_runs(rows, ids, _rows_of(stored[name]), range(len(ids)))
-        return body.to("cpu")
+        if gathered is not body:
+            body.copy_(gathered)
 
     def copy_in(self, body: torch.Tensor, block_ids: Sequence[int]) -> None:
         """`body`: of a whole file. `block_ids`: for its last blocks; earlier ones are already present."""
         stored = self.form.layers_of(body.to(self._device))
+        copies = []
         with torch.inference_mode():  # A host may have allocated its cache in that mode.
             for of_group, ids in self._by_group(block_ids):
                 skipped = self.kind.num_stored - len(ids)
@@ -67,9 +73,14 @@ class CacheBlocks:
                 for name, cache in of_group.items():
                     if (rows := self._rows.get(name)) is None:
                         cache.index_put_((index,), stored[name][skipped:])
+                        continue
+                    places, source = range(skipped, self.kind.num_stored), _rows_of(stored[name])
+                    if self._gather is None:
+                        _copy_runs(source, places, rows, ids)
                     else:
-                        places = range(skipped, self.kind.num_stored)
-                        _copy_runs(_rows_of(stored[name]), places, rows, ids)
+                        copies.append(_row_copies(source, places, rows, ids))
+        if self._gather is not None and copies:
+            self._gather(Copies(*(np.concatenate(parts) for parts in zip(*copies, strict=True))))
         if self._device.type == "cuda":
             torch.cuda.current_stream(self._device).synchronize()  # Waits for this thread's copies.
 
@@ -83,6 +94,18 @@ def _rows_of(blocks: torch.Tensor) -> Bytes:
     """The same memory as bytes, `[num_blocks, block_bytes]`. Blocks must be contiguous."""
     rows: Bytes = block_rows("blocks", blocks).numpy()
     return rows
+
+
+def _row_copies(
+    source: Bytes, from_rows: Sequence[int], target: Bytes, to_rows: Sequence[int]
+) -> tuple[Int64s, Int64s, Int64s]:
+    """The same as addresses, for the copy library: local, remote, number of bytes."""
+    check_ids(from_rows, len(source))
+    check_ids(to_rows, len(target))
+    assert source.shape[1] == target.shape[1]
+    local = target.ctypes.data + np.asarray(to_rows, np.int64) * target.strides[0]
+    remote = source.ctypes.data + np.asarray(from_rows, np.int64) * source.strides[0]
+    return local, remote, np.full(len(to_rows), target.shape[1], np.int64)
 
 
 def _copy_runs(source: Bytes, from_rows: Sequence[int], target: Bytes, to_rows: Sequence[int]) -> None:

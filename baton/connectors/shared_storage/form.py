@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from mmap import mmap
 
 import torch
 
@@ -67,15 +68,10 @@ class FileForm:
         """uint8 [nbytes], not initialised."""
         return torch.empty(self.nbytes, dtype=torch.uint8, device=device)
 
-    def body_in(self, memory: memoryview) -> torch.Tensor:
-        """The same memory as a body."""
-        return torch.frombuffer(memory, dtype=torch.uint8)
+    def body_in(self, memory: memoryview | mmap) -> torch.Tensor:
+        """A body in the same memory, at its beginning."""
+        return torch.frombuffer(memory, dtype=torch.uint8, count=self.nbytes)
 
     def layers_of(self, body: torch.Tensor) -> dict[str, torch.Tensor]:
         """Each layer's tensor by name; they share the memory of `body`."""
         return {name: body[place].view(layer.dtype).view(layer.shape) for name, layer, place in self._layers}
-
-
-def bytes_of(body: torch.Tensor) -> memoryview:
-    """Memory of a body on the CPU."""
-    return memoryview(body.numpy())  # type: ignore[arg-type]

@@ -40,12 +40,14 @@ from baton.contract import (
     KVConnectorMetadata,
 )
 from baton.core.layout import SLOT
-from baton.tiers.aligned import AlignedMemory
+from baton.tiers.aligned import AlignedMemory, AlignedPool
 from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
 from baton.tiers.chunk_name import ChunkName
 from baton.tiers.store import StoreError, Unusable
 
 if TYPE_CHECKING:
+    from mmap import mmap
+
     import torch
 
     from baton.connectors.shared_storage.cache_blocks import CacheBlocks
@@ -70,7 +72,7 @@ class _Copy:
     key: bytes
     window: int | None
     form: FileForm
-    body: torch.Tensor
+    body: mmap
     save: SaveId | None = None  # None: it is copied to a faster store.
 
 
@@ -81,6 +83,7 @@ class StorageWorkerHalf(BackgroundLoads):
         self._identity = identity
         self._tiers = make_tiers(settings.stored_tiers, clock)
         self._memory = AlignedMemory()  # Of the readers.
+        self._bodies = AlignedPool(WRITTEN_AT_ONCE)  # Of the copies.
         self._clock = clock
         self._keys = identity.signing_keys
         self._namespaces: tuple[str, ...] = ()  # One for each key.
@@ -169,7 +172,8 @@ class StorageWorkerHalf(BackgroundLoads):
                     self._end_save(save_id, is_stored=False)
                     continue
                 self._backlog_bytes += blocks.form.nbytes
-            body = blocks.copy_out(save.block_ids)
+            body = self._bodies.take(blocks.form.nbytes)
+            blocks.copy_out(save.block_ids, blocks.form.body_in(body))
             copies.append(_Copy(save.key, blocks.kind.window_of_files, blocks.form, body, save_id))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
@@ -253,10 +257,8 @@ class StorageWorkerHalf(BackgroundLoads):
         return [not written.is_stored for written in outcomes]
 
     def _sealed(self, name: ChunkName, copy: _Copy) -> tuple[bytes, memoryview]:
-        from baton.connectors.shared_storage.form import bytes_of
-
-        encrypts = self._identity.settings.encrypt
-        return seal(name, copy.form.entries, bytes_of(copy.body), self._keys[0], encrypts=encrypts)
+        encrypts, body = self._identity.settings.encrypt, memoryview(copy.body)[: copy.form.nbytes]
+        return seal(name, copy.form.entries, body, self._keys[0], encrypts=encrypts)
 
     def _log_unwritten(self, name: ChunkName, kind: str, error: str) -> None:
         """Logs at intervals, because on a full disk every chunk of every prompt fails."""
@@ -276,6 +278,8 @@ class StorageWorkerHalf(BackgroundLoads):
                 if reason is not None:
                     self._stats.add_for("not_saved", reason)
                 self._end_save(copy.save, is_stored=reason is None)
+        for copy in copies:
+            self._bodies.give_back(copy.body)
 
     def _end_save(self, save: SaveId | None, *, is_stored: bool) -> None:
         """Notes what the scheduler half needs for KV events. The caller holds the lock."""
@@ -353,7 +357,9 @@ class StorageWorkerHalf(BackgroundLoads):
             if self._backlog_bytes + form.nbytes > self._identity.settings.backlog_max_mib * MIB:
                 return
             self._backlog_bytes += form.nbytes
-        copy = _Copy(key, blocks.kind.window_of_files, form, form.body_in(body).clone())
+        kept = self._bodies.take(form.nbytes)
+        memoryview(kept)[: form.nbytes] = body
+        copy = _Copy(key, blocks.kind.window_of_files, form, kept)
         self._writer.put(partial(self._write, [copy], below=store))
 
     def _blocks_of(self, part: SaveChunk | ChunkPart) -> CacheBlocks:
