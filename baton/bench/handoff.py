@@ -81,11 +81,12 @@ def print_goals(results: Results, console: Console) -> None:
     console.print(table)
     print_phases(results, console)
     for result in results.overheads:
-        handoffs_ms, prompts_ms = result.beside_handoffs_p99_s * 1e3, result.beside_prompts_p99_s * 1e3
-        console.print(
-            f"{result.mode}: p99 between tokens of an answer of D: {handoffs_ms:.1f} ms beside handoffs, "
-            f"{prompts_ms:.1f} ms beside such prompts on another engine"
-        )
+        handoffs_s, prompts_s = result.beside_handoffs_p99_s, result.beside_prompts_p99_s
+        if handoffs_s is not None and prompts_s is not None:
+            console.print(
+                f"{result.mode}: p99 between tokens of an answer of D: {handoffs_s * 1e3:.1f} ms beside "
+                f"handoffs, {prompts_s * 1e3:.1f} ms beside such prompts on another engine"
+            )
     goals = list(results.goals())
     console.print(f"{sum(goal.is_met for goal in goals)} of {len(goals)} goals are met")
 

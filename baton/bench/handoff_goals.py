@@ -133,8 +133,8 @@ class Overheads:
     date: str
     # p99 of the time between tokens of a request that D decodes while others are handed over to it, and while
     # a third engine of this machine computes the same prompts.
-    beside_handoffs_p99_s: float = 0.0
-    beside_prompts_p99_s: float = 0.0
+    beside_handoffs_p99_s: float | None = None  # None: not measured.
+    beside_prompts_p99_s: float | None = None
 
     @property
     def goals(self) -> tuple[Goal, ...]:

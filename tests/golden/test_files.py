@@ -8,7 +8,7 @@ import torch
 
 from baton.connectors.hidden_states.halves import HiddenStatesWorkerHalf, SaveStates
 from baton.connectors.hidden_states.settings import HiddenStatesSettings
-from baton.connectors.shared_storage.form import FileForm, LayerShape, bytes_of
+from baton.connectors.shared_storage.form import FileForm, LayerShape
 from baton.tiers import chunk
 from baton.tiers.chunk_name import ChunkName
 from tests.golden.golden import check_values, literals
@@ -33,7 +33,7 @@ def test_chunks_of_stores(monkeypatch: pytest.MonkeyPatch) -> None:
     found: dict[str, object] = {}
     for kind, window in {"file": None, "file of a window": 16}.items():
         name = ChunkName("namespace", HASH, 1, window)
-        header, content = split(b"".join(chunk.seal(name, form.entries, bytes_of(body), b"signing key")))
+        header, content = split(b"".join(chunk.seal(name, form.entries, body.numpy().data, b"signing key")))
         found |= {kind: header.decode().rstrip(" "), f"{kind}, length": len(header), f"{kind}, body": content}
     check_values("file_of_a_chunk", found)
 
