@@ -1,6 +1,7 @@
-"""Build hook of hatchling: compiles the copy library of `baton.transport.gather` if there is a C compiler.
+"""Build hook of hatchling: compiles the libraries of Baton if there is a C compiler.
 
-Without one the package is pure Python, and `local` reads by cross-memory attach.
+Without one the package is pure Python: `local` reads by cross-memory attach, and the embedded engine's
+attention gathers its keys.
 """
 
 import subprocess
@@ -10,21 +11,26 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-LIBRARY = "baton/transport/_gather.so"
+LIBRARIES = {
+    "scripts/build-gather": "baton/transport/_gather.so",
+    "scripts/build-attention": "baton/engine/attention/_decode.so",
+}
 TIMEOUT_S = 120.0
 
 
 class GatherBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         try:
-            subprocess.run([Path(self.root, "scripts/build-gather")], check=True, timeout=TIMEOUT_S)
+            for script in LIBRARIES:
+                subprocess.run([Path(self.root, script)], check=True, timeout=TIMEOUT_S)
         except (OSError, subprocess.SubprocessError) as error:
-            Path(self.root, LIBRARY).unlink(missing_ok=True)  # Of an older source.
+            for library in LIBRARIES.values():
+                Path(self.root, library).unlink(missing_ok=True)  # Of an older source.
             self.app.display_warning(
-                f"the copy library is not built, and same-host reads are slower: {error}"
+                f"Baton's libraries are not built; same-host reads and decoding are slower: {error}"
             )
             return
-        build_data["artifacts"].append(LIBRARY)  # git ignores it.
+        build_data["artifacts"] += LIBRARIES.values()  # git ignores them.
         if version == "standard":  # An editable install refers to the source tree.
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"py3-none-{platform}"

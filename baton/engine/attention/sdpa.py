@@ -1,4 +1,6 @@
-"""Paged attention with torch alone: gathers a request's blocks into contiguous keys, then calls torch's SDPA.
+"""Paged attention on a CPU: gathers a request's blocks into contiguous keys, then calls torch's SDPA.
+
+Where `compiled` computes a decoded token, nothing is gathered for it.
 
 A gather is one `index_select`. Its result has the order that SDPA needs: heads before tokens. If the cache
 has heads first, a row is a KV head of a block. If it has tokens first, a row is a slot. Query heads that
@@ -29,6 +31,7 @@ from baton.engine.attention.backend import (
     slot_strides,
     write_rows,
 )
+from baton.engine.attention.compiled import CompiledDecode, DecodePlan
 from baton.engine.attention.key_index import KeyIndex
 from baton.engine.attention.quantised import dequantise
 from baton.engine.forward_context import AttentionMetadata, IntArray
@@ -77,13 +80,16 @@ class _Plan:
     write_rows: torch.Tensor  # [T * H]; indices into `rows_of` the cache, one slot each.
     decodes: list[_DecodeGroup]
     prefills: list[_Prefill]
+    compiled: DecodePlan | None = None  # In the place of `decodes`.
 
 
 class SdpaBackend(AttentionBackend):
     """Backend for float32, bfloat16 and float16: on a CPU; for latent and quantised caches on any device."""
 
-    def __init__(self, shape: AttentionShape) -> None:
+    def __init__(self, shape: AttentionShape, compiled: CompiledDecode | None = None) -> None:
+        """`compiled`: computes decoded tokens, if torch has one thread. It has no index of keys."""
         super().__init__(shape)
+        self._compiled = compiled
         self._heads = np.arange(shape.num_kv_heads, dtype=np.int64)
         # Gathered keys and values, reused by every layer: allocating this much memory costs more than the
         # copy.
@@ -105,11 +111,17 @@ class SdpaBackend(AttentionBackend):
         query_lens = np.diff(metadata.query_start_loc_np)
         (decoding,) = np.nonzero(query_lens == 1)
         (prefilling,) = np.nonzero(query_lens > 1)
-        return _Plan(
+        plan = _Plan(
             write_rows=self._tensor(write_rows(metadata, cache_NHPC)),
-            decodes=self._plan_decodes(metadata, decoding, window) if len(decoding) else [],
+            decodes=[],
             prefills=[self._plan_prefill(metadata, request, window) for request in prefilling.tolist()],
         )
+        # The compiled code has one thread; torch's kernels have more of them.
+        if len(decoding) and self._compiled is not None and torch.get_num_threads() == 1:
+            plan.compiled = self._compiled.plan(metadata, decoding, window, cache_NHPC)
+        elif len(decoding):
+            plan.decodes = self._plan_decodes(metadata, decoding, window)
+        return plan
 
     def decode_plan(
         self, num_reqs: int, max_blocks: int, window: int | None, cache_NHPC: torch.Tensor
@@ -121,7 +133,7 @@ class SdpaBackend(AttentionBackend):
     ) -> None:
         """No graph reads the plan on a CPU, so its contents are replaced by those of a new plan."""
         fresh = self.plan(metadata, window, cache_NHPC)
-        plan.write_rows, plan.decodes = fresh.write_rows, fresh.decodes
+        plan.write_rows, plan.decodes, plan.compiled = fresh.write_rows, fresh.decodes, fresh.compiled
 
     def _gather_rows(self, block_ids: IntArray) -> torch.Tensor:
         """Cache rows of the block ids `[..., blocks]`, in the order `[..., H, blocks, P / run]`."""
@@ -257,6 +269,8 @@ class SdpaBackend(AttentionBackend):
     ) -> torch.Tensor:
         """`index`: chooses the keys of each query. Its cache has the layout of `cache_NHPC`, and one head."""
         out_TQV = q_TQD.new_empty(*q_TQD.shape[:2], self.shape.value_dim)
+        if plan.compiled is not None and self._compiled is not None:
+            self._compiled.attend(q_TQD, cache_NHPC, plan.compiled, out_TQV, sinks_Q)
         for group in plan.decodes:
             self._attend_decodes(q_TQD, cache_NHPC, group, out_TQV, sinks_Q, index)
         for prefill in plan.prefills:
