@@ -67,7 +67,7 @@ def list_(
         for heading in ("namespace", "key", "values", "bytes", "last use", "pinned"):
             table.add_column(heading, overflow="fold")
         for each in sorted(found, key=lambda each: -each.chunk.used_s):
-            values = str(len(each.chunk.names) - each.chunk.is_pinned)
+            values = str(each.num_values)
             pinned = "yes" if each.chunk.is_pinned else ""
             age = _ago(each.chunk.used_s, now_s)
             table.add_row(each.namespace, each.key, values, f"{each.chunk.nbytes:,}", age, pinned)
@@ -94,7 +94,7 @@ def stat(store: StoreArgument, option: Options = None, namespace: Namespace = No
         where = opened.where
     nbytes = sum(each.chunk.nbytes for each in found)
     typer.echo(f"{where}: {len({each.namespace for each in found})} namespaces, {len(found)} chunks")
-    num_values = sum(len(each.chunk.names) - each.chunk.is_pinned for each in found)
+    num_values = sum(each.num_values for each in found)
     typer.echo(f"{num_values} values, {nbytes / GIB:.3f} GiB")
     typer.echo(f"{sum(each.chunk.is_pinned for each in found)} chunks are pinned")
     for name in promise.__dataclass_fields__:
@@ -116,7 +116,7 @@ def verify(
     cannot be used.
     """
     from baton.tiers.aligned import AlignedMemory
-    from baton.tiers.chunk_name import PIN_SUFFIX
+    from baton.tiers.chunk_name import is_value
     from baton.tiers.store import Unusable
 
     keys = _signing_keys(secret_file, is_insecure=insecure_no_secret)
@@ -125,8 +125,7 @@ def verify(
     unproven: list[str] = []  # They seem whole, and no key proves them.
     proven: set[str] = set()  # Namespaces of which a key has proven a value.
     with _opened(store, option, is_changed=remove) as opened:
-        names = [name for each in _found(opened, namespace) for name in each.chunk.names]
-        names = [name for name in names if not name.endswith(PIN_SUFFIX)]
+        names = [name for each in _found(opened, namespace) for name in each.chunk.names if is_value(name)]
         sizes = opened.sizes(names)
         for name, size in _progress("verifying", list(zip(names, sizes, strict=True))):
             if size is None:
@@ -198,7 +197,7 @@ def evict(
     max_gib: Annotated[float | None, typer.Option(help="Down to this size, by last use.", min=0)] = None,
 ) -> None:
     """Remove chunks: some by key, a namespace that no engine uses any more, or by age and size."""
-    from baton.tiers.sweep import sweep
+    from baton.tiers.sweep import Limits, sweep
 
     is_sweep = unused_s is not None or max_gib is not None
     if not (keys or namespace or is_sweep):
@@ -214,7 +213,7 @@ def evict(
             )
         if is_sweep:
             max_bytes = None if max_gib is None else int(max_gib * GIB)
-            swept = sweep(opened, max_bytes=max_bytes, max_age_s=unused_s, now_s=time.time())
+            swept = sweep(opened, Limits(max_bytes, unused_s), now_s=time.time())
             typer.echo(f"removed {swept.num_evicted} chunks, {swept.evicted_bytes / GIB:.3f} GiB")
         else:
             found = _found(opened, namespace)
@@ -271,6 +270,12 @@ class _Found:
     namespace: str
     key: str
     chunk: Chunk
+
+    @property
+    def num_values(self) -> int:
+        from baton.tiers.chunk_name import is_value
+
+        return sum(map(is_value, self.chunk.names))
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from pathlib import Path
 
 SUFFIX = ".safetensors"
 PIN_SUFFIX = ".pin"  # Of a value beside those of a chunk, which sweeps then keep.
+KEEP_SUFFIX = ".keep"
 STATE = 0
 """Instead of a window: the layers have a recurrent state."""
 
@@ -33,6 +34,42 @@ class ChunkName:
 _CHUNK = r"([0-9a-z]+)/([0-9a-f]{2})/(\2[0-9a-f]*)"
 _VALUE = re.compile(_CHUNK + r"\.([0-9]+)(?:\.w([0-9]+))?" + re.escape(SUFFIX))
 _PIN = re.compile(_CHUNK + re.escape(PIN_SUFFIX))
+_KEEP = re.compile(_CHUNK + r"\.(-?[0-9]{1,3})\.([0-9]{0,10})\.([0-9a-f]*)" + re.escape(KEEP_SUFFIX))
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """What a request asks of the sweeps for its chunks, in the name of a value beside each of them."""
+
+    priority: int = 0  # -100 to 100; the lowest goes first.
+    ttl_s: int | None = None  # Since the last use; None: not given.
+    tenant: str = ""  # Digest in hex, of the one that stored the chunk; "": none, or several.
+
+    def name_of(self, chunk: str) -> str:
+        """`chunk`: as `chunk_of` returns it."""
+        ttl = "" if self.ttl_s is None else self.ttl_s
+        return f"{chunk}.{self.priority}.{ttl}.{self.tenant}{KEEP_SUFFIX}"
+
+    def without_tenant(self) -> Keep:
+        return Keep(self.priority, self.ttl_s)
+
+    def merged(self, other: Keep) -> Keep:
+        """What two requests ask for one chunk: the higher priority, the longer TTL that was given."""
+        given = [ttl_s for ttl_s in (self.ttl_s, other.ttl_s) if ttl_s is not None]
+        tenants = {self.tenant, other.tenant} - {""}
+        tenant = tenants.pop() if len(tenants) == 1 else ""
+        return Keep(max(self.priority, other.priority), max(given, default=None), tenant)
+
+
+NO_KEEP = Keep()
+
+
+def parse_keep(name: str) -> Keep | None:
+    """None: it is no keep."""
+    if not name.endswith(KEEP_SUFFIX) or (found := _KEEP.fullmatch(name)) is None:
+        return None
+    _, _, _, priority, ttl_s, tenant = found.groups()
+    return Keep(int(priority), int(ttl_s) if ttl_s else None, tenant)
 
 
 def parse_name(name: str) -> ChunkName | None:
@@ -46,8 +83,13 @@ def parse_name(name: str) -> ChunkName | None:
 
 
 def is_of_a_store(name: str) -> bool:
-    """Whether it names a chunk's value or pin. Everything else in a store is not ours, and stays."""
-    return parse_name(name) is not None or _PIN.fullmatch(name) is not None
+    """Whether it names a chunk's value, pin or keep. Everything else in a store is not ours, and stays."""
+    return parse_name(name) is not None or any(kind.fullmatch(name) for kind in (_PIN, _KEEP))
+
+
+def is_value(name: str) -> bool:
+    """Of the names of a store: neither a pin nor a keep."""
+    return name.endswith(SUFFIX)
 
 
 def chunk_of(name: str) -> str:

@@ -1,24 +1,56 @@
 """Keeps a store within its limits of size and age. Several engines may sweep one store at once.
 
-The least recently used chunk goes first (`Stored.used_s`). All values of a chunk, of every rank and kind of
-layers, are removed together, because one is of no use without the others. A reader that has begun can read a
-value to its end; one that comes later finds nothing, and its prompt is computed.
-
-    too old       older than max_age_s
-    too large     the oldest, down to LOW_WATER of max_bytes, so that sweeps are rare
+    too old       not used for max_age_s, or for the TTL that its requests gave
+    over a quota  the tenant's own chunks, down to LOW_WATER of tenant_max_bytes
+    too large     down to LOW_WATER of max_bytes, so that sweeps are rare
     pinned        stays; so a store can be larger than its limit
-    abandoned     what writers that were killed have left (`Store.collect`)
+    abandoned     what writers that were killed have left (`Store.collect`); keeps without a chunk
+
+Of several chunks the one with the lowest priority goes first, of these the least recently used one
+(`Stored.used_s`). Priority, TTL and tenant are in the name of a value beside the chunk (`Keep`). All values
+of a chunk, of every rank and kind of layers, are removed together, because one is of no use without the
+others. A reader that has begun can read a value to its end; one that comes later finds nothing, and its
+prompt is computed.
+
+A sweep leaves what it has counted in the store (`TOTALS`), so that an engine that starts knows the sizes
+without a scan.
 """
 
 from __future__ import annotations
 
+import logging
+import operator
 from collections import defaultdict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from baton.tiers.chunk_name import PIN_SUFFIX, chunk_of
-from baton.tiers.store import Store, StoreError
+import msgspec
+
+from baton.tiers.chunk_name import NO_KEEP, PIN_SUFFIX, Keep, chunk_of, parse_keep
+from baton.tiers.store import Store, StoreError, Unusable
+
+logger = logging.getLogger(__name__)
 
 LOW_WATER = 0.9
+TOTALS = "totals/00/totals.json"  # No name of a chunk, so scans leave it out; as deep, so `collect` sees it.
+TOTALS_BYTES_MAX = 4096
+LONE_KEEP_S = 900.0  # Longer than a chunk takes to be written, or copied to this store.
+ENDED_S = 1.0
+"""Time of last use of a chunk whose session has ended: it goes before all others of its priority."""
+
+
+class Totals(msgspec.Struct, frozen=True):
+    chunks: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """None: no limit."""
+
+    max_bytes: int | None = None
+    max_age_s: float | None = None
+    tenant_max_bytes: int | None = None  # Of the chunks of each tenant.
 
 
 @dataclass(slots=True)
@@ -47,38 +79,73 @@ class Chunk:
     used_s: float = 0.0  # The latest of its values.
     nbytes: int = 0
     names: list[str] = field(default_factory=list)
+    keep: Keep = NO_KEEP  # What all its requests have asked for.
+    num_keeps: int = 0
+    kept_s: float = 0.0  # When the last keep was written.
 
     @property
     def is_pinned(self) -> bool:
         return any(name.endswith(PIN_SUFFIX) for name in self.names)
 
+    @property
+    def order(self) -> tuple[int, float]:
+        """Of eviction, the first to go is the smallest."""
+        return self.keep.priority, self.used_s
 
-def sweep(store: Store, *, max_bytes: int | None, max_age_s: float | None, now_s: float) -> Swept:
+    def is_too_old(self, max_age_s: float | None, now_s: float) -> bool:
+        if self.num_keeps == len(self.names):
+            return now_s - self.kept_s > LONE_KEEP_S
+        ages_s = [age_s for age_s in (max_age_s, self.keep.ttl_s) if age_s is not None]
+        return bool(ages_s) and now_s - self.used_s > min(ages_s)
+
+    def add_keep(self, keep: Keep, written_s: float) -> None:
+        self.keep = keep if not self.num_keeps else self.keep.merged(keep)
+        self.num_keeps += 1
+        self.kept_s = max(self.kept_s, written_s)
+
+
+def sweep(store: Store, limits: Limits, *, now_s: float) -> Swept:
     """`now_s`: since the Unix epoch. Raises StoreError if the store cannot be scanned."""
-    swept = Swept()
     store.collect(now_s)
-    chunks = chunks_of(store)
-    total = sum(chunk.nbytes for chunk in chunks)
-    goal = total
-    if max_bytes is not None and total > max_bytes:
-        goal = int(LOW_WATER * max_bytes)
-    for chunk in sorted(chunks, key=lambda chunk: chunk.used_s):
-        is_too_old = max_age_s is not None and now_s - chunk.used_s > max_age_s
-        if (is_too_old or total > goal) and not chunk.is_pinned:
-            try:
-                store.remove(chunk.names)
-            except StoreError as error:
-                # A chunk that cannot be removed, for example another user's, stays; newer ones go instead.
-                swept.error = str(error)
-            else:
-                total -= chunk.nbytes
-                swept.num_evicted += 1
-                swept.evicted_bytes += chunk.nbytes
-                swept.evicted += chunk.names
-                continue
-        swept.num_kept += 1
-        swept.kept_bytes += chunk.nbytes
+    chunks = sorted(chunks_of(store), key=operator.attrgetter("order"))
+    swept = Swept(len(chunks), sum(chunk.nbytes for chunk in chunks))
+    _evict([chunk for chunk in chunks if chunk.is_too_old(limits.max_age_s, now_s)], store, swept)
+    if limits.tenant_max_bytes is not None:
+        of_tenants: defaultdict[str, list[Chunk]] = defaultdict(list)
+        for chunk in chunks:
+            if chunk.names and chunk.keep.tenant:
+                of_tenants[chunk.keep.tenant].append(chunk)
+        for own in of_tenants.values():
+            _shrink(own, store, swept, limits.tenant_max_bytes)
+    if limits.max_bytes is not None:
+        _shrink(chunks, store, swept, limits.max_bytes)
+    _write_totals(store, Totals(swept.num_kept, swept.kept_bytes))
     return swept
+
+
+def _shrink(chunks: Sequence[Chunk], store: Store, swept: Swept, max_bytes: int) -> None:
+    total = sum(chunk.nbytes for chunk in chunks if chunk.names)
+    if total > max_bytes:
+        _evict(chunks, store, swept, total - int(LOW_WATER * max_bytes))
+
+
+def _evict(chunks: Iterable[Chunk], store: Store, swept: Swept, num_bytes: int | None = None) -> None:
+    """Evicts chunks in this order, until so many bytes are free, or all. An evicted one has no names."""
+    freed = 0
+    for chunk in chunks:
+        if num_bytes is not None and freed >= num_bytes:
+            break
+        if not chunk.names or chunk.is_pinned:
+            continue
+        try:
+            store.remove(chunk.names)
+        except StoreError as error:
+            # A chunk that cannot be removed, for example another user's, stays; newer ones go instead.
+            swept.error = str(error)
+            continue
+        freed += chunk.nbytes
+        swept += Swept(-1, -chunk.nbytes, 1, chunk.nbytes, chunk.names)
+        chunk.names = []
 
 
 def chunks_of(store: Store) -> list[Chunk]:
@@ -86,7 +153,99 @@ def chunks_of(store: Store) -> list[Chunk]:
     chunks: defaultdict[str, Chunk] = defaultdict(Chunk)
     for stored in store.scan():
         chunk = chunks[chunk_of(stored.name)]
-        chunk.used_s = max(chunk.used_s, stored.used_s)
+        if (keep := parse_keep(stored.name)) is not None:
+            chunk.add_keep(keep, stored.used_s)
+        else:
+            chunk.used_s = max(chunk.used_s, stored.used_s)
         chunk.nbytes += stored.nbytes
         chunk.names.append(stored.name)
     return list(chunks.values())
+
+
+# --- Totals -----------------------------------------------------------------------------------------
+
+
+def read_totals(store: Store) -> Totals | None:
+    """What the last sweep counted, of any engine. None: no sweep has ended yet, or the value cannot be
+    used.
+    """
+    memory = memoryview(bytearray(TOTALS_BYTES_MAX))
+    try:
+        totals = msgspec.json.decode(memory[: store.read(TOTALS, memory)], type=Totals)
+    except (Unusable, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        logger.debug("no totals in %s: %s", store.where, error)
+        return None
+    return totals if totals.chunks >= 0 and totals.bytes >= 0 else None
+
+
+def _write_totals(store: Store, totals: Totals) -> None:
+    if read_totals(store) == totals:
+        return
+    try:
+        store.write(TOTALS, (msgspec.json.encode(totals),))
+    except StoreError as error:  # The next start sweeps first.
+        logger.debug("could not write the totals of %s: %s", store.where, error)
+
+
+class Sweeps:
+    """Sweeps of the stores that have limits. One thread sweeps; `keep` and `end` may run on another."""
+
+    def __init__(self, limited: Iterable[tuple[Store, Limits]]) -> None:
+        self._limited = [pair for pair in limited if pair[1] != Limits()]
+        self._is_started = False
+
+    def __bool__(self) -> bool:
+        return bool(self._limited)
+
+    def run(self, now_s: float) -> Swept:
+        """Sweeps all, and logs errors. The first run reads the totals that an earlier sweep has left, and
+        sweeps only stores without any: a start needs no scan.
+        """
+        total = Swept()
+        for store, limits in self._limited:
+            if not self._is_started and (totals := read_totals(store)) is not None:
+                total += Swept(totals.chunks, totals.bytes)
+                continue
+            try:
+                swept = sweep(store, limits, now_s=now_s)
+            except StoreError as error:
+                logger.warning("the sweep of %s failed: %s", store.kind, error)
+                continue
+            if swept.error:
+                logger.warning("the sweep of %s could not evict everything: %s", store.kind, swept.error)
+            total += swept
+        self._is_started = True
+        return total
+
+    def keep(self, chunks: Sequence[str], keep: Keep) -> None:
+        """Notes for all sweeps, of any engine, what a request asks for its chunks. `chunks`: `chunk_of`."""
+        for store, limits in self._limited:
+            # Without quotas the tenant need not be known, and most chunks need no value beside them.
+            wanted = keep if limits.tenant_max_bytes is not None else keep.without_tenant()
+            if wanted == NO_KEEP:
+                continue
+            names = [wanted.name_of(chunk) for chunk in chunks]
+            try:
+                sizes = store.sizes(names)
+            except StoreError as error:
+                logger.debug("could not look for keeps in %s: %s", store.where, error)
+                continue
+            values = [(name, (b"keep\n",)) for name, size in zip(names, sizes, strict=True) if size is None]
+            for failure in store.write_all(values):
+                if failure is not None:
+                    logger.debug("could not write a keep to %s: %s", store.where, failure)
+
+    def end(self, chunks: Sequence[str], values: Sequence[str], keep: Keep) -> None:
+        """The session that alone used these chunks has ended: they go first.
+
+        `values`: their values' names; `keep`: what the session asked for.
+        """
+        for store, _ in self._limited:
+            try:
+                store.remove(
+                    [each.name_of(chunk) for chunk in chunks for each in (keep, keep.without_tenant())]
+                )
+                for name in values:
+                    store.touch(name, ENDED_S)
+            except StoreError as error:
+                logger.debug("could not end a session in %s: %s", store.where, error)

@@ -8,6 +8,9 @@
 A store that fails is not asked for `RETRY_S`, so that each request does not wait for its deadline again.
 One that fails a write, for example because it is full, is not written to; it is still read. With several
 failing stores, what they hold is missing for that time; nothing else is.
+
+Writes to a store with a bandwidth cap wait for it on the writer's thread, so a cap is a slow store: what then
+waits too long is not stored (`backlog_max_mib`). Reads have no cap, because a request waits for them.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
+from baton.tiers.pace import TokenBucket
 from baton.tiers.store import Parts, Store, StoreError, Unusable
 
 logger = logging.getLogger(__name__)
@@ -56,10 +60,24 @@ class Written:
 
 
 class Tiers:
-    def __init__(self, stores: Sequence[Store], *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        stores: Sequence[Store],
+        *,
+        caps: Sequence[TokenBucket | None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[float], bool] | None = None,
+    ) -> None:
+        """`caps`: of the writes to each store, which then come from one thread.
+
+        `wait`: lets seconds pass; returns True if the stores are being closed.
+        """
         assert stores
         self.stores = tuple(stores)
+        self._caps = tuple(caps) if caps is not None else (None,) * len(stores)
         self._clock = clock
+        self._closing = threading.Event()
+        self._wait = wait or self._closing.wait
         self._lock = threading.Lock()  # Guards the times until which stores are not asked.
         self._skipped_until_s = [float("-inf")] * len(stores)
         self._unwritten_until_s = list(self._skipped_until_s)
@@ -134,7 +152,7 @@ class Tiers:
             missing = [number for number, size in enumerate(sizes) if size is None]
             for number in {*range(len(values))} - {*missing}:
                 outcomes[number].had.append(store.kind)
-            errors = store.write_all([values[number] for number in missing])
+            errors = self._write_capped(index, [values[number] for number in missing])
             for number, failure in zip(missing, errors, strict=True):
                 if failure is None:
                     outcomes[number].done.append(store.kind)
@@ -153,8 +171,21 @@ class Tiers:
                     self._skip(index, error)
 
     def close(self) -> None:
+        self._closing.set()
         for store in self.stores:
             store.close()
+
+    def _write_capped(self, index: int, values: Sequence[tuple[str, Parts]]) -> list[StoreError | None]:
+        """One by one if there is a cap, so that they do not go out in one burst."""
+        store, cap = self.stores[index], self._caps[index]
+        if cap is None:
+            return store.write_all(values)
+        errors: list[StoreError | None] = []
+        for value in values:
+            wait_s = cap.take(sum(map(len, value[1])), self._clock())
+            is_closing = wait_s > 0 and self._wait(wait_s)
+            errors += [StoreError("it is being closed")] if is_closing else store.write_all([value])
+        return errors
 
     def _remove_copy(self, name: str, store: Store) -> None:
         try:

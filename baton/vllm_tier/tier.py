@@ -26,10 +26,10 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from baton.connectors.extra_config import FIELD, parse_extra
 from baton.connectors.jobs import Repeated
-from baton.connectors.shared_storage.stores import limits_of, make_tiers
+from baton.connectors.shared_storage.stores import make_sweeps, make_tiers
 from baton.core.errors import ConfigError
 from baton.tiers.store import StoreError
-from baton.tiers.sweep import Swept, sweep
+from baton.tiers.sweep import Swept
 from baton.vllm_plugin.log import share_log
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.versions import release_of
@@ -98,12 +98,8 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._lock = threading.Lock()  # Guards what the sweeper's thread reports.
         self._swept = Swept()
         self._evicted: list[bytes] = []
-        limits = [
-            (store, *limits_of(tier))
-            for store, tier in zip(self._tiers.stores, settings.stored_tiers, strict=True)
-        ]
-        self._limited = [limit for limit in limits if limit[1:] != (None, None)]
-        self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s) if self._limited else None
+        self._sweeps = make_sweeps(self._tiers, settings.stored_tiers)
+        self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s) if self._sweeps else None
         kinds = " > ".join(f"{store.kind} {store.where}" for store in self._tiers.stores)
         logger.info("%s: chunks of %d bytes in %s", tier_type, self.block_size_bytes, kinds)
 
@@ -212,14 +208,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         return any_of(self._tiers.find(names), len(self._naming.signed))
 
     def _sweep(self) -> None:
-        total = Swept()
-        for store, max_bytes, max_age_s in self._limited:
-            try:
-                total += sweep(store, max_bytes=max_bytes, max_age_s=max_age_s, now_s=time.time())
-            except StoreError as error:
-                logger.warning("the sweep of %s failed: %s", store.kind, error)
-        if total.error:
-            logger.warning("a sweep could not evict everything: %s", total.error)
+        total = self._sweeps.run(time.time())
         keys = [key for name in total.evicted if (key := self._naming.key_of(name)) is not None]
         try:
             found = self._find(keys) if keys else []

@@ -23,7 +23,7 @@ from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
 from baton.tiers.chunk_name import ChunkName
 from baton.tiers.file_store import ABANDONED_S, FileStore
 from baton.tiers.store import Unusable
-from baton.tiers.sweep import LOW_WATER, sweep
+from baton.tiers.sweep import LOW_WATER, Limits, sweep
 from baton.tiers.whole_file import TEMPORARY_PREFIX, write_whole
 
 KEY = b"k" * 32
@@ -314,10 +314,10 @@ def test_a_sweep_follows_the_rules(
         number: put(folder, number, used_s=now_s - age, nbytes=nbytes, num_ranks=2)
         for number, (age, nbytes) in enumerate(aged)
     }
-    swept = sweep(FileStore(folder), max_bytes=max_bytes, max_age_s=max_age_s, now_s=now_s)
+    swept = sweep(FileStore(folder), Limits(max_bytes, max_age_s), now_s=now_s)
 
     stays = {n for n, (age, _) in enumerate(aged) if max_age_s is None or age <= max_age_s + 1e-9}
-    if max_bytes is not None and sum(2 * nbytes for _, nbytes in aged) > max_bytes:
+    if max_bytes is not None and sum(2 * aged[n][1] for n in stays) > max_bytes:
         for number in sorted(stays, key=lambda n: -aged[n][0]):
             if sum(2 * aged[n][1] for n in stays) <= int(LOW_WATER * max_bytes):
                 break
@@ -334,7 +334,7 @@ def test_a_sweep_removes_abandoned_files_and_no_foreign_ones(tmp_path: Path) -> 
     for path, used_s in [(left, 999.0 - ABANDONED_S), (fresh, 990.0), *((s, 0.0) for s in strangers)]:
         path.write_bytes(b"...")
         os.utime(path, (used_s, used_s))
-    sweep(FileStore(tmp_path), max_bytes=10_000, max_age_s=None, now_s=1000.0)
+    sweep(FileStore(tmp_path), Limits(10_000, None), now_s=1000.0)
     assert not left.exists()
     assert all(path.exists() for path in (kept, fresh, *strangers))
 
@@ -352,7 +352,7 @@ def test_a_file_that_cannot_be_removed_does_not_stop_a_sweep(
         unlink(path)
 
     monkeypatch.setattr(os, "unlink", refuse)
-    swept = sweep(FileStore(tmp_path), max_bytes=300, max_age_s=None, now_s=1000.0)
+    swept = sweep(FileStore(tmp_path), Limits(300, None), now_s=1000.0)
     assert [path.exists() for path in paths] == [True, False, False, True]
     assert (swept.num_kept, swept.num_evicted, swept.kept_bytes) == (2, 2, 200)
     assert "Operation not permitted" in swept.error

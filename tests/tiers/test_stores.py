@@ -19,7 +19,7 @@ from baton.tiers.file_store import FileStore
 from baton.tiers.object_store import ObjectStore
 from baton.tiers.redis_store import RedisStore
 from baton.tiers.store import Store, StoreError, Unusable
-from baton.tiers.sweep import LOW_WATER, sweep
+from baton.tiers.sweep import LOW_WATER, Limits, sweep
 from baton.tiers.whole_file import TEMPORARY_PREFIX
 from tests.tiers.faulty_proxy import Fault, FaultyProxy
 from tests.tiers.servers import S3_OPTIONS, make_bucket, moto_server, rclone_server, redis_server
@@ -139,7 +139,7 @@ def test_many_values_are_found_listed_and_removed(store: Store) -> None:
 def test_what_is_not_ours_is_neither_found_nor_removed(store: Store, name: str) -> None:
     store.write(name, (b"weights",))
     assert list(store.scan()) == []
-    sweep(store, max_bytes=1, max_age_s=0.0, now_s=1e12)
+    sweep(store, Limits(1, 0.0), now_s=1e12)
     assert read(store, name) == b"weights"
     store.remove([name])
 
@@ -183,7 +183,7 @@ def test_a_sweep_removes_whole_chunks_the_least_recently_used_first(store: Store
         for rank in range(2):
             store.write(name_of(number, rank), (bytes(1000),))
             store.touch(name_of(number, rank), 1000.0 + number)
-    swept = sweep(store, max_bytes=10_000, max_age_s=None, now_s=2000.0)
+    swept = sweep(store, Limits(10_000, None), now_s=2000.0)
     left = {stored.name for stored in store.scan()}
     assert len(left) * 1000 == swept.kept_bytes <= LOW_WATER * 10_000
     assert all((name_of(number, 0) in left) == (name_of(number, 1) in left) for number in range(10))
@@ -289,7 +289,7 @@ def test_a_folder_that_cannot_be_read_does_not_hide_the_others(
         return scandir(path)
 
     monkeypatch.setattr(os, "scandir", refuse)
-    assert sweep(store, max_bytes=0, max_age_s=None, now_s=0.0).evicted == [name_of(1)]
+    assert sweep(store, Limits(0, None), now_s=0.0).evicted == [name_of(1)]
 
 
 def test_a_file_that_cannot_be_examined_does_not_end_a_sweep(
@@ -305,7 +305,7 @@ def test_a_file_that_cannot_be_examined_does_not_end_a_sweep(
             yield [StaleEntry(entry) if entry.name == Path(name_of(0)).name else entry for entry in entries]
 
     monkeypatch.setattr(os, "scandir", scanned)
-    assert sweep(store, max_bytes=0, max_age_s=None, now_s=0.0).evicted == [name_of(1)]
+    assert sweep(store, Limits(0, None), now_s=0.0).evicted == [name_of(1)]
 
 
 @dataclass

@@ -37,7 +37,7 @@ from baton.connectors.shared_storage.metadata import (
 from baton.connectors.shared_storage.prompts import Lookup, Prompt, can_be_named
 from baton.connectors.shared_storage.speeds import Speeds, is_load_better
 from baton.connectors.shared_storage.stats import StorageStats
-from baton.connectors.shared_storage.stores import limits_of, make_tiers
+from baton.connectors.shared_storage.stores import make_sweeps, make_tiers
 from baton.connectors.store_events import EventGroup, NameBlocks, StoreEvents, own_names
 from baton.contract import (
     KVConnectorHandshakeMetadata,
@@ -51,7 +51,6 @@ from baton.contract.events import MEDIUM_STORAGE, KVCacheEvent
 from baton.core.kv_groups import can_complete_states, has_states
 from baton.tiers.chunk_name import ChunkName, parse_name
 from baton.tiers.store import StoreError
-from baton.tiers.sweep import Swept, sweep
 from baton.tiers.tiers import Place
 
 if TYPE_CHECKING:
@@ -101,13 +100,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         if identity.publishes_events:
             self._events = ChunkEvents(_events_of(identity, name_blocks, event_groups))
         self._sweeper: Repeated | None = None
-        self._swept = [
-            (store, max_bytes, max_age_s)
-            for store, tier in zip(self._tiers.stores, settings.stored_tiers, strict=True)
-            for max_bytes, max_age_s in [limits_of(tier)]
-            if max_bytes is not None or max_age_s is not None
-        ]
-        if self._swept:
+        self._sweeps = make_sweeps(self._tiers, settings.stored_tiers)
+        if self._sweeps:
             self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s)
 
     @property
@@ -414,17 +408,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
 
     def _sweep(self) -> None:
         """Runs on the sweeper's thread."""
-        total = Swept()
         with self._sweeping() as evicted:
-            for store, max_bytes, max_age_s in self._swept:
-                try:
-                    swept = sweep(store, max_bytes=max_bytes, max_age_s=max_age_s, now_s=time.time())
-                except StoreError as error:
-                    logger.warning("the sweep of %s failed: %s", store.kind, error)
-                    continue
-                if swept.error:
-                    logger.warning("the sweep of %s could not evict everything: %s", store.kind, swept.error)
-                total += swept
+            total = self._sweeps.run(time.time())
             if self._events is not None:
                 evicted |= self._gone_among(total.evicted)
         if total.num_evicted:

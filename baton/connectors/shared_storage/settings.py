@@ -23,6 +23,8 @@ class FilesTier(msgspec.Struct, frozen=True, kw_only=True, tag="files", tag_fiel
     path: str  # Created if it does not exist.
     max_gib: float | None = None  # Size of all files under `path`, from any engine; None: no limit.
     max_age_s: float | None = None  # Since a file was written or last used; None: no limit.
+    tenant_max_share: float | None = None  # Of max_gib, for the chunks of one tenant; None: no limit.
+    write_max_mib_s: float | None = None  # Of one engine; None: no limit.
     fsync: bool = True  # Survive a crash of the machine, not only of the process.
     direct: bool = False  # Around the page cache, where the file system allows it.
     # Files and folders are created for their owner only (0600, 0700), or also for its group (0660, 0770).
@@ -31,7 +33,8 @@ class FilesTier(msgspec.Struct, frozen=True, kw_only=True, tag="files", tag_fiel
     def __post_init__(self) -> None:
         if not Path(self.path).is_absolute():
             raise ConfigError("must be an absolute path", field=f"{FIELD}.path")
-        _positive(self, "max_gib", "max_age_s")
+        _positive(self, "max_gib", "max_age_s", "write_max_mib_s")
+        _check_share(self.tenant_max_share, self.max_gib)
 
 
 class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_field="type"):
@@ -44,9 +47,12 @@ class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_
         None  # The oldest objects are removed. None: leave it to the bucket's lifecycle rules.
     )
     max_age_s: float | None = None
+    tenant_max_share: float | None = None  # As in FilesTier.
+    write_max_mib_s: float | None = None
 
     def __post_init__(self) -> None:
-        _positive(self, "timeout_s", "max_gib", "max_age_s")
+        _positive(self, "timeout_s", "max_gib", "max_age_s", "write_max_mib_s")
+        _check_share(self.tenant_max_share, self.max_gib)
 
 
 class RedisTier(msgspec.Struct, frozen=True, kw_only=True, tag="redis", tag_field="type"):
@@ -55,9 +61,10 @@ class RedisTier(msgspec.Struct, frozen=True, kw_only=True, tag="redis", tag_fiel
     url: str  # redis://, rediss://, unix://
     timeout_s: float = 2.0  # For one command.
     ttl_s: float | None = None  # Since a value was written or last used; None: no limit.
+    write_max_mib_s: float | None = None  # As in FilesTier.
 
     def __post_init__(self) -> None:
-        _positive(self, "timeout_s", "ttl_s")
+        _positive(self, "timeout_s", "ttl_s", "write_max_mib_s")
 
 
 StoredTier = FilesTier | ObjectsTier | RedisTier
@@ -69,6 +76,8 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
     path: str | None = None
     max_gib: float | None = None
     max_age_s: float | None = None
+    tenant_max_share: float | None = None
+    write_max_mib_s: float | None = None
     fsync: bool = True
     direct: bool = False
     group_access: bool = False
@@ -120,6 +129,15 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
                 f"must be a multiple of the block size, {block_tokens}", field=f"{FIELD}.chunk_tokens"
             )
         return self.chunk_tokens
+
+
+def _check_share(share: float | None, max_gib: float | None) -> None:
+    if share is None:
+        return
+    if not 0 < share <= 1:
+        raise ConfigError("must be above 0 and at most 1", field=f"{FIELD}.tenant_max_share")
+    if max_gib is None:
+        raise ConfigError("is a share of max_gib; set max_gib", field=f"{FIELD}.tenant_max_share")
 
 
 def _positive(settings: msgspec.Struct, *names: str) -> None:

@@ -9,13 +9,23 @@ from typing import assert_never
 from baton.connectors.extra_config import FIELD
 from baton.connectors.shared_storage.settings import GIB, FilesTier, ObjectsTier, RedisTier, StoredTier
 from baton.tiers.file_store import FileStore
+from baton.tiers.pace import TokenBucket
 from baton.tiers.store import Store
+from baton.tiers.sweep import Limits, Sweeps
 from baton.tiers.tiers import Tiers
 
+MIB = 1 << 20
 
-def make_tiers(settings: tuple[StoredTier, ...], clock: Callable[[], float]) -> Tiers:
-    """Raises ConfigError if a library is missing."""
-    return Tiers([_make(tier) for tier in settings], clock=clock)
+
+def make_tiers(
+    settings: tuple[StoredTier, ...], clock: Callable[[], float], *, num_writers: int = 1
+) -> Tiers:
+    """`num_writers`: ranks, which share the cap of the writes. Raises ConfigError if a library is
+    missing.
+    """
+    rates = [tier.write_max_mib_s for tier in settings]
+    caps = [None if rate is None else TokenBucket(rate * MIB / num_writers) for rate in rates]
+    return Tiers([_make(tier) for tier in settings], caps=caps, clock=clock)
 
 
 def _make(tier: StoredTier) -> Store:
@@ -40,8 +50,15 @@ def _make(tier: StoredTier) -> Store:
             assert_never(tier)
 
 
-def limits_of(tier: StoredTier) -> tuple[int | None, float | None]:
-    """Bytes and age, in seconds, to which sweeps keep the store. None: no limit."""
+def make_sweeps(tiers: Tiers, settings: tuple[StoredTier, ...]) -> Sweeps:
+    """`tiers`: made from the same settings."""
+    return Sweeps((store, _limits_of(tier)) for store, tier in zip(tiers.stores, settings, strict=True))
+
+
+def _limits_of(tier: StoredTier) -> Limits:
     if isinstance(tier, RedisTier):
-        return None, None  # The server evicts.
-    return None if tier.max_gib is None else int(tier.max_gib * GIB), tier.max_age_s
+        return Limits()  # The server evicts.
+    share = tier.tenant_max_share
+    max_bytes = None if tier.max_gib is None else int(tier.max_gib * GIB)
+    of_tenant = None if max_bytes is None or share is None else int(share * max_bytes)
+    return Limits(max_bytes, tier.max_age_s, of_tenant)

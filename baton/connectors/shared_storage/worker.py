@@ -81,7 +81,7 @@ class StorageWorkerHalf(BackgroundLoads):
         super().__init__(identity.groups)
         settings = identity.settings
         self._identity = identity
-        self._tiers = make_tiers(settings.stored_tiers, clock)
+        self._tiers = make_tiers(settings.stored_tiers, clock, num_writers=identity.num_ranks)
         self._memory = AlignedMemory()  # Of the readers.
         self._bodies = AlignedPool(WRITTEN_AT_ONCE)  # Of the copies.
         self._clock = clock
