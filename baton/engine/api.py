@@ -80,6 +80,7 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
     arrival_time_s: float  # The front end's monotonic clock; for ordering and metrics only.
     priority: int = 0  # Lower runs first (policy "priority").
     cache_salt: str | None = None
+    session_id: str | None = None  # Of the conversation; for connectors.
     kv_transfer_params: dict[str, Any] | None = None
 
 

@@ -88,6 +88,7 @@ class Request:
         "request_id",
         "sampling_params",
         "scheduled_at_s",
+        "session_id",
         "skip_reading_prefix_cache",
         "status",
         "stop_token_ids",
@@ -111,6 +112,7 @@ class Request:
         self.scheduled_at_s = 0.0  # First, on the same clock, as the core notes it; 0.0: not yet.
         self.priority = asked.priority
         self.cache_salt = asked.cache_salt
+        self.session_id = asked.session_id
         # Connectors change it to mark what they have done, so the request has its own copy.
         self.kv_transfer_params: dict[str, Any] | None = (
             None if asked.kv_transfer_params is None else dict(asked.kv_transfer_params)

@@ -52,6 +52,7 @@ from baton.server.spans import loan_spans_of, spans_of
 logger = logging.getLogger(__name__)
 
 Request_ = TypeVar("Request_", CompletionRequest, ChatRequest)
+SESSION_HEADER = "x-session-id"
 
 
 def build_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -> FastAPI:
@@ -155,7 +156,7 @@ async def _generate(
     try:
         service.check_open()
         async with service.bodies.read(http.headers, http.receive) as body:
-            request = parse_request(body, kind, endpoint)
+            request = parse_request(body, kind, endpoint).in_session(http.headers.get(SESSION_HEADER) or None)
         async with _admission_deadline(service):
             work = await admit(service, request, request_id)
         span = None if service.tracer is None else service.tracer.begin(http.headers, http.url.path)

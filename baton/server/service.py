@@ -14,6 +14,7 @@ import msgspec
 
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
+from baton.core.retention import RETENTION, parse_retention, parse_tenant
 from baton.core.transfer_params import FIELD as TRANSFER_FIELD
 from baton.core.transfer_params import parse_cached_tokens, parse_transfer_params
 from baton.engine.api import EngineRequest, SamplingParams
@@ -189,6 +190,7 @@ class Service:
                     arrival_time_s=arrival_time_s,
                     priority=fields.checked_priority,
                     cache_salt=fields.checked_cache_salt,
+                    session_id=fields.session_id,
                     kv_transfer_params=transfer_params if is_first and hands_over else None,
                 )
                 samples.append(
@@ -210,6 +212,12 @@ class Service:
 
     def _check_transfer(self, fields: SamplingFields, *, num_prompts: int) -> None:
         self.check_params(fields.kv_transfer_params)
+        parse_tenant(fields.kv_transfer_params)
+        if parse_retention(fields.kv_transfer_params).ends_session and fields.session_id is None:
+            raise UserError(
+                "needs a session: set session_id, or the header X-Session-Id",
+                field=f"{TRANSFER_FIELD}.{RETENTION}.ends_session",
+            )
         fetches, lends = _is_set(fields, "do_remote_prefill"), _is_set(fields, "do_remote_decode")
         if (fetches or lends) and num_prompts > 1:
             raise UserError("is for one prompt; send each prompt in its own request", field=TRANSFER_FIELD)

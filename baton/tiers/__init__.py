@@ -2,6 +2,8 @@
 
 eviction      LRU, ARC, SLRU, S3-FIFO, learned: pure, over keys
 twice         an estimate of what twice the memory would find: pure, over keys
+retaining     priorities, TTLs and quotas around any eviction policy: pure
+sessions      which chunks only one session has used: pure
 slot_index    assignment of keys to slots, and the uses of each slot: pure
 host_rows     the slots' memory, and the copies between it and an engine's cache
 chunk         one rank's KV of one chunk, which names itself and proves its integrity

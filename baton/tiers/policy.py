@@ -18,7 +18,10 @@ class Admitted(Generic[K]):
 
 
 class EvictionPolicy(ABC, Generic[K]):
-    """Holds up to `capacity` keys. Keys enter by `admit`; they leave by another's `admit` or by `discard`."""
+    """Holds up to `capacity` keys. Keys enter by `admit`; they leave by another's `admit` or by `discard`.
+
+    Between calls `capacity` may be changed, but not below the number of keys that are held.
+    """
 
     def __init__(self, capacity: int) -> None:
         assert capacity > 0

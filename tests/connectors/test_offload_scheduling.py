@@ -74,12 +74,25 @@ class OffloadWorld(StoreWorld):
             block_bytes=GIB // num_slots // len(groups) // offload.blocks_per_chunk,
             groups=groups,
         )
-        self.half = OffloadSchedulerHalf(identity)
+        self.now_s = 0.0
+        self.half = OffloadSchedulerHalf(identity, clock=lambda: self.now_s)
         ranks = FakeRanks(num_blocks, groups)
         copies = ListCopies(ranks.memory, identity.num_rows)
         worker = OffloadWorkerHalf(identity, lambda caches, identity: copies)
         worker._copies = copies  # There are no tensors to register.
         super().__init__(config, self.half, [ranks], [worker])
+
+    def serve(self, name: str, prompt: Sequence[int], **request: Any) -> None:
+        self.add(engine_request(name, prompt, max_tokens=1, **request))
+        self.run()
+
+    def num_kept(self, name: str, prompt: Sequence[int], **request: Any) -> int:
+        """Blocks of a prompt that returns."""
+        assert self.scheduler.reset_prefix_cache()
+        self.serve(name, prompt, **request)
+        last = self.answers[name].last
+        assert last is not None
+        return last.num_transferred_tokens // BLOCK
 
     def check(self, on_failure: str = "recompute") -> None:
         super().check(on_failure)
@@ -135,3 +148,47 @@ def test_chunks_longer_than_a_window_are_refused() -> None:
         ConfigError, match="blocks_per_chunk: chunks must not be longer than the window of 9 tokens"
     ):
         OffloadWorld(windows=(None, 9), settings={"blocks_per_chunk": 4})
+
+
+# --- Retention --------------------------------------------------------------------------------------
+
+
+def retention(**asked: Any) -> dict[str, Any]:
+    return {"baton_retention": asked}
+
+
+def test_a_prompt_with_a_priority_stays_until_its_ttl_is_over() -> None:
+    world = OffloadWorld(num_slots=12, num_blocks=60)
+    world.serve("kept", STEMS[0][:21], params=retention(priority=5, ttl_s=60))
+    world.serve("b", STEMS[1])
+    world.serve("c", STEMS[2])
+    world.now_s = 59.0
+    assert world.num_kept("again", STEMS[0][:21]) == 5
+    world.now_s = 59.0 + 60.0  # Since the last use.
+    world.serve("d", STEMS[1])
+    assert world.num_kept("late", STEMS[0][:21]) == 0
+    world.check()
+
+
+def test_a_tenant_evicts_its_own_chunks_only() -> None:
+    world = OffloadWorld(num_slots=12, num_blocks=60, settings={"tenant_max_share": 0.5})
+    world.serve("other", STEMS[0][:21], salt="other")
+    for stem in (1, 2, 1, 2):
+        world.serve(f"flood-{len(world.answers)}", STEMS[stem], params={"baton_tenant": "flood"})
+    assert world.num_kept("again", STEMS[0][:21], salt="other") == 5
+    assert world.half._index.num_free == 1, "six slots of one tenant, five of the other"
+    world.check()
+
+
+def test_chunks_of_an_ended_session_make_room_first() -> None:
+    world = OffloadWorld(num_slots=12, num_blocks=60)
+    shared, own = STEMS[0][:9], [*STEMS[0][:8], *STEMS[1][:13]]
+    world.serve("system", shared)
+    world.serve("plain", STEMS[2][:13])
+    world.serve("turn", own, session="s")
+    world.serve("last", own, session="s", params=retention(ends_session=True))
+    world.serve("new", STEMS[1][:28])  # Four slots are free, and it takes seven.
+    assert world.num_kept("plain again", STEMS[2][:13]) == 3
+    assert world.num_kept("shared again", shared) == 2
+    assert world.num_kept("turn again", own) == 2, "what only the session has used is gone"
+    world.check()

@@ -37,7 +37,10 @@ from baton.core.layout import ModelFingerprint
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
+from baton.tiers.chunk_name import Keep, parse_keep
+from baton.tiers.file_store import FileStore
 from baton.tiers.store import Unusable
+from baton.tiers.sweep import ENDED_S, chunks_of
 from baton.tiers.tiers import Tiers
 from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in
 from tests.tiers.slow_store import SlowStore
@@ -59,13 +62,14 @@ def identity_in(folder: Path, *, num_ranks: int = 1, rank: int = 0, **extra: Any
     )
 
 
-def request_of(name: str, num_tokens: int, kind: type[Request] = Request) -> Request:
+def request_of(name: str, num_tokens: int, kind: type[Request] = Request, **fields: Any) -> Request:
     return kind(
         EngineRequest(
             request_id=name,
             prompt_token_ids=list(range(num_tokens)),
             sampling_params=SamplingParams(),
             arrival_time_s=0,
+            **fields,
         ),
         block_size=BLOCK,
     )
@@ -457,3 +461,67 @@ def test_a_folder_that_cannot_be_made_is_a_configuration_error(tmp_path: Path) -
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match=r"extra_config\.path: cannot be created"):
         StorageSchedulerHalf(identity_in(tmp_path / "file" / "below"))
+
+
+# --- Retention --------------------------------------------------------------------------------------
+
+
+def keeps_in(folder: Path) -> list[tuple[str, Keep]]:
+    """By the beginning of their chunk's key."""
+    found = [(path.name[:8], parse_keep(str(path.relative_to(folder)))) for path in folder.glob("*/*/*.keep")]
+    return sorted(((key, keep) for key, keep in found if keep is not None), key=str)
+
+
+def test_stores_with_limits_keep_what_requests_ask_for(tmp_path: Path) -> None:
+    halves = Halves.start(tmp_path, max_gib=1, tenant_max_share=0.5, sweep_every_s=3600)
+    halves.shake_hands()
+    params = {"baton_retention": {"priority": -3, "ttl_s": 60}, "baton_tenant": "search"}
+    first = request_of("first", 3 * CHUNK, kv_transfer_params=params)
+    halves.scheduler.on_new_request(first)
+    halves.step(prefill_of(first, first.num_tokens))
+    halves.step(EMPTY)
+    wait_for(lambda: len(files_in(tmp_path)) == 3)
+    halves.scheduler.request_finished(first, [])
+    wait_for(lambda: len(keeps_in(tmp_path)) == 3)
+    (of_first,) = {keep for _, keep in keeps_in(tmp_path)}
+    assert (of_first.priority, of_first.ttl_s, len(of_first.tenant)) == (-3, 60, 16)
+
+    low = {"baton_retention": {"priority": -9, "ttl_s": 1}, "baton_tenant": "other"}
+    high = {"baton_retention": {"priority": 9, "ttl_s": 1}}
+    for name, params in (("low", low), ("high", high)):  # They find all chunks.
+        again = request_of(name, 3 * CHUNK, kv_transfer_params=params)
+        halves.scheduler.on_new_request(again)
+        wait_for(lambda: halves.scheduler.get_num_new_matched_tokens(again, 0)[0] is not None)  # noqa: B023
+        halves.step(prefill_of(again, again.num_tokens))
+        halves.scheduler.request_finished(again, [])
+    halves.close()
+    keeps = keeps_in(tmp_path)
+    assert {keep for _, keep in keeps} == {of_first, Keep(9)}, "others' chunks are not harmed"
+    assert len(keeps) == 6
+    (merged,) = {chunk.keep for chunk in chunks_of(FileStore(tmp_path))}
+    assert merged == Keep(9, 60, of_first.tenant)
+
+
+def test_chunks_of_an_ended_session_are_the_oldest(tmp_path: Path) -> None:
+    halves = Halves.start(tmp_path, max_gib=1, sweep_every_s=3600)
+    halves.shake_hands()
+    ends = {"baton_retention": {"ends_session": True}}
+    turn = request_of("turn", 2 * CHUNK, session_id="s")
+    last = request_of("last", 3 * CHUNK, session_id="s", kv_transfer_params=ends)
+    for request, num_files in ((turn, 2), (last, 3)):
+        halves.scheduler.on_new_request(request)
+        wait_for(lambda: halves.scheduler.get_num_new_matched_tokens(request, 0)[0] is not None)  # noqa: B023
+        halves.step(prefill_of(request, request.num_tokens))
+        halves.step(EMPTY)
+        wait_for(lambda: len(files_in(tmp_path)) == num_files)  # noqa: B023
+        if request is last:
+            system = request_of("system", CHUNK)  # Of no session.
+            halves.scheduler.on_new_request(system)
+            wait_for(lambda: halves.scheduler.get_num_new_matched_tokens(system, 0) == (CHUNK, True))  # noqa: B023
+            halves.step(prefill_of(system, CHUNK))
+            halves.scheduler.request_finished(system, [])
+        halves.scheduler.request_finished(request, [])
+    halves.close()
+    ages = sorted(path.stat().st_mtime for path in files_in(tmp_path))
+    assert ages[:2] == [ENDED_S, ENDED_S]
+    assert ages[2] > ENDED_S, "another request uses the first chunk, too"

@@ -104,6 +104,7 @@ def engine_request(
     arrival_time_s: float = 0.0,
     salt: str | None = None,
     params: dict[str, Any] | None = None,
+    session: str | None = None,
     **sampling: Any,
 ) -> EngineRequest:
     sampling.setdefault("ignore_eos", True)
@@ -114,6 +115,7 @@ def engine_request(
         arrival_time_s=arrival_time_s,
         priority=priority,
         cache_salt=salt,
+        session_id=session,
         kv_transfer_params=params,
     )
 

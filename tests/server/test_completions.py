@@ -167,13 +167,14 @@ def test_sampling_fields_reach_the_engine(http: httpx.Client, engine: ScriptedEn
         ignore_eos=True,
         priority=-3,
         cache_salt="pepper",
+        session_id="talk",
         min_tokens=1,
     )
     request = engine.requests[0]
     params = request.sampling_params
     assert (params.temperature, params.top_k, params.min_p, params.repetition_penalty) == (0.5, 9, 0.1, 1.1)
     assert (params.logit_bias, params.ignore_eos, params.min_tokens) == ({65: 2.0}, True, 1)
-    assert (request.priority, request.cache_salt) == (-3, "pepper")
+    assert (request.priority, request.cache_salt, request.session_id) == (-3, "pepper", "talk")
 
 
 def test_the_clients_request_id_names_the_answer_and_the_engine_never_sees_it_twice(

@@ -35,6 +35,7 @@ def admit(body: bytes, kind: type[Request]) -> None:
     assert all(request.stop_strings)
     assert isinstance(request.checked_priority, int)
     assert request.checked_cache_salt != ""
+    assert request.in_session("talk").session_id is not None
     assert request.checked_prompt_logprobs != -1
     assert all(request.checked_bad_words)
     request.truncate([1, 2, 3], max_model_len=200)
@@ -88,6 +89,8 @@ def field_of(body: dict[str, Any] | bytes, kind: type[Request] = CompletionReque
         ({"truncate_prompt_tokens": 201}, "truncate_prompt_tokens"),
         ({"truncation_side": "up"}, "truncation_side"),
         ({"cache_salt": ""}, "cache_salt"),
+        ({"session_id": ""}, "session_id"),
+        ({"session_id": "a" * 257}, "session_id"),
         ({"stream_options": {"include_usage": True}}, "stream_options"),
         ({"kv_transfer_params": 5}, "kv_transfer_params"),
         ({"prompt": []}, "prompt"),

@@ -63,6 +63,32 @@ def test_bad_params_are_refused_by_their_field_before_the_engine(
     assert engine.requests == []
 
 
+def test_retention_is_checked_before_the_engine(http: httpx.Client, engine: ScriptedEngine) -> None:
+    for retention, field in (
+        ({"priority": "high"}, "baton_retention.priority"),
+        ({"ttl_s": 0}, "baton_retention.ttl_s"),
+        ({"ends_session": True}, "baton_retention.ends_session"),
+    ):
+        answer = complete(http, kv_transfer_params={"baton_retention": retention})
+        assert refused_field(answer) == f"kv_transfer_params.{field}"
+    assert "X-Session-Id" in answer.json()["error"]["message"], "how to mend it"
+    assert refused_field(complete(http, kv_transfer_params={"baton_tenant": 5})).endswith("baton_tenant")
+    assert engine.requests == []
+
+
+def test_the_session_is_the_fields_or_the_headers(http: httpx.Client, engine: ScriptedEngine) -> None:
+    params = {"baton_retention": {"priority": 3, "ends_session": True}}
+    http.headers["X-Session-Id"] = "of-header"
+    assert complete(http, kv_transfer_params=params).status_code == 200
+    assert complete(http, session_id="of-body").status_code == 200
+    messages = [{"role": "user", "content": "Hi"}]
+    assert http.post("/v1/chat/completions", json={"messages": messages}).status_code == 200
+    assert [request.session_id for request in engine.requests] == ["of-header", "of-body", "of-header"]
+    assert engine.requests[0].kv_transfer_params == params
+    http.headers["X-Session-Id"] = "a" * 257
+    assert refused_field(complete(http)) == "X-Session-Id"
+
+
 def test_the_connectors_check_decides(live: LiveServer, http: httpx.Client, engine: ScriptedEngine) -> None:
     seen: list[Any] = []
 

@@ -1,4 +1,4 @@
-"""What sweeps keep: priorities, TTLs, quotas of tenants, ended sessions; and what a start knows."""
+"""Sweeps by priorities, TTLs, quotas of tenants and ended sessions; sizes at the start without a scan."""
 
 import os
 from pathlib import Path

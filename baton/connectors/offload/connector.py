@@ -2,7 +2,8 @@
 
 Blocks are stored as they are computed, and can be found before the request ends. They are loaded in the
 background, by hash. `settings` defines the options. A request opts out by `kv_transfer_params`:
-`{"baton_offload": "off" | "load_only" | "store_only"}`.
+`{"baton_offload": "off" | "load_only" | "store_only"}`. `baton.core.retention` says how it asks for its
+chunks to stay.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 
 from baton.contract import host
 from baton.core.hashing import BlockHash, block_hash, extra_key, root_hash
+from baton.core.retention import Retention
 from baton.core.transfer_params import OffloadChoice
 
 
@@ -21,6 +22,7 @@ from baton.core.transfer_params import OffloadChoice
 class Prompt:
     request: host.Request
     choice: OffloadChoice
+    retention: Retention
     _: KW_ONLY
     block_tokens: int
     blocks_per_chunk: int

@@ -23,12 +23,15 @@ With the setting `lend` a request may ask for a loan of what is stored of its pr
 A chunk gets the recurrent state at its end if a step's host offers it, maybe in a later request than the one
 that stored its tokens. Loads end with a chunk that has one.
 
-Pure: no torch, no clock, no thread.
+Before every call that admits or uses keys the policy gets the request's retention (`baton.tiers.retaining`).
+
+Pure: no torch, no thread; the clock is an argument.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -48,8 +51,11 @@ from baton.contract.reports import RankCombiner
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import BlockHash
 from baton.core.kv_groups import NULL_BLOCK_ID, can_complete_states, is_hybrid
+from baton.core.retention import retention_of
 from baton.core.transfer_params import CACHED_TOKENS, OffloadChoice, lends_stored, parse_offload_choice
 from baton.tiers.eviction import make_policy
+from baton.tiers.retaining import Retainer
+from baton.tiers.sessions import Sessions
 from baton.tiers.slot_index import Entry, SlotIndex
 from baton.tiers.twice import TwiceEstimated
 
@@ -66,15 +72,25 @@ class _Store:
 
 
 class OffloadSchedulerHalf(FinishesByFirstGroup):
-    def __init__(self, identity: OffloadIdentity, events: StoreEvents | None = None) -> None:
+    def __init__(
+        self,
+        identity: OffloadIdentity,
+        events: StoreEvents | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         """`events`: replaces the default in a host that names blocks differently."""
         settings, num_slots = identity.settings, identity.num_slots
         self._identity = identity
         self._chunk_blocks = settings.blocks_per_chunk
         self._is_hybrid = is_hybrid(identity.groups)
         self._state_groups = {index for index, group in enumerate(identity.groups) if group.is_state}
-        make = partial(make_policy, settings.eviction)
-        self._policy: TwiceEstimated[BlockHash] = TwiceEstimated(make, num_slots)
+        self._clock = clock
+        self._retainer: Retainer[BlockHash] = Retainer(
+            partial(make_policy, settings.eviction), settings.tenant_max_share
+        )
+        self._sessions: Sessions[BlockHash] = Sessions()
+        self._policy: TwiceEstimated[BlockHash] = TwiceEstimated(self._retainer.make, num_slots)
         self._index: SlotIndex[BlockHash] = SlotIndex(num_slots, self._policy)
         self._reports = RankCombiner(OffloadReport, identity.num_ranks)
         self._prompts: dict[str, Prompt] = {}
@@ -178,9 +194,11 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self._due_loads.append(
             LoadBlocks(job, request.request_id, tuple(b for b, _ in pairs), tuple(r for _, r in pairs))
         )
-        for key in prompt.keys[: first_chunk + len(keys)]:
-            if key in self._index:
-                self._index.use(key)
+        self._act_for(prompt)
+        used = [key for key in prompt.keys[: first_chunk + len(keys)] if key in self._index]
+        for key in used:
+            self._index.use(key)
+        self._sessions.used(prompt.retention.session, used)
         prompt.num_seen_chunks = end // self._chunk_tokens
         self._stats.add(hit_tokens=num_external_tokens)
 
@@ -206,8 +224,11 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             return False, None
         self._due_fence |= prompt.open_stores
         params = self._lend(prompt) if self._lender is not None else None
+        self._act_for(prompt)
         # The end of a prompt is to be evicted before its beginning, which is useful without it.
         self._index.refresh(reversed(prompt.keys))
+        if prompt.retention.ends_session:
+            self._retainer.demote(self._sessions.end(prompt.retention.session))
         return False, params
 
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
@@ -295,6 +316,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             prompt = self._prompts[request.request_id] = Prompt(
                 request,
                 self._choice_of(request),
+                retention_of(request),
                 block_tokens=self._identity.block_tokens,
                 blocks_per_chunk=self._chunk_blocks,
                 hash_seed=self._identity.hash_seed,
@@ -311,6 +333,9 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         # Set by vLLM for requests that need every prompt token computed, for logprobs.
         reads = self._identity.is_consumer and not getattr(request, "skip_reading_prefix_cache", False)
         return choice._replace(may_load=choice.may_load and reads)
+
+    def _act_for(self, prompt: Prompt) -> None:
+        self._retainer.act_for(prompt.retention, self._clock())
 
     def _loadable_end(self, request: host.Request) -> int:
         """Whole blocks; at least one token is left to compute, for its logits."""
@@ -359,11 +384,13 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         store = _Store(prompt, [], [])
         prompt.num_seen_chunks = num_chunks
         first_held = self._first_held(num_computed)
+        self._act_for(prompt)
         for chunk in range(first, num_chunks):
             key = prompt.keys[chunk]
             has_state = self._has_states_of((chunk + 1) * self._chunk_tokens, states)
             if key in self._index:
                 self._index.use(key)
+                self._sessions.used(prompt.retention.session, (key,))
                 if has_state and (entry := self._index.pin_without_state(key)) is not None:
                     store.with_state[chunk] = entry
                     store.pinned.append(entry)
@@ -380,6 +407,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             if reserved.evicted is not None:
                 self._stats.add(evicted_chunks=1)
                 self._events.removed(reserved.evicted)
+            self._sessions.stored(prompt.retention.session, (key,))
             store.chunks.append(chunk)
             store.entries.append(reserved.entry)
             if has_state:

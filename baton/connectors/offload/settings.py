@@ -33,6 +33,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
     cpu_gib: float  # Host memory of one engine, shared by its ranks. Allocated at start.
     eviction: Eviction = "lru"
     prompt_only: bool = False  # Store prompts only, not answers.
+    tenant_max_share: float | None = None  # Of the slots, for the chunks of one tenant; None: no limit.
     blocks_per_chunk: int = 1  # Blocks stored and evicted together: fewer keys, coarser hits.
     shutdown_timeout_s: float = 5.0  # How long `shutdown` waits for copies.
     lend: dict[str, Any] | None = None  # LendSettings. None: other engines cannot read the memory.
@@ -40,6 +41,8 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.cpu_gib > 0:
             raise ConfigError("must be positive", field=f"{FIELD}.cpu_gib")
+        if self.tenant_max_share is not None and not 0 < self.tenant_max_share <= 1:
+            raise ConfigError("must be above 0 and at most 1", field=f"{FIELD}.tenant_max_share")
         if self.blocks_per_chunk < 1:
             raise ConfigError("must be at least 1", field=f"{FIELD}.blocks_per_chunk")
         if not self.shutdown_timeout_s > 0:

@@ -23,6 +23,7 @@ from baton.connectors.shared_storage.metadata import ChunkPart, SaveChunk
 from baton.contract import host
 from baton.core.hashing import BlockHash, block_hash, extra_key, root_hash
 from baton.core.kv_groups import NULL_BLOCK_ID
+from baton.core.retention import PLAIN, Retention
 from baton.tiers.tiers import Place
 
 
@@ -51,6 +52,8 @@ class Prompt:
     num_local_tokens: int = 0  # The local hit when a load was offered.
     has_loaded: bool = False  # A load is tried once; after a failure the prompt is computed.
     num_declined: int = 0  # Tokens that could be loaded, and that are computed because that is faster.
+    retention: Retention = PLAIN
+    saved_keys: dict[bytes, None] = field(default_factory=dict)  # Of this request's own saves.
 
     def extend_keys(self) -> list[BlockHash]:
         """Returns the keys of all full chunks of the tokens known so far."""

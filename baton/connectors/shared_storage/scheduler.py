@@ -49,7 +49,9 @@ from baton.contract import (
 from baton.contract.defaults import FinishesByFirstGroup
 from baton.contract.events import MEDIUM_STORAGE, KVCacheEvent
 from baton.core.kv_groups import can_complete_states, has_states
-from baton.tiers.chunk_name import ChunkName, parse_name
+from baton.core.retention import retention_of
+from baton.tiers.chunk_name import NO_KEEP, ChunkName, Keep, chunk_of, parse_name
+from baton.tiers.sessions import Sessions
 from baton.tiers.store import StoreError
 from baton.tiers.tiers import Place
 
@@ -100,9 +102,12 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         if identity.publishes_events:
             self._events = ChunkEvents(_events_of(identity, name_blocks, event_groups))
         self._sweeper: Repeated | None = None
+        self._keeper: Jobs | None = None  # Notes for sweeps what requests ask for their chunks.
+        self._sessions: Sessions[bytes] = Sessions()
         self._sweeps = make_sweeps(self._tiers, settings.stored_tiers)
         if self._sweeps:
             self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s)
+            self._keeper = Jobs("kv-keep")
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -184,7 +189,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         return tuple(range(len(self._identity.groups)))
 
     def request_finished(self, request: host.Request, block_ids: list[int]) -> tuple[bool, None]:
-        self._prompts.pop(request.request_id, None)
+        prompt = self._prompts.pop(request.request_id, None)
+        if prompt is not None and self._keeper is not None:
+            self._retain(prompt, self._keeper)
         return False, None
 
     def _prompt_of(self, request: host.Request) -> Prompt | None:
@@ -199,6 +206,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
                 identity.block_tokens,
                 identity.fingerprint.hash_seed,
                 self._kinds,
+                retention=retention_of(request),
             )
             self._prompts[request.request_id] = prompt
             self._look_up(prompt)
@@ -265,6 +273,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         timeout_s = self._identity.settings.shutdown_timeout_s
         if self._sweeper is not None:
             self._sweeper.close(timeout_s)
+        if self._keeper is not None:
+            self._keeper.close(timeout_s)
         self._lookups.close(timeout_s)
         self._tiers.close()
 
@@ -278,6 +288,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             end = num_computed + output.num_scheduled_tokens.get(request_id, 0)
             saves = prompt.take_saves(num_computed, end, offered_states(output, request_id))
             found += [(request_id, index, save) for index, save in saves]
+            keys = [save.key for _, save in saves]
+            prompt.saved_keys.update(dict.fromkeys(keys))
+            self._sessions.stored(prompt.retention.session, keys)
         if found:
             self._in_flight[self._step] = [(request_id, index) for request_id, index, _ in found]
         # Two requests may share a prefix and compute it in the same step.
@@ -302,6 +315,16 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
                 if (prompt := self._prompts.get(request_id)) is not None:
                     prompt.num_saved, prompt.is_tail_saved = min(prompt.num_saved, index), False
         self._in_flight.clear()
+
+    def _retain(self, prompt: Prompt, keeper: Jobs) -> None:
+        """As `baton.tiers.retaining` says for host memory. The stores that have limits keep it (`Keep`)."""
+        asked = prompt.retention
+        found = [key for key in prompt.keys[: prompt.num_saved] if key not in prompt.saved_keys]
+        self._sessions.used(asked.session, found)
+        ended = self._sessions.end(asked.session) if asked.ends_session else []
+        keep = Keep(asked.priority, asked.ttl_s, asked.tenant)
+        if self._namespaces and (ended or keep != NO_KEEP):
+            keeper.put(partial(self._write_retention, keep, list(prompt.saved_keys), found, ended))
 
     # --- Threads -------------------------------------------------------------------------------
 
@@ -405,6 +428,24 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             [_slowest([_first([next(values) for _ in namespaces]) for _ in ranks]) for _ in windows]
             for _ in keys
         ]
+
+    def _write_retention(
+        self, keep: Keep, saved: list[bytes], found: list[BlockHash], ended: list[bytes]
+    ) -> None:
+        """Runs on the keeper's thread."""
+        self._sweeps.keep([self._chunk(key) for key in saved], keep)
+        self._sweeps.keep([self._chunk(key) for key in found], Keep(max(0, keep.priority)))
+        ranks, windows = range(self._identity.num_ranks), [kind.window_of_files for kind in self._kinds]
+        values = [
+            str(ChunkName(self._namespaces[0], key, rank, window))
+            for key in ended
+            for window in windows
+            for rank in ranks
+        ]
+        self._sweeps.end([self._chunk(key) for key in ended], values, keep)
+
+    def _chunk(self, key: bytes) -> str:
+        return chunk_of(str(ChunkName(self._namespaces[0], key, 0)))
 
     def _sweep(self) -> None:
         """Runs on the sweeper's thread."""

@@ -132,6 +132,10 @@ FIELDS: tuple[Field, ...] = (
         ),
         ("priority", "32 bits; lower runs first under policy `priority`"),
         ("cache_salt", "1 to 1024 characters"),
+        (
+            "session_id",
+            "1 to 256 characters; or the header X-Session-Id; for `baton_retention` (docs/tiers.md)",
+        ),
         ("return_token_ids", "true or false"),
         ("return_tokens_as_token_ids", "true: logprobs show tokens as `token_id:<id>`"),
         ("kv_transfer_params", "see docs/protocol.md"),
@@ -191,7 +195,6 @@ FIELDS: tuple[Field, ...] = (
         _GENERATE,
         ("user", "vLLM ignores it as well"),
         ("request_id", "the header X-Request-Id names the answer"),
-        ("session_id", "only vLLM's own routers read it"),
         ("stream_interval", "every token has its own chunk, which is always allowed"),
         ("return_token_offsets", "vLLM's render endpoints alone read it"),
         ("mm_payload", "vLLM's render endpoints alone read it"),

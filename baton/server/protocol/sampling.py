@@ -1,6 +1,6 @@
 """Request fields that completions and chat share, and their conversion to `SamplingParams`."""
 
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 
@@ -17,6 +17,7 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 PRIORITY_MAX = 2**31
 MAX_TOP_K = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 1024
+MAX_SESSION_ID_CHARS = 256  # The router's limit, too.
 MAX_ALLOWED_IDS = 1 << 20  # Times choices: 20 ms of checking and copying.
 MAX_PROMPT_LOGPROBS = 1 << 17  # Tokens of prompts, with their alternatives, in one answer.
 MAX_BAD_WORDS = 128  # vLLM's.
@@ -62,6 +63,7 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     prompt_logprobs: int | None = None
     priority: int | None = None
     cache_salt: str | None = None
+    session_id: str | None = None
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -151,6 +153,15 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
         if self.cache_salt is not None and not 0 < len(self.cache_salt) <= MAX_CACHE_SALT_CHARS:
             raise UserError(f"must have 1 to {MAX_CACHE_SALT_CHARS} characters", field="cache_salt")
         return self.cache_salt
+
+    def in_session(self, header: str | None) -> Self:
+        """Return the fields with the session of the header X-Session-Id, unless `session_id` names one."""
+        for field, session in (("session_id", self.session_id), ("X-Session-Id", header)):
+            if session is not None and not 0 < len(session) <= MAX_SESSION_ID_CHARS:
+                raise UserError(f"must have 1 to {MAX_SESSION_ID_CHARS} characters", field=field)
+        if header is None or self.session_id is not None:
+            return self
+        return msgspec.structs.replace(self, session_id=header)
 
     def sampling_params(
         self,
