@@ -28,10 +28,14 @@ engine that offloads its KV may do for this request.
 BatonOffloadConnector) for what it has of the prompt there. Nothing is computed; the answer has no token, and
 the params of a Fetch if something is lent.
 
+`"baton_prefetch": [token ids]`, too, may come with any of these or none: a prompt that begins with these
+tokens will come, so an engine with stores reads its KV ahead. In vLLM a KV hint may say the same.
+
 The producer's answer also has `"baton_cached_tokens"`, unless it is 0: how many tokens of the prompt the
 producer had in its cache. The consumer uses the number for its `usage` only.
 """
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, Final, NamedTuple, TypeAlias
 
@@ -135,6 +139,40 @@ def parse_offload_choice(raw: Mapping[str, Any] | None) -> OffloadChoice:
 def lends_stored(raw: Mapping[str, Any] | None) -> bool:
     """Whether the request asks for a loan of what is stored. Raises BadTransferParams."""
     return raw is not None and _flag(raw, LEND_STORED)
+
+
+PREFETCH = "baton_prefetch"
+MAX_PREFETCH_TOKENS = 1 << 20
+
+
+def parse_prefetch(raw: Mapping[str, Any] | None) -> tuple[int, ...]:
+    """Tokens of a prompt that will come; empty without. Raises BadTransferParams naming the field."""
+    tokens = (raw or {}).get(PREFETCH)
+    if tokens is None:
+        return ()
+    if not isinstance(tokens, list) or not all(
+        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32 for token in tokens
+    ):
+        raise BadTransferParams("must be a list of token ids", field=f"{FIELD}.{PREFETCH}")
+    if len(tokens) > MAX_PREFETCH_TOKENS:
+        raise BadTransferParams(
+            f"must have at most {MAX_PREFETCH_TOKENS} token ids", field=f"{FIELD}.{PREFETCH}"
+        )
+    return tuple(tokens)
+
+
+def prefetches_of_hints(hints: Any) -> list[tuple[int, ...]]:
+    """Tokens of each action "prefetch" in vLLM's KvHintsEnvelope, or in None.
+
+    Its payload is `{"token_ids": [...]}`. One that does not fit is another component's.
+    """
+    found = []
+    for action in getattr(hints, "actions", None) or ():
+        payload = getattr(action, "payload", None)
+        if str(getattr(action, "action_type", "")).lower() == "prefetch" and isinstance(payload, Mapping):
+            with contextlib.suppress(BadTransferParams):
+                found.append(parse_prefetch({PREFETCH: payload.get("token_ids")}))
+    return found
 
 
 CACHED_TOKENS = "baton_cached_tokens"

@@ -123,7 +123,11 @@ class StorageWorld(StoreWorld):
         self.jobs = [self._make_late(self.half, "_lookups")]
         ranks = [TensorRanks(num_blocks, config.kv_cache_groups) for _ in identities]
         for worker, rank in zip(self.workers, ranks, strict=True):
-            self.jobs += [self._make_late(worker, "_readers", rng), self._make_late(worker, "_writer")]
+            self.jobs += [
+                self._make_late(worker, "_readers", rng),
+                self._make_late(worker, "_writer"),
+                self._make_late(worker, "_prefetcher", rng),
+            ]
             layers = range(config.model_config.num_hidden_layers)
             worker.register_kv_caches({f"layer {layer}": rank.cache for layer in layers})
         handshakes = [worker.get_handshake_metadata() for worker in self.workers]
@@ -186,6 +190,7 @@ class StorageWorld(StoreWorld):
             assert not worker._loads
             assert not worker._staged
             assert worker._backlog_bytes == 0
+            assert worker._ahead.nbytes == 0
 
     def num_transferred(self) -> int:
         return sum(answer.last.num_transferred_tokens for answer in self.answers.values() if answer.last)
@@ -268,6 +273,20 @@ def test_only_the_files_that_windows_need_are_read(
             files_in(tmp_path)
         )
         assert world.num_transferred() == (36 if count else 0)
+
+
+def test_a_request_that_waits_for_another_is_read_ahead(tmp_path: Path) -> None:
+    first = StorageWorld(random.Random(1), tmp_path, num_blocks=90)
+    first.add(engine_request("r", STEMS[0][:37], max_tokens=1))
+    first.run()
+    world = StorageWorld(random.Random(1), tmp_path, num_blocks=90, max_num_seqs=1)
+    world.add(engine_request("long", STEMS[1][:9], max_tokens=16))
+    world.add(engine_request("waits", STEMS[0][:37], max_tokens=3))
+    world.run()
+    world.check()
+    stats = world.workers[0].get_kv_connector_stats()
+    assert stats is not None
+    assert (stats.data["loaded_chunks"], stats.data["prefetched_chunks"]) == (9, 9)
 
 
 def test_blocks_from_the_prefix_cache_are_saved_if_they_are_held(tmp_path: Path) -> None:

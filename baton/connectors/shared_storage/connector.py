@@ -4,12 +4,13 @@
  "kv_connector_extra_config": {"path": "/mnt/kv", "max_gib": 200, "max_age_s": 604800}}
 
 Engines need not know each other, nor run at the same time. A producer saves, a consumer loads, kv_both does
-both. Requests need no `kv_transfer_params`.
+both. Requests need no `kv_transfer_params`; `baton_prefetch` names a prompt that will come.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 from baton.connectors.observed import IdentityConnector, own_config
 from baton.connectors.shared_storage.identity import StorageIdentity
@@ -17,7 +18,9 @@ from baton.connectors.shared_storage.scheduler import StorageSchedulerHalf
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.worker import StorageWorkerHalf
 from baton.contract import host
+from baton.core.config import EngineConfig
 from baton.core.kv_groups import KVCacheGroup
+from baton.core.transfer_params import parse_prefetch, parse_transfer_params
 
 
 class BatonSharedStorageConnector(IdentityConnector):
@@ -34,3 +37,15 @@ class BatonSharedStorageConnector(IdentityConnector):
     ) -> bool:
         """All of them, also those of layers with a recurrent state."""
         return True
+
+    @classmethod
+    def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:
+        """Validator of `kv_transfer_params`, which raises BadTransferParams. This call raises ConfigError."""
+        cls.identity_of(config)
+        return check_request
+
+
+def check_request(raw: Mapping[str, Any] | None) -> None:
+    """Raises BadTransferParams. Handoff parameters belong to other connectors and are only parsed."""
+    parse_transfer_params(raw)
+    parse_prefetch(raw)

@@ -1,7 +1,8 @@
 """Messages between the two halves of the shared storage, pickled between processes of one engine.
 
 StorageHandshake  rank -> scheduler, once      layout of a chunk
-StorageMetadata   scheduler -> ranks, per step loads; copies; steps whose copies may be written or are dropped
+StorageMetadata   scheduler -> ranks, per step loads; copies; steps whose copies may be written or are
+                                               dropped; chunks to read ahead
 StorageReport     rank -> scheduler, per step  steps copied; loads that failed; measurements;
                                                for KV events: writes, lost chunks
 """
@@ -56,6 +57,14 @@ class LoadChunks:
 
 
 @dataclass(frozen=True, slots=True)
+class ReadChunks:
+    """Parts, without blocks, to read into host memory before they are loaded."""
+
+    owner: str  # A request or a hint.
+    parts: tuple[ChunkPart, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StorageMetadata(KVConnectorMetadata):
     step: int = 0
     # The first one is written to; after a change of the secret the others are read as well. Empty: the
@@ -65,6 +74,8 @@ class StorageMetadata(KVConnectorMetadata):
     saves: tuple[SaveChunk, ...] = ()
     write: tuple[int, ...] = ()  # Steps proved valid: their copies may be written.
     drop: tuple[int, ...] = ()  # Steps that computed with bad blocks.
+    read_ahead: tuple[ReadChunks, ...] = ()
+    forget: tuple[str, ...] = ()  # Owners whose chunks are no longer needed in host memory.
     is_timed: bool = False  # The ranks are to report this step in `timed`.
 
 

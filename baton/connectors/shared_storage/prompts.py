@@ -16,6 +16,7 @@ which may differ between processes.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from baton.connectors.shared_storage.layer_kinds import LayerKind
@@ -119,6 +120,20 @@ class Prompt:
         end = (index + 1) * self._chunk_blocks
         return range(end - self.kinds[kind].num_stored, end)
 
+    def parts_ahead(self) -> tuple[ChunkPart, ...]:
+        """All that a load of the whole match reads, without blocks. The lookup has ended."""
+        assert self.lookup is not None
+        end, tail = self.lookup.num_stored or 0, self.lookup.tail
+        parts = [
+            ChunkPart(self.keys[chunk], (), number)
+            for chunk in range(end)
+            for number, kind in enumerate(self.kinds)
+            if chunk >= kind.first_chunk(end)
+        ]
+        if tail:
+            parts.append(ChunkPart(self.tail_keys(end)[tail - 1], (), tail=tail))
+        return tuple(parts)
+
     def places_after(self, num_tokens: int) -> list[Place]:
         """Where the values are that a load after so many tokens reads. The lookup has ended."""
         assert self.lookup is not None
@@ -190,6 +205,30 @@ class Prompt:
     @property
     def _chunk_blocks(self) -> int:
         return self.chunk_tokens // self.block_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class HintedRequest:
+    """A prompt that will come, as a `host.Request`."""
+
+    request_id: str
+    prompt_token_ids: Sequence[int]
+    cache_salt: str | None
+    kv_transfer_params: None = None
+    num_computed_tokens: int = 0
+    status: None = None
+
+    @property
+    def all_token_ids(self) -> Sequence[int]:
+        return self.prompt_token_ids
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt_token_ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids)
 
 
 def _blocks(kind: LayerKind, tables: tuple[list[int], ...], start: int, end: int) -> tuple[int, ...]:

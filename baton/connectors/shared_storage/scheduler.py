@@ -2,6 +2,7 @@
 
     a prompt arrives     a thread looks its chunks up; a chunk is found if the values of *all* ranks exist
     it is its turn       the number of tokens to load; "ask again later" until the thread has answered
+    it waits longer      ranks read its chunks ahead into host memory (`read_ahead`)
     a chunk is computed  ranks copy it in that step, and write it after all ranks copied it without a failure
 
 A prefix is found as far as everything that its layers need at its end is stored (`layer_kinds`).
@@ -29,12 +30,13 @@ from baton.connectors.shared_storage.layer_kinds import num_served
 from baton.connectors.shared_storage.metadata import (
     ChunkPart,
     LoadChunks,
+    ReadChunks,
     SaveChunk,
     StorageHandshake,
     StorageMetadata,
     StorageReport,
 )
-from baton.connectors.shared_storage.prompts import Lookup, Prompt, can_be_named
+from baton.connectors.shared_storage.prompts import HintedRequest, Lookup, Prompt, can_be_named
 from baton.connectors.shared_storage.speeds import Speeds, is_load_better
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import make_sweeps, make_tiers
@@ -50,6 +52,7 @@ from baton.contract.defaults import FinishesByFirstGroup
 from baton.contract.events import MEDIUM_STORAGE, KVCacheEvent
 from baton.core.kv_groups import can_complete_states, has_states
 from baton.core.retention import retention_of
+from baton.core.transfer_params import parse_prefetch, prefetches_of_hints
 from baton.tiers.chunk_name import NO_KEEP, ChunkName, Keep, chunk_of, parse_name
 from baton.tiers.sessions import Sessions
 from baton.tiers.store import StoreError
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+HINTS_MAX = 64  # Prompts that may come, at a time.
 LOOKUP_CHUNKS = 64  # Looked up at a time; the lookup ends with the first that is not stored.
 
 
@@ -98,6 +102,11 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._last_lookup: Lookup | None = None
         self._speeds = Speeds(len(self._tiers.stores), settings.io_threads)
         self._readers_free_s = float("-inf")  # When the ranks' readers end what they were told, as predicted.
+        self._waiting: dict[str, Prompt] = {}  # Requests and hints whose lookup has not ended.
+        self._ahead: dict[str, float] = {}  # Those whose chunks ranks read ahead; since when.
+        self._hints: dict[str, float] = {}  # Until when the next prompt may come.
+        self._num_hints = 0
+        self._forget: list[str] = []
         self._events: ChunkEvents | None = None
         if identity.publishes_events:
             self._events = ChunkEvents(_events_of(identity, name_blocks, event_groups))
@@ -128,7 +137,13 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     # --- Requests ------------------------------------------------------------------------------
 
     def on_new_request(self, request: host.Request) -> None:
+        """Raises BadTransferParams for a wrong hint. The request itself is served all the same."""
         self._prompt_of(request)
+        if self._reads_ahead:
+            hinted = prefetches_of_hints(getattr(request, "kv_hints", None))
+            for tokens in (*hinted, parse_prefetch(request.kv_transfer_params)):
+                if tokens:
+                    self._note_hint(tokens, request.cache_salt)
 
     def get_num_new_matched_tokens(
         self, request: host.Request, num_computed_tokens: int
@@ -148,7 +163,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
 
     def _is_load_better(self, prompt: Prompt, num_computed_tokens: int, num_external: int) -> bool:
         now = self._clock()
-        load_s = self._speeds.load_s(prompt.places_after(num_computed_tokens), now)
+        load_s = self._load_s(prompt, num_computed_tokens, now)
         if load_s is not None:
             load_s += max(0.0, self._readers_free_s - now)
         compute_s = self._speeds.compute_s(num_external, now)
@@ -172,10 +187,17 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         prompt.has_loaded = True
         prompt.num_saved, prompt.is_tail_saved = prompt.lookup.num_stored, prompt.is_tail_in(end)
         now = self._clock()
-        load_s = self._speeds.load_s(prompt.places_after(prompt.num_local_tokens), now)
+        load_s = self._load_s(prompt, prompt.num_local_tokens, now)
         self._readers_free_s = max(now, self._readers_free_s) + (load_s or 0.0)
+        self._waiting.pop(request.request_id, None)
         parts = prompt.load_parts(blocks.get_block_ids(), num_external_tokens)
         self._loads.append(LoadChunks(request.request_id, parts))
+
+    def _load_s(self, prompt: Prompt, num_local_tokens: int, now: float) -> float | None:
+        """Predicted seconds of a load, without what was read ahead since."""
+        load_s = self._speeds.load_s(prompt.places_after(num_local_tokens), now)
+        since_s = self._ahead.get(prompt.request.request_id, now)
+        return None if load_s is None else max(0.0, load_s - (now - since_s))
 
     def _stored_tokens(self, lookup: Lookup) -> int:
         identity = self._identity
@@ -192,6 +214,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         prompt = self._prompts.pop(request.request_id, None)
         if prompt is not None and self._keeper is not None:
             self._retain(prompt, self._keeper)
+        self._end_reading_ahead(request.request_id)
         return False, None
 
     def _prompt_of(self, request: host.Request) -> Prompt | None:
@@ -210,7 +233,64 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             )
             self._prompts[request.request_id] = prompt
             self._look_up(prompt)
+            self._wait(prompt)
         return prompt
+
+    # --- Reading ahead -------------------------------------------------------------------------
+
+    @property
+    def _reads_ahead(self) -> bool:
+        return self._identity.loads and self._identity.settings.prefetch_max_mib > 0
+
+    def _wait(self, prompt: Prompt) -> None:
+        """Has its chunks read ahead if it is not scheduled before its lookup has ended."""
+        if self._reads_ahead and prompt.lookup is not None:
+            self._waiting[prompt.request.request_id] = prompt
+
+    def _note_hint(self, tokens: Sequence[int], cache_salt: str | None) -> None:
+        """A prompt with these tokens will come."""
+        self._num_hints += 1
+        name = f"hint {self._num_hints}"  # No request has this id: a host's have no space.
+        identity = self._identity
+        prompt = Prompt(
+            HintedRequest(name, tokens, cache_salt),
+            identity.chunk_tokens,
+            identity.block_tokens,
+            identity.fingerprint.hash_seed,
+            self._kinds,
+        )
+        self._look_up(prompt)
+        self._wait(prompt)
+        if name in self._waiting:
+            self._hints[name] = self._clock() + identity.settings.prefetch_hint_s
+        if len(self._hints) > HINTS_MAX:
+            self._end_reading_ahead(next(iter(self._hints)))
+
+    def _end_reading_ahead(self, owner: str) -> None:
+        self._waiting.pop(owner, None)
+        self._hints.pop(owner, None)
+        if self._ahead.pop(owner, None) is not None:
+            self._forget.append(owner)
+
+    def _plan_reading_ahead(self, output: host.SchedulerOutput) -> tuple[ReadChunks, ...]:
+        """Chunks of the prompts that still wait, and whose lookup has ended."""
+        now = self._clock()
+        for new in output.scheduled_new_reqs:  # Its load has ended, if it had one.
+            self._end_reading_ahead(new.req_id)
+        for hint in [hint for hint, deadline_s in self._hints.items() if deadline_s <= now]:
+            self._end_reading_ahead(hint)
+        orders = []
+        for owner, prompt in list(self._waiting.items()):
+            assert prompt.lookup is not None
+            with self._lock:
+                num_stored, deadline_s = prompt.lookup.num_stored, prompt.lookup.deadline_s
+            if num_stored is None and now < deadline_s:
+                continue
+            del self._waiting[owner]
+            if num_stored is not None and (parts := prompt.parts_ahead()):
+                self._ahead[owner] = now
+                orders.append(ReadChunks(owner, parts))
+        return tuple(orders)
 
     # --- Step ----------------------------------------------------------------------------------
 
@@ -220,8 +300,12 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         loads, self._loads = self._loads, []
         write, self._write = self._write, []
         drop, self._drop = self._drop, []
+        read_ahead = self._plan_reading_ahead(scheduler_output)
+        forget, self._forget = self._forget, []
         num_scheduled = scheduler_output.num_scheduled_tokens.values()
         return StorageMetadata(
+            read_ahead=read_ahead,
+            forget=tuple(forget),
             is_timed=self._speeds.step_planned(self._step, num_scheduled, self._clock()),
             step=self._step,
             namespaces=self._namespaces,
@@ -259,8 +343,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
                 self._write.append(step)
 
     def has_pending_push_work(self) -> bool:
-        """True while ranks must be told what to do with their copies, or are to report writes for events."""
-        return bool(self._write or self._drop) or (self._events is not None and self._events.is_waiting)
+        """True while ranks must be told something, or are to report writes for events."""
+        is_told = bool(self._write or self._drop or self._forget or self._hints.keys() & self._waiting.keys())
+        return is_told or (self._events is not None and self._events.is_waiting)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
         return () if self._events is None else self._events.take()
@@ -460,7 +545,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             self._stats.set_kept(total.num_kept, total.kept_bytes)
 
     def _looking_up(self, prompt: Prompt) -> AbstractContextManager[list[Sighting]]:
-        return nullcontext([]) if self._events is None else self._events.looking_up(prompt)
+        """A hint is not reported: the host has no names for its blocks."""
+        is_hint = isinstance(prompt.request, HintedRequest)
+        return nullcontext([]) if self._events is None or is_hint else self._events.looking_up(prompt)
 
     def _sweeping(self) -> AbstractContextManager[set[bytes]]:
         return nullcontext(set()) if self._events is None else self._events.sweeping()

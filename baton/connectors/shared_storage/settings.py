@@ -97,6 +97,10 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
     # A prompt that is found is computed if, by the measured speeds, that takes so many seconds less than to
     # load it. None: never.
     recompute_if_faster_by_s: float | None = 0.05
+    # Host memory of one rank for chunks that are read while their requests wait to be scheduled, and for
+    # hints. 0: nothing is read ahead.
+    prefetch_max_mib: int = 256
+    prefetch_hint_s: float = 30.0  # How long the chunks of a hint stay there.
     sweep_every_s: float = 30.0  # Interval of sweeps, which evict by age and size.
     shutdown_timeout_s: float = 5.0  # To finish writing.
 
@@ -104,11 +108,13 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
         if (self.path is None) == (not self.tiers):
             raise ConfigError("is required, or tiers instead of it", field=f"{FIELD}.path")
         assert self.stored_tiers  # Checks the folder's settings.
-        _positive(self, "lookup_timeout_s", "load_timeout_s", "read_timeout_s", "sweep_every_s")
+        _positive(
+            self, "lookup_timeout_s", "load_timeout_s", "read_timeout_s", "sweep_every_s", "prefetch_hint_s"
+        )
         for name in ("io_threads", "backlog_max_mib", "chunk_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ConfigError("must be at least 1", field=f"{FIELD}.{name}")
-        for name in ("shutdown_timeout_s", "recompute_if_faster_by_s"):
+        for name in ("shutdown_timeout_s", "recompute_if_faster_by_s", "prefetch_max_mib"):
             if (value := getattr(self, name)) is not None and not value >= 0:
                 raise ConfigError("must not be negative", field=f"{FIELD}.{name}")
 

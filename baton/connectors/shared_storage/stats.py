@@ -7,6 +7,7 @@ promoted_chunks                 baton:storage_promoted_chunks              writt
 load
 load_s, save_s                  baton:storage_load_seconds, baton:storage_save_seconds        threads' time
 looked_up_chunks, found_chunks  baton:storage_lookup_chunks, baton:storage_found_chunks
+prefetched_chunks               baton:storage_prefetched_chunks    of the loaded ones; read ahead
 recomputed_tokens               baton:storage_recomputed_tokens    found, and computed because that was faster
 evicted_chunks, evicted_bytes   baton:storage_evicted_chunks, baton:storage_evicted_bytes
 failures {reason: n}            baton:storage_unusable_files{reason}       loads of files that failed
@@ -40,6 +41,9 @@ class StorageStats(CountedStats):
         "load_s": Count("baton:storage_load_seconds", "Time that reading and verifying took."),
         "looked_up_chunks": Count("baton:storage_lookup_chunks", "Chunks of prompts that were looked up."),
         "found_chunks": Count("baton:storage_found_chunks", "Looked-up chunks that were found."),
+        "prefetched_chunks": Count(
+            "baton:storage_prefetched_chunks", "Loaded chunks that had been read into host memory before."
+        ),
         "recomputed_tokens": Count(
             "baton:storage_recomputed_tokens", "Tokens that were found, and computed because that was faster."
         ),

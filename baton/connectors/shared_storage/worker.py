@@ -4,6 +4,7 @@
            after the scheduler half has approved the step: copy -> stores, on a thread
     load   on threads: store -> this thread's memory -> verified -> blocks
                                                         (the request waits; only the load writes its blocks)
+           while a request waits to be scheduled: store -> verified -> host memory (`read_ahead`)
 
 No step waits for a store. A read that hangs delays its own request by `read_timeout_s`. While all readers
 hang, no request waits for them. `backlog_max_mib` bounds the copies that wait to be written.
@@ -32,6 +33,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageMetadata,
     StorageReport,
 )
+from baton.connectors.shared_storage.read_ahead import ReadAhead
 from baton.connectors.shared_storage.speeds import Read
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import make_tiers
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
 
     from baton.connectors.shared_storage.cache_blocks import CacheBlocks
     from baton.connectors.shared_storage.form import FileForm
+    from baton.tiers.tiers import Read as StoreRead
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +100,9 @@ class StorageWorkerHalf(BackgroundLoads):
         self._readers = Jobs(f"kv-read-{identity.rank}", settings.io_threads)
         self._reading: dict[int, tuple[Load, float]] = {}  # By thread: its load, and the start of the read.
         self._writer = Jobs(f"kv-write-{identity.rank}")
+        # Threads of their own, so that no load waits for what is read ahead.
+        self._prefetcher = Jobs(f"kv-prefetch-{identity.rank}", settings.io_threads)
+        self._ahead: ReadAhead[torch.Tensor] = ReadAhead(settings.prefetch_max_mib * MIB)
         # Guarded by the lock too, because the threads set them.
         self._backlog_bytes = 0
         self._num_unwritten = 0  # Since the last log line; used by the writer's thread.
@@ -145,6 +151,7 @@ class StorageWorkerHalf(BackgroundLoads):
                 continue
             for start in range(0, len(copies), WRITTEN_AT_ONCE):
                 self._writer.put(partial(self._write, copies[start : start + WRITTEN_AT_ONCE]))
+        self._order_reading_ahead(connector_metadata)
         for order in connector_metadata.loads:
             load = Load(order, self._clock() + self._identity.settings.load_timeout_s)
             self._loads[order.request_id] = load
@@ -221,6 +228,8 @@ class StorageWorkerHalf(BackgroundLoads):
         timeout_s = self._identity.settings.shutdown_timeout_s
         self._writer.close(timeout_s)
         self._readers.close(timeout_s)
+        self._ahead.close()
+        self._prefetcher.close(timeout_s)
         self._tiers.close()
 
     # --- Saving --------------------------------------------------------------------------------
@@ -329,23 +338,62 @@ class StorageWorkerHalf(BackgroundLoads):
         part = load.order.parts[index]
         blocks = self._blocks_of(part)
         form = blocks.form
-        name, key = self._find(part, blocks)
         started = self._clock()
-        memory = self._memory.take(HEADER_BYTES_MAX + form.nbytes)
-        read = self._tiers.read(
-            str(name), memory, lambda stored: open_sealed(stored, name, form.entries, form.nbytes, key)
-        )
+        read: StoreRead[memoryview] | None = None
+        if (body := self._ahead.find((part.key, part.kind))) is not None:
+            name, _ = self._find(part, blocks)
+        else:
+            name, read = self._read(part, blocks)
+            body = form.body_in(read.proven)
         with load.lock:
             if load.is_over:
                 return
-            blocks.copy_in(form.body_in(read.proven), part.block_ids)
+            blocks.copy_in(body, part.block_ids)
         self._tiers.touch(str(name), load.used_s - index * OLDER_BY_S)
         took_s = self._clock() - started
         with self._lock:
             self._stats.add(loaded_chunks=1, loaded_bytes=form.nbytes, load_s=took_s)
-            self._reads.append(Read(read.store, read.nbytes, took_s))
-        if read.store:
+            if read is None:
+                self._stats.add(prefetched_chunks=1)
+            else:
+                self._reads.append(Read(read.store, read.nbytes, took_s))
+        if read is not None and read.store:
             self._promote(part.key, blocks, read.proven, read.store)
+
+    def _read(self, part: ChunkPart, blocks: CacheBlocks) -> tuple[ChunkName, StoreRead[memoryview]]:
+        """Reads and verifies a chunk, into this thread's memory. Raises Unusable."""
+        form = blocks.form
+        name, key = self._find(part, blocks)
+        memory = self._memory.take(HEADER_BYTES_MAX + form.nbytes)
+        return name, self._tiers.read(
+            str(name), memory, lambda stored: open_sealed(stored, name, form.entries, form.nbytes, key)
+        )
+
+    def _order_reading_ahead(self, metadata: StorageMetadata) -> None:
+        for order in metadata.read_ahead:
+            for part in order.parts:
+                nbytes = self._blocks_of(part).form.nbytes
+                if self._ahead.want(order.owner, (part.key, part.kind), nbytes):
+                    self._prefetcher.put(partial(self._read_ahead, part))
+        for owner in metadata.forget:
+            self._ahead.forget(owner)
+
+    def _read_ahead(self, part: ChunkPart) -> None:
+        """Runs on a thread of the prefetcher. What cannot be read is left to the load, which counts it."""
+        chunk, body = (part.key, part.kind), None
+        if not self._ahead.begin(chunk):
+            return
+        try:
+            blocks, started = self._blocks_of(part), self._clock()
+            _, read = self._read(part, blocks)
+            body = blocks.form.body_in(read.proven).clone()
+            with self._lock:
+                self._reads.append(Read(read.store, read.nbytes, self._clock() - started))
+        except Unusable as error:
+            logger.debug("could not read %s ahead: %s", part.key.hex(), error)
+        except Exception:  # Only this chunk is not read ahead.
+            logger.exception("reading %s ahead failed", part.key.hex())
+        self._ahead.end(chunk, body)
 
     def _promote(self, key: bytes, blocks: CacheBlocks, body: memoryview, store: int) -> None:
         """Has the writer copy a chunk to the stores before this one, unless too much waits already.

@@ -1,0 +1,204 @@
+"""Reading ahead: bounded memory, owners, and loads from what was read while requests waited."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from baton.connectors.shared_storage.connector import check_request
+from baton.connectors.shared_storage.events import ChunkEvents
+from baton.connectors.shared_storage.read_ahead import ReadAhead
+from baton.connectors.store_events import StoreEvents
+from baton.core.errors import BadTransferParams
+from baton.core.transfer_params import prefetches_of_hints
+from tests.connectors.storage_world import BLOCK, CHUNK, files_in
+from tests.connectors.test_shared_storage_halves import EMPTY, TABLE, Halves, prefill_of, request_of, wait_for
+
+A, B, C = (b"a", 0), (b"b", 0), (b"c", 0)
+
+
+def test_a_chunk_is_read_once_for_all_its_owners_and_stays_for_the_last() -> None:
+    ahead: ReadAhead[str] = ReadAhead(10)
+    assert ahead.want("r1", A, 4)
+    assert not ahead.want("r2", A, 4)
+    assert ahead.begin(A)
+    assert ahead.find(A) is None
+    ahead.end(A, "body")
+    ahead.forget("r1")
+    assert ahead.find(A) == "body"
+    ahead.forget("r2")
+    assert (ahead.find(A), ahead.nbytes) == (None, 0)
+
+
+def test_memory_is_reserved_when_a_chunk_is_wanted() -> None:
+    ahead: ReadAhead[str] = ReadAhead(10)
+    assert [ahead.want("r", chunk, 4) for chunk in (A, B, C)] == [True, True, False]
+    ahead.forget("r")
+    assert ahead.want("r", C, 10)
+
+
+def test_a_read_that_is_no_longer_wanted_is_not_begun_and_one_that_runs_keeps_its_memory() -> None:
+    ahead: ReadAhead[str] = ReadAhead(10)
+    assert ahead.want("r", A, 4)
+    assert ahead.want("r", B, 4)
+    assert ahead.begin(A)
+    ahead.forget("r")
+    assert not ahead.begin(B)
+    assert ahead.nbytes == 4
+    ahead.end(A, "body")
+    assert (ahead.find(A), ahead.nbytes) == (None, 0)
+
+
+def test_a_chunk_that_cannot_be_read_is_dropped_and_can_be_wanted_again() -> None:
+    ahead: ReadAhead[str] = ReadAhead(10)
+    assert ahead.want("r", A, 4)
+    assert ahead.begin(A)
+    ahead.end(A, None)
+    assert ahead.nbytes == 0
+    assert ahead.want("r", A, 4)
+
+
+@given(st.lists(st.tuples(st.sampled_from("wbedf"), st.sampled_from("xyz"), st.sampled_from([A, B, C]))))
+def test_memory_is_bounded_and_all_of_it_is_free_at_the_end(
+    calls: list[tuple[str, str, tuple[bytes, int]]],
+) -> None:
+    ahead: ReadAhead[str] = ReadAhead(9)
+    reading = set()
+    for call, owner, chunk in calls:
+        if call == "w":
+            ahead.want(owner, chunk, 4)
+        elif call == "b" and ahead.begin(chunk):
+            reading.add(chunk)
+        elif call in "ed" and chunk in reading:
+            reading.discard(chunk)
+            ahead.end(chunk, "body" if call == "e" else None)
+        elif call == "f":
+            ahead.forget(owner)
+        assert ahead.nbytes <= 9
+    for chunk in reading:
+        ahead.end(chunk, "body")
+    for owner in "xyz":
+        ahead.forget(owner)
+    assert ahead.nbytes == 0
+
+
+def stored(tmp_path: Path) -> Halves:
+    """The halves of an engine that has stored three chunks."""
+    halves = Halves.start(tmp_path)
+    halves.shake_hands()
+    first = request_of("first", 3 * CHUNK + 1)
+    halves.scheduler.on_new_request(first)
+    halves.step(prefill_of(first, first.num_tokens))
+    halves.step(EMPTY)
+    wait_for(lambda: len(files_in(tmp_path)) == 3)
+    halves.scheduler.request_finished(first, [])
+    return halves
+
+
+def num_held(halves: Halves) -> int:
+    return sum(entry.body is not None for entry in halves.ranks[0]._ahead._entries.values())
+
+
+def test_a_request_that_waits_loads_from_host_memory(tmp_path: Path) -> None:
+    halves = stored(tmp_path)
+    half, (rank,), cache = halves.scheduler, halves.ranks, halves.caches[0]["layer"]
+    computed = cache[1:7].clone()
+    request = request_of("waits", 3 * CHUNK + 1)
+    half.on_new_request(request)
+    wait_for(lambda: half.get_num_new_matched_tokens(request, 0)[0] == 3 * CHUNK)
+    (order,) = halves.step(EMPTY).read_ahead  # Others are scheduled.
+    assert (order.owner, len(order.parts)) == ("waits", 3)
+    wait_for(lambda: num_held(halves) == 3)
+    assert halves.step(EMPTY).read_ahead == ()
+    for path in files_in(tmp_path):
+        path.unlink()
+    cache.zero_()
+    half.update_state_after_alloc(request, TABLE, 3 * CHUNK)
+    halves.step(EMPTY)
+    wait_for(lambda: bool(rank._received))
+    assert torch.equal(cache[1:7], computed)
+    stats = rank.get_kv_connector_stats()
+    assert stats is not None
+    assert (stats.data["loaded_chunks"], stats.data["prefetched_chunks"]) == (3, 3)
+    assert halves.step(prefill_of(request, 1, 0)).forget == ("waits",)
+    assert rank._ahead.nbytes == 0
+    halves.close()
+
+
+def test_what_is_scheduled_at_once_is_not_read_ahead(tmp_path: Path) -> None:
+    halves = stored(tmp_path)
+    half = halves.scheduler
+    request = request_of("at once", 3 * CHUNK + 1)
+    half.on_new_request(request)
+    wait_for(lambda: half.get_num_new_matched_tokens(request, 0)[0] == 3 * CHUNK)
+    half.update_state_after_alloc(request, TABLE, 3 * CHUNK)
+    assert halves.step(EMPTY).read_ahead == ()
+    halves.close()
+
+
+def test_a_request_that_ends_while_it_waits_frees_its_memory(tmp_path: Path) -> None:
+    halves = stored(tmp_path)
+    half = halves.scheduler
+    request = request_of("aborted", 3 * CHUNK + 1)
+    half.on_new_request(request)
+    wait_for(lambda: half.get_num_new_matched_tokens(request, 0)[0] == 3 * CHUNK)
+    halves.step(EMPTY)
+    half.request_finished(request, [])
+    assert half.has_pending_push_work()
+    halves.step(EMPTY)
+    wait_for(lambda: halves.ranks[0]._ahead.nbytes == 0)
+    assert not half.has_pending_push_work()
+    halves.close()
+
+
+def test_a_hint_reads_a_prompt_ahead_until_its_time_is_up(tmp_path: Path) -> None:
+    halves = stored(tmp_path)
+    half, now = halves.scheduler, [100.0]
+    half._clock = lambda: now[0]
+    half._events = ChunkEvents([StoreEvents(block_tokens=BLOCK)])
+    carrier = request_of("carrier", 3)
+    carrier.kv_transfer_params = {"baton_prefetch": list(range(2 * CHUNK + 1))}
+    half.on_new_request(carrier)
+    assert half.has_pending_push_work()
+    half.request_finished(carrier, [])
+    wait_for(lambda: bool(halves.step(EMPTY).read_ahead))
+    wait_for(lambda: num_held(halves) == 2)
+    assert not half.has_pending_push_work()
+    assert half.take_events() == [], "the host has no names for a hint's blocks"
+    now[0] += 31
+    halves.step(EMPTY)
+    assert halves.ranks[0]._ahead.nbytes == 0
+    halves.close()
+
+
+def test_hints_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("baton.connectors.shared_storage.scheduler.HINTS_MAX", 2)
+    halves = stored(tmp_path)
+    for first in range(4):
+        halves.scheduler._note_hint(tuple(range(first, first + CHUNK)), None)
+    assert list(halves.scheduler._hints) == ["hint 3", "hint 4"]
+    halves.close()
+
+
+def test_hints_of_vllm_name_prompts() -> None:
+    def action(kind: str, payload: object) -> SimpleNamespace:
+        return SimpleNamespace(action_type=kind, payload=payload)
+
+    actions = [
+        action("prefetch", {"token_ids": [1, 2]}),
+        action("retain", {"token_ids": [3]}),
+        action("prefetch", {"token_ids": "4"}),
+        action("prefetch", None),
+        action("PREFETCH", {"token_ids": [5]}),
+    ]
+    assert prefetches_of_hints(SimpleNamespace(actions=actions)) == [(1, 2), (5,)]
+    assert prefetches_of_hints(None) == []
+
+
+@pytest.mark.parametrize("tokens", ["1 2", [1, -1], [1.5], [True], [2**32]])
+def test_a_wrong_hint_is_named(tokens: object) -> None:
+    with pytest.raises(BadTransferParams, match="baton_prefetch: must be a list of token ids"):
+        check_request({"baton_prefetch": tokens})
