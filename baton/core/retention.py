@@ -28,6 +28,7 @@ from baton.core.validation import explain
 
 RETENTION: Final = "baton_retention"
 TENANT: Final = "baton_tenant"
+NEEDS_SESSION: Final = "needs a session: set session_id, or the header X-Session-Id"
 PRIORITY_MAX: Final = 100
 TTL_MAX_S: Final = 10**9
 TENANT_CHARS_MAX: Final = 256

@@ -25,6 +25,7 @@ import msgspec
 
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
+from baton.core.retention import NEEDS_SESSION, RETENTION, TENANT, parse_retention
 from baton.core.transfer_params import CONTINUE, LEND_STORED
 from baton.tracing.trace_context import HEADERS as TRACE_HEADERS
 
@@ -133,13 +134,33 @@ def parse_body(raw: bytes, aliases: Mapping[str, str] = NO_ALIASES) -> dict[str,
         body = {name: _look_at(name, value) for name, value in fields.items()}
     except (NotJson, UnicodeDecodeError) as error:
         raise UserError(f"is not a JSON object: {error}", field="body") from error
-    extra = body.get("vllm_xargs")
-    for holder, field in ((body, PARAMS), (extra, f"vllm_xargs.{PARAMS}")):
-        if isinstance(holder, Mapping) and holder.get(PARAMS) is not None:
-            raise UserError("is set by the router, never by a client; leave it out", field=field)
+    params, extra = body.get(PARAMS), body.get("vllm_xargs")
+    if isinstance(params, Mapping) and params.keys() == {RETENTION}:
+        parse_retention(params)
+    elif params is not None:
+        raise UserError(f"is set by the router, except {RETENTION}; leave it out", field=PARAMS)
+    if isinstance(extra, Mapping) and extra.get(PARAMS) is not None:
+        raise UserError("is set by the router, never by a client; leave it out", field=f"vllm_xargs.{PARAMS}")
     if aliases and isinstance(model := body.get("model"), str) and model in aliases:
         body["model"] = aliases[model]
     return body
+
+
+def take_kept(body: dict[str, Any], *, session: str | None, tenant: str) -> dict[str, Any]:
+    """Takes what the engines' tiers are to keep out of a parsed body: params of all its legs. Raises
+    UserError.
+
+    `session`: of the header. `tenant`: that a key or token names; or "".
+    """
+    kept = body.pop(PARAMS, None) or {}
+    if parse_retention(kept).ends_session and not session and body.get("session_id") is None:
+        raise UserError(NEEDS_SESSION, field=f"{PARAMS}.{RETENTION}.ends_session")
+    return {**kept, TENANT: tenant} if tenant else kept
+
+
+def with_kept(body: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, Any]:
+    """`kept`: as `take_kept` returned it."""
+    return {**body, PARAMS: {**kept, **(body.get(PARAMS) or {})}} if kept else body
 
 
 def _look_at(name: str, value: msgspec.Raw) -> Any:

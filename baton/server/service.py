@@ -14,7 +14,7 @@ import msgspec
 
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
-from baton.core.retention import RETENTION, parse_retention, parse_tenant
+from baton.core.retention import NEEDS_SESSION, RETENTION, parse_retention, parse_tenant
 from baton.core.transfer_params import FIELD as TRANSFER_FIELD
 from baton.core.transfer_params import parse_cached_tokens, parse_transfer_params
 from baton.engine.api import EngineRequest, SamplingParams
@@ -214,10 +214,7 @@ class Service:
         self.check_params(fields.kv_transfer_params)
         parse_tenant(fields.kv_transfer_params)
         if parse_retention(fields.kv_transfer_params).ends_session and fields.session_id is None:
-            raise UserError(
-                "needs a session: set session_id, or the header X-Session-Id",
-                field=f"{TRANSFER_FIELD}.{RETENTION}.ends_session",
-            )
+            raise UserError(NEEDS_SESSION, field=f"{TRANSFER_FIELD}.{RETENTION}.ends_session")
         fetches, lends = _is_set(fields, "do_remote_prefill"), _is_set(fields, "do_remote_decode")
         if (fetches or lends) and num_prompts > 1:
             raise UserError("is for one prompt; send each prompt in its own request", field=TRANSFER_FIELD)

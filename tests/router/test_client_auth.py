@@ -46,6 +46,36 @@ async def test_a_tenants_key_and_token_are_accepted_and_not_passed_on() -> None:
         assert (await s.client.get("/fleet", headers=bearer("key-of-search"))).status_code == 401
 
 
+async def test_engines_hear_the_tenant_and_what_the_client_asks_of_their_tiers() -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(answers)
+    auth = AuthSettings(tenants={"search": SEARCH})
+    kept = {"baton_retention": {"priority": 5, "ends_session": True}}
+    async with system([prefill], [decode], doors=doors(auth, api_keys=("key-of-others",))) as s:
+
+        async def ask(key: str, session: str, params: Any) -> Any:
+            body = {"prompt": "hello", "kv_transfer_params": params}
+            return await s.client.post(
+                "/v1/completions", json=body, headers={**bearer(key), "X-Session-Id": session}
+            )
+
+        assert (await ask("key-of-search", "s", kept)).status_code == 200
+        assert (await ask("key-of-others", "s", None)).status_code == 200
+        for params, session, field in (
+            ({"baton_retention": {"priority": 101}}, "s", "baton_retention.priority"),
+            (kept, "", "baton_retention.ends_session"),
+            ({**kept, "baton_tenant": "other"}, "s", ""),
+        ):
+            answer = await ask("key-of-search", session, params)
+            assert answer.status_code == 400
+            assert answer.json()["error"]["param"] == f"kv_transfer_params.{field}".rstrip(".")
+    for engine, flag in ((prefill, "do_remote_decode"), (decode, "do_remote_prefill")):
+        named, unnamed = (call.body["kv_transfer_params"] for call in engine.calls)
+        assert named[flag] is unnamed[flag] is True
+        assert named | {"baton_tenant": "search", **kept} == named
+        assert not unnamed.keys() & {"baton_tenant", "baton_retention"}
+        assert {call.headers["x-session-id"] for call in engine.calls} == {"s"}
+
+
 async def test_a_tenant_over_its_limit_gets_429_with_openais_headers() -> None:
     auth = AuthSettings(tenants={"search": SEARCH}, default=Rate(requests_per_minute=1))
     http = doors(auth, api_keys=("key-of-others",))

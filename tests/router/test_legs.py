@@ -18,6 +18,8 @@ from baton.router.legs import (
     parse_body,
     prefill_body,
     shape_of,
+    take_kept,
+    with_kept,
 )
 
 values = st.recursive(
@@ -68,6 +70,19 @@ def test_prefill_always_computes_one_token_for_one_sample(body: dict[str, Any]) 
     assert leg[PARAMS] == {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": "id"}
     assert not {"min_tokens", "echo", "logprobs", "stream_options"} & leg.keys()
     assert leg.get("prompt") == body.get("prompt")
+
+
+def test_what_tiers_keep_is_taken_out_and_put_into_each_leg() -> None:
+    body = {"prompt": "p", PARAMS: {"baton_retention": {"ttl_s": 60}}}
+    sent = parse_body(msgspec.json.encode(body))
+    kept = take_kept(sent, session=None, tenant="search")
+    assert kept == {"baton_retention": {"ttl_s": 60}, "baton_tenant": "search"}
+    assert PARAMS not in sent
+    assert with_kept(sent, kept)[PARAMS] == kept, "also where nothing is handed over"
+    assert with_kept(prefill_body(sent, "id"), kept)[PARAMS] == {**prefill_body(sent, "id")[PARAMS], **kept}
+    assert with_kept(sent, take_kept(sent, session=None, tenant="")) == sent
+    ends = {"prompt": "p", "session_id": "s", PARAMS: {"baton_retention": {"ends_session": True}}}
+    assert take_kept(parse_body(msgspec.json.encode(ends)), session=None, tenant="") == ends[PARAMS]
 
 
 @given(body=bodies)

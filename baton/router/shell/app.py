@@ -26,7 +26,7 @@ from baton.router import machine
 from baton.router.admission import NO_OBJECTIVE, objective_of
 from baton.router.answers import end_to_end
 from baton.router.errors import RouterError
-from baton.router.legs import CHARS_PER_TOKEN, parse_body, shape_of, without_alias
+from baton.router.legs import CHARS_PER_TOKEN, parse_body, shape_of, take_kept, without_alias
 from baton.router.machine import SHUTTING_DOWN, Machine
 from baton.router.pass_through import FORM_PATHS, PATHS, Looked, Passed, PassThrough, read_form
 from baton.router.replica import Replica
@@ -419,15 +419,16 @@ class Router:
     ) -> None:
         """Raises UserError, ApiError."""
         admission, caller = self._settings.admission, incoming.caller
+        session, named = incoming.headers.get(SESSION_HEADER), caller.tenant if caller.is_named else ""
+        ask.kept = take_kept(body, session=session, tenant=named)
         objective = NO_OBJECTIVE
         if admission is not None:
-            tenant = caller.tenant if caller.is_named else ""
-            objective = objective_of(admission, body, incoming.headers, tenant)
+            objective = objective_of(admission, body, incoming.headers, named)
         request = machine.Request(
             id=ask.headers[REQUEST_ID],
             body=body,
             is_chat=incoming.path == CHAT_PATH,
-            session=incoming.headers.get(SESSION_HEADER),
+            session=session,
             received_at_s=incoming.received_at_s,
             objective=objective,
         )

@@ -5,6 +5,7 @@ The engine aborts a leg that is closed early, since its connection ends.
 """
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from baton.router.answers import LegAnswer
 from baton.router.errors import FailureKind, LegFailure
@@ -39,6 +40,7 @@ class Ask:
         self.path = path
         self.headers = headers
         self.ends_at_s = ends_at_s
+        self.kept: Mapping[str, Any] = {}  # Params of each leg; see `take_kept`.
         self._lines: dict[bytes | None, bytes] = {}
 
     def bytes_for(

@@ -38,7 +38,7 @@ from baton.router.events import (
 )
 from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
-from baton.router.legs import with_context
+from baton.router.legs import with_context, with_kept
 from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
 from baton.router.pass_through import PassThrough
 from baton.router.shell.admission_queue import AdmissionQueue
@@ -193,7 +193,8 @@ class RequestDriver:
         headers = NO_HEADERS if span is None else span.headers
         body = leg.raw
         if body is None:
-            body = msgspec.json.encode(with_context(leg.body, headers or self._ask.headers))
+            asked = with_kept(leg.body, self._ask.kept)
+            body = msgspec.json.encode(with_context(asked, headers or self._ask.headers))
         wire.start(self._ask, body, headers)
 
     def _start(self, work: Coroutine[Any, Any, None]) -> None:
