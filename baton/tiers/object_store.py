@@ -4,13 +4,14 @@ An object appears whole when its upload has ended. Conditional puts are not used
 accept and ignore them. Two engines that write the same value write equally good ones; the last one stays.
 
 An object store keeps no time of use, so limits remove the objects that were *written* first. Requests cost
-money: `requests` counts them (docs/tiers.md has the number per GB).
+money; `take_requests` counts them, without the client's retries.
 """
 
 from __future__ import annotations
 
 import asyncio
 import secrets
+import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
@@ -58,7 +59,8 @@ class ObjectStore(Store):
         except (*self._errors, ValueError, TypeError) as error:
             problem = f"is not the URL of an object store: {_told(error)}"
             raise ConfigError(problem, field=field) from None  # The error shows credentials.
-        self.requests: Counter[str] = Counter()  # By operation.
+        self._lock = threading.Lock()
+        self._requests: Counter[str] = Counter()  # By operation, since `take_requests`.
         self.where = without_credentials(url)
         self._field = field
 
@@ -89,13 +91,13 @@ class ObjectStore(Store):
             )
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:
-        self.requests["head"] += len(names)
+        self._count("head", len(names))
         return asyncio.run(self._sizes(names))
 
     def read(self, name: str, into: memoryview) -> int:
         import obstore
 
-        self.requests["get"] += 1
+        self._count("get")
         try:
             found = obstore.get(self._store, name)
             if found.meta["size"] > len(into):
@@ -115,7 +117,7 @@ class ObjectStore(Store):
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         import obstore
 
-        self.requests["put"] += 1
+        self._count("put")
         try:
             obstore.put(self._store, name, b"".join(parts), use_multipart=False)
         except self._errors as error:
@@ -126,7 +128,7 @@ class ObjectStore(Store):
 
         errors = []
         for start in range(0, len(names), REMOVED_AT_ONCE):
-            self.requests["delete"] += 1
+            self._count("delete")
             try:
                 obstore.delete(self._store, names[start : start + REMOVED_AT_ONCE])
             except FileNotFoundError:
@@ -145,15 +147,24 @@ class ObjectStore(Store):
                 if is_of_a_store(item["path"]):
                     yield Stored(item["path"], item["size"], item["last_modified"].timestamp())
 
+    def take_requests(self) -> Mapping[str, int]:
+        with self._lock:
+            taken, self._requests = self._requests, Counter()
+        return taken
+
     def close(self) -> None:
         return
+
+    def _count(self, operation: str, count: int = 1) -> None:
+        with self._lock:
+            self._requests[operation] += count
 
     def _list(self, prefix: str | None) -> Iterator[Sequence[obstore.ObjectMeta]]:
         import obstore
 
         try:
             for batch in obstore.list(self._store, prefix=prefix, chunk_size=1000):
-                self.requests["list"] += 1
+                self._count("list")
                 yield batch
         except self._errors as error:
             raise StoreError(_told(error)) from error

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, TypeAlias
 
@@ -114,6 +114,10 @@ class Store(ABC):
     @abstractmethod
     def scan(self) -> Iterator[Stored]:
         """All values, in any order. Values written or removed meanwhile may be missing. Raises StoreError."""
+
+    def take_requests(self) -> Mapping[str, int]:
+        """Requests since the last call, by operation, of a store whose requests cost money."""
+        return {}
 
     def collect(self, now_s: float) -> None:  # noqa: B027 - most stores have nothing to remove.
         """Removes what writers that ended in the middle of a write have left. Raises StoreError."""

@@ -18,7 +18,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, TypeVar
 
@@ -169,6 +170,10 @@ class Tiers:
                     store.touch(name, used_s)
                 except StoreError as error:
                     self._skip(index, error)
+
+    def take_requests(self) -> Mapping[str, int]:
+        """As the stores', of all of them."""
+        return sum((Counter(store.take_requests()) for store in self.stores), Counter())
 
     def close(self) -> None:
         self._closing.set()

@@ -178,7 +178,7 @@ def test_a_bucket_that_may_only_be_read_is_shown_and_copied(
     folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     other = tmp_path_factory.mktemp("other")
-    with rclone_server(folder.parent, "--read-only") as port:
+    with rclone_server(folder.parent, "--read-only") as (port, _):
         endpoint = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
         options = [f"--option={name}={value}" for name, value in endpoint.items()]
         bucket = f"s3://{folder.name}"
@@ -197,7 +197,7 @@ def test_a_store_is_warmed_from_another(folder: Path, tmp_path_factory: pytest.T
 
 
 def test_what_is_old_in_redis_is_not_known(folder: Path) -> None:
-    with redis_server("valkey") as port:
+    with redis_server("valkey") as (port, _):
         url = f"redis://127.0.0.1:{port}"
         assert printed("warm", folder, url).startswith("copied 6 values")
         ended = run("evict", url, "--unused-s", "3600")

@@ -171,7 +171,7 @@ def test_a_restarted_engine_loads_from_a_bucket(start: Start, tmp_path: Path) ->
 
 
 def test_a_restarted_engine_loads_from_a_server_and_computes_without_it(start: Start) -> None:
-    with redis_server("valkey") as port:
+    with redis_server("valkey") as (port, _):
         url = f"redis://127.0.0.1:{port}/0"
         transfer = stored({"type": "redis", "url": url})
         first = start(transfer)

