@@ -15,7 +15,7 @@ import msgspec
 from baton.connectors.registry import (
     connector_class,
     knows_these_groups,
-    lends_what_is_stored,
+    places_lent_by,
     stats_builder_of,
 )
 from baton.contract import (
@@ -37,11 +37,11 @@ from baton.transport import make_transports
 __all__ = [
     "Door",
     "connector_factory",
-    "lends_stored",
     "make_connector_metrics",
     "make_connector_stats",
     "make_door",
     "make_transports",
+    "places_lent",
 ]
 
 BuildConnectorMetrics: TypeAlias = Callable[
@@ -92,10 +92,13 @@ def make_door(config: EngineConfig) -> Door:
     return make(config) if make is not None else _check_types
 
 
-def lends_stored(config: EngineConfig) -> bool:
-    """Whether the engine lends what it has stored. Raises ConfigError."""
+def places_lent(config: EngineConfig) -> frozenset[str]:
+    """Places whose KV the engine lends without computing: "host", "cache". Raises ConfigError."""
     connector, transfer = _class_of(config), config.kv_transfer_config
-    return connector is not None and transfer is not None and lends_what_is_stored(connector, transfer)
+    if connector is None or transfer is None:
+        return frozenset()
+    # A cache with recurrent states is of use at few lengths only.
+    return places_lent_by(connector, transfer) - ({"cache"} if config.model_config.state_layers else set())
 
 
 def make_connector_metrics(config: EngineConfig) -> BuildConnectorMetrics | None:

@@ -213,7 +213,7 @@ def _serve(resolved: Resolved) -> int:
     import asyncio
     import logging
 
-    from baton.assemble import lends_stored, make_connector_metrics, make_connector_stats, make_door
+    from baton.assemble import make_connector_metrics, make_connector_stats, make_door, places_lent
     from baton.cli.engine_config import CONNECTOR_FACTORY, engine_config
     from baton.engine.core.client import EngineClient, EngineDeadError
     from baton.engine.text.tokenizer import Tokenizer
@@ -245,7 +245,7 @@ def _serve(resolved: Resolved) -> int:
         start_engine=lambda: EngineClient.start(config, connector_factory=factory),
         load_tokenizer=lambda: Tokenizer.from_folder(config.model_config.model),
         check_params=make_door(config),
-        lends_stored=lends_stored(config),
+        places_lent=tuple(sorted(places_lent(config))),
         build_connector_metrics=make_connector_metrics(config),
         connector_log=ConnectorLog(build_stats) if build_stats is not None else None,
         new_registrar=lambda url: _new_registrar(resolved, url, config.model_config.served_model_name),

@@ -94,10 +94,10 @@ def knows_these_groups(
     return not has_states(groups)
 
 
-def lends_what_is_stored(connector: type[KVConnectorBase_V1], transfer: KVTransferConfigLike) -> bool:
-    """Whether it answers requests for loans of what it has stored (`baton_lend_stored`)."""
-    ask = getattr(connector, "lends_stored", None)
-    return ask is not None and bool(ask(transfer))
+def places_lent_by(connector: type[KVConnectorBase_V1], transfer: KVTransferConfigLike) -> frozenset[str]:
+    """Where the KV is that requests with `baton_lend_stored` get: "host" memory, the engine's "cache"."""
+    ask: Callable[[KVTransferConfigLike], frozenset[str]] | None = getattr(connector, "places_lent", None)
+    return ask(transfer) if ask is not None else frozenset()
 
 
 def known_names() -> list[str]:

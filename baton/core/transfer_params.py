@@ -24,9 +24,10 @@ token out and lends the state before it; P's answer is empty, and D computes tha
 In addition to any of these or none, `"baton_offload": "off" | "load_only" | "store_only"` limits what an
 engine that offloads its KV may do for this request.
 
-`"baton_lend_stored": true`, in place of the others, asks an engine that lends its host memory (`lend` of
-BatonOffloadConnector) for what it has of the prompt there. Nothing is computed; the answer has no token, and
-the params of a Fetch if something is lent.
+`"baton_lend_stored": true` asks an engine that lends its host memory (`lend` of BatonOffloadConnector) for
+what it has of the prompt there. With `do_remote_decode` it asks for what the engine has in any place: it is
+loaded into the cache, and lent from there. Nothing is computed; the answer has no token, and the params of a
+Fetch if something is lent.
 
 `"baton_prefetch": [token ids]`, too, may come with any of these or none: a prompt that begins with these
 tokens will come, so an engine with stores reads its KV ahead. In vLLM a KV hint may say the same.
@@ -141,6 +142,11 @@ def lends_stored(raw: Mapping[str, Any] | None) -> bool:
     return raw is not None and _flag(raw, LEND_STORED)
 
 
+def asks_for_prefill(raw: Mapping[str, Any] | None) -> bool:
+    """Whether blocks of this engine's cache are to be lent. Raises BadTransferParams."""
+    return raw is not None and _flag(raw, "do_remote_decode")
+
+
 PREFETCH = "baton_prefetch"
 MAX_PREFETCH_TOKENS = 1 << 20
 
@@ -205,10 +211,8 @@ def parse_transfer_params(raw: Mapping[str, Any] | None) -> KVTransferParams | N
             "must not set both do_remote_prefill and do_remote_decode",
             field=FIELD,
         )
-    if lends_stored(raw) and (decode_elsewhere or prefilled_elsewhere):
-        raise BadTransferParams(
-            "must not be set with do_remote_prefill or do_remote_decode", field=f"{FIELD}.{LEND_STORED}"
-        )
+    if lends_stored(raw) and prefilled_elsewhere:
+        raise BadTransferParams("must not be set with do_remote_prefill", field=f"{FIELD}.{LEND_STORED}")
     if decode_elsewhere:
         transfer_id = _sized(raw, "transfer_id", MAX_TRANSFER_ID_CHARS)
         ticket = _sized(raw, "baton_ticket", MAX_TICKET_CHARS)

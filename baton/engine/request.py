@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 
 from baton.core.hashing import HASH_SEED, BlockHash, block_hash, extra_key, root_hash
 from baton.core.prefilled import PrefilledTokens
+from baton.core.transfer_params import lends_stored
 from baton.engine.api import EngineRequest, FinishReason, PromptLogprobs, TokenLogprobs
 from baton.engine.prefilled import prefilled_by
 
@@ -69,6 +70,7 @@ class Request:
         "asks_connector",
         "block_hashes",
         "cache_salt",
+        "computes_nothing",
         "is_known_to_ranks",
         "is_truncated",
         "kv_transfer_params",
@@ -117,6 +119,8 @@ class Request:
         self.kv_transfer_params: dict[str, Any] | None = (
             None if asked.kv_transfer_params is None else dict(asked.kv_transfer_params)
         )
+        # It is for a loan of what is stored, and ends when that has been found or loaded.
+        self.computes_nothing = lends_stored(asked.kv_transfer_params)
         self.order = order
 
         self.status = RequestStatus.WAITING

@@ -11,7 +11,7 @@ index's, speeds are learned (`rates`) and start as those of a modelled engine.
 A request waits for a busy engine that has its prefix if that is sooner than to compute the prefix elsewhere.
 What the engine has in host memory or in a store it has to load: that takes longer than a hit in its cache,
 and never longer than to compute it.
-An engine that computes a prompt reads what another one lends from host memory, if that is sooner.
+An engine that computes a prompt reads what another one has of it, and lends, if that is sooner.
 
 A prompt that is handed over is in two caches afterwards. So that the caches of all engines together hold
 more, each prompt has a home, by the hash of its beginning: some are handed over, the others are not, as long
@@ -38,7 +38,7 @@ LOAD_TOKENS_PER_S = 75_000.0  # KV from another engine, as long as no pair's spe
 # Of an engine's own tiers: 20 and 2.5 GB/s, with 128 KiB for each token.
 HOST_TOKENS_PER_S = 150_000.0
 STORE_TOKENS_PER_S = 20_000.0
-LEND_S = 0.02  # For the router to ask an engine for a loan of what it has in host memory.
+LEND_S = 0.02  # For the router to ask an engine for a loan of what it has.
 
 
 class Candidate(msgspec.Struct, frozen=True, gc=False):
@@ -52,7 +52,7 @@ class Candidate(msgspec.Struct, frozen=True, gc=False):
     token_s: float = TOKEN_S  # That one more answer adds to each step of the others.
     num_host_tokens: int = 0  # Of the cached ones, those to load from host memory,
     num_stored_tokens: int = 0  # and from a store.
-    num_lent_tokens: int = 0  # Not cached: another engine lends them from its host memory ...
+    num_lent_tokens: int = 0  # Not cached: another engine lends them ...
     lent_load_s: float = 0.0  # ... in this time.
 
 
@@ -85,8 +85,13 @@ def prefill_s(candidate: Candidate, num_tokens: int) -> float:
 def tier_load_s(candidate: Candidate) -> float:
     """What the engine has in its tiers and not in its cache. It computes what it computes faster."""
     rate = candidate.prefill_tokens_per_s
-    from_host_s = candidate.num_host_tokens / max(HOST_TOKENS_PER_S, rate)
-    return from_host_s + candidate.num_stored_tokens / max(STORE_TOKENS_PER_S, rate)
+    return tier_s(candidate.num_host_tokens, candidate.num_stored_tokens, rate)
+
+
+def tier_s(num_host_tokens: int, num_stored_tokens: int, least_tokens_per_s: float = 0.0) -> float:
+    """From host memory and from a store into an engine's cache."""
+    from_host_s = num_host_tokens / max(HOST_TOKENS_PER_S, least_tokens_per_s)
+    return from_host_s + num_stored_tokens / max(STORE_TOKENS_PER_S, least_tokens_per_s)
 
 
 def later_s(candidate: Candidate, num_output_tokens: float) -> float:

@@ -31,6 +31,7 @@ from baton.router.cost import (
     Candidate,
     Placement,
     placements,
+    tier_s,
 )
 from baton.router.errors import LegFailure, RouterError
 from baton.router.event_log import EventLog, Happened
@@ -215,6 +216,25 @@ def usual_load_s(producer: Engine, consumer: Engine, num_tokens: int) -> float:
     return num_tokens / LOAD_TOKENS_PER_S
 
 
+class Loan(NamedTuple):
+    """What an engine lends of a prompt, from its beginning, without computing."""
+
+    lender: Engine
+    num_tokens: int
+    is_through_cache: bool  # It is loaded there first, in `load_s`.
+    load_s: float
+
+
+def _loan_of(engine: Engine, held: Match) -> Loan | None:
+    lends = engine.introduction.lends if engine.introduction is not None else ()
+    num_stored = held.num_tokens - held.num_host_tokens
+    if "host" in lends and held.num_host_tokens and not ("cache" in lends and num_stored):
+        return Loan(engine, held.num_host_tokens, False, 0.0)
+    if "cache" not in lends or not held.num_tokens:
+        return None
+    return Loan(engine, held.num_tokens, True, tier_s(held.num_host_tokens - held.num_gpu_tokens, num_stored))
+
+
 class Fleet:
     def __init__(self, settings: RouterSettings, *, unix_clock: Callable[[], float] = time.time) -> None:
         self._engines: dict[Role, list[Engine]] = {
@@ -325,9 +345,9 @@ class Fleet:
         load_s: LoadSeconds,
     ) -> Sequence[Placement]:
         candidates = self.candidates(consumers, request)
-        if (lender := self.find_lender(request)) is not None:
+        if (loan := self.find_loan(request)) is not None:
             candidates = [
-                self.with_loan(engine, candidate, lender, request, load_s)
+                self.with_loan(engine, candidate, loan, load_s)
                 for engine, candidate in zip(consumers, candidates, strict=True)
             ]
         return placements(
@@ -340,32 +360,21 @@ class Fleet:
             home=request.home,
         )
 
-    def find_lender(self, request: RoutedRequest) -> Engine | None:
-        """The engine that lends most of the prompt from its host memory; of several, the idlest."""
-        lenders = [
-            one
+    def find_loan(self, request: RoutedRequest) -> Loan | None:
+        """The most of the prompt that an engine lends; of several, from the idlest."""
+        loans = [
+            loan
             for one in (self.engines if request.cached else ())
-            if one.introduction is not None
-            and one.introduction.lends_stored
-            and request.cached_at(one.url).num_host_tokens
-            and self.may_take(one, request)
+            if (loan := _loan_of(one, request.cached_at(one.url))) is not None and self.may_take(one, request)
         ]
-        held = request.cached_at
-        return max(lenders, key=lambda one: (held(one.url).num_host_tokens, -one.load), default=None)
+        return max(loans, key=lambda loan: (loan.num_tokens, -loan.lender.load), default=None)
 
-    def with_loan(
-        self,
-        engine: Engine,
-        candidate: Candidate,
-        lender: Engine,
-        request: RoutedRequest,
-        load_s: LoadSeconds,
-    ) -> Candidate:
-        """The engine, if it reads from the lender what it lacks; as it is, if it computes that no later."""
-        num_tokens = request.cached_at(lender.url).num_host_tokens - candidate.num_cached_tokens
+    def with_loan(self, engine: Engine, candidate: Candidate, loan: Loan, load_s: LoadSeconds) -> Candidate:
+        """The engine, if it reads what it lacks of the loan; as it is, if it computes that no later."""
+        num_tokens = loan.num_tokens - candidate.num_cached_tokens
         if num_tokens <= 0:
             return candidate
-        took_s = LEND_S + load_s(lender, engine, num_tokens)
+        took_s = LEND_S + loan.load_s + load_s(loan.lender, engine, num_tokens)
         if took_s >= num_tokens / candidate.prefill_tokens_per_s:
             return candidate
         return msgspec.structs.replace(candidate, num_lent_tokens=num_tokens, lent_load_s=took_s)

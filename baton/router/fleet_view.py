@@ -7,7 +7,7 @@ from baton.router.admission import Admission
 from baton.router.block_index import CHUNK_TOKENS
 from baton.router.budget import RetryBudget
 from baton.router.errors import LegFailure, RouterError
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet import Engine, Fleet, Loan
 from baton.router.hedge import Lateness
 from baton.router.late_leg import LateLegs
 from baton.router.legs import new_transfer_id
@@ -83,14 +83,14 @@ class FleetView:
             return None
         return self.fleet.place(routed, tried, bad_producers, is_fit, now_s, self.pairs.load_s)
 
-    def find_lender(self, consumer: Engine, routed: RoutedRequest, now_s: float) -> Engine | None:
-        """The engine whose host memory has so much of the prompt that the consumer had better read it."""
-        lender = self.fleet.find_lender(routed)
-        if lender is None or self.pairs.why_not(lender, consumer, now_s) is not None:
+    def find_loan(self, consumer: Engine, routed: RoutedRequest, now_s: float) -> Loan | None:
+        """What another engine lends, if the consumer had better read it than compute it."""
+        loan = self.fleet.find_loan(routed)
+        if loan is None or self.pairs.why_not(loan.lender, consumer, now_s) is not None:
             return None
         (candidate,) = self.fleet.candidates([consumer], routed)
-        borrower = self.fleet.with_loan(consumer, candidate, lender, routed, self.pairs.load_s)
-        return lender if borrower.num_lent_tokens else None
+        borrower = self.fleet.with_loan(consumer, candidate, loan, self.pairs.load_s)
+        return loan if borrower.num_lent_tokens else None
 
     def no_engine(self, role: Role, failure: LegFailure | None, *, is_tried: bool = False) -> RouterError:
         if failure is None and not is_tried:

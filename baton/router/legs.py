@@ -214,9 +214,14 @@ def prefill_body(body: Mapping[str, Any], transfer_id: str, *, continues: bool =
     return leg
 
 
-def stored_body(body: Mapping[str, Any]) -> dict[str, Any]:
-    """For an engine that is to lend what it has stored of the prompt, and to compute nothing."""
-    return {**prefill_body(body, ""), PARAMS: {LEND_STORED: True}}
+def stored_body(body: Mapping[str, Any], transfer_id: str | None) -> dict[str, Any]:
+    """For an engine that is to lend what it has of the prompt, and to compute nothing.
+
+    `transfer_id`: of a loan through its cache; None: a loan of its host memory.
+    """
+    leg = prefill_body(body, transfer_id or "")
+    params = leg[PARAMS] if transfer_id is not None else {}
+    return {**leg, PARAMS: {**params, LEND_STORED: True}}
 
 
 def first_token_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:

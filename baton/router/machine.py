@@ -122,7 +122,7 @@ class State(Enum):
     LOOKING = "the engines that have the prompt are looked up"
     MEETING = "an engine is asked what it is"
     PREFILLING = "P computes the prompt"
-    BORROWING = "an engine is asked to lend what it has of the prompt in host memory"
+    BORROWING = "an engine is asked to lend what it has of the prompt"
     HELD = "push: P computes the prompt, and D's leg is held back"
     PUSHING = "push: both legs are under way"
     DECODING = "D's answer has not begun"
@@ -384,17 +384,19 @@ class Machine:
     def _borrow_or_compute(self) -> None:
         """D computes the prompt, after what another engine lends of it. That is asked for once."""
         assert self._local_reason is not None
-        consumer, lender = self._placed_consumer, None
+        consumer, loan = self._placed_consumer, None
         if consumer is not None and not self._has_borrowed:
-            lender = self._view.find_lender(consumer, self._routed, self._now_s)
-        if lender is None:
+            loan = self._view.find_loan(consumer, self._routed, self._now_s)
+        if loan is None:
             self._set_prefilled(Prefilled("local", self._local_reason))
             return self._after_prefill()
         self._has_borrowed = True
         reader = PrefillReader(reads_first_token=False, shows_token_ids=False, keeps_answer=False)
-        self._producer, self._has_come = lender, False
-        body = stored_body(self._request.body)
-        self._prefill = self._open("prefill", lender, body, BORROW_S, 0, reader)
+        self._producer, self._has_come = loan.lender, False
+        body = stored_body(
+            self._request.body, self._view.new_transfer_id() if loan.is_through_cache else None
+        )
+        self._prefill = self._open("prefill", loan.lender, body, BORROW_S, 0, reader)
         self._state = State.BORROWING
         return None
 

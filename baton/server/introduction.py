@@ -27,11 +27,13 @@ class Introduction(msgspec.Struct, frozen=True):
     secret_ids: tuple[str, ...]  # Hex; first the secret that this engine signs with, then others it accepts.
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
     has_states: bool = False  # Some layers have a recurrent state.
-    lends_stored: bool = False  # Requests with `baton_lend_stored` get what is in host memory.
+    lends: tuple[
+        str, ...
+    ] = ()  # What requests with `baton_lend_stored` get: what is in "host" memory; in "cache".
 
 
 async def introduce(
-    config: EngineConfig, engine: EngineClient, *, lends_stored: bool = False
+    config: EngineConfig, engine: EngineClient, *, lends: tuple[str, ...] = ()
 ) -> Introduction | None:
     """Return the introduction; None without a connector."""
     transfer = config.kv_transfer_config
@@ -48,7 +50,7 @@ async def introduce(
         fingerprint=config.model_config.fingerprint(config.cache_config.hash_seed),
         secret_ids=secret_ids(config.cluster_secret),
         has_states=bool(config.model_config.state_layers),
-        lends_stored=lends_stored,
+        lends=lends,
     )
 
 

@@ -75,7 +75,7 @@ class Parts(NamedTuple):
     build_connector_metrics: BuildConnectorMetrics | None = None
     connector_log: ConnectorLog | None = None
     new_registrar: Callable[[str], Registrar | None] = lambda url: None  # Called in the event loop.
-    lends_stored: bool = False  # See `Introduction`.
+    places_lent: tuple[str, ...] = ()  # See `Introduction`.
 
 
 async def run(
@@ -127,7 +127,7 @@ async def run(
                     connector_log=parts.connector_log,
                 ),
                 check_params=parts.check_params,
-                introduction=await introduce(config, engine, lends_stored=parts.lends_stored),
+                introduction=await introduce(config, engine, lends=parts.places_lent),
             )
             hosts = hosts_to_check(options.host, options.http.allowed_hosts)
             if admin_listener is not None:

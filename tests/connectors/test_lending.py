@@ -3,6 +3,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import Completion
 from baton.tiers.eviction import make_policy
 from baton.tiers.slot_index import Entry, SlotIndex
-from tests.connectors import engine_world, offload_world
-from tests.connectors.engine_world import PATIENT, ModelOf, core_in, hands_over, multi, prompt_of
+from tests.connectors import engine_world, offload_world, storage_world
+from tests.connectors.engine_world import ONE_TOKEN, PATIENT, ModelOf, core_in, hands_over, multi, prompt_of
 from tests.connectors.offload_world import PATIENCE_S
 from tests.connectors.pull_world import BLOCK, Engine, FakeRequest, Station, World, kv_of
 
@@ -328,3 +329,41 @@ def test_an_engine_answers_with_the_tokens_of_one_that_computes_from_anothers_ho
             b.wait_released()
             b.assert_whole()
         assert a.counts["lent_tokens"] == (0 if is_multi else 48)  # In a Multi they are the child's.
+
+
+THROUGH_CACHE: Any = {"baton_lend_stored": True, "do_remote_decode": True}
+
+
+@pytest.mark.slow
+def test_what_an_engine_has_in_files_or_in_its_cache_is_lent_from_its_cache(
+    model: ModelConfig, tmp_path: Path
+) -> None:
+    prompt = prompt_of(43)
+    pull = hands_over("", timers=PATIENT)
+    assert pull is not None
+    del pull["engine_id"]
+    storage = {
+        "kv_connector": "BatonSharedStorageConnector",
+        "kv_connector_extra_config": storage_world.settings_in(tmp_path),
+    }
+    with engine_world.engines(model) as start:
+        a = start({**multi(pull, storage), "engine_id": "a"})
+        b, c = (start({"engine_id": name, **pull}) for name in "bc")
+        (nothing,) = a.generate([prompt], ONE_TOKEN, kv_transfer_params=[THROUGH_CACHE])
+        assert (nothing.token_ids, nothing.kv_transfer_params) == ([], None)
+        expected = storage_world.fill(a, tmp_path, prompt, 5)
+        for d, is_cached in ((b, True), (c, False)):
+            if not is_cached:
+                engine_world.forget(a)
+            (lent,) = a.generate([prompt], ONE_TOKEN, kv_transfer_params=[THROUGH_CACHE])
+            assert (lent.token_ids, lent.finish_reason, lent.num_cached_tokens) == ([], "length", 40)
+            assert lent.num_transferred_tokens == (0 if is_cached else 40)
+            assert lent.kv_transfer_params is not None
+            assert lent.kv_transfer_params["remote_num_tokens"] == 40
+            (answer,) = d.generate(
+                [prompt], storage_world.GREEDY, kv_transfer_params=[lent.kv_transfer_params]
+            )
+            assert (answer.token_ids, answer.num_transferred_tokens) == (expected, 40)
+            a.settle(PATIENCE_S)
+            d.settle(PATIENCE_S)
+            a.core.scheduler.kv_cache.block_pool.assert_empty()

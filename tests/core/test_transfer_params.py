@@ -143,6 +143,7 @@ def test_a_request_for_a_loan_of_what_is_stored_asks_for_nothing_else() -> None:
     assert not lends_stored({"baton_lend_stored": False, "do_remote_decode": True})
     assert lends_stored({"baton_lend_stored": True})
     assert parse_transfer_params({"baton_lend_stored": True}) is None
-    for wrong in ({"baton_lend_stored": 1}, {"baton_lend_stored": True, "do_remote_decode": True}):
+    assert parse_transfer_params({"baton_lend_stored": True, "do_remote_decode": True}) == Compute()
+    for wrong in ({"baton_lend_stored": 1}, {"baton_lend_stored": True, **ANSWER}):
         with pytest.raises(BadTransferParams, match="baton_lend_stored"):
             parse_transfer_params(wrong)

@@ -162,7 +162,8 @@ class World:
         self.kinds: dict[Engine, str] = {}
         for engine in self.fleet.engines:
             self.kinds[engine] = rng.choice(["baton", "baton", "vllm", "other"])
-        self.lenders = {one for one in self.fleet.engines if self.rng_of_loans.random() < 0.7}
+        places: Sequence[tuple[str, ...]] = [(), ("host",), ("cache",), ("cache", "host")]
+        self.lends = {one: self.rng_of_loans.choice(places) for one in self.fleet.engines}
         self.client = Client(is_stream=rng.random() < 0.7, num_tokens=rng.choice([1, 3, 3, 3]))
         self.session = rng.choice([None, "session"])
         body = {"prompt": PROMPT, "max_tokens": 3, "temperature": 0, "stream": self.client.is_stream}
@@ -413,7 +414,7 @@ class World:
             return
         engine.kind = "baton" if kind == "baton" else "vllm"
         engine.max_model_len = 100
-        engine.introduction = Introduction(engine.url, "signed", lends_stored=engine in self.lenders)
+        engine.introduction = Introduction(engine.url, "signed", lends=self.lends[engine])
 
     def _fails(self) -> bool:
         return self.rng.random() < self.fault_rate

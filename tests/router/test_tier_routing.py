@@ -95,13 +95,13 @@ LENT = {"do_remote_prefill": True, "baton_ticket": "signed", "remote_num_tokens"
 ASKED = {"baton_lend_stored": True}
 
 
-def borrow(*, lends: bool = True) -> tuple[Router, Machine, Leg]:
+def borrow(held: Match = HELD, *, lends: tuple[str, ...] = ("host",)) -> tuple[Router, Machine, Leg]:
     """The second engine has the prompt in host memory, and is busy. The leg is the first one."""
     router = Router()
     lender = router.decode[URLS[1]]
-    lender.introduction = Introduction(lender.url, None, lends_stored=lends)
+    lender.introduction = Introduction(lender.url, None, lends=lends)
     lender.num_queued_tokens = 50_000
-    machine, effects = router.ask({lender.url: HELD})
+    machine, effects = router.ask({lender.url: held})
     (leg,) = legs_in(effects)
     return router, machine, leg
 
@@ -148,15 +148,35 @@ def test_a_loan_goes_back_if_the_client_has_left() -> None:
     assert [effect.params for effect in effects if isinstance(effect, GiveBack)] == [LENT]
 
 
+@pytest.mark.parametrize(
+    ("held", "lends", "is_through_cache"),
+    [
+        (HELD, ("cache", "host"), False),
+        (HELD, ("cache",), True),
+        (Match(0, 256, 3840), ("cache", "host"), True),
+        (Match(0, 0, 3840), ("host",), None),
+    ],
+)
+def test_a_loan_goes_through_the_cache_if_host_memory_has_less(
+    held: Match, lends: tuple[str, ...], is_through_cache: bool | None
+) -> None:
+    _, _, leg = borrow(held, lends=lends)
+    assert (leg.role == "prefill") == (is_through_cache is not None)
+    if is_through_cache is not None:
+        params = leg.body["kv_transfer_params"]
+        assert params["baton_lend_stored"]
+        assert ("do_remote_decode" in params) == is_through_cache
+
+
 def test_an_engine_that_does_not_lend_is_not_asked() -> None:
-    _, _, leg = borrow(lends=False)
+    _, _, leg = borrow(lends=())
     assert leg.role == "decode"
 
 
 def test_a_prompt_that_is_sooner_computed_is_not_lent() -> None:
     router = Router()
     for engine in router.decode.values():
-        engine.introduction = Introduction(engine.url, None, lends_stored=True)
+        engine.introduction = Introduction(engine.url, None, lends=("host",))
         engine.prefill_rate = Rate()
         engine.prefill_rate.note(1e7)
     router.decode[URLS[1]].num_queued_tokens = 10**8

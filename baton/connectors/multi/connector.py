@@ -27,7 +27,7 @@ from baton.connectors.registry import (
     known_names,
     knows_several_groups,
     knows_these_groups,
-    lends_what_is_stored,
+    places_lent_by,
     stats_builder_of,
 )
 from baton.contract import (
@@ -146,13 +146,11 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         )
 
     @classmethod
-    def lends_stored(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:
-        """Whether a child lends what it has stored."""
+    def places_lent(cls, kv_transfer_config: host.KVTransferConfigLike) -> frozenset[str]:
+        """Those of the children."""
         assert isinstance(kv_transfer_config, KVTransferConfig)
-        return any(
-            lends_what_is_stored(connector, transfer)
-            for transfer, connector in transfers_of(kv_transfer_config, cls.listed)
-        )
+        children = transfers_of(kv_transfer_config, cls.listed)
+        return frozenset().union(*(places_lent_by(connector, transfer) for transfer, connector in children))
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats | None:

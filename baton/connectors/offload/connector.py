@@ -37,9 +37,10 @@ class BatonOffloadConnector(IdentityConnector):
         return True
 
     @classmethod
-    def lends_stored(cls, kv_transfer_config: host.KVTransferConfigLike) -> bool:
-        """Whether requests get loans of what is stored (`baton_lend_stored`)."""
-        return kv_transfer_config.kv_connector_extra_config.get("lend") is not None
+    def places_lent(cls, kv_transfer_config: host.KVTransferConfigLike) -> frozenset[str]:
+        """See `registry.places_lent_by`."""
+        lends = kv_transfer_config.kv_connector_extra_config.get("lend") is not None
+        return frozenset({"host"} if lends else ())
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], None]:

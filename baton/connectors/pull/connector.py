@@ -33,6 +33,11 @@ class BatonPullConnector(IdentityConnector):
         return EngineIdentity.of_engine(own_config(vllm_config))
 
     @classmethod
+    def places_lent(cls, kv_transfer_config: host.KVTransferConfigLike) -> frozenset[str]:
+        """See `registry.places_lent_by`."""
+        return frozenset({"cache"} if kv_transfer_config.is_kv_producer else ())
+
+    @classmethod
     def make_door(cls, config: EngineConfig) -> Callable[[Mapping[str, Any] | None], object]:
         """What the HTTP server asks of `kv_transfer_params`: types only, the scheduler half opens tickets.
 

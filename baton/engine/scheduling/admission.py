@@ -79,6 +79,8 @@ class Admission:
             match = NO_MATCH
         if match.is_async:
             return self._start_loading(request, hits, num_local, match)
+        if request.computes_nothing:
+            return self._end_found(request, hits, num_local)
 
         # The last token is always computed here, for its logits.
         num_computed = min(num_local + match.num_tokens, request.num_tokens - 1)
@@ -104,6 +106,15 @@ class Admission:
         self._tell_allocated(request, match.num_tokens)
         state.counts.count_lookup(request, num_local, match.num_tokens)
         state.remote.park(request, num_local, match.num_tokens)
+        return _Turn.DONE
+
+    def _end_found(self, request: Request, hits: KVCacheBlocks, num_local: int) -> _Turn:
+        if num_local:
+            if not self._allocate(request, 0, hits, num_local):
+                return _Turn.NO_ROOM
+            self._tell_allocated(request, 0)
+        request.num_computed_tokens = num_local
+        self._lifecycle.end_found(request)
         return _Turn.DONE
 
     def _resume_loaded(self, request: Request, step: StepBuilder) -> _Turn:

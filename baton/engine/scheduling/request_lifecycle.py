@@ -92,6 +92,12 @@ class RequestLifecycle:
         )
         return True
 
+    def end_found(self, request: Request) -> None:
+        """End a request that computes nothing: what it has found and loaded is there."""
+        request.num_cached_tokens = request.num_computed_tokens
+        self._state.queues.remove(request)
+        self.end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+
     # --- Ends ------------------------------------------------------------------------------------
 
     def fail(self, request: Request, error: RequestError) -> None:

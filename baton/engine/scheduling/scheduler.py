@@ -29,7 +29,7 @@ from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf
 from baton.contract.events import KVCacheEvent
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
-from baton.core.transfer_params import lends_stored
+from baton.core.transfer_params import asks_for_prefill
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError, SchedulerStats
 from baton.engine.request import Request, RequestStatus
 from baton.engine.scheduling.admission import Admission
@@ -77,9 +77,9 @@ class Scheduler:
     def add_request(self, asked: EngineRequest) -> None:
         """Raises UserError, without any effect, if the request can never run.
 
-        A request for a loan of what is stored (`baton_lend_stored`) does not run: it ends here.
+        A request for a loan of what is in host memory (`baton_lend_stored`) takes no blocks: it ends here. So
+        does one for a loan through the cache of a model with states, which lend at few lengths only.
         """
-        is_for_loan = lends_stored(asked.kv_transfer_params)
         check_can_run(asked, self.config)
         if asked.request_id in self.requests:
             raise UserError(f"{asked.request_id!r} is in use; choose a new one", field="request_id")
@@ -97,7 +97,8 @@ class Scheduler:
         except RequestFault as fault:
             self._lifecycle.fail(request, fault.error)
             return
-        if is_for_loan:
+        is_from_cache = asks_for_prefill(request.kv_transfer_params) and not self.kv_cache.has_states
+        if request.computes_nothing and not is_from_cache:
             self._lifecycle.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
 
     def abort(self, request_ids: Iterable[str]) -> None:

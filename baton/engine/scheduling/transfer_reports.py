@@ -157,7 +157,9 @@ class TransferReports:
             request.num_cached_tokens = request.num_computed_tokens
             if self._lifecycle.take_tokens(request, accepted.token_ids, accepted.logprobs):
                 return
-        if is_of_use:
+        if request.computes_nothing:
+            self._lifecycle.end_found(request)
+        elif is_of_use:
             state.queues.loaded.push(request)
         else:
             state.queues.send_back(request)

@@ -123,8 +123,8 @@ class RouterMetrics:
         )
         self.stored_loans = counter(
             "baton:router_stored_loans",
-            "Times that an engine was asked to lend what it has of a prompt in host memory, by its answer: "
-            "lent, nothing or failed.",
+            "Times that an engine was asked to lend what it has of a prompt, by its answer: lent, nothing or "
+            "failed.",
             ["outcome"],
         )
         self.loan_returns = counter(

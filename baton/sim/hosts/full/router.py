@@ -304,7 +304,7 @@ class Router:
             return
         self._met_at[engine] = self.world.now
         engine.is_introduced, engine.kind, engine.max_model_len = True, "baton", 1 << 20
-        engine.introduction = Introduction(host.engine_id, host.half.introduction())
+        engine.introduction = Introduction(host.engine_id, host.half.introduction(), lends=("cache",))
 
     def _note_all(self) -> None:
         for engine in self.hub.fleet.engines:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from baton.core.transfer_params import CONTINUE
+from baton.core.transfer_params import CONTINUE, LEND_STORED
 from baton.engine.api import EngineOutput
 from baton.sim.checkers import bounded, whole
 from baton.sim.hosts.full.clients import Ask, Clients
@@ -102,7 +102,8 @@ class FullScenario(Scenario):
         prompt = of.prompt if rng.random() < 0.4 else self.clients.other_prompt(of.prompt)
         ask = self.clients.make(prompt, of.salt if rng.random() < 0.8 else "other", lambda ask: None)
         ask.causes.add("params that are not theirs")
-        ask.may_be_empty = self.cluster.has_states and role == "prefill" and CONTINUE not in params
+        is_without_last = self.cluster.has_states and role == "prefill" and CONTINUE not in params
+        ask.may_be_empty = is_without_last or LEND_STORED in params
         name = rng.choice(self.cluster.of_role(role))
         self.world.count("replays")
         self.world.note("client", f"{ask.name} brings the params of {of.name} to {name}")
