@@ -23,6 +23,7 @@ from baton.cli.system import EngineArguments, HandoffArguments, plan_system, sta
 
 MODES = {
     "pull": HandoffArguments("pull"),
+    "pull-tcp": HandoffArguments("pull", transports=("tcp",)),
     "push-off": HandoffArguments("push", "off"),
     "push-chunk": HandoffArguments("push", "chunk"),
     "push-layer": HandoffArguments("push", "layer"),

@@ -79,6 +79,7 @@ class HandoffArguments:
 
     mode: str = "pull"
     stream: str | None = None  # For push; None: the connector's default.
+    transports: tuple[str, ...] = ()  # Empty: the connector's default.
 
     def __post_init__(self) -> None:
         if self.mode not in CONNECTORS:
@@ -89,8 +90,10 @@ class HandoffArguments:
             raise ConfigError("is only for --mode push", field="stream")
 
     def transfer_config(self, engine_id: str, role: KVRole) -> dict[str, Any]:
-        extra = {"kv_connector_extra_config": {"stream": self.stream}} if self.stream else {}
-        return {"kv_connector": CONNECTORS[self.mode], "kv_role": role, "engine_id": engine_id, **extra}
+        config = {"kv_connector": CONNECTORS[self.mode], "kv_role": role, "engine_id": engine_id}
+        given = {"stream": self.stream, "transports": list(self.transports)}
+        extra = {name: value for name, value in given.items() if value}
+        return {**config, "kv_connector_extra_config": extra} if extra else config
 
 
 @dataclass(frozen=True, slots=True)

@@ -54,6 +54,12 @@ def test_a_long_prompt_may_take_20_ms_over_a_step() -> None:
     assert not row("pull", second_gap_s=0.066, num_tokens=4_000).second_goal.is_met
 
 
+def test_only_tcp_is_given_the_time_of_the_copy() -> None:
+    assert row("pull-tcp", second_gap_s=0.074).second_goal.is_met
+    assert not row("pull-tcp", second_gap_s=0.076).second_goal.is_met
+    assert not row("pull", second_gap_s=0.074).second_goal.is_met
+
+
 FETCH = {
     "claimed_s": 0.003,
     "ready_s": 0.003,
