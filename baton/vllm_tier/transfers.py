@@ -1,7 +1,7 @@
 """Transfers between vLLM's host memory and the stores: jobs of chunks, on threads, with deadlines.
 
     load    waiting --> read into the thread's memory, proven --> copied to its row --> done
-    store   waiting --> copied from its row to the thread's memory --> sealed, written --> done
+    store   waiting --> copied from its row to the writer's memory --> sealed, written --> done
                 `----------- deadline: failed -------------------'
 
 Only the copies touch a row. They are between memory and memory, so they cannot hang. A job ends when each of
@@ -15,17 +15,18 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from mmap import mmap
 
 import numpy as np
 
 from baton.connectors.jobs import Jobs
-from baton.tiers.aligned import AlignedMemory
+from baton.tiers.aligned import AlignedMemory, AlignedPool
 from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
-from baton.tiers.store import StoreError, Unusable
+from baton.tiers.store import Unusable
 from baton.tiers.tiers import Read, Tiers
 from baton.vllm_tier.naming import Naming
 from baton.vllm_tier.settings import TierSettings
@@ -36,6 +37,8 @@ MIB = 1 << 20
 LOG_UNWRITTEN_EVERY_S = 30.0
 # Age difference to the previous chunk. A prompt's end is evicted first, since it is useless alone.
 OLDER_BY_S = 0.001
+# Chunks that are synchronised together, and their bytes.
+WRITTEN_AT_ONCE, WRITTEN_BYTES_MAX = 16, 64 * MIB
 WAIT_S = 0.05  # Between two looks at the deadlines while `drain` waits.
 
 
@@ -88,11 +91,12 @@ class Transfers:
         self._naming = naming
         self._settings = settings
         self._clock = clock
-        self._staging = AlignedMemory()
+        self._staging = AlignedMemory()  # Of the readers.
+        self._bodies = AlignedPool(WRITTEN_AT_ONCE)  # Of the writer.
         self._changed = threading.Condition()  # Guards all below.
         self._jobs: dict[int, _Job] = {}
         self._ended: list[Ended] = []
-        self._busy: dict[int, tuple[_Job, int, float]] = {}  # By thread: chunk, and since when.
+        self._busy: dict[int, tuple[_Job, int, float]] = {}  # By thread: chunk, and when it is overdue.
         self._backlog_bytes = 0
         self._num_unwritten = 0
         self._logged_unwritten_s = float("-inf")
@@ -112,7 +116,7 @@ class Transfers:
                 self._give_up(job)
             return
         for index in range(len(job.keys)):
-            self._readers.put(partial(self._run, job, index, self._load_chunk))
+            self._readers.put(partial(self._run_load, job, index))
 
     def store(self, job_id: int, keys: Sequence[bytes], rows: Sequence[int]) -> None:
         """Chunks beyond `backlog_max_mib` fail at once."""
@@ -125,8 +129,10 @@ class Transfers:
             self._counts["not_stored", "timeout" if is_stuck else "backlog"] += len(job.keys) - num_taken
             job.left -= set(range(num_taken, len(job.keys)))
             self._end_if_complete(job)
-        for index in range(num_taken):
-            self._writer.put(partial(self._run, job, index, self._store_chunk))
+        at_once = max(1, min(WRITTEN_AT_ONCE, WRITTEN_BYTES_MAX // self._naming.row_bytes))
+        for start in range(0, num_taken, at_once):
+            indices = range(start, min(start + at_once, num_taken))
+            self._writer.put(partial(self._run_store, job, indices))
 
     def expire(self) -> None:
         """Fails what is overdue. Never waits for a store."""
@@ -252,40 +258,34 @@ class Transfers:
 
     def _stuck(self, *, is_load: bool) -> list[tuple[_Job, int]]:
         """Chunks that a thread has read or written for too long."""
-        limit_s = self._settings.read_timeout_s if is_load else self._settings.store_timeout_s
         now = self._clock()
         return [
             (job, index)
-            for job, index, since_s in self._busy.values()
-            if job.is_load is is_load and now - since_s >= limit_s
+            for job, index, overdue_s in self._busy.values()
+            if job.is_load is is_load and overdue_s <= now
         ]
 
     # --- Threads ---------------------------------------------------------------------------------
 
-    def _run(self, job: _Job, index: int, move: Callable[[_Job, int], None]) -> None:
-        """Moves one chunk. Its failure is no other's."""
+    def _run_load(self, job: _Job, index: int) -> None:
+        """Loads one chunk. Its failure is no other's."""
         thread = threading.get_ident()
         with self._changed:
             is_wanted = index in job.left
             if is_wanted:
-                self._busy[thread] = job, index, self._clock()
+                self._busy[thread] = job, index, self._clock() + self._settings.read_timeout_s
         if is_wanted:
             try:
-                move(job, index)
+                self._load_chunk(job, index)
             except Unusable as error:
                 self._note_unusable(job, index, error)
-            except StoreError as error:
-                self._note_unwritten(job.keys[index], error)
             except Exception:  # Only this chunk fails; the thread serves other jobs.
                 logger.exception("job %d, chunk %s failed", job.job_id, job.keys[index].hex())
                 with self._changed:
-                    self._counts["failed_loads" if job.is_load else "not_stored", "failed"] += 1
+                    self._counts["failed_loads", "failed"] += 1
             with self._changed:
                 del self._busy[thread]
             self._settle(job, index, is_done=False)
-        if not job.is_load:
-            with self._changed:
-                self._backlog_bytes -= self._naming.row_bytes
 
     def _note_unusable(self, job: _Job, index: int, error: Unusable) -> None:
         logger.warning("chunk %s cannot be loaded: %s", job.keys[index].hex(), error)
@@ -325,27 +325,53 @@ class Transfers:
                     fault = error
         raise fault
 
-    def _store_chunk(self, job: _Job, index: int) -> None:
-        """Raises StoreError."""
-        body = self._staging.take(self._naming.row_bytes)[: self._naming.row_bytes]
-        with self._copying(job, index) as is_wanted:
-            if not is_wanted:
-                return
-            np.copyto(np.frombuffer(body, np.uint8), self._row(job, index))
-        name, parts = self._sealed(job.keys[index], body)
-        written = self._tiers.write(name, parts)
-        if written.done:
+    def _run_store(self, job: _Job, indices: Sequence[int]) -> None:
+        """Writes chunks that are synchronised together. The failure of one is no other's."""
+        thread = threading.get_ident()
+        with self._changed:
+            overdue_s = self._clock() + len(indices) * self._settings.store_timeout_s
+            self._busy[thread] = job, indices[0], overdue_s
+        bodies: dict[int, mmap] = {}  # By index.
+        try:
+            for index in indices:
+                with self._copying(job, index) as is_wanted:
+                    if is_wanted:
+                        bodies[index] = self._bodies.take(self._naming.row_bytes)
+                        np.copyto(self._bytes_of(bodies[index]), self._row(job, index))
+            self._write(job, bodies)
+        except Exception:  # Only these chunks fail; the thread serves other jobs.
+            logger.exception("%d chunks of job %d were not stored", len(indices), job.job_id)
             with self._changed:
-                self._written.append(job.keys[index])
-        elif not written.had:
-            raise StoreError(next(iter(written.failed.values()), "no store is in use"))
-        self._settle(job, index, is_done=True)
+                self._counts["not_stored", "failed"] += len(job.left & set(indices))
+        for body in bodies.values():
+            self._bodies.give_back(body)
+        with self._changed:
+            del self._busy[thread]
+            self._backlog_bytes -= len(indices) * self._naming.row_bytes
+        for index in indices:
+            self._settle(job, index, is_done=False)
+
+    def _write(self, job: _Job, bodies: Mapping[int, mmap]) -> None:
+        sealed = [self._sealed(job.keys[index], self._bytes_of(body).data) for index, body in bodies.items()]
+        for index, written in zip(bodies, self._tiers.write_all(sealed), strict=True):
+            if not written.is_stored:
+                self._note_unwritten(
+                    job.keys[index], next(iter(written.failed.values()), "no store is in use")
+                )
+                continue
+            if written.done:
+                with self._changed:
+                    self._written.append(job.keys[index])
+            self._settle(job, index, is_done=True)
+
+    def _bytes_of(self, body: mmap) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
+        return np.frombuffer(body, np.uint8, self._naming.row_bytes)
 
     def _sealed(self, key: bytes, body: memoryview) -> tuple[str, Sequence[bytes | memoryview]]:
         name, signing_key = self._naming.names_of(key)[0]
         return str(name), seal(name, self._naming.entries, body, signing_key, encrypts=self._settings.encrypt)
 
-    def _note_unwritten(self, key: bytes, error: StoreError) -> None:
+    def _note_unwritten(self, key: bytes, error: str) -> None:
         """Logs at intervals: on a full disk every chunk of every prompt fails."""
         with self._changed:
             self._counts["not_stored", "io"] += 1
@@ -368,7 +394,7 @@ class Transfers:
     def _write_promoted(self, key: bytes, body: bytes, store: int) -> None:
         thread = threading.get_ident()
         with self._changed:
-            self._busy[thread] = _PROMOTION, 0, self._clock()
+            self._busy[thread] = _PROMOTION, 0, self._clock() + self._settings.store_timeout_s
         try:
             # Sealed again: what was read has been decrypted in place.
             self._tiers.write(*self._sealed(key, memoryview(body)), below=store)
