@@ -8,8 +8,9 @@ ttl_s         seconds since the last use, after which a chunk goes before all ot
 ends_session  after this request the chunks that only its session has used go first
 baton_tenant  whose quota the chunks count for. A router sets it; without it the cache salt stands for it
 
-The session is the request's `session_id` (the header X-Session-Id). vLLM's `kv_hints` may say the same:
-actions "retain", with `priority` and `ttl_s` in the payload, and "demote", which is `ends_session`.
+The session is the request's `session_id` (the header X-Session-Id), among those of its tenant. vLLM's
+`kv_hints` may say the same: actions "retain", with `priority` and `ttl_s` in the payload, and "demote", which
+is `ends_session`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Retention(msgspec.Struct, frozen=True):
     priority: int = 0
     ttl_s: int | None = None
     tenant: str = ""  # Digest in hex, so that stores do not show names; "": none.
-    session: str = ""
+    session: str = ""  # Its name after its tenant; "": none.
     ends_session: bool = False
 
 
@@ -115,7 +116,9 @@ def make_retention(
         digest = hashlib.blake2b(
             owner.encode("utf-8", "surrogatepass"), digest_size=TENANT_BYTES, person=kind
         ).hexdigest()
-    return Retention(asked.priority, asked.ttl_s, digest, session or "", asked.ends_session)
+    # Tenants choose names of sessions alike: one must not end another's.
+    of_tenant = f"{digest}:{session}" if session else ""
+    return Retention(asked.priority, asked.ttl_s, digest, of_tenant, asked.ends_session)
 
 
 def _asked_by_hints(hints: Any) -> AskedRetention:

@@ -72,7 +72,7 @@ def made(
 
 def test_hints_of_vllm_say_the_same() -> None:
     assert made(None, action("retain", {"priority": 7, "ttl_s": 60, "target": "all"})) == Retention(7, 60)
-    assert made(None, action("Demote", {}), session="s") == Retention(session="s", ends_session=True)
+    assert made(None, action("Demote", {}), session="s") == Retention(session=":s", ends_session=True)
     assert made(None, action("retain", {"priority": "high"}), action("prefetch", {"priority": 9})) == PLAIN
     params = {"baton_retention": {"priority": 1}}
     assert made(params, action("retain", {"priority": 7})) == Retention(1), "the params come first"
@@ -87,8 +87,16 @@ def test_the_tenant_is_the_routers_name_or_the_salt() -> None:
     assert len(of_router) == 16
 
 
+def test_a_session_is_its_tenants() -> None:
+    of_a, of_b = {"baton_tenant": "a"}, {"baton_tenant": "b"}
+    asked = [made(of_a, session="1"), made(of_b, session="1"), made(session="1"), made(salt="a", session="1")]
+    assert len({one.session for one in asked}) == 4
+    assert made(of_a, session="1") == made(of_a, session="1")
+    assert made({"baton_tenant": "a"}).session == "", "a tenant without a session has none"
+
+
 def test_a_request_without_vllms_newer_fields_is_plain() -> None:
     request = SimpleNamespace(kv_transfer_params={"baton_retention": "?"}, cache_salt=None)
     assert retention_of(request) is PLAIN
     request.session_id = "s"
-    assert retention_of(request) == Retention(session="s")
+    assert retention_of(request) == Retention(session=":s")
