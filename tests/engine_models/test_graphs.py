@@ -27,7 +27,7 @@ from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from baton.engine.graphs import DecodeGraphs, GraphMode, bucket_sizes, choose_mode, decode_graphs
 from baton.engine.llm import LLM
-from baton.engine.models import build_model, decoder, load_weights
+from baton.engine.models import build_model, compiled_rows, decoder, load_weights
 from tests.engine_models import asserting_connector
 from tests.engine_models.asserting_connector import AssertingConnector
 from tests.engine_models.paged import CheckpointOf, prompt_of
@@ -121,6 +121,7 @@ def test_a_replay_runs_no_python(
     """The operations of a GPU: graphs are tapes, and the GPU's kernel is written in torch."""
     monkeypatch.setattr(decoder, "build_backend", TorchKernelBackend)
     monkeypatch.setattr(decode_graphs, "recorder_for", lambda device: TapeRecorder())
+    monkeypatch.setattr(compiled_rows, "_functions", lambda: None)  # A tape records torch's operations only.
     check_tokens_equal(config_of, PROMPTS, mode=mode, family=family)
     assert max(replays) > 2
 
@@ -279,6 +280,7 @@ def test_a_replay_runs_the_operations_of_captured_hooks_and_no_python(
 ) -> None:
     monkeypatch.setattr(decoder, "build_backend", TorchKernelBackend)
     monkeypatch.setattr(decode_graphs, "recorder_for", lambda device: TapeRecorder())
+    monkeypatch.setattr(compiled_rows, "_functions", lambda: None)  # A tape records torch's operations only.
     config = config_of("full", connector="CountsOnDevice")
     with LLM(config, FACTORY) as llm:
         half: Any = llm.core.executor.only_half()

@@ -9,21 +9,10 @@
 
    Numbers of the cache, queries and results are float32 or bfloat16. All is computed in float32. */
 
-#include <stdint.h>
-#include <string.h>
+#include "numbers.h"
 
-#define LANES 16
-#define LINE 64
 #define ROWS_MAX 4 /* Query heads that are computed together. */
 #define COLS_MAX 4 /* Vectors of a value that are summed together: ROWS_MAX of them fit into registers. */
-#define INLINE static inline __attribute__((always_inline))
-
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef float floats8 __attribute__((vector_size(32)));
-typedef float floats4 __attribute__((vector_size(16)));
-typedef int32_t ints __attribute__((vector_size(4 * LANES)));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
 struct step {
     void *out;                                         /* [T, Q * D] */
@@ -38,46 +27,6 @@ struct step {
     int64_t scores_stride, is_bfloat16, level;         /* At most: 0 baseline, 1 AVX2, 2 AVX-512. */
     double scale;
 };
-
-INLINE void load(floats *to, const void *numbers, int64_t at, int narrow)
-{
-    if (narrow) {
-        halves half;
-        memcpy(&half, (const uint16_t *)numbers + at, sizeof half);
-        words wide = __builtin_convertvector(half, words) << 16;
-        memcpy(to, &wide, sizeof wide);
-    } else {
-        memcpy(to, (const float *)numbers + at, sizeof *to);
-    }
-}
-
-INLINE void store(void *numbers, int64_t at, const floats *from, int narrow)
-{
-    if (!narrow) {
-        memcpy((float *)numbers + at, from, sizeof *from);
-        return;
-    }
-    for (int i = 0; i < LANES; i++) {
-        uint32_t word;
-        float number = (*from)[i];
-        memcpy(&word, &number, sizeof word);
-        word += 0x7fff + ((word >> 16) & 1); /* To the nearest, ties to even. */
-        ((uint16_t *)numbers)[at + i] = number != number ? 0x7fc0 : (uint16_t)(word >> 16);
-    }
-}
-
-INLINE float sum(const floats *of)
-{
-    floats8 low, high;
-    floats4 a, b;
-    memcpy(&low, of, sizeof low);
-    memcpy(&high, (const char *)of + sizeof low, sizeof high);
-    low += high;
-    memcpy(&a, &low, sizeof a);
-    memcpy(&b, (const char *)&low + sizeof a, sizeof b);
-    a += b;
-    return (a[0] + a[2]) + (a[1] + a[3]);
-}
 
 /* e^x of numbers that are at most 0; to 2 ulp (Cephes, expf). At least e^-87. */
 INLINE void exponential(floats *x)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from baton.core.config import Quantization
+from baton.engine.models import compiled_rows
 from baton.engine.models.matmul import Activation, Matmul
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.quantised_weights import Reduce, matmul_of
@@ -44,6 +45,8 @@ class RMSNorm(nn.Module):
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """RMS norm of `x` [..., size] with `weight` [size], computed in float32 (arXiv 1910.07467)."""
+    if (normed := compiled_rows.rms_norm(x, weight, eps)) is not None:
+        return normed
     wide = x.float()
     wide = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True).add_(eps))
     if weight.dtype != x.dtype:

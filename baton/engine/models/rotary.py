@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from baton.engine.checkpoints.rope_config import RopeScaling
+from baton.engine.models import compiled_rows
 
 
 class Rotary(nn.Module):
@@ -41,6 +42,8 @@ def rotate(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     """
     if (width := cos.shape[-1]) < x_TAD.shape[-1]:
         return torch.cat((rotate(x_TAD[..., :width], cos, sin), x_TAD[..., width:]), dim=-1)
+    if (rotated := compiled_rows.rotate(x_TAD, cos, sin)) is not None:
+        return rotated
     first, second = x_TAD.chunk(2, dim=-1)
     return torch.addcmul(x_TAD * cos, torch.cat((-second, first), dim=-1), sin)
 

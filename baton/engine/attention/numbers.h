@@ -1,0 +1,63 @@
+/* Vectors of float32 numbers, which memory has as float32 or bfloat16 (`narrow`).
+
+   A function takes pointers to vectors, because vectors as arguments depend on the instructions of the caller. */
+
+#include <stdint.h>
+#include <string.h>
+
+#define LANES 16
+#define LINE 64
+#define INLINE static inline __attribute__((always_inline))
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef float floats8 __attribute__((vector_size(32)));
+typedef float floats4 __attribute__((vector_size(16)));
+typedef int32_t ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+
+INLINE void load(floats *to, const void *numbers, int64_t at, int narrow)
+{
+    if (narrow) {
+        halves half;
+        memcpy(&half, (const uint16_t *)numbers + at, sizeof half);
+        words wide = __builtin_convertvector(half, words) << 16;
+        memcpy(to, &wide, sizeof wide);
+    } else {
+        memcpy(to, (const float *)numbers + at, sizeof *to);
+    }
+}
+
+/* Round to bfloat16: to the nearest, ties to even. NaN stays NaN. */
+INLINE void narrowed(floats *x)
+{
+    words word = (words)*x, is_number = (words)(*x == *x);
+    word += is_number & (0x7fff + ((word >> 16) & 1));
+    word &= 0xffff0000;
+    memcpy(x, &word, sizeof word);
+}
+
+INLINE void store(void *numbers, int64_t at, const floats *from, int narrow)
+{
+    if (narrow) {
+        floats rounded = *from;
+        narrowed(&rounded);
+        halves half = __builtin_convertvector((words)rounded >> 16, halves);
+        memcpy((uint16_t *)numbers + at, &half, sizeof half);
+    } else {
+        memcpy((float *)numbers + at, from, sizeof *from);
+    }
+}
+
+INLINE float sum(const floats *of)
+{
+    floats8 low, high;
+    floats4 a, b;
+    memcpy(&low, of, sizeof low);
+    memcpy(&high, (const char *)of + sizeof low, sizeof high);
+    low += high;
+    memcpy(&a, &low, sizeof a);
+    memcpy(&b, (const char *)&low + sizeof a, sizeof b);
+    a += b;
+    return (a[0] + a[2]) + (a[1] + a[3]);
+}

@@ -1,0 +1,88 @@
+"""Compiled norms and rotations, compared with torch's operations."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.engine.attention.compiled import LIBRARY
+from baton.engine.models import compiled_rows
+from baton.engine.models.layers import rms_norm
+from baton.engine.models.rotary import rotate
+
+pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no C compiler on this machine")
+
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def by_torch(run: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_rows, "_functions", lambda: None)
+        return run(*arguments)
+
+
+def assert_near(found: torch.Tensor | None, wanted: torch.Tensor) -> None:
+    """The same but for the last bit, because sums have another order."""
+    assert found is not None
+    assert found.dtype == wanted.dtype
+    assert found.is_contiguous()
+    tolerance = 1e-5 if wanted.dtype == torch.float32 else 2**-7
+    torch.testing.assert_close(found, wanted, rtol=tolerance, atol=1e-6)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    seed=st.integers(0, 1000),
+    num_rows=st.integers(0, 3),
+    num_heads=st.sampled_from([None, 1, 3]),
+    size=st.sampled_from([16, 48, 64]),
+    dtype=st.sampled_from(DTYPES),
+    has_wide_weight=st.booleans(),
+    has_weight_of_heads=st.booleans(),
+)
+def test_norms_are_those_of_torch(
+    seed: int,
+    num_rows: int,
+    num_heads: int | None,
+    size: int,
+    dtype: torch.dtype,
+    has_wide_weight: bool,
+    has_weight_of_heads: bool,
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(num_rows, (num_heads or 1) + 1, size, generator=generator).to(dtype)
+    x = x[:, 1] if num_heads is None else x[:, :num_heads]  # With gaps between rows.
+    of_heads = (num_heads,) if has_weight_of_heads and num_heads is not None else ()
+    weight = torch.randn(*of_heads, size, generator=generator).to(torch.float32 if has_wide_weight else dtype)
+    assert_near(compiled_rows.rms_norm(x, weight, 1e-6), by_torch(rms_norm, x, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("size", [32, 64, 96])
+def test_rotations_are_those_of_torch(dtype: torch.dtype, size: int) -> None:
+    generator = torch.Generator().manual_seed(size)
+    x = torch.randn(3, 5, size, generator=generator).to(dtype)[:, 1:4]
+    cos, sin = torch.randn(2, 3, 1, size, generator=generator).to(dtype)
+    assert_near(compiled_rows.rotate(x, cos, sin), by_torch(rotate, x, cos, sin))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_row_that_is_not_a_number_stays_so(dtype: torch.dtype) -> None:
+    x = torch.ones(2, 32, dtype=dtype)
+    x[1, 3] = torch.nan
+    normed = compiled_rows.rms_norm(x, torch.ones(32, dtype=dtype), 1e-6)
+    assert normed is not None
+    assert normed[0].isfinite().all()
+    assert normed[1].isnan().all()
+
+
+def test_other_rows_are_left_to_torch() -> None:
+    x = torch.ones(2, 3, 24)
+    assert compiled_rows.rms_norm(x, torch.ones(24), 1e-6) is None
+    assert compiled_rows.rms_norm(torch.ones(2, 32).half(), torch.ones(32).half(), 1e-6) is None
+    assert compiled_rows.rms_norm(torch.ones(32, 32).t(), torch.ones(32), 1e-6) is None
+    assert compiled_rows.rotate(torch.ones(2, 3, 48), *torch.ones(2, 2, 1, 48)) is None
+    assert compiled_rows.rotate(torch.ones(2, 3, 64), *torch.ones(2, 2, 1, 32)) is None
