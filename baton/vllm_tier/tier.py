@@ -9,6 +9,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, ClassVar, Final
 
 import vllm
@@ -25,9 +26,11 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from baton.connectors.extra_config import FIELD, parse_extra
-from baton.connectors.jobs import Repeated
+from baton.connectors.jobs import Jobs, Repeated
 from baton.connectors.shared_storage.stores import make_sweeps, make_tiers
 from baton.core.errors import ConfigError
+from baton.core.retention import PLAIN, Retention, make_retention
+from baton.tiers.chunk_name import NO_KEEP, Keep, chunk_of
 from baton.tiers.store import StoreError
 from baton.tiers.sweep import Swept
 from baton.vllm_plugin.log import share_log
@@ -100,6 +103,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._evicted: list[bytes] = []
         self._sweeps = make_sweeps(self._tiers, settings.stored_tiers)
         self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s) if self._sweeps else None
+        self._keeper = Jobs("kv-keep") if self._sweeps else None
         kinds = " > ".join(f"{store.kind} {store.where}" for store in self._tiers.stores)
         logger.info("%s: chunks of %d bytes in %s", tier_type, self.block_size_bytes, kinds)
 
@@ -115,9 +119,12 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
 
     def submit_store(self, job_metadata: Any) -> None:
         self._transfers.store(job_metadata.job_id, list(job_metadata.keys), _rows_of(job_metadata))
+        asked = _retention_of(job_metadata)
+        self._keep(job_metadata, Keep(asked.priority, asked.ttl_s, asked.tenant))
 
     def submit_load(self, job_metadata: Any) -> None:
         self._transfers.load(job_metadata.job_id, list(job_metadata.keys), _rows_of(job_metadata))
+        self._keep(job_metadata, Keep(max(0, _retention_of(job_metadata).priority)))
 
     def get_finished_jobs(self) -> Iterable[Any]:
         self._transfers.expire()
@@ -142,6 +149,9 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     # --- Requests and steps ----------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> Any:
+        """Neither session nor salt is in vLLM's context."""
+        params, hints = req_context.kv_transfer_params, req_context.kv_hints
+        req_context.set_state(make_retention(params, hints, session=None, cache_salt=None))
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
@@ -153,9 +163,17 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     def shutdown(self) -> None:
         if self._sweeper is not None:
             self._sweeper.close(self._settings.shutdown_timeout_s)
+        if self._keeper is not None:
+            self._keeper.close(self._settings.shutdown_timeout_s)
         self._lookups.close(self._settings.shutdown_timeout_s)
         self._transfers.close()
         self._rows.release()  # vLLM then releases its own view, which fails while there is another.
+
+    def _keep(self, job: Any, keep: Keep) -> None:
+        """Notes for the sweeps what the job's request asks for its chunks."""
+        if self._keeper is not None and keep != NO_KEEP:
+            chunks = [chunk_of(str(self._naming.names_of(key)[0][0])) for key in job.keys]
+            self._keeper.put(partial(self._sweeps.keep, chunks, keep))
 
     # --- Events and metrics ----------------------------------------------------------------------
 
@@ -222,3 +240,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
 
 def _rows_of(job: Any) -> list[int]:
     return [int(row) for row in job.chunk_ids]
+
+
+def _retention_of(job: Any) -> Retention:
+    return job.req_context.get_state(Retention) or PLAIN

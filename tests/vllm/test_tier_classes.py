@@ -15,6 +15,7 @@ import pytest
 import torch
 from vllm.config import VllmConfig
 from vllm.config.lora import LoRAConfig
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.kv_offload.base import (
     CanonicalKVCacheRef,
     CanonicalKVCaches,
@@ -39,6 +40,9 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from baton.core.errors import ConfigError
+from baton.tiers.chunk_name import Keep
+from baton.tiers.file_store import FileStore
+from baton.tiers.sweep import chunks_of
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_tier import BatonTier
 from baton.vllm_tier.cpu_spec import CpuWorker
@@ -80,8 +84,8 @@ class World:
         self.manager = TieringOffloadingManager(primary, [self.tier])
         self.rows = np.frombuffer(self.region.mmap_obj, np.uint8).reshape(NUM_ROWS, ROW)
 
-    def begin(self, request_id: str) -> ReqContext:
-        context = ReqContext(request_id)
+    def begin(self, request_id: str, **asked: Any) -> ReqContext:
+        context = ReqContext(request_id, **asked)
         self.manager.on_new_request(context)
         return context
 
@@ -174,6 +178,26 @@ def test_evicted_chunks_are_announced(start: Callable[..., World]) -> None:
         removed |= {key for event in world.tier.take_events() if event.removed for key in event.keys}
     assert removed < set(KEYS[1:4])
     assert any("evicted_chunks" in name for name in world.tier.get_stats().reduce())
+
+
+def test_sweeps_hear_what_requests_ask_by_params_and_by_hints(
+    start: Callable[..., World], tmp_path: Path
+) -> None:
+    world = start(max_gib=1, tenant_max_share=0.5)
+    hint = KvHintAction("1", "retain", "1", {"priority": 7, "ttl_s": 60})
+    world.store(world.begin("hinted", kv_hints=KvHintsEnvelope("1", "m", [hint])), KEYS[1])
+    world.store(world.begin("named", kv_transfer_params={"baton_tenant": "search"}), KEYS[2])
+    world.store(world.begin("plain"), KEYS[3])
+    other = start(max_gib=1)
+    context = other.begin("urgent", kv_transfer_params={"baton_retention": {"priority": 9, "ttl_s": 1}})
+    assert other.look_up(KEYS[3], context) is LookupResult.HIT
+    deadline_s = time.monotonic() + WAIT_S
+    while len(list((tmp_path / "kv").glob("*/*/*.keep"))) < 3:
+        assert time.monotonic() < deadline_s
+    chunks = chunks_of(FileStore(tmp_path / "kv"))
+    keeps = {chunk.names[0].split("/")[2][:2]: chunk.keep for chunk in chunks}
+    assert (keeps["01"], keeps["03"]) == (Keep(7, 60), Keep(9))
+    assert keeps["02"].tenant
 
 
 def test_metrics_and_settings(tmp_path: Path) -> None:
