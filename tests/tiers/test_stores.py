@@ -20,7 +20,7 @@ from baton.tiers.file_store import FileStore
 from baton.tiers.object_store import ObjectStore
 from baton.tiers.redis_store import RedisStore
 from baton.tiers.store import Store, StoreError, Unusable
-from baton.tiers.sweep import LOW_WATER, Limits, sweep
+from baton.tiers.sweep import LOW_WATER, Limits, Totals, read_totals, sweep
 from baton.tiers.whole_file import TEMPORARY_PREFIX
 from tests.tiers.faulty_proxy import Fault, FaultyProxy
 from tests.tiers.servers import S3_OPTIONS, make_bucket, moto_server, rclone_server, redis_server
@@ -195,6 +195,7 @@ def test_a_sweep_removes_whole_chunks_the_least_recently_used_first(store: Store
     swept = sweep(store, Limits(10_000, None), now_s=2000.0)
     left = {stored.name for stored in store.scan()}
     assert len(left) * 1000 == swept.kept_bytes <= LOW_WATER * 10_000
+    assert read_totals(store) == Totals(swept.num_kept, swept.kept_bytes)
     assert all((name_of(number, 0) in left) == (name_of(number, 1) in left) for number in range(10))
     if store.promise.has_time_of_use:
         assert left == {name_of(number, rank) for number in range(6, 10) for rank in range(2)}
