@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from baton.tiers.aligned import AlignedMemory
 from baton.tiers.chunk_name import NO_KEEP, PIN_SUFFIX, Keep, chunk_of, parse_keep
 from baton.tiers.store import Store, StoreError, Unusable
 
@@ -169,7 +170,7 @@ def read_totals(store: Store) -> Totals | None:
     """What the last sweep counted, of any engine. None: no sweep has ended yet, or the value cannot be
     used.
     """
-    memory = memoryview(bytearray(TOTALS_BYTES_MAX))
+    memory = AlignedMemory().take(TOTALS_BYTES_MAX)  # For direct I/O.
     try:
         totals = msgspec.json.decode(memory[: store.read(TOTALS, memory)], type=Totals)
     except (Unusable, msgspec.MsgspecError, UnicodeDecodeError) as error:
