@@ -409,8 +409,8 @@ def test_a_bucket_that_does_not_exist_is_a_configuration_error() -> None:
 
 
 def test_names_in_redis_lead_out_of_no_folder() -> None:
-    with redis_server("valkey") as port:
-        store = RedisStore(f"redis://127.0.0.1:{port}", timeout_s=TIMEOUT_S)
+    with redis_server("valkey") as server:
+        store = RedisStore(f"redis://127.0.0.1:{server.port}", timeout_s=TIMEOUT_S)
         for name in ("../../ab/abcd.0.safetensors", "../.bashrc", "x"):
             store.write(name, (b"x",))
         store._client.set(b"baton:kv:\xff", b"x")
@@ -418,8 +418,8 @@ def test_names_in_redis_lead_out_of_no_folder() -> None:
 
 
 def test_redis_removes_what_is_not_used() -> None:
-    with redis_server("valkey") as port:
-        url = f"redis://127.0.0.1:{port}"
+    with redis_server("valkey") as server:
+        url = f"redis://127.0.0.1:{server.port}"
         store, lasting = (RedisStore(url, timeout_s=TIMEOUT_S, ttl_s=ttl_s) for ttl_s in (100.0, None))
         assert store.promise.has_time_of_use
         store.write(name_of(1), (b"x",))
