@@ -1,7 +1,7 @@
 """Build hook of hatchling: compiles the libraries of Baton if there is a C compiler.
 
-Without one the package is pure Python: `local` reads by cross-memory attach, and the embedded engine's
-attention gathers its keys.
+Without one the package is pure Python: `local` reads by cross-memory attach, `tcp` is slower, and the
+embedded engine's attention gathers its keys.
 """
 
 import subprocess
@@ -27,7 +27,7 @@ class GatherBuildHook(BuildHookInterface[Any]):
             for library in LIBRARIES.values():
                 Path(self.root, library).unlink(missing_ok=True)  # Of an older source.
             self.app.display_warning(
-                f"Baton's libraries are not built; same-host reads and decoding are slower: {error}"
+                f"Baton's libraries are not built; reads and decoding are slower: {error}"
             )
             return
         build_data["artifacts"] += LIBRARIES.values()  # git ignores them.

@@ -144,7 +144,9 @@ def _look_at_copy_library() -> Finding:
     try:
         return Finding("copy library", True, f"uses {Gather().instructions}")
     except TransferError as error:
-        return Finding("copy library", None, "`local` reads by cross-memory attach", str(error))
+        return Finding(
+            "copy library", None, "`local` reads by cross-memory attach, and `tcp` is slower", str(error)
+        )
 
 
 def _look_at_cuda() -> Finding:

@@ -11,14 +11,26 @@ import ctypes
 from functools import cache
 from pathlib import Path
 
-import numpy as np
-
 from baton.core.errors import TransferError
 from baton.transport.spans import Copies, Int64s
 
 LIBRARY = Path(__file__).with_name("_gather.so")
-STAGED_BYTES_MAX = 3 << 10  # Mean length of copies that are staged: longer ones gain nothing.
 LEVELS = ("memcpy", "AVX2", "AVX-512")  # Sets of instructions, as `gather.c` numbers them.
+
+
+def load(library: Path) -> ctypes.CDLL:
+    """Raises TransferError if the library was not built."""
+    try:
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        raise unusable("not built") from error
+
+
+def unusable(state: str) -> TransferError:
+    return TransferError(
+        f"the copy library is {state}: run scripts/build-gather, or install Baton on a machine with "
+        "a C compiler"
+    )
 
 
 class Gather:
@@ -29,16 +41,12 @@ class Gather:
 
         Raises TransferError if the library was not built, or for another version of Baton.
         """
+        loaded = load(library)
         try:
-            loaded = ctypes.CDLL(str(library))
             self._gather = loaded.baton_gather_1
             best: int = loaded.baton_gather_level()
-        except (OSError, AttributeError) as error:
-            state = "of another version" if isinstance(error, AttributeError) else "not built"
-            raise TransferError(
-                f"the copy library is {state}: run scripts/build-gather, or install Baton on a machine with "
-                "a C compiler"
-            ) from error
+        except AttributeError as error:
+            raise unusable("of another version") from error
         assert level is None or 0 <= level <= best, f"this CPU has no {LEVELS[level]}"
         self._level = best if level is None else level
         self._gather.restype = None
@@ -63,40 +71,6 @@ def copy_library() -> Gather | None:
     with contextlib.suppress(TransferError):
         return Gather()
     return None
-
-
-class Staging:
-    """Buffer between a socket and blocks whose copies are short: one long segment instead of many.
-
-    The kernel and the tag take less time for it. Without the copy library no copies are staged. Used by one
-    thread; the kernel allocates its pages on first use.
-    """
-
-    def __init__(self, nbytes: int) -> None:
-        self.buffer = np.empty(nbytes, dtype=np.uint8)
-        self._gather: tuple[Gather, Gather] | None = None
-        with contextlib.suppress(TransferError):  # `baton doctor` reports it.
-            # What is collected is read next, so it is stored through the processor's caches.
-            self._gather = Gather(LIBRARY, LEVELS.index("memcpy")), Gather(LIBRARY)
-
-    def suits(self, copies: Copies) -> bool:
-        return self._gather is not None and copies.total_bytes <= STAGED_BYTES_MAX * len(copies)
-
-    def collect(self, copies: Copies) -> None:
-        """Fills the buffer from the remote addresses, which are of this process."""
-        assert self._gather is not None
-        self._gather[0](Copies(self._addresses(copies), copies.remote, copies.nbytes))
-
-    def distribute(self, copies: Copies) -> None:
-        """Fills the local addresses from the buffer."""
-        assert self._gather is not None
-        self._gather[1](Copies(copies.local, self._addresses(copies), copies.nbytes))
-
-    def _addresses(self, copies: Copies) -> Int64s:
-        ends = np.cumsum(copies.nbytes)
-        assert len(ends) == 0 or ends[-1] <= len(self.buffer)
-        addresses: Int64s = self.buffer.ctypes.data + ends - copies.nbytes
-        return addresses
 
 
 def _packed(array: Int64s) -> Int64s:

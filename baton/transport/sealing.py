@@ -8,8 +8,10 @@ Each direction of each connection has its own key, and the nonce of a message is
 So no nonce is used twice with one key (a repeated nonce would let an observer forge tags), and the tag of a
 message is wrong in any other connection, direction or position.
 
-`cryptography` holds the interpreter's lock during a call (measured with version 50: no other thread makes
-progress inside a call). A message has at most 4 MiB, so other threads wait for at most half a millisecond.
+Compiled code (`stream`) computes GMAC where it was built and the processor has the instructions. Otherwise,
+and for encryption, `cryptography` does. It holds the interpreter's lock during a call (measured with version
+50: no other thread makes progress inside a call). A message has at most 4 MiB, so other threads wait for at
+most half a millisecond.
 """
 
 import ctypes
@@ -30,6 +32,8 @@ from cryptography.hazmat.primitives.ciphers import (
 )
 from numpy.typing import NDArray
 
+from baton.transport.stream import Ghash, GhashKey, Library, compiled
+
 Integrity = Literal["off", "mac", "encrypt"]
 LEVELS: tuple[Integrity, ...] = get_args(Integrity)  # Weakest first.
 
@@ -37,6 +41,7 @@ KEY_BYTES = 16  # AES-128, as in the first cipher suite of TLS 1.3. AES-256 take
 TAG_BYTES = 16
 NO_TAG = bytes(TAG_BYTES)
 _NONCE_BYTES = 12
+_BLOCK_BYTES = 16
 
 # The whole address space as one view: slicing it costs a third of making an array for each segment. The
 # caller is responsible for the addresses; they come from checked regions only.
@@ -49,16 +54,44 @@ def stronger(one: Integrity, other: Integrity) -> Integrity:
     return max(one, other, key=LEVELS.index)
 
 
+class Gmac:
+    """GMAC of one message by the compiled code."""
+
+    def __init__(self, library: Library, key: GhashKey, mask: bytes) -> None:
+        self.ghash = Ghash(key=ctypes.pointer(key), mask=mask)
+        self._library = library
+
+    def authenticate_additional_data(self, content: bytes) -> None:
+        self._library.add(self.ghash, content, len(content))
+
+    def add(self, addresses: Int64s, nbytes: Int64s) -> None:
+        for address, count in zip(addresses.tolist(), nbytes.tolist(), strict=True):
+            self._library.add(self.ghash, address, count)
+
+    def tag(self) -> bytes:
+        return self._library.tag(self.ghash)
+
+
 @dataclass(frozen=True, slots=True)
 class Sealing:
     """A message that is being sent."""
 
-    _context: AEADEncryptionContext | None
+    _context: AEADEncryptionContext | Gmac | None
     _encrypts: bool
+
+    @property
+    def ghash(self) -> Ghash | None:
+        """If not None, `Stream.send` can add the segments and make the tag."""
+        return self._context.ghash if isinstance(self._context, Gmac) else None
 
     def add(self, addresses: Int64s, nbytes: Int64s, ciphertext: memoryview) -> None:
         """Adds memory segments. If the direction is encrypted, writes their ciphertext to `ciphertext`."""
-        if self._context is None or not self._encrypts:
+        if self._context is None:
+            return
+        if isinstance(self._context, Gmac):
+            self._context.add(addresses, nbytes)
+            return
+        if not self._encrypts:
             _authenticate(self._context, addresses, nbytes)
             return
         encrypt = self._context.update_into
@@ -69,6 +102,8 @@ class Sealing:
         """Tag of the whole message. Nothing can be added afterwards."""
         if self._context is None:
             return NO_TAG
+        if isinstance(self._context, Gmac):
+            return self._context.tag()
         self._context.finalize()
         return self._context.tag
 
@@ -77,12 +112,22 @@ class Sealing:
 class Opening:
     """A message that is being received. What it wrote is valid only if its tag is right."""
 
-    _context: AEADDecryptionContext | None
+    _context: AEADDecryptionContext | Gmac | None
     _encrypts: bool
+
+    @property
+    def ghash(self) -> Ghash | None:
+        """If not None, `Stream.receive` can add the segments."""
+        return self._context.ghash if isinstance(self._context, Gmac) else None
 
     def add(self, addresses: Int64s, nbytes: Int64s, ciphertext: memoryview) -> None:
         """Adds memory segments. If the direction is encrypted, fills them from `ciphertext`."""
-        if self._context is None or not self._encrypts:
+        if self._context is None:
+            return
+        if isinstance(self._context, Gmac):
+            self._context.add(addresses, nbytes)
+            return
+        if not self._encrypts:
             _authenticate(self._context, addresses, nbytes)
             return
         decrypt = self._context.update_into
@@ -93,6 +138,8 @@ class Opening:
         """Whether the whole message is what the holder of the key sent with this number."""
         if self._context is None:
             return hmac.compare_digest(tag, NO_TAG)
+        if isinstance(self._context, Gmac):
+            return hmac.compare_digest(tag, self._context.tag())
         try:
             self._context.finalize_with_tag(tag)
         except InvalidTag:
@@ -103,11 +150,18 @@ class Opening:
 class Direction:
     """One direction of one connection. Used by one thread."""
 
-    def __init__(self, key: bytes, integrity: Integrity) -> None:
+    def __init__(self, key: bytes, integrity: Integrity, *, ghash_level: int | None = None) -> None:
+        """`ghash_level`: index of `stream.LEVELS`, for tests; None: the best of this CPU."""
         assert len(key) == KEY_BYTES
         self.integrity = integrity
         self._algorithm = algorithms.AES(key)
         self._last_sealed = 0
+        self._library = compiled() if integrity == "mac" and ghash_level != 0 else None
+        if self._library is not None and self._library.ghash_level > 0:
+            self._block_cipher = Cipher(self._algorithm, modes.ECB()).encryptor()
+            self._ghash_key = self._library.key(self._block_cipher.update(bytes(_BLOCK_BYTES)), ghash_level)
+        else:
+            self._library = None
 
     @property
     def encrypts(self) -> bool:
@@ -117,29 +171,36 @@ class Direction:
         """Starts message `number`. `header` is authenticated and crosses the wire unencrypted."""
         assert number > self._last_sealed, "each number, which is the nonce, is used once"
         self._last_sealed = number
-        context = None
-        if self.integrity != "off":
+        context: AEADEncryptionContext | Gmac | None = self._gmac(number)
+        if context is None and self.integrity != "off":
             context = self._cipher(number).encryptor()
+        if context is not None:
             context.authenticate_additional_data(header)
         return Sealing(context, self.encrypts)
 
     def open(self, number: int, header: bytes) -> Opening:
         """Starts the check of message `number`, which must have this header."""
-        context = None
-        if self.integrity != "off":
+        context: AEADDecryptionContext | Gmac | None = self._gmac(number)
+        if context is None and self.integrity != "off":
             context = self._cipher(number).decryptor()
+        if context is not None:
             context.authenticate_additional_data(header)
         return Opening(context, self.encrypts)
+
+    def _gmac(self, number: int) -> Gmac | None:
+        if self._library is None:
+            return None
+        # The mask is AES of the first counter block, which is the nonce and a counter of 1.
+        mask = self._block_cipher.update(number.to_bytes(_NONCE_BYTES, "little") + b"\0\0\0\1")
+        return Gmac(self._library, self._ghash_key, mask)
 
     def _cipher(self, number: int) -> Cipher[modes.GCM]:
         return Cipher(self._algorithm, modes.GCM(number.to_bytes(_NONCE_BYTES, "little")))
 
 
 def _authenticate(
-    context: AEADEncryptionContext | AEADDecryptionContext | None, addresses: Int64s, nbytes: Int64s
+    context: AEADEncryptionContext | AEADDecryptionContext, addresses: Int64s, nbytes: Int64s
 ) -> None:
-    if context is None:
-        return
     segments = map(slice, addresses.tolist(), (addresses + nbytes).tolist())
     deque(map(context.authenticate_additional_data, map(_memory.__getitem__, segments)), maxlen=0)
 

@@ -2,7 +2,7 @@
 
     register   opens the owner's listener (tcp_owner); its address and token are the endpoint
     connect    a few lanes, each with a mutual handshake (tcp_wire, tcp_reader)
-    post_read  chunks of the copies become requests; `recvmsg` scatters each answer into the blocks,
+    post_read  chunks of the copies become requests; each answer is scattered into the blocks (`stream`),
                where its tag is checked (`sealing`)
 
 Bytes go from block to socket and from socket to block; an encrypted connection needs one buffer on each side.

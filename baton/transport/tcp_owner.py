@@ -27,10 +27,10 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import Region
-from baton.transport.gather import Staging
-from baton.transport.iovec import ScatteredMemory, Scratch
+from baton.transport.iovec import Scratch
 from baton.transport.sealing import TAG_BYTES, Integrity
-from baton.transport.spans import Copies, Int64s, RegionTable
+from baton.transport.spans import Int64s, RegionTable
+from baton.transport.stream import Message, Stream
 from baton.transport.tcp_wire import (
     ANSWER,
     COPIES_MAX,
@@ -211,7 +211,7 @@ class _Requests:
         self._number = 0  # Of the last request.
         self._header = Scratch.of(ANSWER.size)
         self._tag = Scratch.of(TAG_BYTES)
-        self._staging = Staging(REQUEST_BYTES_MAX)
+        self._stream = Stream(sock)
         self._ciphertext = np.empty(REQUEST_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
 
     def serve_one(self) -> None:
@@ -226,23 +226,16 @@ class _Requests:
         header = ANSWER.pack(DATA, 0, number)
         sealing = self._session.answers.seal(number, header + request)
         self._header.write(header)
-        copies = Copies(addresses, addresses, nbytes)
-        if self._session.answers.integrity != "off" and self._staging.suits(copies):
-            self._staging.collect(copies)
-            addresses, nbytes = _one(self._staging.buffer.ctypes.data), _one(copies.total_bytes)
-        sealing.add(addresses, nbytes, self._ciphertext.data)
-        self._tag.write(sealing.tag())
+        if sealing.ghash is None:  # Otherwise the bytes are added as they are sent.
+            sealing.add(addresses, nbytes, self._ciphertext.data)
+            self._tag.write(sealing.tag())
         if self._session.answers.encrypts:
             addresses, nbytes = _one(self._ciphertext.ctypes.data), _one(int(nbytes.sum()))
-        answer = ScatteredMemory(
+        answer = Message(
             np.concatenate((_one(self._header.address), addresses, _one(self._tag.address))),
             np.concatenate((_one(ANSWER.size), nbytes, _one(TAG_BYTES))),
         )
-        deadline = time.monotonic() + SEND_STALL_S
-        while answer.rest_bytes:
-            answer.send_to(self._sock.fileno(), socket.MSG_NOSIGNAL)
-            if time.monotonic() > deadline:
-                raise TransferError(f"the reader did not take an answer within {SEND_STALL_S} s")
+        self._stream.send(answer, sealing.ghash, time.monotonic() + SEND_STALL_S)
         self._counters.served_bytes += answer.total_bytes - ANSWER.size - TAG_BYTES
 
     def _receive(self) -> tuple[bytes, Int64s, Int64s]:

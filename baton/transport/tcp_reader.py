@@ -8,9 +8,7 @@ so that the owner never waits for the next. Operations take turns, one chunk at 
 
 Every answer ends with a tag over the request and the bytes (`tcp_wire`). The tag is checked when the bytes
 are in the blocks. After a wrong tag the request is repeated once, then the reading fails. If the
-connection is encrypted, an answer is received into a buffer of the lane and decrypted into the blocks. An
-authenticated answer of short copies is received into that buffer too, and copied into the blocks after its
-check.
+connection is encrypted, an answer is received into a buffer of the lane and decrypted into the blocks.
 
 A cancelled operation ends, without the peer's help, as soon as each lane has redirected the rest of its
 answers from the blocks to a scrap buffer. If a lane fails, the peer is lost: all its operations end, not ok.
@@ -33,11 +31,11 @@ from baton.core.errors import TransferError
 from baton.core.ids import Address
 from baton.transport.base import OpId
 from baton.transport.completions import CompletionQueue
-from baton.transport.gather import Staging
-from baton.transport.iovec import ScatteredMemory, Scratch, iovec_array
+from baton.transport.iovec import Scratch, iovec_array
 from baton.transport.peers import ActivePeer, Reading
 from baton.transport.sealing import TAG_BYTES, Opening
-from baton.transport.spans import Copies, Int64s
+from baton.transport.spans import Copies
+from baton.transport.stream import Ghash, Message, Outcome, Stream
 from baton.transport.tcp_wire import (
     ANSWER,
     COPIES_MAX,
@@ -69,9 +67,8 @@ class _Chunk:
     copies: Copies
     header: Scratch
     tag: Scratch
-    target: ScatteredMemory  # For the whole answer, from header to tag.
+    target: Message  # For the whole answer, from header to tag.
     opening: Opening
-    is_staged: bool  # Received into the lane's buffer as it is.
     is_second_try: bool = False
     discarded: bool = False
 
@@ -91,10 +88,14 @@ class _Chunk:
         addresses = [scrap.address] * len(lengths)
         if header_rest:
             addresses[0] = self.header.address + done
-        self.target = ScatteredMemory(
+        self.target = Message(
             np.array(addresses, dtype=np.int64), np.array(lengths, dtype=np.int64), done_before=done
         )
         self.discarded = True
+
+    @property
+    def ghash(self) -> Ghash | None:
+        return None if self.discarded else self.opening.ghash
 
 
 class TcpPeer(ActivePeer):
@@ -231,10 +232,13 @@ class _Lane:
         self._peer = peer
         self._sock = sock
         self._session = session
-        self._staging = Staging(REQUEST_BYTES_MAX)  # Holds the one answer that is being received.
+        # Holds the one answer that is being received.
+        self._ciphertext = np.empty(REQUEST_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
         self._sock.setblocking(False)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        self._poll = select.poll()
+        self._stream = Stream(sock, self._wake_fd)
+        self._poll = select.poll()  # While no answer is due.
+        self._poll.register(sock, select.POLLIN)
         self._poll.register(self._wake_fd, select.POLLIN)
         self._under_way: deque[_Chunk] = deque()
         self._unsent = b""
@@ -257,7 +261,9 @@ class _Lane:
             while self._peer.lost is None:
                 self._request_more()
                 self._discard_cancelled()
-                if not self._receive():
+                if self._under_way:
+                    self._receive()
+                else:
                     self._wait()
         except (OSError, TransferError) as error:
             reason = f"connection to {self._peer.address.engine_id} lost: {error}"
@@ -283,10 +289,10 @@ class _Lane:
         number = self._requests
         header, tag = Scratch.of(ANSWER.size), Scratch.of(TAG_BYTES)
         addresses, nbytes = copies.local, copies.nbytes
-        is_staged = self._session.answers.integrity == "mac" and self._staging.suits(copies)
-        if self._session.answers.encrypts or is_staged:
-            addresses, nbytes = self._staged(copies.total_bytes)
-        target = ScatteredMemory(
+        if self._session.answers.encrypts:
+            addresses = np.array([self._ciphertext.ctypes.data])
+            nbytes = np.array([copies.total_bytes])
+        target = Message(
             np.concatenate(([header.address], addresses, [tag.address])),
             np.concatenate(([ANSWER.size], nbytes, [TAG_BYTES])),
         )
@@ -295,17 +301,7 @@ class _Lane:
         self._unsent += request + self._session.requests.seal(number, request).tag()
         opening = self._session.answers.open(number, ANSWER.pack(DATA, 0, number) + request)
         self._under_way.append(
-            _Chunk(
-                number,
-                reading,
-                copies,
-                header,
-                tag,
-                target,
-                opening,
-                is_staged,
-                is_second_try=is_second_try,
-            )
+            _Chunk(number, reading, copies, header, tag, target, opening, is_second_try=is_second_try)
         )
 
     def _discard_cancelled(self) -> None:
@@ -315,17 +311,16 @@ class _Lane:
                 chunk.discard(self._scrap)
                 self._peer.return_chunk(chunk.reading, 0)
 
-    def _receive(self) -> bool:
-        """Receives available bytes. False: there are none."""
-        if not self._under_way:
-            return False
+    def _receive(self) -> None:
+        """Receives the next answer, or until there is other work.
+
+        Raises TransferError if the owner is gone or does not answer.
+        """
         chunk = self._under_way[0]
-        try:
-            count = chunk.target.receive_from(self._sock.fileno(), socket.MSG_DONTWAIT)
-        except BlockingIOError:
-            return False
-        if count == 0:
-            raise TransferError("the other end closed it")
+        # A deadline for the whole answer, because the owner may send too slowly.
+        outcome = self._stream.receive(
+            chunk.target, chunk.ghash, self._progress_at + STALL_S, wants_to_send=bool(self._unsent)
+        )
         if chunk.target.done_bytes >= ANSWER.size:
             header = chunk.header.read()
             if header != ANSWER.pack(DATA, 0, chunk.number):
@@ -334,22 +329,24 @@ class _Lane:
                     if header.startswith(FAIL)
                     else "an answer to another request than the next"
                 )
-        if chunk.target.rest_bytes == 0:
-            self._under_way.popleft()
-            self._progress_at = time.monotonic()
-            if not chunk.discarded:
-                self._check_and_return(chunk)
-        return True
+        match outcome:
+            case Outcome.WHOLE:
+                self._under_way.popleft()
+                self._progress_at = time.monotonic()
+                if not chunk.discarded:
+                    self._check_and_return(chunk)
+            case Outcome.WOKEN:
+                self._clear_wake()
+            case Outcome.CLOSED:
+                raise TransferError("the other end closed it")
+            case Outcome.TIMED_OUT:
+                raise TransferError(f"no answer was complete within {STALL_S:g} s")
 
     def _check_and_return(self, chunk: _Chunk) -> None:
         """Accepts the chunk if its tag is right; otherwise requests it again, once."""
-        if chunk.is_staged:
-            chunk.opening.add(*self._staged(chunk.nbytes), self._staging.buffer.data)
-        else:
-            chunk.opening.add(chunk.copies.local, chunk.copies.nbytes, self._staging.buffer.data)
+        if chunk.opening.ghash is None:  # Otherwise the bytes were added as they were received.
+            chunk.opening.add(chunk.copies.local, chunk.copies.nbytes, self._ciphertext.data)
         if chunk.opening.is_genuine(chunk.tag.read()):
-            if chunk.is_staged:
-                self._staging.distribute(chunk.copies)
             self._peer.return_chunk(chunk.reading, chunk.nbytes)
             return
         if chunk.is_second_try:
@@ -362,23 +359,16 @@ class _Lane:
             )
             self._request(chunk.reading, chunk.copies, is_second_try=True)
 
-    def _staged(self, nbytes: int) -> tuple[Int64s, Int64s]:
-        return np.array([self._staging.buffer.ctypes.data]), np.array([nbytes])
-
     def _wait(self) -> None:
-        """Sleeps until there is work. Raises TransferError if the owner is gone or does not answer."""
-        events = select.POLLIN | (select.POLLOUT if self._unsent else 0)
-        self._poll.register(self._sock, events)
-        timeout_ms = None
-        if self._under_way:
-            rest_s = self._progress_at + STALL_S - time.monotonic()
-            if rest_s <= 0:  # Also if the owner sends, but too slowly.
-                raise TransferError(f"no answer was complete within {STALL_S:g} s")
-            timeout_ms = rest_s * 1000
-        ready = dict(self._poll.poll(timeout_ms))
+        """Sleeps until there is work. Raises TransferError if the owner is gone."""
+        ready = dict(self._poll.poll())
         if self._wake_fd in ready:
-            os.eventfd_read(self._wake_fd)
-        if not self._under_way and self._sock.fileno() in ready:
+            self._clear_wake()
+        if self._sock.fileno() in ready:
             # No answer is due: the owner has closed the connection, or broken the protocol.
             received = self._sock.recv(1)
             raise TransferError("the other end closed it" if not received else "bytes that answer no request")
+
+    def _clear_wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            os.eventfd_read(self._wake_fd)

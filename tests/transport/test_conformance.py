@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from baton.core.ids import Address
 from baton.testing import transport_producers as producers
 from baton.testing.transport_rig import Producer, TransportRig
 from baton.testing.transport_suite import TransportSuite
+from baton.transport import gather
 from baton.transport.base import Transport
 from baton.transport.cuda_ipc import CudaIpcTransport
 from baton.transport.local import LocalPeer, LocalTransport
@@ -18,10 +20,12 @@ from baton.transport.memory import MemoryNetwork, MemoryTransport
 from baton.transport.nixl import NixlTransport
 from baton.transport.nixl_agent import is_installed
 from baton.transport.tcp import TcpTransport
+from baton.transport.tcp_reader import TcpPeer
 from tests.transport.copy_library import built
 from tests.transport.fake_cuda import COMPILER
 
 SECRET = ClusterSecret(b"a secret for this test")
+NO_LIBRARY = Path("not-built")
 
 
 class MemoryRig(TransportRig):
@@ -85,6 +89,25 @@ def tcp_reader(address: Address, on_completion: Callable[[], None] | None) -> Tr
     return TcpTransport(address, secret=SECRET, on_completion=on_completion)
 
 
+class PythonTcpReader(TcpTransport):
+    """Without the copy library, which a connection looks for when it is made."""
+
+    def connect(self, address: Address, endpoint: bytes) -> TcpPeer:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(gather, "LIBRARY", NO_LIBRARY)
+            return super().connect(address, endpoint)
+
+
+def python_tcp_reader(address: Address, on_completion: Callable[[], None] | None) -> Transport:
+    return PythonTcpReader(address, secret=SECRET, on_completion=on_completion)
+
+
+def make_python_tcp(address: Address, port: int) -> Transport:
+    """In the producer's process."""
+    gather.LIBRARY = NO_LIBRARY
+    return producers.make_tcp(address, port, SECRET)
+
+
 def reader_on_host(address: Address, on_completion: Callable[[], None] | None) -> Transport:
     return CudaIpcTransport(address, driver=producers.HostDevice(), on_completion=on_completion)
 
@@ -102,6 +125,7 @@ TestMemory = suite(MemoryRig)
 TestLocal = suite(lambda: ProcessRig(producers.make_local, LocalTransport), processes)  # Cross-memory attach.
 TestLocalMapped = suite(MappedRig, processes)
 TestTcp = suite(lambda: ProcessRig(make_tcp, tcp_reader), processes)
+TestTcpInPython = suite(lambda: ProcessRig(make_python_tcp, python_tcp_reader), processes)
 TestNixl = suite(lambda: ProcessRig(producers.make_nixl, NixlTransport), processes, needs_nixl)
 # With host memory for the device, where test_cuda_driver cannot build its library for the real driver.
 TestCudaIpcOnHost = suite(

@@ -1,6 +1,6 @@
 """Messages over scattered memory: only a message that was sealed can be opened."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -8,11 +8,26 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.transport import gather, stream
 from baton.transport.sealing import KEY_BYTES, LEVELS, NO_TAG, Direction, Integrity, stronger
+from tests.transport.copy_library import built
 
 KEY = bytes(range(KEY_BYTES))
 MEMORY_BYTES = 1 << 16
 levels = st.sampled_from(["mac", "encrypt"])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def library() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gather, "LIBRARY", built())
+        yield
+
+
+def ghash_levels() -> range:
+    """Sets of instructions that this CPU has, and 0 for `cryptography`."""
+    library = stream.compiled()
+    return range(1 + (library.ghash_level if library is not None else 0))
 
 
 @st.composite
@@ -34,14 +49,18 @@ def arrays(memory: np.ndarray, pieces: Sequence[tuple[int, int]]) -> tuple[np.nd
     return memory.ctypes.data + starts, lengths
 
 
-@given(pieces=pieces_of_memory(), integrity=levels, flip=st.none() | st.integers(0, 10**9))
+@given(
+    pieces=pieces_of_memory(), integrity=levels, flip=st.none() | st.integers(0, 10**9), choice=st.integers(0)
+)
 def test_a_message_is_the_concatenation_of_its_segments(
-    pieces: list[tuple[int, int]], integrity: Integrity, flip: int | None
+    pieces: list[tuple[int, int]], integrity: Integrity, flip: int | None, choice: int
 ) -> None:
+    levels = ghash_levels()
+    sender, reader = (levels[number % len(levels)] for number in divmod(choice, len(levels)))
     source = np.random.default_rng(9).integers(0, 256, MEMORY_BYTES, dtype=np.uint8)
     joined = b"".join(source[start : start + length].tobytes() for start, length in pieces)
     ciphertext = bytearray(MEMORY_BYTES)
-    sealing = Direction(KEY, integrity).seal(7, b"header")
+    sealing = Direction(KEY, integrity, ghash_level=sender).seal(7, b"header")
     sealing.add(*arrays(source, pieces), memoryview(ciphertext))
     tag, nonce = sealing.tag(), (7).to_bytes(12, "little")
     if integrity == "mac":
@@ -56,7 +75,7 @@ def test_a_message_is_the_concatenation_of_its_segments(
             target[start + flip % length] ^= 4
         else:
             on_the_wire[flip % len(joined)] ^= 4
-    opening = Direction(KEY, integrity).open(7, b"header")
+    opening = Direction(KEY, integrity, ghash_level=reader).open(7, b"header")
     opening.add(*arrays(target, pieces), memoryview(on_the_wire))
     assert opening.is_genuine(tag) is (flip is None)
     if flip is None:
@@ -64,6 +83,16 @@ def test_a_message_is_the_concatenation_of_its_segments(
         for start, length in pieces:
             expected[start : start + length] = source[start : start + length]
         assert np.array_equal(target, expected), "bytes outside the segments were written"
+
+
+def test_gmac_is_nists() -> None:
+    """gcmEncryptExtIV128.rsp of NIST's CAVP: no plaintext, 128 bits of additional data, Count = 0."""
+    key = bytes.fromhex("77be63708971c4e240d1cb79e8d77feb")
+    nonce = int.from_bytes(bytes.fromhex("e0e00f19fed7ba0136a797f3"), "little")
+    data = bytes.fromhex("7a43ec1d9c0a5a78a0b16533a6213cab")
+    for level in ghash_levels():
+        tag = Direction(key, "mac", ghash_level=level).seal(nonce, data).tag()
+        assert tag.hex() == "209fcc8d3675ed938e9c7166709dd946"
 
 
 @pytest.mark.parametrize(
