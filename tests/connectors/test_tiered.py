@@ -1,5 +1,6 @@
 """The tiered connector: its children, the stores as one, and engines that keep their KV through a restart."""
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,9 @@ def files(folder: Path) -> dict[str, Any]:
         ([HOST], {"chunk_tokens": 8}, "chunk_tokens: is for tiers of other types than 'host'"),
         ([{"type": "host"}], {}, "cpu_gib: is required"),
         ([files(Path("/kv"))], {"path": "/kv"}, "path: is required, or tiers instead of it"),
+        ([{**files(Path("/kv")), "tenant_max_share": 0.5}], {}, "tenant_max_share: is a share of max_gib"),
+        ([{**HOST, "tenant_max_share": 1.5}], {}, "tenant_max_share: must be above 0 and at most 1"),
+        ([{**files(Path("/kv")), "write_max_mib_s": 0}], {}, "write_max_mib_s: must be positive"),
         ([{"type": "redis", "url": "http://x"}], {}, "is not the URL of a Redis server"),
     ],
 )
@@ -184,3 +188,13 @@ def test_a_restarted_engine_loads_from_a_server_and_computes_without_it(start: S
     again.core.scheduler.reset_prefix_cache()
     (alone,) = again.generate([PROMPT], GREEDY)
     assert (alone.token_ids, alone.num_transferred_tokens) == (computed.token_ids, 0)
+
+
+def test_retention_of_a_request_reaches_the_stores(start: Start, tmp_path: Path) -> None:
+    engine = start(stored({**HOST, "tenant_max_share": 0.5}, {**files(tmp_path), "max_gib": 1}))
+    params = {"baton_retention": {"priority": 3, "ttl_s": 60}, "baton_tenant": "search"}
+    engine.generate([PROMPT], GREEDY, kv_transfer_params=[params])
+    engine.settle(WAIT_S)
+    deadline_s = time.monotonic() + WAIT_S
+    while len(list(tmp_path.glob("*/*/*.3.60..keep"))) < NUM_CHUNKS:
+        assert time.monotonic() < deadline_s

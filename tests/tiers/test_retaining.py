@@ -53,7 +53,7 @@ def test_requests_without_retention_are_the_policys(
 
 @pytest.mark.parametrize("name", POLICIES)
 @given(data=st.data(), capacity=st.integers(1, 8), share=st.sampled_from([None, 0.3, 1.0]))
-@settings(max_examples=30)
+@settings(max_examples=20)
 def test_the_rules_hold_around_every_policy(
     name: Eviction, data: st.DataObject, capacity: int, share: float | None
 ) -> None:
