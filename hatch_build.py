@@ -1,6 +1,6 @@
-"""Build hook of hatchling: compiles the libraries of Baton if there is a C compiler.
+"""Build hook of hatchling: compiles the libraries of Baton, each if the C compiler can.
 
-Without one the package is pure Python: `local` reads by cross-memory attach, `tcp` is slower, and the
+Without them the package is pure Python: `local` reads by cross-memory attach, `tcp` is slower, and the
 embedded engine's attention gathers its keys.
 """
 
@@ -20,18 +20,20 @@ TIMEOUT_S = 120.0
 
 class GatherBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        try:
-            for script in LIBRARIES:
-                subprocess.run([Path(self.root, script)], check=True, timeout=TIMEOUT_S)
-        except (OSError, subprocess.SubprocessError) as error:
-            for library in LIBRARIES.values():
-                Path(self.root, library).unlink(missing_ok=True)  # Of an older source.
-            self.app.display_warning(
-                f"Baton's libraries are not built; reads and decoding are slower: {error}"
-            )
+        built = [library for script, library in LIBRARIES.items() if self._builds(script, library)]
+        if not built:
             return
-        build_data["artifacts"] += LIBRARIES.values()  # git ignores them.
+        build_data["artifacts"] += built  # git ignores them.
         if version == "standard":  # An editable install refers to the source tree.
             platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
             build_data["tag"] = f"py3-none-{platform}"
             build_data["pure_python"] = False
+
+    def _builds(self, script: str, library: str) -> bool:
+        try:
+            subprocess.run([Path(self.root, script)], check=True, timeout=TIMEOUT_S)
+        except (OSError, subprocess.SubprocessError) as error:
+            Path(self.root, library).unlink(missing_ok=True)  # Of an older source.
+            self.app.display_warning(f"{library} is not built, which makes Baton slower: {error}")
+            return False
+        return True
