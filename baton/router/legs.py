@@ -134,16 +134,21 @@ def parse_body(raw: bytes, aliases: Mapping[str, str] = NO_ALIASES) -> dict[str,
         body = {name: _look_at(name, value) for name, value in fields.items()}
     except (NotJson, UnicodeDecodeError) as error:
         raise UserError(f"is not a JSON object: {error}", field="body") from error
-    params, extra = body.get(PARAMS), body.get("vllm_xargs")
+    params = body.get(PARAMS)
     if isinstance(params, Mapping) and params.keys() == {RETENTION}:
         parse_retention(params)
     elif params is not None:
         raise UserError(f"is set by the router, except {RETENTION}; leave it out", field=PARAMS)
-    if isinstance(extra, Mapping) and extra.get(PARAMS) is not None:
-        raise UserError("is set by the router, never by a client; leave it out", field=f"vllm_xargs.{PARAMS}")
+    refuse_hidden_params(body.get("vllm_xargs"))
     if aliases and isinstance(model := body.get("model"), str) and model in aliases:
         body["model"] = aliases[model]
     return body
+
+
+def refuse_hidden_params(xargs: object) -> None:
+    """`xargs`: a client's `vllm_xargs`. Raises UserError."""
+    if isinstance(xargs, Mapping) and xargs.get(PARAMS) is not None:
+        raise UserError("is set by the router, never by a client; leave it out", field=f"vllm_xargs.{PARAMS}")
 
 
 def take_kept(body: dict[str, Any], *, session: str | None, tenant: str) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.http.forms import fields_of
 from baton.router.answers import LegAnswer, end_to_end, is_engines_fault
@@ -40,6 +41,7 @@ from baton.router.events import (
 )
 from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
+from baton.router.legs import PARAMS, refuse_hidden_params
 from baton.router.machine import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN
 
 logger = logging.getLogger(__name__)
@@ -90,13 +92,23 @@ class Looked(msgspec.Struct):
 
     model: Any = None
     stream: Any = None
+    kv_transfer_params: Any = None
+    vllm_xargs: Any = None
 
     @classmethod
     def of_json(cls, body: bytes) -> "Looked":
+        """Raises UserError: some of these paths take addresses and tickets, too.
+
+        An engine's decoder may accept what this one does not, such as NaN. So such a body is refused.
+        """
         try:
-            return decode_json(body, cls)
-        except NotJson:
-            return cls()
+            looked = decode_json(body, cls) if body else cls()
+        except NotJson as error:
+            raise UserError(f"is not a JSON object: {error}", field="body") from error
+        if looked.kv_transfer_params is not None:
+            raise UserError("is not for clients on this path; leave it out", field=PARAMS)
+        refuse_hidden_params(looked.vllm_xargs)
+        return looked
 
 
 def read_form(body: bytes, content_type: str, aliases: Mapping[str, str]) -> tuple[bytes, Looked]:

@@ -50,6 +50,32 @@ async def test_a_path_is_passed_through_as_it_is(path: str) -> None:
         assert s.router.fleet.engines[1].in_flight == 0
 
 
+@pytest.mark.parametrize("path", ["/v1/responses", "/v1/messages", "/v1/embeddings"])
+@pytest.mark.parametrize(
+    ("extra", "field"),
+    [
+        (
+            {"kv_transfer_params": {"do_remote_prefill": True, "remote_host": "10.0.0.1"}},
+            "kv_transfer_params",
+        ),
+        ({"kv_transfer_params": {"baton_tenant": "of another"}}, "kv_transfer_params"),
+        ({"vllm_xargs": {"kv_transfer_params": {}}}, "vllm_xargs.kv_transfer_params"),
+    ],
+)
+async def test_a_client_names_neither_a_peer_nor_a_tenant(path: str, extra: Any, field: str) -> None:
+    decode = FakeEngine(embeds)
+    async with system([FakeEngine(lends)], [decode]) as s:
+        answer = await s.client.post(path, json={"model": "m", "input": "hello", **extra})
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, field)
+        hidden = json.dumps({"model": "m", "temperature": float("nan"), **extra}).encode()
+        for body in (hidden, hidden.decode().encode("utf-16")):
+            answer = await s.client.post(path, content=body, headers={"content-type": "application/json"})
+            assert (answer.status_code, answer.json()["error"]["param"]) == (400, "body")
+        assert decode.calls == []
+        nothing = {"kv_transfer_params": None, "vllm_xargs": {"other": 1}}
+        assert (await s.client.post(path, json={"model": "m", **nothing})).status_code == 200
+
+
 @pytest.mark.parametrize(
     "path",
     [
