@@ -4,6 +4,7 @@ Full worlds of `baton.sim` draw several ranks, and copies that are late or fail.
 """
 
 from collections.abc import Collection, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import GIB, OffloadSettings
 from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.core.errors import ConfigError
+from baton.engine.request import Request
 from tests.connectors.store_world import StoreWorld
 from tests.engine_sched.world import (
     BLOCK,
@@ -192,3 +194,32 @@ def test_chunks_of_an_ended_session_make_room_first() -> None:
     assert world.num_kept("shared again", shared) == 2
     assert world.num_kept("turn again", own) == 2, "what only the session has used is gone"
     world.check()
+
+
+def ask_for_loan(world: OffloadWorld, params: dict[str, Any]) -> dict[str, Any] | None:
+    """Of the five chunks of the first stem; the pull protocol is left out."""
+    half = world.half
+    half._lender = SimpleNamespace(lend=lambda *args: (5 * BLOCK, {"baton_ticket": "t"}))  # type: ignore[assignment]
+    request = Request(engine_request("loan", STEMS[0][:21], params=params), block_size=BLOCK)
+    half.on_new_request(request)
+    is_held, answer = half.request_finished(request, [])
+    half._lender = None
+    assert not is_held
+    return answer
+
+
+def test_a_loan_does_not_get_the_priority_of_the_request_before_it() -> None:
+    world = OffloadWorld(num_slots=12, num_blocks=60)
+    world.serve("lent", STEMS[0][:21])
+    world.serve("kept", STEMS[1][:9], params=retention(priority=5))
+    lent = ask_for_loan(world, {"baton_lend_stored": True})
+    assert lent == {"baton_ticket": "t", "baton_cached_tokens": 5 * BLOCK}
+    world.serve("new", STEMS[2])  # It takes all slots that may be evicted.
+    assert world.num_kept("again", STEMS[0][:21]) == 0
+    world.check()
+
+
+def test_what_another_connector_lends_from_the_cache_is_not_lent_twice() -> None:
+    world = OffloadWorld(num_slots=12, num_blocks=60)
+    world.serve("lent", STEMS[0][:21])
+    assert ask_for_loan(world, {"baton_lend_stored": True, "do_remote_decode": True}) is None

@@ -52,7 +52,13 @@ from baton.core.errors import BadTransferParams
 from baton.core.hashing import BlockHash
 from baton.core.kv_groups import NULL_BLOCK_ID, can_complete_states, is_hybrid
 from baton.core.retention import retention_of
-from baton.core.transfer_params import CACHED_TOKENS, OffloadChoice, lends_stored, parse_offload_choice
+from baton.core.transfer_params import (
+    CACHED_TOKENS,
+    OffloadChoice,
+    asks_for_prefill,
+    lends_stored,
+    parse_offload_choice,
+)
 from baton.tiers.eviction import make_policy
 from baton.tiers.retaining import Retainer
 from baton.tiers.sessions import Sessions
@@ -223,8 +229,8 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         if prompt is None:
             return False, None
         self._due_fence |= prompt.open_stores
-        params = self._lend(prompt) if self._lender is not None else None
         self._act_for(prompt)
+        params = self._lend(prompt) if self._lender is not None else None
         # The end of a prompt is to be evicted before its beginning, which is useful without it.
         self._index.refresh(reversed(prompt.keys))
         if prompt.retention.ends_session:
@@ -295,10 +301,13 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
     # --- Parts -----------------------------------------------------------------------------------
 
     def _lend(self, prompt: Prompt) -> dict[str, Any] | None:
-        """Params that lead to what is stored of the prompt, if the request asks for them."""
-        request = prompt.request
+        """Params that lead to what is stored of the prompt, if the request asks for them.
+
+        A loan through the cache is a pull connector's. Two loans would contradict each other in a Multi.
+        """
+        request, asked = prompt.request, prompt.request.kv_transfer_params
         assert self._lender is not None
-        if not is_plain(request) or not lends_stored(request.kv_transfer_params):
+        if not is_plain(request) or not lends_stored(asked) or asks_for_prefill(asked):
             return None
         keys = prompt.keys_between(0, request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
         lent = self._lender.lend(request, keys, lambda entry: self._rows_of(entry, 0), self._chunk_tokens)
