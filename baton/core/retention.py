@@ -31,6 +31,10 @@ RETENTION: Final = "baton_retention"
 TENANT: Final = "baton_tenant"
 NEEDS_SESSION: Final = "needs a session: set session_id, or the header X-Session-Id"
 PRIORITY_MAX: Final = 100
+RAISED_SHARE: Final = 0.5
+"""Of a tier, for chunks with a priority above 0: clients that ask for it cannot take all of it. What was used
+the longest ago of the lowest of these priorities then has priority 0.
+"""
 TTL_MAX_S: Final = 10**9
 TENANT_CHARS_MAX: Final = 256
 TENANT_BYTES: Final = 8

@@ -11,7 +11,8 @@ Which key leaves for a new one:
 A new key takes the place of none with a higher priority; if only such keys are left, it is not admitted. A
 priority above 0 holds for all keys that its request uses. A priority below 0 and a TTL hold for the keys that
 the request stores, so that it cannot harm what others use; of several that store or use them, the highest
-priority and the longest TTL count. A key belongs to the tenant that stored it.
+priority and the longest TTL count. A key belongs to the tenant that stored it. Keys with a priority above 0
+have RAISED_SHARE of the room at most; for a further one the first of them to go gets priority 0.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Generic, TypeVar
 
-from baton.core.retention import PLAIN, PRIORITY_MAX, Retention
+from baton.core.retention import PLAIN, PRIORITY_MAX, RAISED_SHARE, Retention
 from baton.tiers.policy import Admitted, EvictionPolicy, K
 
 G = TypeVar("G")
@@ -46,10 +47,14 @@ class Retainer(Generic[K]):
     """Makes the policies of one tier, and says for which request the next calls are."""
 
     def __init__(
-        self, make: Callable[[int], EvictionPolicy[K]], tenant_max_share: float | None = None
+        self,
+        make: Callable[[int], EvictionPolicy[K]],
+        tenant_max_share: float | None = None,
+        raised_share: float = RAISED_SHARE,
     ) -> None:
-        """`tenant_max_share`: of the capacity; None: no limit."""
+        """Shares of the capacity; None: no limit."""
         self._make = make
+        self.raised_share = raised_share
         self._policies: list[RetainingPolicy[K]] = []
         self.tenant_max_share = tenant_max_share
         self.retention = PLAIN
@@ -80,6 +85,8 @@ class RetainingPolicy(EvictionPolicy[K]):
         self._retainer = retainer
         share = retainer.tenant_max_share
         self._quota = None if share is None else max(1, int(share * policy.capacity))
+        self._num_raised_max = int(retainer.raised_share * policy.capacity)
+        self._num_raised = 0  # Keys with a priority above 0.
         self._held: dict[K, _Held] = {}
         # The least recently used key comes first. Of priorities other than 0; and of tenants, if there are
         # quotas.
@@ -196,15 +203,20 @@ class RetainingPolicy(EvictionPolicy[K]):
 
     def _hold(self, key: K, held: _Held) -> None:
         """From now on. The key has no `_Held`."""
+        if held.priority > 0 and self._num_raised >= self._num_raised_max and not self._lower(held.priority):
+            held.priority = 0
+            if key not in self._policy:
+                self._admit_with_room(key, None)
         if held == _Held():
             return
-        if held.ttl_s is not None:
+        if held.ttl_s is not None and held.ends_s == inf:
             held.ends_s = self._retainer.now_s + held.ttl_s
         self._held[key] = held
         if held.priority:
             if key in self._policy:
                 self._policy.discard(key)
             self._policy.capacity -= 1
+            self._num_raised += held.priority > 0
             self._of_priority.setdefault(held.priority, OrderedDict())[key] = None
         if held.tenant:
             self._of_tenant.setdefault(held.tenant, OrderedDict())[key] = None
@@ -213,6 +225,17 @@ class RetainingPolicy(EvictionPolicy[K]):
                 self._ends = [entry for entry in self._ends if self._counts(entry)]
                 heapq.heapify(self._ends)
             heapq.heappush(self._ends, (held.ends_s, next(self._numbers), key))
+
+    def _lower(self, priority: int) -> bool:
+        """Gives priority 0 to the first key to go of those with a priority from 1 to this, if there is any."""
+        key = self._first_of(range(1, priority + 1), lambda _: True)
+        if key is None:
+            return False
+        held = self._held[key]
+        self._forget(key)
+        self._admit_with_room(key, None)
+        self._hold(key, _Held(0, held.ttl_s, held.tenant, held.ends_s))
+        return True
 
     def _counts(self, end: tuple[float, int, K]) -> bool:
         held = self._held.get(end[2])
@@ -225,6 +248,7 @@ class RetainingPolicy(EvictionPolicy[K]):
             return
         if held.priority:
             self._policy.capacity += 1
+            self._num_raised -= held.priority > 0
             _take_out(self._of_priority, held.priority, key)
         if held.tenant:
             _take_out(self._of_tenant, held.tenant, key)

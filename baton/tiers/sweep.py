@@ -7,10 +7,13 @@
     abandoned     what writers that were killed have left (`Store.collect`); keeps without a chunk
 
 Of several chunks the one with the lowest priority goes first, of these the least recently used one
-(`Stored.used_s`). Priority, TTL and tenant are in the name of a value beside the chunk (`Keep`). All values
-of a chunk, of every rank and kind of layers, are removed together, because one is of no use without the
-others. A reader that has begun can read a value to its end; one that comes later finds nothing, and its
-prompt is computed.
+(`Stored.used_s`). Chunks with a priority above 0 have RAISED_SHARE of max_bytes at most; beyond it the first
+ones of them count as if theirs were 0. Priority, TTL and tenant are in the name of a value beside the chunk
+(`Keep`).
+
+All values of a chunk, of every rank and kind of layers, are removed together, because one is of no use
+without the others. A reader that has begun can read a value to its end; one that comes later finds nothing,
+and its prompt is computed.
 
 A sweep leaves what it has counted in the store (`TOTALS`), so that an engine that starts knows the sizes
 without a scan.
@@ -22,10 +25,11 @@ import logging
 import operator
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from baton.core.retention import RAISED_SHARE
 from baton.tiers.aligned import AlignedMemory
 from baton.tiers.chunk_name import NO_KEEP, PIN_SUFFIX, Keep, chunk_of, parse_keep
 from baton.tiers.store import Store, StoreError, Unusable
@@ -108,7 +112,10 @@ class Chunk:
 def sweep(store: Store, limits: Limits, *, now_s: float) -> Swept:
     """`now_s`: since the Unix epoch. Raises StoreError if the store cannot be scanned."""
     store.collect(now_s)
-    chunks = sorted(chunks_of(store), key=operator.attrgetter("order"))
+    found = chunks_of(store)
+    if limits.max_bytes is not None:
+        _lower(found, int(RAISED_SHARE * limits.max_bytes))
+    chunks = sorted(found, key=operator.attrgetter("order"))
     swept = Swept(len(chunks), sum(chunk.nbytes for chunk in chunks))
     _evict([chunk for chunk in chunks if chunk.is_too_old(limits.max_age_s, now_s)], store, swept)
     if limits.tenant_max_bytes is not None:
@@ -122,6 +129,17 @@ def sweep(store: Store, limits: Limits, *, now_s: float) -> Swept:
         _shrink(chunks, store, swept, limits.max_bytes)
     _write_totals(store, Totals(swept.num_kept, swept.kept_bytes))
     return swept
+
+
+def _lower(chunks: Iterable[Chunk], max_bytes: int) -> None:
+    """Gives priority 0 to the first chunks to go of those above it, if these have more bytes."""
+    raised = sorted((each for each in chunks if each.keep.priority > 0), key=operator.attrgetter("order"))
+    over = sum(chunk.nbytes for chunk in raised) - max_bytes
+    for chunk in raised:
+        if over <= 0:
+            break
+        chunk.keep = replace(chunk.keep, priority=0)
+        over -= chunk.nbytes
 
 
 def _shrink(chunks: Sequence[Chunk], store: Store, swept: Swept, max_bytes: int) -> None:

@@ -16,8 +16,10 @@ from tests.tiers.test_twice import POLICIES, PROMPTS, replay
 
 
 class World:
-    def __init__(self, name: Eviction = "lru", capacity: int = 4, share: float | None = None) -> None:
-        self.retainer: Retainer[int] = Retainer(partial(make_policy, name), share)
+    def __init__(
+        self, name: Eviction = "lru", capacity: int = 4, share: float | None = None, raised: float = 1.0
+    ) -> None:
+        self.retainer: Retainer[int] = Retainer(partial(make_policy, name), share, raised)
         self.policy: RetainingPolicy[int] = self.retainer.make(capacity)
         self.now_s = 0.0
         self.in_use: set[int] = set()
@@ -127,6 +129,24 @@ def test_the_longest_ttl_counts_and_a_key_in_use_stays() -> None:
     assert world.put(4) == [3]
     world.in_use = set()
     assert world.put(5) == [1], "it is still the first"
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_high_priorities_have_half_of_the_room(name: Eviction) -> None:
+    world = World(name, capacity=6, raised=0.5)
+    world.put(1, 2, priority=9, ttl_s=50)
+    world.put(3, 4, 5, priority=5)  # 3 and 4 count as 0 in turn.
+    assert [world.policy._num_raised, len(world.policy)] == [3, 5]
+    for key in range(10, 40):
+        world.put(key)
+    assert {1, 2, 5} <= {key for key in range(40) if key in world.policy}
+    assert not {3, 4} & {key for key in range(40) if key in world.policy}
+    assert world.put(6, priority=1) != [-1], "as if it had priority 0"
+    assert world.policy._num_raised == 3
+    world.put(7, priority=10)
+    assert 5 in world.policy
+    world.now_s = 50
+    assert world.put(8) == [1], "its TTL is not renewed"
 
 
 def test_a_ttl_does_not_end_what_was_stored_without_one() -> None:

@@ -15,7 +15,6 @@ from baton.tiers.sweep import (
     Limits,
     Sweeps,
     Totals,
-    chunks_of,
     read_totals,
     sweep,
 )
@@ -65,11 +64,20 @@ def test_the_lowest_priority_goes_first_then_the_oldest(store: FileStore) -> Non
     put(store, 2, Keep(-1), age_s=1)
     put(store, 3, age_s=60)
     order = []
-    while chunks := chunks_of(store):
-        total = sum(chunk.nbytes for chunk in chunks)
-        evicted = sweep(store, Limits(total - 1), now_s=NOW_S).evicted
+    for limit in (399, 299, 222):
+        evicted = sweep(store, Limits(limit), now_s=NOW_S).evicted
         order.append({int(name[3:5], 16) for name in evicted})
-    assert order == [{2}, {3}, {0}, {1}]
+    assert order == [{2}, {3}, set()]
+    assert {int(name[3:5], 16) for name in sweep(store, Limits(199), now_s=NOW_S).evicted} == {1}
+
+
+def test_high_priorities_have_half_of_the_room(store: FileStore) -> None:
+    for number in range(4):
+        put(store, number, Keep(9), age_s=100 + number)
+    put(store, 4, Keep(3), age_s=50)
+    put(store, 5, age_s=70)
+    sweep(store, Limits(500), now_s=NOW_S)
+    assert kept(store) == [0, 1, 4, 5], "the lowest priority counts as 0 first, then the oldest"
 
 
 def test_a_chunk_goes_when_its_ttl_is_over_whatever_its_priority(store: FileStore) -> None:
