@@ -227,7 +227,7 @@ class RetainingPolicy(EvictionPolicy[K]):
             heapq.heappush(self._ends, (held.ends_s, next(self._numbers), key))
 
     def _lower(self, priority: int) -> bool:
-        """Gives priority 0 to the first key to go of those with a priority from 1 to this, if there is any."""
+        """Gives priority 0 to the first key to go of those with a priority from 1 to this one."""
         key = self._first_of(range(1, priority + 1), lambda _: True)
         if key is None:
             return False
