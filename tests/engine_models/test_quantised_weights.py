@@ -136,8 +136,8 @@ def test_a_greedy_token_falls_short_by_at_most_twice_the_error_of_the_scores(
         answer = model.greedy(prompt, 8, SHUFFLED_BLOCKS)
         whole = [(prompt + answer, 0, SHUFFLED_BLOCKS)]
         scores, errors = exact.step(whole)[19:-1], (model.step(whole) - exact.step(whole))[19:-1].abs()
-        said = scores.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
+        of_answer = scores.gather(1, torch.tensor(answer).unsqueeze(1)).squeeze(1)
         # The answer was computed token by token, and rounded otherwise than its scores here: by bfloat16.
-        assert (scores.amax(-1) - said <= 2 * errors.amax(-1) + 0.05 * scores.abs().amax(-1)).all()
+        assert (scores.amax(-1) - of_answer <= 2 * errors.amax(-1) + 0.05 * scores.abs().amax(-1)).all()
         lost.append(float(errors.mean() / scores.std()))
     assert 0.005 < min(lost) <= max(lost) < (0.25 if method == "int8" else 2), "neither exact nor lost"
