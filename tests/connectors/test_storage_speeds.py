@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.connectors.shared_storage.speeds import STALE_S, Line, Read, Speeds, is_load_better
+from baton.connectors.shared_storage.speeds import IN_FLIGHT_MAX, STALE_S, Line, Read, Speeds, is_load_better
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.tiers.tiers import Place
 from tests.connectors.storage_world import CHUNK, files_in
@@ -92,6 +92,9 @@ def test_steps_that_decode_or_fail_are_not_measured() -> None:
     assert speeds.step_planned(5, [100, 1], 1.0)
     speeds.step_ended([5], 2.0)
     assert not speeds._planned
+    for step in range(100, 1000):
+        speeds.step_planned(step, [100], 3.0)
+    assert len(speeds._planned) <= IN_FLIGHT_MAX
 
 
 def test_a_slow_store_is_computed_until_it_was_not_measured_for_long(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ HALF_LIFE_S = 30.0
 STALE_S = 120.0
 FEWEST = 4  # Measurements before a speed is known.
 TOLD_APART = 0.01  # Relative variance of the amounts from which on latency and rate are told apart.
+IN_FLIGHT_MAX = 64  # Steps that were planned and not reported.
 PREFILL_TOKENS = 16  # A step with fewer tokens of prompts is none of prefill.
 
 
@@ -93,6 +94,8 @@ class Speeds:
         of_prompts = sum(count for count in counts if count > 1)
         if of_prompts < max(PREFILL_TOKENS, sum(counts) / 2):
             return False
+        if len(self._planned) >= IN_FLIGHT_MAX:  # The ranks report no step.
+            self._planned.clear()
         self._planned[step] = sum(counts), now_s
         return True
 

@@ -101,7 +101,8 @@ class StorageWorkerHalf(BackgroundLoads):
         self._reading: dict[int, tuple[Load, float]] = {}  # By thread: its load, and the start of the read.
         self._writer = Jobs(f"kv-write-{identity.rank}")
         # Threads of their own, so that no load waits for what is read ahead.
-        self._prefetcher = Jobs(f"kv-prefetch-{identity.rank}", settings.io_threads)
+        num_prefetchers = settings.io_threads if identity.loads and settings.prefetch_max_mib else 0
+        self._prefetcher = Jobs(f"kv-prefetch-{identity.rank}", num_prefetchers)
         self._ahead: ReadAhead[torch.Tensor] = ReadAhead(settings.prefetch_max_mib * MIB)
         # Guarded by the lock too, because the threads set them.
         self._backlog_bytes = 0
