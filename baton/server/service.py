@@ -14,7 +14,7 @@ import msgspec
 
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
-from baton.core.retention import NEEDS_SESSION, RETENTION, parse_retention, parse_tenant
+from baton.core.retention import NEEDS_SESSION, RETENTION, TENANT, parse_retention, parse_tenant
 from baton.core.transfer_params import FIELD as TRANSFER_FIELD
 from baton.core.transfer_params import parse_cached_tokens, parse_transfer_params
 from baton.engine.api import EngineRequest, SamplingParams
@@ -36,6 +36,8 @@ CheckParams: TypeAlias = Callable[[Mapping[str, Any] | None], None]
 """Raises UserError for `kv_transfer_params` that this engine's connector cannot honour."""
 
 DEFAULT_LIMITS = HttpSettings()
+# Of the params; the others are of a handoff, and the first sample's.
+_OF_ALL_SAMPLES = frozenset({"baton_offload", RETENTION, TENANT})
 MAX_CHOICES = 1024  # Prompts times samples of one HTTP request.
 MAX_REQUEST_ID_CHARS = 256
 RETRY_AFTER_S = 1  # A draining server does not come back; a retry reaches another one.
@@ -128,6 +130,7 @@ class Service:
         names_tokens = continuation.names_tokens(fields.kv_transfer_params)
         given = continuation.given_tokens(fields, self.model_config.vocab_size, len(prompts) * n)
         transfer_params = continuation.without_given(fields.kv_transfer_params)
+        of_all = {name: value for name, value in (transfer_params or {}).items() if name in _OF_ALL_SAMPLES}
         allowed_token_ids = fields.checked_allowed_ids(self.model_config.vocab_size, len(prompts) * n)
         num_shown = sum(map(len, prompts)) * n * (1 + (prompt_logprobs or 0))
         if prompt_logprobs is not None and num_shown > MAX_PROMPT_LOGPROBS:
@@ -191,7 +194,7 @@ class Service:
                     priority=fields.checked_priority,
                     cache_salt=fields.checked_cache_salt,
                     session_id=fields.session_id,
-                    kv_transfer_params=transfer_params if is_first and hands_over else None,
+                    kv_transfer_params=transfer_params if is_first and hands_over else of_all or None,
                 )
                 samples.append(
                     Sample(

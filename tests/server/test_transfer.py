@@ -122,6 +122,16 @@ def test_of_n_samples_one_fetches_and_the_others_follow_its_first_token(
     assert engine.events[:2] == ["0 submitted", "0 token"]
 
 
+def test_retention_tenant_and_offload_are_of_all_samples(http: httpx.Client, engine: ScriptedEngine) -> None:
+    kept = {"baton_retention": {"ttl_s": 60}, "baton_tenant": "search", "baton_offload": "load_only"}
+    assert complete(http, kv_transfer_params={**FETCH, **kept}, n=2, max_tokens=4).status_code == 200
+    assert [request.kv_transfer_params for request in engine.requests] == [{**FETCH, **kept}, kept]
+    engine.requests.clear()
+    one_token = {**COMPUTE, "baton_first_token": True, **kept}  # It is not handed over.
+    assert complete(http, kv_transfer_params=one_token, max_tokens=1).status_code == 200
+    assert [request.kv_transfer_params for request in engine.requests] == [kept]
+
+
 def test_if_the_fetching_sample_fails_no_other_is_submitted(
     http: httpx.Client, engine: ScriptedEngine
 ) -> None:
