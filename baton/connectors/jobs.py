@@ -42,6 +42,11 @@ class Jobs:
         self._queue.put(job)
 
     @property
+    def num_waiting(self) -> int:
+        """Jobs that no thread has begun."""
+        return self._queue.qsize()
+
+    @property
     def is_dead(self) -> bool:
         """Whether at least one of its threads has died."""
         return self._death is not None

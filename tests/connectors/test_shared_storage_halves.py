@@ -20,6 +20,7 @@ from baton.connectors.shared_storage import (
     StorageSettings,
     StorageWorkerHalf,
 )
+from baton.connectors.shared_storage import scheduler as scheduler_module
 from baton.connectors.shared_storage.layer_kinds import kinds_of
 from baton.connectors.shared_storage.loads import Load
 from baton.connectors.shared_storage.metadata import (
@@ -500,6 +501,33 @@ def test_stores_with_limits_keep_what_requests_ask_for(tmp_path: Path) -> None:
     assert len(keeps) == 6
     (merged,) = {chunk.keep for chunk in chunks_of(FileStore(tmp_path))}
     assert merged == Keep(9, 60, of_first.tenant)
+
+
+def test_while_a_store_is_slow_few_requests_wait_for_their_keeps(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(scheduler_module, "KEEPS_MAX", 2)
+    halves = Halves.start(tmp_path, max_gib=1, sweep_every_s=3600)
+    halves.shake_hands()
+    begun, goes_on = threading.Event(), threading.Event()
+    keeper = halves.scheduler._keeper
+    assert keeper is not None
+
+    def hang() -> None:
+        begun.set()
+        goes_on.wait(WAIT_S)
+
+    keeper.put(hang)
+    assert begun.wait(WAIT_S)
+    params = {"baton_retention": {"priority": 1}}
+    for number in range(5):
+        request = request_of(f"r{number}", CHUNK, kv_transfer_params=params)
+        halves.scheduler.on_new_request(request)
+        halves.scheduler.request_finished(request, [])
+        assert keeper.num_waiting == min(number + 1, 2)
+    goes_on.set()
+    halves.close()
+    assert caplog.text.count("retention is not kept") == 1
 
 
 def test_chunks_of_an_ended_session_are_the_oldest(tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HINTS_MAX = 64  # Prompts that may come, at a time.
+KEEPS_MAX = 1024  # Requests whose keeps wait to be written; those of others are not.
 LOOKUP_CHUNKS = 64  # Looked up at a time; the lookup ends with the first that is not stored.
 
 
@@ -112,6 +113,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             self._events = ChunkEvents(_events_of(identity, name_blocks, event_groups))
         self._sweeper: Repeated | None = None
         self._keeper: Jobs | None = None  # Notes for sweeps what requests ask for their chunks.
+        self._is_keeper_full = False
         self._sessions: Sessions[bytes] = Sessions()
         self._sweeps = make_sweeps(self._tiers, settings.stored_tiers)
         if self._sweeps:
@@ -411,6 +413,11 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         ended = self._sessions.end(asked.session) if asked.ends_session else []
         keep = Keep(asked.priority, asked.ttl_s, asked.tenant)
         if self._namespaces and (ended or keep != NO_KEEP):
+            was_full, self._is_keeper_full = self._is_keeper_full, keeper.num_waiting >= KEEPS_MAX
+            if self._is_keeper_full:
+                if not was_full:
+                    logger.warning("%d requests wait for a store; retention is not kept", KEEPS_MAX)
+                return
             keeper.put(partial(self._write_retention, keep, list(prompt.saved_keys), found, ended))
 
     # --- Threads -------------------------------------------------------------------------------
