@@ -38,7 +38,7 @@ producer had in its cache. The consumer uses the number for its `usage` only.
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -149,6 +149,7 @@ def asks_for_prefill(raw: Mapping[str, Any] | None) -> bool:
 
 PREFETCH = "baton_prefetch"
 MAX_PREFETCH_TOKENS = 1 << 20
+_TokenIds = list[Annotated[int, msgspec.Meta(ge=0, lt=2**32)]]
 
 
 def parse_prefetch(raw: Mapping[str, Any] | None) -> tuple[int, ...]:
@@ -156,15 +157,14 @@ def parse_prefetch(raw: Mapping[str, Any] | None) -> tuple[int, ...]:
     tokens = (raw or {}).get(PREFETCH)
     if tokens is None:
         return ()
-    if not isinstance(tokens, list) or not all(
-        isinstance(token, int) and not isinstance(token, bool) and 0 <= token < 2**32 for token in tokens
-    ):
-        raise BadTransferParams("must be a list of token ids", field=f"{FIELD}.{PREFETCH}")
-    if len(tokens) > MAX_PREFETCH_TOKENS:
+    if isinstance(tokens, list) and len(tokens) > MAX_PREFETCH_TOKENS:
         raise BadTransferParams(
             f"must have at most {MAX_PREFETCH_TOKENS} token ids", field=f"{FIELD}.{PREFETCH}"
         )
-    return tuple(tokens)
+    try:  # In compiled code: 2^20 ids would stop the server's event loop for 250 ms.
+        return tuple(msgspec.convert(tokens, _TokenIds))
+    except msgspec.ValidationError as error:
+        raise BadTransferParams("must be a list of token ids", field=f"{FIELD}.{PREFETCH}") from error
 
 
 def prefetches_of_hints(hints: Any) -> list[tuple[int, ...]]:
