@@ -174,7 +174,7 @@ def run(formats: Sequence[str]) -> Table:
     table = Table(title="A step and its matrix products, one thread, ms of processor time (least)")
     table.title_justify = "left"
     for heading in ("weights", "step", "whole", "products", "attention", "figure", "goal"):
-        table.add_column(heading, justify="left" if heading in ("weights", "step") else "right")
+        table.add_column(heading, justify="left" if heading in ("weights", "step") else "right", no_wrap=True)
     for weights in formats:
         for num_running in NUM_RUNNING:
             step_s, products_s, attention_s = decode(weights, num_running)
