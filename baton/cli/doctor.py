@@ -134,6 +134,7 @@ def look_at_optional(*, has_nixl: bool) -> Iterator[Finding]:
         "" if has_rdma() else "between hosts, engines use tcp",
     )
     yield _look_at_copy_library()
+    yield _look_at_attention_library()
     yield _look_at_cuda()
 
 
@@ -147,6 +148,17 @@ def _look_at_copy_library() -> Finding:
         return Finding(
             "copy library", None, "`local` reads by cross-memory attach, and `tcp` is slower", str(error)
         )
+
+
+def _look_at_attention_library() -> Finding:
+    from baton.engine.attention.compiled import HINT, load_library
+
+    try:
+        load_library()
+    except (OSError, AttributeError):
+        what = "is not built, or of another version: the embedded engine decodes slower on a CPU"
+        return Finding("attention library", None, what, HINT)
+    return Finding("attention library", True, "used by the embedded engine on a CPU")
 
 
 def _look_at_cuda() -> Finding:

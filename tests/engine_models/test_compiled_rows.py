@@ -86,3 +86,8 @@ def test_other_rows_are_left_to_torch() -> None:
     assert compiled_rows.rms_norm(torch.ones(32, 32).t(), torch.ones(32), 1e-6) is None
     assert compiled_rows.rotate(torch.ones(2, 3, 48), *torch.ones(2, 2, 1, 48)) is None
     assert compiled_rows.rotate(torch.ones(2, 3, 64), *torch.ones(2, 2, 1, 32)) is None
+    assert compiled_rows.rms_norm(torch.ones(2, 3, 32), torch.ones(1, 32), 1e-6) is None
+    assert compiled_rows.rms_norm(torch.ones(2, 3, 32), torch.ones(1), 1e-6) is None
+    assert compiled_rows.rotate(torch.ones(2, 3, 64), torch.ones(2, 1, 64), torch.ones(1, 1, 64)) is None
+    half = torch.ones(2, 1, 64).bfloat16()
+    assert compiled_rows.rotate(torch.ones(2, 3, 64), torch.ones(2, 1, 64), half) is None

@@ -22,6 +22,7 @@ from baton.cli.doctor import (
     Finding,
     look_at_engine,
     look_at_machine,
+    look_at_optional,
     look_at_outcome,
     look_at_peer,
     print_findings,
@@ -30,11 +31,13 @@ from baton.connectors.pull.identity import TICKET_KEY_PURPOSE
 from baton.core.config import ClusterSecret
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import ModelFingerprint
+from baton.engine.attention import compiled
 from baton.protocol.introduction import Introduction, sign_introduction
 from baton.protocol.messages import PUBLIC_KEY_BYTES
 from baton.server import introduction as page_module
 from baton.transport import self_test as module
 from baton.transport.self_test import Outcome, self_test
+from tests.transport.copy_library import built
 
 
 @pytest.mark.processes
@@ -226,3 +229,21 @@ def test_links_that_an_engine_has_lost_are_shown_by_peer(
     assert second.subject in {finding["subject"] for finding in json.loads(output)}
     _, output = run(monkeypatch, Outcome("tcp", 1.5), options=("--peer", engine_url))
     assert "3 lost" in output
+
+
+@pytest.mark.parametrize("library", ["missing", "older", "present"])
+def test_the_state_of_the_attention_library_is_told(
+    library: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    if library == "present" and not compiled.LIBRARY.exists():
+        pytest.skip("no C compiler on this machine")
+    if library != "present":
+        path = tmp_path / "_decode.so"
+        if library == "older":
+            path.write_bytes(built().read_bytes())  # It has other functions.
+        monkeypatch.setattr(compiled, "LIBRARY", path)
+    (finding,) = (
+        finding for finding in look_at_optional(has_nixl=False) if finding.subject == "attention library"
+    )
+    assert finding.is_good is (True if library == "present" else None)
+    assert ("scripts/build-attention" in finding.mend) == (library != "present")

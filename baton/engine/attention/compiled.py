@@ -20,6 +20,7 @@ from baton.engine.forward_context import AttentionMetadata, IntArray
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_decode.so")
+HINT = "run scripts/build-attention, or install Baton on a machine with a C compiler"
 LEVELS = ("baseline", "AVX2", "AVX-512")  # Sets of instructions, as `decode.c` numbers them.
 _LANES, _ROWS_MAX = 16, 4  # As in `decode.c`.
 _POINTERS = ("out", "queries", "cache", "sinks", "tables", "requests", "tokens", "firsts", "ends", "scratch")
@@ -45,6 +46,14 @@ class DecodePlan:
     arrays: tuple[npt.NDArray[np.generic], ...]
 
 
+def load_library() -> ctypes.CDLL:
+    """Raises OSError or AttributeError if the library was not built, or for another version of Baton."""
+    library = ctypes.CDLL(str(LIBRARY))
+    for function in ("baton_decode_1", "baton_rms_norm_1", "baton_rotate_1"):
+        getattr(library, function)
+    return library
+
+
 class CompiledDecode:
     """The compiled attention of one model's shape. Computes with one thread."""
 
@@ -54,7 +63,7 @@ class CompiledDecode:
         Raises OSError or AttributeError if the library was not built, or for another version of Baton.
         """
         self._shape, self._level = shape, level
-        self._run = ctypes.CDLL(str(LIBRARY)).baton_decode_1
+        self._run = load_library().baton_decode_1
         self._run.restype = None
         self._run.argtypes = (ctypes.POINTER(_Step),)
 
@@ -132,7 +141,4 @@ def compiled_decode(shape: AttentionShape) -> CompiledDecode | None:
 
 @functools.cache
 def _log_missing() -> None:
-    logger.info(
-        "the attention library is not built or of another version, so decoding is slower: run "
-        "scripts/build-attention, or install Baton on a machine with a C compiler"
-    )
+    logger.info("the attention library is not built or of another version, so decoding is slower: %s", HINT)

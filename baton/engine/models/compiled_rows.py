@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from baton.engine.attention.compiled import LIBRARY
+from baton.engine.attention.compiled import load_library
 
 _LANES = 16  # As in `numbers.h`.
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -27,14 +27,13 @@ class _Functions(NamedTuple):
 def _functions() -> _Functions | None:
     """None without the library, or with that of another version of Baton."""
     try:
-        library = ctypes.CDLL(str(LIBRARY))
-        functions = _Functions(library.baton_rms_norm_1, library.baton_rotate_1)
+        library = load_library()
     except (OSError, AttributeError):
         return None
     library.baton_rms_norm_1.restype = library.baton_rotate_1.restype = None
     library.baton_rms_norm_1.argtypes = (*[_POINTER] * 3, *[_SIZE] * 6, ctypes.c_float, *[ctypes.c_int] * 2)
     library.baton_rotate_1.argtypes = (*[_POINTER] * 4, *[_SIZE] * 5, ctypes.c_int)
-    return functions
+    return _Functions(library.baton_rms_norm_1, library.baton_rotate_1)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor | None:
@@ -45,11 +44,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor 
     is_wide = weight.dtype != dtype
     if not weight.is_contiguous() or (is_wide and weight.dtype != torch.float32):
         return None
-    heads, weight_stride = 1, 0
-    if x.dim() == 3:
-        heads, weight_stride = x.shape[1], size if weight.dim() == 2 else 0
-    elif x.dim() != 2 or weight.dim() != 1:
+    if x.dim() not in (2, 3) or weight.shape not in ((size,), x.shape[1:]):
         return None
+    heads, weight_stride = x.shape[1] if x.dim() == 3 else 1, size if weight.dim() == 2 else 0
     out = torch.empty(x.shape, dtype=dtype)
     functions.rms_norm(
         out.data_ptr(),
@@ -71,10 +68,11 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor 
 def rotate(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
     """As `rotary.rotate` of all elements of each head."""
     num_tokens, num_heads, size = x_TAD.shape
-    if (functions := _usable(x_TAD, size % (2 * _LANES))) is None or cos.dtype != x_TAD.dtype:
+    if (functions := _usable(x_TAD, size % (2 * _LANES))) is None:
         return None
-    if not (cos.is_contiguous() and sin.is_contiguous()) or cos.shape != (num_tokens, 1, size):
-        return None
+    for table in (cos, sin):
+        if not table.is_contiguous() or table.shape != (num_tokens, 1, size) or table.dtype != x_TAD.dtype:
+            return None
     out = torch.empty(x_TAD.shape, dtype=x_TAD.dtype)
     functions.rotate(
         out.data_ptr(),
