@@ -18,6 +18,7 @@ from baton.engine.core.kv_event_publisher import KVEventPublisher
 from baton.engine.text.tokenizer import Tokenizer
 from baton.router.block_index import home_key, prefix_keys, root_key
 from baton.router.events import Look
+from baton.router.fleet import Counts
 from baton.router.health import Probe
 from baton.router.settings import KVEventsSource, sources_of
 from baton.router.shell import index_client
@@ -90,11 +91,16 @@ async def fleet(
     num_producers: int = 2,
     decode: Respond = answers,
     others: tuple[KVEventsSource, ...] = (),
+    card: dict[str, Any] | None = None,
     **settings: Any,
 ) -> AsyncIterator[Fleet]:
-    """Prefill engines that publish, and a decode engine that is too slow to compute a prompt."""
+    """Prefill engines that publish, and a decode engine that is too slow to compute a prompt.
+
+    `card`: of Baton's prefill engines, what their introductions have; None: they are of another kind.
+    """
     servers, consumer = Servers(), FakeEngine(decode)
-    producers = [FakeEngine(lends) for _ in range(num_producers)]
+    name = None if card is None else "p"
+    producers = [FakeEngine(lends, introduces_as=name, card=card or {}) for _ in range(num_producers)]
     made = [publishers.start() for _ in producers]
     try:
         for engine in (*producers, consumer):
@@ -174,6 +180,22 @@ async def test_a_prompt_goes_to_the_engine_that_has_it(publishers: Publishers) -
         await f.until_indexed(len(PROMPT) // BLOCK, 0)
         for _ in range(3):
             assert await f.asks(PROMPT) == [1, 0]
+
+
+async def test_a_decode_engine_reads_what_a_busy_engine_lends(publishers: Publishers) -> None:
+    async with fleet(publishers, card={"lends": ["host"]}) as f:
+        lender = f.system.router.fleet.engines[1]
+        async with asyncio.timeout(WAIT_S):
+            while lender.introduction is None:
+                await f.system.client.get("/status")
+        for engine in f.system.router.fleet.engines[:2]:
+            engine.elsewhere = Counts(num_queued_tokens=10**9)
+        f.publishers[1].publish([stored(PROMPT, medium="CPU")])
+        await f.until_indexed(0, len(PROMPT) // BLOCK)
+        assert await f.asks(PROMPT) == [0, 1]
+        assert f.p[1].calls[0].body["kv_transfer_params"] == {"baton_lend_stored": True}
+        metrics = (await f.system.client.get("/metrics")).text
+        assert 'baton:router_stored_loans_total{outcome="lent"} 1.0' in metrics
 
 
 async def test_events_from_before_the_router_are_replayed(publishers: Publishers) -> None:
