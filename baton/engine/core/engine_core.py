@@ -80,9 +80,9 @@ class EngineCore:
             raise
 
     def add_request(self, request: EngineRequest) -> EngineOutput | None:
-        """Returns the output of a refused request; the caller delivers it."""
+        """Returns the output of a request that is refused, or has ended at once; the caller delivers it."""
         try:
-            self.scheduler.add_request(request)
+            return self.scheduler.add_request(request)
         except UserError as error:
             return EngineOutput(
                 request_id=request.request_id,
@@ -90,7 +90,6 @@ class EngineCore:
                 finish_reason="error",
                 error=RequestError.of_user(error),
             )
-        return None
 
     def abort(self, request_id: str) -> None:
         self.scheduler.abort([request_id])

@@ -34,6 +34,10 @@ class RequestLifecycle:
         outputs, self._outputs = self._outputs, []
         return outputs
 
+    def take_last_output(self) -> EngineOutput:
+        """Of the request that has just ended: it need not wait for the end of a step."""
+        return self._outputs.pop()
+
     def take_finished_ids(self) -> set[str]:
         """Ids of the requests that finished since the last call."""
         finished_ids, self._finished_ids = self._finished_ids, set()

@@ -74,8 +74,9 @@ class Scheduler:
 
     # --- Arrivals and ends --------------------------------------------------------------------
 
-    def add_request(self, asked: EngineRequest) -> None:
-        """Raises UserError, without any effect, if the request can never run.
+    def add_request(self, asked: EngineRequest) -> EngineOutput | None:
+        """Returns the output of a request that has ended here. Raises UserError, without any effect, if the
+        request can never run.
 
         A request for a loan of what is in host memory (`baton_lend_stored`) takes no blocks: it ends here. So
         does one for a loan through the cache of a model with states, which lend at few lengths only.
@@ -96,10 +97,12 @@ class Scheduler:
             self.connector.announce(request)
         except RequestFault as fault:
             self._lifecycle.fail(request, fault.error)
-            return
+            return None
         is_from_cache = asks_for_prefill(request.kv_transfer_params) and not self.kv_cache.has_states
-        if request.computes_nothing and not is_from_cache:
-            self._lifecycle.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        if not request.computes_nothing or is_from_cache:
+            return None
+        self._lifecycle.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        return self._lifecycle.take_last_output()
 
     def abort(self, request_ids: Iterable[str]) -> None:
         """Ids that are unknown or have finished are ignored: an abort may cross the last output."""

@@ -285,7 +285,8 @@ class Engine(Process):
             if (request.kv_transfer_params or {}).get("do_remote_decode"):
                 self._legs.add(request.request_id)
             try:
-                self.scheduler.add_request(request)
+                if (ended := self.scheduler.add_request(request)) is not None:
+                    self._hand_out([ended])
             except UserError as error:
                 refusal = EngineOutput(
                     request_id=request.request_id,
