@@ -403,6 +403,8 @@ class Machine:
     def _on_loan(self, event: Opened | Piece | StreamEnded | Failed) -> None:
         """BORROWING: whatever the engine answers, D goes on."""
         assert self._local_reason is not None
+        if isinstance(event, Failed) and event.failure.kind == "timeout":
+            event.failure.is_noted = True  # BORROW_S is the router's patience; the engine may only be busy.
         outcome = self._read_prefill(event)
         if outcome is None:
             return

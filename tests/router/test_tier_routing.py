@@ -139,6 +139,7 @@ def test_without_a_loan_the_engine_computes_the_prompt(what: str) -> None:
     outcomes = [effect.labels for effect in effects if isinstance(effect, Count)]
     assert ("nothing" if what == "nothing" else "failed",) in outcomes
     assert router.view.retries.take(0.0)
+    assert not asked.engine.health.failures_in_row, "an engine that is busy for longer than that is not down"
 
 
 def test_a_loan_goes_back_if_the_client_has_left() -> None:
