@@ -50,6 +50,7 @@ def test_decoded_tokens_agree_with_the_definition(
     **how: Any,
 ) -> None:
     """With a prompt among them, if `prompt` is not 0."""
+    assert torch.get_num_threads() == 1, "with more, torch computes"
     whole = shape_of(**shape)
     requests = [(length, 1) for length in lengths]
     if prompt:
@@ -58,12 +59,12 @@ def test_decoded_tokens_agree_with_the_definition(
 
 
 def test_keys_that_are_not_numbers_stay_visible_in_their_request() -> None:
-    shape = shape_of()
-    backend = build_backend(shape)
+    backend = build_backend(shape_of())
     cache = torch.ones(4, 2, BLOCK_SIZE, 32)
     cache[1, 0, 2, 3] = torch.nan  # A key of the first request; a value of the second one.
     cache[3, 1, 0, 20] = torch.nan
     plan = backend.plan(build_attention_metadata([7, 7], [1, 1], [[0, 1], [2, 3]], BLOCK_SIZE), None, cache)
+    assert plan.compiled is not None
     answer = backend.attend(torch.ones(2, 4, 16), cache, plan).view(2, 2, 2, 16)
     is_nan = answer.isnan()
     assert is_nan[0, 0].all()

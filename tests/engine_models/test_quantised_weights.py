@@ -92,6 +92,26 @@ def test_not_a_number_stays_visible(method: Quantization, bad: float) -> None:
         assert product[:, :3].isfinite().all()
 
 
+def test_not_a_number_of_one_rank_makes_the_row_so_on_all() -> None:
+    """gloo's maximum of a number and NaN is the first rank's."""
+    weight = torch.ones(1, 2 * GROUP)
+    weight[0, -1] = torch.nan
+    halves = weight.chunk(2, dim=1)
+    sent: list[torch.Tensor] = []
+
+    def first_of_ranks(largest: torch.Tensor) -> torch.Tensor:
+        sent.append(largest)
+        maximum = sent[0]
+        for other in sent[1:]:
+            maximum = torch.where(maximum < other, other, maximum)
+        return maximum
+
+    for half in halves:
+        quantise_weight(half, "int8", first_of_ranks)
+    for half in halves:
+        assert quantise_weight(half, "int8", first_of_ranks).values().isnan().all()
+
+
 def test_int4_needs_whole_groups() -> None:
     with pytest.raises(ConfigError, match=r"quantization: int4 has groups of 32 inputs, .* has 40 inputs"):
         quantise_weight(torch.ones(2, 40), "int4")

@@ -77,7 +77,8 @@ def quantise_weight(
     grouped = weight.float().view(num_outputs, 1 if quantization == "int8" else num_inputs // GROUP, -1)
     largest = grouped.abs().amax(-1)
     if quantization == "int8" and largest_of_ranks is not None:
-        largest = largest_of_ranks(largest)
+        # Infinity instead of NaN, which a maximum over ranks may lose.
+        largest = largest_of_ranks(largest.masked_fill(largest.isnan(), torch.inf))
     scales = _rounded_up(largest / _LARGEST[quantization], _SCALE_BITS[quantization])
     scales = scales.clamp_min(_SMALLEST_SCALE)
     codes = (grouped / scales.unsqueeze(-1)).round_().clamp_(*_RANGES[quantization])
