@@ -16,7 +16,7 @@ from baton.core.config import ModelConfig
 from baton.core.errors import UserError
 from baton.core.retention import NEEDS_SESSION, RETENTION, TENANT, parse_retention, parse_tenant
 from baton.core.transfer_params import FIELD as TRANSFER_FIELD
-from baton.core.transfer_params import parse_cached_tokens, parse_transfer_params
+from baton.core.transfer_params import LEND_STORED, parse_cached_tokens, parse_transfer_params
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.core.client import EngineClient
 from baton.engine.text.tokenizer import Tokenizer
@@ -218,11 +218,12 @@ class Service:
         parse_tenant(fields.kv_transfer_params)
         if parse_retention(fields.kv_transfer_params).ends_session and fields.session_id is None:
             raise UserError(NEEDS_SESSION, field=f"{TRANSFER_FIELD}.{RETENTION}.ends_session")
-        fetches, lends = _is_set(fields, "do_remote_prefill"), _is_set(fields, "do_remote_decode")
+        fetches = _is_set(fields, "do_remote_prefill")
+        lends = _is_set(fields, "do_remote_decode") or _is_set(fields, LEND_STORED)
         if (fetches or lends) and num_prompts > 1:
             raise UserError("is for one prompt; send each prompt in its own request", field=TRANSFER_FIELD)
         if lends and fields.num_samples > 1:
-            raise UserError("must be 1 with do_remote_decode: one prefill lends once", field="n")
+            raise UserError(f"must be 1 with do_remote_decode or {LEND_STORED}: one loan", field="n")
 
     async def replay_given(self, samples: Sequence[Sample]) -> None:
         """Let the text of samples that another engine has begun follow its tokens. Raises UserError."""

@@ -110,6 +110,9 @@ def test_one_prefill_is_one_loan(http: httpx.Client, engine: ScriptedEngine) -> 
         refused_field(complete(http, kv_transfer_params=COMPUTE, prompt=["a", "b"])) == "kv_transfer_params"
     )
     assert refused_field(complete(http, kv_transfer_params=FETCH, prompt=["a", "b"])) == "kv_transfer_params"
+    stored = {"baton_lend_stored": True}
+    assert refused_field(complete(http, kv_transfer_params=stored, n=2)) == "n"
+    assert refused_field(complete(http, kv_transfer_params=stored, prompt=["a", "b"])) == "kv_transfer_params"
     assert engine.requests == []
 
 
