@@ -1,5 +1,6 @@
 """Reading ahead: bounded memory, owners, and loads from what was read while requests waited."""
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,8 @@ from baton.connectors.shared_storage.read_ahead import ReadAhead
 from baton.connectors.store_events import StoreEvents
 from baton.core.errors import BadTransferParams
 from baton.core.transfer_params import prefetches_of_hints
-from tests.connectors.storage_world import BLOCK, CHUNK, files_in
+from baton.engine.request import Request
+from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in
 from tests.connectors.test_shared_storage_halves import EMPTY, TABLE, Halves, prefill_of, request_of, wait_for
 
 A, B, C = (b"a", 0), (b"b", 0), (b"c", 0)
@@ -174,13 +176,43 @@ def test_a_hint_reads_a_prompt_ahead_until_its_time_is_up(tmp_path: Path) -> Non
     halves.close()
 
 
+class RequestWithHints:
+    """As vLLM's."""
+
+    def __init__(self, request: Request) -> None:
+        self._request = request
+        self.kv_hints: object = None
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._request, name)
+
+
 def test_hints_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.connectors.shared_storage.scheduler.HINTS_MAX", 2)
     halves = stored(tmp_path)
-    for first in range(4):
-        halves.scheduler._note_hint(tuple(range(first, first + CHUNK)), None)
-    assert list(halves.scheduler._hints) == ["hint 3", "hint 4"]
+    half, goes_on = halves.scheduler, threading.Event()
+    half.get_kv_connector_stats()
+
+    def hang() -> None:  # A slow store.
+        goes_on.wait(WAIT_S)
+
+    half._lookups.put(hang)
+
+    def hint(number: int) -> SimpleNamespace:
+        return SimpleNamespace(
+            action_type="prefetch", payload={"token_ids": list(range(number, number + CHUNK))}
+        )
+
+    for first in (0, 3):
+        request = RequestWithHints(request_of(f"r{first}", 3))
+        request.kv_hints = SimpleNamespace(actions=[hint(first + number) for number in range(3)])
+        half.on_new_request(request)  # type: ignore[arg-type]
+    assert list(half._hints) == ["hint 3", "hint 4"], "the last two of each request; of these the last two"
+    goes_on.set()
     halves.close()
+    stats = half.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["looked_up_chunks"] == 2, "what does not count is not looked up"
 
 
 def test_hints_of_vllm_name_prompts() -> None:

@@ -143,7 +143,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._prompt_of(request)
         if self._reads_ahead:
             hinted = prefetches_of_hints(getattr(request, "kv_hints", None))
-            for tokens in (*hinted, parse_prefetch(request.kv_transfer_params)):
+            for tokens in (*hinted[-HINTS_MAX:], parse_prefetch(request.kv_transfer_params)):
                 if tokens:
                     self._note_hint(tokens, request.cache_salt)
 
@@ -269,8 +269,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             self._end_reading_ahead(next(iter(self._hints)))
 
     def _end_reading_ahead(self, owner: str) -> None:
-        self._waiting.pop(owner, None)
-        self._hints.pop(owner, None)
+        prompt = self._waiting.pop(owner, None)
+        if self._hints.pop(owner, None) is not None and prompt is not None and prompt.lookup is not None:
+            prompt.lookup.is_cancelled = True  # Lookups of requests wait for it.
         if self._ahead.pop(owner, None) is not None:
             self._forget.append(owner)
 
@@ -455,6 +456,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     ) -> None:
         """Runs on the lookup thread. A value that exists is whole; the load verifies its content."""
         num_stored = tail = 0
+        if lookup.is_cancelled:
+            lookup.num_stored = 0
+            return
         try:
             with self._looking_up(prompt) as seen:
                 num_stored, tail = self._find_prefix(prompt, lookup, namespaces, keys, seen)
