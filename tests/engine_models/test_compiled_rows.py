@@ -1,6 +1,6 @@
 """Compiled norms and rotations, compared with torch's operations."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -8,12 +8,21 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.attention.compiled import LIBRARY
+from baton.engine.attention.compiled import LEVELS, LIBRARY
 from baton.engine.models import compiled_rows
 from baton.engine.models.layers import rms_norm
 from baton.engine.models.rotary import rotate
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no C compiler on this machine")
+
+
+@pytest.fixture(autouse=True, scope="module", params=range(len(LEVELS)), ids=LEVELS)
+def level(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Sets of instructions, of which the CPU may not have all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compiled_rows, "_LEVEL", request.param)
+        yield
+
 
 DTYPES = [torch.float32, torch.bfloat16]
 

@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from baton.engine.attention.compiled import load_library
+from baton.engine.attention.compiled import LEVELS, load_library
 
 _LANES = 16  # As in `numbers.h`.
+_LEVEL = len(LEVELS) - 1  # The CPU may have less.
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _DTYPES = (torch.float32, torch.bfloat16)
 
@@ -31,8 +32,8 @@ def _functions() -> _Functions | None:
     except (OSError, AttributeError):
         return None
     library.baton_rms_norm_1.restype = library.baton_rotate_1.restype = None
-    library.baton_rms_norm_1.argtypes = (*[_POINTER] * 3, *[_SIZE] * 6, ctypes.c_float, *[ctypes.c_int] * 2)
-    library.baton_rotate_1.argtypes = (*[_POINTER] * 4, *[_SIZE] * 5, ctypes.c_int)
+    library.baton_rms_norm_1.argtypes = (*[_POINTER] * 3, *[_SIZE] * 6, ctypes.c_float, *[ctypes.c_int] * 3)
+    library.baton_rotate_1.argtypes = (*[_POINTER] * 4, *[_SIZE] * 5, *[ctypes.c_int] * 2)
     return _Functions(library.baton_rms_norm_1, library.baton_rotate_1)
 
 
@@ -61,6 +62,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor 
         eps,
         dtype == torch.bfloat16,
         is_wide,
+        _LEVEL,
     )
     return out
 
@@ -85,6 +87,7 @@ def rotate(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
         x_TAD.stride(0),
         x_TAD.stride(1),
         x_TAD.dtype == torch.bfloat16,
+        _LEVEL,
     )
     return out
 

@@ -4,7 +4,8 @@
    baton_rotate_1     rotary embedding of `[rows, heads, size]`, halves against each other
 
    `compiled_rows.py` calls them. Numbers are float32 or bfloat16. All is computed in float32, and rounded to bfloat16
-   where torch's operations round: results are those of `rms_norm` and `rotate`, but for the order of a sum. */
+   where torch's operations round: results are those of `rms_norm` and `rotate`, but for the order of a sum. `level` is
+   the most that is used of the CPU's instructions: 0 baseline, 1 AVX2, 2 AVX-512. */
 
 #include "numbers.h"
 
@@ -98,12 +99,13 @@ VERSIONS(plain, )
 VERSIONS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))))
 VERSIONS(avx2, __attribute__((target("avx2,fma"))))
 
-static int level(void)
+static int usable(int level)
 {
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
+    if (level >= 2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
         return 2;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+    return level >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
 }
 #else
 #define norm_avx512 norm_plain
@@ -111,14 +113,19 @@ static int level(void)
 #define rotate_avx512 rotate_plain
 #define rotate_avx2 rotate_plain
 
-static int level(void) { return 0; }
+static int usable(int level)
+{
+    (void)level;
+    return 0;
+}
 #endif
 
 void baton_rms_norm_1(void *out, const void *in, const void *weight, int64_t rows, int64_t heads, int64_t size,
-                      int64_t row_stride, int64_t head_stride, int64_t weight_stride, float eps, int narrow, int wide)
+                      int64_t row_stride, int64_t head_stride, int64_t weight_stride, float eps, int narrow, int wide,
+                      int level)
 {
     struct rows s = {out, in, rows, heads, size, row_stride, head_stride};
-    switch (level()) {
+    switch (usable(level)) {
     case 2:
         norm_avx512(&s, weight, weight_stride, eps, narrow, wide);
         break;
@@ -131,10 +138,10 @@ void baton_rms_norm_1(void *out, const void *in, const void *weight, int64_t row
 }
 
 void baton_rotate_1(void *out, const void *in, const void *cosines, const void *sines, int64_t rows, int64_t heads,
-                    int64_t size, int64_t row_stride, int64_t head_stride, int narrow)
+                    int64_t size, int64_t row_stride, int64_t head_stride, int narrow, int level)
 {
     struct rows s = {out, in, rows, heads, size, row_stride, head_stride};
-    switch (level()) {
+    switch (usable(level)) {
     case 2:
         rotate_avx512(&s, cosines, sines, narrow);
         break;
