@@ -23,7 +23,10 @@ class AlignedMemory(threading.local):
 
 
 class AlignedPool:
-    """Memory that one thread takes and another gives back. All pieces have the size of the largest so far."""
+    """Memory that one thread takes and another gives back. Pieces that are kept have the size of the largest.
+
+    What needs half of that or less gets memory of its own size: many tails of chunks may wait to be written.
+    """
 
     def __init__(self, num_kept: int) -> None:
         """`num_kept`: pieces that are kept for the next `take`."""
@@ -35,12 +38,14 @@ class AlignedPool:
     def take(self, nbytes: int) -> mmap.mmap:
         """At least `nbytes` bytes, not initialised."""
         with self._lock:
-            if self._nbytes < nbytes:
-                self._nbytes = whole_pages(nbytes)
+            size = whole_pages(nbytes)
+            if self._nbytes < size:
+                self._nbytes = size
                 self._free.clear()
-            if self._free:
-                return self._free.pop()
-            size = self._nbytes
+            if 2 * size > self._nbytes:
+                if self._free:
+                    return self._free.pop()
+                size = self._nbytes
         return _allocate(size)
 
     def give_back(self, memory: mmap.mmap) -> None:
