@@ -107,7 +107,7 @@ EVENT_STREAM = LegAnswer(200, {"content-type": "text/event-stream; charset=utf-8
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A client's completion. `session`: the client's X-Session-Id."""
+    """A client's completion. `session`: of its X-Session-Id (`turns.session_of`)."""
 
     id: str
     body: Mapping[str, Any]

@@ -11,6 +11,7 @@ computes what it cannot fetch.
 
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
+from hashlib import blake2b
 from typing import Any, NamedTuple
 
 import msgspec
@@ -32,6 +33,13 @@ _MARK = f'"{PARAMS}"'.encode()
 class Turn(NamedTuple):
     keeper: Engine  # The decode engine that keeps the blocks.
     params: dict[str, Any]
+
+
+def session_of(name: str | None, tenant: str) -> str | None:
+    """The session in a `TurnTable`. Two tenants may choose one name. `tenant`: of a key or token, or ""."""
+    if not name or not tenant or len(name) > SESSION_CHARS_MAX:
+        return name
+    return blake2b(f"{tenant}\0{name}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 class TurnTable:

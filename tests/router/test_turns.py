@@ -7,8 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
+from baton.http.auth import AuthSettings, Tenant
+from baton.http.settings import HttpSettings
 from baton.router.fleet import Engine
 from baton.router.turns import KEPT_S, SESSION_CHARS_MAX, TURNS_MAX, Turn, TurnSieve, TurnTable
+from tests.http.test_auth import bearer
 from tests.router.fakes import TICKET, Call, FakeEngine, hangs, lends, system
 
 KEPT = {
@@ -74,6 +77,19 @@ async def test_events_with_any_line_end_hide_the_params_also_when_two_arrive_at_
             assert "error" not in answer.text
     legs = [call.body["kv_transfer_params"] for call in prefill.calls]
     assert [leg.get("baton_ticket") for leg in legs] == [None, "of D"]
+
+
+async def test_a_tenant_does_not_take_the_turn_of_anothers_session_with_the_same_name() -> None:
+    prefill, decode = FakeEngine(lends), FakeEngine(keeps)
+    tenants = {name: Tenant(keys=(f"key-of-{name}",)) for name in ("a", "b")}
+    doors = HttpSettings(auth=AuthSettings(tenants=tenants))
+    async with system([prefill], [decode], first_token=False, doors=doors) as s:
+        for name in ("a", "b", "a"):
+            headers = {**SESSION, **bearer(f"key-of-{name}")}
+            answer = await s.client.post("/v1/completions", json={"prompt": [1, 2, 3]}, headers=headers)
+            assert answer.status_code == 200
+    legs = [call.body["kv_transfer_params"] for call in prefill.calls]
+    assert [leg.get("baton_ticket") for leg in legs] == [None, None, "of D"]
 
 
 async def answers_without(call: Call) -> None:

@@ -48,7 +48,7 @@ from baton.router.shell.requests import RequestDriver, Requests, report_refusal
 from baton.router.shell.timers import TimerWheel
 from baton.router.spans import spans_of
 from baton.router.timeline import RecentRequests, Recorder, RequestTimeline, latest_first
-from baton.router.turns import SESSION_HEADER
+from baton.router.turns import SESSION_HEADER, session_of
 from baton.tracing import open_tracer
 from baton.tracing.trace_context import TRACEPARENT, TRACESTATE
 
@@ -428,7 +428,7 @@ class Router:
             id=ask.headers[REQUEST_ID],
             body=body,
             is_chat=incoming.path == CHAT_PATH,
-            session=session,
+            session=session_of(session, named),
             received_at_s=incoming.received_at_s,
             objective=objective,
         )
