@@ -176,8 +176,9 @@ async def test_no_request_waits_while_ranks_restart(played: Played) -> None:
         failed = EngineOutput(request_id="a", new_token_ids=[], finish_reason="error")
         crossing = asyncio.ensure_future(anext(client.generate(request("b"))))
         await core.hears(AddRequest(request("b")))
-        core.send(Outputs(EngineOutputs(outputs=[failed])), Restarting("rank 1 is gone"))
+        core.send(Restarting("rank 1 is gone", [failed]))
         assert await anext(stream) == failed
+        assert client.unready_reason is not None  # As soon as a client has its error.
         for refused in (crossing, anext(client.generate(request("c")))):
             with pytest.raises(EngineUnreadyError, match="starts its ranks anew: rank 1 is gone"):
                 await refused

@@ -44,7 +44,7 @@ MESSAGES = (
     core.Stop(),
     core.Started("introduction"),
     core.StartFailed("message", True),
-    core.Restarting("reason"),
+    core.Restarting("reason", [OUTPUT]),
     core.Restarted("introduction"),
     core.Outputs(
         api.EngineOutputs(outputs=[OUTPUT], stats=api.SchedulerStats(kv_connector_stats={"num_loans": 1}))

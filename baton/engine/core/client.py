@@ -245,10 +245,11 @@ class EngineClient(asyncio.Protocol):
                     self._introduction = introduction
                     if not self._started.done():
                         self._started.set_result(None)
-                case messages.Restarting(reason):
+                case messages.Restarting(reason, failed):
                     logger.error("the engine lost a rank and restarts its ranks: %s", reason)
                     self._introduction = None
                     self._restarting = reason
+                    self._deliver(failed)
                     self._fail_open(EngineUnreadyError(f"the engine starts its ranks anew: {reason}"))
                     self._hang_watch.stop()  # Loading the weights may take longer than a step.
                 case messages.Restarted(introduction):

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from baton.core.config import EngineConfig
-from baton.engine.api import EngineOutputs, EngineRequest
+from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest
 
 
 class Start(msgspec.Struct, frozen=True, tag="Start", array_like=True):
@@ -58,9 +58,13 @@ class StartFailed(msgspec.Struct, frozen=True, tag="StartFailed", array_like=Tru
 
 
 class Restarting(msgspec.Struct, frozen=True, tag="Restarting", array_like=True):
-    """A rank died and all are restarted. Open requests have been answered; new ones are refused."""
+    """A rank died and all are restarted. Open requests end so; new ones are refused.
+
+    One message, so that the front end is not ready when clients get their errors.
+    """
 
     reason: str
+    failed: list[EngineOutput] = []
 
 
 class Restarted(msgspec.Struct, frozen=True, tag="Restarted", array_like=True):

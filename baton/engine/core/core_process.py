@@ -120,9 +120,7 @@ class CoreLoop:
             self._last_stats = outputs.stats
 
     def hand_over_death(self, death: ExecutorDied) -> None:
-        """Send it at once, so that the front end is not ready when clients get their errors."""
-        self.hand_over(self._core.fail_all(death))
-        self._send(messages.Restarting(str(death)))
+        self._send(messages.Restarting(str(death), self._core.fail_all(death).outputs))
 
     def _is_news(self, stats: SchedulerStats | None) -> bool:
         """Whether to send the stats. Counts of this step are news even if the last step's were equal."""
