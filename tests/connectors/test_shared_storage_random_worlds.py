@@ -205,7 +205,7 @@ class StorageWorld(StoreWorld):
     on_failure=st.sampled_from(["recompute", "recompute", "fail"]),
     windows=st.sampled_from([(), (None, 9), (9, None, 5), (6,), (None, 12, None, 12), (None, 30)]),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 def test_every_answer_equals_a_single_engines_and_nothing_leaks(
     seed: int, num_ranks: int, chunk_blocks: int, on_failure: str, windows: tuple[int | None, ...]
 ) -> None:

@@ -11,8 +11,8 @@ from baton.core.errors import UserError
 from baton.sim.full import FAILED, FULL
 from baton.sim.kernel.runs import MODES
 
-NUM_WORLDS = 150  # Of each mode.
-RARE = {"pull": 189, "push": 181}  # One more world, with an event of HAPPENS that the others lack.
+NUM_WORLDS = 100  # Of each mode.
+RARE = {"pull": (189,), "push": (144, 181)}  # More worlds, with events of HAPPENS that the others lack.
 TRIES = 60
 
 # The first seed that is tried. When a change of the world moves it,
@@ -176,8 +176,8 @@ def test_no_seed_that_ever_failed_fails_again(mode: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", MODES)
-def test_no_invariant_breaks_in_300_full_worlds(mode: str) -> None:
-    report = FULL.run_seeds(mode, (*range(NUM_WORLDS), RARE[mode]))
+def test_no_invariant_breaks_in_full_worlds(mode: str) -> None:
+    report = FULL.run_seeds(mode, (*range(NUM_WORLDS), *RARE[mode]))
     assert [f"{broken.command}: {broken.kind}" for broken in report.broken] == []
     assert report.counts["handoffs delivered"] > 3 * report.num_worlds
     assert report.counts["client: answered"] > 3 * report.num_worlds
@@ -204,7 +204,7 @@ def test_a_seed_tells_the_same_story_in_every_process() -> None:
     """Sets have another order in each process. No world may depend on it."""
     script = (
         "from baton.sim.full import FULL\n"
-        "for seed in range(3):\n"
+        "for seed in range(2):\n"
         "    for mode in ('pull', 'push'):\n"
         "        print('\\n'.join(FULL.replay(mode, seed)))\n"
     )
