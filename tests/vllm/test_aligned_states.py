@@ -69,7 +69,7 @@ class Zeroing(BatonSharedStorageConnector):
         for copies in self._worker_half._staged.values():
             for copy in copies:
                 if copy.window == STATE:
-                    copy.body.zero_()
+                    copy.body[:] = bytes(len(copy.body))
 """,
 }
 

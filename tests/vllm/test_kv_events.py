@@ -105,4 +105,4 @@ def test_a_router_finds_a_prompt_where_vllm_has_it(salt: str | None) -> None:
     index.apply("e", stored_by_vllm(tokens, salt))
     for asked in (None, "theirs", "ours"):
         found = index.match(prefix_keys(tokens, BLOCK, root_key(None, asked)), BLOCK)
-        assert found == ({"e": Match(512, 512)} if asked == salt else {})
+        assert found == ({"e": Match.in_cache(512)} if asked == salt else {})
