@@ -13,6 +13,7 @@ turns. The budget: 0.15 ms at 16 running requests, 1 ms at 256; with a connector
 import contextlib
 import socket
 import statistics
+import sys
 import time
 from collections.abc import Callable, Container, Iterator
 from concurrent.futures import Future
@@ -237,9 +238,9 @@ def main() -> None:
         parts = (row.schedule_ms, row.runner_ms, row.update_ms, row.transport_ms, row.total_ms)
         table.add_row(
             str(row.num_running),
-            row.connector,
+            row.connector.removeprefix("Baton").removesuffix("Connector").lower(),
             *(f"{part:.3f}" for part in parts),
             f"{_budget_ms(row, alone_ms[row.num_running]):.3f}",
             f"{row.front_end_ms:.3f}",
         )
-    Console().print(table)
+    Console(width=None if sys.stdout.isatty() else 120).print(table)
