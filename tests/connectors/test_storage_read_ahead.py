@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from baton.connectors.shared_storage.connector import check_request
 from baton.connectors.shared_storage.events import ChunkEvents
 from baton.connectors.shared_storage.read_ahead import ReadAhead
+from baton.connectors.shared_storage.settings import FilesTier
 from baton.connectors.store_events import StoreEvents
 from baton.core.errors import BadTransferParams
 from baton.core.transfer_params import prefetches_of_hints
@@ -102,6 +103,19 @@ def stored(tmp_path: Path) -> Halves:
 
 def num_held(halves: Halves) -> int:
     return sum(entry.body is not None for entry in halves.ranks[0]._ahead._entries.values())
+
+
+def test_what_is_read_ahead_from_a_slower_store_is_written_to_the_faster_one(tmp_path: Path) -> None:
+    fast, slow = tmp_path / "fast", tmp_path / "slow"
+    stored(slow).close()
+    halves = Halves.start(slow, path=None, tiers=tuple(FilesTier(path=str(each)) for each in (fast, slow)))
+    halves.shake_hands()
+    request = request_of("waits", 3 * CHUNK + 1)
+    halves.scheduler.on_new_request(request)
+    wait_for(lambda: halves.scheduler.get_num_new_matched_tokens(request, 0)[0] == 3 * CHUNK)
+    assert len(halves.step(EMPTY).read_ahead) == 1
+    wait_for(lambda: len(files_in(fast)) == 3)
+    halves.close()
 
 
 def test_a_request_that_waits_loads_from_host_memory(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageMetadata,
     StorageReport,
 )
-from baton.connectors.shared_storage.read_ahead import ReadAhead
+from baton.connectors.shared_storage.read_ahead import Chunk, ReadAhead
 from baton.connectors.shared_storage.speeds import Read
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import make_tiers
@@ -103,7 +103,7 @@ class StorageWorkerHalf(BackgroundLoads):
         # Threads of their own, so that no load waits for what is read ahead.
         num_prefetchers = settings.io_threads if identity.loads and settings.prefetch_max_mib else 0
         self._prefetcher = Jobs(f"kv-prefetch-{identity.rank}", num_prefetchers)
-        self._ahead: ReadAhead[torch.Tensor] = ReadAhead(settings.prefetch_max_mib * MIB)
+        self._ahead: ReadAhead[tuple[ChunkName, torch.Tensor]] = ReadAhead(settings.prefetch_max_mib * MIB)
         # Guarded by the lock too, because the threads set them.
         self._backlog_bytes = 0
         self._num_unwritten = 0  # Since the last log line; used by the writer's thread.
@@ -343,8 +343,8 @@ class StorageWorkerHalf(BackgroundLoads):
         form = blocks.form
         started = self._clock()
         read: StoreRead[memoryview] | None = None
-        if (body := self._ahead.find((part.key, part.kind))) is not None:
-            name, _ = self._find(part, blocks)
+        if (ahead := self._ahead.find((part.key, part.kind))) is not None:
+            name, body = ahead
         else:
             name, read = self._read(part, blocks)
             body = form.body_in(read.proven)
@@ -383,20 +383,23 @@ class StorageWorkerHalf(BackgroundLoads):
 
     def _read_ahead(self, part: ChunkPart) -> None:
         """Runs on a thread of the prefetcher. What cannot be read is left to the load, which counts it."""
-        chunk, body = (part.key, part.kind), None
+        chunk: Chunk = (part.key, part.kind)
+        proven: tuple[ChunkName, torch.Tensor] | None = None
         if not self._ahead.begin(chunk):
             return
         try:
             blocks, started = self._blocks_of(part), self._clock()
-            _, read = self._read(part, blocks)
-            body = blocks.form.body_in(read.proven).clone()
+            name, read = self._read(part, blocks)
+            proven = name, blocks.form.body_in(read.proven).clone()
             with self._lock:
                 self._reads.append(Read(read.store, read.nbytes, self._clock() - started))
+            if read.store:
+                self._promote(part.key, blocks, read.proven, read.store)
         except Unusable as error:
             logger.debug("could not read %s ahead: %s", part.key.hex(), error)
         except Exception:  # Only this chunk is not read ahead.
             logger.exception("reading %s ahead failed", part.key.hex())
-        self._ahead.end(chunk, body)
+        self._ahead.end(chunk, proven)
 
     def _promote(self, key: bytes, blocks: CacheBlocks, body: memoryview, store: int) -> None:
         """Has the writer copy a chunk to the stores before this one, unless too much waits already.
