@@ -38,7 +38,10 @@ KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_he
 Quantization = Literal["int8", "int4"]
 """Weights of linear layers in few bits, made at load (`baton.engine.models.quantised_weights`)."""
 
-_WEIGHTS = {"int8": "int8 for each row", "int4": "int4 in groups of 32"}
+INT4_GROUP = 32
+"""Inputs that share a scale of int4 weights."""
+
+_WEIGHTS = {"int8": "int8 for each row", "int4": f"int4 in groups of {INT4_GROUP}"}
 """Name of the weights in a fingerprint: it changes with the numbers that a quantization stands for."""
 
 _STORED_DTYPES = {

@@ -10,7 +10,7 @@ from baton.core.config import Quantization
 from baton.core.errors import ConfigError
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.models import quantised_weights
-from baton.engine.models.quantised_weights import ERROR_BOUNDS, GROUP, QuantisedMatmul, quantise_weight
+from baton.engine.models.quantised_weights import ERROR_BOUNDS, INT4_GROUP, QuantisedMatmul, quantise_weight
 from tests.engine_models.paged import SHUFFLED_BLOCKS, CheckpointOf, PagedModel, prompt_of
 
 METHODS: list[Quantization] = ["int8", "int4"]
@@ -20,13 +20,13 @@ NUMBERS = st.floats(-LARGEST, LARGEST, width=32)
 
 def bounds_of(weight: torch.Tensor, method: Quantization) -> torch.Tensor:
     """The stated error of each number, in float64."""
-    size = weight.shape[1] if method == "int8" else GROUP
+    size = weight.shape[1] if method == "int8" else INT4_GROUP
     largest = weight.double().abs().view(len(weight), -1, size).amax(-1)
     return (ERROR_BOUNDS[method] * largest).repeat_interleave(size, dim=1) + 2.0**-126
 
 
 @pytest.mark.parametrize("method", METHODS)
-@given(numbers=st.lists(NUMBERS, min_size=2 * GROUP, max_size=2 * GROUP))
+@given(numbers=st.lists(NUMBERS, min_size=2 * INT4_GROUP, max_size=2 * INT4_GROUP))
 def test_a_number_is_within_the_stated_error(method: Quantization, numbers: list[float]) -> None:
     weight = torch.tensor(numbers).view(1, -1)
     values = quantise_weight(weight, method).values()
@@ -56,7 +56,7 @@ def test_a_product_is_within_the_stated_error(
             * (torch.randn(shape[-1:], generator=generator) * spread).exp()
         )
 
-    weight, x = random(num_outputs, 3 * GROUP).to(dtype), random(num_rows, 3 * GROUP).to(dtype)
+    weight, x = random(num_outputs, 3 * INT4_GROUP).to(dtype), random(num_rows, 3 * INT4_GROUP).to(dtype)
     bias = random(num_outputs).to(dtype) if seed % 2 else None
     with torch.inference_mode():
         found = QuantisedMatmul(weight, bias, method)(x)
@@ -71,7 +71,7 @@ def test_a_product_is_within_the_stated_error(
 
 @pytest.mark.parametrize("method", METHODS)
 def test_ranks_have_the_numbers_of_the_whole_matrix(method: Quantization) -> None:
-    weight = torch.randn(8, 4 * GROUP, generator=torch.Generator().manual_seed(1))
+    weight = torch.randn(8, 4 * INT4_GROUP, generator=torch.Generator().manual_seed(1))
     whole, halves = quantise_weight(weight, method).values(), weight.chunk(2, dim=1)
 
     def largest_of_ranks(_: torch.Tensor) -> torch.Tensor:
@@ -84,17 +84,17 @@ def test_ranks_have_the_numbers_of_the_whole_matrix(method: Quantization) -> Non
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
 def test_not_a_number_stays_visible(method: Quantization, bad: float) -> None:
-    weight = torch.ones(16, GROUP)
+    weight = torch.ones(16, INT4_GROUP)
     weight[3, 5] = bad
     for num_rows in (1, 32):
-        product = QuantisedMatmul(weight, None, method)(torch.ones(num_rows, GROUP))
+        product = QuantisedMatmul(weight, None, method)(torch.ones(num_rows, INT4_GROUP))
         assert product[:, 3].isnan().all()
         assert product[:, :3].isfinite().all()
 
 
 def test_not_a_number_of_one_rank_makes_the_row_so_on_all() -> None:
     """gloo's maximum of a number and NaN is the first rank's."""
-    weight = torch.ones(1, 2 * GROUP)
+    weight = torch.ones(1, 2 * INT4_GROUP)
     weight[0, -1] = torch.nan
     halves = weight.chunk(2, dim=1)
     sent: list[torch.Tensor] = []

@@ -292,6 +292,14 @@ def test_a_request_that_can_never_run_is_refused_with_a_remedy(
     assert world.half.log == []
 
 
+def test_params_of_a_wrong_type_leave_nothing_queued() -> None:
+    world = World()
+    with pytest.raises(UserError, match="do_remote_decode"):
+        world.scheduler.add_request(engine_request("a", [1], params={"do_remote_decode": 1}))
+    assert not world.scheduler.has_requests()
+    assert world.half.log == []
+
+
 def test_the_largest_request_that_can_run_runs() -> None:
     world = World(num_blocks=10, max_model_len=64)
     world.add("a", prompt(0, 39), max_tokens=1)

@@ -58,9 +58,9 @@ class StartFailed(msgspec.Struct, frozen=True, tag="StartFailed", array_like=Tru
 
 
 class Restarting(msgspec.Struct, frozen=True, tag="Restarting", array_like=True):
-    """A rank died and all are restarted. Open requests end so; new ones are refused.
+    """A rank died and all are restarted. Open requests end with `failed`; new ones are refused.
 
-    One message, so that the front end is not ready when clients get their errors.
+    Both are in one message, so that the front end is not ready when a client gets its error.
     """
 
     reason: str

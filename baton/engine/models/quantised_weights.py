@@ -1,7 +1,7 @@
 """Weights of few bits: integers and scales, made from a matrix when a checkpoint is loaded (weight only).
 
     int8   w ~ q s   q in [-127, 127]   a scale s for each row (output)
-    int4   w ~ q s   q in [-8, 7]       a scale s for each GROUP inputs of a row
+    int4   w ~ q s   q in [-8, 7]       a scale s for each INT4_GROUP inputs of a row
 
 |w - q s| <= s / 2. A scale is at most twice `ERROR_BOUNDS` times the largest magnitude of its row or group.
 It is rounded up to few bits, so that bfloat16 can represent it, and for int4 also q s. An infinity or NaN
@@ -22,12 +22,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from baton.core.config import Quantization
+from baton.core.config import INT4_GROUP, Quantization
 from baton.core.errors import ConfigError
 from baton.engine.models.matmul import Matmul, is_packable
-
-GROUP = 32
-"""Inputs that share a scale of int4."""
 
 _LARGEST = {"int8": 127.0, "int4": 7.5}  # In steps of the scale. 7.5 is half a step from 7, and from 8.
 _RANGES = {"int8": (-127, 127), "int4": (-8, 7)}
@@ -50,7 +47,7 @@ class QuantisedWeight(NamedTuple):
     """A matrix of O outputs and I inputs."""
 
     codes: torch.Tensor  # int8 [O, I].
-    scales: torch.Tensor  # float32 [O, 1] or [O, I / GROUP].
+    scales: torch.Tensor  # float32 [O, 1] or [O, I / INT4_GROUP].
 
     def values(self) -> torch.Tensor:
         """float32 [O, I]."""
@@ -68,13 +65,13 @@ def quantise_weight(
     Raises ConfigError if the inputs are not whole groups.
     """
     num_outputs, num_inputs = weight.shape
-    if quantization == "int4" and num_inputs % GROUP:
+    if quantization == "int4" and num_inputs % INT4_GROUP:
         raise ConfigError(
-            f"int4 has groups of {GROUP} inputs, and a matrix of this model has {num_inputs} inputs on a "
-            "rank; choose int8, or fewer ranks",
+            f"int4 has groups of {INT4_GROUP} inputs, and a matrix of this model has {num_inputs} inputs "
+            "on a rank; choose int8, or fewer ranks",
             field="quantization",
         )
-    grouped = weight.float().view(num_outputs, 1 if quantization == "int8" else num_inputs // GROUP, -1)
+    grouped = weight.float().view(num_outputs, 1 if quantization == "int8" else num_inputs // INT4_GROUP, -1)
     largest = grouped.abs().amax(-1)
     if quantization == "int8" and largest_of_ranks is not None:
         # Infinity instead of NaN, which a maximum over ranks may lose.
@@ -147,7 +144,7 @@ def _few_rows_kernel(weight: QuantisedWeight) -> Kernel | None:
     """Product of contiguous rows `[rows, I]` in bfloat16; None without a kernel for the weight."""
     codes, scales = weight
     num_outputs, num_inputs = codes.shape
-    if codes.device.type != "cpu" or num_inputs % GROUP:
+    if codes.device.type != "cpu" or num_inputs % INT4_GROUP:
         return None
     if scales.shape[1] == 1:
         of_rows = scales.squeeze(1).bfloat16()
@@ -157,7 +154,7 @@ def _few_rows_kernel(weight: QuantisedWeight) -> Kernel | None:
     padded = F.pad(scales, (0, 0, 0, padding)).t()
     scales_and_zeros = torch.stack((padded, torch.zeros_like(padded)), dim=-1).bfloat16().contiguous()
     if padding:
-        return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales_and_zeros)[
+        return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, INT4_GROUP, scales_and_zeros)[
             :, :num_outputs
         ]
-    return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, GROUP, scales_and_zeros)
+    return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, INT4_GROUP, scales_and_zeros)

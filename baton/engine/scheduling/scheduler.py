@@ -84,6 +84,7 @@ class Scheduler:
         check_can_run(asked, self.config)
         if asked.request_id in self.requests:
             raise UserError(f"{asked.request_id!r} is in use; choose a new one", field="request_id")
+        is_from_cache = asks_for_prefill(asked.kv_transfer_params) and not self.kv_cache.has_states
         request = Request(
             asked,
             block_size=self.kv_cache.block_size,
@@ -98,7 +99,6 @@ class Scheduler:
         except RequestFault as fault:
             self._lifecycle.fail(request, fault.error)
             return None
-        is_from_cache = asks_for_prefill(request.kv_transfer_params) and not self.kv_cache.has_states
         if not request.computes_nothing or is_from_cache:
             return None
         self._lifecycle.finish(request, RequestStatus.FINISHED_LENGTH_CAPPED)
