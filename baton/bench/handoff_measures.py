@@ -159,7 +159,7 @@ class _Bench:
         return median(ratios)
 
     def _beside_p99_s(self, num_tokens: int) -> dict[str, float]:
-        """Return the fields of `Overheads`: an answer of D beside others, which end after it."""
+        """Return the fields of `Overheads`: of an answer of D while other requests run."""
         gaps_s: dict[str, list[float]] = {"beside_handoffs_p99_s": [], "beside_prompts_p99_s": []}
         urls = (self._system.router, self._system.single)
         with ThreadPoolExecutor(1) as pool:
@@ -179,7 +179,7 @@ def phases_of(timeline: Mapping[str, Any], first_at_s: float, second_at_s: float
         timeline: of the request at D, as in `GET /baton/requests/{id}`.
         first_at_s: the client had the first token. Like `second_at_s`, on the clock of `arrived_at_s`.
 
-    What ended before the first token, as push does it, has 0.
+    A phase that ended before the first token has 0, as most phases of push.
     """
     came_at_s, fetch = timeline["arrived_at_s"], timeline["fetch"] or {}
     ends = {

@@ -50,6 +50,10 @@ class Keep:
         ttl = "" if self.ttl_s is None else self.ttl_s
         return f"{chunk}.{self.priority}.{ttl}.{self.tenant}{KEEP_SUFFIX}"
 
+    def raised(self) -> Keep:
+        """For chunks that the request uses and has not stored, so that it harms no other request."""
+        return Keep(max(0, self.priority))
+
     def without_tenant(self) -> Keep:
         return Keep(self.priority, self.ttl_s)
 

@@ -257,13 +257,12 @@ class Sweeps:
     def end(self, chunks: Sequence[str], values: Sequence[str], keep: Keep) -> None:
         """The session that alone used these chunks has ended: they go first.
 
-        `values`: their values' names; `keep`: what the session asked for.
+        `values`: their values' names; `keep`: what its last request asks. Keeps of other requests stay.
         """
+        keeps = {keep, keep.without_tenant(), keep.raised()} - {NO_KEEP}
         for store, _ in self._limited:
             try:
-                store.remove(
-                    [each.name_of(chunk) for chunk in chunks for each in (keep, keep.without_tenant())]
-                )
+                store.remove([each.name_of(chunk) for chunk in chunks for each in keeps])
                 for name in values:
                     store.touch(name, ENDED_S)
             except StoreError as error:

@@ -124,7 +124,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
 
     def submit_load(self, job_metadata: Any) -> None:
         self._transfers.load(job_metadata.job_id, list(job_metadata.keys), _rows_of(job_metadata))
-        self._keep(job_metadata, Keep(max(0, _retention_of(job_metadata).priority)))
+        self._keep(job_metadata, Keep(_retention_of(job_metadata).priority).raised())
 
     def get_finished_jobs(self) -> Iterable[Any]:
         self._transfers.expire()

@@ -142,6 +142,16 @@ def test_chunks_of_an_ended_session_go_first_until_they_are_used(store: FileStor
     assert kept(store) == [1, 2, 3]
 
 
+def test_an_ended_session_leaves_no_keep_of_its_last_request(store: FileStore) -> None:
+    """Neither of the chunks that it stored nor of those that it used; keeps of other requests stay."""
+    sweeps = Sweeps([(store, Limits(10**6, tenant_max_bytes=400))])
+    chunk, keep, other = chunk_of(name_of(0)), Keep(5, 60, "aa"), Keep(9)
+    for each in (keep, keep.raised(), other):
+        sweeps.keep([chunk], each)
+    sweeps.end([chunk], [], keep)
+    assert [stored.name for stored in store.scan()] == [other.name_of(chunk)]
+
+
 # --- Totals -----------------------------------------------------------------------------------------
 
 

@@ -412,6 +412,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         found = [key for key in prompt.keys[: prompt.num_saved] if key not in prompt.saved_keys]
         self._sessions.used(asked.session, found)
         ended = self._sessions.end(asked.session) if asked.ends_session else []
+        saved = [key for key in prompt.saved_keys if key not in set(ended)]
+        found = [key for key in found if key not in set(ended)]
         keep = Keep(asked.priority, asked.ttl_s, asked.tenant)
         if self._namespaces and (ended or keep != NO_KEEP):
             was_full, self._is_keeper_full = self._is_keeper_full, keeper.num_waiting >= KEEPS_MAX
@@ -419,7 +421,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
                 if not was_full:
                     logger.warning("%d requests wait for a store; retention is not kept", KEEPS_MAX)
                 return
-            keeper.put(partial(self._write_retention, keep, list(prompt.saved_keys), found, ended))
+            keeper.put(partial(self._write_retention, keep, saved, found, ended))
 
     # --- Threads -------------------------------------------------------------------------------
 
@@ -532,7 +534,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     ) -> None:
         """Runs on the keeper's thread."""
         self._sweeps.keep([self._chunk(key) for key in saved], keep)
-        self._sweeps.keep([self._chunk(key) for key in found], Keep(max(0, keep.priority)))
+        self._sweeps.keep([self._chunk(key) for key in found], keep.raised())
         ranks, windows = range(self._identity.num_ranks), [kind.window_of_files for kind in self._kinds]
         values = [
             str(ChunkName(self._namespaces[0], key, rank, window))

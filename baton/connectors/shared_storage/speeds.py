@@ -23,7 +23,7 @@ STALE_S = 120.0
 FEWEST = 4  # Measurements before a speed is known.
 TOLD_APART = 0.01  # Relative variance of the amounts from which on latency and rate are told apart.
 IN_FLIGHT_MAX = 64  # Steps that were planned and not reported.
-PREFILL_TOKENS = 16  # A step with fewer tokens of prompts is none of prefill.
+PREFILL_TOKENS = 16  # A step with fewer prompt tokens does not count as prefill.
 
 
 class Read(NamedTuple):
