@@ -26,8 +26,8 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from baton.connectors.extra_config import FIELD, parse_extra
-from baton.connectors.jobs import Jobs, Repeated
-from baton.connectors.shared_storage.stores import make_sweeps, make_tiers
+from baton.connectors.jobs import Repeated
+from baton.connectors.shared_storage.stores import Keeper, make_sweeps, make_tiers
 from baton.core.errors import ConfigError
 from baton.core.retention import PLAIN, Retention, make_retention
 from baton.tiers.chunk_name import NO_KEEP, Keep, chunk_of
@@ -103,7 +103,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._evicted: list[bytes] = []
         self._sweeps = make_sweeps(self._tiers, settings.stored_tiers)
         self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s) if self._sweeps else None
-        self._keeper = Jobs("kv-keep") if self._sweeps else None
+        self._keeper = Keeper() if self._sweeps else None
         kinds = " > ".join(f"{store.kind} {store.where}" for store in self._tiers.stores)
         logger.info("%s: chunks of %d bytes in %s", tier_type, self.block_size_bytes, kinds)
 

@@ -20,7 +20,7 @@ from baton.connectors.shared_storage import (
     StorageSettings,
     StorageWorkerHalf,
 )
-from baton.connectors.shared_storage import scheduler as scheduler_module
+from baton.connectors.shared_storage import stores as stores_module
 from baton.connectors.shared_storage.layer_kinds import kinds_of
 from baton.connectors.shared_storage.loads import Load
 from baton.connectors.shared_storage.metadata import (
@@ -506,7 +506,7 @@ def test_stores_with_limits_keep_what_requests_ask_for(tmp_path: Path) -> None:
 def test_while_a_store_is_slow_few_requests_wait_for_their_keeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(scheduler_module, "KEEPS_MAX", 2)
+    monkeypatch.setattr(stores_module, "KEEPS_MAX", 2)
     halves = Halves.start(tmp_path, max_gib=1, sweep_every_s=3600)
     halves.shake_hands()
     begun, goes_on = threading.Event(), threading.Event()

@@ -39,7 +39,7 @@ from baton.connectors.shared_storage.metadata import (
 from baton.connectors.shared_storage.prompts import HintedRequest, Lookup, Prompt, can_be_named
 from baton.connectors.shared_storage.speeds import Speeds, is_load_better
 from baton.connectors.shared_storage.stats import StorageStats
-from baton.connectors.shared_storage.stores import make_sweeps, make_tiers
+from baton.connectors.shared_storage.stores import Keeper, make_sweeps, make_tiers
 from baton.connectors.store_events import EventGroup, NameBlocks, StoreEvents, own_names
 from baton.contract import (
     KVConnectorHandshakeMetadata,
@@ -64,7 +64,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 HINTS_MAX = 64  # Prompts that may come, at a time.
-KEEPS_MAX = 1024  # Requests whose keeps wait to be written; those of others are not.
 LOOKUP_CHUNKS = 64  # Looked up at a time; the lookup ends with the first that is not stored.
 
 
@@ -112,13 +111,12 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         if identity.publishes_events:
             self._events = ChunkEvents(_events_of(identity, name_blocks, event_groups))
         self._sweeper: Repeated | None = None
-        self._keeper: Jobs | None = None  # Notes for sweeps what requests ask for their chunks.
-        self._is_keeper_full = False
+        self._keeper: Keeper | None = None  # Notes for sweeps what requests ask for their chunks.
         self._sessions: Sessions[bytes] = Sessions()
         self._sweeps = make_sweeps(self._tiers, settings.stored_tiers)
         if self._sweeps:
             self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s)
-            self._keeper = Jobs("kv-keep")
+            self._keeper = Keeper()
 
     @property
     def supports_divergent_local_hybrid_hits(self) -> bool:
@@ -406,7 +404,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
                     prompt.num_saved, prompt.is_tail_saved = min(prompt.num_saved, index), False
         self._in_flight.clear()
 
-    def _retain(self, prompt: Prompt, keeper: Jobs) -> None:
+    def _retain(self, prompt: Prompt, keeper: Keeper) -> None:
         """As `baton.tiers.retaining` says for host memory. The stores that have limits keep it (`Keep`)."""
         asked = prompt.retention
         found = [key for key in prompt.keys[: prompt.num_saved] if key not in prompt.saved_keys]
@@ -416,11 +414,6 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         found = [key for key in found if key not in set(ended)]
         keep = Keep(asked.priority, asked.ttl_s, asked.tenant)
         if self._namespaces and (ended or keep != NO_KEEP):
-            was_full, self._is_keeper_full = self._is_keeper_full, keeper.num_waiting >= KEEPS_MAX
-            if self._is_keeper_full:
-                if not was_full:
-                    logger.warning("%d requests wait for a store; retention is not kept", KEEPS_MAX)
-                return
             keeper.put(partial(self._write_retention, keep, saved, found, ended))
 
     # --- Threads -------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import assert_never
 
 from baton.connectors.extra_config import FIELD
+from baton.connectors.jobs import Job, Jobs
 from baton.connectors.shared_storage.settings import GIB, FilesTier, ObjectsTier, RedisTier, StoredTier
 from baton.tiers.file_store import FileStore
 from baton.tiers.pace import TokenBucket
@@ -14,7 +16,26 @@ from baton.tiers.store import Store
 from baton.tiers.sweep import Limits, Sweeps
 from baton.tiers.tiers import Tiers
 
+logger = logging.getLogger(__name__)
+
 MIB = 1 << 20
+KEEPS_MAX = 1024  # Requests whose keeps wait to be written; those of others are not.
+
+
+class Keeper(Jobs):
+    """Writes on a thread what requests ask the sweeps for their chunks (`Keep`)."""
+
+    def __init__(self) -> None:
+        super().__init__("kv-keep")
+        self._is_full = False
+
+    def put(self, job: Job) -> None:
+        """`job`: of one request. It is dropped while KEEPS_MAX others wait for a slow store."""
+        was_full, self._is_full = self._is_full, self.num_waiting >= KEEPS_MAX
+        if not self._is_full:
+            super().put(job)
+        elif not was_full:
+            logger.warning("%d requests wait for a store; retention is not kept", KEEPS_MAX)
 
 
 def make_tiers(
