@@ -1,6 +1,6 @@
 """The placement with the least cost, beside a search of every placement."""
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -163,11 +163,15 @@ def test_a_slow_wire_keeps_a_prompt_where_it_is_decoded() -> None:
     assert chosen.producer == 0  # KV moves while it is computed.
 
 
+ROUNDING_S = 1e-9
+
+
 def test_an_idle_decode_engine_computes_a_prompt_that_it_has() -> None:
     chosen = choose(8000, 100, [IDLE], [replace(IDLE, num_cached_tokens=7900)])
     assert chosen == Placement(None, 0, 0.01, 0.01)
 
 
+@example(num_gpu=1, num_host=384, num_stored=1925, rate=1e6)  # The sums round differently.
 @given(
     num_gpu=st.integers(0, 4_000),
     num_host=st.integers(1, 2_000),
@@ -193,7 +197,8 @@ def test_a_hit_in_a_tier_costs_a_load_and_never_more_than_computing(
             replace(in_tiers, num_cached_tokens=num_gpu, num_host_tokens=0, num_stored_tokens=0),
         )
     ]
-    assert times_s[0] < times_s[1] <= times_s[2] <= times_s[3] + 1e-9
+    assert times_s[0] < times_s[1] <= times_s[2] + ROUNDING_S
+    assert times_s[2] <= times_s[3] + ROUNDING_S
     assert times_s[2] < times_s[3] or rate > STORE_TOKENS_PER_S
 
 
