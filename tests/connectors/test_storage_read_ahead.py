@@ -94,6 +94,8 @@ def stored(tmp_path: Path) -> Halves:
     halves.shake_hands()
     first = request_of("first", 3 * CHUNK + 1)
     halves.scheduler.on_new_request(first)
+    # Its lookup ends before its chunks are there.
+    wait_for(lambda: halves.scheduler.get_num_new_matched_tokens(first, 0)[0] is not None)
     halves.step(prefill_of(first, first.num_tokens))
     halves.step(EMPTY)
     wait_for(lambda: len(files_in(tmp_path)) == 3)
