@@ -38,6 +38,13 @@ def parse_extra(kind: type[T], extra: Mapping[str, Any]) -> T:
         raise ConfigError(problem, field=FIELD + path) from error
 
 
+def check_share(settings: msgspec.Struct, name: str) -> None:
+    """Raises ConfigError for a field that is neither None nor a share."""
+    share = getattr(settings, name)
+    if share is not None and not 0 < share <= 1:
+        raise ConfigError("must be above 0 and at most 1", field=f"{FIELD}.{name}")
+
+
 def refuse_unknown(kind: type[msgspec.Struct], extra: Mapping[str, Any]) -> None:
     """Raises ConfigError naming the key, the equivalent of an option of NIXL's, and the known keys."""
     known = kind.__struct_fields__

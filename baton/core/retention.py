@@ -24,16 +24,18 @@ import msgspec
 from msgspec import Meta
 
 from baton.core.errors import BadTransferParams
-from baton.core.transfer_params import FIELD
+from baton.core.transfer_params import FIELD, actions_of
 from baton.core.validation import explain
 
 RETENTION: Final = "baton_retention"
 TENANT: Final = "baton_tenant"
+SESSION_HEADER: Final = "x-session-id"
+SESSION_CHARS_MAX: Final = 256  # Also of `session_id`.
 NEEDS_SESSION: Final = "needs a session: set session_id, or the header X-Session-Id"
 PRIORITY_MAX: Final = 100
 RAISED_SHARE: Final = 0.5
-"""Of a tier, for chunks with a priority above 0: clients that ask for it cannot take all of it. What was used
-the longest ago of the lowest of these priorities then has priority 0.
+"""Share of a tier for chunks with a priority above 0, so that clients cannot take all of it. Beyond it the
+tier gives priority 0 to chunks of the lowest of these priorities, the least recently used first.
 """
 TTL_MAX_S: Final = 10**9
 TENANT_CHARS_MAX: Final = 256
@@ -108,7 +110,9 @@ def make_retention(
     asked, tenant = _NOTHING_ASKED, ""
     if isinstance(params, Mapping):
         with contextlib.suppress(BadTransferParams):
-            asked, tenant = parse_retention(params), parse_tenant(params)
+            asked = parse_retention(params)
+        with contextlib.suppress(BadTransferParams):
+            tenant = parse_tenant(params)
     if asked is _NOTHING_ASKED and hints is not None:
         asked = _asked_by_hints(hints)
     owner = tenant or cache_salt or ""
@@ -128,12 +132,10 @@ def make_retention(
 def _asked_by_hints(hints: Any) -> AskedRetention:
     """Actions of other types, and payloads that do not fit, are another component's."""
     asked = _NOTHING_ASKED
-    for action in getattr(hints, "actions", None) or ():
-        kind = str(getattr(action, "action_type", "")).lower()
-        payload = getattr(action, "payload", None)
+    for kind, payload in actions_of(hints):
         if kind == "demote":
             asked = msgspec.structs.replace(asked, ends_session=True)
-        elif kind == "retain" and isinstance(payload, Mapping):
+        elif kind == "retain" and payload:
             given = {name: payload[name] for name in ("priority", "ttl_s") if name in payload}
             try:
                 read = msgspec.convert(given, AskedRetention)

@@ -37,7 +37,7 @@ producer had in its cache. The consumer uses the number for its `usage` only.
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Final, NamedTuple, TypeAlias
 
 import msgspec
@@ -173,12 +173,22 @@ def prefetches_of_hints(hints: Any) -> list[tuple[int, ...]]:
     Its payload is `{"token_ids": [...]}`. One that does not fit is another component's.
     """
     found = []
-    for action in getattr(hints, "actions", None) or ():
-        payload = getattr(action, "payload", None)
-        if str(getattr(action, "action_type", "")).lower() == "prefetch" and isinstance(payload, Mapping):
+    for kind, payload in actions_of(hints):
+        if kind == "prefetch" and payload:
             with contextlib.suppress(BadTransferParams):
                 found.append(parse_prefetch({PREFETCH: payload.get("token_ids")}))
     return found
+
+
+def actions_of(hints: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Type, in lower case, and payload of each action in vLLM's KvHintsEnvelope, or in None.
+
+    A payload that is no mapping counts as empty.
+    """
+    for action in getattr(hints, "actions", None) or ():
+        payload = getattr(action, "payload", None)
+        kind = str(getattr(action, "action_type", "")).lower()
+        yield kind, payload if isinstance(payload, Mapping) else {}
 
 
 CACHED_TOKENS = "baton_cached_tokens"

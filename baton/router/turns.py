@@ -17,15 +17,14 @@ from typing import Any, NamedTuple
 import msgspec
 
 from baton.core.json_text import NotJson, decode_json
+from baton.core.retention import SESSION_CHARS_MAX
 from baton.router.fleet import Engine
 from baton.router.legs import PARAMS
 from baton.router.notes import Note, TurnKept, TurnTaken
 from baton.router.sse import RawObject, data_of, sse_event
 
-SESSION_HEADER = "x-session-id"
 TURNS_MAX = 4096  # Sessions; the one that was heard of longest ago goes first.
 KEPT_S = 480.0  # Engines keep blocks for so long by default; what has gone meanwhile is computed.
-SESSION_CHARS_MAX = 256
 
 _MARK = f'"{PARAMS}"'.encode()
 

@@ -21,6 +21,7 @@ from starlette.exceptions import HTTPException
 
 import baton
 from baton.core.errors import UserError
+from baton.core.retention import SESSION_HEADER
 from baton.engine.core.client import EngineDeadError
 from baton.http.bodies import ClientGone
 from baton.http.errors import RETRY_AFTER_S, ApiError
@@ -52,7 +53,6 @@ from baton.server.spans import loan_spans_of, spans_of
 logger = logging.getLogger(__name__)
 
 Request_ = TypeVar("Request_", CompletionRequest, ChatRequest)
-SESSION_HEADER = "x-session-id"
 
 
 def build_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -> FastAPI:

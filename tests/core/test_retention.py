@@ -87,6 +87,12 @@ def test_the_tenant_is_the_routers_name_or_the_salt() -> None:
     assert len(of_router) == 16
 
 
+def test_a_malformed_retention_leaves_the_tenant() -> None:
+    params = {"baton_retention": {"priority": "high"}, "baton_tenant": "search"}
+    assert made(params) == made({"baton_tenant": "search"})
+    assert made({"baton_retention": {"priority": 3}, "baton_tenant": 5}) == Retention(3)
+
+
 def test_a_session_is_its_tenants() -> None:
     of_a, of_b = {"baton_tenant": "a"}, {"baton_tenant": "b"}
     asked = [made(of_a, session="1"), made(of_b, session="1"), made(session="1"), made(salt="a", session="1")]

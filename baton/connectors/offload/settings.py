@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import msgspec
 
-from baton.connectors.extra_config import FIELD, parse_extra, refuse_unknown
+from baton.connectors.extra_config import FIELD, check_share, parse_extra, refuse_unknown
 from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError
 from baton.tiers.eviction import Eviction
@@ -25,8 +25,7 @@ class LendSettings(PullSettings, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not 0 < self.share_max <= 1:
-            raise ConfigError("must be in (0, 1]", field=f"{FIELD}.share_max")
+        check_share(self, "share_max")
 
 
 class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -41,8 +40,7 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
     def __post_init__(self) -> None:
         if not self.cpu_gib > 0:
             raise ConfigError("must be positive", field=f"{FIELD}.cpu_gib")
-        if self.tenant_max_share is not None and not 0 < self.tenant_max_share <= 1:
-            raise ConfigError("must be above 0 and at most 1", field=f"{FIELD}.tenant_max_share")
+        check_share(self, "tenant_max_share")
         if self.blocks_per_chunk < 1:
             raise ConfigError("must be at least 1", field=f"{FIELD}.blocks_per_chunk")
         if not self.shutdown_timeout_s > 0:

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import msgspec
 
-from baton.connectors.extra_config import FIELD
+from baton.connectors.extra_config import FIELD, check_share
 from baton.core.errors import ConfigError
 
 CHUNK_TOKENS = 256
+MIB = 1 << 20
 GIB = 1 << 30
 
 
@@ -34,7 +35,7 @@ class FilesTier(msgspec.Struct, frozen=True, kw_only=True, tag="files", tag_fiel
         if not Path(self.path).is_absolute():
             raise ConfigError("must be an absolute path", field=f"{FIELD}.path")
         _positive(self, "max_gib", "max_age_s", "write_max_mib_s")
-        _check_share(self.tenant_max_share, self.max_gib)
+        _check_quota(self)
 
 
 class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_field="type"):
@@ -52,7 +53,7 @@ class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_
 
     def __post_init__(self) -> None:
         _positive(self, "timeout_s", "max_gib", "max_age_s", "write_max_mib_s")
-        _check_share(self.tenant_max_share, self.max_gib)
+        _check_quota(self)
 
 
 class RedisTier(msgspec.Struct, frozen=True, kw_only=True, tag="redis", tag_field="type"):
@@ -137,12 +138,9 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.chunk_tokens
 
 
-def _check_share(share: float | None, max_gib: float | None) -> None:
-    if share is None:
-        return
-    if not 0 < share <= 1:
-        raise ConfigError("must be above 0 and at most 1", field=f"{FIELD}.tenant_max_share")
-    if max_gib is None:
+def _check_quota(tier: FilesTier | ObjectsTier) -> None:
+    check_share(tier, "tenant_max_share")
+    if tier.tenant_max_share is not None and tier.max_gib is None:
         raise ConfigError("is a share of max_gib; set max_gib", field=f"{FIELD}.tenant_max_share")
 
 

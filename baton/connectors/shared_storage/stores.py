@@ -9,7 +9,14 @@ from typing import assert_never
 
 from baton.connectors.extra_config import FIELD
 from baton.connectors.jobs import Job, Jobs
-from baton.connectors.shared_storage.settings import GIB, FilesTier, ObjectsTier, RedisTier, StoredTier
+from baton.connectors.shared_storage.settings import (
+    GIB,
+    MIB,
+    FilesTier,
+    ObjectsTier,
+    RedisTier,
+    StoredTier,
+)
 from baton.tiers.file_store import FileStore
 from baton.tiers.pace import TokenBucket
 from baton.tiers.store import Store
@@ -18,7 +25,6 @@ from baton.tiers.tiers import Tiers
 
 logger = logging.getLogger(__name__)
 
-MIB = 1 << 20
 KEEPS_MAX = 1024  # Requests whose keeps wait to be written; those of others are not.
 
 

@@ -34,6 +34,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageReport,
 )
 from baton.connectors.shared_storage.read_ahead import Chunk, ReadAhead
+from baton.connectors.shared_storage.settings import MIB
 from baton.connectors.shared_storage.speeds import Read
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import make_tiers
@@ -58,7 +59,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MIB = 1 << 20
 LOG_UNWRITTEN_EVERY_S = 30.0
 # Age difference to the previous part. A prompt's end is evicted before its beginning, useful without the end.
 OLDER_BY_S = 0.001

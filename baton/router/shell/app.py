@@ -16,6 +16,7 @@ import msgspec
 
 import baton
 from baton.core.errors import UserError
+from baton.core.retention import SESSION_HEADER
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.forms import is_form
@@ -48,7 +49,7 @@ from baton.router.shell.requests import RequestDriver, Requests, report_refusal
 from baton.router.shell.timers import TimerWheel
 from baton.router.spans import spans_of
 from baton.router.timeline import RecentRequests, Recorder, RequestTimeline, latest_first
-from baton.router.turns import SESSION_HEADER, session_of
+from baton.router.turns import session_of
 from baton.tracing import open_tracer
 from baton.tracing.trace_context import TRACEPARENT, TRACESTATE
 

@@ -5,6 +5,7 @@ from typing import Any, Literal, Self
 import msgspec
 
 from baton.core.errors import UserError
+from baton.core.retention import SESSION_CHARS_MAX
 from baton.engine.api import MAX_LOGPROBS, SamplingParams
 
 MAX_SAMPLES = 128  # `n`; OpenAI's limit.
@@ -17,7 +18,6 @@ SEED_MIN, SEED_MAX = -(2**63), 2**63 - 1
 PRIORITY_MAX = 2**31
 MAX_TOP_K = 2**31 - 1
 MAX_CACHE_SALT_CHARS = 1024
-MAX_SESSION_ID_CHARS = 256  # The router's limit, too.
 MAX_ALLOWED_IDS = 1 << 20  # Times choices: 20 ms of checking and copying.
 MAX_PROMPT_LOGPROBS = 1 << 17  # Tokens of prompts, with their alternatives, in one answer.
 MAX_BAD_WORDS = 128  # vLLM's.
@@ -157,8 +157,8 @@ class SamplingFields(msgspec.Struct, frozen=True, kw_only=True):
     def in_session(self, header: str | None) -> Self:
         """Return the fields with the session of the header X-Session-Id, unless `session_id` names one."""
         for field, session in (("session_id", self.session_id), ("X-Session-Id", header)):
-            if session is not None and not 0 < len(session) <= MAX_SESSION_ID_CHARS:
-                raise UserError(f"must have 1 to {MAX_SESSION_ID_CHARS} characters", field=field)
+            if session is not None and not 0 < len(session) <= SESSION_CHARS_MAX:
+                raise UserError(f"must have 1 to {SESSION_CHARS_MAX} characters", field=field)
         if header is None or self.session_id is not None:
             return self
         return msgspec.structs.replace(self, session_id=header)
