@@ -66,7 +66,7 @@ class FileStore(Store):
             several_hosts=True,
         )
 
-    def check(self) -> None:
+    def check(self, *, is_written: bool = True) -> None:
         try:
             make_folder(self.folder, fsync=self._fsync, for_group=self._for_group)
         except OSError as error:

@@ -74,18 +74,28 @@ class ObjectStore(Store):
             several_hosts=True,
         )
 
-    def check(self) -> None:
-        """Writes, reads, lists and removes an object, so that a wrong key or bucket is found at the start."""
+    def check(self, *, is_written: bool = True) -> None:
+        """Finds a wrong key or bucket at the start. Writes, reads, lists and removes an object.
+
+        A bucket that is only read is listed, and asked for an object that is not there: without the right to
+        list, some providers answer 403 instead of 404.
+        """
         name, content = f"probe/{secrets.token_hex(8)}", b"Baton's probe; may be removed"
         memory = memoryview(bytearray(len(content)))
+        is_good = True
         try:
-            self.write(name, (content,))
-            self.read(name, memory)
+            if is_written:
+                self.write(name, (content,))
+                self.read(name, memory)
             is_listed = any(item["path"] == name for batch in self._list("probe") for item in batch)
-            self.remove([name])
+            if is_written:
+                self.remove([name])
+                is_good = is_listed and memory == content
+            else:
+                self.sizes([name])
         except (Unusable, StoreError) as error:
             raise ConfigError(f"{self.where} cannot be used: {error}", field=self._field) from error
-        if memory != content or not is_listed:
+        if not is_good:
             raise ConfigError(
                 f"{self.where} does not return, or does not list, what was written", field=self._field
             )

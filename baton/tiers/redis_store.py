@@ -59,7 +59,7 @@ class RedisStore(Store):
             several_hosts=True,
         )
 
-    def check(self) -> None:
+    def check(self, *, is_written: bool = True) -> None:
         try:
             self._client.ping()
         except (*self._errors, TypeError) as error:  # TypeError: an option in the URL is not known.

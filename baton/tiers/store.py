@@ -72,8 +72,11 @@ class Store(ABC):
     def promise(self) -> Promise: ...
 
     @abstractmethod
-    def check(self) -> None:
-        """Prepares the store for use. Raises ConfigError, which names the setting, if it cannot be used."""
+    def check(self, *, is_written: bool = True) -> None:
+        """Prepares the store for use. `is_written`: False if it is only read.
+
+        Raises ConfigError, which names the setting, if it cannot be used.
+        """
 
     @abstractmethod
     def sizes(self, names: Sequence[str]) -> list[int | None]:

@@ -83,10 +83,10 @@ class Tiers:
         self._skipped_until_s = [float("-inf")] * len(stores)
         self._unwritten_until_s = list(self._skipped_until_s)
 
-    def check(self) -> None:
-        """Raises ConfigError if one of them cannot be used."""
+    def check(self, *, is_written: bool = True) -> None:
+        """As `Store.check`. What is read from a slower store is written to the faster ones."""
         for store in self.stores:
-            store.check()
+            store.check(is_written=is_written or store is not self.stores[-1])
 
     def find(self, names: Sequence[str]) -> list[bool]:
         """Whether each value is in some store. A store that fails has none. Raises StoreError if all fail."""

@@ -1,5 +1,8 @@
 """The tiered connector: its children, the stores as one, and engines that keep their KV through a restart."""
 
+import itertools
+import os
+import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -9,8 +12,9 @@ import pytest
 
 from baton.connectors.registry import connector_class
 from baton.connectors.tiered import BatonTieredConnector
-from baton.core.config import KVTransferConfig, ModelConfig
+from baton.core.config import KVRole, KVTransferConfig, ModelConfig
 from baton.core.errors import ConfigError
+from baton.tiers.object_store import ObjectStore
 from tests.connectors.storage_world import (
     CHUNK,
     FOR_BUSY_MACHINES,
@@ -23,23 +27,24 @@ from tests.connectors.storage_world import (
     prompt_of,
     starting,
 )
-from tests.tiers.servers import redis_server
+from tests.tiers.servers import S3_OPTIONS, rclone_server, redis_server
 
 HOST: dict[str, Any] = {"type": "host", "cpu_gib": 1e-3}
 PROMPT = prompt_of(43)
 NUM_CHUNKS = len(PROMPT) // CHUNK
 
 
-def tiered(*tiers: dict[str, Any], **extra: Any) -> KVTransferConfig:
+def tiered(*tiers: dict[str, Any], role: KVRole = "kv_both", **extra: Any) -> KVTransferConfig:
     return KVTransferConfig(
         kv_connector="BatonTieredConnector",
-        kv_role="kv_both",
+        kv_role=role,
         kv_load_failure_policy="recompute",
         kv_connector_extra_config={"tiers": list(tiers), **extra},
     )
 
 
 def stored(*tiers: dict[str, Any], **extra: Any) -> KVTransferConfig:
+    """`extra`: may have the `role`."""
     return tiered(*tiers, chunk_tokens=CHUNK, **FOR_BUSY_MACHINES, **extra)
 
 
@@ -166,12 +171,40 @@ def test_a_damaged_tail_costs_only_itself(start: Start, tmp_path: Path) -> None:
     assert loaded.token_ids == expected
 
 
-def test_a_restarted_engine_loads_from_a_bucket(start: Start, tmp_path: Path) -> None:
-    """A folder as obstore's bucket; `tests/tiers` has the servers."""
-    transfer = stored({"type": "objects", "url": tmp_path.as_uri()})
-    expected = fill(start(transfer), tmp_path, PROMPT, NUM_CHUNKS)
-    (loaded,) = start(transfer).generate([PROMPT], GREEDY)
-    assert (loaded.token_ids, loaded.num_transferred_tokens) == (expected, NUM_CHUNKS * CHUNK)
+def test_a_restarted_engine_loads_from_a_bucket_that_it_may_only_read(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its server is then stopped: in the middle of a load, and before a lookup. No token differs."""
+
+    def bucket(port: int, timeout_s: float) -> dict[str, Any]:
+        options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
+        return {"type": "objects", "url": "s3://bucket/kv", "options": options, "timeout_s": timeout_s}
+
+    (tmp_path / "bucket").mkdir()
+    with rclone_server(tmp_path) as (port, _):
+        expected = fill(start(stored(bucket(port, WAIT_S))), tmp_path / "bucket" / "kv", PROMPT, NUM_CHUNKS)
+    with rclone_server(tmp_path, "--read-only") as (port, process):
+        with pytest.raises(ConfigError, match="cannot be used"):
+            start(stored(bucket(port, WAIT_S)))
+        consumer = start(stored(bucket(port, 1.0), role="kv_consumer"))
+        (loaded,) = consumer.generate([PROMPT], GREEDY)
+        assert (loaded.token_ids, loaded.num_transferred_tokens) == (expected, NUM_CHUNKS * CHUNK)
+
+        read, num_reads = ObjectStore.read, itertools.count(1)
+
+        def stop_at_third(store: ObjectStore, name: str, into: memoryview) -> int:
+            if next(num_reads) == 3:
+                process.send_signal(signal.SIGSTOP)
+                os.waitpid(process.pid, os.WUNTRACED)
+            return read(store, name, into)
+
+        monkeypatch.setattr(ObjectStore, "read", stop_at_third)
+        for _ in range(2):
+            consumer.core.scheduler.reset_prefix_cache()
+            (computed,) = consumer.generate([PROMPT], GREEDY)
+            assert computed.token_ids == expected
+            assert computed.num_transferred_tokens < NUM_CHUNKS * CHUNK
+        assert next(num_reads) > 3
 
 
 def test_a_restarted_engine_loads_from_a_server_and_computes_without_it(start: Start) -> None:

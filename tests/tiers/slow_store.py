@@ -41,7 +41,7 @@ class SlowStore(Store):
             several_hosts=False,
         )
 
-    def check(self) -> None:
+    def check(self, *, is_written: bool = True) -> None:
         return
 
     def sizes(self, names: Sequence[str]) -> list[int | None]:

@@ -85,7 +85,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._kinds = identity.layer_kinds
         self._clock = clock
         self._tiers = make_tiers(settings.stored_tiers, clock)
-        self._tiers.check()
+        self._tiers.check(is_written=identity.saves)
         self._wake: Callable[[], None] = lambda: None
         self._layouts: dict[int, str] = {}  # By rank.
         self._namespaces: tuple[str, ...] = ()  # Of the current secret, and of the previous one.
