@@ -116,7 +116,7 @@ def verify(
     cannot be used.
     """
     from baton.tiers.aligned import AlignedMemory
-    from baton.tiers.chunk_name import is_value
+    from baton.tiers.chunk_name import is_value, namespace_of
     from baton.tiers.store import Unusable
 
     keys = _signing_keys(secret_file, is_insecure=insecure_no_secret)
@@ -134,7 +134,7 @@ def verify(
             try:
                 if _is_proven(opened, name, size, memory, keys):
                     num_good += 1
-                    proven.add(_namespace_of(name))
+                    proven.add(namespace_of(name))
                 else:
                     fault = "corrupt: its checksum is wrong"
                     unproven.append(name)
@@ -145,8 +145,8 @@ def verify(
             if fault:
                 typer.echo(f"{name}: {fault}", err=True)
         # With another secret all of a namespace are unproven, and may be good.
-        kept = [name for name in unproven if _namespace_of(name) not in proven]
-        bad += [name for name in unproven if _namespace_of(name) in proven]
+        kept = [name for name in unproven if namespace_of(name) not in proven]
+        bad += [name for name in unproven if namespace_of(name) in proven]
         if remove:
             opened.remove(bad)
     checked = "verified" if keys else "checked without a secret: headers and lengths only"
@@ -156,7 +156,7 @@ def verify(
     if kept:
         typer.echo(
             f"{len(kept)} are in namespaces of which the secret proves no value, and stay: "
-            f"{', '.join(sorted({_namespace_of(name) for name in kept}))}"
+            f"{', '.join(sorted({namespace_of(name) for name in kept}))}"
         )
     if bad or kept:
         raise typer.Exit(1)
@@ -343,10 +343,6 @@ def _chosen(found: Iterable[_Found], keys: Sequence[str]) -> list[_Found]:
     if missing := [key for key in keys if not any(each.key.startswith(key) for each in chosen)]:
         raise typer.BadParameter(f"no chunk has a key that begins with {missing[0]!r}")
     return chosen
-
-
-def _namespace_of(name: str) -> str:
-    return name.partition("/")[0]
 
 
 def _is_proven(store: Store, name: str, size: int, memory: AlignedMemory, keys: list[bytes]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 SUFFIX = ".safetensors"
 PIN_SUFFIX = ".pin"  # Of a value beside those of a chunk, which sweeps then keep.
 KEEP_SUFFIX = ".keep"
+MARK = "00/in-use.mark"  # Of a namespace; beside the chunks, and as deep in the store.
 STATE = 0
 """Instead of a window: the layers have a recurrent state."""
 
@@ -34,6 +35,7 @@ class ChunkName:
 _CHUNK = r"([0-9a-z]+)/([0-9a-f]{2})/(\2[0-9a-f]*)"
 _VALUE = re.compile(_CHUNK + r"\.([0-9]+)(?:\.w([0-9]+))?" + re.escape(SUFFIX))
 _PIN = re.compile(_CHUNK + re.escape(PIN_SUFFIX))
+_MARK = re.compile(r"([0-9a-z]+)/" + re.escape(MARK))
 _KEEP = re.compile(_CHUNK + r"\.(-?[0-9]{1,3})\.([0-9]{0,10})\.([0-9a-f]*)" + re.escape(KEEP_SUFFIX))
 
 
@@ -86,9 +88,23 @@ def parse_name(name: str) -> ChunkName | None:
     return ChunkName(namespace, bytes.fromhex(key), int(rank), None if window is None else int(window))
 
 
+def mark_of(namespace: str) -> str:
+    """Name of the value whose date says when an engine last used the namespace."""
+    return f"{namespace}/{MARK}"
+
+
+def namespace_of(name: str) -> str:
+    """`name`: of any value of a store."""
+    return name.partition("/")[0]
+
+
+def is_mark(name: str) -> bool:
+    return _MARK.fullmatch(name) is not None
+
+
 def is_of_a_store(name: str) -> bool:
-    """Whether it names a chunk's value, pin or keep. Everything else in a store is not ours, and stays."""
-    return parse_name(name) is not None or any(kind.fullmatch(name) for kind in (_PIN, _KEEP))
+    """Whether it names a chunk's value, pin or keep, or a mark. Everything else is not ours, and stays."""
+    return parse_name(name) is not None or any(kind.fullmatch(name) for kind in (_PIN, _KEEP, _MARK))
 
 
 def is_value(name: str) -> bool:

@@ -5,6 +5,8 @@
     too large     down to LOW_WATER of max_bytes, so that sweeps are rare
     pinned        stays; so a store can be larger than its limit
     abandoned     what writers that were killed have left (`Store.collect`); keeps without a chunk
+    unused        the chunks of a namespace that no engine has used for unused_namespaces_s, unless one is
+                  pinned
 
 Of several chunks the one with the lowest priority goes first, of these the least recently used one
 (`Stored.used_s`). Chunks with a priority above 0 have RAISED_SHARE of max_bytes at most; beyond it the first
@@ -15,6 +17,9 @@ All values of a chunk, of every rank and kind of layers, are removed together, b
 without the others. A reader that has begun can read a value to its end; one that comes later finds nothing,
 and its prompt is computed.
 
+An engine uses a namespace while its sweeps renew the date of the namespace's mark (`mark_of`), and when a
+chunk is written or used. A namespace without a mark is an older version's, and stays.
+
 A sweep leaves what it has counted in the store (`TOTALS`), so that an engine that starts knows the sizes
 without a scan.
 """
@@ -24,14 +29,24 @@ from __future__ import annotations
 import logging
 import operator
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
 from baton.core.retention import RAISED_SHARE
 from baton.tiers.aligned import AlignedMemory
-from baton.tiers.chunk_name import NO_KEEP, PIN_SUFFIX, Keep, chunk_of, parse_keep
+from baton.tiers.chunk_name import (
+    NO_KEEP,
+    PIN_SUFFIX,
+    Keep,
+    chunk_of,
+    is_mark,
+    mark_of,
+    namespace_of,
+    parse_keep,
+)
 from baton.tiers.store import Store, StoreError, Unusable
 
 logger = logging.getLogger(__name__)
@@ -39,6 +54,7 @@ logger = logging.getLogger(__name__)
 LOW_WATER = 0.9
 TOTALS = "totals/00/totals.json"  # No name of a chunk, so scans leave it out; as deep, so `collect` sees it.
 TOTALS_BYTES_MAX = 4096
+MARK_EVERY_S = 3600.0
 LONE_KEEP_S = 900.0  # Longer than a chunk takes to be written, or copied to this store.
 ENDED_S = 1.0
 """Time of last use of a chunk whose session has ended: it goes before all others of its priority."""
@@ -56,6 +72,7 @@ class Limits:
     max_bytes: int | None = None
     max_age_s: float | None = None
     tenant_max_bytes: int | None = None  # Of the chunks of each tenant.
+    unused_namespaces_s: float | None = None
 
 
 @dataclass(slots=True)
@@ -81,6 +98,7 @@ class Swept:
 class Chunk:
     """All values of one chunk in a store."""
 
+    namespace: str
     used_s: float = 0.0  # The latest of its values.
     nbytes: int = 0
     names: list[str] = field(default_factory=list)
@@ -109,26 +127,70 @@ class Chunk:
         self.kept_s = max(self.kept_s, written_s)
 
 
-def sweep(store: Store, limits: Limits, *, now_s: float) -> Swept:
-    """`now_s`: since the Unix epoch. Raises StoreError if the store cannot be scanned."""
+def sweep(store: Store, limits: Limits, *, now_s: float, own: Collection[str] = ()) -> Swept:
+    """`now_s`: since the Unix epoch. `own`: namespaces that the caller uses.
+
+    Raises StoreError if the store cannot be scanned.
+    """
     store.collect(now_s)
-    found = chunks_of(store)
+    found, marks = _look(store)
     if limits.max_bytes is not None:
         _lower(found, int(RAISED_SHARE * limits.max_bytes))
     chunks = sorted(found, key=operator.attrgetter("order"))
     swept = Swept(len(chunks), sum(chunk.nbytes for chunk in chunks))
+    _mark(store, {chunk.namespace for chunk in chunks}.intersection(own), marks, now_s)
+    if limits.unused_namespaces_s is not None:
+        _collect(store, chunks, marks, swept, now_s - limits.unused_namespaces_s, own)
     _evict([chunk for chunk in chunks if chunk.is_too_old(limits.max_age_s, now_s)], store, swept)
     if limits.tenant_max_bytes is not None:
         of_tenants: defaultdict[str, list[Chunk]] = defaultdict(list)
         for chunk in chunks:
             if chunk.names and chunk.keep.tenant:
                 of_tenants[chunk.keep.tenant].append(chunk)
-        for own in of_tenants.values():
-            _shrink(own, store, swept, limits.tenant_max_bytes)
+        for of_one in of_tenants.values():
+            _shrink(of_one, store, swept, limits.tenant_max_bytes)
     if limits.max_bytes is not None:
         _shrink(chunks, store, swept, limits.max_bytes)
     _write_totals(store, Totals(swept.num_kept, swept.kept_bytes))
     return swept
+
+
+def _mark(store: Store, used: Iterable[str], marks: Mapping[str, float], now_s: float) -> None:
+    values = [
+        (mark_of(namespace), (b"in use\n",))
+        for namespace in used
+        if now_s - marks.get(namespace, 0.0) > MARK_EVERY_S
+    ]
+    for failure in store.write_all(values):
+        if failure is not None:
+            logger.debug("could not mark a namespace in %s: %s", store.where, failure)
+
+
+def _collect(
+    store: Store,
+    chunks: Sequence[Chunk],
+    marks: Mapping[str, float],
+    swept: Swept,
+    unused_since_s: float,
+    own: Collection[str],
+) -> None:
+    """Evicts the chunks of namespaces that were last used before `unused_since_s`, then their marks."""
+    unused: dict[str, list[Chunk]] = {
+        namespace: []
+        for namespace, marked_s in marks.items()
+        if marked_s < unused_since_s and namespace not in own
+    }
+    for chunk in chunks:
+        if chunk.namespace in unused:
+            unused[chunk.namespace].append(chunk)
+    for namespace, of_it in unused.items():
+        if any(chunk.is_pinned or max(chunk.used_s, chunk.kept_s) >= unused_since_s for chunk in of_it):
+            continue
+        logger.info("no engine uses the namespace %s of %s; its chunks are removed", namespace, store.where)
+        _evict(of_it, store, swept)
+        if not any(chunk.names for chunk in of_it):
+            with suppress(StoreError):  # The next sweep removes it.
+                store.remove([mark_of(namespace)])
 
 
 def _lower(chunks: Iterable[Chunk], max_bytes: int) -> None:
@@ -169,16 +231,26 @@ def _evict(chunks: Iterable[Chunk], store: Store, swept: Swept, num_bytes: int |
 
 def chunks_of(store: Store) -> list[Chunk]:
     """Raises StoreError."""
-    chunks: defaultdict[str, Chunk] = defaultdict(Chunk)
+    return _look(store)[0]
+
+
+def _look(store: Store) -> tuple[list[Chunk], dict[str, float]]:
+    """All chunks, and the time of each namespace's mark. Raises StoreError."""
+    chunks: dict[str, Chunk] = {}
+    marks: dict[str, float] = {}
     for stored in store.scan():
-        chunk = chunks[chunk_of(stored.name)]
+        namespace = namespace_of(stored.name)
+        if is_mark(stored.name):
+            marks[namespace] = stored.used_s
+            continue
+        chunk = chunks.setdefault(chunk_of(stored.name), Chunk(namespace))
         if (keep := parse_keep(stored.name)) is not None:
             chunk.add_keep(keep, stored.used_s)
         else:
             chunk.used_s = max(chunk.used_s, stored.used_s)
         chunk.nbytes += stored.nbytes
         chunk.names.append(stored.name)
-    return list(chunks.values())
+    return list(chunks.values()), marks
 
 
 # --- Totals -----------------------------------------------------------------------------------------
@@ -216,9 +288,11 @@ class Sweeps:
     def __bool__(self) -> bool:
         return bool(self._limited)
 
-    def run(self, now_s: float) -> Swept:
-        """Sweeps all, and logs errors. The first run reads the totals that an earlier sweep has left, and
-        sweeps only stores without any: a start needs no scan.
+    def run(self, now_s: float, own: Collection[str] = ()) -> Swept:
+        """Sweeps all, and logs errors. `own`: as in `sweep`.
+
+        The first run reads the totals that an earlier sweep has left, and sweeps only stores without any: a
+        start needs no scan.
         """
         total = Swept()
         for store, limits in self._limited:
@@ -226,7 +300,7 @@ class Sweeps:
                 total += Swept(totals.chunks, totals.bytes)
                 continue
             try:
-                swept = sweep(store, limits, now_s=now_s)
+                swept = sweep(store, limits, now_s=now_s, own=own)
             except StoreError as error:
                 logger.warning("the sweep of %s failed: %s", store.kind, error)
                 continue

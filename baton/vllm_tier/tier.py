@@ -226,7 +226,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         return any_of(self._tiers.find(names), len(self._naming.signed))
 
     def _sweep(self) -> None:
-        total = self._sweeps.run(time.time())
+        total = self._sweeps.run(time.time(), [namespace for namespace, _ in self._naming.signed])
         keys = [key for name in total.evicted if (key := self._naming.key_of(name)) is not None]
         try:
             found = self._find(keys) if keys else []

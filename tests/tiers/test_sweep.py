@@ -6,11 +6,13 @@ from typing import Any
 
 import pytest
 
-from baton.tiers.chunk_name import ChunkName, Keep, chunk_of, is_of_a_store, parse_keep
+from baton.tiers.chunk_name import ChunkName, Keep, chunk_of, is_of_a_store, mark_of, parse_keep
 from baton.tiers.file_store import FileStore
-from baton.tiers.store import StoreError
+from baton.tiers.object_store import ObjectStore
+from baton.tiers.store import Store, StoreError
 from baton.tiers.sweep import (
     LONE_KEEP_S,
+    MARK_EVERY_S,
     TOTALS,
     Limits,
     Sweeps,
@@ -20,6 +22,7 @@ from baton.tiers.sweep import (
 )
 
 NOW_S = 10_000.0
+UNUSED_S = 5000.0
 
 
 def name_of(number: int) -> str:
@@ -150,6 +153,76 @@ def test_an_ended_session_leaves_no_keep_of_its_last_request(store: FileStore) -
         sweeps.keep([chunk], each)
     sweeps.end([chunk], [], keep)
     assert [stored.name for stored in store.scan()] == [other.name_of(chunk)]
+
+
+# --- Namespaces ------------------------------------------------------------------------------------
+
+
+def put_in(store: Store, namespace: str, *, marked_s: float | None = None, used_s: float) -> str:
+    name = str(ChunkName(namespace, b"\1" * 4, 0))
+    store.write(name, (bytes(100),))
+    store.touch(name, used_s)
+    if marked_s is not None:
+        store.write(mark_of(namespace), (b"",))
+        store.touch(mark_of(namespace), marked_s)
+    return name
+
+
+def marks_of(store: Store) -> dict[str, float]:
+    return {one.name: one.used_s for one in store.scan() if one.name.endswith(".mark")}
+
+
+def test_chunks_of_a_namespace_that_no_engine_uses_are_removed(store: FileStore) -> None:
+    old = NOW_S - UNUSED_S - 1
+    gone = put_in(store, "gone", marked_s=old, used_s=old)
+    pinned = put_in(store, "pinned", marked_s=old, used_s=old)
+    store.write(f"{chunk_of(pinned)}.pin", (b"",))
+    store.touch(f"{chunk_of(pinned)}.pin", old)
+    stay = [
+        pinned,
+        put_in(store, "own", marked_s=old, used_s=old),
+        put_in(store, "marked", marked_s=NOW_S - 1, used_s=old),
+        put_in(store, "used", marked_s=old, used_s=NOW_S - 1),
+        put_in(store, "unmarked", used_s=old),
+    ]
+    swept = sweep(store, Limits(unused_namespaces_s=UNUSED_S), now_s=NOW_S, own=("own",))
+    assert (swept.evicted, swept.num_kept, swept.error) == ([gone], len(stay), "")
+    assert None not in store.sizes(stay)
+    assert marks_of(store).keys() == {mark_of(name) for name in ("pinned", "own", "marked", "used")}
+
+
+def test_a_sweep_of_any_limits_marks_what_its_engine_uses(store: FileStore) -> None:
+    own = ("used", "empty")
+    put_in(store, "used", used_s=1.0)
+    put_in(store, "another", used_s=1.0)
+    sweep(store, Limits(10**6), now_s=NOW_S, own=own)
+    assert marks_of(store).keys() == {mark_of("used")}, "what has no chunks needs no mark"
+    for age_s, is_renewed in ((MARK_EVERY_S, False), (MARK_EVERY_S + 1, True)):
+        store.touch(mark_of("used"), NOW_S - age_s)
+        sweep(store, Limits(10**6), now_s=NOW_S, own=own)
+        assert (marks_of(store)[mark_of("used")] != NOW_S - age_s) == is_renewed
+
+
+def test_a_namespace_that_cannot_be_marked_is_not_removed_by_its_engine(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full; or the bucket cannot be written to."""
+    put_in(store, "own", marked_s=1.0, used_s=1.0)
+    monkeypatch.setattr(
+        store, "write_all", lambda values: [StoreError("no space left") for _ in values], raising=True
+    )
+    assert sweep(store, Limits(unused_namespaces_s=UNUSED_S), now_s=NOW_S, own=("own",)).evicted == []
+
+
+def test_unused_namespaces_of_a_bucket_are_removed() -> None:
+    """A bucket keeps no time of use: the date is that of the write."""
+    store = ObjectStore("memory:///", timeout_s=1.0)
+    names = [put_in(store, name, marked_s=0.0, used_s=0.0) for name in ("gone", "own")]
+    dates = [one.used_s for one in store.scan()]
+    limits = Limits(unused_namespaces_s=UNUSED_S)
+    assert sweep(store, limits, now_s=min(dates) + UNUSED_S, own=("own",)).evicted == []
+    assert sweep(store, limits, now_s=max(dates) + UNUSED_S + 1, own=("own",)).evicted == [names[0]]
+    assert [one.name for one in store.scan() if one.name.startswith("gone")] == []
 
 
 # --- Totals -----------------------------------------------------------------------------------------

@@ -543,7 +543,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     def _sweep(self) -> None:
         """Runs on the sweeper's thread."""
         with self._sweeping() as evicted:
-            total = self._sweeps.run(time.time())
+            total = self._sweeps.run(time.time(), self._namespaces)
             if self._events is not None:
                 evicted |= self._gone_among(total.evicted)
         if total.num_evicted:

@@ -16,6 +16,7 @@ from baton.core.errors import ConfigError
 CHUNK_TOKENS = 256
 MIB = 1 << 20
 GIB = 1 << 30
+DAY_S = 86_400
 
 
 class FilesTier(msgspec.Struct, frozen=True, kw_only=True, tag="files", tag_field="type"):
@@ -25,6 +26,9 @@ class FilesTier(msgspec.Struct, frozen=True, kw_only=True, tag="files", tag_fiel
     max_gib: float | None = None  # Size of all files under `path`, from any engine; None: no limit.
     max_age_s: float | None = None  # Since a file was written or last used; None: no limit.
     tenant_max_share: float | None = None  # Of max_gib, for the chunks of one tenant; None: no limit.
+    # Since any engine with limits on the store used a namespace, a model with its layout and secret. Then a
+    # sweep removes the namespace's chunks. At least a day; None: they stay.
+    unused_namespaces_s: float | None = None
     write_max_mib_s: float | None = None  # Of one engine; None: no limit.
     fsync: bool = True  # Survive a crash of the machine, not only of the process.
     direct: bool = False  # Around the page cache, where the file system allows it.
@@ -35,7 +39,7 @@ class FilesTier(msgspec.Struct, frozen=True, kw_only=True, tag="files", tag_fiel
         if not Path(self.path).is_absolute():
             raise ConfigError("must be an absolute path", field=f"{FIELD}.path")
         _positive(self, "max_gib", "max_age_s", "write_max_mib_s")
-        _check_quota(self)
+        _check_limits(self)
 
 
 class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_field="type"):
@@ -49,11 +53,12 @@ class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_
     )
     max_age_s: float | None = None
     tenant_max_share: float | None = None  # As in FilesTier.
+    unused_namespaces_s: float | None = None  # As in FilesTier.
     write_max_mib_s: float | None = None
 
     def __post_init__(self) -> None:
         _positive(self, "timeout_s", "max_gib", "max_age_s", "write_max_mib_s")
-        _check_quota(self)
+        _check_limits(self)
 
 
 class RedisTier(msgspec.Struct, frozen=True, kw_only=True, tag="redis", tag_field="type"):
@@ -78,6 +83,7 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
     max_gib: float | None = None
     max_age_s: float | None = None
     tenant_max_share: float | None = None
+    unused_namespaces_s: float | None = None
     write_max_mib_s: float | None = None
     fsync: bool = True
     direct: bool = False
@@ -138,7 +144,12 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
         return self.chunk_tokens
 
 
-def _check_quota(tier: FilesTier | ObjectsTier) -> None:
+def _check_limits(tier: FilesTier | ObjectsTier) -> None:
+    if tier.unused_namespaces_s is not None and tier.unused_namespaces_s < DAY_S:
+        raise ConfigError(
+            f"must be at least a day, {DAY_S}: engines mark what they use every hour, and may be restarted",
+            field=f"{FIELD}.unused_namespaces_s",
+        )
     check_share(tier, "tenant_max_share")
     if tier.tenant_max_share is not None and tier.max_gib is None:
         raise ConfigError("is a share of max_gib; set max_gib", field=f"{FIELD}.tenant_max_share")

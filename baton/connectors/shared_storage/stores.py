@@ -88,4 +88,4 @@ def _limits_of(tier: StoredTier) -> Limits:
     share = tier.tenant_max_share
     max_bytes = None if tier.max_gib is None else int(tier.max_gib * GIB)
     of_tenant = None if max_bytes is None or share is None else int(share * max_bytes)
-    return Limits(max_bytes, tier.max_age_s, of_tenant)
+    return Limits(max_bytes, tier.max_age_s, of_tenant, tier.unused_namespaces_s)
