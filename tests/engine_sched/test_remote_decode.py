@@ -49,6 +49,42 @@ def test_blocks_that_were_prefix_hits_are_lent_too() -> None:
     world.end()
 
 
+@pytest.mark.parametrize("limit", [{"budget": 8}, {"max_num_seqs": 1}])
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_a_loan_through_the_cache_waits_for_no_request_that_computes(
+    limit: dict[str, int], is_loaded: bool
+) -> None:
+    world = lending_world(**limit)
+    world.add("a", PROMPT, max_tokens=1)
+    for _ in range(3):
+        world.step()
+    world.add("long", list(range(1, 41)), max_tokens=20)
+    world.add("waits", list(range(41, 1, -1)))
+    world.step()
+    if is_loaded:
+        prompt = list(range(30, 48))
+        world.half.verdict = lambda request, num_computed: (16, True)
+    else:
+        prompt = PROMPT
+    world.add("loan", prompt, params={"baton_lend_stored": True, "do_remote_decode": True})
+    world.step()
+    if is_loaded:
+        assert world.status("loan") == "WAITING_FOR_REMOTE_KVS"
+        world.half.verdict = lambda request, num_computed: (0, False)
+        world.end_load("loan")
+        world.step()
+    assert (world.status("long"), world.status("waits")) == ("RUNNING", "WAITING")
+    last = world.last_of("loan")
+    assert (last.num_cached_tokens, last.kv_transfer_params) == (16, TICKET)
+    assert world.answers["loan"].token_ids == []
+    world.end_send("a", "loan")
+    for request_id in ("long", "waits"):
+        while world.answers[request_id].last is None:
+            world.step()
+        world.end_send(request_id)
+    world.end("long", "waits")
+
+
 def test_a_half_that_ends_its_loan_itself_adds_to_the_report() -> None:
     world = lending_world()
     world.add("a", PROMPT, max_tokens=1)

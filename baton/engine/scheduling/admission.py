@@ -5,7 +5,8 @@
             --no match, or one for this step--> running
     loaded  ----------------> running
 
-If blocks or budget do not suffice for a request, no later request passes it. If nothing runs then, the
+If blocks or budget do not suffice for a request, no later request passes it. A request for a loan computes
+nothing, and passes those that wait for budget or for a place among the running ones. If nothing runs, the
 youngest loaded request is preempted, so that the first request always makes progress. Imports no torch and
 reads no clock.
 """
@@ -52,8 +53,19 @@ class Admission:
             queue.remove(request)
             if turn is _Turn.LATER:
                 asked_later.append((queue, request))
+        else:
+            self._admit_lending(step)
         for queue, request in asked_later:
             queue.push(request)
+
+    def _admit_lending(self, step: StepBuilder) -> None:
+        waiting = self._state.queues.waiting
+        for request in waiting.lending():
+            turn = self._take_turn(request, step)
+            if turn is _Turn.NO_ROOM:
+                break
+            if turn is _Turn.DONE:
+                waiting.remove(request)
 
     def _take_turn(self, request: Request, step: StepBuilder) -> _Turn:
         try:

@@ -26,6 +26,7 @@ class WaitingQueue:
         self._heap: list[tuple[tuple[float, ...], int, Request]] = []  # May hold entries that were removed.
         self._entries = itertools.count()  # Settles ties between an entry and its request's removed one.
         self._members: dict[str, Request] = {}
+        self._lending: dict[str, Request] = {}  # Of them, those for a loan.
 
     def __len__(self) -> int:
         return len(self._members)
@@ -33,6 +34,8 @@ class WaitingQueue:
     def push(self, request: Request) -> None:
         assert request.request_id not in self._members, f"{request} is in the queue already"
         self._members[request.request_id] = request
+        if request.computes_nothing:
+            self._lending[request.request_id] = request
         heapq.heappush(self._heap, (request.order, next(self._entries), request))
 
     def peek(self) -> Request | None:
@@ -45,7 +48,12 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> bool:
         """Whether the request was here. Its heap entry is dropped when it comes to the top."""
+        self._lending.pop(request.request_id, None)
         return self._members.pop(request.request_id, None) is not None
+
+    def lending(self) -> list[Request]:
+        """Requests that compute nothing, the longest here first."""
+        return list(self._lending.values())
 
     def members(self) -> list[Request]:
         """All requests, unordered."""
