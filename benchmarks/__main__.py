@@ -20,6 +20,7 @@ ALL = {
     "eviction": "benchmarks.eviction",
     "fleet": "benchmarks.fleet.command",
     "hedge": "benchmarks.fleet.hedge",
+    "loans": "benchmarks.fleet.loans",
     "lmcache": "benchmarks.lmcache_disk",
     "offload": "benchmarks.offload",
     "overload": "benchmarks.fleet.overload",

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -58,6 +58,7 @@ LOADS = {"conversation": 0.4, "synthetic": 0.4}  # Share of two prefill engines'
 NUM_ROUNDS = 3
 START_S = 120.0
 REQUEST_S = 120.0
+HANDOFF = HandoffArguments()
 MODEL = ("--hidden", "128", "--layers", "4", "--heads", "4", "--vocab", str(VOCABULARY))
 
 
@@ -234,12 +235,13 @@ def start_engines(
     roles: Sequence[str] = ("prefill", "prefill", "decode", "decode"),
     options: Sequence[str] = (),
     cores: Mapping[str, int] | None = None,
+    transfer_config: Callable[[str, KVRole], dict[str, Any]] = HANDOFF.transfer_config,
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the engines' addresses, and a router's options for KV events.
 
     `ports`: three for each engine. `cores`: of the machine, by role.
     """
-    handoff, cores = HandoffArguments(), cores or {}
+    cores = cores or {}
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}
     events: list[str] = []
     ready = {}
@@ -259,7 +261,7 @@ def start_engines(
                 served_model_name="bench",
                 extra=extra,
             ),
-            handoff.transfer_config(f"{role}-{number}", kv_role),
+            transfer_config(f"{role}-{number}", kv_role),
         )
         pinned = ["taskset", "-c", str(cores[role])] if role in cores else []
         child = fleet.start(plan.name, [*pinned, *plan.command()], env={"OMP_NUM_THREADS": "1"})

@@ -1,0 +1,156 @@
+"""The router's choice to read a prompt from the host memory of a busy engine, with real engines.
+
+    python -m benchmarks loans     a minute
+
+A and B compute prompts themselves, lend host memory, and publish KV events; the router's policy is cost.
+In each round A has computed a prompt and is computing a long one. Then the first prompt is asked for again:
+
+    router       the router chooses; it should have A lend, and B read and answer
+    busy engine  A itself, which has the prompt in its cache
+    computed     B itself, with a prompt that no engine has
+
+The figure is the time to the first token, median and all. All processes share the machine's cores, so A's
+work slows B's down. The command fails if an answer differs, or if no prompt was borrowed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import re
+import statistics
+import time
+from collections import defaultdict
+from typing import Any
+
+import httpx
+import msgspec
+from rich.console import Console
+from rich.table import Table
+
+from baton.cli.processes import free_ports
+from benchmarks.fleet.real import (
+    BLOCK_SIZE,
+    REQUEST_S,
+    VOCABULARY,
+    running_fleet,
+    start_engines,
+    start_routers,
+)
+
+NUM_ROUNDS = 5
+PROMPT_TOKENS, LONG_TOKENS = 2_000, 7_000
+STEP_TOKENS = 512  # An engine answers a request for a loan between two steps.
+ANSWER_TOKENS = 4
+CPU_GIB = 2.0
+BUSY_AFTER_S = 0.1
+KINDS = ("router", "busy engine", "computed")
+
+
+class _Choice(msgspec.Struct):
+    text: str
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice]
+
+
+def transfer_config(engine_id: str, role: object) -> dict[str, Any]:
+    lends = {"cpu_gib": CPU_GIB, "lend": {}}
+    children = [
+        {"kv_connector": "BatonPullConnector"},
+        {"kv_connector": "BatonOffloadConnector", "kv_connector_extra_config": lends},
+    ]
+    return {
+        "kv_connector": "BatonMultiConnector",
+        "kv_role": "kv_both",
+        "engine_id": engine_id,
+        "kv_connector_extra_config": {"connectors": children},
+    }
+
+
+async def answer(client: httpx.AsyncClient, url: str, prompt: list[int]) -> tuple[float, str]:
+    """Time to the first token, in s, and the text. Raises httpx.HTTPError."""
+    body = {"prompt": prompt, "max_tokens": ANSWER_TOKENS, "temperature": 0, "stream": True}
+    began_s, first_s, text = time.perf_counter(), 0.0, ""
+    path = f"{url}/v1/completions"
+    async with client.stream("POST", path, json={**body, "model": "bench", "ignore_eos": True}) as got:
+        got.raise_for_status()
+        async for line in got.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                first_s = first_s or time.perf_counter()
+                text += "".join(one.text for one in msgspec.json.decode(line[6:], type=_Chunk).choices)
+    return first_s - began_s, text
+
+
+async def metric(client: httpx.AsyncClient, url: str, name: str) -> dict[str, float]:
+    """Values by the text of their labels."""
+    text = (await client.get(f"{url}/metrics")).text
+    return {labels: float(value) for labels, value in re.findall(rf"^{name}(\S*) (\S+)$", text, re.MULTILINE)}
+
+
+async def until_indexed(client: httpx.AsyncClient, router: str, prompt: list[int]) -> None:
+    async with asyncio.timeout(REQUEST_S):
+        while True:
+            explained = (await client.post(f"{router}/explain", json={"prompt": prompt})).json()
+            if max(explained["cached_tokens"].values(), default=0) >= len(prompt) - BLOCK_SIZE:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def measure(router: str, a: str, b: str) -> dict[str, list[float]]:
+    """Times to the first token by kind, in s. Raises ValueError for a wrong answer."""
+    rng = random.Random(0)
+
+    def new(num_tokens: int) -> list[int]:
+        return [rng.randrange(10, VOCABULARY) for _ in range(num_tokens)]
+
+    taken: dict[str, list[float]] = defaultdict(list)
+    async with httpx.AsyncClient(timeout=REQUEST_S, trust_env=False) as client:
+        for number in range(len(KINDS) * (NUM_ROUNDS + 1)):
+            kind, prompt = KINDS[number % len(KINDS)], new(PROMPT_TOKENS)
+            _, expected = await answer(client, a, prompt)
+            await until_indexed(client, router, prompt)
+            # The router sends it to A, which has its beginning.
+            busy = asyncio.create_task(answer(client, router, prompt + new(LONG_TOKENS - PROMPT_TOKENS)))
+            await asyncio.sleep(BUSY_AFTER_S)
+            asked = new(PROMPT_TOKENS) if kind == "computed" else prompt
+            took_s, text = await answer(client, {"router": router, "busy engine": a}.get(kind, b), asked)
+            await busy
+            if kind != "computed" and text != expected:
+                raise ValueError(f"{kind}: {text!r} instead of {expected!r}")
+            if number >= len(KINDS):  # The first round warms everything up.
+                taken[kind].append(took_s)
+    return taken
+
+
+async def counts(router: str, a: str) -> tuple[dict[str, float], float]:
+    async with httpx.AsyncClient(trust_env=False) as client:
+        outcomes = await metric(client, router, "baton:router_stored_loans_total")
+        lent = await metric(client, a, "baton:kv_offload_lent_tokens_total")
+    return outcomes, sum(lent.values())
+
+
+def main() -> int:
+    console = Console(width=120)
+    with running_fleet() as (processes, model):
+        ports = free_ports(7)
+        options = ("--max-num-batched-tokens", str(STEP_TOKENS))
+        urls, events = start_engines(
+            processes, model, ports[:6], ("decode", "decode"), options, transfer_config=transfer_config
+        )
+        a, b = urls["decode"]
+        (router,) = start_routers(
+            processes, urls, {"cost": ["--policy", "cost", *events]}, ports[6:]
+        ).values()
+        taken = asyncio.run(measure(router, a, b))
+        outcomes, num_lent = asyncio.run(counts(router, a))
+    table = Table("", "median, ms", "all, ms", title=f"First token of {PROMPT_TOKENS} tokens")
+    for kind, times_s in taken.items():
+        all_ms = " ".join(f"{1e3 * one:.0f}" for one in sorted(times_s))
+        table.add_row(kind, f"{1e3 * statistics.median(times_s):.0f}", all_ms)
+    console.print(table)
+    for labels, count in outcomes.items():
+        console.print(f"baton:router_stored_loans{labels}: {count:g}", highlight=False)
+    console.print(f"tokens that A has lent: {num_lent:g}")
+    return int(not any("lent" in labels and count for labels, count in outcomes.items()))
