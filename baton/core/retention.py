@@ -8,7 +8,8 @@ ttl_s         seconds since the last use, after which a chunk goes before all ot
 ends_session  after this request the chunks that only its session has used go first
 baton_tenant  whose quota the chunks count for. A router sets it; without it the cache salt stands for it
 
-The session is the request's `session_id` (the header X-Session-Id), among those of its tenant. vLLM's
+The session is the request's `session_id` (the header X-Session-Id), among those of its tenant. A tier of
+vLLM's own offloading is not told it; there `baton_session` beside `baton_tenant` names it. vLLM's
 `kv_hints` may say the same: actions "retain", with `priority` and `ttl_s` in the payload, and "demote", which
 is `ends_session`.
 """
@@ -29,6 +30,7 @@ from baton.core.validation import explain
 
 RETENTION: Final = "baton_retention"
 TENANT: Final = "baton_tenant"
+SESSION: Final = "baton_session"
 SESSION_HEADER: Final = "x-session-id"
 SESSION_CHARS_MAX: Final = 256  # Also of `session_id`.
 NEEDS_SESSION: Final = "needs a session: set session_id, or the header X-Session-Id"
@@ -88,6 +90,12 @@ def parse_tenant(raw: Mapping[str, Any] | None) -> str:
             f"must be a string of at most {TENANT_CHARS_MAX} characters", field=f"{FIELD}.{TENANT}"
         )
     return value
+
+
+def session_in(raw: Mapping[str, Any] | None) -> str | None:
+    """Of `baton_session`. What is no name counts as not given."""
+    value = raw.get(SESSION) if isinstance(raw, Mapping) else None
+    return value if isinstance(value, str) and 0 < len(value) <= SESSION_CHARS_MAX else None
 
 
 def retention_of(request: Any) -> Retention:

@@ -29,8 +29,9 @@ from baton.connectors.extra_config import FIELD, parse_extra
 from baton.connectors.jobs import Repeated
 from baton.connectors.shared_storage.stores import Keeper, make_sweeps, make_tiers
 from baton.core.errors import ConfigError
-from baton.core.retention import PLAIN, Retention, make_retention
+from baton.core.retention import PLAIN, Retention, make_retention, session_in
 from baton.tiers.chunk_name import NO_KEEP, Keep, chunk_of
+from baton.tiers.sessions import Sessions
 from baton.tiers.store import StoreError
 from baton.tiers.sweep import Swept
 from baton.vllm_plugin.log import share_log
@@ -104,6 +105,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._sweeps = make_sweeps(self._tiers, settings.stored_tiers)
         self._sweeper = Repeated("kv-sweep", self._sweep, settings.sweep_every_s) if self._sweeps else None
         self._keeper = Keeper() if self._sweeps else None
+        self._sessions: Sessions[bytes] = Sessions()
         kinds = " > ".join(f"{store.kind} {store.where}" for store in self._tiers.stores)
         logger.info("%s: chunks of %d bytes in %s", tier_type, self.block_size_bytes, kinds)
 
@@ -119,12 +121,15 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
 
     def submit_store(self, job_metadata: Any) -> None:
         self._transfers.store(job_metadata.job_id, list(job_metadata.keys), _rows_of(job_metadata))
-        asked = _retention_of(job_metadata)
+        asked = _retention_of(job_metadata.req_context)
+        self._sessions.stored(asked.session, job_metadata.keys)
         self._keep(job_metadata, Keep(asked.priority, asked.ttl_s, asked.tenant))
 
     def submit_load(self, job_metadata: Any) -> None:
         self._transfers.load(job_metadata.job_id, list(job_metadata.keys), _rows_of(job_metadata))
-        self._keep(job_metadata, Keep(_retention_of(job_metadata).priority).raised())
+        asked = _retention_of(job_metadata.req_context)
+        self._sessions.used(asked.session, job_metadata.keys)
+        self._keep(job_metadata, Keep(asked.priority).raised())
 
     def get_finished_jobs(self) -> Iterable[Any]:
         self._transfers.expire()
@@ -149,13 +154,20 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     # --- Requests and steps ----------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> Any:
-        """Neither session nor salt is in vLLM's context."""
+        """vLLM's context has neither session_id nor cache_salt: only the params name session and tenant."""
         params, hints = req_context.kv_transfer_params, req_context.kv_hints
-        req_context.set_state(make_retention(params, hints, session=None, cache_salt=None))
+        req_context.set_state(make_retention(params, hints, session=session_in(params), cache_salt=None))
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
+        """No job of the request follows."""
         self._lookups.forget(req_context.req_id)
+        asked = _retention_of(req_context)
+        ended = self._sessions.end(asked.session) if asked.ends_session else []
+        if self._keeper is not None and ended:
+            values = [str(self._naming.names_of(key)[0][0]) for key in ended]
+            keep = Keep(asked.priority, asked.ttl_s, asked.tenant)
+            self._keeper.put(partial(self._sweeps.end, [*map(chunk_of, values)], values, keep))
 
     def on_schedule_end(self, context: Any) -> None:
         self._lookups.flush()
@@ -242,5 +254,5 @@ def _rows_of(job: Any) -> list[int]:
     return [int(row) for row in job.chunk_ids]
 
 
-def _retention_of(job: Any) -> Retention:
-    return job.req_context.get_state(Retention) or PLAIN
+def _retention_of(req_context: Any) -> Retention:
+    return req_context.get_state(Retention) or PLAIN

@@ -42,7 +42,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from baton.core.errors import ConfigError
 from baton.tiers.chunk_name import Keep
 from baton.tiers.file_store import FileStore
-from baton.tiers.sweep import chunks_of
+from baton.tiers.sweep import ENDED_S, chunks_of
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_tier import BatonTier
 from baton.vllm_tier.cpu_spec import CpuWorker
@@ -198,6 +198,26 @@ def test_sweeps_hear_what_requests_ask_by_params_and_by_hints(
     keeps = {chunk.names[0].split("/")[2][:2]: chunk.keep for chunk in chunks}
     assert (keeps["01"], keeps["03"]) == (Keep(7, 60), Keep(9))
     assert keeps["02"].tenant
+
+
+def test_chunks_that_only_an_ended_session_has_used_go_first(
+    start: Callable[..., World], tmp_path: Path
+) -> None:
+    def used_s(key: bytes) -> float:
+        return next(path for path in files_in(tmp_path / "kv") if key.hex() in path.name).stat().st_mtime
+
+    world, named = start(max_gib=1), {"baton_session": "s", "baton_tenant": "search"}
+    world.store(world.begin("first", kv_transfer_params=named), *KEYS[1:3])
+    world.manager.reset_cache()
+    assert world.look_up(KEYS[2], world.begin("of no session")) is LookupResult.HIT
+    ends = {**named, "baton_retention": {"ends_session": True}}
+    for number, params in enumerate(({**ends, "baton_tenant": "another"}, ends)):
+        assert used_s(KEYS[1]) != ENDED_S
+        world.manager.on_request_finished(world.begin(f"last {number}", kv_transfer_params=params))
+    deadline_s = time.monotonic() + WAIT_S
+    while used_s(KEYS[1]) != ENDED_S:
+        assert time.monotonic() < deadline_s
+    assert used_s(KEYS[2]) != ENDED_S
 
 
 def test_metrics_and_settings(tmp_path: Path) -> None:
