@@ -11,16 +11,14 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-LIBRARIES = {
-    "scripts/build-gather": "baton/transport/_gather.so",
-    "scripts/build-attention": "baton/engine/attention/_decode.so",
-}
+SCRIPT = "scripts/build-library"
+LIBRARIES = {"gather": "baton/transport/_gather.so", "decode": "baton/engine/attention/_decode.so"}
 TIMEOUT_S = 120.0
 
 
-class GatherBuildHook(BuildHookInterface[Any]):
+class LibraryBuildHook(BuildHookInterface[Any]):
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-        built = [library for script, library in LIBRARIES.items() if self._builds(script, library)]
+        built = [library for name, library in LIBRARIES.items() if self._builds(name, library)]
         if not built:
             return
         build_data["artifacts"] += built  # git ignores them.
@@ -29,9 +27,9 @@ class GatherBuildHook(BuildHookInterface[Any]):
             build_data["tag"] = f"py3-none-{platform}"
             build_data["pure_python"] = False
 
-    def _builds(self, script: str, library: str) -> bool:
+    def _builds(self, name: str, library: str) -> bool:
         try:
-            subprocess.run([Path(self.root, script)], check=True, timeout=TIMEOUT_S)
+            subprocess.run([Path(self.root, SCRIPT), name], check=True, timeout=TIMEOUT_S)
         except (OSError, subprocess.SubprocessError) as error:
             Path(self.root, library).unlink(missing_ok=True)  # Of an older source.
             self.app.display_warning(f"{library} is not built, which makes Baton slower: {error}")

@@ -1,9 +1,8 @@
 """Copy of scattered blocks within this process by compiled code (`gather.c`), without the interpreter's lock.
 
 The library is optional: it is built when Baton is installed on a machine with a C compiler, or by
-`scripts/build-gather`. It is an ordinary shared library, which ctypes calls without the interpreter's lock.
-An extension module with the stable ABI (abi3) would also serve every Python, but needs Python's headers to
-build, and more code.
+`scripts/build-library gather`. It is an ordinary shared library: an extension module with the stable ABI
+(abi3) would also serve every Python, but needs Python's headers to build, and more code.
 """
 
 import contextlib
@@ -28,8 +27,8 @@ def load(library: Path) -> ctypes.CDLL:
 
 def unusable(state: str) -> TransferError:
     return TransferError(
-        f"the copy library is {state}: run scripts/build-gather, or install Baton on a machine with "
-        "a C compiler"
+        f"the copy library is {state}: run scripts/build-library gather, or install Baton on a "
+        "machine with a C compiler"
     )
 
 

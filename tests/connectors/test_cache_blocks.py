@@ -35,7 +35,7 @@ def test_blocks_come_back_at_other_places(
     has_library: bool, from_ids: list[int], to_ids: list[int], num_present: int
 ) -> None:
     if has_library and copy_library() is None:
-        pytest.skip("the copy library is not built: scripts/build-gather")
+        pytest.skip("the copy library is not built: scripts/build-library gather")
     source, target = caches(1), caches(2)
     expected = {name: cache.clone() for name, cache in target.items()}
     with pytest.MonkeyPatch.context() as patch:

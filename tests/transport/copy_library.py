@@ -24,5 +24,7 @@ def built() -> Path:
     atexit.register(shutil.rmtree, folder)
     library = Path(folder, "_gather.so")
     strict = {**os.environ, "CC": COMPILER, "CFLAGS": "-Wall -Wextra -Wpedantic -Werror"}
-    subprocess.run([ROOT / "scripts/build-gather", library], check=True, timeout=BUILD_TIMEOUT_S, env=strict)
+    subprocess.run(
+        [ROOT / "scripts/build-library", "gather", library], check=True, timeout=BUILD_TIMEOUT_S, env=strict
+    )
     return library

@@ -246,4 +246,4 @@ def test_the_state_of_the_attention_library_is_told(
         finding for finding in look_at_optional(has_nixl=False) if finding.subject == "attention library"
     )
     assert finding.is_good is (True if library == "present" else None)
-    assert ("scripts/build-attention" in finding.mend) == (library != "present")
+    assert ("scripts/build-library decode" in finding.mend) == (library != "present")

@@ -47,7 +47,7 @@ def test_exactly_the_named_bytes_are_copied(gather: Gather, copies: list[tuple[i
 
 
 def test_a_library_that_was_not_built_is_named(tmp_path: Path) -> None:
-    with pytest.raises(TransferError, match="not built: run scripts/build-gather"):
+    with pytest.raises(TransferError, match="not built: run scripts/build-library gather"):
         Gather(tmp_path / "_gather.so")
 
 
