@@ -1,7 +1,9 @@
 """Scatter-gather system calls on address arrays: no Python object per block, no GIL while bytes move."""
 
 import ctypes
+import errno
 import os
+import socket
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,6 +21,9 @@ _libc.process_vm_readv.argtypes = (
     ctypes.c_ulong,
     ctypes.c_ulong,
 )
+for _function in (_libc.sendmsg, _libc.recvmsg):
+    _function.restype = ctypes.c_ssize_t
+    _function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
 
 
 def iovec_array(addresses: NDArray[np.int64], nbytes: NDArray[np.int64]) -> NDArray[np.int64]:
@@ -32,8 +37,45 @@ def read_process_memory(pid: int, local: NDArray[np.int64], remote: NDArray[np.i
     assert len(remote) <= IOV_MAX
     count = _libc.process_vm_readv(pid, local.ctypes.data, len(local), remote.ctypes.data, len(remote), 0)
     if count < 0:
-        raise _os_error()
+        raise os_error(ctypes.get_errno())
     return int(count)
+
+
+def send_segments(fd: int, segments: NDArray[np.int64]) -> int:
+    """sendmsg(2) of the first IOV_MAX segments (`iovec_array`), without waiting. Returns the number of bytes.
+
+    Raises OSError; BlockingIOError if it would wait.
+    """
+    return _move_message(_libc.sendmsg, fd, segments, socket.MSG_NOSIGNAL)
+
+
+def receive_segments(fd: int, segments: NDArray[np.int64]) -> int:
+    """recvmsg(2), as `send_segments`. 0: the other end has closed the connection."""
+    return _move_message(_libc.recvmsg, fd, segments, 0)
+
+
+class _MessageHeader(ctypes.Structure):
+    """struct msghdr."""
+
+    _fields_ = (
+        ("name", ctypes.c_void_p),
+        ("name_bytes", ctypes.c_uint32),
+        ("iov", ctypes.c_void_p),
+        ("iov_count", ctypes.c_size_t),
+        ("control", ctypes.c_void_p),
+        ("control_bytes", ctypes.c_size_t),
+        ("flags", ctypes.c_int),
+    )
+
+
+def _move_message(
+    function: "ctypes._NamedFuncPointer", fd: int, segments: NDArray[np.int64], flags: int
+) -> int:
+    header = _MessageHeader(iov=segments.ctypes.data, iov_count=min(IOV_MAX, len(segments)))
+    while (moved := function(fd, ctypes.byref(header), flags | socket.MSG_DONTWAIT)) < 0:
+        if (number := ctypes.get_errno()) != errno.EINTR:
+            raise os_error(number)
+    return int(moved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +107,5 @@ class Scratch:
         ctypes.memset(self.buffer, 0, self.nbytes)
 
 
-def _os_error() -> OSError:
-    number = ctypes.get_errno()
+def os_error(number: int) -> OSError:
     return OSError(number, os.strerror(number))

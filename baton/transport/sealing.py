@@ -19,7 +19,7 @@ import hmac
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import ClassVar, Generic, Literal, TypeVar, get_args
 
 import numpy as np
 from cryptography.exceptions import InvalidTag
@@ -48,6 +48,7 @@ _BLOCK_BYTES = 16
 _memory = memoryview((ctypes.c_ubyte * (2**62)).from_address(0)).cast("B")
 
 Int64s = NDArray[np.int64]
+ContextT = TypeVar("ContextT", AEADEncryptionContext, AEADDecryptionContext)
 
 
 def stronger(one: Integrity, other: Integrity) -> Integrity:
@@ -73,30 +74,38 @@ class Gmac:
 
 
 @dataclass(frozen=True, slots=True)
-class Sealing:
-    """A message that is being sent."""
-
-    _context: AEADEncryptionContext | Gmac | None
+class _Message(Generic[ContextT]):
+    _opens: ClassVar[bool]
+    _context: ContextT | Gmac | None
     _encrypts: bool
 
     @property
     def ghash(self) -> Ghash | None:
-        """If not None, `Stream.send` can add the segments and make the tag."""
+        """If not None, `Stream` can add the segments while it moves them."""
         return self._context.ghash if isinstance(self._context, Gmac) else None
 
     def add(self, addresses: Int64s, nbytes: Int64s, ciphertext: memoryview) -> None:
-        """Adds memory segments. If the direction is encrypted, writes their ciphertext to `ciphertext`."""
+        """Adds memory segments. If the direction is encrypted, `ciphertext` is filled from them, or they are
+        filled from it."""
         if self._context is None:
             return
         if isinstance(self._context, Gmac):
             self._context.add(addresses, nbytes)
             return
+        segments = _slices(_memory, addresses, nbytes)
         if not self._encrypts:
-            _authenticate(self._context, addresses, nbytes)
+            deque(map(self._context.authenticate_additional_data, segments), maxlen=0)
             return
-        encrypt = self._context.update_into
-        for start, end, at in _segments(addresses, nbytes):
-            encrypt(_memory[start:end], ciphertext[at:])
+        parts = _slices(ciphertext, np.cumsum(nbytes) - nbytes, nbytes)
+        source, target = (parts, segments) if self._opens else (segments, parts)
+        deque(map(self._context.update_into, source, target), maxlen=0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sealing(_Message[AEADEncryptionContext]):
+    """A message that is being sent. `Stream.send` also makes its tag, if it adds the segments."""
+
+    _opens = False
 
     def tag(self) -> bytes:
         """Tag of the whole message. Nothing can be added afterwards."""
@@ -109,30 +118,10 @@ class Sealing:
 
 
 @dataclass(frozen=True, slots=True)
-class Opening:
+class Opening(_Message[AEADDecryptionContext]):
     """A message that is being received. What it wrote is valid only if its tag is right."""
 
-    _context: AEADDecryptionContext | Gmac | None
-    _encrypts: bool
-
-    @property
-    def ghash(self) -> Ghash | None:
-        """If not None, `Stream.receive` can add the segments."""
-        return self._context.ghash if isinstance(self._context, Gmac) else None
-
-    def add(self, addresses: Int64s, nbytes: Int64s, ciphertext: memoryview) -> None:
-        """Adds memory segments. If the direction is encrypted, fills them from `ciphertext`."""
-        if self._context is None:
-            return
-        if isinstance(self._context, Gmac):
-            self._context.add(addresses, nbytes)
-            return
-        if not self._encrypts:
-            _authenticate(self._context, addresses, nbytes)
-            return
-        decrypt = self._context.update_into
-        for start, end, at in _segments(addresses, nbytes):
-            decrypt(ciphertext[at : at + end - start], _memory[start:end])
+    _opens = True
 
     def is_genuine(self, tag: bytes) -> bool:
         """Whether the whole message is what the holder of the key sent with this number."""
@@ -198,14 +187,5 @@ class Direction:
         return Cipher(self._algorithm, modes.GCM(number.to_bytes(_NONCE_BYTES, "little")))
 
 
-def _authenticate(
-    context: AEADEncryptionContext | AEADDecryptionContext, addresses: Int64s, nbytes: Int64s
-) -> None:
-    segments = map(slice, addresses.tolist(), (addresses + nbytes).tolist())
-    deque(map(context.authenticate_additional_data, map(_memory.__getitem__, segments)), maxlen=0)
-
-
-def _segments(addresses: Int64s, nbytes: Int64s) -> Iterator[tuple[int, int, int]]:
-    """(start, end) in memory, and the segment's offset in the ciphertext."""
-    starts, ends = addresses.tolist(), (addresses + nbytes).tolist()
-    return zip(starts, ends, (np.cumsum(nbytes) - nbytes).tolist(), strict=True)
+def _slices(of: memoryview, starts: Int64s, nbytes: Int64s) -> Iterator[memoryview]:
+    return map(of.__getitem__, map(slice, starts.tolist(), (starts + nbytes).tolist()))

@@ -8,7 +8,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import os
 import select
 import socket
 import time
@@ -20,9 +19,8 @@ from numpy.typing import NDArray
 
 from baton.core.errors import TransferError
 from baton.transport import gather
-from baton.transport.iovec import IOV_MAX, iovec_array
+from baton.transport.iovec import iovec_array, os_error, receive_segments, send_segments
 
-_ENTRY_BYTES = 16  # struct iovec: address, length.
 _BLOCK_BYTES = 16
 _POWERS = 32
 LEVELS = ("none", "PCLMULQDQ", "AVX-512")  # Sets of instructions for GMAC, as `stream.c` numbers them.
@@ -76,9 +74,13 @@ class Message:
     def rest_bytes(self) -> int:
         return self.total_bytes - self.done_bytes
 
+    @property
+    def rest(self) -> NDArray[np.int64]:
+        return self.entries[self.left.index :]
+
     def advance(self, count: int) -> None:
         self.left.done_bytes += count
-        rest = self.entries[self.left.index :]
+        rest = self.rest
         ends = np.cumsum(rest[:, 1])
         whole = int(np.searchsorted(ends, count, side="right"))
         self.left.index += whole
@@ -89,7 +91,7 @@ class Message:
 
 
 class GhashKey(ctypes.Structure):
-    """struct ghash_key. Made by `Ghash.key`."""
+    """struct ghash_key. Made by `Library.key`."""
 
     _fields_ = (("powers", ctypes.c_uint64 * (2 * _POWERS)), ("level", ctypes.c_uint64))
 
@@ -206,7 +208,7 @@ class Stream:
         writable.register(self._fd, select.POLLOUT)
         while message.rest_bytes:
             try:
-                message.advance(_call(_libc.sendmsg, self._fd, message, socket.MSG_NOSIGNAL))
+                message.advance(send_segments(self._fd, message.rest))
             except BlockingIOError:
                 rest_s = deadline - time.monotonic()
                 if rest_s <= 0 or not writable.poll(rest_s * 1000):
@@ -219,7 +221,7 @@ class Stream:
         readable.register(self._wake_fd, select.POLLIN)
         while message.rest_bytes:
             try:
-                count = _call(_libc.recvmsg, self._fd, message, 0)
+                count = receive_segments(self._fd, message.rest)
             except BlockingIOError:
                 rest_s = deadline - time.monotonic()
                 ready = dict(readable.poll(rest_s * 1000)) if rest_s > 0 else {}
@@ -234,45 +236,10 @@ class Stream:
         return Outcome.WHOLE
 
 
-class _MessageHeader(ctypes.Structure):
-    """struct msghdr."""
-
-    _fields_ = (
-        ("name", ctypes.c_void_p),
-        ("name_bytes", ctypes.c_uint32),
-        ("iov", ctypes.c_void_p),
-        ("iov_count", ctypes.c_size_t),
-        ("control", ctypes.c_void_p),
-        ("control_bytes", ctypes.c_size_t),
-        ("flags", ctypes.c_int),
-    )
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-for _function in (_libc.sendmsg, _libc.recvmsg):
-    _function.restype = ctypes.c_ssize_t
-    _function.argtypes = (ctypes.c_int, ctypes.c_void_p, ctypes.c_int)
-
-
-def _call(function: "ctypes._NamedFuncPointer", fd: int, message: Message, flags: int) -> int:
-    """sendmsg or recvmsg of the next bytes. Returns their number. Raises OSError, also BlockingIOError."""
-    index = message.left.index
-    count = min(IOV_MAX, len(message.entries) - index)
-    header = _MessageHeader(iov=message.entries.ctypes.data + index * _ENTRY_BYTES, iov_count=count)
-    while (moved := function(fd, ctypes.byref(header), flags | socket.MSG_DONTWAIT)) < 0:
-        if ctypes.get_errno() != errno.EINTR:
-            raise _os_error(ctypes.get_errno())
-    return int(moved)
-
-
 def _outcome(result: int) -> Outcome:
     if result < 0:
-        raise _os_error(-result)
+        raise os_error(-result)
     return Outcome(result)
-
-
-def _os_error(number: int) -> OSError:
-    return OSError(number, os.strerror(number))
 
 
 def _at(structure: ctypes.Structure | None) -> "ctypes._CArgObject | None":
