@@ -153,9 +153,7 @@ def _look_at_copy_library() -> Finding:
 def _look_at_attention_library() -> Finding:
     from baton.engine.attention.compiled import HINT, load_library
 
-    try:
-        load_library()
-    except (OSError, AttributeError):
+    if load_library() is None:
         what = "is not built, or of another version: the embedded engine decodes slower on a CPU"
         return Finding("attention library", None, what, HINT)
     return Finding("attention library", True, "used by the embedded engine on a CPU")

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.engine.attention import build_backend, compiled
-from baton.engine.attention.compiled import LEVELS, LIBRARY, CompiledDecode, compiled_decode
+from baton.engine.attention.compiled import LEVELS, LIBRARY, CompiledDecode, compiled_decode, load_library
 from baton.engine.attention.sdpa import SdpaBackend
 from baton.engine.forward_context import build_attention_metadata
 from tests.engine_models.attention_check import BLOCK_SIZE, check_backend, shape_of
@@ -51,11 +51,14 @@ def test_decoded_tokens_agree_with_the_definition(
 ) -> None:
     """With a prompt among them, if `prompt` is not 0."""
     assert torch.get_num_threads() == 1, "with more, torch computes"
+    library = load_library()
+    assert library is not None
     whole = shape_of(**shape)
     requests = [(length, 1) for length in lengths]
     if prompt:
         requests.insert(len(requests) // 2, (2, prompt))
-    check_backend(SdpaBackend(whole, CompiledDecode(whole, level=level)), requests, window, seed, **how)
+    compiled = CompiledDecode(whole, library, level=level)
+    check_backend(SdpaBackend(whole, compiled), requests, window, seed, **how)
 
 
 def test_keys_that_are_not_numbers_stay_visible_in_their_request() -> None:
@@ -86,7 +89,7 @@ def test_without_the_library_decoding_gathers(
     caplog.set_level("INFO")
     monkeypatch.setattr(compiled, "LIBRARY", tmp_path / "missing.so")
     check_backend(build_backend(shape_of()), [(5, 1), (9, 1)], None, seed=1)
-    assert "run scripts/build-attention" in caplog.text
+    assert "run scripts/build-library decode" in caplog.text
 
 
 def test_the_sources_have_no_warnings() -> None:

@@ -1,7 +1,7 @@
 """Attention of decoding requests by compiled code (`decode.c`), which reads the blocks where they lie.
 
 The library is optional: it is built when Baton is installed on a machine with a C compiler, or by
-`scripts/build-attention`. Without it, and for what it does not compute, `sdpa` gathers the blocks.
+`scripts/build-library decode`. Without it, and for what it does not compute, `sdpa` gathers the blocks.
 """
 
 import ctypes
@@ -20,8 +20,8 @@ from baton.engine.forward_context import AttentionMetadata, IntArray
 logger = logging.getLogger(__name__)
 
 LIBRARY = Path(__file__).with_name("_decode.so")
-HINT = "run scripts/build-attention, or install Baton on a machine with a C compiler"
-LEVELS = ("baseline", "AVX2", "AVX-512")  # Sets of instructions, as `decode.c` numbers them.
+HINT = "run scripts/build-library decode, or install Baton on a machine with a C compiler"
+LEVELS = ("baseline", "AVX2", "AVX-512")  # Sets of instructions, as `numbers.h` numbers them.
 _LANES, _ROWS_MAX = 16, 4  # As in `decode.c`.
 _POINTERS = ("out", "queries", "cache", "sinks", "tables", "requests", "tokens", "firsts", "ends", "scratch")
 _NUMBERS = ("num_requests", "table_stride", "block_tokens", "block_stride", "head_stride", "token_stride")
@@ -46,24 +46,24 @@ class DecodePlan:
     arrays: tuple[npt.NDArray[np.generic], ...]
 
 
-def load_library() -> ctypes.CDLL:
-    """Raises OSError or AttributeError if the library was not built, or for another version of Baton."""
-    library = ctypes.CDLL(str(LIBRARY))
-    for function in ("baton_decode_1", "baton_rms_norm_1", "baton_rotate_1"):
-        getattr(library, function)
+def load_library() -> ctypes.CDLL | None:
+    """None if the library was not built, or for another version of Baton."""
+    try:
+        library = ctypes.CDLL(str(LIBRARY))
+        for function in ("baton_decode_1", "baton_rms_norm_1", "baton_rotate_1"):
+            getattr(library, function)
+    except (OSError, AttributeError):
+        return None
     return library
 
 
 class CompiledDecode:
     """The compiled attention of one model's shape. Computes with one thread."""
 
-    def __init__(self, shape: AttentionShape, *, level: int = len(LEVELS) - 1) -> None:
-        """`level`: index of LEVELS; the CPU may have less.
-
-        Raises OSError or AttributeError if the library was not built, or for another version of Baton.
-        """
+    def __init__(self, shape: AttentionShape, library: ctypes.CDLL, *, level: int = len(LEVELS) - 1) -> None:
+        """`level`: index of LEVELS; the CPU may have less."""
         self._shape, self._level = shape, level
-        self._run = load_library().baton_decode_1
+        self._run = library.baton_decode_1
         self._run.restype = None
         self._run.argtypes = (ctypes.POINTER(_Step),)
 
@@ -132,11 +132,10 @@ def compiled_decode(shape: AttentionShape) -> CompiledDecode | None:
     )
     if not suits:
         return None
-    try:
-        return CompiledDecode(shape)
-    except (OSError, AttributeError):
+    if (library := load_library()) is None:
         _log_missing()
         return None
+    return CompiledDecode(shape, library)
 
 
 @functools.cache

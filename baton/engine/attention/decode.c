@@ -24,7 +24,7 @@ struct step {
     int64_t num_requests, table_stride, block_tokens;
     int64_t block_stride, head_stride, token_stride;   /* In numbers. */
     int64_t num_heads, group_size, head_dim;           /* KV heads; query heads of each; D, a multiple of LANES. */
-    int64_t scores_stride, is_bfloat16, level;         /* At most: 0 baseline, 1 AVX2, 2 AVX-512. */
+    int64_t scores_stride, is_bfloat16, level;         /* `level`: as in `usable`. */
     double scale;
 };
 
@@ -214,27 +214,14 @@ INLINE void decode_any(const struct step *s)
         decode(s, 0);
 }
 
-#if defined(__x86_64__)
-__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))) static void decode_avx512(const struct step *s)
-{
-    decode_any(s);
-}
+WITH_AVX512 static void decode_avx512(const struct step *s) { decode_any(s); }
 
-__attribute__((target("avx2,fma"))) static void decode_avx2(const struct step *s) { decode_any(s); }
+WITH_AVX2 static void decode_avx2(const struct step *s) { decode_any(s); }
 
-static void decode_plain(const struct step *s) { decode_any(s); }
+static void decode_baseline(const struct step *s) { decode_any(s); }
 
 void baton_decode_1(const struct step *s)
 {
-    __builtin_cpu_init();
-    if (s->level >= 2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        decode_avx512(s);
-    else if (s->level >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
-        decode_avx2(s);
-    else
-        decode_plain(s);
+    static void (*const of_level[NUM_LEVELS])(const struct step *) = {decode_baseline, decode_avx2, decode_avx512};
+    of_level[usable(s->level)](s);
 }
-#else
-void baton_decode_1(const struct step *s) { decode_any(s); }
-#endif

@@ -9,6 +9,33 @@
 #define LINE 64
 #define INLINE static inline __attribute__((always_inline))
 
+/* Sets of instructions, as `compiled.py` numbers them. Other processors than x86 have the baseline only. */
+enum { BASELINE, AVX2, AVX512, NUM_LEVELS };
+
+#if defined(__x86_64__)
+#define WITH_AVX2 __attribute__((target("avx2,fma")))
+#define WITH_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#else
+#define WITH_AVX2
+#define WITH_AVX512
+#endif
+
+/* The best set of this CPU, at most `level`. */
+static inline int usable(int64_t level)
+{
+#if defined(__x86_64__)
+    __builtin_cpu_init();
+    if (level >= AVX512 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+        __builtin_cpu_supports("avx512vl"))
+        return AVX512;
+    if (level >= AVX2 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"))
+        return AVX2;
+#else
+    (void)level;
+#endif
+    return BASELINE;
+}
+
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float floats8 __attribute__((vector_size(32)));
 typedef float floats4 __attribute__((vector_size(16)));

@@ -1,6 +1,6 @@
-"""Paged attention on a CPU: gathers a request's blocks into contiguous keys, then calls torch's SDPA.
+"""Paged attention by torch's SDPA, on keys that are gathered from a request's blocks.
 
-Where `compiled` computes a decoded token, nothing is gathered for it.
+On a CPU `compiled` computes decoded tokens without a gather, if it can.
 
 A gather is one `index_select`. Its result has the order that SDPA needs: heads before tokens. If the cache
 has heads first, a row is a KV head of a block. If it has tokens first, a row is a slot. Query heads that

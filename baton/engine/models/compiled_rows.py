@@ -27,9 +27,7 @@ class _Functions(NamedTuple):
 @functools.cache
 def _functions() -> _Functions | None:
     """None without the library, or with that of another version of Baton."""
-    try:
-        library = load_library()
-    except (OSError, AttributeError):
+    if (library := load_library()) is None:
         return None
     library.baton_rms_norm_1.restype = library.baton_rotate_1.restype = None
     library.baton_rms_norm_1.argtypes = (*[_POINTER] * 3, *[_SIZE] * 6, ctypes.c_float, *[ctypes.c_int] * 3)

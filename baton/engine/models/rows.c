@@ -4,8 +4,8 @@
    baton_rotate_1     rotary embedding of `[rows, heads, size]`, halves against each other
 
    `compiled_rows.py` calls them. Numbers are float32 or bfloat16. All is computed in float32, and rounded to bfloat16
-   where torch's operations round: results are those of `rms_norm` and `rotate`, but for the order of a sum. `level` is
-   the most that is used of the CPU's instructions: 0 baseline, 1 AVX2, 2 AVX-512. */
+   where torch's operations round: results are those of `rms_norm` and `rotate`, but for the order of a sum. `level`:
+   as in `usable`. */
 
 #include "numbers.h"
 
@@ -94,61 +94,25 @@ INLINE void rotate_any(const struct rows *s, const void *cosines, const void *si
         rotate_any(s, cosines, sines, narrow);                                                                          \
     }
 
-VERSIONS(plain, )
-#if defined(__x86_64__)
-VERSIONS(avx512, __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma"))))
-VERSIONS(avx2, __attribute__((target("avx2,fma"))))
-
-static int usable(int level)
-{
-    __builtin_cpu_init();
-    if (level >= 2 && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
-        __builtin_cpu_supports("avx512vl"))
-        return 2;
-    return level >= 1 && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-}
-#else
-#define norm_avx512 norm_plain
-#define norm_avx2 norm_plain
-#define rotate_avx512 rotate_plain
-#define rotate_avx2 rotate_plain
-
-static int usable(int level)
-{
-    (void)level;
-    return 0;
-}
-#endif
+VERSIONS(baseline, )
+VERSIONS(avx2, WITH_AVX2)
+VERSIONS(avx512, WITH_AVX512)
 
 void baton_rms_norm_1(void *out, const void *in, const void *weight, int64_t rows, int64_t heads, int64_t size,
                       int64_t row_stride, int64_t head_stride, int64_t weight_stride, float eps, int narrow, int wide,
                       int level)
 {
     struct rows s = {out, in, rows, heads, size, row_stride, head_stride};
-    switch (usable(level)) {
-    case 2:
-        norm_avx512(&s, weight, weight_stride, eps, narrow, wide);
-        break;
-    case 1:
-        norm_avx2(&s, weight, weight_stride, eps, narrow, wide);
-        break;
-    default:
-        norm_plain(&s, weight, weight_stride, eps, narrow, wide);
-    }
+    static void (*const of_level[NUM_LEVELS])(const struct rows *, const void *, int64_t, float, int, int) = {
+        norm_baseline, norm_avx2, norm_avx512};
+    of_level[usable(level)](&s, weight, weight_stride, eps, narrow, wide);
 }
 
 void baton_rotate_1(void *out, const void *in, const void *cosines, const void *sines, int64_t rows, int64_t heads,
                     int64_t size, int64_t row_stride, int64_t head_stride, int narrow, int level)
 {
     struct rows s = {out, in, rows, heads, size, row_stride, head_stride};
-    switch (usable(level)) {
-    case 2:
-        rotate_avx512(&s, cosines, sines, narrow);
-        break;
-    case 1:
-        rotate_avx2(&s, cosines, sines, narrow);
-        break;
-    default:
-        rotate_plain(&s, cosines, sines, narrow);
-    }
+    static void (*const of_level[NUM_LEVELS])(const struct rows *, const void *, const void *, int) = {
+        rotate_baseline, rotate_avx2, rotate_avx512};
+    of_level[usable(level)](&s, cosines, sines, narrow);
 }
