@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterable, Sequence
 
 from baton.contract import KVConnectorTransferResults
@@ -19,35 +18,30 @@ class BackgroundLoads(NoLayerHooks):
 
     def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
         self._has_tables = has_tables(groups)
-        self._lock = threading.Lock()  # Guards the fields below: a load may end on any thread.
         self._received: set[str] = set()  # For this step's report, failed loads included.
         self._failed: set[str] = set()
         self._invalid_blocks: set[int] = set()
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        with self._lock:
-            received, self._received = self._received, set()
+        received, self._received = self._received, set()
         return None, received or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         _, received = self.get_finished(finished_req_ids)
-        with self._lock:
-            failed = self._failed & (received or set())  # A load that ends now is reported in the next step.
-            self._failed -= failed
+        failed = self._failed & (received or set())
+        self._failed -= failed
         return KVConnectorTransferResults(set(), received or set(), failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        with self._lock:
-            invalid, self._invalid_blocks = self._invalid_blocks, set()
+        invalid, self._invalid_blocks = self._invalid_blocks, set()
         return invalid
 
     def _note_end(self, request_id: str, not_loaded: Iterable[int] | None = None) -> None:
         """`not_loaded`: blocks of a load that failed; None: it succeeded."""
-        with self._lock:
-            self._received.add(request_id)
-            if not_loaded is None:
-                return
-            if self._has_tables:
-                self._failed.add(request_id)
-            else:
-                self._invalid_blocks.update(not_loaded)
+        self._received.add(request_id)
+        if not_loaded is None:
+            return
+        if self._has_tables:
+            self._failed.add(request_id)
+        else:
+            self._invalid_blocks.update(not_loaded)

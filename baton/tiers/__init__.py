@@ -9,6 +9,7 @@ host_rows     the slots' memory, and the copies between it and an engine's cache
 chunk         one rank's KV of one chunk, which names itself and proves its integrity
 store         interface of what keeps chunks; file_store, object_store, redis_store implement it
 tiers         several stores, the fastest first, as one
+transfers     asynchronous jobs of chunks over stores, on threads; transfer_states has their rules: pure
 sweep         keeps a store within its limits of size and age, and knows its size at the start
 pace          a cap of bandwidth: pure
 """

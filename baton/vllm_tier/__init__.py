@@ -8,7 +8,7 @@
         "secondary_tiers": [{"type": "BatonTier", "module_path": "baton.vllm_tier",
                              "tiers": [{"type": "files", "path": "/ssd/kv", "max_gib": 200}]}]}}'
 
-    vLLM's scheduler --> BatonTier --> lookups, transfers (threads) --> baton.tiers: files, objects, redis
+    vLLM's scheduler --> BatonTier --> baton.tiers.transfers (threads) --> files, objects, redis
                              `--> namespace: all on which the bytes of a chunk depend
 
 A load reads into its thread's memory, and is copied to vLLM's host memory only when it is proven. Reads and

@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final
@@ -26,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager
 
 from baton.connectors.extra_config import FIELD, parse_extra
-from baton.connectors.jobs import Repeated
+from baton.connectors.jobs import Jobs, Repeated
 from baton.connectors.shared_storage.stores import Keeper, make_sweeps, make_tiers
 from baton.core.errors import ConfigError
 from baton.core.retention import PLAIN, Retention, make_retention, session_in
@@ -34,14 +35,16 @@ from baton.tiers.chunk_name import NO_KEEP, Keep, chunk_of
 from baton.tiers.sessions import Sessions
 from baton.tiers.store import StoreError
 from baton.tiers.sweep import Swept
+from baton.tiers.transfer_states import Ended
+from baton.tiers.transfers import Copy, Transfers
 from baton.vllm_plugin.log import share_log
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.versions import release_of
 from baton.vllm_tier.identity import naming_of
 from baton.vllm_tier.lookups import Lookups
 from baton.vllm_tier.naming import Naming, any_of
+from baton.vllm_tier.rows import Row, Rows
 from baton.vllm_tier.settings import TierSettings
-from baton.vllm_tier.transfers import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +99,23 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
             logger.warning("%s emits no KV events, because vLLM's KV events are off", tier_type)
         self._tiers = make_tiers(settings.stored_tiers, clock)
         self._tiers.check()
-        self._rows = primary_kv_view.cast("B")
-        self._transfers = Transfers(self._tiers, self._rows, self._naming, settings, clock=clock)
-        self._lookups = Lookups(self._find, settings.lookup_timeout_s, clock)
+        self._memory = primary_kv_view.cast("B")
+        self._rows = rows = Rows(self._memory, self._naming)
+        self._transfers: Transfers[Row] = Transfers(
+            self._tiers,
+            rows.form_of,
+            settings,
+            readers=Jobs("kv-read", settings.io_threads),
+            writer=Jobs("kv-write"),
+            finder=Jobs("kv-lookup"),
+            store_timeout_s=settings.store_timeout_s,
+            clock=clock,
+        )
+        self._clock = clock
+        self._counts: Counter[tuple[str, str]] = Counter()  # By metric and reason.
+        self._written: list[bytes] = []
+        self._lost: list[bytes] = []
+        self._lookups = Lookups()
         self._lock = threading.Lock()  # Guards what the sweeper's thread reports.
         self._swept = Swept()
         self._evicted: list[bytes] = []
@@ -120,33 +137,48 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        self._transfers.store(job_metadata.job_id, list(job_metadata.keys), _rows_of(job_metadata))
+        copies = [Copy(row, self._rows.form_of(row)) for row in _rows_of(job_metadata)]
+        self._transfers.store(job_metadata.job_id, copies, self._rows.fill)
         asked = _retention_of(job_metadata.req_context)
         self._sessions.stored(asked.session, job_metadata.keys)
         self._keep(job_metadata, Keep(asked.priority, asked.ttl_s, asked.tenant))
 
     def submit_load(self, job_metadata: Any) -> None:
-        self._transfers.load(job_metadata.job_id, list(job_metadata.keys), _rows_of(job_metadata))
+        self._transfers.load(job_metadata.job_id, _rows_of(job_metadata), self._rows.install)
         asked = _retention_of(job_metadata.req_context)
         self._sessions.used(asked.session, job_metadata.keys)
         self._keep(job_metadata, Keep(asked.priority).raised())
 
     def get_finished_jobs(self) -> Iterable[Any]:
-        self._transfers.expire()
-        results = []
-        for ended in self._transfers.take_ended():
-            if ended.is_load:
-                self._lookups.mark_missing(ended.failed)
-            results.append(
-                JobResult(
-                    job_id=ended.job_id,
-                    success=not ended.failed,
-                    successful_keys=ended.done if ended.is_load and ended.failed else None,
-                    transfer_time=ended.seconds,
-                    transfer_bytes=len(ended.done) * self.block_size_bytes,
-                )
-            )
-        return results
+        self._transfers.expire(self._clock())
+        ended = self._transfers.take_ended()
+        for outcome in (outcome for job in ended if job.kind == "lookup" for outcome in job.outcomes):
+            self._lookups.answer(outcome.chunk.key, outcome.reason is None)
+        return [self._end(job) for job in ended if job.kind in ("load", "store")]
+
+    def _end(self, job: Ended[Row]) -> Any:
+        done: list[bytes] = []
+        failed: list[bytes] = []
+        for outcome in job.outcomes:
+            key = outcome.chunk.key
+            (failed if outcome.reason else done).append(key)
+            if outcome.reason:
+                self._counts["failed_loads" if job.kind == "load" else "not_stored", outcome.reason] += 1
+            if outcome.num_written:
+                self._written.append(key)
+            if outcome.reason and job.kind == "load":
+                self._lookups.answer(key, False)
+            if outcome.is_lost:
+                self._lost.append(key)
+            if outcome.error:
+                logger.warning("chunk %s cannot be loaded: %s", key.hex(), outcome.error)
+        return JobResult(
+            job_id=job.job_id,
+            success=not failed,
+            successful_keys=tuple(done) if job.kind == "load" and failed else None,
+            transfer_time=job.seconds,
+            transfer_bytes=len(done) * self.block_size_bytes,
+        )
 
     def drain_jobs(self) -> None:
         self._transfers.drain()
@@ -170,16 +202,16 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
             self._keeper.put(partial(self._sweeps.end, [*map(chunk_of, values)], values, keep))
 
     def on_schedule_end(self, context: Any) -> None:
-        self._lookups.flush()
+        if batch := self._lookups.take_batch():
+            self._transfers.lookup([Row(key) for key in batch])
 
     def shutdown(self) -> None:
         if self._sweeper is not None:
             self._sweeper.close(self._settings.shutdown_timeout_s)
         if self._keeper is not None:
             self._keeper.close(self._settings.shutdown_timeout_s)
-        self._lookups.close(self._settings.shutdown_timeout_s)
         self._transfers.close()
-        self._rows.release()  # vLLM then releases its own view, which fails while there is another.
+        self._memory.release()  # vLLM then releases its own view, which fails while there is another.
 
     def _keep(self, job: Any, keep: Keep) -> None:
         """Notes for the sweeps what the job's request asks for its chunks."""
@@ -193,7 +225,8 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         """Chunks that were stored; and those that this engine evicted or could not read, if no store has them
         any more. What other engines evict is not known.
         """
-        written, lost = self._transfers.take_events()
+        written, lost = self._written, self._lost
+        self._written, self._lost = [], []
         with self._lock:
             evicted, self._evicted = self._evicted, []
         if not self._emits_events:
@@ -221,7 +254,8 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
 
     def get_stats(self) -> Any:
         stats = OffloadingConnectorStats()
-        for (name, reason), count in self._transfers.take_counts().items():
+        counts, self._counts = self._counts, Counter()
+        for (name, reason), count in counts.items():
             stats.increase_counter(PREFIX + name, count, (reason,))
         with self._lock:
             swept, self._swept = self._swept, Swept()
@@ -250,8 +284,8 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
             self._swept = total
 
 
-def _rows_of(job: Any) -> list[int]:
-    return [int(row) for row in job.chunk_ids]
+def _rows_of(job: Any) -> list[Row]:
+    return [Row(key, int(index)) for key, index in zip(job.keys, job.chunk_ids, strict=True)]
 
 
 def _retention_of(req_context: Any) -> Retention:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,7 +22,6 @@ from baton.connectors.shared_storage import (
 )
 from baton.connectors.shared_storage import stores as stores_module
 from baton.connectors.shared_storage.layer_kinds import kinds_of
-from baton.connectors.shared_storage.loads import Load
 from baton.connectors.shared_storage.metadata import (
     ChunkPart,
     LoadChunks,
@@ -40,7 +39,6 @@ from baton.engine.request import Request
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
 from baton.tiers.chunk_name import Keep, parse_keep
 from baton.tiers.file_store import FileStore
-from baton.tiers.store import Unusable
 from baton.tiers.sweep import ENDED_S, chunks_of
 from baton.tiers.tiers import Tiers
 from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in
@@ -287,7 +285,7 @@ def test_copies_that_wait_to_be_written_are_bounded(tmp_path: Path) -> None:
     halves.shake_hands()
     (half,) = halves.ranks
     of_chunk = 2 * BLOCK * 4 * 4  # Bytes.
-    half._backlog_bytes = (1 << 20) - of_chunk
+    half._transfers._states.backlog_bytes = (1 << 20) - of_chunk
     metadata = StorageMetadata(
         step=1, namespaces=("n",), saves=(SaveChunk(b"1", (0, 1)), SaveChunk(b"2", (2, 3)))
     )
@@ -297,66 +295,8 @@ def test_copies_that_wait_to_be_written_are_bounded(tmp_path: Path) -> None:
     stats = half.get_kv_connector_stats()
     assert stats is not None
     assert stats.data["not_saved"] == {"backlog": 1, "tainted": 1}
-    assert half._backlog_bytes == (1 << 20) - of_chunk
+    assert half._transfers.backlog_bytes == (1 << 20) - of_chunk
     halves.close()
-
-
-def test_failed_writes_are_counted_and_logged_at_intervals(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A full disk fails every chunk of every prompt, for hours."""
-    now = [100.0]
-    half = StorageWorkerHalf(identity_in(tmp_path), clock=lambda: now[0])
-    half.register_kv_caches({"layer": torch.rand(NUM_BLOCKS, 1, BLOCK, 4)})
-    (tmp_path / "n").write_text("a file where the folder should be")
-    for step in range(1, 12):
-        half.bind_connector_metadata(
-            StorageMetadata(step=step, namespaces=("n",), saves=(SaveChunk(bytes([step]), (0, 1)),))
-        )
-        half.wait_for_save()
-        half.bind_connector_metadata(StorageMetadata(step=20 + step, namespaces=("n",), write=(step,)))
-        wait_for(lambda: half._backlog_bytes == 0)
-        now[0] += 5.0
-    stats = half.get_kv_connector_stats()
-    assert stats is not None
-    assert stats.data["not_saved"] == {"io": 11}
-    told = [record.getMessage() for record in caplog.records if "could not write" in record.getMessage()]
-    assert [message.partition(",")[0] for message in told] == [
-        "could not write 1 chunks",
-        "could not write 6 chunks",
-    ]
-    half.shutdown()
-
-
-class BrokenStore(SlowStore):
-    """The first write fails with an error that no store should raise."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.num_written = 0
-
-    def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        self.num_written += 1
-        if self.num_written == 1:
-            raise RuntimeError("a bug")
-        super().write(name, parts)
-
-
-def test_a_write_with_an_unexpected_error_fails_alone(tmp_path: Path) -> None:
-    half = StorageWorkerHalf(identity_in(tmp_path))
-    half.register_kv_caches({"layer": torch.rand(NUM_BLOCKS, 1, BLOCK, 4)})
-    store = BrokenStore()
-    half._tiers = Tiers([store])
-    for step, save in enumerate((SaveChunk(b"1", (0, 1)), SaveChunk(b"2", (2, 3)))):
-        half.bind_connector_metadata(StorageMetadata(step=step, namespaces=("n",), saves=(save,)))
-        half.wait_for_save()
-    half.bind_connector_metadata(StorageMetadata(step=2, namespaces=("n",), write=(0, 1)))
-    wait_for(lambda: half._backlog_bytes == 0 or half._writer.is_dead)
-    stats = half.get_kv_connector_stats()
-    half.shutdown()
-    assert [name for name in store.values if b"2".hex() in name]
-    assert stats is not None
-    assert stats.data["not_saved"] == {"failed": 1}
 
 
 def test_a_hanging_lookup_delays_a_prompt_by_its_timeout_only(tmp_path: Path) -> None:
@@ -387,52 +327,51 @@ def test_a_hanging_lookup_delays_a_prompt_by_its_timeout_only(tmp_path: Path) ->
     rank.shutdown()
 
 
-class HangingWorkerHalf(StorageWorkerHalf):
-    """Reads of the chunks in `hanging` end when `healed` is set, as on a network file system."""
-
-    def __init__(self, identity: StorageIdentity, hanging: set[bytes], clock: Callable[[], float]) -> None:
-        self.healed = threading.Event()
-        self._hanging = hanging
-        super().__init__(identity, clock=clock)
-
-    def _load_part(self, load: Load, index: int) -> None:
-        if load.order.parts[index].key in self._hanging:
-            assert self.healed.wait(WAIT_S)
-        raise Unusable("gone")
-
-
-def test_a_hanging_read_delays_only_its_own_load(tmp_path: Path) -> None:
+def test_reads_and_writes_that_fail_are_counted_and_hanging_ones_delay_nothing_else(tmp_path: Path) -> None:
+    """`tests/tiers/test_transfers.py` has all ways to fail."""
     now = [100.0]
-    identity = identity_in(tmp_path, io_threads=2, read_timeout_s=2.0)
-    half = HangingWorkerHalf(identity, {b"hangs"}, lambda: now[0])
-    half.register_kv_caches({"layer": torch.zeros(NUM_BLOCKS, 1, BLOCK, 4)})
+    half = StorageWorkerHalf(identity_in(tmp_path, read_timeout_s=2.0), clock=lambda: now[0])
+    half.register_kv_caches({"layer": torch.rand(NUM_BLOCKS, 1, BLOCK, 4)})
+    store = SlowStore()
+    half._transfers._tiers = Tiers([store])
+    store.is_full = True
+
+    def step(number: int, **orders: Any) -> set[str]:
+        half.bind_connector_metadata(StorageMetadata(step=number, namespaces=("n",), **orders))
+        half.wait_for_save()
+        return finished()
 
     def finished() -> set[str]:
         return half.get_finished(set())[1] or set()
 
-    def load(step: int, **keys: bytes) -> None:
-        loads = tuple(LoadChunks(name, (ChunkPart(key, (1,)),)) for name, key in keys.items())
-        half.bind_connector_metadata(StorageMetadata(step=step, namespaces=("n",), loads=loads))
+    def load(name: str) -> LoadChunks:
+        return LoadChunks(name, (ChunkPart(b"1", (1, 2)), ChunkPart(b"2", (3, 4))))
 
-    load(1, stuck=b"hangs", free=b"free")
-    wait_for(lambda: "free" in finished())
-    assert half._stuck_loads() == []
+    step(1, saves=(SaveChunk(b"1", (0, 1)), SaveChunk(b"2", (2, 3))))
+    step(2, write=(1,))
+    half._transfers.drain()
+    assert step(3, loads=(load("gone"),)) == set()
+    half._transfers.drain()
+    assert finished() == {"gone"}
+    assert half.get_block_ids_with_load_errors() == {1, 2, 3, 4}
+    store.hold()
+    step(4, loads=(load("hangs"),))
+    store.wait_held()
+    store.wait_held()
     now[0] += 2.0
-    assert finished() == {"stuck"}
-
-    load(2, also=b"hangs")
-    wait_for(lambda: len(half._reading) == 2)
-    load(3, queued=b"free")
-    assert finished() == set()
-    now[0] += 2.0
-    assert finished() == {"also", "queued"}, "all readers hang, so no load may wait"
-    load(4, late=b"free")
-    assert finished() == {"late"}
-
-    half.healed.set()
-    wait_for(lambda: not half._reading)
-    load(5, healthy=b"free")
-    wait_for(lambda: "healthy" in finished())
+    assert step(5, loads=(load("late"), LoadChunks("failed", (ChunkPart(b"", (7,)),), is_failed=True))) == {
+        "hangs",
+        "late",
+        "failed",
+    }
+    stats = half.get_kv_connector_stats()
+    assert stats is not None
+    assert stats.data["not_saved"] == {"io": 2}
+    assert stats.data["failures"] == {"gone": 1, "timeout": 2, "failed": 1}
+    report = half.build_connector_worker_meta()
+    assert isinstance(report, StorageReport)
+    assert report.failed_loads == {"gone", "hangs", "late", "failed"}
+    store.release()
     half.shutdown()
 
 

@@ -124,9 +124,9 @@ class StorageWorld(StoreWorld):
         ranks = [TensorRanks(num_blocks, config.kv_cache_groups) for _ in identities]
         for worker, rank in zip(self.workers, ranks, strict=True):
             self.jobs += [
-                self._make_late(worker, "_readers", rng),
-                self._make_late(worker, "_writer"),
-                self._make_late(worker, "_prefetcher", rng),
+                self._make_late(worker._transfers, "_readers", rng),
+                self._make_late(worker._transfers, "_writer"),
+                self._make_late(worker._transfers, "_ahead", rng),
             ]
             layers = range(config.model_config.num_hidden_layers)
             worker.register_kv_caches({f"layer {layer}": rank.cache for layer in layers})
@@ -187,9 +187,9 @@ class StorageWorld(StoreWorld):
         assert self.half._events is not None
         assert not self.half._events.is_waiting
         for worker in self.workers:
-            assert not worker._loads
+            assert not worker._transfers._states._jobs
             assert not worker._staged
-            assert worker._backlog_bytes == 0
+            assert worker._transfers.backlog_bytes == 0
             assert worker._ahead.nbytes == 0
 
     def num_transferred(self) -> int:

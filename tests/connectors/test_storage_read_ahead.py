@@ -23,66 +23,56 @@ from tests.connectors.test_shared_storage_halves import EMPTY, TABLE, Halves, pr
 A, B, C = (b"a", 0), (b"b", 0), (b"c", 0)
 
 
+BODY = memoryview(b"body")
+
+
 def test_a_chunk_is_read_once_for_all_its_owners_and_stays_for_the_last() -> None:
-    ahead: ReadAhead[str] = ReadAhead(10)
+    ahead = ReadAhead(10)
     assert ahead.want("r1", A, 4)
     assert not ahead.want("r2", A, 4)
-    assert ahead.begin(A)
     assert ahead.find(A) is None
-    ahead.end(A, "body")
-    ahead.forget("r1")
-    assert ahead.find(A) == "body"
-    ahead.forget("r2")
+    ahead.keep(A, BODY)
+    assert ahead.forget("r1") == []
+    assert ahead.find(A) is BODY
+    assert ahead.forget("r2") == []
     assert (ahead.find(A), ahead.nbytes) == (None, 0)
 
 
 def test_memory_is_reserved_when_a_chunk_is_wanted() -> None:
-    ahead: ReadAhead[str] = ReadAhead(10)
+    ahead = ReadAhead(10)
     assert [ahead.want("r", chunk, 4) for chunk in (A, B, C)] == [True, True, False]
-    ahead.forget("r")
+    assert sorted(ahead.forget("r")) == [A, B]
     assert ahead.want("r", C, 10)
 
 
-def test_a_read_that_is_no_longer_wanted_is_not_begun_and_one_that_runs_keeps_its_memory() -> None:
-    ahead: ReadAhead[str] = ReadAhead(10)
+def test_a_chunk_that_is_read_too_late_or_not_at_all_takes_no_memory() -> None:
+    ahead = ReadAhead(10)
     assert ahead.want("r", A, 4)
-    assert ahead.want("r", B, 4)
-    assert ahead.begin(A)
-    ahead.forget("r")
-    assert not ahead.begin(B)
-    assert ahead.nbytes == 4
-    ahead.end(A, "body")
+    assert ahead.forget("r") == [A]
+    ahead.keep(A, BODY)
     assert (ahead.find(A), ahead.nbytes) == (None, 0)
-
-
-def test_a_chunk_that_cannot_be_read_is_dropped_and_can_be_wanted_again() -> None:
-    ahead: ReadAhead[str] = ReadAhead(10)
-    assert ahead.want("r", A, 4)
-    assert ahead.begin(A)
-    ahead.end(A, None)
+    assert ahead.want("r", B, 4)
+    ahead.drop(B)
+    ahead.drop(B)
     assert ahead.nbytes == 0
-    assert ahead.want("r", A, 4)
+    assert ahead.want("r", B, 4)
 
 
-@given(st.lists(st.tuples(st.sampled_from("wbedf"), st.sampled_from("xyz"), st.sampled_from([A, B, C]))))
+@given(st.lists(st.tuples(st.sampled_from("wkdf"), st.sampled_from("xyz"), st.sampled_from([A, B, C]))))
 def test_memory_is_bounded_and_all_of_it_is_free_at_the_end(
     calls: list[tuple[str, str, tuple[bytes, int]]],
 ) -> None:
-    ahead: ReadAhead[str] = ReadAhead(9)
-    reading = set()
+    ahead = ReadAhead(9)
     for call, owner, chunk in calls:
         if call == "w":
             ahead.want(owner, chunk, 4)
-        elif call == "b" and ahead.begin(chunk):
-            reading.add(chunk)
-        elif call in "ed" and chunk in reading:
-            reading.discard(chunk)
-            ahead.end(chunk, "body" if call == "e" else None)
-        elif call == "f":
+        elif call == "k":
+            ahead.keep(chunk, BODY)
+        elif call == "d":
+            ahead.drop(chunk)
+        else:
             ahead.forget(owner)
         assert ahead.nbytes <= 9
-    for chunk in reading:
-        ahead.end(chunk, "body")
     for owner in "xyz":
         ahead.forget(owner)
     assert ahead.nbytes == 0
@@ -136,7 +126,8 @@ def test_a_request_that_waits_loads_from_host_memory(tmp_path: Path) -> None:
     cache.zero_()
     half.update_state_after_alloc(request, TABLE, 3 * CHUNK)
     halves.step(EMPTY)
-    wait_for(lambda: bool(rank._received))
+    rank._transfers.drain()
+    rank.get_finished(set())
     assert torch.equal(cache[1:7], computed)
     stats = rank.get_kv_connector_stats()
     assert stats is not None

@@ -18,8 +18,7 @@ from baton.connectors.counted import FewLabels
 from baton.connectors.multi import MultiStats
 from baton.connectors.pull.consumer.fetch import record_of
 from baton.connectors.registry import BUILT_IN, connector_class
-from baton.connectors.shared_storage.loads import LoadFault
-from baton.connectors.shared_storage.worker import NotSaved
+from baton.connectors.shared_storage.stats import LoadFault, NotSaved
 from baton.core.config import KVTransferConfig
 from baton.core.reasons import FailureCode, Fault
 from baton.engine.api import FinishReason

@@ -24,6 +24,7 @@ from baton.tiers.sweep import LOW_WATER, Limits, Totals, read_totals, sweep
 from baton.tiers.whole_file import TEMPORARY_PREFIX
 from tests.tiers.faulty_proxy import Fault, FaultyProxy
 from tests.tiers.servers import S3_OPTIONS, make_bucket, moto_server, rclone_server, redis_server
+from tests.tiers.transfers_world import World, damage
 
 ROOM = 1 << 20
 TIMEOUT_S = 30.0  # Reached only on failure.
@@ -95,6 +96,20 @@ def name_of(number: int, rank: int = 0) -> str:
 def read(store: Store, name: str, room: int = ROOM) -> bytes:
     memory = AlignedMemory().take(room)[:room]
     return bytes(memory[: store.read(name, memory)])
+
+
+def test_jobs_over_each_store(store: Store) -> None:
+    """The rest of the asynchronous interface is in `test_transfers`."""
+    world = World(store)
+    world.fill_stores(0, 1, 2)
+    damage(store, world.name_of(1))
+    store.remove([world.name_of(2)])
+    world.transfers.lookup([(0, 0), (1, 0), (2, 0)])
+    assert world.reasons() == [None, None, "gone"]
+    world.load("job", (0, 4), (1, 5), (2, 6))
+    assert world.reasons() == [None, "corrupt", "gone"]
+    assert world.contents()[4:7] == [1, 0, 0]
+    assert store.sizes([world.name_of(1)]) == [None]
 
 
 @pytest.mark.parametrize("nbytes", [1, 4095, 4096, 300_000])

@@ -12,9 +12,9 @@ import msgspec
 
 from baton.connectors.extra_config import FIELD, check_share
 from baton.core.errors import ConfigError
+from baton.tiers.transfers import TransferSettings
 
 CHUNK_TOKENS = 256
-MIB = 1 << 20
 GIB = 1 << 30
 DAY_S = 86_400
 
@@ -76,7 +76,7 @@ class RedisTier(msgspec.Struct, frozen=True, kw_only=True, tag="redis", tag_fiel
 StoredTier = FilesTier | ObjectsTier | RedisTier
 
 
-class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
+class StorageSettings(TransferSettings, frozen=True, kw_only=True):
     """Either one folder, with the fields of `FilesTier`, or `tiers`."""
 
     path: str | None = None
@@ -93,14 +93,6 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Engines share chunks only if they have the same value. Larger chunks load faster, smaller ones hit more
     # often.
     chunk_tokens: int | None = None
-    io_threads: int = 2  # Reader threads of one rank. One more thread writes.
-    backlog_max_mib: int = 1024  # Copies of one rank that wait to be written; further ones are not saved.
-    encrypt: bool = False  # AES-GCM with a key derived from the cluster secret, which is then required.
-    lookup_timeout_s: float = 1.0  # How long a prompt waits for its lookup; then it is computed.
-    load_timeout_s: float = 60.0  # For one prompt; then it is computed.
-    # For one chunk. A read that takes longer hangs, and its prompt is computed. While all readers hang, no
-    # prompt waits for a chunk.
-    read_timeout_s: float = 5.0
     # A prompt that is found is computed if, by the measured speeds, that takes so many seconds less than to
     # load it. None: never.
     recompute_if_faster_by_s: float | None = 0.05
@@ -109,7 +101,6 @@ class StorageSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefetch_max_mib: int = 256
     prefetch_hint_s: float = 30.0  # How long the chunks of a hint stay there.
     sweep_every_s: float = 30.0  # Interval of sweeps, which evict by age and size.
-    shutdown_timeout_s: float = 5.0  # To finish writing.
 
     def __post_init__(self) -> None:
         if (self.path is None) == (not self.tiers):

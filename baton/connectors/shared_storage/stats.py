@@ -14,18 +14,20 @@ failures {reason: n}            baton:storage_unusable_files{reason}       loads
 not_saved {reason: n}           baton:storage_not_saved_chunks{reason}
 requests {operation: n}         baton:storage_requests{operation}                             of buckets
 kept_chunks, kept_bytes         baton:storage_chunks, baton:storage_bytes    gauges, of the last sweep
-
-Reasons of failures: gone, corrupt, foreign, io, timeout, failed (our own error); of not_saved: backlog,
-tainted, io, failed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from baton.connectors.counted import Count, CountedStats, LabelledCount
+from baton.tiers.store import Fault
+
+# Labels. "failed": our own error. "tainted": computed with bad blocks.
+LoadFault = Fault | Literal["failed", "timeout"]
+NotSaved = Literal["backlog", "io", "failed", "tainted"]
 
 
 @dataclass

@@ -9,19 +9,13 @@ from typing import assert_never
 
 from baton.connectors.extra_config import FIELD
 from baton.connectors.jobs import Job, Jobs
-from baton.connectors.shared_storage.settings import (
-    GIB,
-    MIB,
-    FilesTier,
-    ObjectsTier,
-    RedisTier,
-    StoredTier,
-)
+from baton.connectors.shared_storage.settings import GIB, FilesTier, ObjectsTier, RedisTier, StoredTier
 from baton.tiers.file_store import FileStore
 from baton.tiers.pace import TokenBucket
 from baton.tiers.store import Store
 from baton.tiers.sweep import Limits, Sweeps
 from baton.tiers.tiers import Tiers
+from baton.tiers.transfers import MIB
 
 logger = logging.getLogger(__name__)
 

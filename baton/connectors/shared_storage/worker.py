@@ -6,25 +6,24 @@
                                                         (the request waits; only the load writes its blocks)
            while a request waits to be scheduled: store -> verified -> host memory (`read_ahead`)
 
-No step waits for a store. A read that hangs delays its own request by `read_timeout_s`. While all readers
-hang, no request waits for them. `backlog_max_mib` bounds the copies that wait to be written.
+No step waits for a store (`baton.tiers.transfers`). A read that hangs delays its own request by
+`read_timeout_s`. While all readers hang, no request waits for them. `backlog_max_mib` bounds the copies that
+wait to be written.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
-from functools import partial
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
 
 from baton.connectors.background_loads import BackgroundLoads
 from baton.connectors.jobs import Jobs
 from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
-from baton.connectors.shared_storage.loads import Load, LoadEnd
 from baton.connectors.shared_storage.metadata import (
     ChunkPart,
     SaveChunk,
@@ -33,8 +32,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageMetadata,
     StorageReport,
 )
-from baton.connectors.shared_storage.read_ahead import Chunk, ReadAhead
-from baton.connectors.shared_storage.settings import MIB
+from baton.connectors.shared_storage.read_ahead import ReadAhead
 from baton.connectors.shared_storage.speeds import Read
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import make_tiers
@@ -43,50 +41,26 @@ from baton.contract import (
     KVConnectorMetadata,
 )
 from baton.core.layout import SLOT
-from baton.tiers.aligned import AlignedMemory, AlignedPool
-from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
 from baton.tiers.chunk_name import ChunkName
-from baton.tiers.store import StoreError, Unusable
+from baton.tiers.transfer_states import Ended, Kind, Outcome
+from baton.tiers.transfers import MIB, Copy, Form, Transfers
 
 if TYPE_CHECKING:
-    from mmap import mmap
-
     import torch
 
     from baton.connectors.shared_storage.cache_blocks import CacheBlocks
-    from baton.connectors.shared_storage.form import FileForm
-    from baton.tiers.tiers import Read as StoreRead
 
 logger = logging.getLogger(__name__)
 
-LOG_UNWRITTEN_EVERY_S = 30.0
-# Age difference to the previous part. A prompt's end is evicted before its beginning, useful without the end.
-OLDER_BY_S = 0.001
 READS_MAX = 256  # Measurements of a report.
-WRITTEN_AT_ONCE = 16  # Chunks that are synchronised together; each is an open file meanwhile.
-# Reason why a chunk is not written. A label of `baton:storage_not_saved_chunks`.
-NotSaved = Literal["backlog", "io", "failed", "tainted"]
-
-
-@dataclass(slots=True)
-class _Copy:
-    """Copy for one file, until it is written or dropped."""
-
-    key: bytes
-    window: int | None
-    form: FileForm
-    body: mmap
-    save: SaveId | None = None  # None: it is copied to a faster store.
+Part: TypeAlias = SaveChunk | ChunkPart
 
 
 class StorageWorkerHalf(BackgroundLoads):
     def __init__(self, identity: StorageIdentity, *, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(identity.groups)
-        settings = identity.settings
+        settings, rank = identity.settings, identity.rank
         self._identity = identity
-        self._tiers = make_tiers(settings.stored_tiers, clock, num_writers=identity.num_ranks)
-        self._memory = AlignedMemory()  # Of the readers.
-        self._bodies = AlignedPool(WRITTEN_AT_ONCE)  # Of the copies.
         self._clock = clock
         self._keys = identity.signing_keys
         self._namespaces: tuple[str, ...] = ()  # One for each key.
@@ -94,20 +68,22 @@ class StorageWorkerHalf(BackgroundLoads):
         self._tails: dict[int, CacheBlocks] = {}  # By number of blocks.
         self._layout = ""
         self._wake: Callable[[], None] = lambda: None
-        self._staged: dict[int, list[_Copy]] = {}  # By step; not approved yet.
+        self._staged: dict[int, list[Copy[Part]]] = {}  # By step; not approved yet.
         self._copied: set[int] = set()  # Steps, for the next report.
-        self._loads: dict[str, Load] = {}
-        self._readers = Jobs(f"kv-read-{identity.rank}", settings.io_threads)
-        self._reading: dict[int, tuple[Load, float]] = {}  # By thread: its load, and the start of the read.
-        self._writer = Jobs(f"kv-write-{identity.rank}")
-        # Threads of their own, so that no load waits for what is read ahead.
+        self._ahead = ReadAhead(settings.prefetch_max_mib * MIB)
+        self._tiers = make_tiers(settings.stored_tiers, clock, num_writers=identity.num_ranks)
         num_prefetchers = settings.io_threads if identity.loads and settings.prefetch_max_mib else 0
-        self._prefetcher = Jobs(f"kv-prefetch-{identity.rank}", num_prefetchers)
-        self._ahead: ReadAhead[tuple[ChunkName, torch.Tensor]] = ReadAhead(settings.prefetch_max_mib * MIB)
-        # Guarded by the lock too, because the threads set them.
-        self._backlog_bytes = 0
-        self._num_unwritten = 0  # Since the last log line; used by the writer's thread.
-        self._logged_unwritten_s: float | None = None
+        self._transfers: Transfers[Part] = Transfers(
+            self._tiers,
+            self._form_of,
+            settings,
+            readers=Jobs(f"kv-read-{rank}", settings.io_threads),
+            writer=Jobs(f"kv-write-{rank}"),
+            ahead=Jobs(f"kv-prefetch-{rank}", num_prefetchers),
+            held=lambda part: self._ahead.find((part.key, part.kind)),
+            on_end=self._job_ended,
+            clock=clock,
+        )
         self._failed_loads: set[str] = set()  # For our scheduler half, as those below.
         self._ended_saves: set[SaveId] = set()
         self._failed_saves: set[SaveId] = set()
@@ -144,26 +120,20 @@ class StorageWorkerHalf(BackgroundLoads):
         # A host that contains a failed `build_connector_meta` sends empty metadata instead.
         self._namespaces = connector_metadata.namespaces or self._namespaces
         for step in connector_metadata.drop:
-            self._drop(self._staged.pop(step, []), "tainted")
-        for step in connector_metadata.write:
             copies = self._staged.pop(step, [])
-            if self._writer.is_dead:
-                self._drop(copies, "failed")
-                continue
-            for start in range(0, len(copies), WRITTEN_AT_ONCE):
-                self._writer.put(partial(self._write, copies[start : start + WRITTEN_AT_ONCE]))
+            self._transfers.drop(copies)
+            for copy in copies:
+                self._end_save(step, copy.chunk, "tainted")
+        for step in connector_metadata.write:
+            if copies := self._staged.pop(step, []):
+                self._transfers.store(step, copies)
         self._order_reading_ahead(connector_metadata)
         for order in connector_metadata.loads:
-            load = Load(order, self._clock() + self._identity.settings.load_timeout_s)
-            self._loads[order.request_id] = load
-            if order.is_failed or self._readers.is_dead:
-                self._end_load(load.fail("failed"))
-                continue
-            if self._are_all_readers_stuck():
-                self._end_load(load.fail("timeout"))
-                continue
-            for index in range(len(order.parts)):
-                self._readers.put(partial(self._run_part, load, index))
+            if order.is_failed:
+                self._end_load(order.request_id, [Outcome(part, "failed") for part in order.parts])
+                self._wake()
+            else:
+                self._transfers.load(order.request_id, order.parts, self._copy_in, is_prefix=True)
 
     def wait_for_save(self) -> None:
         metadata = self._connector_metadata
@@ -173,44 +143,30 @@ class StorageWorkerHalf(BackgroundLoads):
         self._copied.add(metadata.step)
         copies = self._staged.setdefault(metadata.step, [])
         for save in metadata.saves:
-            blocks, save_id = self._blocks_of(save), (metadata.step, save.key, save.kind)
-            with self._lock:
-                if self._backlog_bytes + blocks.form.nbytes > self._identity.settings.backlog_max_mib * MIB:
-                    self._stats.add_for("not_saved", "backlog")
-                    self._end_save(save_id, is_stored=False)
-                    continue
-                self._backlog_bytes += blocks.form.nbytes
-            body = self._bodies.take(blocks.form.nbytes)
-            blocks.copy_out(save.block_ids, blocks.form.body_in(body))
-            copies.append(_Copy(save.key, blocks.kind.window_of_files, blocks.form, body, save_id))
+            if (copy := self._transfers.copy(save, self._copy_out)) is not None:
+                copies.append(copy)
+            else:
+                self._end_save(metadata.step, save, "backlog")
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        now = self._clock()
-        overdue = [load for load in self._loads.values() if load.deadline_s <= now]
-        overdue += self._loads.values() if self._are_all_readers_stuck() else self._stuck_loads()
-        for load in overdue:
-            self._end_load(load.fail("timeout"))
-        sent, received = super().get_finished(finished_req_ids)
-        for request_id in received or ():
-            self._loads.pop(request_id, None)
-        return sent, received
+        self._transfers.expire(self._clock())
+        for ended in self._transfers.take_ended():
+            self._collect(ended)
+        return super().get_finished(finished_req_ids)
 
     def get_kv_connector_stats(self) -> StorageStats | None:
-        requests = self._tiers.take_requests()
-        with self._lock:
-            self._stats.add_requests(requests)
-            return self._stats.take()
+        self._stats.add_requests(self._tiers.take_requests())
+        return self._stats.take()
 
     def build_connector_worker_meta(self) -> StorageReport | None:
         bound = self._connector_metadata
         is_known = isinstance(bound, StorageMetadata) and bool(bound.namespaces)
-        with self._lock:
-            failed, self._failed_loads = self._failed_loads, set()
-            written, self._ended_saves = self._ended_saves, set()
-            unwritten, self._failed_saves = self._failed_saves, set()
-            lost, self._lost = self._lost, set()
-            reads = tuple(self._reads)
-            self._reads.clear()
+        failed, self._failed_loads = self._failed_loads, set()
+        written, self._ended_saves = self._ended_saves, set()
+        unwritten, self._failed_saves = self._failed_saves, set()
+        lost, self._lost = self._lost, set()
+        reads = tuple(self._reads)
+        self._reads.clear()
         timed = {bound.step} if isinstance(bound, StorageMetadata) and bound.is_timed else None
         copied, self._copied = self._copied, set()
         if is_known and not (copied or failed or written or lost or reads or timed):
@@ -228,226 +184,112 @@ class StorageWorkerHalf(BackgroundLoads):
         )
 
     def shutdown(self) -> None:
-        timeout_s = self._identity.settings.shutdown_timeout_s
-        self._writer.close(timeout_s)
-        self._readers.close(timeout_s)
-        self._ahead.close()
-        self._prefetcher.close(timeout_s)
-        self._tiers.close()
+        self._transfers.close()
 
-    # --- Saving --------------------------------------------------------------------------------
+    # --- Jobs that end ---------------------------------------------------------------------------
 
-    def _write(self, copies: list[_Copy], *, below: int | None = None) -> None:
-        """Runs on the writer's thread. `below`: promotes the chunks to the stores before this one."""
-        reasons: list[NotSaved | None]
-        try:
-            reasons = ["io" if is_lost else None for is_lost in self._write_to_stores(copies, below)]
-        except Exception:  # Only these chunks are not saved.
-            logger.exception("writing %d chunks failed", len(copies))
-            reasons = ["failed"] * len(copies)
-        for copy, reason in zip(copies, reasons, strict=True):
-            self._drop([copy], reason if below is None else None)
-        if self._identity.publishes_events:
+    def _job_ended(self, kind: Kind) -> None:
+        """From any thread."""
+        if kind == "load" or (kind == "store" and self._identity.publishes_events):
             self._wake()
 
-    def _write_to_stores(self, copies: list[_Copy], below: int | None) -> list[bool]:
-        """Returns for each copy whether no store has it."""
-        assert self._namespaces, "the scheduler half orders no writes before it knows them"
-        started = self._clock()
-        names = [ChunkName(self._namespaces[0], c.key, self._identity.rank, c.window) for c in copies]
-        values = [(str(name), self._sealed(name, copy)) for name, copy in zip(names, copies, strict=True)]
-        outcomes = self._tiers.write_all(values, below=below)
-        took_s = self._clock() - started
-        for name, copy, written in zip(names, copies, outcomes, strict=True):
-            for kind, error in written.failed.items():
-                self._log_unwritten(name, kind, error)
-            with self._lock:
-                if below is not None:
-                    self._stats.add(promoted_chunks=len(written.done))
-                elif written.done:
-                    self._stats.add(saved_chunks=1, saved_bytes=copy.form.nbytes, save_s=took_s / len(copies))
-        return [not written.is_stored for written in outcomes]
+    def _collect(self, ended: Ended[Part]) -> None:
+        match ended.kind:
+            case "load":
+                self._end_load(str(ended.job_id), ended.outcomes)
+            case "ahead":
+                self._end_reading_ahead(ended.outcomes)
+            case "promote":
+                self._stats.add(promoted_chunks=sum(outcome.num_written for outcome in ended.outcomes))
+            case "store":
+                assert isinstance(ended.job_id, int)
+                for outcome in ended.outcomes:
+                    self._end_save(ended.job_id, outcome.chunk, outcome.reason)
+                    if outcome.num_written:
+                        nbytes = self._blocks_of(outcome.chunk).form.nbytes
+                        self._stats.add(saved_chunks=1, saved_bytes=nbytes, save_s=outcome.seconds)
 
-    def _sealed(self, name: ChunkName, copy: _Copy) -> tuple[bytes, memoryview]:
-        encrypts, body = self._identity.settings.encrypt, memoryview(copy.body)[: copy.form.nbytes]
-        return seal(name, copy.form.entries, body, self._keys[0], encrypts=encrypts)
+    def _end_save(self, step: int, save: Part, reason: str | None) -> None:
+        """`reason`: why it was not saved. With it the scheduler half decides about KV events."""
+        if reason is not None:
+            self._stats.add_for("not_saved", reason)
+        if self._identity.publishes_events:
+            save_id = step, save.key, save.kind
+            self._ended_saves.add(save_id)
+            if reason is not None:
+                self._failed_saves.add(save_id)
 
-    def _log_unwritten(self, name: ChunkName, kind: str, error: str) -> None:
-        """Logs at intervals, because on a full disk every chunk of every prompt fails."""
-        self._num_unwritten += 1
-        now = self._clock()
-        if self._logged_unwritten_s is None or now - self._logged_unwritten_s >= LOG_UNWRITTEN_EVERY_S:
-            logger.warning(
-                "could not write %d chunks, the last one %s to %s: %s", self._num_unwritten, name, kind, error
-            )
-            self._num_unwritten, self._logged_unwritten_s = 0, now
-
-    def _drop(self, copies: list[_Copy], reason: NotSaved | None) -> None:
-        """Frees the copies' memory. `reason`: why they were not saved, if they should have been."""
-        with self._lock:
-            for copy in copies:
-                self._backlog_bytes -= copy.form.nbytes
-                if reason is not None:
-                    self._stats.add_for("not_saved", reason)
-                self._end_save(copy.save, is_stored=reason is None)
-        for copy in copies:
-            self._bodies.give_back(copy.body)
-
-    def _end_save(self, save: SaveId | None, *, is_stored: bool) -> None:
-        """Notes what the scheduler half needs for KV events. The caller holds the lock."""
-        if save is not None and self._identity.publishes_events:
-            self._ended_saves.add(save)
-            if not is_stored:
-                self._failed_saves.add(save)
-
-    # --- Loading -------------------------------------------------------------------------------
-
-    def _run_part(self, load: Load, index: int) -> None:
-        """Runs on a reader's thread. A failure of one part ends this load and no other."""
-        if not load.wants(index):
+    def _end_load(self, request_id: str, outcomes: Sequence[Outcome[Part]]) -> None:
+        """The parts before the first that failed are loaded."""
+        for outcome in outcomes:
+            part = outcome.chunk
+            if outcome.reason is None:
+                nbytes = self._blocks_of(part).form.nbytes
+                self._stats.add(loaded_chunks=1, loaded_bytes=nbytes, load_s=outcome.seconds)
+                if outcome.store is None:
+                    self._stats.add(prefetched_chunks=1)
+                self._note_read(outcome)
+            elif outcome.error:
+                logger.warning("request %s computes what it could not load: %s", request_id, outcome.error)
+            if outcome.is_lost and self._identity.publishes_events:
+                self._lost.add((part.key, part.kind))
+        failed = next((index for index, outcome in enumerate(outcomes) if outcome.reason), None)
+        if failed is None:
+            self._note_end(request_id)
             return
-        thread = threading.get_ident()
-        with self._lock:
-            self._reading[thread] = load, self._clock()
-        try:
-            self._load_part(load, index)
-        except Unusable as error:
-            logger.warning("request %s computes what it could not load: %s", load.order.request_id, error)
-            end = load.part_failed(index, error.reason)
-            if self._identity.publishes_events and error.reason != "io":
-                part = load.order.parts[index]
-                with self._lock:
-                    self._lost.add((part.key, part.kind))
-        except Exception:  # Only this request's load fails.
-            logger.exception("loading for request %s failed", load.order.request_id)
-            end = load.part_failed(index, "failed")
-        else:
-            end = load.part_loaded(index)
-        with self._lock:
-            del self._reading[thread]
-        self._end_load(end)
+        self._failed_loads.add(request_id)
+        self._stats.add_for("failures", str(outcomes[failed].reason))
+        not_loaded = [block for outcome in outcomes[failed:] for block in outcome.chunk.block_ids]
+        self._note_end(request_id, not_loaded)
 
-    def _stuck_loads(self) -> list[Load]:
-        """Loads with a file that has been read for longer than `read_timeout_s`."""
-        begun_before_s = self._clock() - self._identity.settings.read_timeout_s
-        with self._lock:
-            return [load for load, begun_s in self._reading.values() if begun_s <= begun_before_s]
+    def _note_read(self, outcome: Outcome[Part]) -> None:
+        if outcome.store is not None:
+            self._reads.append(Read(outcome.store, outcome.nbytes, outcome.seconds))
 
-    def _are_all_readers_stuck(self) -> bool:
-        return len(self._stuck_loads()) == self._identity.settings.io_threads
-
-    def _load_part(self, load: Load, index: int) -> None:
-        """Raises Unusable without having touched the part's blocks."""
-        part = load.order.parts[index]
-        blocks = self._blocks_of(part)
-        form = blocks.form
-        started = self._clock()
-        read: StoreRead[memoryview] | None = None
-        if (ahead := self._ahead.find((part.key, part.kind))) is not None:
-            name, body = ahead
-        else:
-            name, read = self._read(part, blocks)
-            body = form.body_in(read.proven)
-        with load.lock:
-            if load.is_over:
-                return
-            blocks.copy_in(body, part.block_ids)
-        self._tiers.touch(str(name), load.used_s - index * OLDER_BY_S)
-        took_s = self._clock() - started
-        with self._lock:
-            self._stats.add(loaded_chunks=1, loaded_bytes=form.nbytes, load_s=took_s)
-            if read is None:
-                self._stats.add(prefetched_chunks=1)
-            else:
-                self._reads.append(Read(read.store, read.nbytes, took_s))
-        if read is not None and read.store:
-            self._promote(part.key, blocks, read.proven, read.store)
-
-    def _read(self, part: ChunkPart, blocks: CacheBlocks) -> tuple[ChunkName, StoreRead[memoryview]]:
-        """Reads and verifies a chunk, into this thread's memory. Raises Unusable."""
-        form = blocks.form
-        name, key = self._find(part, blocks)
-        memory = self._memory.take(HEADER_BYTES_MAX + form.nbytes)
-        return name, self._tiers.read(
-            str(name), memory, lambda stored: open_sealed(stored, name, form.entries, form.nbytes, key)
-        )
+    # --- Reading ahead ---------------------------------------------------------------------------
 
     def _order_reading_ahead(self, metadata: StorageMetadata) -> None:
         for order in metadata.read_ahead:
             for part in order.parts:
-                nbytes = self._blocks_of(part).form.nbytes
-                if self._ahead.want(order.owner, (part.key, part.kind), nbytes):
-                    self._prefetcher.put(partial(self._read_ahead, part))
+                chunk = part.key, part.kind
+                if self._ahead.want(order.owner, chunk, self._blocks_of(part).form.nbytes):
+                    self._transfers.load(chunk, [part], self._keep, is_ahead=True)
         for owner in metadata.forget:
-            self._ahead.forget(owner)
+            for chunk in self._ahead.forget(owner):
+                self._transfers.cancel(chunk)
 
-    def _read_ahead(self, part: ChunkPart) -> None:
-        """Runs on a thread of the prefetcher. What cannot be read is left to the load, which counts it."""
-        chunk: Chunk = (part.key, part.kind)
-        proven: tuple[ChunkName, torch.Tensor] | None = None
-        if not self._ahead.begin(chunk):
-            return
-        try:
-            blocks, started = self._blocks_of(part), self._clock()
-            name, read = self._read(part, blocks)
-            proven = name, blocks.form.body_in(read.proven).clone()
-            with self._lock:
-                self._reads.append(Read(read.store, read.nbytes, self._clock() - started))
-            if read.store:
-                self._promote(part.key, blocks, read.proven, read.store)
-        except Unusable as error:
-            logger.debug("could not read %s ahead: %s", part.key.hex(), error)
-        except Exception:  # Only this chunk is not read ahead.
-            logger.exception("reading %s ahead failed", part.key.hex())
-        self._ahead.end(chunk, proven)
+    def _keep(self, part: Part, body: memoryview) -> None:
+        self._ahead.keep((part.key, part.kind), np.frombuffer(body, np.uint8).copy().data)
 
-    def _promote(self, key: bytes, blocks: CacheBlocks, body: memoryview, store: int) -> None:
-        """Has the writer copy a chunk to the stores before this one, unless too much waits already.
+    def _end_reading_ahead(self, outcomes: Sequence[Outcome[Part]]) -> None:
+        """What cannot be read is left to the load, which counts it."""
+        for outcome in outcomes:
+            self._note_read(outcome)
+            if outcome.reason not in (None, "cancelled"):
+                logger.debug("could not read %s ahead: %s", outcome.chunk.key.hex(), outcome.error)
+                self._ahead.drop((outcome.chunk.key, outcome.chunk.kind))
 
-        It is sealed again: a body that was encrypted has been decrypted where it was read.
-        """
-        form = blocks.form
-        with self._lock:
-            if self._backlog_bytes + form.nbytes > self._identity.settings.backlog_max_mib * MIB:
-                return
-            self._backlog_bytes += form.nbytes
-        kept = self._bodies.take(form.nbytes)
-        memoryview(kept)[: form.nbytes] = body
-        copy = _Copy(key, blocks.kind.window_of_files, form, kept)
-        self._writer.put(partial(self._write, [copy], below=store))
+    # --- Chunks and blocks, on any thread --------------------------------------------------------
 
-    def _blocks_of(self, part: SaveChunk | ChunkPart) -> CacheBlocks:
+    def _copy_out(self, save: Part, body: memoryview) -> None:
+        blocks = self._blocks_of(save)
+        blocks.copy_out(save.block_ids, blocks.form.body_in(body))
+
+    def _copy_in(self, part: Part, body: memoryview) -> None:
+        blocks = self._blocks_of(part)
+        blocks.copy_in(blocks.form.body_in(body), part.block_ids)
+
+    def _form_of(self, part: Part) -> Form:
+        """Named under the current key, then under the previous one."""
+        blocks, rank = self._blocks_of(part), self._identity.rank
+        window = blocks.kind.window_of_files
+        names = [ChunkName(namespace, part.key, rank, window) for namespace in self._namespaces]
+        return Form(list(zip(names, self._keys, strict=True)), blocks.form.entries, blocks.form.nbytes)
+
+    def _blocks_of(self, part: Part) -> CacheBlocks:
         blocks = self._blocks[part.kind]
         if not part.tail:
             return blocks
         if (of_tail := self._tails.get(part.tail)) is None:
             of_tail = self._tails[part.tail] = blocks.of_tail(part.tail)
         return of_tail
-
-    def _find(self, part: ChunkPart, blocks: CacheBlocks) -> tuple[ChunkName, bytes]:
-        """The chunk's name and the key that signed it: the current one, otherwise the previous one."""
-        names = [
-            ChunkName(namespace, part.key, self._identity.rank, blocks.kind.window_of_files)
-            for namespace in self._namespaces
-        ]
-        pairs = list(zip(names, self._keys, strict=True))
-        if len(pairs) == 1:
-            return pairs[0]
-        try:
-            found = self._tiers.find([str(name) for name in names])
-        except StoreError as error:
-            raise Unusable("io", str(error)) from error
-        return next((pair for pair, is_found in zip(pairs, found, strict=True) if is_found), pairs[0])
-
-    def _end_load(self, end: LoadEnd | None) -> None:
-        """From any thread. None: the load continues."""
-        if end is None:
-            return
-        if end.reason is None:
-            self._note_end(end.request_id)
-        else:
-            with self._lock:
-                self._failed_loads.add(end.request_id)
-                self._stats.add_for("failures", end.reason)
-            self._note_end(end.request_id, [block for part in end.not_loaded for block in part.block_ids])
-        self._wake()
