@@ -10,6 +10,7 @@ money; `take_requests` counts them, without the client's retries.
 from __future__ import annotations
 
 import asyncio
+import logging
 import secrets
 import threading
 from collections import Counter
@@ -24,9 +25,12 @@ from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable, with
 if TYPE_CHECKING:
     import obstore
 
+logger = logging.getLogger(__name__)
+
 MAX_RETRIES = 1
 REMOVED_AT_ONCE = 500  # S3 takes at most 1,000 keys in one request.
 HEADS_AT_ONCE = 64
+FIRST = "0"  # Namespaces have digits and letters. Keys such as "kv//x" and "kv/./x" come before them.
 
 
 class ObjectStore(Store):
@@ -47,6 +51,8 @@ class ObjectStore(Store):
                 "needs the package obstore: pip install 'kv-baton[objects]'", field=field
             ) from error
         self._errors: tuple[type[Exception], ...] = (obstore.exceptions.BaseError, OSError)
+        self._no_path = obstore.exceptions.InvalidPathError  # For a key such as "a//b".
+        self._skipped: set[str] = set()  # Folders that the log has named.
         limit = timedelta(seconds=timeout_s)
         arguments: dict[str, Any] = {}
         if not url.startswith(("file:", "memory:")):
@@ -152,10 +158,9 @@ class ObjectStore(Store):
         return
 
     def scan(self) -> Iterator[Stored]:
-        for batch in self._list(None):
-            for item in batch:
-                if is_of_a_store(item["path"]):
-                    yield Stored(item["path"], item["size"], item["last_modified"].timestamp())
+        for item in self._walk("", ""):
+            if is_of_a_store(item["path"]):
+                yield Stored(item["path"], item["size"], item["last_modified"].timestamp())
 
     def take_requests(self) -> Mapping[str, int]:
         with self._lock:
@@ -169,11 +174,53 @@ class ObjectStore(Store):
         with self._lock:
             self._requests[operation] += count
 
-    def _list(self, prefix: str | None) -> Iterator[Sequence[obstore.ObjectMeta]]:
+    def _walk(self, folder: str, after: str) -> Iterator[obstore.ObjectMeta]:
+        """All objects below a folder, in order. If the client cannot name a key there, and so lists nothing,
+        folder by folder; the folder of that key is left out. Raises StoreError.
+        """
         import obstore
 
         try:
-            for batch in obstore.list(self._store, prefix=prefix, chunk_size=1000):
+            for batch in self._list(folder, after):
+                for item in batch:
+                    after = item["path"]
+                    yield item
+            return
+        except StoreError as error:
+            if not isinstance(error.__cause__, self._no_path):
+                raise
+        if not folder and after < FIRST:
+            return (yield from self._walk("", FIRST))
+        self._count("list")
+        try:
+            inside = obstore.list_with_delimiter(self._store, folder)
+        except self._no_path as error:
+            if not folder:
+                raise StoreError(_told(error)) from error
+            if folder not in self._skipped:
+                self._skipped.add(folder)
+                logger.warning(
+                    "%s: sweeps leave out the folder %s (%d folders are): %s",
+                    self.where,
+                    folder,
+                    len(self._skipped),
+                    _told(error),
+                )
+            return
+        except self._errors as error:
+            raise StoreError(_told(error)) from error
+        yield from (item for item in inside["objects"] if item["path"] > after)
+        for each in inside["common_prefixes"]:
+            if f"{each}0" > after:  # Not all of it comes before.
+                yield from self._walk(each, after)
+
+    def _list(self, folder: str, after: str = "") -> Iterator[Sequence[obstore.ObjectMeta]]:
+        import obstore
+
+        try:
+            for batch in obstore.list(
+                self._store, prefix=folder or None, offset=after or None, chunk_size=1000
+            ):
                 self._count("list")
                 yield batch
         except self._errors as error:

@@ -168,6 +168,41 @@ def test_what_is_not_ours_is_neither_found_nor_removed(store: Store, name: str) 
     store.remove([name])
 
 
+@pytest.mark.parametrize(
+    ("keys", "skipped"),
+    [
+        (("models//x", "kv//x", "kv/./x", "kv/../x"), []),
+        (("kv/a//x", "kv/a/b/../x"), ["a"]),
+        (("kv/a/b/../x", f"kv/{'n' * 32}/80//x"), ["a/b", f"{'n' * 32}/80"]),
+    ],
+)
+def test_keys_that_the_client_cannot_name_do_not_end_sweeps(
+    keys: tuple[str, ...], skipped: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Objects of other programs. The client ends a listing at such a key with an error."""
+    import boto3
+
+    bucket = f"strange-{len(skipped)}"  # All of moto's servers in one process have the same buckets.
+    with moto_server() as port:
+        make_bucket(port, bucket)
+        options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
+        store = ObjectStore(f"s3://{bucket}/kv", options, timeout_s=TIMEOUT_S)
+        names = [name_of(number) for number in (0, 1, 1 << 255)]
+        for name in names:
+            store.write(name, (b"x",))
+        credentials = {f"aws_{name}": S3_OPTIONS[name] for name in ("access_key_id", "secret_access_key")}
+        client = boto3.client(
+            "s3", endpoint_url=options["endpoint"], region_name=options["region"], **credentials
+        )
+        for key in keys:
+            client.put_object(Bucket=bucket, Key=key, Body=b"x")
+        for _ in range(2):
+            listed = [stored.name for stored in store.scan()]
+            assert listed == [name for name in names if not name.startswith(tuple(skipped))]
+    logged = [one.args for one in caplog.records if one.name.endswith("object_store")]
+    assert [args[1] for args in logged if args] == skipped, "each folder once"
+
+
 def test_readers_see_whole_values_while_others_write_and_remove(store: Store) -> None:
     contents = [bytes([letter]) * 70_000 for letter in b"ab"]
     done, problems = threading.Event(), []
