@@ -140,10 +140,9 @@ class TransferStates(Generic[C]):
 
     def begin_copy(self, job: Job[C], index: int) -> bool:
         """Whether the caller's memory may be touched. The job waits until `end_copy` or `settle`."""
-        if index not in job.left or job.given_up is not None:
-            return False
-        job.copying.add(index)
-        return True
+        if index in job.left:
+            job.copying.add(index)
+        return index in job.left
 
     def end_copy(self, job: Job[C], index: int, now: float) -> None:
         """Of a chunk that is yet to be written."""

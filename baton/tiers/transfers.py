@@ -307,7 +307,7 @@ class Transfers(Generic[C]):
         """Raises Unusable without having touched the caller's memory."""
         chunk, started_s = job.chunks[index], self._clock()
         form = self._form_of(chunk)
-        body, store, nbytes = self._held(chunk) if job.kind == "load" else None, None, 0
+        body, store, nbytes = self._held(chunk), None, 0
         if body is None:
             read = self._read(form)
             body, store, nbytes = read.proven, read.store, read.nbytes

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.connectors.shared_storage.connector import check_request
@@ -58,6 +58,7 @@ def test_a_chunk_that_is_read_too_late_or_not_at_all_takes_no_memory() -> None:
     assert ahead.want("r", B, 4)
 
 
+@settings(max_examples=30)
 @given(st.lists(st.tuples(st.sampled_from("wkdf"), st.sampled_from("xyz"), st.sampled_from([A, B, C]))))
 def test_memory_is_bounded_and_all_of_it_is_free_at_the_end(
     calls: list[tuple[str, str, tuple[bytes, int]]],
