@@ -17,7 +17,8 @@ A pid is no identity, so the blocks count only if the epoch page is right after 
 nothing else binds the call to the process): a successor with the same pid has another epoch, and an owner
 that closes its transport voids the page before it frees the memory. The owner's process takes no part in a
 read. A mapping keeps the memory of an owner that has ended. A thread watches the mapped owners, and unmaps
-the memory of a lost one as soon as no other thread copies from it.
+the memory of a lost one as soon as no other thread copies from it. It also populates the mappings, after the
+connect: a request waits for the connect and then reads only some of the blocks.
 
 There are no checksums: the bytes go from memory to memory with no wire in between, like any copy within
 a program. The possible fault, a source that changes during the copy, would not be found by a checksum either.
@@ -63,6 +64,7 @@ VERSION = 2  # 2: `shared`.
 MAPPED, CROSS_MEMORY = "mapped", "cross-memory"
 # An owner that closes its transport does not end. This bounds how long its memory then stays mapped.
 WATCH_EVERY_S = 5.0
+POPULATE_EVERY_S = 0.02  # A step takes about 1 ms of one core, beside an engine that decodes.
 
 
 class LocalEndpoint(HostEndpoint, frozen=True, forbid_unknown_fields=True):
@@ -190,6 +192,7 @@ class LocalTransport(ThreadedReader[LocalPeer]):
             os.eventfd_write(self._woken, 1)
 
     def _watch_mapped(self) -> None:
+        may_populate = True
         while True:
             with self._changed:
                 is_last, mapped, woken = self._closed, list(self._mapped), self._woken
@@ -200,10 +203,14 @@ class LocalTransport(ThreadedReader[LocalPeer]):
                     self._unmap(peer, reason)
             if is_last:
                 return
-            self._sleep(woken)
+            if self._sleep(woken, POPULATE_EVERY_S if may_populate else WATCH_EVERY_S):
+                may_populate = True  # There may be a new peer.
+            else:
+                may_populate = any(peer.mapped is not None and peer.mapped.populate_step() for peer in mapped)
 
-    def _sleep(self, woken: int) -> None:
-        """Until a peer is lost or added, an owner ends, or it is time to compare the identity pages."""
+    def _sleep(self, woken: int, timeout_s: float) -> bool:
+        """Until a peer is lost or added, an owner ends, or the time has passed. Returns whether one of the
+        first three happened."""
         poll = select.poll()
         poll.register(woken, select.POLLIN)
         with self._changed:
@@ -211,8 +218,10 @@ class LocalTransport(ThreadedReader[LocalPeer]):
         for peer in mapped:
             assert peer.mapped is not None
             poll.register(peer.mapped.pidfd, select.POLLIN)
-        if any(fd == woken for fd, _ in poll.poll(WATCH_EVERY_S * 1e3 if mapped else None)):
+        ready = poll.poll(timeout_s * 1e3 if mapped else None)
+        if any(fd == woken for fd, _ in ready):
             os.eventfd_read(woken)
+        return bool(ready)
 
     def _unmap(self, peer: LocalPeer, reason: str) -> None:
         assert peer.mapped is not None

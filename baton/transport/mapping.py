@@ -1,7 +1,8 @@
 """Mapping of an owner's registered memory into a reader's process, read-only.
 
     owner    register: announces which of its memory is in sealed files, each as (descriptor, inode, offset)
-    reader   connect:  opens /proc/PID/fd/N for reading, checks inode, kind, seals and size, maps, populates
+    reader   connect:  opens /proc/PID/fd/N for reading, checks inode, kind, seals and size, maps
+             later:    populates, step by step
 
 The seals (`baton.core.sealed_memory`) hold for the life of the file. All its pages are allocated, and it can
 neither shrink nor get holes, so no later act of the owner can make an access fail. The reader cannot write,
@@ -16,9 +17,8 @@ import mmap
 import os
 import select
 import stat
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -34,8 +34,7 @@ _MEMFD = "/memfd:"  # How the kernel names such files in /proc/PID/maps.
 _MADV_POPULATE_READ = 22  # Linux 5.14. Not in Python's `mmap`.
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _STAT_BLOCK_BYTES = 512
-_POPULATE_STEP_BYTES = 256 << 20  # About 10 ms.
-POPULATE_TIMEOUT_S = 1.0  # About 25 GiB. Pages that are left cost a fault at their first read.
+_POPULATE_STEP_BYTES = 16 << 20  # About 1 ms.
 
 # Through ctypes, because Python's `mmap` holds the interpreter's lock while it unmaps gigabytes.
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -121,6 +120,7 @@ class MappedOwner:
     endpoint: HostEndpoint
     pidfd: int
     mapped: dict[SharedMapping, int]  # Their addresses in this process.
+    _populated: dict[SharedMapping, int] = field(default_factory=dict)  # Bytes, of each from its start.
 
     def here(self, region: Region) -> Region:
         """The owner's region by its address in this process. Without any bytes if it is not mapped, because
@@ -144,6 +144,19 @@ class MappedOwner:
         if has_ended(self.pidfd):
             return f"process {self.endpoint.process.pid} has ended"
         return None
+
+    def populate_step(self) -> bool:
+        """Enters some pages into this process's page table. Returns whether pages are left.
+
+        Others are entered when they are first read, which makes that read slower.
+        """
+        for mapping, address in self.mapped.items():
+            done = self._populated.get(mapping, 0)
+            if step := min(_POPULATE_STEP_BYTES, mapping.nbytes - done):
+                is_refused = _libc.madvise(address + done, step, _MADV_POPULATE_READ) != 0  # An older kernel.
+                self._populated[mapping] = mapping.nbytes if is_refused else done + step
+                return True
+        return False
 
     def close(self) -> None:
         """Unmaps. Idempotent."""
@@ -192,7 +205,6 @@ def open_owner(
                 f"process {endpoint.process.pid} is not {endpoint.engine_id}: its memory does not hold the "
                 "nonce"
             )
-        _populate(owner.mapped, POPULATE_TIMEOUT_S)
         if has_ended(pidfd):
             raise TransferError(f"process {endpoint.process.pid} has ended")
         return owner
@@ -245,13 +257,3 @@ def _is_allocated(fd: int, pid: int, mapping: SharedMapping) -> bool:
 
 def _is_same(status: os.stat_result, mapping: SharedMapping) -> bool:
     return stat.S_ISREG(status.st_mode) and status.st_ino == mapping.inode
-
-
-def _populate(mapped: dict[SharedMapping, int], timeout_s: float) -> None:
-    """Enters the pages into this process's page table, as far as the time permits."""
-    deadline = time.monotonic() + timeout_s
-    for mapping, address in mapped.items():
-        for start in range(0, mapping.nbytes, _POPULATE_STEP_BYTES):
-            step = min(_POPULATE_STEP_BYTES, mapping.nbytes - start)
-            if time.monotonic() > deadline or _libc.madvise(address + start, step, _MADV_POPULATE_READ):
-                return  # The rest is entered page by page when it is read, as by an older kernel.

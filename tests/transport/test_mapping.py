@@ -104,6 +104,40 @@ def test_a_cache_in_sealed_memory_is_mapped(owner: Owner, reader: LocalTransport
     assert_reads(reader, peer, owner.memory)
 
 
+def resident_kib() -> int:
+    """Of the read-only mappings of sealed memory, what is in this process's page table."""
+    is_meant, found = False, 0
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if " " in line.partition(":")[0]:  # A mapping's first line; otherwise "name: value kB".
+            is_meant = "/memfd:" in line and " r--s " in line
+        elif is_meant and line.startswith("Rss:"):
+            found += int(line.split()[1])
+    return found
+
+
+def test_a_mapping_is_populated_after_the_connect(
+    owner: Owner, reader: LocalTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not by it: the first request of a pair waits for the connect."""
+    monkeypatch.setattr(mapping, "_POPULATE_STEP_BYTES", producers.REGION_BYTES // 4)
+    monkeypatch.setattr(local, "POPULATE_EVERY_S", 0.0)
+    step, may_populate, populated = mapping.MappedOwner.populate_step, threading.Event(), threading.Event()
+
+    def observed_step(mapped: mapping.MappedOwner) -> bool:
+        assert may_populate.wait(END_TIMEOUT_S)
+        if not (is_left := step(mapped)):
+            populated.set()
+        return is_left
+
+    monkeypatch.setattr(mapping.MappedOwner, "populate_step", observed_step)
+    reader.connect(owner.address, owner.endpoint)
+    whole = sum(m.nbytes for m in owner.named.shared) >> 10
+    assert resident_kib() < whole
+    may_populate.set()
+    assert populated.wait(END_TIMEOUT_S)
+    assert resident_kib() == whole
+
+
 @pytest.mark.parametrize("missing", ["library", "cache", "identity page"])
 def test_what_cannot_be_mapped_is_read_by_cross_memory_attach(
     owner: Owner, reader: LocalTransport, tmp_path: Path, missing: str, caplog: pytest.LogCaptureFixture
