@@ -12,6 +12,7 @@ from baton.bench.transports import (
     Row,
     compare,
     integrity_costs,
+    of_starts,
     plot,
     print_comparisons,
     print_table,
@@ -44,6 +45,11 @@ def test_a_target_is_met_by_the_ratio_to_the_limit_of_the_run() -> None:
     assert Row("tcp", at_16k, 0.65, "loopback stream", 1.0).meets_target is True
     assert Row("tcp, off", at_16k, 0.65, "loopback stream", 1.0).meets_target is False
     assert Row("tcp", 4 << 10, 1.9, "loopback stream", 5.0).meets_target is None
+
+
+def test_a_row_is_that_of_the_start_with_the_median_ratio() -> None:
+    starts = [[Row("local", 1, speed, "memcpy", limit)] for speed, limit in ((9, 9), (4, 5), (3, 6))]
+    assert of_starts(starts) == starts[1]
 
 
 def test_the_plot_has_our_transports_and_nixl(tmp_path: Path) -> None:
