@@ -34,11 +34,11 @@ def by_torch(run: Callable[..., torch.Tensor], *arguments: Any) -> torch.Tensor:
 
 
 def assert_near(found: torch.Tensor | None, wanted: torch.Tensor) -> None:
-    """The same but for the last bit, because sums have another order."""
+    """The same but for the last bit, because sums have another order; bfloat16 is rounded twice."""
     assert found is not None
     assert found.dtype == wanted.dtype
     assert found.is_contiguous()
-    tolerance = 1e-5 if wanted.dtype == torch.float32 else 2**-7
+    tolerance = 1e-5 if wanted.dtype == torch.float32 else 3 * 2**-8
     torch.testing.assert_close(found, wanted, rtol=tolerance, atol=1e-6)
 
 
