@@ -1,6 +1,7 @@
 """Baton's own connectors keep the contract, on the kit's ranks and on the engine's executors."""
 
 import importlib.util
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,16 @@ import torch
 
 from baton.connectors.registry import BUILT_IN
 from baton.core.config import EngineConfig
+from baton.engine.executor.ray_actors import RankActors
 from baton.protocol.grouped_prompt import GroupedPrompt
 from baton.testing.contract import ConnectorCase, check_connector
-from baton.testing.contract.case import BESIDE, HEAD_DIM, INLINE, LATENT
+from baton.testing.contract.case import BESIDE, HEAD_DIM, INLINE, LATENT, STATE, Shape, engine_config
 from baton.testing.contract.engine_site import EngineSite, ExecutorName
 from baton.testing.contract.ours import in_engines, our_cases
 from baton.testing.contract.site import ToySite
 from tests.testing.enough import check_enough
 
+PREFIX_STORE = "examples.prefix_store.prefix_store:PrefixStoreConnector"
 KINDS = {"latents and index keys": LATENT, "scales inline": INLINE, "scales beside": BESIDE}
 
 
@@ -81,7 +84,8 @@ def test_states_that_are_not_read_are_noticed(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(GroupedPrompt, "states", lambda prompt: ())
-    verdict = check_connector(our_cases(tmp_path)[name], examples=100, tries=5)
+    case = our_cases(tmp_path)[name]
+    verdict = check_connector(case, examples=100, tries=5, make_site=lambda case: OnlyWith(STATE, case))
     assert verdict.broken_rule == "wrong-bytes", verdict.broken
 
 
@@ -110,24 +114,49 @@ def test_it_keeps_the_contract_in_engines(name: str, executor: ExecutorName, tp:
     assert verdict.seen["aborts while loading"] + verdict.seen["other aborts"] > 1
 
 
+class KeptActors(RankActors):
+    """Actors of several sites, which each close them."""
+
+    def close(self) -> None:
+        pass
+
+
+class RaySite(EngineSite):
+    def __init__(self, case: ConnectorCase, actors: KeptActors) -> None:
+        super().__init__(case, "ray")
+        assert self._actors is not None
+        self._actors.close()
+        self._actors = actors
+
+
+@pytest.fixture(scope="module")
+def kept_actors() -> Iterator[KeptActors]:
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("Ray is not installed")
+    actors = KeptActors(engine_config(in_engines(ConnectorCase(path=PREFIX_STORE), tp=2), Shape()))
+    yield actors
+    RankActors.close(actors)
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
     ("path", "broken_rule", "examples"),
     [
-        ("examples.prefix_store.prefix_store:PrefixStoreConnector", None, 3),
+        (PREFIX_STORE, None, 3),
         ("tests.testing.leaking:LeavesFilesAnywhere", "files-left", 6),
     ],
 )
 def test_leaks_of_a_connector_are_told_apart_from_those_of_ray(
-    path: str, broken_rule: str | None, examples: int, tmp_path: Path
+    path: str,
+    broken_rule: str | None,
+    examples: int,
+    tmp_path: Path,
+    kept_actors: KeptActors,
 ) -> None:
-    # Not imported here, because the executor has to import it first.
-    if importlib.util.find_spec("ray") is None:
-        pytest.skip("Ray is not installed")
     case = in_engines(ConnectorCase(path=path, extra_config={"path": str(tmp_path)}), tp=2)
     verdict = check_connector(
-        case, examples=examples, tries=0, steps=2, make_site=lambda case: EngineSite(case, "ray")
+        case, examples=examples, tries=0, steps=2, make_site=lambda case: RaySite(case, kept_actors)
     )
     assert verdict.broken_rule == broken_rule, verdict.broken
     by_ranks = 2 * verdict.num_examples
@@ -139,7 +168,7 @@ def test_leaks_of_a_connector_are_told_apart_from_those_of_ray(
 @pytest.mark.parametrize(
     ("path", "broken_rule", "expected_text"),
     [
-        ("examples.prefix_store.prefix_store:PrefixStoreConnector", None, ""),
+        (PREFIX_STORE, None, ""),
         (
             "tests.testing.leaking:LeavesFilesInRanks",
             "files-left",

@@ -19,7 +19,7 @@ TestMemory = connector_suite(MemoryConnector, examples=10, patience_s=0.0)
 
 def test_a_sound_pair_passes() -> None:
     case = ConnectorCase(path="tests.testing.sound_pair:PairConnector", pairing="pull", patience_s=0.0)
-    check_enough(case, {"loads in the background": 5}, examples=15)
+    check_enough(case, {"loads in the background": 5}, examples=6)
 
 
 def test_a_sound_connector_of_several_groups_passes() -> None:
@@ -27,7 +27,7 @@ def test_a_sound_connector_of_several_groups_passes() -> None:
         path="tests.testing.sound_groups:GroupsConnector", patience_s=0.0, break_store=lose_everything
     )
     wanted = {"engines with several KV-cache groups": 5, "loads in the background": 5}
-    check_enough(case, wanted, examples=15)
+    check_enough(case, wanted, examples=6)
 
 
 @pytest.mark.parametrize("loads_async", [True, False])
@@ -48,11 +48,11 @@ def test_a_sound_connector_passes_with_all_faults(loads_async: bool) -> None:
     }
     if loads_async:
         wanted["aborts while loading"] = 3
-    verdict = check_enough(case, wanted, examples=20)
+    verdict = check_enough(case, wanted, examples=8)
     results = {rule: result for rule, result, _ in verdict.rows()}
     assert results["wrong-bytes"] == results["lookup-has-side-effects"] == "kept"
     assert "BROKEN" not in results.values()
-    check_enough(replace(case, break_store=None), {"failed writes": 5}, examples=15)
+    check_enough(replace(case, break_store=None), {"failed writes": 5}, examples=6)
 
 
 def test_files_of_an_earlier_run_do_not_fail_this_one(tmp_path: Path) -> None:
