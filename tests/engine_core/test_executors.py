@@ -304,7 +304,7 @@ def test_a_rank_that_fails_is_named_although_the_other_continues(driver_of, kind
 
 @without_ray
 def test_only_actors_that_closed_in_order_are_reused(make_config, one_ray) -> None:
-    config = make_config(parallel_config=parallel("ray"), kv_transfer_config=told())
+    config = make_config(parallel_config=ParallelConfig(executor="ray"), kv_transfer_config=told())
     actors = RankActors(config)
 
     def life(*, is_broken: bool = False) -> tuple[list[int], list[list[int]]]:
@@ -333,6 +333,55 @@ def test_only_actors_that_closed_in_order_are_reused(make_config, one_ray) -> No
     assert have_ended(others)
 
 
+# --- Whole engines --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def reference(make_config) -> list[list[int]]:
+    with LLM(make_config()) as llm:
+        return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_batches"),
+    [("multiprocess", 3), pytest.param("ray", 2, marks=without_ray)],
+)
+def test_two_ranks_with_steps_in_flight_give_one_engines_tokens(
+    make_config, one_ray, reference: list[list[int]], kind: str, num_batches: int
+) -> None:
+    config = make_config(parallel_config=parallel(kind, max_concurrent_batches=num_batches))
+    core = EngineCore(config, None)
+    produced: dict[str, list[int]] = {}
+    most = 0
+    try:
+        # One request arrives with each step, so that several steps are in flight.
+        asked = [(f"{turn}-{index}", PROMPTS[index]) for turn in range(3) for index in range(len(PROMPTS))]
+        while asked or core.has_requests:
+            if asked:
+                request_id, prompt = asked.pop(0)
+                request = EngineRequest(
+                    request_id=request_id, prompt_token_ids=prompt, sampling_params=GREEDY, arrival_time_s=0.0
+                )
+                assert core.add_request(request) is None
+            for output in core.step().outputs:
+                produced.setdefault(output.request_id, []).extend(output.new_token_ids)
+            most = max(most, len(core.scheduler.in_flight))
+    finally:
+        core.shutdown()
+    assert produced == {
+        f"{turn}-{index}": reference[index] for turn in range(3) for index in range(len(PROMPTS))
+    }
+    assert most >= num_batches - 1, "the test had too few steps in flight"
+
+
+def test_one_process_cannot_have_steps_in_flight() -> None:
+    with pytest.raises(ConfigError, match="max_concurrent_batches"):
+        ParallelConfig(max_concurrent_batches=2)
+
+
+# --- Rays of their own: these tests end the shared one ---------------------------------------------------
+
+
 @without_ray
 def test_ray_ends_with_its_executor_and_binds_to_loopback_only(make_config) -> None:
     ray = import_ray()
@@ -349,7 +398,8 @@ def test_ray_ends_with_its_executor_and_binds_to_loopback_only(make_config) -> N
         if connection.status == psutil.CONN_LISTEN
     }
     assert addresses == {"127.0.0.1"}
-    second = start_executor(make_config(parallel_config=parallel("ray")), None)  # Beside it, in the same Ray.
+    of_one = ParallelConfig(executor="ray")
+    second = start_executor(make_config(parallel_config=of_one), None)  # Beside it, in the same Ray.
     executor.shutdown()
     second.check_alive()
     assert ray.is_initialized()
@@ -408,49 +458,3 @@ def test_the_end_of_rays_own_control_process_is_noticed(make_config, tmp_path) -
             assert process.wait(timeout=4 * NOTICED_S) != 0
         finally:
             process.kill()
-
-
-# --- Whole engines --------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def reference(make_config) -> list[list[int]]:
-    with LLM(make_config()) as llm:
-        return [completion.token_ids for completion in llm.generate(PROMPTS, GREEDY)]
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_batches"),
-    [("multiprocess", 3), pytest.param("ray", 2, marks=without_ray)],
-)
-def test_two_ranks_with_steps_in_flight_give_one_engines_tokens(
-    make_config, one_ray, reference: list[list[int]], kind: str, num_batches: int
-) -> None:
-    config = make_config(parallel_config=parallel(kind, max_concurrent_batches=num_batches))
-    core = EngineCore(config, None)
-    produced: dict[str, list[int]] = {}
-    most = 0
-    try:
-        # One request arrives with each step, so that several steps are in flight.
-        asked = [(f"{turn}-{index}", PROMPTS[index]) for turn in range(3) for index in range(len(PROMPTS))]
-        while asked or core.has_requests:
-            if asked:
-                request_id, prompt = asked.pop(0)
-                request = EngineRequest(
-                    request_id=request_id, prompt_token_ids=prompt, sampling_params=GREEDY, arrival_time_s=0.0
-                )
-                assert core.add_request(request) is None
-            for output in core.step().outputs:
-                produced.setdefault(output.request_id, []).extend(output.new_token_ids)
-            most = max(most, len(core.scheduler.in_flight))
-    finally:
-        core.shutdown()
-    assert produced == {
-        f"{turn}-{index}": reference[index] for turn in range(3) for index in range(len(PROMPTS))
-    }
-    assert most >= num_batches - 1, "the test had too few steps in flight"
-
-
-def test_one_process_cannot_have_steps_in_flight() -> None:
-    with pytest.raises(ConfigError, match="max_concurrent_batches"):
-        ParallelConfig(max_concurrent_batches=2)

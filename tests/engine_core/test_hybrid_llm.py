@@ -99,11 +99,11 @@ def test_tokens_are_the_same_with_steps_in_flight_on_two_ranks(
     )
     with LLM(busy) as llm:
         assert tokens_of(llm.generate(PROMPTS, GREEDY)) == expected
-        of_two = [one.prompt_logprobs for one in llm.generate(PROMPTS, scored)]
+        of_two = [one.prompt_logprobs for one in llm.generate(PROMPTS[-4:], scored)]
         llm.core.scheduler.kv_cache.assert_empty()
     with LLM(config) as llm:
-        of_one = [one.prompt_logprobs for one in llm.generate(PROMPTS, scored)]
-    for one, two, prompt in zip(of_one, of_two, PROMPTS, strict=True):
+        of_one = [one.prompt_logprobs for one in llm.generate(PROMPTS[-4:], scored)]
+    for one, two, prompt in zip(of_one, of_two, PROMPTS[-4:], strict=True):
         assert one is not None
         assert two is not None
         assert len(two) == len(prompt) - 1

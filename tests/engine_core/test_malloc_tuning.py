@@ -42,10 +42,10 @@ import psutil, torch
 from baton.engine.models.matmul import Matmul
 torch.set_num_threads(1)
 multiply = Matmul(torch.ones(64, 64))
-x, me = torch.ones(700, 64), psutil.Process()
-for rows in range(1, 700):
+x, me = torch.ones(500, 64), psutil.Process()
+for rows in range(1, 500):
     multiply(x[:rows])
-    if rows == 300:
+    if rows == 200:
         before = me.memory_info().rss
 print(me.memory_info().rss - before)
 """

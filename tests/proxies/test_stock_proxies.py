@@ -26,7 +26,12 @@ from tests.proxies.stock import (
 from tests.proxies.upstream import NotFetched, StockProxies, stock_proxies
 from tests.system.engines import Engine, Engines, make_prompt
 
-pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.processes,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+    pytest.mark.usefixtures("forked_programs"),
+]
 
 SIZES = (1, 15, 16, 150, 700)
 
@@ -64,9 +69,15 @@ def fleet(stock: StockProxies, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 @pytest.fixture(scope="module")
-def engines(fleet: Fleet, model: Path) -> Iterator[list[Engine]]:
+def control_port() -> int:
+    """P's."""
+    (port,) = free_ports(1)
+    return port
+
+
+@pytest.fixture(scope="module")
+def engines(fleet: Fleet, model: Path, control_port: int) -> Iterator[list[Engine]]:
     """P, and D with P's control address in `allowed_peers`."""
-    (control_port,) = free_ports(1)
     peer = f"127.0.0.1:{control_port}"
     with closing(Engines(fleet)) as engines:
         yield engines.start(
@@ -95,10 +106,9 @@ def engines(fleet: Fleet, model: Path) -> Iterator[list[Engine]]:
 
 
 @pytest.fixture(scope="module")
-def pair(engines: list[Engine], model: Path) -> Pair:
+def pair(engines: list[Engine], model: Path, control_port: int) -> Pair:
     p, d = engines
-    extra = json.loads(_option_of(p, "--kv-transfer-config"))["kv_connector_extra_config"]
-    return Pair(str(model), _port(p), _port(d), "p", p_control_port=extra["port"])
+    return Pair(str(model), _port(p), _port(d), "p", p_control_port=control_port)
 
 
 @pytest.fixture(scope="module")
@@ -167,8 +177,3 @@ def test_a_producer_that_is_not_allowed_is_refused_by_its_field(
 
 def _port(engine: Engine) -> int:
     return int(engine.url.rpartition(":")[2])
-
-
-def _option_of(engine: Engine, name: str) -> str:
-    command = engine.processes()[0].cmdline()
-    return command[command.index(name) + 1]

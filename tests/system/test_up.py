@@ -1,4 +1,7 @@
-"""`baton up` with real engines: it serves, restarts processes, and leaves none running."""
+"""`baton up` with real engines: it serves, restarts processes, and leaves none running.
+
+The test of `kill -9` starts interpreters, as users do; the other one forks.
+"""
 
 import signal
 import ssl
@@ -16,6 +19,7 @@ import pytest
 from baton.cli.processes import free_ports
 from baton.http.tls import TlsFiles
 from tests.certificates import Authority, context_of
+from tests.fork_server import forking_programs
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -77,7 +81,7 @@ def assert_gone(family: list[psutil.Process]) -> None:
 def test_it_serves_handed_over_prompts_and_restarts_processes_that_die(
     small_model: Path, tmp_path: Path
 ) -> None:
-    with up(small_model, tmp_path) as system:
+    with forking_programs(), up(small_model, tmp_path) as system:
         prompt = list(range(300, 400))
         answer = ask(system, prompt)
         assert answer.status_code == 200, answer.text
