@@ -10,8 +10,7 @@ message is wrong in any other connection, direction or position.
 
 Compiled code (`stream`) computes GMAC where it was built and the processor has the instructions. Otherwise,
 and for encryption, `cryptography` does. It holds the interpreter's lock during a call (measured with version
-50: no other thread makes progress inside a call). A message has at most 4 MiB, so other threads wait for at
-most half a millisecond.
+50: no other thread makes progress inside a call). A call is for one segment; 4 MiB take half a millisecond.
 """
 
 import ctypes

@@ -8,7 +8,8 @@
    of the interface.
 
    A message that is received is hashed in parts, while the processor's cache has them. One that is sent is hashed
-   as a whole before: parts would save reads of memory, but wake the reader for each of them, which costs more.
+   in longer parts, so that the reader does not wait for the hash of all of it. Parts that the cache keeps would save
+   reads of memory, but wake the reader for each of them, which costs more.
    GMAC is GHASH of the bytes and their length, encrypted by a mask. AES makes the hash key and the masks, in
    Python. No branch and no address depends on a key or on the bytes. */
 
@@ -25,6 +26,9 @@
 #define BLOCK 16
 #define POWERS 32              /* Blocks that are multiplied before one reduction. */
 #define PART_BYTES (256 << 10) /* Received and hashed at once: less than a processor's second cache has. */
+#ifndef SENT_BYTES
+#define SENT_BYTES (4 << 20)   /* Hashed and sent at once. Measured: with 128 KiB the sender takes a fifth longer. */
+#endif
 #define PART_SEGMENTS 1024     /* UIO_MAXIOV */
 #define CHUNK 2048             /* Prefetched at once. */
 #define LINE 64
@@ -305,15 +309,8 @@ static void hash_payload(struct ghash *hash, const struct message *left, const s
     }
 }
 
-/* Sends the whole message. With `hash` its tag is written into the last segment before. */
-int baton_send_1(int fd, struct message *message, struct ghash *hash, int64_t deadline_ns)
+static int send_segments(int fd, struct message *message, int64_t deadline_ns)
 {
-    if (hash) {
-        struct prefetch next = {message->segments, message->count, 0};
-        prefetch(&next, CHUNK);
-        hash_payload(hash, message, message->segments, message->count, &next);
-        baton_ghash_tag_1(hash, message->segments[message->count - 1].iov_base);
-    }
     while (message->done_bytes < message->total_bytes) {
         size_t count = message->count - message->index;
         struct msghdr header = {
@@ -333,6 +330,31 @@ int baton_send_1(int fd, struct message *message, struct ghash *hash, int64_t de
         }
     }
     return WHOLE;
+}
+
+/* Sends the whole message. With `hash` its tag is written into the last segment on the way. */
+int baton_send_1(int fd, struct message *message, struct ghash *hash, int64_t deadline_ns)
+{
+    int outcome = WHOLE, has_tag = 0;
+    if (!hash)
+        return send_segments(fd, message, deadline_ns);
+    while (outcome == WHOLE && message->done_bytes < message->total_bytes) {
+        struct iovec part[PART_SEGMENTS];
+        size_t count = next_part(message, SENT_BYTES, part);
+        struct prefetch next = {part, count, 0};
+        prefetch(&next, CHUNK);
+        hash_payload(hash, message, part, count, &next);
+        if (!has_tag && message->index + count == message->count) { /* A part may end within the tag. */
+            baton_ghash_tag_1(hash, message->segments[message->count - 1].iov_base);
+            has_tag = 1;
+        }
+        struct message sending = {.segments = part, .count = count};
+        for (size_t i = 0; i < count; i++)
+            sending.total_bytes += part[i].iov_len;
+        outcome = send_segments(fd, &sending, deadline_ns);
+        advance(message, sending.done_bytes);
+    }
+    return outcome;
 }
 
 /* Receives until the message is whole, `wake_fd` can be read, or `fd` can be written and `wants_to_send`. Hashes

@@ -36,10 +36,10 @@ from baton.transport.tcp_wire import (
     COPIES_MAX,
     COPY_BYTES,
     DATA,
+    ENCRYPTED_BYTES_MAX,
     FAIL,
     READ,
     REQUEST,
-    REQUEST_BYTES_MAX,
     TOKEN_BYTES,
     Session,
     admit,
@@ -212,13 +212,14 @@ class _Requests:
         self._header = Scratch.of(ANSWER.size)
         self._tag = Scratch.of(TAG_BYTES)
         self._stream = Stream(sock)
-        self._ciphertext = np.empty(REQUEST_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
+        self._ciphertext = np.empty(ENCRYPTED_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
 
     def serve_one(self) -> None:
         """Raises PeerError for a bad request, OSError or TransferError if the connection is lost."""
         request, addresses, nbytes = self._receive()
         number = self._number
-        if not self._table.covers(addresses, nbytes, REQUEST_BYTES_MAX) or nbytes.sum() > REQUEST_BYTES_MAX:
+        bytes_max = self._session.request_bytes_max
+        if not self._table.covers(addresses, nbytes, bytes_max) or nbytes.sum() > bytes_max:
             self._counters.refused += 1
             header = ANSWER.pack(FAIL, 0, number)
             self._sock.sendall(header + self._session.answers.seal(number, header + request).tag())

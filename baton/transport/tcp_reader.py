@@ -40,10 +40,10 @@ from baton.transport.tcp_wire import (
     ANSWER,
     COPIES_MAX,
     DATA,
+    ENCRYPTED_BYTES_MAX,
     FAIL,
     READ,
     REQUEST,
-    REQUEST_BYTES_MAX,
     Session,
     TcpEndpoint,
 )
@@ -53,9 +53,16 @@ logger = logging.getLogger(__name__)
 
 REQUESTS_PER_LANE = 2  # One being answered, one waiting at the owner.
 CHUNK_BYTES_MIN = 256 << 10  # With less, a request costs more than a second lane gains.
-STALL_S = 10.0  # An owner that takes longer for one answer of at most 4 MiB counts as gone.
+STALL_S = 10.0  # An owner that takes longer for one answer of at most 16 MiB counts as gone.
 CLOSE_TIMEOUT_S = 10.0
 _SCRAP_BYTES = 256 << 10
+
+
+def chunk_bytes_for(total_bytes: int, num_lanes: int, bytes_max: int) -> int:
+    """Size of a request, of which all lanes get the same number."""
+    share = -(-total_bytes // num_lanes)
+    num_requests = max(1, -(-share // bytes_max))
+    return max(-(-share // num_requests), CHUNK_BYTES_MIN)
 
 
 @dataclass(eq=False)
@@ -114,6 +121,7 @@ class TcpPeer(ActivePeer):
         self._completions = completions
         self._queue: deque[Reading[Copies]] = deque()
         self._by_op: dict[OpId, Reading[Copies]] = {}
+        self._request_bytes_max = min(session.request_bytes_max for _, session in lanes)
         self._lanes = [_Lane(self, sock, session) for sock, session in lanes]
         self._threads = [
             start_owned_thread(
@@ -127,8 +135,7 @@ class TcpPeer(ActivePeer):
 
     def post(self, copies: Copies) -> OpId:
         """Raises TransferError, with nothing posted, if the peer is lost."""
-        share = copies.total_bytes // len(self._lanes)
-        chunk_bytes = min(max(share, CHUNK_BYTES_MIN), REQUEST_BYTES_MAX)
+        chunk_bytes = chunk_bytes_for(copies.total_bytes, len(self._lanes), self._request_bytes_max)
         with self.lock:
             if self.lost is not None:
                 raise TransferError(f"cannot read from {self.address.engine_id}: {self.lost}")
@@ -233,7 +240,7 @@ class _Lane:
         self._sock = sock
         self._session = session
         # Holds the one answer that is being received.
-        self._ciphertext = np.empty(REQUEST_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
+        self._ciphertext = np.empty(ENCRYPTED_BYTES_MAX if session.answers.encrypts else 0, dtype=np.uint8)
         self._sock.setblocking(False)
         self._wake_fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stream = Stream(sock, self._wake_fd)

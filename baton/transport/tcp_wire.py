@@ -40,7 +40,7 @@ from baton.transport.decoding import Endpoint, decode_endpoint, decode_from_peer
 from baton.transport.sealing import KEY_BYTES, Direction, Integrity, stronger
 from baton.transport.spans import check_regions
 
-VERSION = 3
+VERSION = 4  # 4: longer requests.
 TOKEN_BYTES = 32
 NONCE_BYTES = 32
 HELLO_BYTES_MAX = 4096
@@ -48,7 +48,8 @@ PROOFS_MAX = 4  # One for each valid secret; at most two are valid at a time.
 HANDSHAKE_TIMEOUT_S = 5.0  # At the reader: to connect, and for all messages.
 ADMIT_TIMEOUT_S = 3.0  # At the owner: a peer answers within a round trip.
 COPIES_MAX = 1022  # In one request; with the answer's header and tag it fills one iovec array.
-REQUEST_BYTES_MAX = 4 << 20
+REQUEST_BYTES_MAX = 16 << 20  # A request costs as much of the processor as 1 MiB of its answer.
+ENCRYPTED_BYTES_MAX = 4 << 20  # Both ends have a buffer of this size for the ciphertext.
 
 REQUEST = struct.Struct("<4sIQ")  # Kind, number of copies, number of the request.
 ANSWER = struct.Struct("<4sIQ")  # Kind, 0, number of the request.
@@ -89,6 +90,11 @@ class Session:
 
     requests: Direction
     answers: Direction
+
+    @property
+    def request_bytes_max(self) -> int:
+        """The most bytes that one request may ask for."""
+        return ENCRYPTED_BYTES_MAX if self.answers.encrypts else REQUEST_BYTES_MAX
 
 
 @dataclass(frozen=True, slots=True)

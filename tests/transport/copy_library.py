@@ -13,6 +13,7 @@ import pytest
 from tests.transport.fake_cuda import BUILD_TIMEOUT_S, COMPILER
 
 ROOT = Path(__file__).parents[2]
+SENT_BYTES = 100_000  # `stream.c` sends messages with a tag in parts of this size. Small, for tests.
 
 
 @functools.cache
@@ -23,7 +24,11 @@ def built() -> Path:
     folder = tempfile.mkdtemp()
     atexit.register(shutil.rmtree, folder)
     library = Path(folder, "_gather.so")
-    strict = {**os.environ, "CC": COMPILER, "CFLAGS": "-Wall -Wextra -Wpedantic -Werror"}
+    strict = {
+        **os.environ,
+        "CC": COMPILER,
+        "CFLAGS": f"-Wall -Wextra -Wpedantic -Werror -DSENT_BYTES={SENT_BYTES}",
+    }
     subprocess.run(
         [ROOT / "scripts/build-library", "gather", library], check=True, timeout=BUILD_TIMEOUT_S, env=strict
     )

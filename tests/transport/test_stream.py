@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from baton.transport import gather, stream
 from baton.transport.sealing import KEY_BYTES, NO_TAG, TAG_BYTES, Direction
 from baton.transport.stream import Message, Outcome, Stream
-from tests.transport.copy_library import built
+from tests.transport.copy_library import SENT_BYTES, built
 
 KEY = bytes(range(KEY_BYTES))
 HEADER_BYTES = 16
@@ -68,6 +68,9 @@ def segments(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 
 @given(segments=segments(), level=st.sampled_from(["off", "mac"]))
+@example(
+    segments=[(0, HEADER_BYTES), (32, SENT_BYTES - HEADER_BYTES - 8), (HEADER_BYTES, TAG_BYTES)], level="mac"
+)
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_exactly_the_segments_cross_with_the_tag_of_the_payload(
     wire: Wire, segments: list[tuple[int, int]], level: str

@@ -143,7 +143,7 @@ def test_requests_outside_the_regions_are_refused(owner: Owner) -> None:
         [(2**63 - 1, 64)],
         [(region.address, 0)],
         [(region.address, -5)],
-        [(region.address, 3 << 20), (region.address, 3 << 20)],  # More than one request may ask for.
+        [(region.address, 3 << 20)] * 6,  # More than one request may ask for.
     ]
     for copies in outside:
         sock, session = owner.dial_with_session()
@@ -475,3 +475,13 @@ def _break_connections(owner: Owner) -> None:
 def _read_until_refused(reader: Reader) -> None:
     while True:
         reader.read_block_7()
+
+
+@pytest.mark.parametrize(
+    ("total_mib", "num_requests"), [(0.1, 1), (0.5, 2), (7, 2), (32, 2), (33, 4), (48, 4), (64, 4), (65, 6)]
+)
+def test_all_lanes_get_as_many_requests(total_mib: float, num_requests: int) -> None:
+    total, most = int(total_mib * (1 << 20)), wire.REQUEST_BYTES_MAX
+    chunk = tcp_reader.chunk_bytes_for(total, 2, most)
+    assert -(-total // chunk) == num_requests
+    assert chunk <= most
