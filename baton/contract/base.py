@@ -356,7 +356,11 @@ class KVConnectorWorkerHalf(ABC):
 
     @abstractmethod
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Called before a layer's attention. Blocks until the layer's synchronous loads are complete."""
+        """Called before a layer's attention. Blocks until the layer's synchronous loads are complete.
+
+        Also of the loads that arrive layer by layer (`KVConnectorOutput.arriving_recving`). A replay of a
+        recorded step calls no hook.
+        """
 
     @abstractmethod
     def save_kv_layer(

@@ -64,6 +64,12 @@ class KVConnectorOutput:
 
     `abandoned_recving` is Baton's addition, and only the scheduler half sets it: requests whose load may
     never be reported. They end with an error. Their blocks stay held unless the load is reported after all.
+
+    `arriving_recving` too: requests that need not wait for the rest of their load. They, and others that
+    share their blocks, may be in the steps that are planned from now on. In these steps `wait_for_layer_load`
+    returns when the layer is loaded, and what could not be loaded, and is not written to any more, is in
+    `invalid_block_ids`. The blocks are the load's until the request is in `finished_recving`. For engines
+    with one block table; others wait.
     """
 
     finished_sending: AllRanks[set[str] | None] = None
@@ -75,6 +81,7 @@ class KVConnectorOutput:
     kv_connector_worker_meta: Merge[KVConnectorWorkerMetadata | None] = None
     expected_finished_count: NotCombined[int] = 0  # Above 0: number of reports that an id waits for now.
     abandoned_recving: NotCombined[set[str]] = field(default_factory=set)
+    arriving_recving: NotCombined[set[str]] = field(default_factory=set)
 
     def is_empty(self) -> bool:
         return not (

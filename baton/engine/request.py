@@ -71,6 +71,7 @@ class Request:
         "block_hashes",
         "cache_salt",
         "computes_nothing",
+        "is_arriving",
         "is_known_to_ranks",
         "is_truncated",
         "kv_transfer_params",
@@ -135,6 +136,7 @@ class Request:
         self._prompt_logprobs: list[PromptLogprobs] | None = None if sampling.prompt_logprobs is None else []
         # vLLM's name, for connectors. True: the whole prompt is computed here, without cache or load.
         self.skip_reading_prefix_cache = sampling.prompt_logprobs is not None
+        self.is_arriving = False  # It goes on while a load fills its blocks, which it keeps until then.
         self.is_known_to_ranks = False
         self.is_truncated = False  # Without the prompt's last token: it ends without an answer.
         self.needs_resend = False  # The ranks' copy is stale: send tokens and block table whole.

@@ -204,6 +204,7 @@ class FakeHalf(KVConnectorSchedulerHalf):
         self.reports: list[KVConnectorOutput] = []
         self.adds_sent: set[str] = set()  # Added to the next report, as a half that ends its own loans does.
         self.adds_failed: set[str] = set()
+        self.arrives: set[str] = set()  # Loads that go on while their requests run; in the next report.
         self.abandons: set[str] = set()  # Loads of a child that has died; added to the next report too.
         self.loads: dict[str, FakeLoad] = {}  # In the background.
         self.sync_loads: list[FakeLoad] = []  # Of the step that is being scheduled.
@@ -259,6 +260,8 @@ class FakeHalf(KVConnectorSchedulerHalf):
             self.adds_failed = set()
         connector_output.abandoned_recving |= self.abandons
         self.abandons = set()
+        connector_output.arriving_recving |= self.arrives
+        self.arrives = set()
 
     def take_prefilled_tokens(self, request_id: str) -> PrefilledTokens | None:
         self.num_taken[request_id] += 1
@@ -491,6 +494,7 @@ class World:
         self.asked: dict[str, EngineRequest] = {}
         self.answers: dict[str, Ended] = {}
         self.report = KVConnectorOutput()  # Of the next step.
+        self.error: str | None = None  # That a worker half raises in the next step.
         self.bad_sync_blocks: Callable[[FakeLoad], set[int]] = lambda load: set()
         self.other_holders: list[int] = []  # Blocks that the test itself holds.
         self.steps: list[SchedulerOutput] = []
@@ -567,6 +571,7 @@ class World:
             report.invalid_block_ids |= bad
         result = self.ranks.execute(output)
         result.kv_connector_output = None if report.is_empty() else report
+        result.connector_error, self.error = self.error, None
         self._take(self.scheduler.update_from_output(output, result))
         self.scheduler.kv_cache.assert_consistent(self.other_holders)
         self.assert_fenced()
@@ -599,7 +604,8 @@ class World:
         """Let the next step report the load. `bad_indices`: into the request's table of `bad_group`."""
         load = self.half.loads.pop(request_id)
         still = self.scheduler.kv_cache.get_block_ids(request_id)
-        assert still == load.tables, "blocks were freed while a load could write to them"
+        held = tuple(ids[: len(then)] for ids, then in zip(still, load.tables, strict=True))
+        assert held == load.tables, "blocks were freed while a load could write to them"
         bad = {load.tables[bad_group][i] for i in bad_indices or ()} - self.ranks.null_blocks
         self.ranks.fill(load, {b for table in load.tables for b in table} if failed else bad)
         self.report.invalid_block_ids |= bad

@@ -140,6 +140,7 @@ class ConnectorCalls(SchedulerGuard):
         report.finished_recving = self.checked_ids(report.finished_recving)
         report.failed_recving = self.checked_ids(report.failed_recving)
         report.abandoned_recving = self.checked_ids(report.abandoned_recving) or set()
+        report.arriving_recving = self.checked_ids(report.arriving_recving) or set()
 
     def step_stats(self, of_workers: KVConnectorStats | None) -> dict[str, Any] | None:
         name = "get_kv_connector_stats"

@@ -2,7 +2,8 @@
 
     waiting -----------------> running        waiting: without blocks; running, loaded: with blocks
        |                          ^
-       +--> (loading) --> loaded -+           loading: in `RemoteKV`, whose blocks are never preempted
+       +--> (loading) --> loaded -+           loading: in `RemoteKV`, whose blocks are never preempted, nor
+                                              are those of requests that run while a load fills them
 
     preempted: from running or loaded back to waiting, without blocks; everything is computed again
 
@@ -60,7 +61,8 @@ class WaitingQueue:
         return list(self._members.values())
 
     def youngest(self, *, other_than: Request) -> Request | None:
-        others = [r for r in self._members.values() if r is not other_than]
+        """Of those that can be preempted."""
+        others = [r for r in self._members.values() if r is not other_than and not r.is_arriving]
         return max(others, key=_order, default=None)
 
 
@@ -109,6 +111,11 @@ class RequestQueues:
 
     def drop_finished(self) -> None:
         self.running = [request for request in self.running if not request.is_finished]
+
+    @property
+    def is_filling_loaded(self) -> bool:
+        """Whether a loaded request cannot be preempted yet."""
+        return any(request.is_arriving for request in self.loaded.members())
 
     # --- Back to waiting -------------------------------------------------------------------------
 

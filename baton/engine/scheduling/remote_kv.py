@@ -4,9 +4,12 @@
                  finished_recving ---------------> arrived: back to the scheduler, computed as far as valid
                  failed / invalid, "recompute" --> as above, but valid only up to the first bad block
                  failed / invalid, "fail" -------> finished with an error; blocks held
+                 arriving ---------> as arrived, but the load goes on layer by layer; blocks are not preempted
+                     finished_recving -----------> an ordinary request
+                     invalid --------------------> rolled back to the first bad block; or finished
     held      finished, but its blocks are in use by a transfer
                  lent (delay_free)  until finished_sending
-                 being filled       until finished_recving
+                 being filled       until finished_recving; also of an arriving request
                  both ended ---------------------> blocks free, request forgotten
 
 A failed load is not repeated: the request is recomputed here, so that every handoff ends. Reports about
@@ -83,6 +86,7 @@ class RemoteKV:
         self._kv_cache = kv_cache
         self._policy = policy
         self._loading: dict[str, Load] = {}
+        self._arriving: dict[str, Load] = {}
         self._step_loads = StepLoads()  # Of the step that is being decided.
         self._held: dict[str, _Hold] = {}
         self.num_ignored_reports = 0
@@ -143,12 +147,22 @@ class RemoteKV:
         """After no rank got a step's loads: (blocks that its synchronous loads have not filled, requests
         that wait for a load which may never be reported)."""
         unfilled: set[int] = set()
-        for request_id, load in loads.sync.items():
-            first = load.num_local_tokens // self._kv_cache.block_size
-            last = -(-(load.num_local_tokens + load.num_external_tokens) // self._kv_cache.block_size)
-            held = self._kv_cache.blocks_between(request_id, first, last)
-            unfilled.update(block_id for _, block_id in held)
+        for load in loads.sync.values():
+            unfilled.update(block_id for _, block_id in self._blocks_of(load))
         return unfilled, self.still_loading(loads)
+
+    def _blocks_of(self, load: Load) -> list[tuple[int, int]]:
+        """(index in the table, block id) of the blocks that the connector fills."""
+        first = load.num_local_tokens // self._kv_cache.block_size
+        last = -(-(load.num_local_tokens + load.num_external_tokens) // self._kv_cache.block_size)
+        return self._kv_cache.blocks_between(load.request.request_id, first, last)
+
+    def arriving_blocks(self) -> set[int]:
+        """Blocks that loads fill while their requests run."""
+        return {block_id for load in self._arriving.values() for _, block_id in self._blocks_of(load)}
+
+    def arriving_requests(self) -> list[Request]:
+        return [load.request for load in self._arriving.values()]
 
     def loading_among(self, request_ids: Iterable[str]) -> list[Request]:
         return [self._loading[r].request for r in sorted(request_ids) if r in self._loading]
@@ -166,13 +180,15 @@ class RemoteKV:
         loads: StepLoads,
     ) -> LoadFailures:
         """`others`: requests with blocks that are not loading, in order. `loads`: of the reporting step."""
-        failures = LoadFailures()
+        failures, bad = LoadFailures(), set(invalid_block_ids)
         for request_id in sorted(failed_recving):
             if (load := self._loading.get(request_id)) is not None:
                 self._fail_load(load, load.num_local_tokens, failures)
+            elif (load := self._arriving.get(request_id)) is not None:
+                bad.update(block_id for _, block_id in self._blocks_of(load))
             elif request_id not in self._held:
                 self._ignore("failed_recving", request_id)
-        if bad := set(invalid_block_ids):
+        if bad:
             self._find_invalid(bad, list(others), loads, failures)
         return failures
 
@@ -199,6 +215,7 @@ class RemoteKV:
                 bad.update(block_id for _, block_id in after)
                 self._fail_request(request, first_bad * self._kv_cache.block_size, loads, failures)
                 found = True
+        self._kv_cache.evict_blocks(bad)  # Also those whose request has ended, and that are held for a load.
 
     def _fail_request(
         self, request: Request, num_valid_tokens: int, loads: StepLoads, failures: LoadFailures
@@ -210,8 +227,8 @@ class RemoteKV:
                 load.num_valid_tokens = min(load.num_valid_tokens, num_valid_tokens)
                 self._kv_cache.distrust(request, num_valid_tokens)
             return
-        sync_load = loads.sync.get(request.request_id)
-        is_own_load = sync_load is not None and sync_load.was_filled_at(num_valid_tokens)
+        own_load = loads.sync.get(request.request_id) or self._arriving.get(request.request_id)
+        is_own_load = own_load is not None and own_load.was_filled_at(num_valid_tokens)
         if is_own_load:
             failures.failed.append(request)
             request.asks_connector = False
@@ -234,12 +251,27 @@ class RemoteKV:
 
     # --- Ends ------------------------------------------------------------------------------------
 
+    def take_arriving(self, request_ids: Iterable[str]) -> list[Load]:
+        """Loads of these to settle, which go on. The requests of others wait for the end of their load."""
+        loads = [self._loading[r] for r in sorted(request_ids) if r in self._loading]
+        going_on = [
+            load
+            for load in loads
+            if not (load.is_failed or load.request.computes_nothing or self._kv_cache.is_hybrid)
+        ]
+        for load in going_on:
+            load.request.is_arriving = True
+            self._arriving[load.request.request_id] = self._loading.pop(load.request.request_id)
+        return going_on
+
     def take_arrived(self, finished_recving: Iterable[str]) -> tuple[list[Load], list[Request]]:
         """Returns (ended loads to settle, requests whose blocks to free)."""
         arrived, to_free = [], []
         for request_id in sorted(finished_recving):
             if (load := self._loading.pop(request_id, None)) is not None:
                 arrived.append(load)
+            elif (load := self._arriving.pop(request_id, None)) is not None:
+                load.request.is_arriving = False
             elif (hold := self._held.get(request_id)) is not None and hold.is_being_filled:
                 hold.is_being_filled = False
                 to_free += self._released(hold)
@@ -260,7 +292,8 @@ class RemoteKV:
 
     def hold(self, request: Request, *, is_lent: bool) -> bool:
         """Keep the blocks of a request that has ended, if a transfer uses them; returns whether one does."""
-        is_being_filled = self._loading.pop(request.request_id, None) is not None
+        loads = (of_id.pop(request.request_id, None) for of_id in (self._loading, self._arriving))
+        is_being_filled = any([load is not None for load in loads])
         if is_lent or is_being_filled:
             self._held[request.request_id] = _Hold(request, is_lent, is_being_filled)
             return True

@@ -194,7 +194,12 @@ class Scheduler:
             step.is_short_of_blocks = True
             if self.connector.has_pending_block_frees():
                 index += 1  # Blocks will be freed soon: skip a step instead of recomputing everything.
-            elif self.in_flight.is_busy(last := running[-1]) or last.request_id in num_scheduled:
+            elif (
+                self.in_flight.is_busy(last := running[-1])
+                or last.request_id in num_scheduled
+                or last.is_arriving
+                or self.queues.is_filling_loaded
+            ):
                 break  # It is preempted when its step is done. Later requests must not get ahead of this one.
             elif not self.queues.preempt_loaded_after(last):
                 # Possibly this request; those before it have their blocks.
@@ -223,11 +228,16 @@ class Scheduler:
         self._rollback.step_ended()
         if step.kv_connector_metadata is None:
             self._transfers.give_up(report, loads)
+        is_unwatched = step.kv_connector_metadata is None or result.connector_error is not None
+        if is_unwatched:
+            report.invalid_block_ids |= self.remote.arriving_blocks()  # No rank may have waited for them.
         failures = self._transfers.take_failures(report, loads)
         for end in self.in_flight.take_ends():
             self._lifecycle.end(end.request, end.status, error=end.error)
         self._take_tokens(result, failures)
         self._transfers.fail(failures.to_fail)
+        if is_unwatched:
+            self._transfers.abandon_arriving(failures)
         self._transfers.take_ends(report)
         connector_stats = self.connector.step_stats(report.kv_connector_stats)
         self._events.step_done(self.connector.take_events(), is_last=not self.in_flight)

@@ -2,6 +2,7 @@
 
     a step's report --> bad blocks, failed loads     rolled back, recomputed or failed    `take_failures`
                     --> loads and loans that ended   resumed, or freed                    `take_ends`
+                    --> loads that arrive by layers  resumed; their blocks stay the load's
     none: the connector failed, or is retired        the step's loads fail                `give_up`, `retire`
 
 The states of loads and loans are in `remote_kv`. Imports no torch and reads no clock.
@@ -46,9 +47,13 @@ class Rollback:
         request.needs_resend = request.is_known_to_ranks
         state.in_flight.make_void(request)
         if state.kv_cache.is_hybrid:
-            if request not in self._to_restart:
-                self._to_restart.append(request)
-            self.step_ended()
+            self.restart(request)
+
+    def restart(self, request: Request) -> None:
+        """The request gives its blocks up, when no step in flight writes into them."""
+        if request not in self._to_restart:
+            self._to_restart.append(request)
+        self.step_ended()
 
     def step_ended(self) -> None:
         """Send the requests to restart back to waiting, except those of a step in flight."""
@@ -72,7 +77,7 @@ class Rollback:
 
 class TransferReports:
     def __init__(self, state: SchedulerState, lifecycle: RequestLifecycle, rollback: Rollback) -> None:
-        self.num_ended = 0  # Loads and loans, since start.
+        self.num_ended = 0  # Loads and loans, since start; a load that arrives by layers counts twice.
         self._state = state
         self._lifecycle = lifecycle
         self._rollback = rollback
@@ -116,6 +121,18 @@ class TransferReports:
         report.invalid_block_ids |= unfilled
         self._fail_of_connector(unheard)
 
+    def abandon_arriving(self, failures: LoadFailures) -> None:
+        """End the requests whose blocks a load may still fill, unwatched. `failures`: of these blocks.
+
+        Requests that share the blocks give them up.
+        """
+        arriving = self._state.remote.arriving_requests()
+        if arriving:
+            for request, _ in failures.to_roll_back:
+                if request not in arriving and not request.is_finished:
+                    self._rollback.restart(request)
+            self._fail_of_connector([request for request in arriving if not request.is_finished])
+
     # --- Ends ------------------------------------------------------------------------------------
 
     def take_ends(self, report: KVConnectorOutput) -> None:
@@ -128,6 +145,10 @@ class TransferReports:
         if report.abandoned_recving:
             self._fail_of_connector(state.remote.loading_among(report.abandoned_recving))
         received = state.in_flight.hold_back_early(report.finished_recving or set(), state.requests)
+        arriving = state.remote.take_arriving(report.arriving_recving - (report.finished_recving or set()))
+        self.num_ended += len(arriving)
+        for load in arriving:
+            self._resume_after(load)
         if received:
             arrived, to_free = state.remote.take_arrived(received)
             self.num_ended += len(arrived) + len(to_free)
@@ -175,6 +196,8 @@ class TransferReports:
         if state.connector.is_retired:
             return
         state.connector.retire()
+        unfilled = KVConnectorOutput(invalid_block_ids=state.remote.arriving_blocks())
+        self.abandon_arriving(self.take_failures(unfilled, StepLoads()))
         loading = state.remote.loading_requests()
         logger.critical(
             "the KV connector is retired, and prompts are computed here from now on; restart this engine "
