@@ -17,6 +17,7 @@ import os
 import stat
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import ClassVar
 
@@ -79,12 +80,32 @@ class FileStore(Store):
         return [self._size(name) for name in names]
 
     def read(self, name: str, into: memoryview) -> int:
-        flags = os.O_DIRECT if self.is_direct and len(into) % PAGE_BYTES == 0 else 0
+        with self._opened(name, is_direct=self.is_direct and len(into) % PAGE_BYTES == 0) as opened:
+            return _read_whole(*opened, into)
+
+    def read_part(self, name: str, into: memoryview, start: int, nbytes: int) -> None:
+        pages = whole_pages(nbytes)
+        is_direct = self.is_direct and start % PAGE_BYTES == 0 and len(into) >= pages
+        into, done = into[: pages if is_direct else nbytes], 0
+        with self._opened(name, is_direct=is_direct) as (fileno, _):
+            while done < nbytes:
+                count = os.preadv(fileno, [into[done:]], start + done)
+                if count == 0:
+                    raise Unusable("corrupt", f"it ends before byte {start + nbytes}")
+                done += count
+
+    @contextmanager
+    def _opened(self, name: str, *, is_direct: bool) -> Iterator[tuple[int, os.stat_result]]:
+        """A regular file. Raises Unusable, also for errors in the body."""
+        # Does not block on a FIFO, and fails on a symbolic link.
+        flags = os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | (os.O_DIRECT if is_direct else 0)
         try:
-            # Does not block on a FIFO, and fails on a symbolic link.
-            fileno = os.open(self.folder / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | flags)
+            fileno = os.open(self.folder / name, flags)
             try:
-                return _read_whole(fileno, into)
+                status = os.fstat(fileno)
+                if not stat.S_ISREG(status.st_mode):
+                    raise Unusable("foreign", "it is not a regular file")
+                yield fileno, status
             finally:
                 os.close(fileno)
         except FileNotFoundError as error:
@@ -162,10 +183,7 @@ class FileStore(Store):
         return view[: whole_pages(nbytes)], nbytes
 
 
-def _read_whole(fileno: int, into: memoryview) -> int:
-    status = os.fstat(fileno)
-    if not stat.S_ISREG(status.st_mode):
-        raise Unusable("foreign", "it is not a regular file")
+def _read_whole(fileno: int, status: os.stat_result, into: memoryview) -> int:
     if status.st_size > len(into):
         raise Unusable("corrupt", f"it has {status.st_size} bytes, at most {len(into)} are expected")
     done = 0

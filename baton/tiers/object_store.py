@@ -31,6 +31,7 @@ MAX_RETRIES = 1
 REMOVED_AT_ONCE = 500  # S3 takes at most 1,000 keys in one request.
 HEADS_AT_ONCE = 64
 FIRST = "0"  # Namespaces have digits and letters. Keys such as "kv//x" and "kv/./x" come before them.
+NO_RANGES = "Received non-partial response"  # obstore's error.
 
 
 class ObjectStore(Store):
@@ -69,6 +70,7 @@ class ObjectStore(Store):
         self._requests: Counter[str] = Counter()  # By operation, since `take_requests`.
         self.where = without_credentials(url)
         self._field = field
+        self._has_ranges = True  # Until the server has answered a request for a part with the whole.
 
     @property
     def promise(self) -> Promise:
@@ -129,6 +131,28 @@ class ObjectStore(Store):
             raise Unusable("corrupt", f"it has {len(content)} bytes, at most {len(into)} are expected")
         into[: len(content)] = memoryview(content)
         return len(content)
+
+    def read_part(self, name: str, into: memoryview, start: int, nbytes: int) -> None:
+        import obstore
+
+        self._count("get")
+        try:
+            if self._has_ranges:
+                content = memoryview(obstore.get_range(self._store, name, start=start, length=nbytes))
+            else:
+                content = memoryview(obstore.get(self._store, name).bytes())[start : start + nbytes]
+        except FileNotFoundError as error:
+            raise Unusable("gone") from error
+        except self._errors as error:
+            if self._has_ranges and NO_RANGES in str(error):
+                logger.warning("%s sends whole objects; load none of it layer by layer", self.where)
+                self._has_ranges = False
+                self.read_part(name, into, start, nbytes)
+                return
+            raise Unusable("io", _told(error)) from error
+        if len(content) != nbytes:
+            raise Unusable("corrupt", f"it ends before byte {start + nbytes}")
+        into[:nbytes] = content
 
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         import obstore

@@ -89,6 +89,18 @@ class RedisStore(Store):
         into[: len(value)] = value
         return len(value)
 
+    def read_part(self, name: str, into: memoryview, start: int, nbytes: int) -> None:
+        try:
+            value = self._client.getrange(PREFIX + name, start, start + nbytes - 1)
+            if not value and not self._client.exists(PREFIX + name):
+                raise Unusable("gone")
+        except self._errors as error:
+            raise Unusable("io", str(error)) from error
+        assert isinstance(value, bytes)
+        if len(value) != nbytes:
+            raise Unusable("corrupt", f"it ends before byte {start + nbytes}")
+        into[:nbytes] = value
+
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         try:
             self._client.set(PREFIX + name, b"".join(parts), px=self._ttl_ms)

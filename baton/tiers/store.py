@@ -91,6 +91,14 @@ class Store(ABC):
         """
 
     @abstractmethod
+    def read_part(self, name: str, into: memoryview, start: int, nbytes: int) -> None:
+        """Reads the value's bytes from `start` on into the beginning of `into`.
+
+        Raises Unusable as `read` does; "corrupt" if the value is shorter. Two reads may see two values of one
+        name. With direct I/O, a part that begins with a page, and `into` has room for whole pages.
+        """
+
+    @abstractmethod
     def write(self, name: str, parts: Parts) -> None:
         """Writes a value; replaces one that is there. If it raises StoreError, no part of it is visible."""
 

@@ -112,16 +112,32 @@ class Tiers:
             raise errors[0]
         return found
 
-    def read(self, name: str, into: memoryview, prove: Callable[[memoryview], T]) -> Read[T]:
+    def read(
+        self,
+        name: str,
+        into: memoryview,
+        prove: Callable[[memoryview], T],
+        *,
+        part: slice | None = None,
+        only: int | None = None,
+    ) -> Read[T]:
         """Reads from the first store that has the value and whose copy is proven.
 
-        `prove` gets the value, inside `into`, and raises Unusable. An unusable copy is removed. Raises
-        Unusable with the first reason other than "gone".
+        `prove` gets the value, or this part of it, inside `into`, and raises Unusable. An unusable copy is
+        removed. Raises Unusable with the first reason other than "gone".
+
+        `only`: index of the store that is asked.
         """
         fault = Unusable("gone")
         for index, store in self._asked():
+            if only not in (None, index):
+                continue
             try:
-                nbytes = store.read(name, into)
+                if part is None:
+                    nbytes = store.read(name, into)
+                else:
+                    nbytes = part.stop - part.start
+                    store.read_part(name, into, part.start, nbytes)
                 return Read(prove(into[:nbytes]), nbytes, index)
             except Unusable as error:
                 if error.reason == "io":

@@ -58,7 +58,9 @@ class Job(Generic[C]):
     chunks: Sequence[C]
     begun_s: float
     deadline_s: float
-    is_prefix: bool  # After a chunk that fails, later ones are of no use.
+    # Of each chunk in a prefix. After one that fails, those at its place and after it are of no use. Empty:
+    # each counts alone.
+    places: Sequence[int]
     left: set[int]  # Indices of chunks that are neither done nor failed.
     copying: set[int] = field(default_factory=set)  # Of these, the ones whose copy runs.
     outcomes: dict[int, Outcome[C]] = field(default_factory=dict)
@@ -84,16 +86,19 @@ class TransferStates(Generic[C]):
         now: float,
         timeout_s: float = inf,
         *,
-        is_prefix: bool = False,
+        places: Sequence[int] = (),
     ) -> Job[C]:
         left = set(range(len(chunks)))
-        job = Job(job_id, kind, chunks, now, now + timeout_s, is_prefix, left)
+        job = Job(job_id, kind, chunks, now, now + timeout_s, places, left)
         self._jobs[job] = None
         self._end_if_complete(job, now)
         return job
 
     def running(self, *kinds: Kind) -> list[Job[C]]:
         return [job for job in self._jobs if job.kind in kinds]
+
+    def is_running(self, job_id: Hashable) -> bool:
+        return any(job.job_id == job_id for job in self._jobs)
 
     def give_up(self, job: Job[C], reason: Reason, now: float) -> None:
         """Fails all of its chunks, except those whose copy runs."""
@@ -160,8 +165,9 @@ class TransferStates(Generic[C]):
         job.outcomes[index] = outcome
         job.left.discard(index)
         job.copying.discard(index)
-        if outcome.reason is not None and job.is_prefix:
-            for later in [later for later in job.left - job.copying if later > index]:
+        if outcome.reason is not None and job.places:
+            unneeded = job.left - job.copying
+            for later in [other for other in unneeded if job.places[other] >= job.places[index]]:
                 job.left.discard(later)
                 job.outcomes[later] = Outcome(job.chunks[later], "unneeded")
         self._end_if_complete(job, now)

@@ -2,6 +2,7 @@
 
     lookup   which chunks are in a store
     load     store -> memory of the reader, proven -> `install`     only if the job still wants the chunk
+             or section by section, each a chunk of the job (`Form`)
              `is_ahead`: on threads of their own, so that no load waits for what is read ahead
     store    `fill` -> copy -> sealed -> stores                     batches are synchronised together
     promote  what a slower store had -> copy -> the faster ones     by itself, after a load
@@ -32,6 +33,7 @@ import numpy as np
 from baton.tiers.aligned import AlignedMemory, AlignedPool
 from baton.tiers.chunk import HEADER_BYTES_MAX, Entries, open_sealed, seal
 from baton.tiers.chunk_name import ChunkName
+from baton.tiers.sections import SectionReader
 from baton.tiers.store import Unusable
 from baton.tiers.tiers import Read, Tiers
 from baton.tiers.transfer_states import Ended, Job, Kind, Outcome, Reason, TransferStates
@@ -77,6 +79,8 @@ class Form:
     names: Sequence[tuple[ChunkName, bytes]]
     entries: Entries
     nbytes: int  # Of the body.
+    ends: Sequence[int] = ()  # Of the sections in the body; by default it is one section.
+    section: int | None = None  # The only one that is loaded; None: all.
 
 
 @dataclass(slots=True)
@@ -155,20 +159,24 @@ class Transfers(Generic[C]):
         chunks: Sequence[C],
         install: Move[C],
         *,
-        is_prefix: bool = False,
+        places: Sequence[int] = (),
         is_ahead: bool = False,
     ) -> None:
-        """`is_prefix`: after a chunk that fails, later ones are of no use."""
+        """`places`: of each chunk in a prefix. After one that fails, those at its place and after it are of
+        no use. By default each counts alone.
+        """
         threads = self._ahead if is_ahead else self._readers
         assert threads is not None
         kind: Kind = "ahead" if is_ahead else "load"
         now, used_s = self._clock(), time.time()
         with self._changing() as states:
-            job = states.begin(job_id, kind, chunks, now, self._settings.load_timeout_s, is_prefix=is_prefix)
+            job = states.begin(job_id, kind, chunks, now, self._settings.load_timeout_s, places=places)
             _refuse(states, job, now, threads, is_hanging=not is_ahead and states.is_stuck(now))
             wanted = sorted(job.left)
+        sections: dict[ChunkName, SectionReader] = {}
         for index in wanted:
-            threads.put(partial(self._run_load, job, index, install, used_s - index * OLDER_BY_S))
+            age_s = OLDER_BY_S * (places[index] if places else index)
+            threads.put(partial(self._run_load, job, index, install, used_s - age_s, sections))
 
     def store(
         self,
@@ -215,9 +223,23 @@ class Transfers(Generic[C]):
                 states.backlog_bytes -= copy.form.nbytes
             self._free(copy)
 
-    def cancel(self, job_id: Hashable) -> None:
+    def cancel(self, job_id: Hashable, *, waits: bool = False) -> None:
+        """`waits`: until no copy of it runs. Copies are between memory and memory, so they cannot hang."""
         with self._changing() as states:
             states.cancel(job_id, self._clock())
+            while waits and states.is_running(job_id):
+                self._changed.wait(WAIT_S)
+
+    def wait(self, job_id: Hashable, until: Callable[[], bool], timeout_s: float) -> bool:
+        """Waits until this is true; returns False if the job has ended before, or it takes longer."""
+        due_s = self._clock() + timeout_s
+        with self._changed:
+            while not until():
+                left_s = due_s - self._clock()
+                if left_s <= 0 or not self._states.is_running(job_id):
+                    return False
+                self._changed.wait(min(left_s, WAIT_S))
+        return True
 
     def expire(self, now: float) -> None:
         """Fails what is overdue. Never waits."""
@@ -284,14 +306,22 @@ class Transfers(Generic[C]):
                     outcome = Outcome(job.chunks[index], None if is_found else reason)
                     states.settle(job, index, outcome, self._clock())
 
-    def _run_load(self, job: Job[C], index: int, install: Move[C], used_s: float) -> None:
+    def _run_load(
+        self,
+        job: Job[C],
+        index: int,
+        install: Move[C],
+        used_s: float,
+        sections: dict[ChunkName, SectionReader],
+    ) -> None:
+        """`sections`: of the job's chunks that are read by sections."""
         thread, chunk = threading.get_ident(), job.chunks[index]
         with self._changing() as states:
             is_wanted = bool(states.start(thread, job, [index], self._clock(), self._settings.read_timeout_s))
         fault: Outcome[C] | None = Outcome(chunk, "failed")
         try:
             if is_wanted:
-                self._load_chunk(job, index, install, used_s)
+                self._load_chunk(job, index, install, used_s, sections)
             fault = None
         except Unusable as error:
             fault = Outcome(chunk, error.reason, str(error))
@@ -303,13 +333,20 @@ class Transfers(Generic[C]):
                 if fault is not None:
                     states.settle(job, index, fault, self._clock())
 
-    def _load_chunk(self, job: Job[C], index: int, install: Move[C], used_s: float) -> None:
+    def _load_chunk(
+        self,
+        job: Job[C],
+        index: int,
+        install: Move[C],
+        used_s: float,
+        sections: dict[ChunkName, SectionReader],
+    ) -> None:
         """Raises Unusable without having touched the caller's memory."""
         chunk, started_s = job.chunks[index], self._clock()
         form = self._form_of(chunk)
         body, store, nbytes = self._held(chunk), None, 0
         if body is None:
-            read = self._read(form)
+            read = self._read(form) if form.section is None else self._read_section(form, sections)
             body, store, nbytes = read.proven, read.store, read.nbytes
         with self._changing() as states:
             if not states.begin_copy(job, index):
@@ -319,21 +356,35 @@ class Transfers(Generic[C]):
         with self._changing() as states:
             done = Outcome(chunk, seconds=now - started_s, store=store, nbytes=nbytes)
             states.settle(job, index, done, now)
-        if job.kind == "load":
+            self._changed.notify_all()
+        if job.kind == "load" and not form.section:
             for name, _ in form.names:
                 self._tiers.touch(str(name), used_s)
-        if store:
+        if store and form.section is None:
             # Sealed again: a body that was encrypted has been decrypted where it was read.
             copy = self.copy(chunk, lambda _, into: np.copyto(_bytes(into), _bytes(body)))
             if copy is not None:
                 self.store(None, [copy], below=store)
+
+    def _read_section(self, form: Form, sections: dict[ChunkName, SectionReader]) -> Read[memoryview]:
+        """As `_read`, of one section."""
+        assert form.section is not None
+        new = SectionReader(self._tiers, form.names, form.entries, form.ends)
+        return sections.setdefault(form.names[0][0], new).read(form.section, self._memory)
 
     def _read(self, form: Form) -> Read[memoryview]:
         """Reads and proves a chunk, in this thread's memory. Raises Unusable."""
         memory = self._memory.take(HEADER_BYTES_MAX + form.nbytes)
         fault = Unusable("gone")
         for name, key in form.names:
-            prove = partial(open_sealed, name=name, entries=form.entries, nbytes=form.nbytes, signing_key=key)
+            prove = partial(
+                open_sealed,
+                name=name,
+                entries=form.entries,
+                nbytes=form.nbytes,
+                signing_key=key,
+                ends=form.ends,
+            )
             try:
                 return self._tiers.read(str(name), memory, prove)
             except Unusable as error:
@@ -392,7 +443,8 @@ class Transfers(Generic[C]):
 
     def _sealed(self, copy: Copy[C]) -> tuple[bytes, memoryview]:
         name, key = copy.form.names[0]
-        return seal(name, copy.form.entries, copy.body, key, encrypts=self._settings.encrypt)
+        encrypts, ends = self._settings.encrypt, copy.form.ends
+        return seal(name, copy.form.entries, copy.body, key, encrypts=encrypts, ends=ends)
 
     def _log_unwritten(self, name: str, kind: str, error: str) -> None:
         """Logs at intervals, because on a full disk every chunk of every prompt fails."""

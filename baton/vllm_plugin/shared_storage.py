@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from baton.connectors.extra_config import parse_extra
+from baton.connectors.extra_config import FIELD, parse_extra
 from baton.connectors.pull.reads.cache_layout import is_of_states
 from baton.connectors.shared_storage import (
     StorageIdentity,
@@ -22,6 +22,7 @@ from baton.connectors.shared_storage import (
 from baton.connectors.shared_storage.metadata import StorageMetadata
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
+from baton.core.errors import ConfigError
 from baton.core.layout import SLOT
 from baton.core.states import StatePart
 from baton.vllm_plugin.forwarding import ForwardingConnector
@@ -107,6 +108,12 @@ def _identity_of(
     block_tokens = int(vllm_config.cache_config.block_size)
     events = getattr(vllm_config, "kv_events_config", None)
     ours, _ = PluginSettings.split(transfer.kv_connector_extra_config)
+    if settings.get("layerwise"):
+        raise ConfigError(
+            "is not for vLLM, which does not take back every token of a load that fails while it is in use; "
+            "docs/tiers.md says more",
+            field=f"{FIELD}.layerwise",
+        )
     return StorageIdentity(
         fingerprint=find_fingerprint(vllm_config, ours.revision, is_worker=is_worker),
         num_ranks=int(parallel.world_size),

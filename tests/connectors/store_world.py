@@ -8,7 +8,7 @@ from baton.contract.aggregator import KVOutputAggregator
 from baton.core.config import EngineConfig
 from baton.engine.api import EngineRequest
 from baton.engine.scheduling.scheduler import Scheduler
-from baton.engine.step import ModelRunnerOutput
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from tests.engine_sched.world import GARBAGE, Ended, FakeRanks, expected_output
 
 
@@ -44,6 +44,7 @@ class StoreWorld:
             rank.take_over(output)
             worker.handle_preemptions(metadata)
             worker.bind_connector_metadata(metadata)
+            self.call_hooks(worker, output)
             results.append(rank.execute(output))
             has_tokens = output.total_num_scheduled_tokens > 0
             worker.start_load_kv(SimpleNamespace(attn_metadata=() if has_tokens else None))
@@ -66,6 +67,9 @@ class StoreWorld:
             answer.token_ids += part.new_token_ids
             if part.finish_reason is not None:
                 answer.last = part
+
+    def call_hooks(self, worker: KVConnectorWorkerHalf, output: SchedulerOutput) -> None:
+        """Before the layers of a step."""
 
     def run(self) -> None:
         for _ in range(3000):

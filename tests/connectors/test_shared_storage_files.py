@@ -16,10 +16,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.connectors.shared_storage.form import FileForm, LayerShape
+from baton.connectors.shared_storage.form import SECTION_BYTES_MIN, SECTIONS_MAX, FileForm, LayerShape
 from baton.core.errors import ConfigError
 from baton.tiers.aligned import AlignedMemory
-from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
+from baton.tiers.chunk import (
+    HEADER_BYTES_MAX,
+    SealedHeader,
+    check_sealed,
+    header_nbytes,
+    open_sealed,
+    seal,
+    sections_of,
+)
 from baton.tiers.chunk_name import ChunkName
 from baton.tiers.file_store import ABANDONED_S, FileStore
 from baton.tiers.store import Unusable
@@ -127,6 +135,76 @@ def test_each_layer_is_aligned() -> None:
 def test_a_dtype_that_files_cannot_hold_is_a_configuration_error() -> None:
     with pytest.raises(ConfigError, match=r"kv_caches\.a: has dtype torch\.complex64"):
         FileForm({"a": LayerShape((3,), torch.complex64)})
+
+
+def test_sections_are_successive_layers_in_their_order() -> None:
+    layer = LayerShape((SECTION_BYTES_MIN // 4,), torch.int16)  # Half of a section.
+    form = FileForm({f"layer {number}": layer for number in range(3 * SECTIONS_MAX)})
+    places = sections_of(form.section_ends)
+    assert len(places) == SECTIONS_MAX
+    memory = torch.arange(form.nbytes, dtype=torch.int64).to(torch.uint8)
+    of_sections = [form.layers_of(memory[place], place) for place in places]
+    assert [[*layers] for layers in of_sections] == [
+        [f"layer {number}" for number in range(first, first + 3)] for first in range(0, 24, 3)
+    ]
+    whole = form.layers_of(memory)
+    assert all(torch.equal(whole[name], part[name]) for part in of_sections for name in part)
+
+
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {},
+        {"small": LayerShape((SECTION_BYTES_MIN,), torch.uint8)},
+        {"one": LayerShape((9 * SECTION_BYTES_MIN,), torch.uint8)},
+        {"odd": LayerShape((SECTION_BYTES_MIN * 2 + 1,), torch.uint8), "b": LayerShape((8,), torch.float32)},
+    ],
+)
+def test_a_small_body_or_one_that_is_not_aligned_is_one_section(layers: dict[str, LayerShape]) -> None:
+    form = FileForm(layers)
+    assert form.section_ends == (form.nbytes,)
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_each_section_proves_itself_and_no_other(encrypts: bool) -> None:
+    ends, bodies = (3, 70, 70, 100), [os.urandom(100), bytes(100)]
+    writes = [seal(NAME, {}, memoryview(body), KEY, encrypts=encrypts, ends=ends) for body in bodies]
+    places = sections_of(ends)
+    for header, _ in writes:
+        assert len(header) == header_nbytes(NAME, {}, ends)
+        opener = SealedHeader(memoryview(header), NAME, {}, KEY, ends)
+        for number in range(len(ends)):
+            for other, (other_header, sealed) in enumerate(writes):
+                for place in places:
+                    section = memoryview(bytearray(sealed[place]))
+                    is_right = other_header is header and place == places[number]
+                    is_empty = place == places[number] == slice(70, 70)
+                    if is_right:
+                        opener.open(number, section)
+                        assert section == bodies[other][place]
+                    elif not is_empty or other_header is header:
+                        with pytest.raises(Unusable, match="checksum"):
+                            opener.open(number, section)
+    header, sealed = writes[0]
+    for wrong in ((3, 70, 100), (100,), (3, 71, 71, 100)):
+        with pytest.raises(Unusable, match="do not match"):
+            SealedHeader(memoryview(header), NAME, {}, KEY, wrong)
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_a_chunk_of_any_model_is_verified_by_its_sections(encrypts: bool) -> None:
+    form, ends = FORM, (8, FORM.nbytes)
+    body = body_of(layers_of()).numpy().data
+    stored = bytearray(b"".join(seal(NAME, form.entries, body, KEY, encrypts=encrypts, ends=ends)))
+    check_sealed(memoryview(bytearray(stored)), NAME, KEY)
+    for position in (-1, len(stored) - FORM.nbytes):  # Of either section.
+        changed = bytearray(stored)
+        changed[position] ^= 1
+        with pytest.raises(Unusable, match="checksum"):
+            check_sealed(memoryview(changed), NAME, KEY)
+    for told in (b"9,%d" % form.nbytes, b"8,%d" % (form.nbytes - 1), b"-8,8", b"8, 8", b"x", b""):
+        with pytest.raises(Unusable, match="corrupt"):
+            check_sealed(memoryview(stored.replace(b"8,%d" % form.nbytes, told)), NAME, KEY)
 
 
 @pytest.mark.slow

@@ -7,6 +7,7 @@ engine or with an error, and in the end no block and no copy may be left.
 import random
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,33 +21,40 @@ from baton.connectors.shared_storage import (
     StorageSchedulerHalf,
     StorageSettings,
     StorageWorkerHalf,
+    form,
 )
 from baton.connectors.shared_storage.layer_kinds import LayerKind
+from baton.contract import KVConnectorWorkerHalf
 from baton.contract.events import BlockStored, KVCacheEvent
 from baton.core.kv_groups import KVCacheGroup
+from baton.engine.step import SchedulerOutput
 from baton.tiers.chunk_name import ChunkName
 from tests.connectors.storage_world import files_in
 from tests.connectors.store_world import StoreWorld
 from tests.engine_sched.world import BLOCK, FakeRanks, engine_config, engine_request
 
 STEMS = [[1 + (7 * stem + i) % 48 for i in range(40)] for stem in range(3)]
+NUM_LAYERS = 3  # Of loads by layers.
 NOTHING = torch.iinfo(torch.int64).min
 
 
 class TensorRanks(FakeRanks):
-    """Ranks whose KV is one tensor for all layers, as if layers of different groups share memory."""
+    """Ranks whose KV is one tensor for all layers, as if layers of different groups share memory.
 
-    def __init__(self, num_blocks: int, groups: tuple[KVCacheGroup, ...]) -> None:
+    `num_tensors`: equal ones, of layers of one group. What differs between them is wrong.
+    """
+
+    def __init__(self, num_blocks: int, groups: tuple[KVCacheGroup, ...], num_tensors: int = 1) -> None:
         super().__init__(num_blocks, groups)
-        self.cache = torch.full((num_blocks, 1, BLOCK, 1), NOTHING, dtype=torch.int64)
-        self._slots = self.cache.numpy()[:, 0, :, 0]
+        self.cache = torch.full((num_tensors, num_blocks, 1, BLOCK, 1), NOTHING, dtype=torch.int64)
+        self._slots = self.cache.numpy()[:, :, 0, :, 0]
 
     def write(self, block_ids: list[int], position: int, value: int | None) -> None:
-        self._slots[block_ids[position // BLOCK], position % BLOCK] = NOTHING if value is None else value
+        self._slots[:, block_ids[position // BLOCK], position % BLOCK] = NOTHING if value is None else value
 
     def read(self, block_ids: list[int], position: int) -> int | None:
-        value = int(self._slots[block_ids[position // BLOCK], position % BLOCK])
-        return None if value == NOTHING else value
+        value, *others = self._slots[:, block_ids[position // BLOCK], position % BLOCK].tolist()
+        return None if value == NOTHING or any(other != value for other in others) else value
 
 
 class LateJobs:
@@ -96,6 +104,7 @@ class StorageWorld(StoreWorld):
         chunk_blocks: int = 1,
         rot_share: float = 0.0,
         rotten: set[Path] | None = None,
+        layerwise: bool = False,
         **engine: Any,
     ) -> None:
         config = engine_config(num_blocks=num_blocks, max_model_len=60, **engine)
@@ -112,7 +121,9 @@ class StorageWorld(StoreWorld):
                 saves=True,
                 loads=True,
                 secret=None,
-                settings=StorageSettings(path=str(folder), chunk_tokens=chunk_blocks * BLOCK, fsync=False),
+                settings=StorageSettings(
+                    path=str(folder), chunk_tokens=chunk_blocks * BLOCK, fsync=False, layerwise=layerwise
+                ),
                 groups=config.kv_cache_groups,
                 publishes_events=True,
             )
@@ -121,15 +132,20 @@ class StorageWorld(StoreWorld):
         self.half = HeardHalf(identities[0], clock=lambda: self.now_s)
         self.workers = [StorageWorkerHalf(identity, clock=lambda: self.now_s) for identity in identities]
         self.jobs = [self._make_late(self.half, "_lookups")]
-        ranks = [TensorRanks(num_blocks, config.kv_cache_groups) for _ in identities]
+        num_tensors = NUM_LAYERS if layerwise else 1
+        ranks = [TensorRanks(num_blocks, config.kv_cache_groups, num_tensors) for _ in identities]
+        self.num_awaited = 0
         for worker, rank in zip(self.workers, ranks, strict=True):
             self.jobs += [
                 self._make_late(worker._transfers, "_readers", rng),
                 self._make_late(worker._transfers, "_writer"),
                 self._make_late(worker._transfers, "_ahead", rng),
             ]
-            layers = range(config.model_config.num_hidden_layers)
-            worker.register_kv_caches({f"layer {layer}": rank.cache for layer in layers})
+            layers = range(max(num_tensors, config.model_config.num_hidden_layers))
+            worker.register_kv_caches(
+                {f"layer {layer}": rank.cache[layer if layerwise else 0] for layer in layers}
+            )
+            worker._transfers.wait = partial(self.wait_for_layer, worker)  # type: ignore[method-assign]
         handshakes = [worker.get_handshake_metadata() for worker in self.workers]
         self.half.set_xfer_handshake_metadata_pp_aware(
             {(0, rank): handshake for rank, handshake in enumerate(handshakes)}  # type: ignore[misc]
@@ -142,6 +158,22 @@ class StorageWorld(StoreWorld):
         late = LateJobs(rng)
         setattr(half, name, late)
         return late
+
+    def wait_for_layer(
+        self, worker: StorageWorkerHalf, job_id: object, until: Callable[[], bool], timeout_s: float
+    ) -> bool:
+        """As `Transfers.wait`. The readers go on meanwhile; some waits take too long."""
+        readers: Any = worker._transfers._readers
+        self.num_awaited += 1
+        while not until() and worker._transfers._states.is_running(job_id) and self.rng.random() < 0.95:
+            readers.do(1)
+        return until()
+
+    def call_hooks(self, worker: KVConnectorWorkerHalf, output: SchedulerOutput) -> None:
+        counts = output.num_scheduled_tokens.values()
+        if max(counts, default=0) > 1 or (counts and self.rng.random() < 0.5):  # Else a recorded step.
+            for layer in range(NUM_LAYERS):
+                worker.wait_for_layer_load(f"layer {layer}")
 
     def step(self) -> None:
         super().step()
@@ -188,6 +220,8 @@ class StorageWorld(StoreWorld):
         assert not self.half._events.is_waiting
         for worker in self.workers:
             assert not worker._transfers._states._jobs
+            assert not worker._layered
+            assert not worker._unproven
             assert not worker._staged
             assert worker._transfers.backlog_bytes == 0
             assert worker._ahead.nbytes == 0
@@ -226,6 +260,36 @@ def test_every_answer_equals_a_single_engines_and_nothing_leaks(
                 budget=rng.choice([3, 8, 40]),
                 on_failure=on_failure,
                 caching=rng.random() < 0.7,
+                max_num_seqs=rng.randint(1, 6),
+            )
+            for number in range(rng.randint(2, 12)):
+                add_some(world, number)
+            world.run()
+            world.check(on_failure)
+
+
+@pytest.mark.slow
+@given(seed=st.integers(0, 1 << 32), num_ranks=st.integers(1, 2), chunk_blocks=st.integers(1, 4))
+@settings(max_examples=25, deadline=None)
+def test_loads_by_layers_give_no_wrong_token_and_leak_nothing(
+    seed: int, num_ranks: int, chunk_blocks: int
+) -> None:
+    rng = random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(form, "SECTION_BYTES_MIN", 1)
+        rotten: set[Path] = set()
+        for _ in range(2):
+            world = StorageWorld(
+                rng,
+                Path(folder),
+                num_ranks=num_ranks,
+                num_blocks=rng.randint(16, 30),
+                chunk_blocks=chunk_blocks,
+                rot_share=rng.choice([0.0, 0.0, 0.1]),
+                rotten=rotten,
+                layerwise=True,
+                budget=rng.choice([3, 8, 40]),
+                on_failure=(on_failure := rng.choice(["recompute", "recompute", "fail"])),
                 max_num_seqs=rng.randint(1, 6),
             )
             for number in range(rng.randint(2, 12)):

@@ -55,6 +55,15 @@ class SlowStore(Store):
         into[: len(value)] = value
         return len(value)
 
+    def read_part(self, name: str, into: memoryview, start: int, nbytes: int) -> None:
+        self._wait()
+        if name not in self.values:
+            raise Unusable("gone")
+        part = self.values[name][start : start + nbytes]
+        if len(part) != nbytes:
+            raise Unusable("corrupt", "it is shorter")
+        into[:nbytes] = part
+
     def write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         self._wait()
         if self.is_full:

@@ -120,6 +120,28 @@ def test_what_is_written_is_read(store: Store, nbytes: int) -> None:
     assert store.sizes([name_of(0), name_of(1), name_of(2)]) == [None, nbytes, None]
 
 
+@pytest.mark.parametrize(
+    ("start", "nbytes"), [(0, 1), (0, 4096), (4096, 4096), (5, 4091), (8192, 3808), (11_999, 1), (0, 12_000)]
+)
+def test_a_part_is_read_alone(store: Store, start: int, nbytes: int) -> None:
+    """Parts that begin and do not begin with a page, and the last one, which no whole page ends."""
+    content = os.urandom(12_000)
+    store.write(name_of(1), (content,))
+    memory = AlignedMemory().take(16_384)
+    store.read_part(name_of(1), memory, start, nbytes)
+    assert memory[:nbytes] == content[start : start + nbytes]
+
+
+def test_a_part_that_is_not_there_is_not_read(store: Store) -> None:
+    store.write(name_of(1), (bytes(5000),))
+    memory = AlignedMemory().take(8192)
+    with pytest.raises(Unusable, match="gone"):
+        store.read_part(name_of(2), memory, 0, 100)
+    for start in (0, 4096, 8192):
+        with pytest.raises(Unusable, match=r"corrupt|io"):  # Some servers refuse what is after the end.
+            store.read_part(name_of(1), memory, start, 8192)
+
+
 def test_what_is_missing_is_gone(store: Store) -> None:
     with pytest.raises(Unusable, match="gone"):
         read(store, name_of(1))

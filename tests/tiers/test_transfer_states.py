@@ -14,7 +14,7 @@ CHUNKS = "abcde"
 
 def prefix_of(num_chunks: int = len(CHUNKS)) -> tuple[TransferStates[str], Any]:
     states: TransferStates[str] = TransferStates(1, 100)
-    return states, states.begin("job", "load", CHUNKS[:num_chunks], 0.0, 1.0, is_prefix=True)
+    return states, states.begin("job", "load", CHUNKS[:num_chunks], 0.0, 1.0, places=range(num_chunks))
 
 
 def reasons_of(states: TransferStates[str]) -> list[Reason | None]:
@@ -105,9 +105,8 @@ def test_each_job_ends_once_and_then_no_copy_runs(seed: int) -> None:
         if number < 30 and rng.random() < 0.5:
             kind: Any = rng.choice(["load", "store", "ahead"])
             chunks = CHUNKS[: rng.randrange(6)]
-            job = states.begin(
-                number, kind, chunks, now, rng.choice([3.0, 30.0]), is_prefix=rng.random() < 0.5
-            )
+            places = rng.choice([(), range(len(chunks)), [number // 2 for number in range(len(chunks))]])
+            job = states.begin(number, kind, chunks, now, rng.choice([3.0, 30.0]), places=places)
             jobs.append(job)
             waiting += [(job, index) for index in range(len(chunks))]
         now += rng.choice([0.0, 0.0, 1.0])

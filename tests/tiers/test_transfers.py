@@ -62,7 +62,7 @@ def test_damaged_and_missing_chunks_fail_alone_and_leave_their_rows(store: Store
     world = World(store)
     world.fill_stores(0, 1, 3)
     damage(store, world.name_of(1))
-    world.load("job", (0, 4), (1, 5), (2, 6), (3, 7), is_prefix=is_prefix)
+    world.load("job", (0, 4), (1, 5), (2, 6), (3, 7), places=range(4) if is_prefix else ())
     outcomes = world.outcomes()
     if is_prefix:
         assert [outcome.reason for outcome in outcomes] == [None, "corrupt", "unneeded", "unneeded"]

@@ -124,6 +124,11 @@ def _child(raw: Any, of_engine: KVTransferConfig, field: str) -> tuple[KVTransfe
         raise ConfigError(problem, field=field + path) from error
     except ConfigError as error:
         raise ConfigError(str(error), field=field) from error
+    if transfer.kv_connector_extra_config.get("layerwise"):
+        raise ConfigError(
+            "is for an only connector, BatonSharedStorageConnector",
+            field=f"{field}.kv_connector_extra_config.layerwise",
+        )
     if connector.stands_alone:
         raise ConfigError("must be the only connector: others would treat its KV as valid", field=field)
     too_wide = (transfer.is_kv_producer and not of_engine.is_kv_producer) or (

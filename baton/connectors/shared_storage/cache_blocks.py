@@ -62,15 +62,20 @@ class CacheBlocks:
         if gathered is not body:
             body.copy_(gathered)
 
-    def copy_in(self, body: torch.Tensor, block_ids: Sequence[int]) -> None:
-        """`body`: of a whole file. `block_ids`: for its last blocks; earlier ones are already present."""
-        stored = self.form.layers_of(body.to(self._device))
+    def copy_in(self, body: torch.Tensor, block_ids: Sequence[int], section: slice | None = None) -> None:
+        """`body`: of a file, or only this section of it.
+
+        `block_ids`: for its last blocks; earlier ones are already present.
+        """
+        stored = self.form.layers_of(body.to(self._device), section)
         copies = []
         with torch.inference_mode():  # A host may have allocated its cache in that mode.
             for of_group, ids in self._by_group(block_ids):
                 skipped = self.kind.num_stored - len(ids)
                 index = torch.tensor(ids, device=self._device)
                 for name, cache in of_group.items():
+                    if name not in stored:
+                        continue
                     if (rows := self._rows.get(name)) is None:
                         cache.index_put_((index,), stored[name][skipped:])
                         continue

@@ -23,7 +23,7 @@ from baton.connectors.shared_storage.layer_kinds import LayerKind, kinds_of
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
-from baton.core.kv_groups import KVCacheGroup, has_states, is_hybrid
+from baton.core.kv_groups import KVCacheGroup, has_states, has_tables, is_hybrid
 from baton.core.layout import SLOT, ModelFingerprint
 from baton.tiers.chunk import FORMAT
 from baton.tiers.chunk_name import STATE
@@ -74,6 +74,11 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
                 field=f"{FIELD}.chunk_tokens",
             )
         self.settings.chunk_tokens_of(self.block_tokens)
+        if self.settings.layerwise and has_tables(self.groups):
+            raise ConfigError(
+                "needs one block table; this model has several, for windows or recurrent states",
+                field=f"{FIELD}.layerwise",
+            )
         if self.settings.encrypt and self.secret is None:
             raise ConfigError(
                 "needs a cluster secret, from which the key is derived", field=f"{FIELD}.encrypt"

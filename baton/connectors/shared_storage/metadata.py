@@ -45,6 +45,7 @@ class ChunkPart:
     block_ids: tuple[int, ...]  # As in SaveChunk.
     kind: int = 0
     tail: int = 0
+    section: int | None = None  # Only this one of the file.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +55,9 @@ class LoadChunks:
     request_id: str
     parts: tuple[ChunkPart, ...]
     is_failed: bool = False  # Nothing is loaded; every rank reports a failure.
+    # The request need not wait for the rest of the load when that is expected within so many seconds and the
+    # first layers are there. None: it waits for the whole load.
+    arrives_s: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,9 @@ class StorageMetadata(KVConnectorMetadata):
     drop: tuple[int, ...] = ()  # Steps that computed with bad blocks.
     read_ahead: tuple[ReadChunks, ...] = ()
     forget: tuple[str, ...] = ()  # Owners whose chunks are no longer needed in host memory.
+    # Requests whose load may go on while this step reads their blocks: it waits for each layer.
+    usable: tuple[str, ...] = ()
+    longest: int = 0  # Most tokens of one request in this step. 1: it may be a recorded step, without hooks.
     is_timed: bool = False  # The ranks are to report this step in `timed`.
 
 
@@ -84,6 +91,8 @@ class StorageReport(RankReport):
     layout: NotCombined[str | None] = None  # Reported until the scheduler half knows it.
     copied: AllRanks[set[int] | None] = None  # Steps.
     failed_loads: AnyRank[set[str] | None] = None
+    # Loads by layers whose requests need not wait any more. Each once, at its end at the latest.
+    arriving: AllRanks[set[str] | None] = None
     timed: AllRanks[set[int] | None] = None  # Steps.
     reads: NotCombined[tuple[Read, ...] | None] = None  # Measured, of the threads of this rank.
     # Only in an engine that publishes KV events.

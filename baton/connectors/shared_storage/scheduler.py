@@ -52,7 +52,7 @@ from baton.contract.defaults import FinishesByFirstGroup
 from baton.contract.events import MEDIUM_STORAGE, KVCacheEvent
 from baton.core.kv_groups import can_complete_states, has_states
 from baton.core.retention import retention_of
-from baton.core.transfer_params import parse_prefetch, prefetches_of_hints
+from baton.core.transfer_params import lends_stored, parse_prefetch, prefetches_of_hints
 from baton.tiers.chunk_name import NO_KEEP, ChunkName, Keep, chunk_of, parse_name
 from baton.tiers.sessions import Sessions
 from baton.tiers.store import StoreError
@@ -107,6 +107,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._hints: dict[str, float] = {}  # Until when the next prompt may come.
         self._num_hints = 0
         self._forget: list[str] = []
+        self._usable: set[str] = set()  # Requests that steps compute while their load goes on.
         self._events: ChunkEvents | None = None
         if identity.publishes_events:
             self._events = ChunkEvents(_events_of(identity, name_blocks, event_groups))
@@ -191,7 +192,16 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._readers_free_s = max(now, self._readers_free_s) + (load_s or 0.0)
         self._waiting.pop(request.request_id, None)
         parts = prompt.load_parts(blocks.get_block_ids(), num_external_tokens)
-        self._loads.append(LoadChunks(request.request_id, parts))
+        arrives_s = self._arrives_s(request, request.num_tokens - end, now)
+        self._loads.append(LoadChunks(request.request_id, parts, arrives_s=arrives_s))
+
+    def _arrives_s(self, request: host.Request, num_to_compute: int, now: float) -> float | None:
+        """How long before its expected end a load is of use. A step that is too fast waits as long."""
+        settings = self._identity.settings
+        if not settings.layerwise or lends_stored(request.kv_transfer_params):
+            return None
+        compute_s = self._speeds.compute_s(num_to_compute, now)
+        return min(settings.layer_wait_s / 2, settings.layer_wait_s if compute_s is None else compute_s)
 
     def _load_s(self, prompt: Prompt, num_local_tokens: int, now: float) -> float | None:
         """Predicted seconds of a load, without what was read ahead since."""
@@ -305,6 +315,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         forget, self._forget = self._forget, []
         num_scheduled = scheduler_output.num_scheduled_tokens.values()
         return StorageMetadata(
+            usable=tuple(sorted(self._usable)),
+            longest=max(num_scheduled, default=0),
             read_ahead=read_ahead,
             forget=tuple(forget),
             is_timed=self._speeds.step_planned(self._step, num_scheduled, self._clock()),
@@ -333,6 +345,10 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
                     prompt.num_saved, prompt.is_tail_saved = 0, False
         else:
             combined = StorageReport()
+        ended = connector_output.finished_recving or set()
+        arriving = (combined.arriving or set()) - ended
+        connector_output.arriving_recving |= arriving
+        self._usable = (self._usable | arriving) - ended
         self._speeds.step_ended(combined.timed or (), now)
         if self._events is not None:
             self._events.lost(combined.lost or ())

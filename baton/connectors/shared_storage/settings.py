@@ -96,6 +96,10 @@ class StorageSettings(TransferSettings, frozen=True, kw_only=True):
     # A prompt that is found is computed if, by the measured speeds, that takes so many seconds less than to
     # load it. None: never.
     recompute_if_faster_by_s: float | None = 0.05
+    # A request begins to compute when the first layers of its chunks are loaded. A step waits for the other
+    # layers, for `layer_wait_s` at most; then the prompt is computed. Needs one block table.
+    layerwise: bool = False
+    layer_wait_s: float = 0.5
     # Host memory of one rank for chunks that are read while their requests wait to be scheduled, and for
     # hints. 0: nothing is read ahead.
     prefetch_max_mib: int = 256
@@ -107,7 +111,13 @@ class StorageSettings(TransferSettings, frozen=True, kw_only=True):
             raise ConfigError("is required, or tiers instead of it", field=f"{FIELD}.path")
         assert self.stored_tiers  # Checks the folder's settings.
         _positive(
-            self, "lookup_timeout_s", "load_timeout_s", "read_timeout_s", "sweep_every_s", "prefetch_hint_s"
+            self,
+            "lookup_timeout_s",
+            "load_timeout_s",
+            "read_timeout_s",
+            "sweep_every_s",
+            "prefetch_hint_s",
+            "layer_wait_s",
         )
         for name in ("io_threads", "backlog_max_mib", "chunk_tokens"):
             if (value := getattr(self, name)) is not None and value < 1:

@@ -5,10 +5,11 @@
     load   on threads: store -> this thread's memory -> verified -> blocks
                                                         (the request waits; only the load writes its blocks)
            while a request waits to be scheduled: store -> verified -> host memory (`read_ahead`)
+           with `layerwise`, section by section     (the request may run before the last one: `layered`)
 
-No step waits for a store (`baton.tiers.transfers`). A read that hangs delays its own request by
-`read_timeout_s`. While all readers hang, no request waits for them. `backlog_max_mib` bounds the copies that
-wait to be written.
+No step waits for a store (`baton.tiers.transfers`); with `layerwise` it may, for `layer_wait_s` at most. A
+read that hangs delays its own request by `read_timeout_s`. While all readers hang, no request waits for them.
+`backlog_max_mib` bounds the copies that wait to be written.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
@@ -24,8 +26,10 @@ import numpy as np
 from baton.connectors.background_loads import BackgroundLoads
 from baton.connectors.jobs import Jobs
 from baton.connectors.shared_storage.identity import StorageIdentity, layout_digest
+from baton.connectors.shared_storage.layered import LayeredLoad
 from baton.connectors.shared_storage.metadata import (
     ChunkPart,
+    LoadChunks,
     SaveChunk,
     SaveId,
     StorageHandshake,
@@ -41,6 +45,7 @@ from baton.contract import (
     KVConnectorMetadata,
 )
 from baton.core.layout import SLOT
+from baton.tiers.chunk import sections_of
 from baton.tiers.chunk_name import ChunkName
 from baton.tiers.transfer_states import Ended, Kind, Outcome
 from baton.tiers.transfers import MIB, Copy, Form, Transfers
@@ -80,10 +85,19 @@ class StorageWorkerHalf(BackgroundLoads):
             readers=Jobs(f"kv-read-{rank}", settings.io_threads),
             writer=Jobs(f"kv-write-{rank}"),
             ahead=Jobs(f"kv-prefetch-{rank}", num_prefetchers),
-            held=lambda part: self._ahead.find((part.key, part.kind)),
+            held=self._held,
             on_end=self._job_ended,
             clock=clock,
         )
+        self._layers: dict[str, int] = {}  # By name of a cache: its place in the order of layers.
+        self._layered: dict[str, LayeredLoad] = {}  # By request; until their end.
+        self._awaited: dict[str, LayeredLoad] = {}  # Those that this step may read before they are complete.
+        self._wait_left_s = 0.0  # Of this step.
+        self._waited: set[int] = set()  # Places of this step's layers.
+        self._unproven: set[str] = (
+            set()
+        )  # Of `layered`: a step may have read blocks that were not filled yet.
+        self._arriving: set[str] = set()  # Ended before they were reported.
         self._failed_loads: set[str] = set()  # For our scheduler half, as those below.
         self._ended_saves: set[SaveId] = set()
         self._failed_saves: set[SaveId] = set()
@@ -99,6 +113,7 @@ class StorageWorkerHalf(BackgroundLoads):
         identity = self._identity
         self._layout = layout_digest(kv_caches, identity.block_tokens, self._packing_of(kv_caches))
         self._blocks = blocks_of_kinds(kv_caches, identity)
+        self._layers = {name: place for place, name in enumerate(kv_caches)}
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return StorageHandshake(self._identity.rank, self._layout)
@@ -129,15 +144,20 @@ class StorageWorkerHalf(BackgroundLoads):
                 self._transfers.store(step, copies)
         self._order_reading_ahead(connector_metadata)
         for order in connector_metadata.loads:
-            if order.is_failed:
-                self._end_load(order.request_id, [Outcome(part, "failed") for part in order.parts])
-                self._wake()
-            else:
-                self._transfers.load(order.request_id, order.parts, self._copy_in, is_prefix=True)
+            self._order_load(order)
+        self._begin_waiting(connector_metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        if self._awaited:
+            layer = self._layers[layer_name]
+            self._waited.add(layer)
+            for load in list(self._awaited.values()):
+                self._wait_for(load, layer)
 
     def wait_for_save(self) -> None:
         metadata = self._connector_metadata
         assert isinstance(metadata, StorageMetadata)
+        self._end_waiting(metadata)
         if not metadata.saves:
             return
         self._copied.add(metadata.step)
@@ -169,13 +189,19 @@ class StorageWorkerHalf(BackgroundLoads):
         self._reads.clear()
         timed = {bound.step} if isinstance(bound, StorageMetadata) and bound.is_timed else None
         copied, self._copied = self._copied, set()
-        if is_known and not (copied or failed or written or lost or reads or timed):
+        arriving, self._arriving = self._arriving, set()
+        for request_id, load in self._layered.items():
+            if load.is_arriving and not load.is_reported:
+                load.is_reported = True
+                arriving.add(request_id)
+        if is_known and not (copied or failed or written or lost or reads or timed or arriving):
             return None
         return StorageReport(
             rank=self._identity.rank,
             layout=None if is_known else self._layout,
             copied=copied or None,
             failed_loads=failed or None,
+            arriving=arriving or None,
             timed=timed,
             reads=reads or None,
             written=written or None,
@@ -185,6 +211,67 @@ class StorageWorkerHalf(BackgroundLoads):
 
     def shutdown(self) -> None:
         self._transfers.close()
+
+    # --- Loads -----------------------------------------------------------------------------------
+
+    def _order_load(self, order: LoadChunks) -> None:
+        if order.is_failed:
+            self._end_load(order.request_id, [Outcome(part, "failed") for part in order.parts])
+            self._wake()
+        elif order.arrives_s is None:
+            places = range(len(order.parts))
+            self._transfers.load(order.request_id, order.parts, self._copy_in, places=places)
+        else:
+            load = LayeredLoad(order, self._sections_of, self._clock())
+            self._layered[order.request_id] = load
+            install = partial(self._copy_section_in, load)
+            self._transfers.load(order.request_id, load.pieces, install, places=load.places)
+
+    def _begin_waiting(self, metadata: StorageMetadata) -> None:
+        """A step that may be recorded calls no hook, so all layers are waited for before it."""
+        self._wait_left_s = self._identity.settings.layer_wait_s
+        self._waited = set()
+        self._awaited = {
+            request_id: load
+            for request_id in metadata.usable
+            if (load := self._layered.get(request_id)) is not None and not load.is_complete
+        }
+        now = self._clock()
+        for load in list(self._awaited.values()):
+            load.usable_s = now if load.usable_s is None else load.usable_s
+            if metadata.longest == 1:
+                self._waited = set(range(len(self._layers)))
+                self._wait_for(load, len(self._layers))
+
+    def _wait_for(self, load: LayeredLoad, layer: int) -> None:
+        began_s = self._clock()
+        is_there = self._transfers.wait(
+            load.order.request_id, lambda: load.has_layer(layer), max(0.0, self._wait_left_s)
+        )
+        self._wait_left_s -= self._clock() - began_s
+        if not is_there:
+            self._give_up(load)
+        elif load.is_complete and self._waited.issuperset(range(layer)):
+            del self._awaited[load.order.request_id]
+
+    def _end_waiting(self, metadata: StorageMetadata) -> None:
+        """After the forward pass. A step that has not waited for every layer may have read anything.
+
+        Without a forward pass the load goes on, but not for long: its blocks cannot be taken back before.
+        """
+        now = self._clock()
+        for load in list(self._awaited.values()):
+            assert load.usable_s is not None
+            is_late = now - load.usable_s > self._identity.settings.layer_wait_s
+            if metadata.longest or is_late:
+                self._give_up(load)
+
+    def _give_up(self, load: LayeredLoad) -> None:
+        """Afterwards no thread writes to its blocks. They are reported as invalid with this step."""
+        request_id = load.order.request_id
+        del self._awaited[request_id]
+        self._unproven.add(request_id)
+        self._transfers.cancel(request_id, waits=True)
 
     # --- Jobs that end ---------------------------------------------------------------------------
 
@@ -221,11 +308,14 @@ class StorageWorkerHalf(BackgroundLoads):
 
     def _end_load(self, request_id: str, outcomes: Sequence[Outcome[Part]]) -> None:
         """The parts before the first that failed are loaded."""
+        load = self._layered.pop(request_id, None)
         for outcome in outcomes:
             part = outcome.chunk
             if outcome.reason is None:
-                nbytes = self._blocks_of(part).form.nbytes
-                self._stats.add(loaded_chunks=1, loaded_bytes=nbytes, load_s=outcome.seconds)
+                place = self._place_of(part)
+                num_chunks = int(place is None or place.start == 0)
+                nbytes = self._blocks_of(part).form.nbytes if place is None else place.stop - place.start
+                self._stats.add(loaded_chunks=num_chunks, loaded_bytes=nbytes, load_s=outcome.seconds)
                 if outcome.store is None:
                     self._stats.add(prefetched_chunks=1)
                 self._note_read(outcome)
@@ -233,14 +323,27 @@ class StorageWorkerHalf(BackgroundLoads):
                 logger.warning("request %s computes what it could not load: %s", request_id, outcome.error)
             if outcome.is_lost and self._identity.publishes_events:
                 self._lost.add((part.key, part.kind))
-        failed = next((index for index, outcome in enumerate(outcomes) if outcome.reason), None)
-        if failed is None:
+        is_unproven = request_id in self._unproven
+        self._unproven.discard(request_id)
+        parts: Sequence[Part] = [outcome.chunk for outcome in outcomes]
+        places: Sequence[int] = range(len(parts))
+        if load is not None:
+            parts, places = load.order.parts, load.places
+            self._arriving |= {request_id} if not load.is_reported else set()
+        failed = {
+            place: outcome.reason
+            for place, outcome in zip(places, outcomes, strict=True)
+            if outcome.reason not in (None, "unneeded", "cancelled")
+        }
+        if is_unproven:
+            failed = {0: next(iter(failed.values()), "timeout")}
+        if not failed:
             self._note_end(request_id)
             return
+        first = min(failed)
         self._failed_loads.add(request_id)
-        self._stats.add_for("failures", str(outcomes[failed].reason))
-        not_loaded = [block for outcome in outcomes[failed:] for block in outcome.chunk.block_ids]
-        self._note_end(request_id, not_loaded)
+        self._stats.add_for("failures", str(failed[first]))
+        self._note_end(request_id, [block for part in parts[first:] for block in part.block_ids])
 
     def _note_read(self, outcome: Outcome[Part]) -> None:
         if outcome.store is not None:
@@ -279,12 +382,41 @@ class StorageWorkerHalf(BackgroundLoads):
         blocks = self._blocks_of(part)
         blocks.copy_in(blocks.form.body_in(body), part.block_ids)
 
+    def _copy_section_in(self, load: LayeredLoad, piece: Part, body: memoryview) -> None:
+        assert isinstance(piece, ChunkPart)
+        blocks, place = self._blocks_of(piece), self._place_of(piece)
+        blocks.copy_in(blocks.form.body_in(body, place), piece.block_ids, place)
+        if load.installed(piece, self._clock()):
+            self._wake()
+
+    def _sections_of(self, part: ChunkPart) -> list[tuple[int, int]]:
+        """First layer and bytes of each section of the file."""
+        form = self._blocks_of(part).form
+        return [
+            (min(self._layers[name] for name in form.names_in(place)), place.stop - place.start)
+            for place in sections_of(form.section_ends)
+        ]
+
+    def _place_of(self, part: Part) -> slice | None:
+        """Of the part's section in the body, if it is one."""
+        if isinstance(part, SaveChunk) or part.section is None:
+            return None
+        return sections_of(self._blocks_of(part).form.section_ends)[part.section]
+
+    def _held(self, part: Part) -> memoryview | None:
+        """What was read ahead."""
+        body = self._ahead.find((part.key, part.kind))
+        return body if body is None or (place := self._place_of(part)) is None else body[place]
+
     def _form_of(self, part: Part) -> Form:
         """Named under the current key, then under the previous one."""
         blocks, rank = self._blocks_of(part), self._identity.rank
         window = blocks.kind.window_of_files
         names = [ChunkName(namespace, part.key, rank, window) for namespace in self._namespaces]
-        return Form(list(zip(names, self._keys, strict=True)), blocks.form.entries, blocks.form.nbytes)
+        section = None if isinstance(part, SaveChunk) else part.section
+        form = blocks.form
+        signed = list(zip(names, self._keys, strict=True))
+        return Form(signed, form.entries, form.nbytes, form.section_ends, section)
 
     def _blocks_of(self, part: Part) -> CacheBlocks:
         blocks = self._blocks[part.kind]

@@ -1,0 +1,109 @@
+"""Reads one chunk section by section, from any thread and in any order, so that all are of one write.
+
+    header        with the first section that is read, or alone; it tells the write and the store
+    section       from that store, verified by that header: a section of another write fails
+
+A value may be replaced between two reads by an equally good one of another engine. Its sections are not mixed
+with those of the first; the chunk is then reported as gone, and stays in the store.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from baton.tiers.chunk import SealedHeader, header_nbytes, sections_of
+from baton.tiers.store import Unusable
+from baton.tiers.tiers import Read, Tiers
+
+if TYPE_CHECKING:
+    from baton.tiers.aligned import AlignedMemory
+    from baton.tiers.chunk import Entries
+    from baton.tiers.chunk_name import ChunkName
+
+
+@dataclass(frozen=True, slots=True)
+class _Opened:
+    name: str
+    store: int
+    nbytes: int  # Of the header.
+    header: SealedHeader
+
+
+class SectionReader:
+    """Thread-safe."""
+
+    def __init__(
+        self,
+        tiers: Tiers,
+        names: Sequence[tuple[ChunkName, bytes]],
+        entries: Entries,
+        ends: Sequence[int],
+    ) -> None:
+        """`names`: with the keys that sign the chunk there. `ends`: of the sections."""
+        self._tiers = tiers
+        self._names = names
+        self._entries = entries
+        self._places = sections_of(ends)
+        self._ends = ends
+        self._opened: list[_Opened] = []  # The first one counts.
+
+    def read(self, section: int, memory: AlignedMemory) -> Read[memoryview]:
+        """The proven section, in this thread's memory. Raises Unusable."""
+        place = self._places[section]
+        if not self._opened:
+            opened, found = self._open(section, memory)
+            self._opened.append(opened)
+            if self._opened[0].header.content != opened.header.content:
+                raise Unusable("gone", "it was replaced while it was read")
+            if found is not None:
+                return found
+        opened = self._opened[0]
+        into = memory.take(place.stop - place.start)
+
+        def prove(stored: memoryview) -> memoryview:
+            try:
+                opened.header.open(section, stored)
+            except Unusable:
+                self._check_unchanged(opened)
+                raise
+            return stored
+
+        part = slice(opened.nbytes + place.start, opened.nbytes + place.stop)
+        return self._tiers.read(opened.name, into, prove, part=part, only=opened.store)
+
+    def _open(self, section: int, memory: AlignedMemory) -> tuple[_Opened, Read[memoryview] | None]:
+        """The header, and with it the first section if that is the one."""
+        fault = Unusable("gone")
+        for name, key in self._names:
+            nbytes = header_nbytes(name, self._entries, self._ends)
+            more = self._places[0].stop if section == 0 else 0
+
+            def prove(
+                stored: memoryview, name: ChunkName = name, key: bytes = key, nbytes: int = nbytes
+            ) -> SealedHeader:
+                header = SealedHeader(stored[:nbytes], name, self._entries, key, self._ends)
+                if section == 0:
+                    header.open(0, stored[nbytes:])
+                return header
+
+            into = memory.take(nbytes + more)
+            try:
+                read = self._tiers.read(str(name), into, prove, part=slice(0, nbytes + more))
+            except Unusable as error:
+                if fault.reason == "gone":
+                    fault = error
+                continue
+            opened = _Opened(str(name), read.store, nbytes, read.proven)
+            body = Read(into[nbytes : nbytes + more], read.nbytes, read.store) if section == 0 else None
+            return opened, body
+        raise fault
+
+    def _check_unchanged(self, opened: _Opened) -> None:
+        """Raises Unusable if the value has another header now, so that a good one is not removed."""
+        into = memoryview(bytearray(opened.nbytes))
+        store = self._tiers.stores[opened.store]
+        store.read_part(opened.name, into, 0, opened.nbytes)
+        if into != opened.header.content:
+            raise Unusable("gone", "it was replaced while it was read")
