@@ -189,7 +189,8 @@ def _settings(environment: Mapping[bytes, bytes]) -> dict[bytes, bytes]:
     return {
         name: value
         for name, value in environment.items()
-        if name.startswith(prefixes) and name != b"PYTHONBREAKPOINT"  # Set by Ray's import.
+        # Ray's import sets PYTHONBREAKPOINT; `_run` reads PYTHONPATH.
+        if name.startswith(prefixes) and name not in (b"PYTHONBREAKPOINT", b"PYTHONPATH")
     }
 
 
@@ -255,6 +256,8 @@ def _run(request: Request, descriptors: list[int]) -> NoReturn:
     os.chdir(request.folder)
     os.environb.clear()
     os.environb.update(request.environment)
+    folders = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+    sys.path[1:1] = [folder for folder in folders if folder and folder not in sys.path]
     _follow(_start_server() if _starts_others(request.arguments) else None)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, request.signals_blocked)

@@ -92,7 +92,7 @@ def test_tokens_equal_a_single_engines_also_with_damaged_files(tmp_path: Path) -
 
 
 @pytest.fixture
-def engines(tmp_path: Path) -> Iterator[Engines]:
+def engines(tmp_path: Path, forked_programs: None) -> Iterator[Engines]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(EXAMPLE), *sys.path])}
     with Fleet(tmp_path, env=environment) as fleet:
         engines = Engines(fleet)
