@@ -31,20 +31,3 @@ def test_a_packed_matrix_does_not_need_the_plain_one() -> None:
 
 def test_no_rows_make_no_rows() -> None:
     assert Matmul(torch.randn(24, 40))(torch.randn(0, 40)).shape == (0, 24)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_an_activation_follows_the_bias(dtype: torch.dtype) -> None:
-    torch.manual_seed(0)
-    weight, bias, x = (
-        torch.randn(24, 40, dtype=dtype),
-        torch.randn(24, dtype=dtype),
-        torch.randn(9, 40, dtype=dtype),
-    )
-    with torch.inference_mode():
-        product = Matmul(weight, bias, activation="silu")(x)
-    linear = torch.nn.functional.linear(x.double(), weight.double(), bias.double())
-    tolerance = 1e-5 if dtype is torch.float32 else 0.1
-    torch.testing.assert_close(
-        product.double(), torch.nn.functional.silu(linear), rtol=tolerance, atol=tolerance
-    )

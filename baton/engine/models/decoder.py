@@ -24,6 +24,8 @@ from baton.engine.checkpoints.architecture import DecoderArchitecture
 from baton.engine.checkpoints.rope_config import RopeScaling
 from baton.engine.checkpoints.state_config import GatedDelta, Mamba2
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
+from baton.engine.models.compiled_rows import gate as compiled_gate
+from baton.engine.models.compiled_rows import place_heads
 from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.gated_delta import GatedDeltaMixer
 from baton.engine.models.kinds import Kind, Rotation, StepOfKind
@@ -37,11 +39,14 @@ from baton.engine.models.layers import (
     rms_norm,
 )
 from baton.engine.models.mamba2 import Mamba2Mixer
-from baton.engine.models.matmul import Matmul, is_packable
+from baton.engine.models.matmul import Matmul
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.quantised_weights import matmul_of
 from baton.engine.models.rotary import Rotary, rotate
 from baton.engine.models.state_mixer import StateMixer, plan_states
+
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Queries `[T, Q, D]`, keys and values `[T, H, D]`."""
 
 
 class Decoder(nn.Module):
@@ -153,18 +158,19 @@ class Decoder(nn.Module):
             hidden = hidden.float()
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
+        added: torch.Tensor | None = None  # Of the last layer, not yet added to `hidden`.
         last = len(self.layers)
         shows = context.hidden_states_wanted
         for index, layer in enumerate(self.layers):
             if index in shows:
-                context.show_hidden_states(index, hidden)
+                context.show_hidden_states(index, hidden.clone() if added is None else hidden + added)
             # A connector that needs the last hidden states needs them of all tokens.
             wanted = context.wanted_tokens if index == last - 1 and last not in shows else None
-            hidden = layer(hidden, context, steps, wanted)
-        hidden = self.norm(hidden)
+            hidden, added = layer(hidden, added, context, steps, wanted)
+        _, normed = self.norm.of_sum(hidden, added, hidden.dtype)
         if last in shows:
-            context.show_hidden_states(last, hidden)
-        return hidden  # type: ignore[no-any-return]  # nn.Module.__call__ is untyped.
+            context.show_hidden_states(last, normed)
+        return normed
 
     # --- Recorded steps (`baton.engine.graphs`) --------------------------------------------------
 
@@ -245,21 +251,26 @@ class DecoderLayer(nn.Module):
     def forward(
         self,
         hidden: torch.Tensor,
+        added: torch.Tensor | None,
         context: ForwardContext,
         steps: dict[Kind, StepOfKind],
         wanted: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Hidden states of the `wanted` tokens, or of all."""
-        attended = self.attention(self.input_norm(hidden.to(self._dtype)), context, steps)
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Hidden states of the `wanted` tokens, or of all, and what the next norm has to add to them.
+
+        `added`: as the second result, of the layer before.
+        """
+        hidden, normed = self.input_norm.of_sum(hidden, added, self._dtype)
+        attended = self.attention(normed, context, steps)
         if wanted is not None:
             hidden, attended = hidden[wanted], attended[wanted]
             if not len(wanted):
-                return hidden
+                return hidden, None
         attended = self.attention.output(attended)
-        hidden = self._sum(attended if self.attended_norm is None else self.attended_norm(attended), hidden)
+        added = self._scaled(attended if self.attended_norm is None else self.attended_norm(attended))
         if self.mlp is None or self.post_norm is None:
-            return hidden
-        normed = self.post_norm(hidden.to(self._dtype))
+            return hidden, added
+        hidden, normed = self.post_norm.of_sum(hidden, added, self._dtype)
         transformed = self.mlp(normed)
         if self.shared_mlp is not None:
             shared = self.shared_mlp(normed)
@@ -268,13 +279,10 @@ class DecoderLayer(nn.Module):
             transformed = transformed + shared
         if self.mlp_norm is not None:
             transformed = self.mlp_norm(transformed)
-        return self._sum(transformed, hidden)
+        return hidden, self._scaled(transformed)
 
-    def _sum(self, added: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The residual sum, which may use the memory of `added`."""
-        if self._residual_scale is not None:
-            added = added.mul_(self._residual_scale)
-        return added.add_(hidden) if added.dtype == hidden.dtype else hidden + added
+    def _scaled(self, added: torch.Tensor) -> torch.Tensor:
+        return added if self._residual_scale is None else added.mul_(self._residual_scale)
 
     def seal(self, quantization: Quantization | None) -> None:
         for part in (self.attention, self.mlp, self.shared_mlp):
@@ -344,39 +352,54 @@ class Attention(nn.Module):
         steps: dict[Kind, StepOfKind],
     ) -> torch.Tensor:
         shape = self._backend.shape
-        packed = self.qkv(hidden).view(len(hidden), -1, shape.head_dim)
-        num_queried = shape.num_heads + shape.num_kv_heads
-        num_stored = num_queried + shape.num_kv_heads
-        qk, v_THD = packed[:, :num_queried], packed[:, num_queried:num_stored]
+        packed_TAD: torch.Tensor = self.qkv(hidden).view(len(hidden), -1, shape.head_dim)
+        if context.attn_metadata is None:
+            q_TQD, _, _ = self._heads(packed_TAD, steps)
+            return torch.zeros_like(q_TQD).view(len(hidden), -1)
+        if context.outside_graph is not None:
+            heads = self._heads(packed_TAD, steps)
+            attended = context.outside_graph(lambda: self._attend(packed_TAD, context, steps, heads))
+        else:
+            attended = self._attend(packed_TAD, context, steps)
+        if not self.has_gate:
+            return attended
+        gate = packed_TAD[:, shape.num_heads + 2 * shape.num_kv_heads :]
+        return attended * gate.flatten(1).sigmoid()
+
+    def _heads(self, packed_TAD: torch.Tensor, steps: dict[Kind, StepOfKind]) -> Heads:
+        """Queries, contiguous, and keys, both with norm and rotation; and values."""
+        num_heads, num_kv_heads = self._backend.shape.num_heads, self._backend.shape.num_kv_heads
+        num_queried = num_heads + num_kv_heads
+        qk, v_THD = packed_TAD[:, :num_queried], packed_TAD[:, num_queried : num_queried + num_kv_heads]
         if self.qk_norm is not None:
             qk = rms_norm(qk, self.qk_norm, self._eps)
-        rotation, plan = steps[self._kind]
-        if rotation is not None:
+        if (rotation := steps[self._kind].rotation) is not None:
             qk = rotate(qk, *rotation)
-        q_TQD, k_THD = qk[:, : shape.num_heads], qk[:, shape.num_heads :]
-        if context.attn_metadata is None:
-            return torch.zeros_like(q_TQD).reshape(len(hidden), -1)
-        q_TQD = q_TQD.contiguous()
-        if context.outside_graph is not None:
-            attended = context.outside_graph(lambda: self._attend(q_TQD, k_THD, v_THD, context, plan))
-        else:
-            attended = self._attend(q_TQD, k_THD, v_THD, context, plan)
-        return attended * packed[:, num_stored:].flatten(1).sigmoid() if self.has_gate else attended
+        return qk[:, :num_heads].contiguous(), qk[:, num_heads:], v_THD
 
     def _attend(
         self,
-        q_TQD: torch.Tensor,
-        k_THD: torch.Tensor,
-        v_THD: torch.Tensor,
+        packed_TAD: torch.Tensor,
         context: ForwardContext,
-        plan: Any,
+        steps: dict[Kind, StepOfKind],
+        heads: Heads | None = None,
     ) -> torch.Tensor:
-        """Attention with the connector's hooks: the part of a layer that a piecewise graph excludes."""
-        cache_NHPC = context.kv_caches[self._name]
+        """Attention with the connector's hooks: the part of a layer that a piecewise graph excludes.
+
+        `heads`: of `packed_TAD`, if they have been computed.
+        """
+        cache_NHPC, (rotation, plan) = context.kv_caches[self._name], steps[self._kind]
         watcher = context.watcher
         if watcher is not None:
             watcher.wait_for_layer_load(self._name)
-        self._backend.write(k_THD, v_THD, cache_NHPC, plan)
+        q_TQD: torch.Tensor | None = None
+        if heads is None:
+            norm = None if self.qk_norm is None else (self.qk_norm, self._eps)
+            num_heads = self._backend.shape.num_heads
+            q_TQD = place_heads(packed_TAD, norm, rotation, cache_NHPC, plan.write_rows, num_heads)
+        if q_TQD is None:
+            q_TQD, k_THD, v_THD = heads or self._heads(packed_TAD, steps)
+            self._backend.write(k_THD, v_THD, cache_NHPC, plan)
         attended = self._backend.attend(q_TQD, cache_NHPC, plan, self.sinks)
         if watcher is not None:
             watcher.save_kv_layer(self._name, cache_NHPC, context.metadata_of(self._kind.group))
@@ -408,25 +431,20 @@ class Mlp(nn.Module):
         self.down = RowParallelLinear(
             wide, a.hidden_size, bias=a.mlp_bias, group=group, dtype=dtype, device=device
         )
-        self._split: tuple[Matmul, ...] | None = None  # Gate with its activation, and up.
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._split is not None:
-            gate_matmul, up_matmul = self._split
-            return self.down(up_matmul(hidden).mul_(gate_matmul(hidden)))  # type: ignore[no-any-return]
+        packed = self.gate_up(hidden)
         if not self.has_gate:
-            return self.down(F.relu(self.gate_up(hidden)).square())  # type: ignore[no-any-return]
-        gate, up = self.gate_up(hidden).chunk(2, dim=-1)
+            return self.down(F.relu(packed).square())  # type: ignore[no-any-return]
+        if self._activation == "silu" and (gated := compiled_gate(packed)) is not None:
+            return self.down(gated)  # type: ignore[no-any-return]
+        gate, up = packed.chunk(2, dim=-1)
         gate = F.silu(gate) if self._activation == "silu" else F.gelu(gate, approximate="tanh")
         return self.down(gate * up)  # type: ignore[no-any-return]
 
     def seal(self, quantization: Quantization | None) -> None:
         """See `Decoder.seal`."""
-        # The packed kernel applies SiLU to its result. For other matrices one product is fastest.
-        if self._activation == "silu" and quantization is None and is_packable(self.gate_up.weight):
-            self._split = self.gate_up.seal_split(("silu", None))
-        else:
-            self.gate_up.seal(quantization)
+        self.gate_up.seal(quantization)
         self.down.seal(quantization)
 
 

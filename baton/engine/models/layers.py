@@ -15,7 +15,7 @@ from torch import nn
 
 from baton.core.config import Quantization
 from baton.engine.models import compiled_rows
-from baton.engine.models.matmul import Activation, Matmul
+from baton.engine.models.matmul import Matmul
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.quantised_weights import Reduce, matmul_of
 
@@ -37,6 +37,16 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return rms_norm(x, self.weight, self._eps)
+
+    def of_sum(
+        self, x: torch.Tensor, added: torch.Tensor | None, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x + added`, and the norm of its numbers in `dtype`. May use the memory of either argument."""
+        if added is not None:
+            if (normed := compiled_rows.rms_norm(x, self.weight, self._eps, added)) is not None:
+                return x, normed
+            x = added.add_(x) if added.dtype == x.dtype else x + added
+        return x, self(x.to(dtype))
 
     def seal(self) -> None:
         """See `Decoder.seal`."""
@@ -83,15 +93,6 @@ class PackedLinear(nn.Module):
     def seal(self, quantization: Quantization | None) -> None:
         """See `Decoder.seal`."""
         self._matmul = _sealed(self.weight, self.bias, quantization)
-
-    def seal_split(self, activations: Sequence[Activation | None]) -> tuple[Matmul, ...]:
-        """Call it once instead of `seal`: one matrix per projection, fused with its activation."""
-        biases = self.bias_parts() if self.bias is not None else (None,) * len(activations)
-        parts = zip(self.weight_parts(), biases, activations, strict=True)
-        matmuls = tuple(Matmul(weight, bias, activation=activation) for weight, bias, activation in parts)
-        if not any(matmul.keeps_weight for matmul in matmuls):
-            drop(self.weight)
-        return matmuls
 
     def weight_parts(self) -> tuple[torch.Tensor, ...]:
         return torch.split_with_sizes(self.weight, self.part_sizes)

@@ -5,43 +5,30 @@ oneDNN multiplies by a matrix that was packed at load two to three times as fast
 or a torch without it), `F.linear` multiplies by the plain matrix.
 """
 
-from typing import Literal, TypeAlias
-
 import torch
 import torch.nn.functional as F
-
-Activation: TypeAlias = Literal["silu"]
 
 _ANY_NUM_ROWS = None  # A packing for one number of rows is slower at all others.
 
 
 class Matmul:
-    """`activation(x @ weight.T + bias)` for one fixed weight `[outputs, inputs]`.
+    """`x @ weight.T + bias` for one fixed weight `[outputs, inputs]`.
 
     A packed weight replaces the plain one, which the caller may then drop. The caller may change the result.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        bias: torch.Tensor | None = None,
-        *,
-        activation: Activation | None = None,
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> None:
         self._packed = _pack(weight)
         self._plain = weight if self._packed is None else None
         self._bias = bias
-        self._activation = activation
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
             assert self._plain is not None
-            product = F.linear(x, self._plain, self._bias)
-            return product if self._activation is None else F.silu(product)
-        multiply = torch.ops.mkldnn._linear_pointwise
-        fused = "none" if self._activation is None else "swish"  # The kernel applies it to its result.
-        packed_product: torch.Tensor = multiply(x, self._packed, self._bias, fused, [], "")
-        return packed_product
+            return F.linear(x, self._plain, self._bias)
+        multiply = torch.ops.mkldnn._linear_pointwise.default
+        product: torch.Tensor = multiply(x, self._packed, self._bias, "none", [], "")
+        return product
 
     @property
     def keeps_weight(self) -> bool:
