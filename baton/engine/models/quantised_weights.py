@@ -8,9 +8,9 @@ It is rounded up to few bits, so that bfloat16 can represent it, and for int4 al
 makes its whole row or group NaN.
 
     rows         kernel (on CPU)
-    at most R    torch's products with int8 or int4 weights, which read the fewest bytes, but read and convert
+    at most 4    of int4: torch's product with integers, which reads the fewest bytes, but reads and converts
                  them again for every four rows
-    more         oneDNN's, with q s in bfloat16
+    any          oneDNN's, with q s in bfloat16
 
 These kernels take rows in bfloat16 and round products to it. On another device `F.linear` multiplies by q s
 in the model's dtype.
@@ -40,7 +40,7 @@ ERROR_BOUNDS: dict[Quantization, float] = {
 Kernel = Callable[[torch.Tensor], torch.Tensor]
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
-_FEW_ROWS = {"int8": 1, "int4": 4}  # R. Measured: docs/log.md, 2026-11-26.
+_FEW_ROWS = 4  # Measured: docs/log.md, 2026-11-26.
 
 
 class QuantisedWeight(NamedTuple):
@@ -118,17 +118,16 @@ class QuantisedMatmul(Matmul):
         largest_of_ranks: Reduce | None = None,
     ) -> None:
         quantised = quantise_weight(weight.detach(), quantization, largest_of_ranks)
-        values = quantised.values().bfloat16()
-        if not is_packable(values):
-            values = quantised.values().to(weight.dtype)
+        values = quantised.values()
+        narrow = values.bfloat16()
+        values = narrow if is_packable(narrow) else values.to(weight.dtype)
         super().__init__(values)
         self._dtype = values.dtype
-        self._few = _few_rows_kernel(quantised)
-        self._few_rows = _FEW_ROWS[quantization] if self._few is not None else 0
+        self._few = _few_rows_kernel(quantised) if quantization == "int4" else None
         self._added = bias
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._few is not None and len(x) <= self._few_rows:
+        if self._few is not None and len(x) <= _FEW_ROWS:
             product = self._few(x.to(torch.bfloat16))
         else:
             product = super().__call__(x.to(self._dtype))
@@ -141,14 +140,11 @@ class QuantisedMatmul(Matmul):
 
 
 def _few_rows_kernel(weight: QuantisedWeight) -> Kernel | None:
-    """Product of contiguous rows `[rows, I]` in bfloat16; None without a kernel for the weight."""
+    """Product of contiguous rows `[rows, I]` in bfloat16 with an int4 weight; None without a kernel."""
     codes, scales = weight
-    num_outputs, num_inputs = codes.shape
-    if codes.device.type != "cpu" or num_inputs % INT4_GROUP:
+    num_outputs = len(codes)
+    if codes.device.type != "cpu":
         return None
-    if scales.shape[1] == 1:
-        of_rows = scales.squeeze(1).bfloat16()
-        return lambda x: torch._weight_int8pack_mm(x, codes, of_rows)
     padding = -num_outputs % 16  # The kernel has blocks of 16 outputs.
     packed = torch._convert_weight_to_int4pack_for_cpu(F.pad(codes.int() + 8, (0, 0, 0, padding)), 2)
     padded = F.pad(scales, (0, 0, 0, padding)).t()
