@@ -24,7 +24,7 @@ from baton.engine.core.core_messages import FromCore, Start, ToCore
 from baton.engine.process.channel import FrameSplitter, frame
 from baton.engine.process.child import KILL_WAIT_S, Child
 from baton.engine.process.liveness import HangWatch, StopWatch, process_tree
-from baton.engine.runner.malloc_tuning import primitive_limits
+from baton.engine.runner.malloc_tuning import compute_environment
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +88,7 @@ class EngineClient(asyncio.Protocol):
             name="baton-core",
             grace_s=PARENT_GRACE_S,
             leads_group=True,
-            environment={"OMP_NUM_THREADS": str(config.device_config.num_threads), **primitive_limits()},
+            environment={"OMP_NUM_THREADS": str(config.device_config.num_threads), **compute_environment()},
         )
         client = cls(child, config.step_timeout_s)
         try:

@@ -21,7 +21,7 @@ from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.engine.executor.rank_messages import failure_of, packed_answer, rank_environment
 from baton.engine.process.child import signal_parents_death
-from baton.engine.runner.malloc_tuning import primitive_limits
+from baton.engine.runner.malloc_tuning import compute_environment
 
 # Ray reads these when it is imported or started. The user's values take precedence, except for loopback.
 _ENVIRONMENT = {
@@ -83,7 +83,7 @@ class RankActors:
         """`config`: of any engine that uses the pool; all have the same device and number of threads."""
         self.ray = import_ray()
         self._uses_ours = _OURS.enter(self.ray, config)
-        self._environment = {**rank_environment(config), **primitive_limits()}
+        self._environment = {**rank_environment(config), **compute_environment()}
         self._waiting: list[RankProcess] = []
         self._is_closed = False
 

@@ -1,9 +1,12 @@
-"""Settings of malloc and of oneDNN's caches for processes that compute.
+"""Settings of malloc, of pages and of oneDNN's caches for processes that compute.
 
 The process keeps freed memory for the next step. A prompt's chunk needs tens of megabytes for each
 intermediate result. By default glibc maps allocations of this size anew and unmaps them when they are freed,
 so every layer pays for the first touch of new pages: a sixth of the time of a chunk of 2,048 tokens, and more
 if the system reclaims memory early.
+
+Tensors of over 2 MiB get pages of 2 MiB where the kernel leaves that to programs ("madvise", the default of
+most distributions). A decode step reads every weight once, and takes 5 to 15 % less time so (docs/log).
 
 The caches of generated code are bounded. oneDNN generates a primitive of about 0.6 MiB for each matrix and
 each number of rows, so for each length of a prompt. By default oneDNN keeps 1,024 of them, and so does torch.
@@ -23,6 +26,9 @@ _PRIMITIVES_MAX = "128"
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 
 
+_HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
+
+
 def keep_freed_memory() -> bool:
     """Make malloc keep freed memory in this process. False if malloc is not glibc's: nothing changes then."""
     if not sys.platform.startswith("linux"):
@@ -34,9 +40,10 @@ def keep_freed_memory() -> bool:
     return bool(kept)
 
 
-def primitive_limits() -> dict[str, str]:
-    """Environment variables that bound the caches. Torch reads them at its first primitive.
+def compute_environment() -> dict[str, str]:
+    """Environment variables. Torch reads them at its first tensor and at its first primitive.
 
     The user's own values take precedence.
     """
-    return {name: os.environ.get(name, _PRIMITIVES_MAX) for name in _CAPACITIES}
+    ours = {_HUGE_PAGES: "1", **dict.fromkeys(_CAPACITIES, _PRIMITIVES_MAX)}
+    return {name: os.environ.get(name, value) for name, value in ours.items()}
