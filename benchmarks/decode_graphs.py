@@ -40,40 +40,53 @@ class Row:
 
 
 class DecodingEngine:
-    """An engine core with `num_running` requests that decode without end."""
+    """An engine core with `num_running` requests that decode for at least `num_steps` steps."""
 
-    def __init__(self, model: ModelConfig, mode: str, device: str, num_running: int) -> None:
-        blocks_each = (PROMPT_TOKENS + NUM_STEPS + WARM_UP_STEPS) // 16 + 2
-        self._core = EngineCore(
+    def __init__(
+        self,
+        model: ModelConfig,
+        num_running: int,
+        *,
+        num_steps: int = NUM_STEPS + WARM_UP_STEPS,
+        num_other_tokens: int = 0,
+        device: DeviceConfig | None = None,
+    ) -> None:
+        """`num_other_tokens`: room for requests that are added later. No prefix is cached."""
+        block_tokens = CacheConfig().block_size
+        blocks_each = (PROMPT_TOKENS + num_steps) // block_tokens + 2
+        num_blocks = num_running * blocks_each + num_other_tokens // block_tokens + 2
+        self.core = EngineCore(
             EngineConfig(
                 model_config=model,
-                cache_config=CacheConfig(num_gpu_blocks=num_running * blocks_each + 2),
-                scheduler_config=SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=8192),
-                device_config=DeviceConfig(device=device, graph_mode=mode),  # type: ignore[arg-type]
+                cache_config=CacheConfig(num_gpu_blocks=num_blocks, enable_prefix_caching=False),
+                scheduler_config=SchedulerConfig(
+                    max_num_seqs=max(1, num_running), max_num_batched_tokens=8192
+                ),
+                device_config=device or DeviceConfig(),
             ),
             None,
         )
         for index in range(num_running):
-            refusal = self._core.add_request(
-                EngineRequest(
-                    request_id=f"request-{index}",
-                    prompt_token_ids=[5 + (7 * index + token) % 500 for token in range(PROMPT_TOKENS)],
-                    sampling_params=SamplingParams(max_tokens=2048, temperature=0, ignore_eos=True),
-                    arrival_time_s=0.0,
-                )
+            self.add(f"request-{index}", PROMPT_TOKENS, 2048)
+
+    def add(self, request_id: str, num_tokens: int, max_tokens: int) -> None:
+        prompt = [5 + (7 * len(request_id) + 31 * token) % 500 for token in range(num_tokens)]
+        sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
+        refusal = self.core.add_request(
+            EngineRequest(
+                request_id=request_id, prompt_token_ids=prompt, sampling_params=sampling, arrival_time_s=0.0
             )
-            assert refusal is None
-        for _ in range(WARM_UP_STEPS):
-            self._core.step()
+        )
+        assert refusal is None
 
     def step(self) -> float:
         """Run one step; return its seconds."""
-        before = self._core.times.execute_s
-        self._core.step()
-        return self._core.times.execute_s - before
+        before = self.core.times.execute_s
+        self.core.step()
+        return self.core.times.execute_s - before
 
     def close(self) -> None:
-        self._core.shutdown()
+        self.core.shutdown()
 
 
 def run(
@@ -84,10 +97,19 @@ def run(
         with contextlib.ExitStack() as stack:
             engines = {
                 mode: stack.enter_context(
-                    contextlib.closing(DecodingEngine(model, mode, device, num_running))
+                    contextlib.closing(
+                        DecodingEngine(
+                            model,
+                            num_running,
+                            device=DeviceConfig(device=device, graph_mode=mode),  # type: ignore[arg-type]
+                        )
+                    )
                 )
                 for mode in MODES
             }
+            for engine in engines.values():
+                for _ in range(WARM_UP_STEPS):
+                    engine.step()
             seconds: dict[str, list[float]] = {mode: [] for mode in MODES}
             for _ in range(steps):
                 for mode, engine in engines.items():

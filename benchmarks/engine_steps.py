@@ -14,7 +14,7 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import Any
 
 import torch
@@ -23,13 +23,12 @@ from rich.table import Table
 
 from baton.bench.handoff_system import model_folder
 from baton.bench.machine import machine_line
-from baton.core.config import CacheConfig, EngineConfig, Quantization, SchedulerConfig
-from baton.engine.api import EngineRequest, SamplingParams
+from baton.core.config import ModelConfig, Quantization
 from baton.engine.attention.sdpa import SdpaBackend
 from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.core.engine_core import EngineCore
 from baton.engine.models.matmul import Matmul
 from baton.engine.models.quantised_weights import QuantisedMatmul
+from benchmarks.decode_graphs import DecodingEngine
 
 WEIGHTS: dict[str, tuple[str, Quantization | None]] = {
     "float32": ("float32", None),
@@ -42,8 +41,8 @@ WEIGHTS: dict[str, tuple[str, Quantization | None]] = {
 """The dtype and the quantization of each format."""
 
 NUM_RUNNING = (1, 8, 16)
-PROMPT_TOKENS, PREFILL_TOKENS = 200, 512
-TURNS, PREFILL_TURNS = 30, 6
+PREFILL_TOKENS = 512
+WARM_UP_STEPS, TURNS, PREFILL_TURNS = 3, 15, 7
 DECODE_GOAL, PREFILL_GOAL = 1.15, 0.85
 
 Call = tuple[Matmul, torch.Tensor]
@@ -103,71 +102,45 @@ class Recorder:
         return time.thread_time() - started_s
 
 
-def engine(weights: str, num_running: int, prompt_tokens: int) -> EngineCore:
+def model_of(weights: str) -> ModelConfig:
     dtype, quantization = WEIGHTS[weights]
-    num_blocks = num_running * ((prompt_tokens + TURNS + 8) // 16 + 2) + 2
-    core = EngineCore(
-        EngineConfig(
-            model_config=load_model_config(str(model_folder()), dtype=dtype, quantization=quantization),
-            cache_config=CacheConfig(num_gpu_blocks=num_blocks, enable_prefix_caching=False),
-            scheduler_config=SchedulerConfig(max_num_seqs=num_running, max_num_batched_tokens=8192),
-        ),
-        None,
-    )
-    return core
-
-
-def add(core: EngineCore, name: str, num_tokens: int, max_tokens: int) -> None:
-    prompt = [300 + (7 * len(name) + 31 * token) % 5000 for token in range(num_tokens)]
-    sampling = SamplingParams(max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    refusal = core.add_request(
-        EngineRequest(request_id=name, prompt_token_ids=prompt, sampling_params=sampling, arrival_time_s=0.0)
-    )
-    assert refusal is None
+    return load_model_config(str(model_folder()), dtype=dtype, quantization=quantization)
 
 
 def decode(weights: str, num_running: int) -> tuple[float, float, float]:
     """Least seconds of a step, of its products, and of its attention."""
-    core, recorder = engine(weights, num_running, PROMPT_TOKENS), Recorder()
-    try:
-        for index in range(num_running):
-            add(core, f"request-{index}", PROMPT_TOKENS, TURNS + 8)
-        for _ in range(3):
-            core.step()
+    recorder, num_steps = Recorder(), WARM_UP_STEPS + 2 * TURNS
+    with closing(DecodingEngine(model_of(weights), num_running, num_steps=num_steps)) as engine:
+        for _ in range(WARM_UP_STEPS):
+            engine.step()
         steps, products, attention = [], [], []
-        for _ in range(TURNS // 2):
+        for _ in range(TURNS):
             started_s = time.thread_time()
-            core.step()
+            engine.step()
             steps.append(time.thread_time() - started_s)
             with recorder.recording():
-                core.step()
+                engine.step()
             attention.append(recorder.attention_s)
             products.append(recorder.multiply_again())
         return min(steps), min(products), min(attention)
-    finally:
-        core.shutdown()
 
 
 def prefill(weights: str) -> tuple[float, float, float]:
     """As `decode`, of a step that computes a prompt."""
-    core, recorder = engine(weights, 1, PREFILL_TOKENS), Recorder()
-    try:
+    recorder = Recorder()
+    with closing(DecodingEngine(model_of(weights), 0, num_other_tokens=PREFILL_TOKENS)) as engine:
         steps, products, attention = [], [], []
-        for turn in range(PREFILL_TURNS + 1):
-            for is_recorded in (False, True):
-                add(core, f"{turn}-{is_recorded}", PREFILL_TOKENS, 1)
-                started_s = time.thread_time()
-                if is_recorded:
-                    with recorder.recording():
-                        core.step()
-                    attention.append(recorder.attention_s)
-                    products.append(recorder.multiply_again())
-                else:
-                    core.step()
-                    steps.append(time.thread_time() - started_s)
+        for turn in range(PREFILL_TURNS):
+            engine.add(f"{turn}", PREFILL_TOKENS, 1)
+            started_s = time.thread_time()
+            engine.step()
+            steps.append(time.thread_time() - started_s)
+            engine.add(f"{turn}, recorded", PREFILL_TOKENS, 1)
+            with recorder.recording():
+                engine.step()
+            attention.append(recorder.attention_s)
+            products.append(recorder.multiply_again())
         return min(steps), min(products), min(attention)
-    finally:
-        core.shutdown()
 
 
 def run(formats: Sequence[str]) -> Table:
