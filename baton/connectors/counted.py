@@ -95,7 +95,7 @@ class CountedStats(KVConnectorStats):
         return self
 
     def is_empty(self) -> bool:
-        return not any(self.data.values()) and not any(name in self.data for name in self.gauges)
+        return not any(self.data.values()) and self.gauges.keys().isdisjoint(self.data)
 
     def take(self) -> Self | None:
         """Returns these counts and resets them. None if all are zero."""

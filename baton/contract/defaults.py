@@ -1,7 +1,8 @@
-"""Halves with defaults for hooks that many connectors do not need."""
+"""Halves with defaults for hooks that many connectors do not need; names of a half's other hooks."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from baton.contract.base import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, SupportsHMA
@@ -37,3 +38,17 @@ class NoLayerHooks(KVConnectorWorkerHalf):
 
     def wait_for_save(self) -> None:
         return
+
+
+@cache
+def defined_by(kind: type[KVConnectorSchedulerHalf | KVConnectorWorkerHalf]) -> frozenset[str]:
+    """Names of the methods and properties of a half that differ from the contract's defaults.
+
+    The default of a method that a host calls in each step returns a constant, so the host need not call it.
+    Exceptions are the defaults that bind and clear a step's metadata.
+    """
+    bases = (KVConnectorSchedulerHalf, KVConnectorWorkerHalf, NoLayerHooks)
+    names = {name for base in bases for name in vars(base) if name[0] != "_" and hasattr(kind, name)}
+    return frozenset(
+        name for name in names if getattr(kind, name) not in [getattr(base, name, None) for base in bases]
+    )

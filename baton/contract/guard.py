@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Final, TypeVar, cast
 
 from baton.contract import host
 from baton.contract.base import ConnectorDead, KVConnectorSchedulerHalf
+from baton.contract.defaults import defined_by
 from baton.contract.null import NullSchedulerHalf
 from baton.contract.surface import SURFACE, Scope
 from baton.core.errors import UserError
@@ -92,6 +93,10 @@ class SchedulerGuard(Guard):
         self._owned = half  # To be shut down.
         self._num_errors_taken = 0
         self._num_bad_steps = 0  # In a row.
+
+    def defines(self, method: str) -> bool:
+        """False: the half has the contract's default, which has no effect."""
+        return method in defined_by(type(self.half))
 
     def find_tokens(self, request: host.Request, num_local_tokens: int) -> tuple[int | None, bool] | None:
         """Result of `get_num_new_matched_tokens`; None: it failed or was impossible. Raises UserError."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
@@ -119,3 +120,21 @@ class TwoHalvesOfGroups(TwoHalves, SupportsHMA):
         half = self.scheduler_half
         assert isinstance(half, SupportsHMA)
         return half.request_finished_all_groups(request, block_ids)
+
+
+@cache
+def _forwards_all(kind: type[TwoHalves]) -> bool:
+    """Whether the connector has no code of its own for a method of a half."""
+    names = [row.name for row in ROWS if row.half is not Half.CLASS]
+    bases = (TwoHalves, TwoHalvesOfGroups)
+    return all(getattr(kind, name, None) in [getattr(base, name, None) for base in bases] for name in names)
+
+
+def own_worker(rank: KVConnectorWorkerHalf) -> KVConnectorWorkerHalf:
+    """What answers the calls of `rank`: the half to which a connector forwards all of them, or `rank`."""
+    return rank.worker_half if isinstance(rank, TwoHalves) and _forwards_all(type(rank)) else rank
+
+
+def own_scheduler(half: KVConnectorSchedulerHalf) -> KVConnectorSchedulerHalf:
+    """As `own_worker`."""
+    return half.scheduler_half if isinstance(half, TwoHalves) and _forwards_all(type(half)) else half

@@ -72,8 +72,7 @@ class AttentionLayer(NamedTuple):
     group: int  # KV-cache group; see `baton.core.kv_groups`.
 
 
-@dataclass(frozen=True, slots=True)
-class ConnectorContext:
+class ConnectorContext(NamedTuple):
     """Argument of `start_load_kv`, with the names of vLLM's ForwardContext.
 
     `attn_metadata` maps layers to metadata, which layers of one cache group share. None in a step without
@@ -112,7 +111,8 @@ class ForwardContext:
         metadata = self.attn_metadata
         if metadata is None:
             return ConnectorContext(None, self.layers)
-        groups = self.group_metadata or (metadata,)
+        if not (groups := self.group_metadata):
+            return ConnectorContext(dict.fromkeys(self.layers, metadata), self.layers)
         of_layers = {name: groups[layer.group] for name, layer in self.layers.items()}
         return ConnectorContext(of_layers, self.layers)
 

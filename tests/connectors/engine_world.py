@@ -13,6 +13,7 @@ import msgspec
 import torch
 
 from baton.connectors.multi import MultiSchedulerHalf, MultiWorkerHalf
+from baton.contract.halves import own_scheduler
 from baton.core.config import (
     CacheConfig,
     ClusterSecret,
@@ -325,8 +326,7 @@ def store_half(llm: LLM) -> StoreWorkerHalf:
 
 def store_scheduler(llm: LLM) -> StoreSchedulerHalf:
     """Scheduler half of such an engine."""
-    connector: Any = llm.core.scheduler.connector.half
-    half = connector.scheduler_half
+    half: Any = own_scheduler(llm.core.scheduler.connector.half)
     if isinstance(half, MultiSchedulerHalf):
         (half,) = (
             child.half.scheduler_half for child in half._children if isinstance(child.half, FaultyStore)

@@ -102,7 +102,7 @@ class Handoffs:
 
 
 def _half_of(core: EngineCore) -> Any:
-    return core.scheduler.connector.half.scheduler_half  # type: ignore[attr-defined]
+    return core.scheduler.connector.half
 
 
 def _num_told(p: EngineCore) -> int:

@@ -18,6 +18,8 @@ from baton.contract import (
     NullWorkerHalf,
     TwoHalves,
 )
+from baton.contract.defaults import defined_by
+from baton.contract.halves import own_scheduler, own_worker
 from baton.contract.surface import ROWS, SURFACE, Half
 from baton.core.config import KVTransferConfig
 
@@ -94,6 +96,28 @@ class TheirRoles(enum.Enum):
 
 
 TheirRoles.__name__ = "KVConnectorRole"
+
+
+def test_a_host_calls_the_half_of_a_connector_that_only_forwards() -> None:
+    class HasOwnCode(Joined):
+        def finish_forward(self) -> None:
+            return
+
+    for role, own in ((KVConnectorRole.WORKER, own_worker), (KVConnectorRole.SCHEDULER, own_scheduler)):
+        connector, other = Joined(Config(), role, None), HasOwnCode(Config(), role, None)  # type: ignore[arg-type]
+        assert own(connector) is connector.either_half
+        assert own(other) is other
+
+
+def test_defaults_of_the_contract_are_not_defined_by_a_half() -> None:
+    class Saves(NullWorkerHalf):
+        def wait_for_save(self) -> None:
+            return
+
+    assert defined_by(NullWorkerHalf) == set()
+    assert defined_by(Saves) == {"wait_for_save"}
+    assert "build_connector_meta" in defined_by(NullSchedulerHalf)
+    assert "take_events" not in defined_by(NullSchedulerHalf)
 
 
 def test_a_host_may_have_its_own_enum_of_roles() -> None:

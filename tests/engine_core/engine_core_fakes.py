@@ -15,6 +15,7 @@ from baton.contract import (
     KVConnectorMetadata,
     KVConnectorOutput,
     KVConnectorSchedulerHalf,
+    KVConnectorStats,
     KVConnectorTransferResults,
     KVConnectorWorkerHalf,
 )
@@ -70,6 +71,9 @@ class FakeSchedulerHalf(KVConnectorSchedulerHalf):
             self.reports.append(connector_output)
         connector_output.finished_sending = (connector_output.finished_sending or set()) | self.ends
         self.ends = set()
+
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        return None  # Tests replace it.
 
     def get_finished_count(self) -> int | None:
         return self.finished_count

@@ -21,7 +21,7 @@ from baton.engine.api import EngineOutput, EngineRequest, SamplingParams, Schedu
 from baton.engine.core.client import EngineClient, EngineDeadError, EngineUnreadyError
 from baton.engine.llm import LLM
 from baton.engine.process import liveness
-from baton.engine.runner.malloc_tuning import primitive_limits
+from baton.engine.runner.malloc_tuning import compute_environment
 from tests import fork_server
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]
@@ -173,7 +173,7 @@ async def test_two_ranks_give_the_tokens_of_one(
         # One rank dies while the engine is idle.
         ranks = psutil.Process(client.pid).children()
         assert len(ranks) == 2
-        limits = primitive_limits()
+        limits = compute_environment()
         assert all(limits.items() <= rank.environ().items() for rank in ranks), "inherited from the core"
         ranks[1].kill()
         async with asyncio.timeout(BOUND_S):

@@ -47,7 +47,9 @@ from baton.contract import (
     host,
 )
 from baton.contract.base import hidden_states_name
+from baton.contract.defaults import defined_by
 from baton.contract.guard import Guard
+from baton.contract.halves import own_worker
 from baton.contract.surface import Half, completed, rows_of
 from baton.core.errors import ConfigError
 
@@ -300,5 +302,4 @@ def worker_children(rank: KVConnectorWorkerHalf) -> tuple[KVConnectorWorkerHalf,
 
 def fences(half: KVConnectorWorkerHalf) -> bool:
     """Whether the half waits in `handle_preemptions`."""
-    own = half.worker_half if isinstance(half, TwoHalves) else half
-    return type(own).handle_preemptions is not KVConnectorWorkerHalf.handle_preemptions
+    return "handle_preemptions" in defined_by(type(own_worker(half)))

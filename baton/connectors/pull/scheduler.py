@@ -431,17 +431,21 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             self._pass_on()
             if self._policy.traces is not None:
                 self._policy.traces.scheduled(scheduler_output.num_scheduled_tokens, now)
-            metadata = PullMetadata(
-                self._fetches.orders.take(),
-                wants_report=self._has_news,
-                held_blocks=_held_blocks(scheduler_output) if self._mirrors_blocks else (),
-            )
+            metadata = _NOTHING
+            if self._fetches.orders.pending or self._has_news or self._mirrors_blocks:
+                metadata = PullMetadata(
+                    self._fetches.orders.take(),
+                    wants_report=self._has_news,
+                    held_blocks=_held_blocks(scheduler_output) if self._mirrors_blocks else (),
+                )
             if self.announcer is None or self._is_retired:
                 return metadata
             return self.announcer.scheduled(scheduler_output, metadata, now)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         report = connector_output.kv_connector_worker_meta
+        if report is None and not connector_output.finished_recving and not self._has_work:
+            return  # What happens from now on wakes the host.
         with self._changing as now:
             if isinstance(report, PullWorkerReport):
                 self._take_report(report, now)
@@ -478,9 +482,9 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def get_kv_connector_stats(self) -> PullStats | None:
         with self._lock:
-            bad_frames = self._control.num_bad_frames
-            self._stats.data["num_bad_frames"] += bad_frames - self._bad_frames_counted
-            self._bad_frames_counted = bad_frames
+            if num_new := self._control.num_bad_frames - self._bad_frames_counted:
+                self._stats.add(num_bad_frames=num_new)
+                self._bad_frames_counted += num_new
             return self._stats.take()
 
     # --- End -----------------------------------------------------------------------------------
@@ -549,7 +553,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._order_rank()
 
     def _order_rank(self) -> None:
-        if self._rank is not None:
+        if self._rank is not None and self._fetches.orders.pending:
             for order in self._fetches.orders.take_urgent():
                 self._rank.take_order(order)
 
@@ -597,6 +601,12 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._announce(cards)
 
     @property
+    def _has_work(self) -> bool:
+        """Whether there is something to pass on, besides a report."""
+        has_orders = bool(self._fetches.orders.pending)
+        return self._has_news or has_orders or bool(self._new_cards) or self._policy.holder is not None
+
+    @property
     def _has_news(self) -> bool:
         return bool(self._loans.freed or self._fetches.received)
 
@@ -630,6 +640,9 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def _count_fault(self) -> None:
         self._stats.count_failure(FailureCode.INTERNAL)
+
+
+_NOTHING: Final = PullMetadata()
 
 
 def _held_blocks(output: host.SchedulerOutput) -> tuple[int, ...]:

@@ -303,8 +303,9 @@ class PullWorkerHalf(BackgroundLoads):
         super().clear_connector_metadata()
 
     def build_connector_worker_meta(self) -> PullWorkerReport | None:
-        ended = [*self._ended_by_sleep, *self._take_ended()]
-        self._ended_by_sleep = []
+        ended = self._take_ended()
+        if self._ended_by_sleep:
+            ended, self._ended_by_sleep = [*self._ended_by_sleep, *ended], []
         card, self._new_card = self._new_card, None
         lost_links = set(self._links.take_lost()) if self._links is not None and self._links.lost else set()
         bound = self._connector_metadata

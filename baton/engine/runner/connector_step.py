@@ -11,9 +11,9 @@
                                         clear_connector_metadata
 
 Steps without tokens make the same calls. A step without metadata (the scheduler half failed, or is retired)
-makes none. `clear_connector_metadata` is always last, also when the model raises, which ends the engine. An
-exception of the *connector* is contained (`baton.contract.guard`) and has these consequences, which keep all
-tokens right:
+makes none, and no step calls a method for which the half has the contract's default.
+`clear_connector_metadata` is always last, also when the model raises, which ends the engine. An exception of
+the *connector* is contained (`baton.contract.guard`) and has these consequences, which keep all tokens right:
 
     raised by                      consequence
     anything up to the last load   synchronous loads: every block that this step's new and resumed requests
@@ -38,6 +38,7 @@ from typing import Any, Self
 import torch
 
 from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
+from baton.contract.defaults import defined_by
 from baton.contract.events import KVConnectorKVEvents, QuorumKVEvents
 from baton.contract.guard import FAILED, Guard
 from baton.contract.null import NullWorkerHalf
@@ -49,6 +50,9 @@ from baton.contract.output import (
 from baton.contract.stats import KVConnectorStats
 from baton.engine.forward_context import ForwardContext
 from baton.engine.step import SchedulerOutput
+
+_LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer", "hidden_states_wanted")
+_NO_RESULTS = KVConnectorTransferResults()
 
 
 class ConnectorStep(Guard):
@@ -68,21 +72,24 @@ class ConnectorStep(Guard):
         self._context = context
         self._block_size = block_size
         self._is_bound = False
-        if scheduler_output.kv_connector_metadata is not None:
+        self._defined = defined_by(type(half))
+        # A half without any method of its own takes no part.
+        self._metadata = scheduler_output.kv_connector_metadata if self._defined else None
+        if self._metadata is not None and not self._defined.isdisjoint(_LAYER_HOOKS):
             context.worker_half = _ContainedHooks(half, self)
 
     def __enter__(self) -> Self:
-        metadata = self._scheduler_output.kv_connector_metadata
-        if metadata is None:
+        if (metadata := self._metadata) is None:
             return self
-        self.load("handle_preemptions", partial(self._half.handle_preemptions, metadata))
+        if "handle_preemptions" in self._defined:
+            self.load("handle_preemptions", partial(self._half.handle_preemptions, metadata))
         self._bind(metadata)
         if self._scheduler_output.has_sync_kv_loads:
             self._start_loads()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
-        if self._scheduler_output.kv_connector_metadata is None:
+        if self._metadata is None:
             return
         try:
             if error is None:
@@ -97,24 +104,24 @@ class ConnectorStep(Guard):
             self._is_bound = self.load("bind_connector_metadata", bind)
 
     def _start_loads(self) -> None:
-        if self._is_bound:
+        if self._is_bound and "start_load_kv" in self._defined:
             self.load("start_load_kv", lambda: self._half.start_load_kv(self._context.for_connector()))
 
     def _finish(self) -> None:
-        half = self._half
-        if self._scheduler_output.total_num_scheduled_tokens:
+        half, defined = self._half, self._defined
+        if self._scheduler_output.total_num_scheduled_tokens and "finish_forward" in defined:
             self.contain("finish_forward", half.finish_forward)
         if not self._scheduler_output.has_sync_kv_loads:
             self._start_loads()
-        if self._is_bound:
+        if self._is_bound and "wait_for_save" in defined:
             self.contain("wait_for_save", half.wait_for_save)
         self._collect_transfers()
         report = self.report
-        name = "get_expected_finished_count"
-        count = self.contain(name, half.get_expected_finished_count)
-        report.expected_finished_count = (
-            count if type(count) is int else self.contain(name, partial(operator.index, count))
-        )
+        if (name := "get_expected_finished_count") in defined:
+            count = self.contain(name, half.get_expected_finished_count)
+            report.expected_finished_count = (
+                count if type(count) is int else self.contain(name, partial(operator.index, count))
+            )
         report.kv_connector_stats = self._ask(
             "get_kv_connector_stats", half.get_kv_connector_stats, KVConnectorStats
         )
@@ -136,6 +143,8 @@ class ConnectorStep(Guard):
         otherwise: Callable[[], Any] = lambda: None,
     ) -> Any:
         """The answer of `call`, None or of this type; that of `otherwise` if it raises or is another."""
+        if method not in self._defined:
+            return None
         answer = self.contain(method, call, FAILED)
         if answer is None or isinstance(answer, kind):
             return answer
@@ -144,17 +153,19 @@ class ConnectorStep(Guard):
         return otherwise()
 
     def _collect_transfers(self) -> None:
-        report, half = self.report, self._half
-        name = "get_transfer_results"
-        results = self.contain(
-            name, partial(half.get_transfer_results, self._scheduler_output.finished_req_ids)
-        )
-        results = self.contain(name, partial(_checked_ends, results))
+        report, half, defined = self.report, self._half, self._defined
+        results = _NO_RESULTS
+        if (name := "get_transfer_results") in defined or "get_finished" in defined:
+            results = self.contain(
+                name, partial(half.get_transfer_results, self._scheduler_output.finished_req_ids)
+            )
+            results = self.contain(name, partial(_checked_ends, results))
         report.finished_sending = results.finished_sending or None
         report.finished_recving = results.finished_recving or None
         report.failed_recving = results.failed_recving or None
-        name = "get_block_ids_with_load_errors"
-        invalid: set[int] | None = self.contain(name, half.get_block_ids_with_load_errors, FAILED)
+        invalid: set[int] | None = set()
+        if (name := "get_block_ids_with_load_errors") in defined:
+            invalid = self.contain(name, half.get_block_ids_with_load_errors, FAILED)
         if invalid is FAILED:
             invalid = None
         elif type(invalid) is not set or invalid:  # Comparing it may raise: NumPy's arrays do.
@@ -226,6 +237,8 @@ def _indices(answer: Any) -> set[int]:
 
 def _checked_ends(answer: Any) -> KVConnectorTransferResults:
     """Check for three attributes instead of a class, because vLLM's connectors use vLLM's class."""
+    if type(answer) is KVConnectorTransferResults and answer == _NO_RESULTS:
+        return answer
     names = ("finished_sending", "finished_recving", "failed_recving")
     missing = [name for name in names if not hasattr(answer, name)]
     if missing:

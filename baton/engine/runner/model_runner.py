@@ -20,6 +20,7 @@ import numpy as np
 import torch
 
 from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
+from baton.contract.halves import own_worker
 from baton.core.config import EngineConfig
 from baton.engine.api import PromptLogprobs
 from baton.engine.attention.kv_memory import attention_layers
@@ -65,7 +66,7 @@ class ModelRunner:
         self._model = model
         self._kv_caches = kv_caches
         self._layers = attention_layers(kv_caches, config.cache_config.num_gpu_blocks, config.kv_cache_groups)
-        self._half = half
+        self._half = own_worker(half)
         self._device = device
         self._wait_for_device = wait_for_device or (lambda: _wait_for(device))
         self._is_driver = is_driver

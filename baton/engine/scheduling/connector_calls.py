@@ -135,6 +135,8 @@ class ConnectorCalls(SchedulerGuard):
 
     def take_report(self, report: KVConnectorOutput) -> None:
         """Pass the report to the connector, which may add ids to it."""
+        if not self.defines("update_connector_output"):
+            return
         self.contain("update_connector_output", partial(self.half.update_connector_output, report))
         report.finished_sending = self.checked_ids(report.finished_sending)
         report.finished_recving = self.checked_ids(report.finished_recving)
@@ -143,8 +145,9 @@ class ConnectorCalls(SchedulerGuard):
         report.arriving_recving = self.checked_ids(report.arriving_recving) or set()
 
     def step_stats(self, of_workers: KVConnectorStats | None) -> dict[str, Any] | None:
-        name = "get_kv_connector_stats"
-        own = self.contain(name, self.half.get_kv_connector_stats)
+        name, own = "get_kv_connector_stats", None
+        if self.defines(name):
+            own = self.contain(name, self.half.get_kv_connector_stats)
         if own is None and of_workers is None:
             return None
 
@@ -158,6 +161,8 @@ class ConnectorCalls(SchedulerGuard):
         return self.contain(name, merge)
 
     def take_events(self) -> list[KVCacheEvent]:
+        if not self.defines("take_events"):
+            return []
         events = self.contain("take_events", self.half.take_events)
         if type(events) is tuple and not events:
             return []

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from baton.contract import KVConnectorSchedulerHalf
+from baton.contract.halves import own_scheduler
 from baton.core.config import EngineConfig
 from baton.engine.cache.kv_cache import KVCache
 from baton.engine.request import Request
@@ -53,7 +54,7 @@ class SchedulerState:
         self.remote = RemoteKV(self.kv_cache, policy)
         self.queues = RequestQueues(self.kv_cache)
         self.in_flight = InFlight()
-        self.connector = ConnectorCalls(scheduler_half)
+        self.connector = ConnectorCalls(own_scheduler(scheduler_half))
         self.counts = StepCounts()
         self.requests: dict[str, Request] = {}  # By id; finished requests stay while they hold blocks.
         context = config.model_config.max_model_len

@@ -110,6 +110,8 @@ class PeerLinks:
 
     def take_ended(self) -> list[ReadEnd]:
         """Reads that have ended since the last call. Never blocks."""
+        if not (self._links or self._operations.parts or self._operations.ended):
+            return []  # Of an engine that reads from no peer, in each step.
         with self._changed:
             ended = self._operations.take_ended()
             self._drop_lost_links()
