@@ -53,11 +53,11 @@ class Written:
 
     done: list[str] = field(default_factory=list)
     failed: dict[str, str] = field(default_factory=dict)  # With the error.
-    had: list[str] = field(default_factory=list)  # It was there already.
+    had: bool = False  # A store had it already.
 
     @property
     def is_stored(self) -> bool:
-        return bool(self.done or self.had)
+        return self.had or bool(self.done)
 
 
 class Tiers:
@@ -168,7 +168,7 @@ class Tiers:
                 continue
             missing = [number for number, size in enumerate(sizes) if size is None]
             for number in {*range(len(values))} - {*missing}:
-                outcomes[number].had.append(store.kind)
+                outcomes[number].had = True
             errors = self._write_capped(index, [values[number] for number in missing])
             for number, failure in zip(missing, errors, strict=True):
                 if failure is None:
