@@ -1,38 +1,49 @@
 """Hit rates of the eviction policies on two traces of Mooncake (FAST'25), beside Belady's optimum.
 
-    BATON_TRACES=FOLDER python -m benchmarks eviction      two minutes; the folder has *_trace.jsonl of
+    BATON_TRACES=FOLDER python -m benchmarks eviction      three minutes; the folder has *_trace.jsonl of
                                                            kvcache-ai/Mooncake, FAST25-release/traces
 
 A figure is the share of the hits of a tier that never evicts. A tier's size is the share of the trace's
 distinct blocks for which it has room. A hit is a block that is found with all blocks before it. The policies
 get the calls of the offload connector: the blocks of a prompt are used or stored in order, none evicts
 another, and at the end of a request its first block is made the youngest. "full" leaves out the last block of
-a prompt if it is not full, which Baton never stores; "all" is how others evaluate the traces.
+a prompt if it is not full, which Baton never stores; "all" is how others evaluate the traces. The results go
+to docs/benchmarks/eviction.json, and the shares of all blocks to eviction.png.
 """
 
 from __future__ import annotations
 
 import heapq
 import json
-import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import inf
 from pathlib import Path
 from typing import get_args
 
+import msgspec
 from rich.console import Console
 from rich.table import Table
 
 from baton.tiers.eviction import Eviction, make_policy
 from baton.tiers.policy import EvictionPolicy
+from benchmarks.fleet.command import traces
 
-FOLDER = "BATON_TRACES"
+RESULTS = Path(__file__).parents[1] / "docs" / "benchmarks" / "eviction.json"
 TRACES = ("conversation", "synthetic")
 BLOCK_TOKENS = 512
-SIZES = (0.05, 0.1, 0.2, 0.4)
+SIZES = (0.02, 0.05, 0.1, 0.2, 0.4, 0.8)
+OPTIMUM = "optimum"
 
 Prompts = Sequence[Sequence[int]]  # The blocks of each prompt; equal numbers are equal prefixes.
+
+
+class Measured(msgspec.Struct, frozen=True):
+    blocks: int
+    distinct: int
+    sizes: tuple[float, ...]  # Shares of the distinct blocks.
+    shares: dict[str, list[float]]  # Of the hits without eviction; by policy, then by size.
+    us_a_block: dict[str, float]
 
 
 def read_prompts(path: Path, *, full_only: bool) -> Prompts:
@@ -86,31 +97,69 @@ def num_hits_of_optimum(prompts: Prompts, capacity: int) -> int:
     return hits
 
 
-def main() -> int:
-    if FOLDER not in os.environ:
-        print(f"set {FOLDER} to the folder with the traces")
-        return 2
-    console = Console()
-    for trace in TRACES:
-        path = Path(os.environ[FOLDER]) / f"{trace}_trace.jsonl"
-        for full_only in (False, True):
-            prompts = read_prompts(path, full_only=full_only)
-            console.print(_table(prompts, f"{trace}, {'full' if full_only else 'all'} blocks"))
-    return 0
-
-
-def _table(prompts: Prompts, title: str) -> Table:
+def measure(prompts: Prompts) -> Measured:
+    """Shares of the hits of each policy and of the optimum, by size, and microseconds a block of a policy."""
     num_distinct = len({key for prompt in prompts for key in prompt})
     num_blocks = sum(map(len, prompts))
     most = num_blocks - num_distinct
-    table = Table("of the hits without eviction", *(f"size {size:g}" for size in SIZES), "us a block")
-    table.title = f"{title}: {num_blocks} blocks, {num_distinct} distinct"
+    capacities = [int(num_distinct * size) for size in SIZES]
+    shares: dict[str, list[float]] = {}
+    us_a_block: dict[str, float] = {}
     for name in get_args(Eviction):
         began_s = time.perf_counter()
-        shares = [num_hits(prompts, make_policy(name, int(num_distinct * size))) / most for size in SIZES]
-        took_s = time.perf_counter() - began_s
-        micros = f"{1e6 * took_s / num_blocks / len(SIZES):.1f}"
-        table.add_row(name, *(f"{share:.3f}" for share in shares), micros)
-    optimum = [num_hits_of_optimum(prompts, int(num_distinct * size)) / most for size in SIZES]
-    table.add_row("optimum", *(f"{share:.3f}" for share in optimum))
+        hits = [num_hits(prompts, make_policy(name, capacity)) for capacity in capacities]
+        us_a_block[name] = round(1e6 * (time.perf_counter() - began_s) / num_blocks / len(SIZES), 1)
+        shares[name] = [round(each / most, 4) for each in hits]
+    optimal = [num_hits_of_optimum(prompts, capacity) for capacity in capacities]
+    shares[OPTIMUM] = [round(each / most, 4) for each in optimal]
+    return Measured(num_blocks, num_distinct, SIZES, shares, us_a_block)
+
+
+def main() -> int:
+    console = Console()
+    if (folder := traces(console, "eviction")) is None:
+        return 0
+    results: dict[str, Measured] = {}
+    for trace in TRACES:
+        for kind in ("all", "full"):
+            prompts = read_prompts(folder / f"{trace}_trace.jsonl", full_only=kind == "full")
+            title = f"{trace}, {kind} blocks"
+            results[title] = measure(prompts)
+            console.print(_table(title, results[title]))
+    RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")
+    plot({trace: results[f"{trace}, all blocks"] for trace in TRACES}, RESULTS.with_suffix(".png"))
+    return 0
+
+
+def _table(title: str, measured: Measured) -> Table:
+    table = Table("of the hits without eviction", *(f"size {size:g}" for size in SIZES), "us a block")
+    table.title = f"{title}: {measured.blocks} blocks, {measured.distinct} distinct"
+    for name, shares in measured.shares.items():
+        us = measured.us_a_block.get(name)
+        table.add_row(name, *(f"{share:.3f}" for share in shares), "" if us is None else f"{us:g}")
     return table
+
+
+def plot(results: Mapping[str, Measured], picture: Path) -> None:
+    """Hit share over size: a panel for each trace, a line for each policy; dashed: the optimum."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(results), figsize=(11, 4.5), sharey=True, squeeze=False)
+    for axes, (trace, measured) in zip(panels[0], results.items(), strict=True):
+        for name, shares in measured.shares.items():
+            is_optimum = name == OPTIMUM
+            label = "Belady's optimum" if is_optimum else name
+            style = {"color": "black", "linestyle": "--"} if is_optimum else {"marker": "o"}
+            axes.plot(measured.sizes, shares, label=label, **style)
+        axes.set(xscale="log", ylim=(0, 1.03), title=trace, xlabel="size, share of the distinct blocks")
+        axes.set_xticks(measured.sizes, [f"{size:g}" for size in measured.sizes])
+        axes.minorticks_off()
+        axes.grid(visible=True, alpha=0.3)
+    panels[0][0].set_ylabel("hits, share of those without eviction")
+    panels[0][-1].legend(loc="lower right")
+    figure.tight_layout()
+    figure.savefig(picture, dpi=110)
+    pyplot.close(figure)

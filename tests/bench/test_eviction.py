@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.tiers.eviction import make_policy
-from benchmarks.eviction import num_hits, num_hits_of_optimum, read_prompts
+from benchmarks.eviction import measure, num_hits, num_hits_of_optimum, plot, read_prompts
 
 # Prefixes of four chains that share their first block.
 PROMPTS = st.lists(
@@ -54,3 +54,13 @@ def test_a_block_that_is_not_full_can_be_left_out(tmp_path: Path) -> None:
     )
     assert read_prompts(path, full_only=False) == [[5, 6], [5, 7]]
     assert read_prompts(path, full_only=True) == [[5], [5, 7]]
+
+
+def test_shares_are_measured_and_drawn(tmp_path: Path) -> None:
+    found = measure([[0, *range(10 * number, 10 * number + 9)] for number in range(1, 8)] * 3)
+    assert (found.blocks, found.distinct) == (210, 64)
+    assert found.shares.keys() == {*found.us_a_block, "optimum"}
+    assert found.shares["optimum"][-1] >= max(shares[-1] for shares in found.shares.values())
+    picture = tmp_path / "eviction.png"
+    plot({"conversation": found, "synthetic": found}, picture)
+    assert picture.stat().st_size > 10_000
