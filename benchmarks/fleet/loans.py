@@ -2,8 +2,8 @@
 
     python -m benchmarks loans     two minutes
 
-A and B compute prompts themselves, lend what they have, and publish KV events; the router's policy is cost.
-First they lend their host memory; then they have none, and lend from their caches. In each round A has
+A prefill engine A and a decode engine B publish KV events; the router's policy is cost. A lends what it has.
+First that is in host memory; then engines have none, and A lends from its cache. In each round A has
 computed a prompt and is computing a long one. Then the first prompt is asked for again:
 
     router       the router chooses; it should have A lend, and B read and answer
@@ -31,7 +31,6 @@ from rich.table import Table
 
 from baton.cli.processes import free_ports
 from benchmarks.fleet.real import (
-    BLOCK_SIZE,
     REQUEST_S,
     VOCABULARY,
     running_fleet,
@@ -100,7 +99,7 @@ async def until_indexed(client: httpx.AsyncClient, router: str, prompt: list[int
     async with asyncio.timeout(REQUEST_S):
         while True:
             explained = (await client.post(f"{router}/explain", json={"prompt": prompt})).json()
-            if max(explained["cached_tokens"].values(), default=0) >= len(prompt) - BLOCK_SIZE:
+            if max(explained["cached_tokens"].values(), default=0) > len(prompt) // 2:
                 return
             await asyncio.sleep(0.01)
 
@@ -144,11 +143,11 @@ def main() -> int:
             ports = free_ports(7)
             options = ("--max-num-batched-tokens", str(STEP_TOKENS))
             urls, events = start_engines(
-                processes, model, ports[:6], ("decode", "decode"), options, transfer_config=transfer_config
+                processes, model, ports[:6], ("prefill", "decode"), options, transfer_config=transfer_config
             )
             policy = {"cost": ["--policy", "cost", *events]}
             router = start_routers(processes, urls, policy, ports[6:])["cost"]
-            taken = asyncio.run(measure(router, *urls["decode"]))
+            taken = asyncio.run(measure(router, *urls["prefill"], *urls["decode"]))
             counts = asyncio.run(outcomes(router))
         table = Table("", "median, ms", "all, ms", title=f"First token of {PROMPT_TOKENS} tokens, {place}")
         for kind, times_s in taken.items():
