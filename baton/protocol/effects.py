@@ -6,7 +6,7 @@ or when the last read has ended. A loan ends with exactly one `FreeLoan`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
@@ -152,12 +152,14 @@ StreamEffect: TypeAlias = ConsumerEffect | Found | ReadEarly | OpenTicket | Lent
 Effect: TypeAlias = ConsumerEffect | ProducerEffect | PeerEffect
 
 
-def pack_sends(sender: Address, sends: Iterable[Send]) -> list[Envelope]:
+def pack_sends(sender: Address, sends: Sequence[Send]) -> list[Envelope]:
     """Envelopes of the messages that one turn of a driver sends: one per peer, or more if they are large.
 
     Equal messages to a peer are sent once, because messages are idempotent. So a peer that repeats a question
     a thousand times in one frame does not cause a frame that is too large to send.
     """
+    if len(sends) == 1:
+        return list(pack(sender, sends[0].to, (sends[0].message,)))
     by_target: dict[Address, dict[Message, None]] = {}
     for send in sends:
         by_target.setdefault(send.to, {})[send.message] = None

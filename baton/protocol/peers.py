@@ -145,7 +145,12 @@ class PeerTable:
     def next_deadline(self) -> float:
         if not self._peers:
             return NEVER
-        return min([p.next_hello if p.state == "asking" else self._idle_at(p) for p in self._peers.values()])
+        due = NEVER
+        for peer in self._peers.values():
+            at = peer.next_hello if peer.state == "asking" else self._idle_at(peer)
+            if at < due:
+                due = at
+        return due
 
     @property
     def num_open(self) -> int:

@@ -190,8 +190,11 @@ class PullConsumer:
     def next_deadline(self) -> float:
         if not self._fetches:
             return NEVER
-        ends = [min(f.next_renew, self._gives_up_at(f)) for f in self._fetches.values() if not f.draining]
-        return min(ends, default=NEVER)
+        due = NEVER
+        for fetch in self._fetches.values():
+            if not fetch.draining:
+                due = min(due, fetch.next_renew, self._gives_up_at(fetch))
+        return due
 
     @property
     def num_open(self) -> int:
@@ -226,7 +229,9 @@ class PullConsumer:
 
     def _gives_up_at(self, fetch: _Fetch) -> float:
         # After all reads a live producer is sure to answer one of several renewals within silence_s.
-        waits_since = min(fetch.silent_since, NEVER if fetch.completed_at is None else fetch.completed_at)
+        waits_since, completed_at = fetch.silent_since, fetch.completed_at
+        if completed_at is not None and completed_at < waits_since:
+            waits_since = completed_at
         return min(fetch.give_up_at, waits_since + self._timers.silence_s)
 
     def _believed_until(self, sent_at: float, ttl_s: float) -> float:

@@ -209,8 +209,11 @@ class PushConsumer:
     def next_deadline(self) -> float:
         if not self._streams:
             return NEVER
-        ends = [min(s.next_want, self._fails_at(s)) for s in self._streams.values() if not s.draining]
-        return min(ends, default=NEVER)
+        due = NEVER
+        for stream in self._streams.values():
+            if not stream.draining:
+                due = min(due, stream.next_want, self._fails_at(stream))
+        return due
 
     @property
     def num_open(self) -> int:

@@ -62,6 +62,7 @@ def unseal(data: bytes, secret: bytes, unix_s: float) -> Message:
 class _Peer:
     number: int = 0
     heard_at_s: float = 0.0
+    heard: list[EngineLoad] = field(default_factory=list)  # Of its last load, as it came.
     load: Load = field(default_factory=lambda: Load(0, []))
 
 
@@ -109,10 +110,12 @@ class Peers:
         has_new_load = False
         for note in message.notes:
             if isinstance(note, Load):
-                rows = [_waiting(row) for row in note.engines]
-                has_new_load |= rows != peer.load.engines
+                rows = peer.load.engines
+                if note.engines != peer.heard:  # Most loads of an idle router repeat the one before.
+                    peer.heard, rows = note.engines, [_waiting(row) for row in note.engines]
+                    has_new_load |= rows != peer.load.engines
+                    self._engines.update(row.engine for row in rows)
                 peer.load = Load(note.num_requests, rows)
-                self._engines.update(row.engine for row in rows)
             else:
                 turns.append(note)
         return News(turns, is_new, has_new_load)

@@ -1,4 +1,6 @@
-"""python -m baton.sim pull|push [--seeds N] [--first SEED] [--minutes M]        many fast worlds
+"""python -m baton.sim pull|push [--seeds N] [--first SEED] [--minutes M] [--jobs N]
+                                                                              many fast worlds
+python -m baton.sim pull|push [--seeds N] [--first SEED] --digest             a hash of their traces
 python -m baton.sim pull|push --seed SEED [--mutant GUARD]                    one world, line by line
 python -m baton.sim mutants [--seeds N] [GUARD ...]                           each guard taken away
 python -m baton.sim full [--mode MODE] [the same options]                     full worlds

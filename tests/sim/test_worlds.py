@@ -8,6 +8,7 @@ import pytest
 
 from baton.core.errors import UserError
 from baton.sim import FAILED_ONCE, GUARDS, MODES, find_broken, replay, run_worlds
+from baton.sim.__main__ import main
 
 # The first seed that is tried, and how many worlds from there. A rare fault needs its seed. When a change of
 # the world moves it, `python -m baton.sim mutants` finds another.
@@ -149,6 +150,15 @@ def test_the_replay_of_a_broken_world_ends_with_what_broke() -> None:
     assert replay("pull", broken.seed, mutant="all_ranks")[-1].endswith(f"VIOLATION {broken.kind}")
 
 
+@pytest.mark.processes
+def test_worlds_in_processes_are_those_of_one_process(capsys: pytest.CaptureFixture[str]) -> None:
+    def counts(*options: str) -> list[str]:
+        assert main(["pull", "--seeds", "2", "--first", "15", *options]) == 0
+        return capsys.readouterr().out.splitlines()[:-1]  # The last line has times.
+
+    assert counts("--jobs", "2") == counts()
+
+
 def test_a_world_that_does_not_exist_is_named() -> None:
     with pytest.raises(UserError, match=r"mode: .*choose one of pull, push"):
         run_worlds("carry", 0, 1)
@@ -159,8 +169,8 @@ def test_a_world_that_does_not_exist_is_named() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_seed_is_the_same_world_in_each_process(mode: str) -> None:
     """The order of a set of strings, which differs between processes, decides nothing."""
-    program = f"from baton.sim import replay; print([replay({mode!r}, seed) for seed in range(15, 25)])"
-    traces = [
+    program = f"from baton.sim.campaigns import FAST; print(FAST.digest({mode!r}, range(15, 25)))"
+    digests = [
         subprocess.run(
             [sys.executable, "-c", program],
             env={**os.environ, "PYTHONHASHSEED": hash_seed},
@@ -169,4 +179,4 @@ def test_a_seed_is_the_same_world_in_each_process(mode: str) -> None:
         ).stdout
         for hash_seed in ("1", "2")
     ]
-    assert traces[0] == traces[1]
+    assert digests[0] == digests[1]

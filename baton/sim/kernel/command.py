@@ -1,8 +1,14 @@
 """Output of `baton sim` for a campaign."""
 
 import argparse
+import multiprocessing
 import sys
 import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from itertools import islice, starmap
 
 from baton.sim.kernel.runs import Campaign, Report
 
@@ -12,6 +18,8 @@ def add_options(parser: argparse.ArgumentParser, default_seeds: int) -> None:
     parser.add_argument("--minutes", type=float, help="stop after so long")
     parser.add_argument("--first", type=int, default=0, help="the first seed")
     parser.add_argument("--seed", type=int, help="replay this one world")
+    parser.add_argument("--jobs", type=int, default=1, help="processes that run worlds side by side")
+    parser.add_argument("--digest", action="store_true", help="print a hash of the traces of these worlds")
 
 
 def run(campaign: Campaign, mode: str, options: argparse.Namespace, default_seeds: int) -> int:
@@ -20,27 +28,51 @@ def run(campaign: Campaign, mode: str, options: argparse.Namespace, default_seed
         lines = campaign.replay(mode, options.seed, mutant=options.mutant)
         print("\n".join(lines))
         return 1 if "VIOLATION" in lines[-1] else 0
-    minutes, seeds = options.minutes, options.seeds
-    until = time.monotonic() + minutes * 60 if minutes is not None else float("inf")
-    left = seeds if seeds is not None else (default_seeds if minutes is None else sys.maxsize)
-    total, began = Report(mode), time.process_time()
-    while left > 0 and time.monotonic() < until:
-        first = options.first + total.num_worlds
-        report = campaign.run_worlds(mode, first, min(default_seeds // 10, left), mutant=options.mutant)
+    if options.digest:
+        seeds = range(options.first, options.first + (options.seeds or default_seeds))
+        print(campaign.digest(mode, seeds, mutant=options.mutant))
+        return 0
+    total, began = Report(mode), time.monotonic()
+    run_batch = partial(campaign.run_worlds, mode, mutant=options.mutant)
+    batches = _batches(options, default_seeds)
+    several = options.jobs > 1
+    for report in _spread(run_batch, batches, options.jobs) if several else starmap(run_batch, batches):
         total.add(report)
-        left -= report.num_worlds
         for broken in report.broken:
             print(f"{broken.kind}: {broken.command}", flush=True)
-    cpu_s = time.process_time() - began
     for what, count in sorted(total.counts.items()):
         print(f"{count:10d}  {what}")
     print(
         f"{campaign.name_of(mode)}: {total.num_worlds} worlds "
         f"(seeds {options.first} to {options.first + total.num_worlds - 1}), "
         f"{total.num_events} events, {len(total.broken)} violations, "
-        f"{cpu_s:.0f} s of one core, {total.num_worlds / cpu_s:.0f} worlds/s"
+        f"{total.cpu_s:.0f} s of one core, {total.num_worlds / total.cpu_s:.0f} worlds/s; "
+        f"{total.num_worlds / (time.monotonic() - began):.0f} worlds/s by the clock"
     )
     return 1 if total.broken else 0
+
+
+def _batches(options: argparse.Namespace, default_seeds: int) -> Iterator[tuple[int, int]]:
+    """(first seed, number of seeds) of each batch, until the options end them."""
+    minutes, seeds = options.minutes, options.seeds
+    until = time.monotonic() + minutes * 60 if minutes is not None else float("inf")
+    left = seeds if seeds is not None else (default_seeds if minutes is None else sys.maxsize)
+    first = options.first
+    while left > 0 and time.monotonic() < until:
+        count = min(default_seeds // 10, left)
+        yield first, count
+        first, left = first + count, left - count
+
+
+def _spread(
+    run_batch: Callable[[int, int], Report], batches: Iterator[tuple[int, int]], num_jobs: int
+) -> Iterator[Report]:
+    """Reports in the order of their batches, which run in `num_jobs` processes."""
+    with ProcessPoolExecutor(num_jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        pending = deque(pool.submit(run_batch, *batch) for batch in islice(batches, 2 * num_jobs))
+        while pending:
+            yield pending.popleft().result()
+            pending.extend(pool.submit(run_batch, *batch) for batch in islice(batches, 1))
 
 
 def run_mutants(campaign: Campaign, guards: list[tuple[str, str]], first: int, num_seeds: int) -> int:

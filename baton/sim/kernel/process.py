@@ -49,7 +49,8 @@ class Process:
         return all(self.pool.is_held(block) for block in blocks)
 
     def clock(self) -> float:
-        return max(self._never_before, self.world.now * self.rate + self.skew_s)
+        now = self.world.now * self.rate + self.skew_s
+        return now if now > self._never_before else self._never_before
 
     def step_clock(self, by_s: float) -> None:
         """A negative step stops the clock for this time, because a monotonic clock does not go back."""

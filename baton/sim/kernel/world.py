@@ -78,11 +78,11 @@ class World:
             self.trace.append(f"{self.now:9.4f}  {who:8s} {what}")
 
     def run(self, until_s: float) -> None:
-        queue = self._queue
+        queue, pop, events_max = self._queue, heapq.heappop, self._events_max
         while queue and queue[0][0] <= until_s:
-            self.num_events += 1
-            if self.num_events > self._events_max:
+            self.num_events = num_events = self.num_events + 1
+            if num_events > events_max:
                 raise Violation("I4", "livelock: the event budget is spent")
-            self.now, _, action = heapq.heappop(queue)
+            self.now, _, action = pop(queue)
             action()
         self.now = until_s

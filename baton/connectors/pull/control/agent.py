@@ -106,7 +106,13 @@ class PullAgent:
 
     @property
     def next_deadline(self) -> float:
-        return min([machine.next_deadline for machine in self._machines])
+        return min(
+            self.producer.next_deadline,
+            self.consumer.next_deadline,
+            self.prefills.next_deadline,
+            self.streams.next_deadline,
+            self.peers.next_deadline,
+        )
 
     def take_envelopes(self) -> list[Envelope]:
         """What has to be sent, one envelope per peer."""

@@ -189,8 +189,9 @@ class Pool:
         for block in blocks:
             self.owner[block] = owner
             for memory, layer_bytes, heads in self._shapes:
-                for start in range(block * len(heads), len(memory), layer_bytes):
-                    memory[start : start + len(heads)] = [None] * len(heads)
+                num_heads = len(heads)
+                for start in range(block * num_heads, len(memory), layer_bytes):
+                    memory[start : start + num_heads] = [None] * num_heads
         return blocks
 
     def allocate_tables(self, counts: Sequence[int], owner: object) -> Tables | None:
