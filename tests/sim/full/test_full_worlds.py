@@ -96,6 +96,8 @@ EVERYWHERE = {
     "handoffs of cache groups",
     "handoffs of states",
     "host load: error",
+    "host memory evicts by learned",
+    "host memory evicts by slru",
     "host memory reset",
     "host store: error",
     "hung steps",

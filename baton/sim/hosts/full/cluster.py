@@ -146,18 +146,25 @@ class Cluster(BaseCluster):
         rng = self.world.rng_of_models
         if rng.random() >= OFFLOADS:
             return spec
+        num_slots = rng.choice([3, 8, 30])
+        is_offload_first = rng.random() < 0.5
+        caches_prefixes = rng.random() < 0.5  # Otherwise all hits are those of host memory.
+        offload = OffloadSettings(
+            cpu_gib=1.0,
+            eviction=rng.choice(["lru", "arc", "s3fifo"]),
+            blocks_per_chunk=1 if self.is_hybrid else rng.choice([1, 1, 2, 3]),
+            prompt_only=rng.random() < 0.3,
+        )
+        # From a generator of its own: other worlds of recorded seeds stay as they are.
+        if (eviction := self.world.rng_of_eviction.choice([None, None, "slru", "learned"])) is not None:
+            offload = msgspec.structs.replace(offload, eviction=eviction)
+        self.world.count(f"host memory evicts by {offload.eviction}")
         return replace(
             spec,
-            num_slots=rng.choice([3, 8, 30]),
-            is_offload_first=rng.random() < 0.5,
-            caches_prefixes=rng.random() < 0.5,  # Otherwise all hits are those of host memory.
-            offload=OffloadSettings(
-                cpu_gib=1.0,
-                # Others are tested without worlds: a longer list would change all worlds of recorded seeds.
-                eviction=rng.choice(["lru", "arc", "s3fifo"]),
-                blocks_per_chunk=1 if self.is_hybrid else rng.choice([1, 1, 2, 3]),
-                prompt_only=rng.random() < 0.3,
-            ),
+            num_slots=num_slots,
+            is_offload_first=is_offload_first,
+            caches_prefixes=caches_prefixes,
+            offload=offload,
         )
 
     def can_pair(self, p: HostSpec, d: HostSpec) -> bool:
