@@ -159,6 +159,11 @@ def test_worlds_in_processes_are_those_of_one_process(capsys: pytest.CaptureFixt
     assert counts("--jobs", "2") == counts()
 
 
+def test_a_campaign_without_worlds_ends(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", "--seeds", "0"]) == 0
+    assert "0 worlds/s" in capsys.readouterr().out
+
+
 def test_a_world_that_does_not_exist_is_named() -> None:
     with pytest.raises(UserError, match=r"mode: .*choose one of pull, push"):
         run_worlds("carry", 0, 1)

@@ -42,11 +42,12 @@ def run(campaign: Campaign, mode: str, options: argparse.Namespace, default_seed
             print(f"{broken.kind}: {broken.command}", flush=True)
     for what, count in sorted(total.counts.items()):
         print(f"{count:10d}  {what}")
+    least_s = sys.float_info.epsilon  # Without worlds.
     print(
         f"{campaign.name_of(mode)}: {total.num_worlds} worlds "
         f"(seeds {options.first} to {options.first + total.num_worlds - 1}), "
         f"{total.num_events} events, {len(total.broken)} violations, "
-        f"{total.cpu_s:.0f} s of one core, {total.num_worlds / total.cpu_s:.0f} worlds/s; "
+        f"{total.cpu_s:.0f} s of one core, {total.num_worlds / max(total.cpu_s, least_s):.0f} worlds/s; "
         f"{total.num_worlds / (time.monotonic() - began):.0f} worlds/s by the clock"
     )
     return 1 if total.broken else 0
