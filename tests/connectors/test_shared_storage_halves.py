@@ -10,10 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
 from baton.connectors.jobs import Jobs
+from baton.connectors.multi.children import transfers_of
 from baton.connectors.shared_storage import (
     StorageIdentity,
     StorageSchedulerHalf,
@@ -30,7 +32,9 @@ from baton.connectors.shared_storage.metadata import (
     StorageReport,
 )
 from baton.connectors.shared_storage.prompts import Prompt
+from baton.connectors.tiered import BatonTieredConnector
 from baton.contract import ConnectorDead, KVConnectorOutput
+from baton.core.config import KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.layout import ModelFingerprint
@@ -492,3 +496,16 @@ def test_chunks_of_an_ended_session_are_the_oldest(tmp_path: Path) -> None:
     ages = sorted(path.stat().st_mtime for path in files_in(tmp_path))
     assert ages[:2] == [ENDED_S, ENDED_S]
     assert ages[2] > ENDED_S, "another request uses the first chunk, too"
+
+
+def test_loads_by_layers_need_one_block_table_and_no_other_connector(tmp_path: Path) -> None:
+    identity = identity_in(tmp_path, layerwise=True)
+    with pytest.raises(ConfigError, match=r"layerwise: needs one block table"):
+        msgspec.structs.replace(identity, groups=(KVCacheGroup((0,)), KVCacheGroup((1,), 9)))
+    of_tiers = KVTransferConfig(
+        kv_connector="BatonTieredConnector",
+        kv_role="kv_both",
+        kv_connector_extra_config={"tiers": [{"type": "files", "path": "/kv"}], "layerwise": True},
+    )
+    with pytest.raises(ConfigError, match=r"layerwise: is for an only connector"):
+        transfers_of(of_tiers, BatonTieredConnector.listed)
