@@ -17,6 +17,7 @@ from baton.engine.models import TensorParallelGroup, build_model
 from tests.engine_models.paged import SHUFFLED_BLOCKS, CheckpointOf, PagedModel, PagedModelOf, prompt_of
 
 WAIT_S = 60.0
+ATOL = 3e-4  # Logits reach 13; float32 is up to 6e-5 from float64, with the operations of torch or compiled ones.
 
 
 class Meeting:
@@ -94,7 +95,7 @@ def test_ranks_together_give_the_logits_of_one(
         answers = list(pool.map(run_rank, range(tp_size), timeout=WAIT_S))
     alone = paged_model_of(family).step([(prompt, 0, SHUFFLED_BLOCKS)])
     for answer in answers:
-        torch.testing.assert_close(answer, alone, atol=1e-4, rtol=0)
+        torch.testing.assert_close(answer, alone, atol=ATOL, rtol=0)
         assert answer.equal(answers[0])
 
 
