@@ -17,7 +17,7 @@ from baton.engine.models import TensorParallelGroup, build_model
 from tests.engine_models.paged import SHUFFLED_BLOCKS, CheckpointOf, PagedModel, PagedModelOf, prompt_of
 
 WAIT_S = 60.0
-ATOL = 3e-4  # Logits reach 13; float32 is up to 6e-5 from float64, with the operations of torch or compiled ones.
+ATOL = 3e-4  # Logits reach 13, and float32 is up to 6e-5 from float64, by torch or by compiled code.
 
 
 class Meeting:
