@@ -142,3 +142,24 @@ def test_a_request_for_a_loan_waits_for_the_whole_load() -> None:
     world.end_load("a")
     world.step()
     assert world.answers["a"].reason is not None
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize("is_retired", [False, True])
+def test_an_error_also_takes_back_the_blocks_of_a_request_that_has_ended(
+    is_running: bool, is_retired: bool
+) -> None:
+    """Its load still fills them, and another request has found them."""
+    world = arriving_world()
+    world.add("b", PROMPT)
+    world.scheduler.abort([] if is_running else ["a"])
+    world.schedule()
+    world.scheduler.abort(["a"] if is_running else [])
+    if is_retired:
+        world.scheduler.retire_connector("it died")
+    else:
+        world.error = "wait_for_layer_load: a bug"
+    world.finish_oldest()
+    while not world.answers["b"].reason:
+        world.step()  # In other blocks.
+    world.check_answer("b")

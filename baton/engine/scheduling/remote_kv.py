@@ -56,6 +56,7 @@ class _Hold:
     request: Request
     is_lent: bool
     is_being_filled: bool
+    arriving: Load | None  # By which others that share the blocks may compute before they are filled.
 
 
 class LoadFailures:
@@ -158,11 +159,16 @@ class RemoteKV:
         return self._kv_cache.blocks_between(load.request.request_id, first, last)
 
     def arriving_blocks(self) -> set[int]:
-        """Blocks that loads fill while their requests run."""
-        return {block_id for load in self._arriving.values() for _, block_id in self._blocks_of(load)}
+        """Blocks that loads fill while requests use them."""
+        return {block_id for load in self._arriving_loads() for _, block_id in self._blocks_of(load)}
 
     def arriving_requests(self) -> list[Request]:
+        """Those that have not ended."""
         return [load.request for load in self._arriving.values()]
+
+    def _arriving_loads(self) -> list[Load]:
+        of_held = [hold.arriving for hold in self._held.values() if hold.arriving is not None]
+        return [*self._arriving.values(), *of_held]
 
     def loading_among(self, request_ids: Iterable[str]) -> list[Request]:
         return [self._loading[r].request for r in sorted(request_ids) if r in self._loading]
@@ -181,10 +187,11 @@ class RemoteKV:
     ) -> LoadFailures:
         """`others`: requests with blocks that are not loading, in order. `loads`: of the reporting step."""
         failures, bad = LoadFailures(), set(invalid_block_ids)
+        arriving = {load.request.request_id: load for load in self._arriving_loads()}
         for request_id in sorted(failed_recving):
             if (load := self._loading.get(request_id)) is not None:
                 self._fail_load(load, load.num_local_tokens, failures)
-            elif (load := self._arriving.get(request_id)) is not None:
+            elif (load := arriving.get(request_id)) is not None:
                 bad.update(block_id for _, block_id in self._blocks_of(load))
             elif request_id not in self._held:
                 self._ignore("failed_recving", request_id)
@@ -273,7 +280,7 @@ class RemoteKV:
             elif (load := self._arriving.pop(request_id, None)) is not None:
                 load.request.is_arriving = False
             elif (hold := self._held.get(request_id)) is not None and hold.is_being_filled:
-                hold.is_being_filled = False
+                hold.is_being_filled, hold.arriving = False, None
                 to_free += self._released(hold)
             else:
                 self._ignore("finished_recving", request_id)
@@ -292,10 +299,11 @@ class RemoteKV:
 
     def hold(self, request: Request, *, is_lent: bool) -> bool:
         """Keep the blocks of a request that has ended, if a transfer uses them; returns whether one does."""
-        loads = (of_id.pop(request.request_id, None) for of_id in (self._loading, self._arriving))
-        is_being_filled = any([load is not None for load in loads])
+        loading = self._loading.pop(request.request_id, None)
+        arriving = self._arriving.pop(request.request_id, None)
+        is_being_filled = loading is not None or arriving is not None
         if is_lent or is_being_filled:
-            self._held[request.request_id] = _Hold(request, is_lent, is_being_filled)
+            self._held[request.request_id] = _Hold(request, is_lent, is_being_filled, arriving)
             return True
         return False
 

@@ -126,12 +126,13 @@ class TransferReports:
 
         Requests that share the blocks give them up.
         """
-        arriving = self._state.remote.arriving_requests()
-        if arriving:
+        remote, in_flight = self._state.remote, self._state.in_flight
+        if remote.arriving_blocks():
+            arriving = remote.arriving_requests()
             for request, _ in failures.to_roll_back:
                 if request not in arriving and not request.is_finished:
                     self._rollback.restart(request)
-            self._fail_of_connector([request for request in arriving if not request.is_finished])
+            self._fail_of_connector([each for each in arriving if not in_flight.is_ending(each)])
 
     # --- Ends ------------------------------------------------------------------------------------
 
