@@ -17,6 +17,8 @@ One engine step, in order:
                -> clear_connector_metadata
     scheduler  update_connector_output -> take_events
 
+A host may leave out a call for which a half's class has the default of this module.
+
 Guarantees to a connector if a device has streams of its own: the host gets a step's output only after the
 device has finished the step, and no step in flight writes into a block that is allocated to a load.
 
