@@ -509,3 +509,49 @@ def test_loads_by_layers_need_one_block_table_and_no_other_connector(tmp_path: P
     )
     with pytest.raises(ConfigError, match=r"layerwise: is for an only connector"):
         transfers_of(of_tiers, BatonTieredConnector.listed)
+
+
+def test_no_step_waits_for_the_load_of_a_request_that_ended_before_it_arrived(halves: Halves) -> None:
+    """No other request has found its blocks."""
+    for name in ("runs", "ended"):
+        halves.scheduler.on_new_request(request_of(name, CHUNK))
+    halves.scheduler.request_finished(request_of("ended", CHUNK), [])
+    report = KVConnectorOutput(kv_connector_worker_meta=StorageReport(rank=0, arriving={"runs", "ended"}))
+    halves.scheduler.update_connector_output(report)
+    assert report.arriving_recving == {"runs"}
+    halves.scheduler.request_finished(request_of("runs", CHUNK), [])
+    assert halves.step(EMPTY).usable == ("runs",), "others may have found its blocks"
+
+
+def test_what_was_read_ahead_stays_until_the_load_by_layers_has_ended(halves: Halves, tmp_path: Path) -> None:
+    first, again = request_of("first", CHUNK + 1), request_of("again", CHUNK + 1)
+    halves.scheduler.on_new_request(first)
+    halves.step(prefill_of(first, first.num_tokens))
+    halves.step(EMPTY)
+    wait_for(lambda: len(files_in(tmp_path)) == 1)
+    halves.scheduler.on_new_request(again)
+    wait_for(lambda: halves.scheduler.get_num_new_matched_tokens(again, 0) == (CHUNK, True))
+    assert [order.owner for order in halves.step(EMPTY).read_ahead] == ["again"]
+    halves.scheduler.update_state_after_alloc(again, TABLE, CHUNK)
+    halves.step(EMPTY)
+    arriving = StorageReport(rank=0, arriving={"again"})
+    halves.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=arriving))
+    assert halves.step(prefill_of(again, 1, 0), finished_recving={"again"}).forget == ()
+    assert halves.step(EMPTY).forget == ("again",)
+
+
+def test_a_chunk_that_was_read_ahead_counts_once_however_many_sections_it_has(tmp_path: Path) -> None:
+    half = StorageWorkerHalf(identity_in(tmp_path, layerwise=True))
+    half.register_kv_caches({f"layer {n}": torch.rand(4, 1, BLOCK, (64 << 10) // BLOCK) for n in range(4)})
+    form = half._blocks[0].form
+    assert len(form.section_ends) > 1
+    half._ahead.want("r", (b"k", 0), form.nbytes)
+    half._ahead.keep((b"k", 0), memoryview(bytearray(form.nbytes)))
+    order = LoadChunks("r", (ChunkPart(b"k", (0, 1)),), arrives_s=1.0)
+    half.bind_connector_metadata(StorageMetadata(namespaces=("n",), loads=(order,)))
+    half._transfers.drain()
+    half.get_finished(set())
+    stats = half.get_kv_connector_stats()
+    half.shutdown()
+    assert stats is not None
+    assert (stats.data["loaded_chunks"], stats.data["prefetched_chunks"]) == (1, 1)

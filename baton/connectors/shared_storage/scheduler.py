@@ -286,8 +286,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     def _plan_reading_ahead(self, output: host.SchedulerOutput) -> tuple[ReadChunks, ...]:
         """Chunks of the prompts that still wait, and whose lookup has ended."""
         now = self._clock()
-        for new in output.scheduled_new_reqs:  # Its load has ended, if it had one.
-            self._end_reading_ahead(new.req_id)
+        for new in output.scheduled_new_reqs:
+            if new.req_id not in self._usable:  # Its load has ended, if it had one.
+                self._end_reading_ahead(new.req_id)
         for hint in [hint for hint, deadline_s in self._hints.items() if deadline_s <= now]:
             self._end_reading_ahead(hint)
         orders = []
@@ -346,8 +347,11 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         else:
             combined = StorageReport()
         ended = connector_output.finished_recving or set()
-        arriving = (combined.arriving or set()) - ended
+        # The blocks of a request that ended before it arrived are no other's.
+        arriving = (combined.arriving or set()) & self._prompts.keys() - ended
         connector_output.arriving_recving |= arriving
+        for request_id in self._usable & ended:
+            self._end_reading_ahead(request_id)
         self._usable = (self._usable | arriving) - ended
         self._speeds.step_ended(combined.timed or (), now)
         if self._events is not None:

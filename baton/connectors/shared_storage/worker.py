@@ -317,7 +317,7 @@ class StorageWorkerHalf(BackgroundLoads):
                 nbytes = self._blocks_of(part).form.nbytes if place is None else place.stop - place.start
                 self._stats.add(loaded_chunks=num_chunks, loaded_bytes=nbytes, load_s=outcome.seconds)
                 if outcome.store is None:
-                    self._stats.add(prefetched_chunks=1)
+                    self._stats.add(prefetched_chunks=num_chunks)
                 self._note_read(outcome)
             elif outcome.error:
                 logger.warning("request %s computes what it could not load: %s", request_id, outcome.error)
