@@ -280,7 +280,9 @@ def test_states_of_bfloat16_models_do_not_depend_on_the_steps(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("is_wide", [True, False])
-def test_the_residual_stream_has_the_precision_that_the_file_names(is_wide: bool, tmp_path: Path) -> None:
+def test_the_residual_stream_has_the_precision_that_the_file_names(
+    is_wide: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_checkpoint(
         tmp_path,
         family="mamba2",
@@ -296,7 +298,13 @@ def test_the_residual_stream_has_the_precision_that_the_file_names(is_wide: bool
 
     reference, paged = load_reference(folder).to(torch.bfloat16), PagedModel(load_model_config(folder))
     reference.backbone.norm_f.register_forward_pre_hook(note)
-    paged.model.norm.register_forward_pre_hook(note)
+    of_sum = paged.model.norm.of_sum
+
+    def noted(hidden: torch.Tensor, *arguments: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(hidden.dtype)
+        return of_sum(hidden, *arguments)
+
+    monkeypatch.setattr(paged.model.norm, "of_sum", noted)
     with torch.inference_mode():
         expected = reference(torch.tensor([prompt])).logits[0]
     logits = paged.step([(prompt, 0, SHUFFLED_BLOCKS)])
