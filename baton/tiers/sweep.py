@@ -128,7 +128,8 @@ class Chunk:
 
 
 def sweep(store: Store, limits: Limits, *, now_s: float, own: Collection[str] = ()) -> Swept:
-    """`now_s`: since the Unix epoch. `own`: namespaces that the caller uses.
+    """`now_s`: since the Unix epoch. `own`: namespaces that the caller uses. If it does not know them yet
+    (empty), no namespace counts as unused.
 
     Raises StoreError if the store cannot be scanned.
     """
@@ -139,7 +140,7 @@ def sweep(store: Store, limits: Limits, *, now_s: float, own: Collection[str] = 
     chunks = sorted(found, key=operator.attrgetter("order"))
     swept = Swept(len(chunks), sum(chunk.nbytes for chunk in chunks))
     _mark(store, {chunk.namespace for chunk in chunks}.intersection(own), marks, now_s)
-    if limits.unused_namespaces_s is not None:
+    if limits.unused_namespaces_s is not None and own:
         _collect(store, chunks, marks, swept, now_s - limits.unused_namespaces_s, own)
     _evict([chunk for chunk in chunks if chunk.is_too_old(limits.max_age_s, now_s)], store, swept)
     if limits.tenant_max_bytes is not None:

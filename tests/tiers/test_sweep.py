@@ -185,7 +185,9 @@ def test_chunks_of_a_namespace_that_no_engine_uses_are_removed(store: FileStore)
         put_in(store, "used", marked_s=old, used_s=NOW_S - 1),
         put_in(store, "unmarked", used_s=old),
     ]
-    swept = sweep(store, Limits(unused_namespaces_s=UNUSED_S), now_s=NOW_S, own=("own",))
+    limits = Limits(unused_namespaces_s=UNUSED_S)
+    assert sweep(store, limits, now_s=NOW_S).evicted == [], "an engine does not know its own yet"
+    swept = sweep(store, limits, now_s=NOW_S, own=("own",))
     assert (swept.evicted, swept.num_kept, swept.error) == ([gone], len(stay), "")
     assert None not in store.sizes(stay)
     assert marks_of(store).keys() == {mark_of(name) for name in ("pinned", "own", "marked", "used")}
