@@ -149,6 +149,8 @@ class ObjectStore(Store):
                 self._has_ranges = False
                 self.read_part(name, into, start, nbytes)
                 return
+            if "range" in _told(error).lower() and self._ends_before(name, start + nbytes):
+                raise Unusable("corrupt", f"it ends before byte {start + nbytes}") from error
             raise Unusable("io", _told(error)) from error
         if len(content) != nbytes:
             raise Unusable("corrupt", f"it ends before byte {start + nbytes}")
@@ -193,6 +195,14 @@ class ObjectStore(Store):
 
     def close(self) -> None:
         return
+
+    def _ends_before(self, name: str, nbytes: int) -> bool:
+        """Of an object of which a part was refused; a server's error need not say why."""
+        try:
+            (size,) = self.sizes([name])
+        except StoreError:
+            return False
+        return size is not None and size < nbytes
 
     def _count(self, operation: str, count: int = 1) -> None:
         with self._lock:
