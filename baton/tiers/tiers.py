@@ -124,14 +124,16 @@ class Tiers:
         """Reads from the first store that has the value and whose copy is proven.
 
         `prove` gets the value, or this part of it, inside `into`, and raises Unusable. An unusable copy is
-        removed. Raises Unusable with the first reason other than "gone".
+        removed. Raises Unusable with the first reason other than "gone"; it is "gone" only if all have been
+        asked.
 
         `only`: index of the store that is asked.
         """
-        fault = Unusable("gone")
+        fault, num_left = Unusable("gone"), len(self.stores) if only is None else 1
         for index, store in self._asked():
             if only not in (None, index):
                 continue
+            num_left -= 1
             try:
                 if part is None:
                     nbytes = store.read(name, into)
@@ -146,6 +148,8 @@ class Tiers:
                     self._remove_copy(name, store)
                 if fault.reason == "gone":
                     fault = error
+        if fault.reason == "gone" and num_left:
+            raise Unusable("io", "a store that may have it has failed, and is not asked")
         raise fault
 
     def write(self, name: str, parts: Parts, *, below: int | None = None) -> Written:

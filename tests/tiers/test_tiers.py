@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.tiers.pace import BURST_S, TokenBucket
-from baton.tiers.store import StoreError
+from baton.tiers.store import StoreError, Unusable
 from baton.tiers.tiers import RETRY_S, Tiers
 from tests.tiers.slow_store import SlowStore
 
@@ -62,6 +62,19 @@ def test_a_store_that_does_not_answer_delays_one_touch_only(world: World) -> Non
     world.slow.is_dead, world.now_s = False, RETRY_S
     world.tiers.touch("a", 6.0)
     assert world.slow.touched == {"a": 6.0}
+
+
+def test_what_a_failing_store_may_have_is_not_gone(world: World) -> None:
+    with pytest.raises(Unusable, match="gone"):
+        world.read("a")
+    world.tiers.write("a", (b"1",))
+    world.fast.values.clear()
+    world.slow.is_dead = True
+    world.tiers.touch("a", 5.0)
+    with pytest.raises(Unusable, match="io: a store that may have it"):
+        world.read("a")
+    with pytest.raises(Unusable, match="io: a store that may have it"):
+        world.tiers.read("a", memoryview(bytearray(1)), bytes, part=slice(0, 1), only=1)
 
 
 # --- Bandwidth --------------------------------------------------------------------------------------
