@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from baton.tiers.aligned import AlignedMemory
 from baton.tiers.chunk import SealedHeader, header_nbytes, sections_of
 from baton.tiers.store import Unusable
 from baton.tiers.tiers import Read, Tiers
 
 if TYPE_CHECKING:
-    from baton.tiers.aligned import AlignedMemory
     from baton.tiers.chunk import Entries
     from baton.tiers.chunk_name import ChunkName
 
@@ -102,7 +102,7 @@ class SectionReader:
 
     def _check_unchanged(self, opened: _Opened) -> None:
         """Raises Unusable if the value has another header now, so that a good one is not removed."""
-        into = memoryview(bytearray(opened.nbytes))
+        into = AlignedMemory().take(opened.nbytes)[: opened.nbytes]  # For direct I/O.
         store = self._tiers.stores[opened.store]
         store.read_part(opened.name, into, 0, opened.nbytes)
         if into != opened.header.content:
