@@ -29,6 +29,7 @@ ALL = {
     "router": "benchmarks.router.command",
     "shared-storage": "benchmarks.shared_storage",
     "stalls": "benchmarks.stalls",
+    "start": "benchmarks.start",
 }
 
 
