@@ -31,7 +31,7 @@ BAD: dict[type[Any], list[tuple[dict[str, Any], str]]] = {
     StorageSettings: [
         ({}, r"path: is required, or tiers instead of it$"),
         ({"path": "relative"}, r"path: must be an absolute path"),
-        ({"path": "/x", "max_gb": 3}, r"max_gb: is not known; known are path"),
+        ({"path": "/x", "max_gb": 3}, r"max_gb: is not known; known are .*max_gib"),
         ({"path": "/x", "max_gib": 0}, r"max_gib: must be positive"),
         ({"path": "/x", "io_threads": 0}, r"io_threads: must be at least 1"),
         ({"path": "/x", "max_age_s": "old"}, r"kv_connector_extra_config\.max_age_s: Expected"),

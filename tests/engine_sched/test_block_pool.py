@@ -103,6 +103,7 @@ def test_evicted_blocks_cannot_be_found_whether_held_or_free() -> None:
     pool, blocks = cached_pool(4, [1, 2, 3, 4])
     hashes = [block.block_hash for block in blocks]
     pool.free_blocks(blocks[1:])
+    pool.evict_blocks([-1, 10_000])  # A connector may report what is no block.
     pool.evict_blocks([*ids(blocks), 3])
     assert [pool.get_cached_block(h) for h in hashes if h] == [None, None]
     assert ids(pool.get_new_blocks(1)) == [blocks[1].block_id], "not cached, so taken first"

@@ -206,8 +206,13 @@ class BlockPool:
             self._events += [self._stored(request, run, group) for run in _consecutive(added)]
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Remove these blocks from the prefix cache, held or not. For blocks with wrong contents."""
+        """Remove these blocks from the prefix cache, held or not. For blocks with wrong contents.
+
+        Ids that are no block's are ignored, because a connector may report any.
+        """
         for block_id in block_ids:
+            if not 0 <= block_id < len(self.blocks):
+                continue
             block = self.blocks[block_id]
             if block.block_hash is None:
                 continue
