@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -538,6 +538,16 @@ def test_what_was_read_ahead_stays_until_the_load_by_layers_has_ended(halves: Ha
     halves.scheduler.update_connector_output(KVConnectorOutput(kv_connector_worker_meta=arriving))
     assert halves.step(prefill_of(again, 1, 0), finished_recving={"again"}).forget == ()
     assert halves.step(EMPTY).forget == ("again",)
+
+
+def test_the_output_of_vllm_has_only_vllms_fields(halves: Halves) -> None:
+    of_vllm: dict[str, Any] = dict.fromkeys(each.name for each in fields(KVConnectorOutput))
+    for of_baton in ("abandoned_recving", "arriving_recving"):
+        del of_vllm[of_baton]
+    of_vllm |= {"kv_connector_worker_meta": StorageReport(rank=0, copied={1})}
+    before = dict(of_vllm)
+    halves.scheduler.update_connector_output(output := SimpleNamespace(**of_vllm))  # type: ignore[arg-type]
+    assert vars(output) == before
 
 
 def test_a_chunk_that_was_read_ahead_counts_once_however_many_sections_it_has(tmp_path: Path) -> None:

@@ -349,7 +349,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         ended = connector_output.finished_recving or set()
         # The blocks of a request that ended before it arrived are no other's.
         arriving = (combined.arriving or set()) & self._prompts.keys() - ended
-        connector_output.arriving_recving |= arriving
+        if arriving:  # vLLM's output has no such field, and there nothing arrives.
+            connector_output.arriving_recving |= arriving
         for request_id in self._usable & ended:
             self._end_reading_ahead(request_id)
         self._usable = (self._usable | arriving) - ended
