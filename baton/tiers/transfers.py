@@ -101,6 +101,17 @@ Move: TypeAlias = Callable[[C, memoryview], None]
 """Moves a chunk between the caller's memory and its body, which is valid during the call."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Piece(Generic[C]):
+    """One chunk of a load, or one section of it."""
+
+    job: Job[C]
+    index: int
+    install: Move[C]
+    used_s: float  # Time of use that the store notes, since the Unix epoch.
+    sections: dict[ChunkName, SectionReader]  # Of the job's chunks that are read by sections.
+
+
 class Transfers(Generic[C]):
     """Its methods are for the caller's thread. `form_of`, `held`, `on_end` and moves run on any thread."""
 
@@ -176,7 +187,8 @@ class Transfers(Generic[C]):
         sections: dict[ChunkName, SectionReader] = {}
         for index in wanted:
             age_s = OLDER_BY_S * (places[index] if places else index)
-            threads.put(partial(self._run_load, job, index, install, used_s - age_s, sections))
+            piece = _Piece(job, index, install, used_s - age_s, sections)
+            threads.put(partial(self._run_load, piece))
 
     def store(
         self,
@@ -214,7 +226,11 @@ class Transfers(Generic[C]):
         with self._changing() as states:
             if not states.reserve(copy.form.nbytes):
                 return None
-        self._fill(copy, fill)
+        try:
+            self._fill(copy, fill)
+        except BaseException:
+            self.drop([copy])  # It would count to the backlog for ever.
+            raise
         return copy
 
     def drop(self, copies: Sequence[Copy[C]]) -> None:
@@ -306,22 +322,15 @@ class Transfers(Generic[C]):
                     outcome = Outcome(job.chunks[index], None if is_found else reason)
                     states.settle(job, index, outcome, self._clock())
 
-    def _run_load(
-        self,
-        job: Job[C],
-        index: int,
-        install: Move[C],
-        used_s: float,
-        sections: dict[ChunkName, SectionReader],
-    ) -> None:
-        """`sections`: of the job's chunks that are read by sections."""
-        thread, chunk = threading.get_ident(), job.chunks[index]
+    def _run_load(self, piece: _Piece[C]) -> None:
+        thread, job, index = threading.get_ident(), piece.job, piece.index
+        chunk = job.chunks[index]
         with self._changing() as states:
             is_wanted = bool(states.start(thread, job, [index], self._clock(), self._settings.read_timeout_s))
         fault: Outcome[C] | None = Outcome(chunk, "failed")
         try:
             if is_wanted:
-                self._load_chunk(job, index, install, used_s, sections)
+                self._load_chunk(piece)
             fault = None
         except Unusable as error:
             fault = Outcome(chunk, error.reason, str(error))
@@ -333,25 +342,19 @@ class Transfers(Generic[C]):
                 if fault is not None:
                     states.settle(job, index, fault, self._clock())
 
-    def _load_chunk(
-        self,
-        job: Job[C],
-        index: int,
-        install: Move[C],
-        used_s: float,
-        sections: dict[ChunkName, SectionReader],
-    ) -> None:
+    def _load_chunk(self, piece: _Piece[C]) -> None:
         """Raises Unusable without having touched the caller's memory."""
-        chunk, started_s = job.chunks[index], self._clock()
+        job, index, started_s = piece.job, piece.index, self._clock()
+        chunk = job.chunks[index]
         form = self._form_of(chunk)
         body, store, nbytes = self._held(chunk), None, 0
         if body is None:
-            read = self._read(form) if form.section is None else self._read_section(form, sections)
+            read = self._read(form) if form.section is None else self._read_section(form, piece.sections)
             body, store, nbytes = read.proven, read.store, read.nbytes
         with self._changing() as states:
             if not states.begin_copy(job, index):
                 return
-        install(chunk, body)
+        piece.install(chunk, body)
         now = self._clock()
         with self._changing() as states:
             done = Outcome(chunk, seconds=now - started_s, store=store, nbytes=nbytes)
@@ -359,7 +362,7 @@ class Transfers(Generic[C]):
             self._changed.notify_all()
         if job.kind == "load" and not form.section:
             for name, _ in form.names:
-                self._tiers.touch(str(name), used_s)
+                self._tiers.touch(str(name), piece.used_s)
         if store and form.section is None:
             # Sealed again: a body that was encrypted has been decrypted where it was read.
             copy = self.copy(chunk, lambda _, into: np.copyto(_bytes(into), _bytes(body)))

@@ -239,6 +239,16 @@ def test_chunks_beyond_the_backlog_are_not_stored(slow: SlowStore) -> None:
     assert world.transfers.backlog_bytes == 0
 
 
+def test_a_copy_that_fails_does_not_count_to_the_backlog(slow: SlowStore) -> None:
+    def fail(chunk: tuple[int, int], body: memoryview) -> None:
+        raise RuntimeError
+
+    world = World(slow)
+    with pytest.raises(RuntimeError):
+        world.transfers.copy((0, 0), fail)
+    assert world.transfers.backlog_bytes == 0
+
+
 def test_a_full_store_fails_its_chunks_and_is_logged_at_intervals(
     slow: SlowStore, caplog: pytest.LogCaptureFixture
 ) -> None:
