@@ -67,9 +67,9 @@ class KVConnectorOutput:
 
     `arriving_recving` too: requests that need not wait for the rest of their load. They, and others that
     share their blocks, may be in the steps that are planned from now on. In these steps `wait_for_layer_load`
-    returns when the layer is loaded, and what could not be loaded, and is not written to any more, is in
-    `invalid_block_ids`. The blocks are the load's until the request is in `finished_recving`. For engines
-    with one block table; others wait.
+    returns when the layer is loaded. If the load fails, its blocks are in `invalid_block_ids`, and nothing
+    writes to them any more. Until the request is in `finished_recving`, its blocks are neither freed nor
+    given to others. Engines with several block tables ignore the field, and the request waits.
     """
 
     finished_sending: AllRanks[set[str] | None] = None

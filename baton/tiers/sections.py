@@ -1,10 +1,10 @@
 """Reads one chunk section by section, from any thread and in any order, so that all are of one write.
 
-    header        with the first section that is read, or alone; it tells the write and the store
-    section       from that store, verified by that header: a section of another write fails
+    header        read once, together with section 0 if that is the first; each write has its own
+    section       read from the store that had the header, and verified with it
 
-A value may be replaced between two reads by an equally good one of another engine. Its sections are not mixed
-with those of the first; the chunk is then reported as gone, and stays in the store.
+Another engine may replace the value between two reads. A section of the new value fails the verification: the
+chunk is reported as gone, and stays in the store.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from baton.connectors.shared_storage.metadata import ChunkPart, LoadChunks
 
 
 class LayeredLoad:
-    """Thread-safe are the properties and methods; the attributes are for the rank's thread."""
+    """Properties and methods are thread-safe; attributes are for the rank's thread."""
 
     def __init__(
         self, order: LoadChunks, sections_of: Callable[[ChunkPart], Sequence[tuple[int, int]]], now: float

@@ -53,7 +53,7 @@ class WaitingQueue:
         return self._members.pop(request.request_id, None) is not None
 
     def lending(self) -> list[Request]:
-        """Requests that compute nothing, the longest here first."""
+        """Requests that compute nothing, in the order in which they came."""
         return list(self._lending.values())
 
     def members(self) -> list[Request]:
