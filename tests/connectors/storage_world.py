@@ -1,7 +1,7 @@
 """Engines on one shared folder, and helpers of the tests of the shared storage."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -55,6 +55,12 @@ def starting(model: ModelConfig) -> Iterator[Start]:
         yield lambda transfer=None, **options: start_in(stack, config_of(model, transfer, **options))
 
 
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+
+
 def files_in(folder: Path) -> list[Path]:
     return sorted(folder.glob(f"*/*/*{SUFFIX}"))
 
@@ -80,7 +86,5 @@ def fill(llm: LLM, folder: Path, prompt: list[int], num_files: int) -> list[int]
     """Makes the engine compute the prompt and store it. Returns its answer."""
     (completion,) = llm.generate([prompt], GREEDY)
     llm.settle(WAIT_S)
-    deadline_s = time.monotonic() + WAIT_S
-    while len(files_in(folder)) < num_files:
-        assert time.monotonic() < deadline_s, f"{len(files_in(folder))} of {num_files} files were written"
+    wait_for(lambda: len(files_in(folder)) >= num_files)
     return completion.token_ids

@@ -45,7 +45,7 @@ from baton.tiers.chunk_name import Keep, parse_keep
 from baton.tiers.file_store import FileStore
 from baton.tiers.sweep import ENDED_S, chunks_of
 from baton.tiers.tiers import Tiers
-from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in
+from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in, wait_for
 from tests.tiers.slow_store import SlowStore
 
 NUM_BLOCKS = 16
@@ -156,12 +156,6 @@ def prefill_of(request: Request, num_scheduled: int, num_computed: int = 0) -> S
 
 EMPTY = SchedulerOutput()
 TABLE = SimpleNamespace(get_block_ids=lambda: (list(range(1, 8)),))
-
-
-def wait_for(is_so: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not is_so():
-        assert time.monotonic() < deadline_s
 
 
 def test_each_chunk_is_saved_in_the_step_that_completes_it(halves: Halves, tmp_path: Path) -> None:
@@ -320,13 +314,10 @@ def test_a_hanging_lookup_delays_a_prompt_by_its_timeout_only(tmp_path: Path) ->
     half.on_new_request(other)
     assert half.get_num_new_matched_tokens(other, 0) == (0, False), "it must not wait for a hanging lookup"
     hangs.set()
-    deadline_s = time.monotonic() + WAIT_S
-    while half._is_lookup_overdue(now[0]):
-        assert time.monotonic() < deadline_s
+    wait_for(lambda: not half._is_lookup_overdue(now[0]))
     third = request_of("third", CHUNK)
     half.on_new_request(third)
-    while half.get_num_new_matched_tokens(third, 0)[0] is None:
-        assert time.monotonic() < deadline_s
+    wait_for(lambda: half.get_num_new_matched_tokens(third, 0)[0] is not None)
     half.shutdown()
     rank.shutdown()
 

@@ -17,8 +17,8 @@ from baton.connectors.store_events import StoreEvents
 from baton.core.errors import BadTransferParams
 from baton.core.transfer_params import prefetches_of_hints
 from baton.engine.request import Request
-from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in
-from tests.connectors.test_shared_storage_halves import EMPTY, TABLE, Halves, prefill_of, request_of, wait_for
+from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, wait_for
+from tests.connectors.test_shared_storage_halves import EMPTY, TABLE, Halves, prefill_of, request_of
 
 A, B, C = (b"a", 0), (b"b", 0), (b"c", 0)
 

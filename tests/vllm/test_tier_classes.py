@@ -58,6 +58,12 @@ STEP = ScheduleEndContext(new_req_ids=(), preempted_req_ids=())
 WAIT_S = 30.0
 
 
+def wait_for(is_so: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + WAIT_S
+    while not is_so():
+        assert time.monotonic() < deadline_s
+
+
 @pytest.fixture(autouse=True)
 def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("baton.vllm_tier.tier.share_log", lambda: None)
@@ -191,9 +197,7 @@ def test_sweeps_hear_what_requests_ask_by_params_and_by_hints(
     other = start(max_gib=1)
     context = other.begin("urgent", kv_transfer_params={"baton_retention": {"priority": 9, "ttl_s": 1}})
     assert other.look_up(KEYS[3], context) is LookupResult.HIT
-    deadline_s = time.monotonic() + WAIT_S
-    while len(list((tmp_path / "kv").glob("*/*/*.keep"))) < 3:
-        assert time.monotonic() < deadline_s
+    wait_for(lambda: len(list((tmp_path / "kv").glob("*/*/*.keep"))) >= 3)
     chunks = chunks_of(FileStore(tmp_path / "kv"))
     keeps = {chunk.names[0].split("/")[2][:2]: chunk.keep for chunk in chunks}
     assert (keeps["01"], keeps["03"]) == (Keep(7, 60), Keep(9))
@@ -214,9 +218,7 @@ def test_chunks_that_only_an_ended_session_has_used_go_first(
     for number, params in enumerate(({**ends, "baton_tenant": "another"}, ends)):
         assert used_s(KEYS[1]) != ENDED_S
         world.manager.on_request_finished(world.begin(f"last {number}", kv_transfer_params=params))
-    deadline_s = time.monotonic() + WAIT_S
-    while used_s(KEYS[1]) != ENDED_S:
-        assert time.monotonic() < deadline_s
+    wait_for(lambda: used_s(KEYS[1]) == ENDED_S)
     assert used_s(KEYS[2]) != ENDED_S
 
 
