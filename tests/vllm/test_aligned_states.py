@@ -59,17 +59,24 @@ class Zeroing(BatonOffloadConnector):
                     of_layer[row] = 0
 """,
     "BatonSharedStorageConnector": """
-from baton.tiers.chunk_name import STATE
+from baton.connectors.pull.reads.cache_layout import is_of_states
 from baton.vllm_plugin.shared_storage import BatonSharedStorageConnector
+from baton.vllm_plugin.states import with_states_as_bytes
 
 
 class Zeroing(BatonSharedStorageConnector):
+    def register_kv_caches(self, kv_caches):
+        super().register_kv_caches(kv_caches)
+        as_bytes = with_states_as_bytes(kv_caches, self._kv_cache_config)
+        self.states = [cache for cache in as_bytes.values() if is_of_states(cache)]
+
     def wait_for_save(self):
+        kept = [states.clone() for states in self.states]
+        for states in self.states:
+            states.zero_()
         super().wait_for_save()
-        for copies in self._worker_half._staged.values():
-            for copy in copies:
-                if copy.window == STATE:
-                    copy.body[:] = bytes(len(copy.body))
+        for states, as_before in zip(self.states, kept):
+            states.copy_(as_before)
 """,
 }
 
