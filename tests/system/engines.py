@@ -26,7 +26,6 @@ POLL_S = 0.02  # Between two polls, to leave the processor to the engine.
 # Short, so that bounds are reached soon, but long enough for a busy machine. The inequalities between them
 # are checked when they are read.
 TIMERS = {"ttl_s": 4.0, "round_trip_max_s": 1.0, "deadline_s": 8.0, "loan_max_s": 13.0}
-MODEL_SHAPE = ["--family", "qwen3", "--hidden", "64", "--layers", "2", "--heads", "4", "--kv-heads", "2"]
 
 
 @dataclass

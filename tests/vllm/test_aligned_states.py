@@ -43,28 +43,13 @@ STATE_BYTES = 4 * (
     3 * (16 * 32 + 2 * 32) + 16 * 32 * 32
 )  # float32: inputs of the convolution, then the heads.
 BLOCK_BYTES = BLOCK * 4 * 2 * 32 * 4  # Of a layer: tokens, heads, K and V, elements, float32.
-ZEROING = {
-    "BatonOffloadConnector": """
-from baton.vllm_plugin.offload import BatonOffloadConnector
-
-
-class Zeroing(BatonOffloadConnector):
-    def wait_for_save(self):
-        half = self._worker_half
-        groups, rows = half._identity.groups, [row for store in half._due_stores for row in store.rows]
-        super().wait_for_save()
-        for row in rows:
-            if groups[row % len(groups)].is_state:
-                for of_layer in half._copies._host_rows._rows:
-                    of_layer[row] = 0
-""",
-    "BatonSharedStorageConnector": """
+ZEROING = """
 from baton.connectors.pull.reads.cache_layout import is_of_states
-from baton.vllm_plugin.shared_storage import BatonSharedStorageConnector
+from baton.vllm_plugin.{module} import {connector}
 from baton.vllm_plugin.states import with_states_as_bytes
 
 
-class Zeroing(BatonSharedStorageConnector):
+class Zeroing({connector}):
     def register_kv_caches(self, kv_caches):
         super().register_kv_caches(kv_caches)
         as_bytes = with_states_as_bytes(kv_caches, self._kv_cache_config)
@@ -77,8 +62,7 @@ class Zeroing(BatonSharedStorageConnector):
         super().wait_for_save()
         for states, as_before in zip(self.states, kept):
             states.copy_(as_before)
-""",
-}
+"""
 
 _LONG = next(prompt for prompt in prompts() if len(prompt) == 1500)
 # 129, 257 and 385: the state before the last token is that at the end of a block.
@@ -195,9 +179,10 @@ def fill_pool(engine: Server) -> None:
         engine.tokens(FILLER, cache_salt=salt, max_tokens=1)
 
 
-def zeroing(connector: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
+def zeroing(module: str, folder: Path, config: dict[str, Any]) -> dict[str, Any]:
     """As `config`, but the connector stores zeros for states."""
-    (folder / "zeroing.py").write_text(ZEROING[connector])
+    program = ZEROING.format(module=module, connector=config["kv_connector"])
+    (folder / "zeroing.py").write_text(program)
     return {**config, "kv_connector": "Zeroing", "kv_connector_module_path": "zeroing"}
 
 
@@ -205,7 +190,7 @@ def test_states_return_from_host_memory(
     granite: Site, expected: dict[Prompt, list[int]], tmp_path: Path
 ) -> None:
     config = transfer("BatonOffloadConnector", "kv_both", "o", extra={"cpu_gib": 0.1})
-    of_zeros = zeroing("BatonOffloadConnector", tmp_path, config)
+    of_zeros = zeroing("offload", tmp_path, config)
     engines = granite.cast(
         "offload",
         VllmPlan("o", config, extra=SMALL_POOL),
@@ -231,7 +216,7 @@ def test_states_return_from_a_folder_after_a_restart(
         extra = {"path": str(tmp_path / folder)}
         config = transfer("BatonSharedStorageConnector", "kv_both", name, extra=extra)
         if name == "zeros":
-            config = zeroing("BatonSharedStorageConnector", tmp_path, config)
+            config = zeroing("shared_storage", tmp_path, config)
         return VllmPlan(name, config, extra=ALIGNED, path=(str(tmp_path),))
 
     engines = granite.cast("storage", plan("a", "kv"), plan("zeros", "zeros"))

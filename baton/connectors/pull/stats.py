@@ -32,8 +32,6 @@ from typing import Any, ClassVar, Self
 from baton.connectors.counted import Count, CountedPromMetrics, CountedStats, LabelledCount
 from baton.core.reasons import FailureCode, Fault
 
-OnRecord = Callable[[str, Mapping[str, Any]], None]
-
 _RECORDS = ("transfers", "failed", "loans")
 _SECONDS = (
     0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0
