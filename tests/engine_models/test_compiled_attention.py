@@ -96,6 +96,5 @@ def test_the_sources_have_no_warnings() -> None:
     assert COMPILER is not None
     strict = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-O1", "-fsyntax-only", f"-I{LIBRARY.parent}"]
     engine = LIBRARY.parents[1]
-    subprocess.run(
-        [COMPILER, *strict, str(engine / "attention/decode.c"), str(engine / "models/rows.c")], check=True
-    )
+    sources = [str(engine / name) for name in ("attention/decode.c", "models/rows.c", "models/layers.c")]
+    subprocess.run([COMPILER, *strict, *sources], check=True)

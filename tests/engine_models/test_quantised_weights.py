@@ -126,7 +126,7 @@ def test_a_model_computes_with_the_numbers_of_its_quantised_weights(
     prompt, model = prompt_of(1, 20), PagedModel(config)
     with monkeypatch.context() as plain:
         plain.setattr(quantised_weights, "is_packable", lambda _: False)
-        plain.setattr(quantised_weights, "_few_rows_kernel", lambda _: None)
+        plain.setattr(quantised_weights, "_packed_for_few_rows", lambda _: None)
         reference = PagedModel(config)
     first = slice(4)  # Later a router may choose other experts.
     exact = reference.step([(prompt, 0, SHUFFLED_BLOCKS)])[first]

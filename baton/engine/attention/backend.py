@@ -58,6 +58,13 @@ class AttentionShape:
         return self.head_dim if self.latent_dim is None else self.latent_dim
 
 
+class CompiledStep(NamedTuple):
+    """Attention of a step by compiled code. The plan owns the memory."""
+
+    slots: int  # Address of the plan's `write_rows`.
+    attention: int  # Address of `struct step` of `decode.c`.
+
+
 class AttentionBackend(ABC):
     """Causal attention over a paged cache. One instance per model, because it may keep scratch memory."""
 
@@ -91,6 +98,10 @@ class AttentionBackend(ABC):
         self, plan: Any, metadata: AttentionMetadata, window: int | None, cache_NHPC: torch.Tensor
     ) -> None:
         """Set the contents of a `decode_plan` to those that `plan` would return."""
+
+    def compiled_step(self, plan: Any) -> CompiledStep | None:
+        """What `layers.c` needs of a plan; None if the compiled code does not compute all of its tokens."""
+        return None
 
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any) -> None:
         """Write the step's keys and values to their slots, the `write_rows` of the plan.

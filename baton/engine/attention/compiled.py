@@ -22,7 +22,14 @@ logger = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("_decode.so")
 HINT = "run scripts/build-library decode, or install Baton on a machine with a C compiler"
 LEVELS = ("baseline", "AVX2", "AVX-512")  # Sets of instructions, as `numbers.h` numbers them.
-_FUNCTIONS = ("baton_decode_1", "baton_rms_norm_2", "baton_rotate_1", "baton_place_heads_1", "baton_gate_1")
+_FUNCTIONS = (
+    "baton_decode_1",
+    "baton_rms_norm_2",
+    "baton_rotate_1",
+    "baton_place_heads_1",
+    "baton_gate_1",
+    "baton_layers_1",
+)
 _LANES, _ROWS_MAX = 16, 4  # As in `decode.c`.
 _POINTERS = ("out", "queries", "cache", "sinks", "tables", "requests", "tokens", "firsts", "ends", "scratch")
 _NUMBERS = ("num_requests", "table_stride", "block_tokens", "block_stride", "head_stride", "token_stride")

@@ -9,24 +9,11 @@
 
    Numbers of the cache, queries and results are float32 or bfloat16. All is computed in float32. */
 
+#include "decode.h"
 #include "numbers.h"
 
 #define ROWS_MAX 4 /* Query heads that are computed together. */
 #define COLS_MAX 4 /* Vectors of a value that are summed together: ROWS_MAX of them fit into registers. */
-
-struct step {
-    void *out;                                         /* [T, Q * D] */
-    const void *queries, *cache;                       /* [T, Q, D]; blocks. */
-    const float *sinks;                                /* [Q], or null. */
-    const int64_t *tables;                             /* Block ids, `table_stride` of each request. */
-    const int64_t *requests, *tokens, *firsts, *ends;  /* Row in `tables`, in `queries`; first key, end of keys. */
-    float *scratch;                                    /* ROWS_MAX * (D + most keys, to a multiple of LANES) */
-    int64_t num_requests, table_stride, block_tokens;
-    int64_t block_stride, head_stride, token_stride;   /* In numbers. */
-    int64_t num_heads, group_size, head_dim;           /* KV heads; query heads of each; D, a multiple of LANES. */
-    int64_t scores_stride, is_bfloat16, level;         /* `level`: as in `usable`. */
-    double scale;
-};
 
 /* The keys `key` to `end` of one head in one block: the address of the first is `at`. */
 struct run {

@@ -16,6 +16,7 @@ Slots that hold no key of the request (the tail of its last block, padding) are 
 because a stale NaN there would survive any mask.
 """
 
+import ctypes
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,6 +27,7 @@ import torch.nn.functional as F
 from baton.engine.attention.backend import (
     AttentionBackend,
     AttentionShape,
+    CompiledStep,
     rows_of,
     run_of,
     slot_strides,
@@ -134,6 +136,11 @@ class SdpaBackend(AttentionBackend):
         """No graph reads the plan on a CPU, so its contents are replaced by those of a new plan."""
         fresh = self.plan(metadata, window, cache_NHPC)
         plan.write_rows, plan.decodes, plan.compiled = fresh.write_rows, fresh.decodes, fresh.compiled
+
+    def compiled_step(self, plan: _Plan) -> CompiledStep | None:
+        if plan.compiled is None or plan.prefills:
+            return None
+        return CompiledStep(plan.write_rows.data_ptr(), ctypes.addressof(plan.compiled.step))
 
     def _gather_rows(self, block_ids: IntArray) -> torch.Tensor:
         """Cache rows of the block ids `[..., blocks]`, in the order `[..., H, blocks, P / run]`."""

@@ -133,7 +133,7 @@ def place_heads(
         heads.weight, heads.has_wide_weight = weight.data_ptr(), weight.dtype != dtype
     if rotation is not None:
         cos, sin = rotation
-        if not _are_tables(rotation, num_tokens, dtype) or cos.shape[2] % (2 * _LANES):
+        if not are_tables(rotation, num_tokens, dtype):
             return None
         assert cos.shape[2] <= size
         heads.cosines, heads.sines, heads.rotated = cos.data_ptr(), sin.data_ptr(), cos.shape[2]
@@ -162,9 +162,9 @@ def gate(packed: torch.Tensor) -> torch.Tensor | None:
 def rotate(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
     """As `rotary.rotate` of all elements of each head."""
     num_tokens, num_heads, size = x_TAD.shape
-    if (functions := _usable(x_TAD, size % (2 * _LANES))) is None:
+    if (functions := _usable(x_TAD, size % _LANES)) is None:
         return None
-    if cos.shape[-1] != size or not _are_tables((cos, sin), num_tokens, x_TAD.dtype):
+    if cos.shape[-1] != size or not are_tables((cos, sin), num_tokens, x_TAD.dtype):
         return None
     out = torch.empty(x_TAD.shape, dtype=x_TAD.dtype)
     functions.rotate(
@@ -183,8 +183,10 @@ def rotate(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.T
     return out
 
 
-def _are_tables(rotation: tuple[torch.Tensor, torch.Tensor], num_tokens: int, dtype: torch.dtype) -> bool:
+def are_tables(rotation: tuple[torch.Tensor, torch.Tensor], num_tokens: int, dtype: torch.dtype) -> bool:
     """Whether the code can read them: contiguous `[T, 1, rotated]`, both of one shape."""
+    if rotation[0].shape[-1] % (2 * _LANES):
+        return False
     wanted = (num_tokens, 1, rotation[0].shape[-1])
     return all(table.is_contiguous() and table.shape == wanted and table.dtype == dtype for table in rotation)
 

@@ -24,6 +24,7 @@ from baton.engine.checkpoints.architecture import DecoderArchitecture
 from baton.engine.checkpoints.rope_config import RopeScaling
 from baton.engine.checkpoints.state_config import GatedDelta, Mamba2
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
+from baton.engine.models.compiled_layers import CompiledLayers, LayerParts, compiled_layers
 from baton.engine.models.compiled_rows import gate as compiled_gate
 from baton.engine.models.compiled_rows import place_heads
 from baton.engine.models.experts import MixtureOfExperts
@@ -111,6 +112,8 @@ class Decoder(nn.Module):
             else empty_parameter(*vocabulary, dtype=dtype, device=device)
         )
         self._head_matmul: Matmul | None = None
+        self._compiled: CompiledLayers | None = None
+        self._compiled_caches: dict[str, torch.Tensor] | None = None
         self._quantization = quantization
         self._dtype = dtype
         # Rounded to the model's dtype, as in the reference implementation.
@@ -161,9 +164,12 @@ class Decoder(nn.Module):
             hidden = hidden.float()
         if self._embedding_scale != 1:
             hidden = hidden * self._embedding_scale
+        shows = context.hidden_states_wanted
+        compiled = None if shows else self.compiled_for(context)
+        if compiled is not None and (normed := compiled.run(hidden, context, steps)) is not None:
+            return normed
         added: torch.Tensor | None = None  # Of the last layer, not yet added to `hidden`.
         last = len(self.layers)
-        shows = context.hidden_states_wanted
         for index, layer in enumerate(self.layers):
             if index in shows:
                 context.show_hidden_states(index, hidden.clone() if added is None else hidden + added)
@@ -174,6 +180,18 @@ class Decoder(nn.Module):
         if last in shows:
             context.show_hidden_states(last, normed)
         return normed
+
+    def compiled_for(self, context: ForwardContext) -> CompiledLayers | None:
+        """The compiled layers, if such a step may be theirs: one that needs the results of all its tokens."""
+        is_other = context.outside_graph is not None or context.wanted_tokens is not None
+        if is_other or self.architecture.wide_residual or torch.get_num_threads() > 1:
+            return None
+        if self._compiled_caches is not context.kv_caches:
+            parts = [layer.parts(context.kv_caches) for layer in self.layers]
+            eps = self.architecture.rms_norm_eps
+            self._compiled = compiled_layers(parts, self.norm.weight, self.backend, eps)
+            self._compiled_caches = context.kv_caches
+        return self._compiled
 
     # --- Recorded steps (`baton.engine.graphs`) --------------------------------------------------
 
@@ -284,6 +302,27 @@ class DecoderLayer(nn.Module):
             transformed = self.mlp_norm(transformed)
         return hidden, self._scaled(transformed)
 
+    def parts(self, kv_caches: dict[str, torch.Tensor]) -> LayerParts | None:
+        """For compiled code; None if the layer has parts that it does not compute."""
+        attention, mlp = self.attention, self.mlp
+        if not isinstance(attention, Attention) or not isinstance(mlp, Mlp) or self.post_norm is None:
+            return None
+        others = (attention.sinks, self.shared_mlp, self.attended_norm, self.mlp_norm, self._residual_scale)
+        if attention.has_gate or not mlp.has_silu_gate or any(other is not None for other in others):
+            return None
+        qkv, output = attention.qkv.product(), attention.output.product()
+        gate_up, down = mlp.gate_up.product(), mlp.down.product()
+        if qkv is None or output is None or gate_up is None or down is None:
+            return None
+        return LayerParts(
+            (qkv, output, gate_up, down),
+            self.input_norm.weight,
+            self.post_norm.weight,
+            attention.qk_norm,
+            kv_caches[attention.name],
+            attention.kind,
+        )
+
     def _scaled(self, added: torch.Tensor) -> torch.Tensor:
         return added if self._residual_scale is None else added.mul_(self._residual_scale)
 
@@ -313,8 +352,8 @@ class Attention(nn.Module):
         super().__init__()
         shape = backend.shape
         self._backend = backend
-        self._name = layer_name(index)
-        self._kind = kind
+        self.name = layer_name(index)
+        self.kind = kind
         self._eps = a.rms_norm_eps
         query, key = shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
         self.has_gate = a.attention_gate
@@ -376,7 +415,7 @@ class Attention(nn.Module):
         qk, v_THD = packed_TAD[:, :num_queried], packed_TAD[:, num_queried : num_queried + num_kv_heads]
         if self.qk_norm is not None:
             qk = rms_norm(qk, self.qk_norm, self._eps)
-        if (rotation := steps[self._kind].rotation) is not None:
+        if (rotation := steps[self.kind].rotation) is not None:
             qk = rotate(qk, *rotation)
         return qk[:, :num_heads].contiguous(), qk[:, num_heads:], v_THD
 
@@ -391,10 +430,10 @@ class Attention(nn.Module):
 
         `heads`: of `packed_TAD`, if they have been computed.
         """
-        cache_NHPC, (rotation, plan) = context.kv_caches[self._name], steps[self._kind]
+        cache_NHPC, (rotation, plan) = context.kv_caches[self.name], steps[self.kind]
         watcher = context.watcher
         if watcher is not None:
-            watcher.wait_for_layer_load(self._name)
+            watcher.wait_for_layer_load(self.name)
         q_TQD: torch.Tensor | None = None
         if heads is None:
             norm = None if self.qk_norm is None else (self.qk_norm, self._eps)
@@ -405,7 +444,7 @@ class Attention(nn.Module):
             self._backend.write(k_THD, v_THD, cache_NHPC, plan)
         attended = self._backend.attend(q_TQD, cache_NHPC, plan, self.sinks)
         if watcher is not None:
-            watcher.save_kv_layer(self._name, cache_NHPC, context.metadata_of(self._kind.group))
+            watcher.save_kv_layer(self.name, cache_NHPC, context.metadata_of(self.kind.group))
         return attended
 
 
@@ -425,10 +464,10 @@ class Mlp(nn.Module):
         inner_size: int | None = None,
     ) -> None:
         super().__init__()
-        self._activation = a.activation
         self.inner_size = a.intermediate_size if inner_size is None else inner_size
         wide = self.inner_size // group.size
         self.has_gate = a.activation != "relu2"
+        self.has_silu_gate = a.activation == "silu"
         parts = (wide, wide) if self.has_gate else (wide,)
         self.gate_up = PackedLinear(a.hidden_size, parts, bias=a.mlp_bias, dtype=dtype, device=device)
         self.down = RowParallelLinear(
@@ -439,10 +478,10 @@ class Mlp(nn.Module):
         packed = self.gate_up(hidden)
         if not self.has_gate:
             return self.down(F.relu(packed).square())  # type: ignore[no-any-return]
-        if self._activation == "silu" and (gated := compiled_gate(packed)) is not None:
+        if self.has_silu_gate and (gated := compiled_gate(packed)) is not None:
             return self.down(gated)  # type: ignore[no-any-return]
         gate, up = packed.chunk(2, dim=-1)
-        gate = F.silu(gate) if self._activation == "silu" else F.gelu(gate, approximate="tanh")
+        gate = F.silu(gate) if self.has_silu_gate else F.gelu(gate, approximate="tanh")
         return self.down(gate * up)  # type: ignore[no-any-return]
 
     def seal(self, quantization: Quantization | None) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from baton.core.config import Quantization
 from baton.engine.models import compiled_rows
-from baton.engine.models.matmul import Matmul
+from baton.engine.models.matmul import Matmul, Product
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.quantised_weights import Reduce, matmul_of
 
@@ -94,6 +94,10 @@ class PackedLinear(nn.Module):
         """See `Decoder.seal`."""
         self._matmul = _sealed(self.weight, self.bias, quantization)
 
+    def product(self) -> Product | None:
+        """See `Matmul.product`."""
+        return None if self._matmul is None else self._matmul.product()
+
     def weight_parts(self) -> tuple[torch.Tensor, ...]:
         return torch.split_with_sizes(self.weight, self.part_sizes)
 
@@ -127,6 +131,10 @@ class RowParallelLinear(nn.Module):
             return self._matmul(x)
         partial = self._group.all_reduce(self._matmul(x))
         return partial if self.bias is None else partial + self.bias
+
+    def product(self) -> Product | None:
+        """See `Matmul.product`. None if the ranks have to add their sums."""
+        return None if self._matmul is None or self._group.size > 1 else self._matmul.product()
 
     def seal(self, quantization: Quantization | None) -> None:
         """See `Decoder.seal`."""

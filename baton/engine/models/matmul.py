@@ -5,10 +5,31 @@ oneDNN multiplies by a matrix that was packed at load two to three times as fast
 or a torch without it), `F.linear` multiplies by the plain matrix.
 """
 
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
 _ANY_NUM_ROWS = None  # A packing for one number of rows is slower at all others.
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """The tensors of a `Matmul` with a packed weight, for compiled code."""
+
+    weight: torch.Tensor  # Packed.
+    bias: torch.Tensor | None
+    dtype: torch.dtype  # Of the rows that the kernels take.
+    few: tuple[torch.Tensor, torch.Tensor] | None = None  # Integers and scales of int4, for few rows.
+    added: torch.Tensor | None = None  # To the product in the model's dtype.
+
+    @property
+    def inputs(self) -> int:
+        return self.weight.shape[1]
+
+    @property
+    def outputs(self) -> int:
+        return self.weight.shape[0]
 
 
 class Matmul:
@@ -21,6 +42,7 @@ class Matmul:
         self._packed = _pack(weight)
         self._plain = weight if self._packed is None else None
         self._bias = bias
+        self._dtype = weight.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
@@ -29,6 +51,10 @@ class Matmul:
         multiply = torch.ops.mkldnn._linear_pointwise.default
         product: torch.Tensor = multiply(x, self._packed, self._bias, "none", [], "")
         return product
+
+    def product(self) -> Product | None:
+        """None without a packed weight."""
+        return None if self._packed is None else Product(self._packed, self._bias, self._dtype)
 
     @property
     def keeps_weight(self) -> bool:

@@ -17,6 +17,7 @@ in the model's dtype.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ import torch.nn.functional as F
 
 from baton.core.config import INT4_GROUP, Quantization
 from baton.core.errors import ConfigError
-from baton.engine.models.matmul import Matmul, is_packable
+from baton.engine.models.matmul import Matmul, Product, is_packable
 
 _LARGEST = {"int8": 127.0, "int4": 7.5}  # In steps of the scale. 7.5 is half a step from 7, and from 8.
 _RANGES = {"int8": (-127, 127), "int4": (-8, 7)}
@@ -37,10 +38,9 @@ ERROR_BOUNDS: dict[Quantization, float] = {
 }
 """Largest |w - q s| of a row (int8) or group (int4), relative to its largest |w|; from 2^-126 on."""
 
-Kernel = Callable[[torch.Tensor], torch.Tensor]
 Reduce = Callable[[torch.Tensor], torch.Tensor]
 
-_FEW_ROWS = 4  # Measured: docs/log.md, 2026-11-26.
+FEW_ROWS = 4  # Measured: docs/log.md, 2026-11-26.
 
 
 class QuantisedWeight(NamedTuple):
@@ -122,35 +122,35 @@ class QuantisedMatmul(Matmul):
         narrow = values.bfloat16()
         values = narrow if is_packable(narrow) else values.to(weight.dtype)
         super().__init__(values)
-        self._dtype = values.dtype
-        self._few = _few_rows_kernel(quantised) if quantization == "int4" else None
+        self._few = _packed_for_few_rows(quantised) if quantization == "int4" else None
         self._added = bias
+        self._num_outputs = len(values)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        if self._few is not None and len(x) <= _FEW_ROWS:
-            product = self._few(x.to(torch.bfloat16))
+        if self._few is not None and len(x) <= FEW_ROWS:
+            packed, scales = self._few
+            product = torch._weight_int4pack_mm_for_cpu(x.to(torch.bfloat16), packed, INT4_GROUP, scales)
+            product = product[:, : self._num_outputs]
         else:
             product = super().__call__(x.to(self._dtype))
         product = product.to(x.dtype)
         return product if self._added is None else product.add_(self._added)
+
+    def product(self) -> Product | None:
+        plain = super().product()
+        return None if plain is None else replace(plain, few=self._few, added=self._added)
 
     @property
     def keeps_weight(self) -> bool:
         return False
 
 
-def _few_rows_kernel(weight: QuantisedWeight) -> Kernel | None:
-    """Product of contiguous rows `[rows, I]` in bfloat16 with an int4 weight; None without a kernel."""
+def _packed_for_few_rows(weight: QuantisedWeight) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Integers and scales of an int4 weight for torch's product with bfloat16 rows; None without a kernel."""
     codes, scales = weight
-    num_outputs = len(codes)
     if codes.device.type != "cpu":
         return None
-    padding = -num_outputs % 16  # The kernel has blocks of 16 outputs.
+    padding = -len(codes) % 16  # The kernel has blocks of 16 outputs.
     packed = torch._convert_weight_to_int4pack_for_cpu(F.pad(codes.int() + 8, (0, 0, 0, padding)), 2)
     padded = F.pad(scales, (0, 0, 0, padding)).t()
-    scales_and_zeros = torch.stack((padded, torch.zeros_like(padded)), dim=-1).bfloat16().contiguous()
-    if padding:
-        return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, INT4_GROUP, scales_and_zeros)[
-            :, :num_outputs
-        ]
-    return lambda x: torch._weight_int4pack_mm_for_cpu(x, packed, INT4_GROUP, scales_and_zeros)
+    return packed, torch.stack((padded, torch.zeros_like(padded)), dim=-1).bfloat16().contiguous()

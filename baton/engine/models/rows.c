@@ -9,6 +9,7 @@
    where torch's operations round: results are those of torch, but for the order of a sum and the last bits of an
    exponential. `level` is the most that is used of the CPU's instructions: 0 baseline, 1 AVX2, 2 AVX-512. */
 
+#include "decode.h"
 #include "numbers.h"
 
 struct rows {
@@ -75,19 +76,6 @@ INLINE void rotate(const struct rows *s, const void *cosines, const void *sines,
         }
     }
 }
-
-struct heads {
-    void *queries;        /* [rows, num_heads, size] */
-    void *cache;          /* Slots of a key and a value, each of `size`. */
-    const void *packed;   /* Of each row the heads of queries, keys and values, each of `size`, a multiple of LANES. */
-    const void *weight;   /* Of the norm of queries and keys, [num_heads + num_kv_heads, size]. Null: no norm. */
-    const void *cosines;  /* [rows, rotated], as `rotate` takes them. Null: no rotation. */
-    const void *sines;
-    const int64_t *slots; /* [rows, num_kv_heads] */
-    int64_t rows, num_heads, num_kv_heads, size, rotated, row_stride;
-    int64_t is_bfloat16, has_wide_weight, level;
-    double eps;
-};
 
 INLINE void place_heads(const struct heads *s, int narrow, int wide)
 {
