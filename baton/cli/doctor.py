@@ -177,7 +177,7 @@ def look_at_peer(pid: int) -> Finding:
 
     subject = f"process {pid}"
     try:
-        address = int(Path(f"/proc/{pid}/maps").read_text().partition("-")[0], 16)
+        address = int(Path(f"/proc/{pid}/maps").read_bytes().partition(b"-")[0], 16)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it has no mapped memory"
         return Finding(subject, False, "cannot be inspected", f"{reason}; check that it runs and is yours")

@@ -51,8 +51,8 @@ def require_same_host(ours: HostProcess, theirs: HostProcess) -> None:
 
 def _start_ticks(pid: int) -> int:
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
     except OSError as error:
         raise TransferError(f"process {pid} does not exist: {error.strerror}") from error
-    # The second field, the command in parentheses, may contain any characters; the last ")" ends it.
-    return int(stat.rpartition(")")[2].split()[19])
+    # The second field, the command in parentheses, may contain any bytes; the last ")" ends it.
+    return int(stat.rpartition(b")")[2].split()[19])

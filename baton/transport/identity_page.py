@@ -47,9 +47,10 @@ class HostEndpoint(Endpoint, frozen=True, forbid_unknown_fields=True):
 
     def check_sizes(self, name: str) -> None:
         """Raises PeerError for fields that no owner can have made."""
-        if len(self.nonce) != NONCE_BYTES or not 0 <= self.generation < 2**64:
+        numbers = (self.epoch, self.generation)
+        if len(self.nonce) != NONCE_BYTES or not all(0 <= number < 2**64 for number in numbers):
             raise PeerError(
-                f"malformed {name} endpoint of {self.engine_id}: nonce or generation of the wrong size"
+                f"malformed {name} endpoint of {self.engine_id}: nonce, epoch or generation of the wrong size"
             )
         check_regions([Region(self.identity_address, IDENTITY_BYTES)])
 

@@ -77,8 +77,8 @@ def _sealed_mappings() -> list[SharedMapping]:
     """proc_pid_maps(5): "start-end perms offset dev inode path"."""
     found = []
     fds: dict[int, int] | None = None
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
+    for line in Path("/proc/self/maps").read_bytes().split(b"\n"):
+        fields = os.fsdecode(line).split(maxsplit=5)  # A path may have any bytes.
         if len(fields) < 6 or not fields[5].startswith(_MEMFD) or not fields[1].endswith("s"):
             continue
         if fds is None:

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -73,6 +74,22 @@ def test_a_reused_pid_is_recognised(owner: Owner, reader: LocalTransport) -> Non
 def test_an_invalid_pid_is_refused(owner: Owner, reader: LocalTransport, pid: int) -> None:
     with pytest.raises(TransferError):
         reader.connect(owner.address, owner.endpoint_with_process(pid=pid))
+
+
+def test_a_process_name_may_have_any_bytes(owner: Owner, reader: LocalTransport) -> None:
+    """The kernel cuts a name after 15 bytes, which may be within a character."""
+    name = Path("/proc/self/comm")
+    before = name.read_bytes()
+    name.write_bytes(b") caf\xc3")
+    try:
+        reader.connect(owner.address, owner.endpoint)
+    finally:
+        name.write_bytes(before)
+
+
+def test_a_negative_epoch_is_refused(owner: Owner, reader: LocalTransport) -> None:
+    with pytest.raises(PeerError, match="epoch"):
+        reader.connect(Address("owner", -1), owner.endpoint_with(engine_id="owner", epoch=-1))
 
 
 def test_a_same_host_claim_is_verified_by_the_nonce(owner: Owner, reader: LocalTransport) -> None:

@@ -332,6 +332,15 @@ def test_only_mappings_with_registered_memory_are_announced(owner: Owner) -> Non
     assert all(any(m.covers(region) for m in covered) for region in owner.named.regions)
 
 
+def test_a_mapped_file_may_have_any_name(owner: Owner, tmp_path: Path) -> None:
+    path = os.fsencode(tmp_path) + b"/\xff\r\x0c"
+    with open(path, "wb+") as file:
+        file.write(bytes(mmap.PAGESIZE))
+        file.flush()
+        with mmap.mmap(file.fileno(), mmap.PAGESIZE):
+            assert mapping.find_shared(owner.named.regions)
+
+
 def test_the_cache_of_the_embedded_engine_can_be_mapped() -> None:
     caches = allocate_kv_cache(toy_model(), CacheConfig(block_size=4, num_gpu_blocks=3), 0, 1, "cpu")
     for cache in caches.values():
