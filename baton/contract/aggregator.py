@@ -37,15 +37,14 @@ class KVOutputAggregator:
 
     def aggregate(self, outputs: Sequence[KVConnectorOutput | None]) -> KVConnectorOutput | None:
         """`outputs`: one per rank of the same step, in rank order. Returns None if nothing was reported."""
+        self.error = None
         reports = [(rank, output) for rank, output in enumerate(outputs) if output is not None]
         if not reports:
-            self.error = None
             return None
         changed_to = 0
         for _, output in reports:
             if output.expected_finished_count > 0:
                 changed_to = self._combiner.expected_count = output.expected_finished_count
-        self.error = None
         combined = self._combiner.combine(reports, self._note)
         combined.expected_finished_count = changed_to
         return None if combined.is_empty() else combined

@@ -10,7 +10,7 @@ A connector has two halves in an engine, which share nothing:
 One engine step, in order:
 
     scheduler  get_num_new_matched_tokens -> update_state_after_alloc -> build_connector_meta
-    each rank  handle_preemptions -> bind_connector_metadata -> start_load_kv
+    each rank  takes_part -> handle_preemptions -> bind_connector_metadata -> start_load_kv
                  per layer: wait_for_layer_load, attention, save_kv_layer
                wait_for_save -> get_transfer_results -> get_block_ids_with_load_errors
                -> get_expected_finished_count, stats, events, build_connector_worker_meta
@@ -336,8 +336,16 @@ class KVConnectorWorkerHalf(ABC):
 
     # --- Step ----------------------------------------------------------------------------------
 
+    def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
+        """False: nothing is to be done or reported in this step, so the host makes no other call in it.
+
+        Baton's addition, called before all other calls of a step. Most decode steps have nothing for a
+        connector, and the calls for each layer take longer than those for the step.
+        """
+        return True
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """First call of a step, metadata not bound. Waits for saves whose source will be overwritten."""
+        """In a step, before the metadata is bound. Waits for saves whose source will be overwritten."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._connector_metadata = connector_metadata

@@ -6,7 +6,8 @@ half     the half that has it. A connector of both halves forwards it there. CLA
 scope    what a failure costs, see `Scope`
 safe     the answer used if a call raises: a value, or the factory of a mutable value
 multi    how a Multi connector combines the answers of its children, all of which it calls. LOADER: it calls
-         only the child that loads the request. OWN: it has code of its own
+         only the child that loads the request. OWN: it has code of its own,
+         or the default
 
 Used by all code that forwards calls or contains failures: `halves.TwoHalves`, `guard`, the Multi connector,
 the vLLM plug-in and the test kit's watchers. `base` documents each method; a test compares both.
@@ -122,6 +123,7 @@ ROWS: Final = (
     Row("set_host_xfer_buffer_ops",             "vllm",  _M, _W,     _START,   None,          _each),
     Row("get_handshake_metadata",               "vllm",  _M, _W,     _START,   None,          _OWN),
     Row("reset_capture_state",                  "vllm",  _M, _W,     _START,   None,          _OWN),
+    Row("takes_part",                           "baton", _M, _W,     _STEP,    True,          _OWN),
     Row("handle_preemptions",                   "vllm",  _M, _W,     _STEP,    None,          _OWN),
     Row("bind_connector_metadata",              "vllm",  _M, _W,     _STEP,    None,          _OWN),
     Row("has_connector_metadata",               "vllm",  _M, _W,     _STEP,    False,         _OWN),

@@ -435,10 +435,13 @@ class Engine:
         return bool(metadata.orders) or output is not None
 
     def _step_rank(self, worker: PullWorkerHalf, metadata: PullMetadata) -> KVConnectorOutput:
+        takes_part = worker.takes_part(metadata)
         worker.handle_preemptions(metadata)
         worker.bind_connector_metadata(metadata)
         worker.start_load_kv(None)  # type: ignore[arg-type]
-        return self.report_of(worker)
+        output = self.report_of(worker)
+        assert takes_part or output.is_empty(), "its host would have left out this step"
+        return output
 
     def report_of(self, worker: PullWorkerHalf) -> KVConnectorOutput:
         worker.wait_for_save()

@@ -95,11 +95,15 @@ class FakeSchedulerHalf(KVConnectorSchedulerHalf):
 
 
 class FakeWorkerHalf(KVConnectorWorkerHalf):
-    """`raises`: names of methods that raise. `results`: what transfers report, one entry per step."""
+    """`raises`: names of methods that raise. `results`: what transfers report, one entry per step.
+
+    `is_idle`: it takes part in no step.
+    """
 
     def __init__(self, tp_rank: int = 0) -> None:
         self.transcript: list[str] = []
         self.raises: set[str] = set()
+        self.is_idle = False
         self.results: list[KVConnectorTransferResults] = []
         self.kill_on_step: int | None = None
         self.hang_on_step: int | None = None
@@ -117,6 +121,11 @@ class FakeWorkerHalf(KVConnectorWorkerHalf):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         return FakeHandshake(self._tp_rank, self._num_layers)
+
+    def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
+        if "takes_part" in self.raises:
+            raise RuntimeError("takes_part is broken")
+        return not self.is_idle
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, FakeMetadata)

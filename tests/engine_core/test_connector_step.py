@@ -161,6 +161,15 @@ def test_a_failing_model_ends_the_step_with_clear_and_nothing_else(world: World)
     assert world.half.transcript == [*BEGIN, *HOOKS, "clear_connector_metadata (unbound)"]
 
 
+def test_a_half_that_takes_no_part_in_a_step_gets_no_other_call_in_it(world: World) -> None:
+    world.half.is_idle = True
+    assert world.run(first_step()).kv_connector_output is None
+    assert world.half.transcript == []
+    world.half.is_idle = False
+    world.run(second_step())
+    assert world.half.transcript[:2] == BEGIN
+
+
 def test_a_dummy_run_shows_the_connector_nothing(world: World) -> None:
     world.runner.warm_up()
     assert world.half.transcript == []

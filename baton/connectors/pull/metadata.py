@@ -10,7 +10,7 @@ All of it is pickled between processes of one engine.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Final, TypeAlias
 
 import msgspec
 
@@ -101,6 +101,9 @@ class PullMetadata(KVConnectorMetadata):
     step: int = 0  # To be repeated in the report; 0: not counted.
     held_blocks: tuple[int, ...] = ()  # That requests new in this step found computed; for a host mirror.
     layer_reports: LayerReportOrder | None = None  # None: computed layers are not reported.
+
+
+NOTHING: Final = PullMetadata()
 
 
 class ReadEnd(msgspec.Struct, frozen=True):

@@ -28,7 +28,7 @@ from baton.connectors.pull.control.agent import PRODUCTION, Machines, PullAgent
 from baton.connectors.pull.control.thread import ControlThread
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.intent import LendBlocks, TransferIntents
-from baton.connectors.pull.metadata import Order, PullHandshake, PullMetadata, PullWorkerReport
+from baton.connectors.pull.metadata import NOTHING, Order, PullHandshake, PullMetadata, PullWorkerReport
 from baton.connectors.pull.producer.loans import BlockHolder, Loans
 from baton.connectors.pull.stats import PullStats
 from baton.contract import (
@@ -95,6 +95,10 @@ class Announcer(Protocol):
 
     def finished(self, request: host.Request, params: Mapping[str, Any] | None, now: float) -> bool:
         """The request has ended with these params. False: the consumer has gone, take the loan back."""
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether `scheduled` may be left out for the next step."""
 
     def scheduled(
         self, output: host.SchedulerOutput, metadata: PullMetadata, now: float
@@ -425,13 +429,15 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             if not self._policy.survives_dead_control:
                 raise
             self._retire(error)
+        if self._is_idle:
+            return NOTHING  # What happens from now on wakes the host.
         with self._changing as now:
             if self._is_retired:
                 self._agent.wake(now)  # The control thread no longer does.
             self._pass_on()
             if self._policy.traces is not None:
                 self._policy.traces.scheduled(scheduler_output.num_scheduled_tokens, now)
-            metadata = _NOTHING
+            metadata = NOTHING
             if self._fetches.orders.pending or self._has_news or self._mirrors_blocks:
                 metadata = PullMetadata(
                     self._fetches.orders.take(),
@@ -607,6 +613,17 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         return self._has_news or has_orders or bool(self._new_cards) or self._policy.holder is not None
 
     @property
+    def _is_idle(self) -> bool:
+        """Whether neither the ranks nor a part of this half need to know of the next step."""
+        return not (
+            self._has_work
+            or self._mirrors_blocks
+            or self._is_retired
+            or self._policy.traces is not None
+            or (self.announcer is not None and not self.announcer.is_idle)
+        )
+
+    @property
     def _has_news(self) -> bool:
         return bool(self._loans.freed or self._fetches.received)
 
@@ -640,9 +657,6 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def _count_fault(self) -> None:
         self._stats.count_failure(FailureCode.INTERNAL)
-
-
-_NOTHING: Final = PullMetadata()
 
 
 def _held_blocks(output: host.SchedulerOutput) -> tuple[int, ...]:

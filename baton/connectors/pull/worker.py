@@ -23,6 +23,7 @@ from baton.connectors.extra_config import FIELD
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.layer_reports import LayerReporter
 from baton.connectors.pull.metadata import (
+    NOTHING,
     EndReads,
     FailedLoad,
     LosePeer,
@@ -245,6 +246,16 @@ class PullWorkerHalf(BackgroundLoads):
         self._carry_out_contained(order)
 
     # --- Step ----------------------------------------------------------------------------------
+
+    def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
+        return bool(
+            connector_metadata != NOTHING
+            or self._received
+            or self._ended_by_sleep
+            or self._new_card is not None
+            or self.mirror is not None
+            or (self._links is not None and self._links.has_news)
+        )
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """Carries out the orders now rather than in `start_load_kv`, which hosts call after the forward."""

@@ -95,6 +95,10 @@ class PrefillAnnouncer:
         self._agent.carry_out(self._machine.finished(transfer_id, params["baton_ticket"], now), now)
         return is_wanted
 
+    @property
+    def is_idle(self) -> bool:
+        return self._stream == "off" or self._prefills.is_idle
+
     def scheduled(self, output: host.SchedulerOutput, metadata: PullMetadata, now: float) -> PullMetadata:
         if self._stream == "off":
             return metadata

@@ -109,10 +109,15 @@ class Prefills:
 
     # --- Steps ---------------------------------------------------------------------------------
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether no step concerns a consumer: the step is done before the next prompt comes."""
+        return not self._prefills and not self._host_schedules_ahead
+
     def scheduled(self, step: int, output: host.SchedulerOutput, now: float) -> bool:
         """The host has put a step together. True: `step_done` is to be called for it."""
-        if not self._prefills and not self._host_schedules_ahead:
-            return False  # The step is done before the next prompt comes.
+        if self.is_idle:
+            return False
         if not output.num_scheduled_tokens and not output.preempted_req_ids:
             return False
         # Sorted: the numbers of runs must not depend on the order of a set.

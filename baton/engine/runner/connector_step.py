@@ -1,6 +1,6 @@
 """Calls of the worker half in one step, in vLLM's order, around the model's forward pass.
 
-    with ConnectorStep(...) as step:    handle_preemptions, bind_connector_metadata
+    with ConnectorStep(...) as step:    takes_part, handle_preemptions, bind_connector_metadata
                                         start_load_kv                         (with synchronous loads)
         hidden = model(...)                 wait_for_layer_load, save_kv_layer  of each layer
                                         finish_forward
@@ -11,7 +11,8 @@
                                         clear_connector_metadata
 
 Steps without tokens make the same calls. A step without metadata (the scheduler half failed, or is retired)
-makes none, and no step calls a method for which the half has the contract's default.
+makes none, a step in which the half takes no part only the first, and no step calls a method for which the
+half has the contract's default.
 `clear_connector_metadata` is always last, also when the model raises, which ends the engine. An exception of
 the *connector* is contained (`baton.contract.guard`) and has these consequences, which keep all tokens right:
 
@@ -56,7 +57,10 @@ _NO_RESULTS = KVConnectorTransferResults()
 
 
 class ConnectorStep(Guard):
-    """Context manager for the worker half's calls in one step. `report` is its result."""
+    """Context manager for the worker half's calls in one step.
+
+    `report` is its result; None: there is nothing to report.
+    """
 
     def __init__(
         self,
@@ -66,15 +70,18 @@ class ConnectorStep(Guard):
         block_size: int,
     ) -> None:
         super().__init__()
-        self.report = KVConnectorOutput()
+        self.report: KVConnectorOutput | None = None
         self._half = half
         self._scheduler_output = scheduler_output
         self._context = context
         self._block_size = block_size
         self._is_bound = False
         self._defined = defined_by(type(half))
-        # A half without any method of its own takes no part.
-        self._metadata = scheduler_output.kv_connector_metadata if self._defined else None
+        metadata = scheduler_output.kv_connector_metadata if self._defined else None
+        if metadata is not None and (name := "takes_part") in self._defined:
+            takes_part = self.contain(name, partial(half.takes_part, metadata))
+            metadata = metadata if takes_part else None
+        self._metadata = metadata  # None: the half takes no part.
         if self._metadata is not None and not self._defined.isdisjoint(_LAYER_HOOKS):
             context.worker_half = _ContainedHooks(half, self)
 
@@ -93,7 +100,8 @@ class ConnectorStep(Guard):
             return
         try:
             if error is None:
-                self._finish()
+                report = self._finish()
+                self.report = None if report.is_empty() else report
         finally:
             self.contain("clear_connector_metadata", self._half.clear_connector_metadata)
             self._context.worker_half = None
@@ -107,16 +115,15 @@ class ConnectorStep(Guard):
         if self._is_bound and "start_load_kv" in self._defined:
             self.load("start_load_kv", lambda: self._half.start_load_kv(self._context.for_connector()))
 
-    def _finish(self) -> None:
-        half, defined = self._half, self._defined
+    def _finish(self) -> KVConnectorOutput:
+        report, half, defined = KVConnectorOutput(), self._half, self._defined
         if self._scheduler_output.total_num_scheduled_tokens and "finish_forward" in defined:
             self.contain("finish_forward", half.finish_forward)
         if not self._scheduler_output.has_sync_kv_loads:
             self._start_loads()
         if self._is_bound and "wait_for_save" in defined:
             self.contain("wait_for_save", half.wait_for_save)
-        self._collect_transfers()
-        report = self.report
+        self._collect_transfers(report)
         if (name := "get_expected_finished_count") in defined:
             count = self.contain(name, half.get_expected_finished_count)
             report.expected_finished_count = (
@@ -134,6 +141,7 @@ class ConnectorStep(Guard):
         report.kv_connector_worker_meta = self._ask(
             "build_connector_worker_meta", half.build_connector_worker_meta, KVConnectorWorkerMetadata
         )
+        return report
 
     def _ask(
         self,
@@ -152,8 +160,8 @@ class ConnectorStep(Guard):
             self.contain(method, partial(_refuse, answer, kind), None)
         return otherwise()
 
-    def _collect_transfers(self) -> None:
-        report, half, defined = self.report, self._half, self._defined
+    def _collect_transfers(self, report: KVConnectorOutput) -> None:
+        half, defined = self._half, self._defined
         results = _NO_RESULTS
         if (name := "get_transfer_results") in defined or "get_finished" in defined:
             results = self.contain(

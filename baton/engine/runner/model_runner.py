@@ -122,7 +122,7 @@ class ModelRunner:
                 self._awaited_rows.append(np.zeros(0, np.int64))
         result.connector_error = step.error
         result.loads_failed = step.loads_failed
-        result.kv_connector_output = None if step.report.is_empty() else step.report
+        result.kv_connector_output = step.report
         return result
 
     def _compute(

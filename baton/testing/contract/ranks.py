@@ -144,7 +144,7 @@ class KitRanks(Executor):
                 if scheduler_output.num_scheduled_tokens:
                     wrongs |= self._forward(memory, scheduler_output, context)
             self._send_notes(step.report)
-            reports.append(None if step.report.is_empty() else step.report)
+            reports.append(step.report)
             result.connector_error = result.connector_error or step.error
             result.loads_failed = result.loads_failed or step.loads_failed
         self.check_memory("in a step")
@@ -165,9 +165,9 @@ class KitRanks(Executor):
             for memory in self._memories:
                 memory.expect_load(block_ids)
 
-    def _send_notes(self, report: KVConnectorOutput) -> None:
+    def _send_notes(self, report: KVConnectorOutput | None) -> None:
         """Pass the notes on at once: with steps in flight, the scheduler gets this report later."""
-        watched = report.kv_connector_worker_meta
+        watched = report.kv_connector_worker_meta if report is not None else None
         if isinstance(watched, WatchedReport):
             for notes in watched.notes:
                 self._ledger.take_notes(self._name, notes)
@@ -185,7 +185,7 @@ class KitRanks(Executor):
                         if context.worker_half is not None:
                             context.worker_half.wait_for_layer_load(name)
                             context.worker_half.save_kv_layer(name, cache, None)
-                report = step.report.kv_connector_worker_meta
+                report = step.report.kv_connector_worker_meta if step.report is not None else None
                 notes += report.notes if isinstance(report, WatchedReport) else ()
             self._ledger.story.check(
                 "dummy-run-touched",

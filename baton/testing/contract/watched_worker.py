@@ -83,6 +83,14 @@ class WatchedWorker(KVConnectorWorkerHalf):
 
     # --- Step ------------------------------------------------------------------------------------
 
+    def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
+        """True: the notes of each step travel with its report, and hosts may call the half in any step."""
+        assert isinstance(connector_metadata, WatchedMetadata)
+        if hasattr(self.inner, "takes_part"):
+            takes_part = self._ask("takes_part", connector_metadata.inner, is_quiet=True)
+            self._check("wrong-type", isinstance(takes_part, bool), f"takes_part answers {short(takes_part)}")
+        return True
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, WatchedMetadata)
         self._step = kv_connector_metadata

@@ -124,6 +124,15 @@ class PeerLinks:
             return lost
 
     @property
+    def has_news(self) -> bool:
+        """Whether a read is open, or a link was lost. Never blocks."""
+        if not (self._links or self._operations.parts or self._operations.ended or self.lost):
+            return False  # Of an engine that reads from no peer, in each step.
+        with self._changed:
+            self._drop_lost_links()
+            return bool(self._operations.parts or self._operations.ended or self.lost)
+
+    @property
     def num_moving(self) -> int:
         """Operations that move bytes at this moment. Never blocks."""
         with self._changed:

@@ -339,8 +339,9 @@ class Engine(Process):
         metadata = output.kv_connector_metadata
         assert metadata is not None
         for half in self.rank_halves:
-            half.handle_preemptions(metadata)
-            half.bind_connector_metadata(metadata)
+            if half.takes_part(metadata):
+                half.handle_preemptions(metadata)
+                half.bind_connector_metadata(metadata)
         for request_id in output.preempted_req_ids:
             self.world.note(self.name, f"preempted {request_id}")
             self._count("preempted after a load", request_id in self._loaded)
@@ -387,12 +388,15 @@ class Engine(Process):
             result = self.ranks.execute(output)
             self._pass_layers(0, self.cluster.model.num_layers)
         for half in self.rank_halves:
-            half.finish_forward()
+            if half.has_connector_metadata():
+                half.finish_forward()
         return result
 
     def _pass_layers(self, first: int, last: int) -> None:
         """What attention layers call."""
         for half, port in zip(self.rank_halves, self.ports, strict=True):
+            if not half.has_connector_metadata():
+                continue
             for name, cache in list(port.memory.kv_caches.items())[first:last]:
                 half.wait_for_layer_load(name)
                 half.save_kv_layer(name, cache, None)
@@ -422,6 +426,8 @@ class Engine(Process):
             self.poke()
 
     def _collect(self, worker: KVConnectorWorkerHalf, output: SchedulerOutput) -> KVConnectorOutput | None:
+        if not worker.has_connector_metadata():
+            return None
         worker.start_load_kv(_Forward(None if not output.num_scheduled_tokens else {}))
         worker.wait_for_save()
         ended = worker.get_transfer_results(output.finished_req_ids)
