@@ -15,7 +15,7 @@ from __future__ import annotations
 import enum
 from typing import Any, ClassVar
 
-from baton.core.hashing import HASH_SEED, BlockHash, block_hash, extra_key, root_hash
+from baton.core.hashing import HASH_SEED, BlockHash, block_hashes, extra_key, root_hash
 from baton.core.prefilled import PrefilledTokens
 from baton.core.transfer_params import lends_stored
 from baton.engine.api import EngineRequest, FinishReason, PromptLogprobs, TokenLogprobs
@@ -233,8 +233,6 @@ class Request:
             self._hash_full_blocks()
 
     def _hash_full_blocks(self) -> None:
-        size, tokens, hashes = self._block_size, self.all_token_ids, self.block_hashes
+        size, hashes = self._block_size, self.block_hashes
         parent = hashes[-1] if hashes else root_hash(self._hash_seed)
-        for start in range(len(hashes) * size, len(tokens) - size + 1, size):
-            parent = block_hash(parent, tokens[start : start + size], self._extra)
-            hashes.append(parent)
+        hashes += block_hashes(parent, self.all_token_ids[len(hashes) * size :], size, self._extra)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
-from baton.core.hashing import block_hash, extra_key, prompt_hash, root_hash
+from baton.core.hashing import block_hash, block_hashes, extra_key, prompt_hash, root_hash
 from baton.core.layout import ModelFingerprint, declared_loss, differences, kv_heads_of
 from baton.core.timers import Timers
 
@@ -49,6 +49,13 @@ def test_a_block_hash_depends_on_its_parent_its_tokens_and_the_extra() -> None:
         len({one, block_hash(one, [1, 2]), block_hash(root, [2, 1]), block_hash(root, [1, 2], b"salt")}) == 4
     )
     assert root_hash("other") != root
+
+
+def test_the_hashes_of_several_blocks_are_those_of_each_block_without_the_rest() -> None:
+    first = block_hash(root_hash(), range(4), b"salt")
+    second = block_hash(first, range(4, 8), b"salt")
+    assert block_hashes(root_hash(), range(11), 4, b"salt") == [first, second]
+    assert block_hashes(first, range(3), 4) == []
 
 
 @given(st.integers(0, 5).map(lambda k: 2**k), st.integers(0, 6).map(lambda k: 2**k))

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from baton.contract import host
-from baton.core.hashing import BlockHash, block_hash, extra_key, root_hash
+from baton.core.hashing import BlockHash, block_hashes, extra_key, root_hash
 from baton.core.retention import Retention
 from baton.core.transfer_params import OffloadChoice
 
@@ -50,9 +50,7 @@ class Prompt:
         tokens = list(self.request.all_token_ids[first : num_blocks * size])
         parent = hashes[-1] if hashes else root_hash(self.hash_seed)
         extra = extra_key(cache_salt=self.request.cache_salt)
-        for start in range(0, len(tokens), size):
-            parent = block_hash(parent, tokens[start : start + size], extra)
-            hashes.append(parent)
+        hashes += block_hashes(parent, tokens, size, extra)
         while (num_hashed := (len(self.keys) + 1) * self.blocks_per_chunk) <= num_blocks:
             self.keys.append(hashes[num_hashed - 1])
             self.key_set.add(hashes[num_hashed - 1])
