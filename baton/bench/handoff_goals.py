@@ -4,7 +4,8 @@
     second token     the gap after the first: one decode step plus 10 ms up to 2,000 tokens, 20 ms above;
                      pull-tcp: plus the copy
     late token       P/D without P's first token, less single: as the first token's, plus the second's
-    new pair         the first request of all, less a later one of that length: 20 ms
+    new pair         the first request of all to its second token, less later ones of that length, of prompts
+                     that P has computed before: 20 ms
     idle             processor time of the producer, without and with a loan: 2% of a core
     decode           time between tokens with the connector loaded, over without: 1.02
 

@@ -42,12 +42,12 @@ def measure(
     ):
         bench = _Bench(client, system, mode, repeats, patience_s)
         bench.warm_up(tokens)
-        first = bench.ask(system.router, tokens[0])
+        first_s = bench.second_token_s(tokens[0])
         rows = []
         for num_tokens in tokens:
             rows.append(bench.at_length(num_tokens))
             on_result(rows[-1])
-        on_result(bench.overheads(first, rows[0]))
+        on_result(bench.overheads(first_s, rows[0]))
 
 
 class _Bench:
@@ -62,9 +62,16 @@ class _Bench:
         self._prompts = Prompts()
 
     def ask(
-        self, url: str, num_tokens: int, max_tokens: int = ANSWER_TOKENS, *, request_id: str | None = None
+        self,
+        url: str,
+        prompt: int | Sequence[int],
+        max_tokens: int = ANSWER_TOKENS,
+        *,
+        request_id: str | None = None,
     ) -> Answer:
-        prompt = self._prompts.of(num_tokens)
+        """`prompt`: its tokens, or their number: a prompt that no engine has computed."""
+        if isinstance(prompt, int):
+            prompt = self._prompts.of(prompt)
         return ask(self._client, url, prompt, max_tokens=max_tokens, request_id=request_id)
 
     def warm_up(self, tokens: Sequence[int]) -> None:
@@ -72,6 +79,16 @@ class _Bench:
         for url in (self._system.producer, self._system.consumer, self._system.single):
             for num_tokens in (tokens[0], tokens[-1]):
                 self.ask(url, num_tokens, max_tokens=4)
+
+    def second_token_s(self, num_tokens: int) -> float:
+        """Return the time to the second token of P and D, of a prompt that P has computed before.
+
+        A prefill of seconds would hide what a new pair takes: its time varies by 2 %.
+        """
+        prompt = self._prompts.of(num_tokens)
+        self.ask(self._system.producer, prompt, max_tokens=1)
+        answer = self.ask(self._system.router, prompt)
+        return answer.first_token_s + answer.second_gap_s
 
     def at_length(self, num_tokens: int) -> Lengthwise:
         copied_s, num_copies = self._copies()
@@ -88,12 +105,13 @@ class _Bench:
             date=_now(),
         )
 
-    def overheads(self, first: Answer, later: Lengthwise) -> Overheads:
+    def overheads(self, first_s: float, later: Lengthwise) -> Overheads:
+        """`first_s`: `second_token_s` of the new pair."""
         neighbours = Neighbours()
-        usual_s = median(turn.handoff_s + turn.second_gap_s for turn in later.turns)
+        usual_s = median(self.second_token_s(later.num_tokens) for _ in range(self._repeats))
         return Overheads(
             self._mode,
-            new_pair_s=first.first_token_s + first.second_gap_s - usual_s,
+            new_pair_s=first_s - usual_s,
             idle_share=_idle_share(self._system.producer_process),
             idle_loan_share=self._idle_with_loan(),
             decode_ratio=self._decode_ratio(),

@@ -2,10 +2,11 @@
 
 import io
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import cast
 
 import httpx
 import pytest
@@ -17,7 +18,8 @@ from baton.bench.handoff import ResultRecorder, main, print_goals
 from baton.bench.handoff_goals import Lengthwise, Overheads, Results, Trial
 from baton.bench.handoff_measures import OnResult, _Bench, _metric, phases_of
 from baton.bench.handoff_plots import plot
-from baton.bench.handoff_system import Neighbours, Prompts
+from baton.bench.handoff_system import Neighbours, Prompts, System
+from baton.cli.processes import Child
 
 
 def row(
@@ -252,3 +254,29 @@ def test_a_machine_that_is_never_quiet_is_still_measured() -> None:
     trials, num_disturbed = Scripted([1.5, 0.9, 0.4], repeats=3, patience_s=0)._trials(64)
     assert [trial.others_cores for trial in trials] == [0.4, 0.9, 1.5]
     assert num_disturbed == 0
+
+
+class Cached(_Bench):
+    """Records the requests."""
+
+    def __init__(self) -> None:
+        self._system = System("P", "D", "single", "router", "late", cast(Child, None))
+        self._prompts = Prompts()
+        self.asked: list[tuple[str, tuple[int, ...]]] = []
+
+    def ask(
+        self, url: str, prompt: int | Sequence[int], max_tokens: int = 8, *, request_id: str | None = None
+    ) -> Answer:
+        assert not isinstance(prompt, int)
+        self.asked.append((url, tuple(prompt)))
+        return Answer((1, 2), (1.0, 1.25))
+
+
+def test_a_new_pair_is_measured_with_a_prompt_that_the_producer_has() -> None:
+    bench = Cached()
+    assert bench.second_token_s(64) == bench.second_token_s(64) == 1.25
+    assert [url for url, _ in bench.asked] == ["P", "router"] * 2
+    prompts = [prompt for _, prompt in bench.asked]
+    assert prompts[0] == prompts[1]
+    assert prompts[2] == prompts[3]
+    assert prompts[0] != prompts[2]
