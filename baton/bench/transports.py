@@ -4,9 +4,10 @@ run.
 Two processes on different cores move 64 MiB in shuffled blocks, between memory of the kind that the embedded
 engine's cache is in. `local` maps it, `local, cross-memory` does not. The limits are memcpy (one thread,
 contiguous, between such memory) for transports on one host, and a plain loopback stream (large buffers, no
-protocol) for `tcp`. NIXL without Baton follows, with its defaults and without the reader's progress thread.
-Compare ratios, because the figures depend on the machine and its load. A start of the processes gets other
-pages of memory, which changes some ratios by a tenth; so each row is that of the start with the median ratio.
+protocol) for `tcp`. NIXL without Baton follows, between such memory, with its defaults and without the
+reader's progress thread. Compare ratios, because the figures depend on the machine and its load. A start of
+the processes gets other pages of memory, which changes some ratios by a tenth; so each row is that of the
+start with the median ratio.
 """
 
 import argparse
@@ -36,7 +37,7 @@ from baton.bench.machine import machine_line
 from baton.core.errors import ConfigError, TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import CopySpan, Region
-from baton.core.sealed_memory import allocate_sealed
+from baton.tiers.host_memory import allocate_shareable
 from baton.transport.base import Transport
 from baton.transport.local import LocalTransport
 from baton.transport.nixl import NixlTransport
@@ -230,7 +231,7 @@ def _reader(
 
 
 def _cache(nbytes: int) -> NDArray[np.uint8]:
-    memory = np.frombuffer(allocate_sealed(nbytes, "baton-bench"), dtype=np.uint8)
+    memory = allocate_shareable(nbytes)
     memory.fill(0)
     return memory
 
