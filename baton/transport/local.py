@@ -180,11 +180,18 @@ class LocalTransport(ThreadedReader[LocalPeer]):
         with self._changed:
             if self._closed:
                 raise TransferError("the local transport is closed")
-            self._mapped.append(peer)
             if self._woken is None:
-                self._woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-                thread = start_owned_thread("baton-local-watch", self._watch_mapped, on_death=self._fail_all)
+                woken = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+                try:
+                    thread = start_owned_thread(
+                        "baton-local-watch", self._watch_mapped, on_death=self._fail_all
+                    )
+                except BaseException:
+                    os.close(woken)
+                    raise
                 self._threads.append(thread)
+                self._woken = woken
+            self._mapped.append(peer)
             self._wake()
 
     def _wake(self) -> None:

@@ -122,16 +122,22 @@ class TcpPeer(ActivePeer):
         self._queue: deque[Reading[Copies]] = deque()
         self._by_op: dict[OpId, Reading[Copies]] = {}
         self._request_bytes_max = min(session.request_bytes_max for _, session in lanes)
-        self._lanes = [_Lane(self, sock, session) for sock, session in lanes]
-        self._threads = [
-            start_owned_thread(
-                f"baton-tcp-{number}",
-                lane.run,
-                on_death=lambda error: self.lose(f"a lane's thread died: {error!r}"),
-                cpus=thread_cpus,
-            )
-            for number, lane in enumerate(self._lanes)
-        ]
+        self._lanes: list[_Lane] = []
+        self._threads: list[threading.Thread] = []
+        try:
+            for sock, session in lanes:
+                self._lanes.append(_Lane(self, sock, session))
+            for number, lane in enumerate(self._lanes):
+                thread = start_owned_thread(
+                    f"baton-tcp-{number}",
+                    lane.run,
+                    on_death=lambda error: self.lose(f"a lane's thread died: {error!r}"),
+                    cpus=thread_cpus,
+                )
+                self._threads.append(thread)
+        except BaseException:  # No descriptor, or no thread, is left.
+            self.close("not all lanes could be started")
+            raise
 
     def post(self, copies: Copies) -> OpId:
         """Raises TransferError, with nothing posted, if the peer is lost."""

@@ -252,6 +252,22 @@ def victim() -> Iterator[producers.ProcessProducer]:
     producer.close()
 
 
+def test_a_watcher_that_cannot_be_started_is_started_for_the_next_peer(
+    owner: Owner, reader: LocalTransport, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **options: object) -> threading.Thread:
+        raise RuntimeError("can't start new thread")
+
+    before = mapped_files()
+    with monkeypatch.context() as patch:
+        patch.setattr(local, "start_owned_thread", refuse)
+        with pytest.raises(RuntimeError):
+            reader.connect(owner.address, owner.endpoint)
+    reader.disconnect(reader.connect(owner.address, owner.endpoint))
+    wait_unmapped(reader)
+    assert mapped_files() == before
+
+
 def wait_unmapped(reader: LocalTransport) -> None:
     with reader._changed:
         assert reader._changed.wait_for(lambda: not reader._mapped, END_TIMEOUT_S)

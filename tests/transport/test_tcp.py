@@ -1,5 +1,7 @@
 """Faults specific to tcp: the caller's identity, and what it requests."""
 
+import errno
+import os
 import select
 import socket
 import threading
@@ -351,6 +353,30 @@ def test_a_thread_that_cannot_be_started_costs_one_connection(monkeypatch: pytes
     with closing(owner.transport), owner.dial() as refused:
         assert receive_until_closed(refused) == b""
         assert owner.still_serves()
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "error"),
+    [
+        (os, "eventfd", OSError(errno.EMFILE, "Too many open files")),
+        (tcp_reader, "start_owned_thread", RuntimeError("can't start new thread")),
+    ],
+)
+def test_a_lane_that_cannot_be_started_leaves_nothing(
+    of: Any, name: str, error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, calls = getattr(of, name), iter([True])
+
+    def only_once(*args: Any, **options: Any) -> Any:
+        if next(calls, False):
+            return first(*args, **options)
+        raise error
+
+    monkeypatch.setattr(of, name, only_once)
+    with nothing_left_over():
+        owner, reader = Owner(), TcpTransport(new_address("reader"), secret=SECRET)
+        with closing(owner.transport), closing(reader), pytest.raises((TransferError, RuntimeError)):
+            reader.connect(owner.address, owner.endpoint)
 
 
 def test_without_a_secret_nothing_is_bound_or_dialled_beyond_this_host(owner: Owner) -> None:
