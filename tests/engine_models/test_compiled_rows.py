@@ -126,7 +126,7 @@ def test_heads_are_placed_as_by_torch(
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_gate_is_that_of_torch(dtype: torch.dtype) -> None:
     x = torch.randn(3, 2, 48, generator=torch.Generator().manual_seed(1)).to(dtype)
-    x[0, 0, :5] = torch.tensor([0.0, -0.0, 200.0, -200.0, torch.nan])
+    x[0, 0, :6] = torch.tensor([0.0, -0.0, 200.0, -200.0, torch.nan, -3e38])
     wanted = torch.nn.functional.silu(x[:, 0]) * x[:, 1]
     found = compiled_rows.gate(x.view(3, 96))
     assert found is not None

@@ -89,15 +89,13 @@ INLINE float sum(const floats *of)
     return (a[0] + a[2]) + (a[1] + a[3]);
 }
 
-/* e^x of numbers that are at most 0; to 2 ulp (Cephes, expf). At least e^-87. */
+/* e^x of numbers that are at most 0; to 2 ulp (Cephes, expf). 0 below -87. */
 INLINE void exponential(floats *x)
 {
     const float log2e = 1.44269504f, high = 0.693359375f, low = -2.12194440e-4f;
-    ints is_small = *x < -87.0f;
+    ints is_small = *x < -87.0f, kept = (ints)*x & ~is_small;
     floats bounded, y;
-    ints keep = ~is_small & (ints)*x, limit = is_small & (ints)((floats){0} - 87.0f);
-    ints chosen = keep | limit;
-    memcpy(&bounded, &chosen, sizeof bounded);
+    memcpy(&bounded, &kept, sizeof bounded);
     ints n = __builtin_convertvector(bounded * log2e - 0.5f, ints);
     floats whole = __builtin_convertvector(n, floats);
     floats r = bounded - whole * high - whole * low;
@@ -107,6 +105,6 @@ INLINE void exponential(floats *x)
     y = y * r + 1.6666665459e-1f;
     y = y * r + 5.0000001201e-1f;
     y = y * r * r + r + 1.0f;
-    words bits = (words)y + ((words)n << 23);
+    words bits = ((words)y + ((words)n << 23)) & ~(words)is_small;
     memcpy(x, &bits, sizeof bits);
 }
