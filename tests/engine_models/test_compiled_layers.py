@@ -13,7 +13,7 @@ from baton.engine.attention.compiled import LEVELS, LIBRARY
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.forward_context import ForwardContext
-from baton.engine.models import compiled_layers, compiled_rows
+from baton.engine.models import compiled_layers, compiled_rows, quantised_weights
 from baton.engine.models.compiled_layers import CompiledLayers
 from baton.engine.models.decoder import Decoder
 from tests.engine_models.paged import SHUFFLED_BLOCKS, PagedModel, prompt_of
@@ -104,6 +104,23 @@ def test_results_are_those_of_the_layers_in_python(
 ) -> None:
     window = {"sliding_window": 8} if family == "qwen2" else {}
     check(model_of(family, dtype, quantization, **window), num_compiled)
+
+
+@pytest.mark.parametrize(("family", "quantization"), [("qwen2", "int8"), ("llama", "int4")])
+def test_quantised_products_in_float32_are_computed_in_python(
+    family: str,
+    quantization: Quantization,
+    model_of: ModelOf,
+    num_compiled: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A CPU without AVX-512 has no packed products in bfloat16. Those of qwen2 have a bias."""
+    monkeypatch.setattr(quantised_weights, "is_packable", lambda weight: weight.dtype != torch.bfloat16)
+    found = decode(model_of(family, quantization=quantization), 2)
+    monkeypatch.setattr(Decoder, "compiled_for", lambda *_: None)
+    wanted = decode(model_of(family, quantization=quantization), 2)
+    assert all(map(torch.equal, found, wanted))
+    assert not num_compiled
 
 
 @pytest.mark.parametrize("level", range(len(LEVELS) - 1), ids=LEVELS[:-1])

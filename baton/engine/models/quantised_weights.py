@@ -138,7 +138,9 @@ class QuantisedMatmul(Matmul):
 
     def product(self) -> Product | None:
         plain = super().product()
-        return None if plain is None else replace(plain, few=self._few, added=self._added)
+        if plain is None or plain.dtype != torch.bfloat16:  # `layers.c` reads such products as bfloat16.
+            return None
+        return replace(plain, few=self._few, added=self._added)
 
     @property
     def keeps_weight(self) -> bool:
