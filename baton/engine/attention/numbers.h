@@ -43,6 +43,14 @@ typedef int32_t ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 
+/* Numbers of two vectors of four, counted through both. */
+#if defined(__clang__)
+#define SHUFFLED(a, b, ...) __builtin_shufflevector(a, b, __VA_ARGS__)
+#else
+typedef int32_t ints4 __attribute__((vector_size(16)));
+#define SHUFFLED(a, b, ...) __builtin_shuffle(a, b, (ints4){__VA_ARGS__})
+#endif
+
 INLINE void load(floats *to, const void *numbers, int64_t at, int narrow)
 {
     if (narrow) {
