@@ -204,9 +204,10 @@ def test_a_full_world_is_replayed_by_its_seed(mode: str) -> None:
 @pytest.mark.processes
 def test_a_seed_tells_the_same_story_in_every_process() -> None:
     """Sets have another order in each process. No world may depend on it."""
+    seeds = (49, 192)  # In pull, one step of each preempts two requests.
     script = (
         "from baton.sim.full import FULL\n"
-        "for seed in range(2):\n"
+        f"for seed in {seeds}:\n"
         "    for mode in ('pull', 'push'):\n"
         "        print('\\n'.join(FULL.replay(mode, seed)))\n"
     )
@@ -218,7 +219,7 @@ def test_a_seed_tells_the_same_story_in_every_process() -> None:
         check=True,
         timeout=120,
     ).stdout
-    here = [line for seed in range(2) for mode in ("pull", "push") for line in FULL.replay(mode, seed)]
+    here = [line for seed in seeds for mode in ("pull", "push") for line in FULL.replay(mode, seed)]
     assert there.splitlines() == here
 
 

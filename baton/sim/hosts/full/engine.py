@@ -342,7 +342,7 @@ class Engine(Process):
             if half.takes_part(metadata):
                 half.handle_preemptions(metadata)
                 half.bind_connector_metadata(metadata)
-        for request_id in output.preempted_req_ids:
+        for request_id in sorted(output.preempted_req_ids):
             self.world.note(self.name, f"preempted {request_id}")
             self._count("preempted after a load", request_id in self._loaded)
         if output.num_scheduled_tokens and self.world.trace is not None:
