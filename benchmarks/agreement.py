@@ -70,7 +70,9 @@ def main() -> int:
         table.add_column(heading, justify="left" if heading == "weights" else "right")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="baton-agreement-") as folder:
-        shape = {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "vocab": VOCAB, "max_position": 512}
+        # Heads of 32 numbers are the smallest that `layers.c` computes.
+        shape = {"hidden": 64, "layers": 4, "heads": 4, "kv_heads": 2, "head_dim": 32}
+        shape |= {"vocab": VOCAB, "max_position": 512}
         write_checkpoint(Path(folder), family="qwen3", **shape)  # type: ignore[arg-type]
         exact = exact_model(Path(folder))
         for weights in WEIGHTS:
