@@ -25,6 +25,7 @@ from baton.engine.models.kinds import Kind, StepOfKind
 from baton.engine.models.matmul import Product
 from baton.engine.models.quantised_weights import FEW_ROWS
 
+TORCH = "2.13."  # Tests run with it. With another release, the layers are computed in Python.
 _LANES = 16  # As in `numbers.h`.
 _LEVEL = len(LEVELS) - 1  # The CPU may have less.
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -87,16 +88,16 @@ class _Layers(ctypes.Structure):
 
 
 @functools.cache
-def _torch_library() -> ctypes.CDLL | None:
-    """None if torch lacks a function."""
+def _torch_library(version: str) -> ctypes.CDLL | None:
+    """None for another release of torch: only AOT Inductor relies on the parameters of these functions."""
+    if not version.startswith(TORCH):
+        return None
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        for name in (*_TORCH, "aoti_torch_dtype_float32"):
-            getattr(library, name)
-        torch._C._aoti.unsafe_alloc_void_ptr_from_tensor  # noqa: B018
-    except (OSError, AttributeError):
+    except OSError:  # Not Linux.
         return None
-    return library
+    has_all = all(hasattr(library, name) for name in _TORCH)  # Not without oneDNN.
+    return library if has_all else None
 
 
 class CompiledLayers:
@@ -251,7 +252,7 @@ def compiled_layers(
 ) -> CompiledLayers | None:
     """None without the library, or for layers that it does not compute."""
     parts = [layer for layer in layers if layer is not None]
-    library, of_torch = load_library(), _torch_library()
+    library, of_torch = load_library(), _torch_library(torch.__version__)
     if len(parts) < len(layers) or library is None or of_torch is None:
         return None
     shape = backend.shape
