@@ -6,8 +6,7 @@ half     the half that has it. A connector of both halves forwards it there. CLA
 scope    what a failure costs, see `Scope`
 safe     the answer used if a call raises: a value, or the factory of a mutable value
 multi    how a Multi connector combines the answers of its children, all of which it calls. LOADER: it calls
-         only the child that loads the request. OWN: it has code of its own,
-         or the default
+         only the child that loads the request. OWN: it has code of its own
 
 Used by all code that forwards calls or contains failures: `halves.TwoHalves`, `guard`, the Multi connector,
 the vLLM plug-in and the test kit's watchers. `base` documents each method; a test compares both.

@@ -141,6 +141,41 @@ def test_each_call_reaches_every_worker_half(name: str) -> None:
         assert all(args[-1] == ("later", "addition") for _, args in calls)
 
 
+class Idle(NullWorkerHalf):
+    def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
+        return False
+
+
+TOLD = ChildPart(Told("of its scheduler half"))
+
+
+@pytest.mark.parametrize(
+    ("metadata", "takes_part"),
+    [
+        (MultiMetadata((TOLD, TOLD)), False),
+        (MultiMetadata((ChildPart(None), ChildPart(None))), False),
+        (MultiMetadata((TOLD, TOLD), ended=frozenset({"r"})), True),
+        (MultiMetadata((TOLD, ChildPart(None, sync_blocks=frozenset({1})))), True),
+        (MultiMetadata((ChildPart(Told("a"), begun=("r",)), TOLD)), True),
+    ],
+)
+def test_it_takes_part_for_loads_though_no_child_does(metadata: MultiMetadata, takes_part: bool) -> None:
+    assert MultiWorkerHalf([("a", Idle()), ("b", Idle())]).takes_part(metadata) is takes_part
+
+
+@pytest.mark.parametrize("error", [False, True])
+def test_it_takes_part_if_a_child_does_or_raises(error: bool) -> None:
+    class Busy(NullWorkerHalf):
+        def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
+            if error:
+                raise RuntimeError("broken")
+            return True
+
+    multi = MultiWorkerHalf([("a", Idle()), ("b", Busy())])
+    assert multi.takes_part(MultiMetadata((TOLD, TOLD)))
+    assert not multi.takes_part(MultiMetadata((TOLD, ChildPart(None))))
+
+
 CONTAINED = {name for name in members(Half.SCHEDULER) if SURFACE[name].scope is not Scope.START}
 
 

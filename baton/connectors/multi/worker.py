@@ -134,6 +134,18 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
 
     # --- Step: before and during the forward pass -----------------------------------------------------------
 
+    def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
+        """If a child does, or the scheduler half reports about loads, the host calls all children."""
+        assert isinstance(connector_metadata, MultiMetadata)
+        parts = connector_metadata.parts
+        answers = [
+            child.contain("takes_part", partial(child.half.takes_part, part.metadata))
+            for child, part in zip(self._children, parts, strict=True)
+            if part.metadata is not None
+        ]
+        has_loads = any(part.begun or part.sync_blocks for part in parts)
+        return any(answers) or has_loads or bool(connector_metadata.ended)
+
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         for child in self._begin(kv_connector_metadata):
             metadata = child.part.metadata

@@ -50,6 +50,10 @@ class IndexClient:
         self._num_asked = 0
         self._asks_at_s = 0.0
 
+    @property
+    def is_connected(self) -> bool:
+        return self._stream is not None
+
     def connect(self) -> None:
         self._connecting = self._loop.create_task(self._connect())
 
