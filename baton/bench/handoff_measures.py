@@ -24,6 +24,7 @@ from baton.cli.processes import Child
 
 ANSWER_TOKENS = 8
 DECODE_TOKENS = 48
+LENT_TOKENS = 256  # Of the prompt whose loan an idle producer has.
 BESIDE_TOKENS = 128  # Of an answer whose time between tokens is measured beside other requests.
 IDLE_S = 5.0
 SETTLE_S = 0.5  # After the last request, for its remaining work.
@@ -37,7 +38,7 @@ def measure(
 ) -> None:
     """Measure one mode. Raises BatonError if the system does not start or answers wrongly."""
     with (
-        running_system(mode, model_folder(), max(tokens) + 64) as system,
+        running_system(mode, model_folder(), max(*tokens, LENT_TOKENS) + 64) as system,
         httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client,
     ):
         bench = _Bench(client, system, mode, repeats, patience_s)
@@ -164,7 +165,8 @@ class _Bench:
         )
 
     def _idle_with_loan(self) -> float:
-        lend(self._client, self._system.producer, self._prompts.of(256), f"bench-{secrets.token_hex(4)}")
+        prompt = self._prompts.of(LENT_TOKENS)
+        lend(self._client, self._system.producer, prompt, f"bench-{secrets.token_hex(4)}")
         return _idle_share(self._system.producer_process)
 
     def _decode_ratio(self) -> float:
