@@ -20,7 +20,7 @@ from benchmarks.compare.journal import Journal
 from benchmarks.compare.load import MODEL_NAME
 from benchmarks.compare.running import RunningSystem, resumed
 
-LENGTHS = (129, 513, 2001, 3841)
+LENGTHS = (129, 513, 1921, 3841)
 ANSWER_TOKENS = 6
 FIRST_ORDINARY_TOKEN = 300
 
