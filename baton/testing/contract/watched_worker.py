@@ -84,23 +84,25 @@ class WatchedWorker(KVConnectorWorkerHalf):
     # --- Step ------------------------------------------------------------------------------------
 
     def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
-        """True: the notes of each step travel with its report, and hosts may call the half in any step."""
+        """What the connector answers. If it is False, the notes go with the report of a later step."""
         assert isinstance(connector_metadata, WatchedMetadata)
+        self._begin(connector_metadata)
+        takes_part = True
         if hasattr(self.inner, "takes_part"):
             takes_part = self._ask("takes_part", connector_metadata.inner, is_quiet=True)
             self._check("wrong-type", isinstance(takes_part, bool), f"takes_part answers {short(takes_part)}")
-        return True
+        if not takes_part:
+            self._step = None
+        return bool(takes_part)
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(kv_connector_metadata, WatchedMetadata)
-        self._step = kv_connector_metadata
-        self._received -= kv_connector_metadata.opened_loads
+        self._begin(kv_connector_metadata)
         self._ask("handle_preemptions", kv_connector_metadata.inner)
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         assert isinstance(connector_metadata, WatchedMetadata)
         self._step = connector_metadata
-        self._final_notes = connector_metadata.final_notes
         self._ask("bind_connector_metadata", connector_metadata.inner)
         self._check(
             "bind-not-kept",
@@ -199,6 +201,11 @@ class WatchedWorker(KVConnectorWorkerHalf):
             write_final_notes(self._final_notes, self._notes)
 
     # --- Notes -----------------------------------------------------------------------------------
+
+    def _begin(self, metadata: WatchedMetadata) -> None:
+        self._step = metadata
+        self._received -= metadata.opened_loads
+        self._final_notes = metadata.final_notes
 
     def take_notes(self) -> RankNotes:
         """Take the notes that no report has carried; for a host in the same process."""

@@ -8,9 +8,9 @@ import os
 import threading
 from typing import Any
 
-from baton.contract import KVConnectorOutput, KVConnectorTransferResults, host
+from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorTransferResults, host
 from tests.testing.broken import breaks
-from tests.testing.sound import Loan, MemoryScheduler, MemoryWorker
+from tests.testing.sound import Loan, MemoryScheduler, MemoryWorker, Metadata
 
 
 @breaks("load-never-ends")
@@ -27,6 +27,15 @@ class ForgetsShortLoads(MemoryWorker):
         received = (received or set()) - self.forgotten | (self.forgotten & finished_req_ids)
         self.forgotten -= finished_req_ids
         return sent, received or None
+
+
+@breaks("empty-step-skipped")
+class LeavesOutEndedLoads(MemoryWorker):
+    """Takes part in steps that order something, but not in those in which a load ends."""
+
+    def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
+        assert isinstance(connector_metadata, Metadata)
+        return bool(connector_metadata.loads or connector_metadata.saves or self.late_saves)
 
 
 @breaks("finished-twice")
