@@ -25,11 +25,11 @@ from baton.engine.models.kinds import Kind, StepOfKind
 from baton.engine.models.matmul import Product
 from baton.engine.models.quantised_weights import FEW_ROWS
 
-TORCH = "2.13."  # Tests run with it. With another release, the layers are computed in Python.
+_TORCH_RELEASE = "2.13."  # Tests run with it. With another release, the layers are computed in Python.
 _LANES = 16  # As in `numbers.h`.
 _LEVEL = len(LEVELS) - 1  # The CPU may have less.
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
-_TORCH = (
+_TORCH_FUNCTIONS = (
     "aoti_torch_create_tensor_from_blob",
     "aoti_torch_delete_tensor_object",
     "aoti_torch_get_data_ptr",
@@ -90,13 +90,13 @@ class _Layers(ctypes.Structure):
 @functools.cache
 def _torch_library(version: str) -> ctypes.CDLL | None:
     """None for another release of torch: only AOT Inductor relies on the parameters of these functions."""
-    if not version.startswith(TORCH):
+    if not version.startswith(_TORCH_RELEASE):
         return None
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
     except OSError:  # Not Linux.
         return None
-    has_all = all(hasattr(library, name) for name in _TORCH)  # Not without oneDNN.
+    has_all = all(hasattr(library, name) for name in _TORCH_FUNCTIONS)  # Not without oneDNN.
     return library if has_all else None
 
 
@@ -126,7 +126,7 @@ class CompiledLayers:
         product, model = layers[0].products[0].dtype, shape.dtype
         qkv, output, gate_up, down = layers[0].products
         self._step = _Layers(
-            *(ctypes.cast(getattr(of_torch, name), _POINTER) for name in _TORCH),
+            *(ctypes.cast(getattr(of_torch, name), _POINTER) for name in _TORCH_FUNCTIONS),
             layers=ctypes.addressof(self._structs),
             kinds=ctypes.addressof(self._kind_structs),
             last_norm=last_norm.data_ptr(),
