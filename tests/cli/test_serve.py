@@ -1,5 +1,6 @@
 """`baton serve` as a process: its ready line, and its end with its engine."""
 
+import gc
 import os
 import re
 import signal
@@ -11,11 +12,23 @@ import httpx
 import psutil
 import pytest
 
+from baton.cli.serve import _announce
+from baton.core.config import CacheConfig, EngineConfig
 from baton.engine.checkpoints.random_model import write_checkpoint
+from tests.server.fakes import model_config
 
 END_S = 60.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+
+def test_the_collector_never_visits_what_exists_when_the_server_is_ready() -> None:
+    num_frozen = gc.get_freeze_count()
+    _announce(
+        EngineConfig(model_config=model_config(), cache_config=CacheConfig(num_gpu_blocks=1)),
+        "http://127.0.0.1:1",
+    )
+    assert gc.get_freeze_count() > num_frozen
 
 
 def test_when_the_engine_process_is_killed_the_server_ends_with_status_1(tmp_path: Path) -> None:

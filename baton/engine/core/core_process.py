@@ -207,7 +207,7 @@ def _start(channel: Channel) -> tuple[EngineCore, Start] | None:
         _send_last(channel, messages.StartFailed(_text(error), isinstance(error, UserError)))
         sys.exit(1)
     # Objects that exist now live as long as the process; the collector need not visit them again.
-    gc.collect()
+    gc.collect()  # Garbage that is frozen is never freed, and here it could hold weights.
     gc.freeze()
     channel.send_nowait(msgspec.msgpack.encode(messages.Started(core.introduction())))
     return core, start

@@ -88,7 +88,6 @@ class Worker:
                 welcome.host, welcome.port, serves_admin=not welcome.has_admin_port
             )
             router.start()
-            gc.collect()
             gc.freeze()  # As in `run`.
             self._stream.send(Listening())
             self._send_load()
