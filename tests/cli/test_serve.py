@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 def test_the_collector_never_visits_what_exists_when_the_server_is_ready() -> None:
     num_frozen = gc.get_freeze_count()
     _announce(
-        EngineConfig(model_config=model_config(), cache_config=CacheConfig(num_gpu_blocks=1)),
+        EngineConfig(model_config=model_config(), cache_config=CacheConfig(num_gpu_blocks=2)),
         "http://127.0.0.1:1",
     )
     assert gc.get_freeze_count() > num_frozen
