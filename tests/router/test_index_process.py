@@ -1,10 +1,12 @@
 """KV events of real publishers, the index process, and requests that go where their prompt is cached."""
 
 import asyncio
+import os
 from collections import defaultdict
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack, asynccontextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
@@ -24,7 +26,7 @@ from baton.router.settings import KVEventsSource, sources_of
 from baton.router.shell import index_client
 from tests.router.fakes import Call, FakeEngine, Respond, Servers, System, answers, lends
 from tests.router.fakes import system as router_system
-from tests.router.test_workers import two_workers
+from tests.router.test_workers import two_workers, until_gone
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
@@ -58,8 +60,16 @@ def publishers() -> Any:
         yield Publishers(stack)
 
 
-def index_process() -> psutil.Process:
-    (process,) = [one for one in psutil.Process().children() if "index_process" in str(one.cmdline())]
+@pytest.fixture
+def short_folder() -> Iterator[str]:
+    """A socket's path in `tmp_path` would be too long."""
+    with TemporaryDirectory() as folder:
+        yield folder
+
+
+def index_process(router: int | None = None) -> psutil.Process:
+    """`router`: its process; None: this one."""
+    (process,) = [one for one in psutil.Process(router).children() if "index_process" in str(one.cmdline())]
     return process
 
 
@@ -310,13 +320,21 @@ async def test_a_stopped_index_process_is_waited_for_once(
             process.resume()
 
 
-async def test_all_workers_of_a_router_ask_one_index(publishers: Publishers) -> None:
-    """The decode engine would compute the prompt itself, if the prefill engine did not have it."""
+async def test_all_workers_of_a_router_ask_one_index_and_none_leaves_files(
+    publishers: Publishers, monkeypatch: pytest.MonkeyPatch, short_folder: str
+) -> None:
+    """The decode engine would compute the prompt itself, if the prefill engine did not have it.
+
+    At the end the router is killed.
+    """
+    monkeypatch.setenv("TMPDIR", short_folder)
     publisher, servers, p = publishers.start(), Servers(), FakeEngine(lends)
     events = f"{{prefill}}={publisher.endpoint},{publisher.replay_endpoint}"
     options = ("--policy", "cost", "--kv-events", events)
     async with two_workers(servers, p, FakeEngine(answers), *options) as router, router.client() as client:
         assert len(router.pids) == 3
+        index = index_process(router.process.pid)
+        assert os.listdir(short_folder)
         publisher.publish([stored(PROMPT)])
         async with asyncio.timeout(WAIT_S):
             while (await client.get("/status")).json()["engines"][0]["indexed_blocks"] != 64:
@@ -324,6 +342,8 @@ async def test_all_workers_of_a_router_ask_one_index(publishers: Publishers) -> 
         async with asyncio.timeout(WAIT_S):
             while len(p.calls) < 20:  # A worker that does not get its answer in time leaves the prompt to D.
                 assert (await client.post("/v1/completions", json={"prompt": PROMPT})).status_code == 200
+    await until_gone({index.pid})
+    assert os.listdir(short_folder) == []
 
 
 @pytest.mark.parametrize("prompt", ["a" * 2000, [[1] * 600], [2**40] * 600, ["a" * 2000], {"a": "b" * 2000}])

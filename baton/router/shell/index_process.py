@@ -5,13 +5,14 @@
 
 Tokenising and hashing of prompts happen here too, so that a long prompt stops no router's event loop. Events
 hold token ids and are not authenticated: the endpoints are the operator's choice. A wrong event costs a
-choice that is not the best. The process ends with its parent.
+choice that is not the best. The process ends with its parent, and removes the socket and its folder then.
 """
 
 import asyncio
 import logging
 import logging.config
 import os
+import shutil
 import socket
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
@@ -47,7 +48,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True): ...
 class Begin(_Frame, frozen=True, tag="Begin"):
     """From the parent, once."""
 
-    path: str  # Of the Unix socket.
+    path: str  # Of the Unix socket, in a folder of its own.
     sources: tuple[KVEventsSource, ...]
     tokenizer: str | None
     log_config: dict[str, Any]
@@ -209,6 +210,8 @@ class IndexProcess:
         """Open the socket, follow the engines, and report to the parent."""
         self.follow(self._first)
         loop = asyncio.get_running_loop()
+        with suppress(FileExistsError):  # An earlier process may have removed it.
+            Path(self._path).parent.mkdir(mode=0o700)
         await loop.create_unix_server(self._connection, self._path)
         parent.send(Ready())
         self._keep(self.report(parent))
@@ -288,10 +291,12 @@ async def _run(stream: socket.socket) -> int:
     ended: asyncio.Future[int] = loop.create_future()
     running: list[IndexProcess] = []
     starting: list[asyncio.Task[None]] = []
+    folders: list[Path] = []
     early: list[Follow] = []  # That came before the process could follow.
 
     async def begin(frame: Begin) -> None:
         logging.config.dictConfig(frame.log_config)
+        folders.append(Path(frame.path).parent)
         process = IndexProcess(frame)
         await process.start(parent)
         for follow in early:
@@ -318,7 +323,10 @@ async def _run(stream: socket.socket) -> int:
 
     parent = FrameStream(on_frame, lambda: end(0), decode_frame)
     await loop.create_unix_connection(lambda: parent, sock=stream)
-    return await ended
+    status = await ended
+    for folder in folders:  # A router that was killed could not remove it.
+        shutil.rmtree(folder, ignore_errors=True)
+    return status
 
 
 def main(descriptor: int) -> None:
