@@ -22,7 +22,7 @@ from baton.transport.base import OpId, PeerHandle, Prepared
 from baton.transport.completions import QueuedTransport
 from baton.transport.identity_page import IdentityPage
 from baton.transport.spans import Copies, PreparedSpans
-from baton.transport.threads import join_all, start_owned_thread
+from baton.transport.threads import Spread, join_all, start_owned_thread
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +61,7 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
         self._closed = False
         self._died: str | None = None
         self._threads: list[threading.Thread] = []
+        self._spread = Spread()
 
     @abstractmethod
     def _read_batch(self, peer: PeerT, batch: Copies) -> None:
@@ -90,9 +91,11 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
             reading = _Reading(op, peer, batches)
             self._by_op[op] = reading
             self._waiting.append(reading)
-            self._changed.notify()
-            if copies.total_bytes > self.batch_bytes_max:
-                self._changed.notify()  # More than one batch is worth a second thread.
+            if copies.total_bytes > self.batch_bytes_max:  # More than one batch is worth all threads.
+                self._spread.before_waking()
+                self._changed.notify_all()
+            else:
+                self._changed.notify()
             return op
 
     def cancel(self, op: OpId) -> None:
@@ -155,7 +158,10 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
         """The longest waiting reading with its next batch, or with None if it is over. None: closed."""
         with self._changed:
             while True:
-                self._changed.wait_for(lambda: self._waiting or self._closed)
+                if not self._waiting and not self._closed:
+                    self._spread.sleeps()
+                    self._changed.wait_for(lambda: self._waiting or self._closed)
+                    self._spread.woke()
                 if not self._waiting:
                     return None
                 reading = self._waiting.popleft()

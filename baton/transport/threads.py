@@ -4,6 +4,7 @@ A host such as vLLM pins its worker to one core, and threads inherit that. A cop
 core halves the engine's speed, so our threads may use every CPU that the container allows.
 """
 
+import contextlib
 import ctypes
 import logging
 import os
@@ -51,6 +52,41 @@ def free_affinity(cpus: Collection[int] | None = None) -> None:
     except OSError as error:
         # Slower but correct: a sandbox may forbid the call, or allow none of these CPUs.
         logger.warning("cannot set the CPU affinity of thread %s: %s", threading.current_thread().name, error)
+
+
+class Spread:
+    """Has the kernel wake threads of one pool on different CPUs.
+
+    It may wake two threads on one CPU, one after the other, although another is idle: a copy of a few
+    milliseconds is then over before the second thread runs. So a sleeping thread is bound to CPUs of its own
+    before it is woken together with others, and is free again once it runs.
+
+    Not thread-safe: the pool's lock guards it.
+    """
+
+    def __init__(self) -> None:
+        self._sleeping: dict[int, set[int]] = {}  # Thread id -> CPUs that it may use.
+
+    def sleeps(self) -> None:
+        """The calling thread is about to sleep."""
+        self._sleeping[threading.get_native_id()] = os.sched_getaffinity(0)
+
+    def woke(self) -> None:
+        """The calling thread runs again."""
+        thread_id = threading.get_native_id()
+        cpus = self._sleeping.pop(thread_id)
+        _bind(thread_id, cpus)
+
+    def before_waking(self) -> None:
+        """All sleeping threads are about to be woken."""
+        for number, (thread_id, cpus) in enumerate(self._sleeping.items()):
+            if len(cpus) >= len(self._sleeping) > 1:
+                _bind(thread_id, sorted(cpus)[number :: len(self._sleeping)])
+
+
+def _bind(thread_id: int, cpus: Collection[int]) -> None:
+    with contextlib.suppress(OSError):  # A sandbox forbids it, or the container has lost these CPUs.
+        os.sched_setaffinity(thread_id, cpus)
 
 
 def join_all(threads: Collection[threading.Thread], timeout_s: float) -> None:

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from baton.transport.completions import CompletionQueue
-from baton.transport.threads import join_all, start_owned_thread
+from baton.transport.threads import Spread, join_all, start_owned_thread
 
 TIMEOUT_S = 30.0
 
@@ -55,6 +55,37 @@ def test_a_thread_runs_even_if_its_affinity_cannot_be_set(caplog: pytest.LogCapt
     join_all([thread], TIMEOUT_S)
     assert ran.is_set()
     assert "affinity" in caplog.text
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="this machine has one CPU")
+@pytest.mark.parametrize("num_threads", [1, 2, 1 + len(os.sched_getaffinity(0))])
+def test_threads_are_woken_on_cpus_of_their_own_and_may_then_use_all(num_threads: int) -> None:
+    spread, go = Spread(), threading.Event()
+    asleep = threading.Barrier(num_threads + 1)
+    after: list[set[int]] = []
+
+    def run() -> None:
+        spread.sleeps()
+        asleep.wait(TIMEOUT_S)
+        assert go.wait(TIMEOUT_S)
+        spread.woke()
+        after.append(os.sched_getaffinity(0))
+
+    threads = [
+        start_owned_thread(f"baton-test-{number}", run, on_death=lambda _: None)
+        for number in range(num_threads)
+    ]
+    asleep.wait(TIMEOUT_S)
+    all_cpus = os.sched_getaffinity(threads[0].native_id or 0)
+    spread.before_waking()
+    bound = [os.sched_getaffinity(thread.native_id or 0) for thread in threads]
+    go.set()
+    join_all(threads, TIMEOUT_S)
+    if num_threads == 2:
+        assert sorted([*bound[0], *bound[1]]) == sorted(all_cpus), "each has its share"
+    else:
+        assert bound == [all_cpus] * num_threads
+    assert after == [all_cpus] * num_threads
 
 
 def test_an_operation_that_ends_twice_is_a_bug() -> None:
