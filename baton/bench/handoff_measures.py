@@ -8,8 +8,9 @@ measured. Each result is passed to `on_result` at once, so that an interrupted r
 import re
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from statistics import median, quantiles
 from typing import Any
@@ -26,6 +27,7 @@ ANSWER_TOKENS = 8
 DECODE_TOKENS = 48
 LENT_TOKENS = 256  # Of the prompt whose loan an idle producer has.
 BESIDE_TOKENS = 128  # Of an answer whose time between tokens is measured beside other requests.
+NEW_PAIRS = 3
 IDLE_S = 5.0
 SETTLE_S = 0.5  # After the last request, for its remaining work.
 QUIET_CORES = 0.1  # More use by other programs counts as a disturbance.
@@ -37,18 +39,28 @@ def measure(
     mode: str, tokens: Sequence[int], repeats: int, on_result: OnResult, *, patience_s: float = 0.0
 ) -> None:
     """Measure one mode. Raises BatonError if the system does not start or answers wrongly."""
-    with (
-        running_system(mode, model_folder(), max(*tokens, LENT_TOKENS) + 64) as system,
-        httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client,
-    ):
-        bench = _Bench(client, system, mode, repeats, patience_s)
+    firsts_s = []  # A pair is new once, so further systems are started for it.
+    for _ in range(NEW_PAIRS - 1):
+        with _bench(mode, tokens, repeats, patience_s) as bench:
+            bench.warm_up(tokens[:1])
+            firsts_s.append(bench.second_token_s(tokens[0]))
+    with _bench(mode, tokens, repeats, patience_s) as bench:
         bench.warm_up(tokens)
-        first_s = bench.second_token_s(tokens[0])
+        firsts_s.append(bench.second_token_s(tokens[0]))
         rows = []
         for num_tokens in tokens:
             rows.append(bench.at_length(num_tokens))
             on_result(rows[-1])
-        on_result(bench.overheads(first_s, rows[0]))
+        on_result(bench.overheads(median(firsts_s), rows[0]))
+
+
+@contextmanager
+def _bench(mode: str, tokens: Sequence[int], repeats: int, patience_s: float) -> Iterator["_Bench"]:
+    with (
+        running_system(mode, model_folder(), max(*tokens, LENT_TOKENS) + 64) as system,
+        httpx.Client(timeout=REQUEST_TIMEOUT_S, trust_env=False) as client,
+    ):
+        yield _Bench(client, system, mode, repeats, patience_s)
 
 
 class _Bench:
@@ -78,7 +90,7 @@ class _Bench:
     def warm_up(self, tokens: Sequence[int]) -> None:
         """Run first kernels and allocations on each engine alone, so that the pair is still new."""
         for url in (self._system.producer, self._system.consumer, self._system.single):
-            for num_tokens in (tokens[0], tokens[-1]):
+            for num_tokens in sorted({tokens[0], tokens[-1]}):
                 self.ask(url, num_tokens, max_tokens=4)
 
     def second_token_s(self, num_tokens: int) -> float:
@@ -107,7 +119,7 @@ class _Bench:
         )
 
     def overheads(self, first_s: float, later: Lengthwise) -> Overheads:
-        """`first_s`: `second_token_s` of the new pair."""
+        """`first_s`: `second_token_s` of new pairs."""
         neighbours = Neighbours()
         usual_s = median(self.second_token_s(later.num_tokens) for _ in range(self._repeats))
         return Overheads(
