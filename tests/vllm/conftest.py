@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -77,7 +78,11 @@ def collector() -> Iterator[Collector]:
 @pytest.fixture(scope="session")
 def site(model: Path, collector: Collector, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     env = {**os.environ, **ENVIRONMENT, "OTEL_EXPORTER_OTLP_ENDPOINT": collector.url}
-    with ForkingFleet(tmp_path_factory.mktemp("logs"), env=env) as fleet:
+    with (
+        # Engines that are killed leave files there. Short: vLLM's sockets are there too.
+        TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as folder,
+        ForkingFleet(tmp_path_factory.mktemp("logs"), env={**env, "TMPDIR": folder}) as fleet,
+    ):
         site = Site(fleet, model)
         yield site
         site.dismiss()  # Closes their clients too: an open socket at the end is an error.
