@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,7 +35,7 @@ from baton.connectors.shared_storage.metadata import (
 from baton.connectors.shared_storage.prompts import Prompt
 from baton.connectors.tiered import BatonTieredConnector
 from baton.contract import ConnectorDead, KVConnectorOutput
-from baton.core.config import KVTransferConfig
+from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.layout import ModelFingerprint
@@ -46,6 +47,7 @@ from baton.tiers.file_store import FileStore
 from baton.tiers.sweep import ENDED_S, chunks_of
 from baton.tiers.tiers import Tiers
 from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in, wait_for
+from tests.server.fakes import model_config
 from tests.tiers.slow_store import SlowStore
 
 NUM_BLOCKS = 16
@@ -500,6 +502,25 @@ def test_loads_by_layers_need_one_block_table_and_no_other_connector(tmp_path: P
     )
     with pytest.raises(ConfigError, match=r"layerwise: is for an only connector"):
         transfers_of(of_tiers, BatonTieredConnector.listed)
+
+
+@pytest.mark.parametrize("layerwise", [True, False])
+def test_no_step_may_wait_for_layers_until_its_engine_ends(tmp_path: Path, layerwise: bool) -> None:
+    extra = settings_in(tmp_path, layerwise=layerwise, layer_wait_s=1.0)
+    engine = EngineConfig(
+        model_config=model_config(),
+        cache_config=CacheConfig(block_size=BLOCK),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector="BatonSharedStorageConnector", kv_role="kv_both", kv_connector_extra_config=extra
+        ),
+        insecure_no_secret=True,
+        step_timeout_s=2.0,
+    )
+    assert StorageIdentity.of_engine(engine).settings.layer_wait_s == 1.0
+    engine = msgspec.structs.replace(engine, step_timeout_s=1.9)
+    problem = r"layer_wait_s: must be at most half of step_timeout_s, 1\.9"
+    with pytest.raises(ConfigError, match=problem) if layerwise else nullcontext():
+        StorageIdentity.of_engine(engine)
 
 
 def test_no_step_waits_for_the_load_of_a_request_that_ended_before_it_arrived(halves: Halves) -> None:

@@ -53,6 +53,13 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
         transfer = config.kv_transfer_config
         if transfer is None:
             raise ConfigError("is required", field="kv_transfer_config")
+        settings = parse_extra(StorageSettings, transfer.kv_connector_extra_config)
+        if settings.layerwise and settings.layer_wait_s > config.step_timeout_s / 2:
+            raise ConfigError(
+                f"must be at most half of step_timeout_s, {config.step_timeout_s:g}: a slow store would make "
+                "a step so long that the engine ends; lower it, or raise step_timeout_s",
+                field=f"{FIELD}.layer_wait_s",
+            )
         return cls(
             fingerprint=config.model_config.fingerprint(config.cache_config.hash_seed),
             num_ranks=config.parallel_config.world_size,
@@ -61,7 +68,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
             saves=transfer.is_kv_producer,
             loads=transfer.is_kv_consumer,
             secret=config.transfer_secret,
-            settings=parse_extra(StorageSettings, transfer.kv_connector_extra_config),
+            settings=settings,
             groups=config.kv_cache_groups,
             publishes_events=config.enable_kv_events,
         )
