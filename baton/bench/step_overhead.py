@@ -244,3 +244,7 @@ def main() -> None:
             f"{row.front_end_ms:.3f}",
         )
     Console(width=None if sys.stdout.isatty() else 120).print(table)
+
+
+if __name__ == "__main__":
+    main()

@@ -245,3 +245,7 @@ def main() -> None:
         tempfile.TemporaryDirectory(prefix="baton-bench-") as second,
     ):
         print_tables(measure(Path(first)), measure_lookups(Path(second)), Console())
+
+
+if __name__ == "__main__":
+    main()

@@ -2,12 +2,14 @@
 
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 import baton
+from baton.bench.command import BENCHMARKS
 from baton.cli.main import COMMANDS, app
 
 
@@ -18,6 +20,14 @@ def run(*arguments: str, **environment: str) -> tuple[int, str]:
 
 def test_the_version_is_the_packages() -> None:
     assert run("--version") == (0, f"baton {baton.__version__}\n")
+
+
+@pytest.mark.parametrize("module", BENCHMARKS.values())
+def test_every_benchmark_is_a_program_too(module: str) -> None:
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    assert 'if __name__ == "__main__":' in Path(spec.origin).read_text()
 
 
 @pytest.mark.parametrize("command", COMMANDS)
