@@ -56,6 +56,14 @@ struct message {
     uint64_t total_bytes, done_bytes;
 };
 
+/* Of each struct that Python mirrors: its size, and the offset of its last field. A test compares them. */
+const int64_t baton_structs[] = {
+    sizeof(struct ghash_key), offsetof(struct ghash_key, level),
+    sizeof(struct ghash),     offsetof(struct ghash, mask),
+    sizeof(struct message),   offsetof(struct message, done_bytes),
+    sizeof(struct msghdr),    offsetof(struct msghdr, msg_flags),
+};
+
 #if defined(__x86_64__)
 #include <immintrin.h>
 

@@ -1,5 +1,6 @@
 """Compiled layers of decode steps, compared bit by bit with the layers of `Decoder`."""
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 from baton.contract.null import NullWorkerHalf
 from baton.core.config import Quantization
 from baton.core.kv_groups import layer_name
+from baton.engine.attention import compiled
 from baton.engine.attention.compiled import LEVELS, LIBRARY
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
@@ -17,6 +19,7 @@ from baton.engine.models import compiled_layers, compiled_rows, quantised_weight
 from baton.engine.models.compiled_layers import CompiledLayers
 from baton.engine.models.decoder import Decoder
 from tests.engine_models.paged import SHUFFLED_BLOCKS, PagedModel, prompt_of
+from tests.struct_layouts import layout_of, layouts_in
 
 pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no C compiler on this machine")
 
@@ -37,6 +40,14 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
         return PagedModel(load_model_config(folder, dtype=dtype, quantization=quantization))
 
     return make
+
+
+def test_the_structs_of_the_library_have_the_layouts_of_their_mirrors() -> None:
+    library, of_layers = compiled.load_library(), compiled_layers
+    assert library is not None
+    of_step: list[type[ctypes.Structure]] = [compiled._Step, compiled_rows._Heads]
+    mirrors = [*of_step, of_layers._Product, of_layers._Layer, of_layers._Kind, of_layers._Layers]
+    assert layouts_in(library, len(mirrors)) == [layout_of(mirror) for mirror in mirrors]
 
 
 @pytest.fixture

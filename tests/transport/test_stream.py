@@ -13,9 +13,10 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from baton.transport import gather, stream
+from baton.transport import gather, iovec, stream
 from baton.transport.sealing import KEY_BYTES, NO_TAG, TAG_BYTES, Direction
 from baton.transport.stream import Message, Outcome, Stream
+from tests.struct_layouts import layout_of, layouts_in
 from tests.transport.copy_library import SENT_BYTES, built
 
 KEY = bytes(range(KEY_BYTES))
@@ -47,6 +48,11 @@ def wire(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_pa
     wire = Wire()
     yield wire
     wire.close()
+
+
+def test_the_structs_of_the_library_have_the_layouts_of_their_mirrors() -> None:
+    mirrors = (stream.GhashKey, stream.Ghash, stream._Left, iovec._MessageHeader)
+    assert layouts_in(gather.load(built()), len(mirrors)) == [layout_of(mirror) for mirror in mirrors]
 
 
 def message_of(memory: np.ndarray, *segments: tuple[int, int]) -> Message:

@@ -11,6 +11,8 @@
    weights have emptied the caches. Products are torch's, by its C interface for compiled models, whose functions
    Python passes. All else is that of `rows.c` and `decode.c`, so results are those of the layers in Python, bit by bit. */
 
+#include <stddef.h>
+
 #include "decode.h"
 #include "numbers.h"
 
@@ -57,6 +59,16 @@ struct layers {
     void *hidden, *normed, *packed, *queries, *attended, *gated, *added;
     void *narrowed;                                       /* Of a mixed model: inputs of a product. */
     int64_t rows;
+};
+
+/* Of each struct that Python mirrors: its size, and the offset of its last field. A test compares them. */
+const int64_t baton_structs[] = {
+    sizeof(struct step),    offsetof(struct step, scale),
+    sizeof(struct heads),   offsetof(struct heads, eps),
+    sizeof(struct product), offsetof(struct product, outputs),
+    sizeof(struct layer),   offsetof(struct layer, kind),
+    sizeof(struct kind),    offsetof(struct kind, rotated),
+    sizeof(struct layers),  offsetof(struct layers, rows),
 };
 
 INLINE void narrow_all(void *to, const float *from, int64_t count)
