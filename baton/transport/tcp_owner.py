@@ -62,6 +62,7 @@ CLOSE_TIMEOUT_S = 10.0
 class TcpCounters:
     """Metrics read these from any thread."""
 
+    lock: threading.Lock = field(default_factory=threading.Lock)  # Each connection has a thread.
     served_bytes: int = 0
     strangers: int = 0  # Connections that failed the handshake.
     refused: int = 0  # Requests that are malformed or ask for memory that is not registered.
@@ -166,7 +167,8 @@ class TcpOwner:
         try:
             caller, session = admit(sock, self._keys, self.integrity, ours=self.address)
         except (PeerError, TransferError, OSError) as error:
-            self.counters.strangers += 1
+            with self.counters.lock:
+                self.counters.strangers += 1
             logger.info("refused a tcp connection: %s", error)
             self._end(connection)
             return
@@ -220,7 +222,8 @@ class _Requests:
         number = self._number
         bytes_max = self._session.request_bytes_max
         if not self._table.covers(addresses, nbytes, bytes_max) or nbytes.sum() > bytes_max:
-            self._counters.refused += 1
+            with self._counters.lock:
+                self._counters.refused += 1
             header = ANSWER.pack(FAIL, 0, number)
             self._sock.sendall(header + self._session.answers.seal(number, header + request).tag())
             raise PeerError("a request for memory that is not registered")
@@ -237,19 +240,22 @@ class _Requests:
             np.concatenate((_one(ANSWER.size), nbytes, _one(TAG_BYTES))),
         )
         self._stream.send(answer, sealing.ghash, time.monotonic() + SEND_STALL_S)
-        self._counters.served_bytes += answer.total_bytes - ANSWER.size - TAG_BYTES
+        with self._counters.lock:
+            self._counters.served_bytes += answer.total_bytes - ANSWER.size - TAG_BYTES
 
     def _receive(self) -> tuple[bytes, Int64s, Int64s]:
         """The next request, authenticated, with the addresses and lengths that it asks for."""
         header = receive_exactly(self._sock, REQUEST.size)
         kind, count, number = REQUEST.unpack(header)
         if kind != READ or not 0 < count <= COPIES_MAX or number != self._number + 1:
-            self._counters.refused += 1
+            with self._counters.lock:
+                self._counters.refused += 1
             raise PeerError("a malformed request, or a request out of order")
         body = receive_exactly(self._sock, count * COPY_BYTES + TAG_BYTES)
         request, tag = bytes(header + body[:-TAG_BYTES]), bytes(body[-TAG_BYTES:])
         if not self._session.requests.open(number, request).is_genuine(tag):
-            self._counters.bad_requests += 1
+            with self._counters.lock:
+                self._counters.bad_requests += 1
             raise PeerError("a request with a wrong tag, changed in transit")
         self._number = number
         copies = np.frombuffer(request, dtype="<i8", offset=REQUEST.size).reshape(-1, 2)
