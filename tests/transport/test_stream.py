@@ -124,6 +124,30 @@ def test_a_message_can_be_received_in_several_calls(wire: Wire) -> None:
         assert opening.is_genuine(sealing.tag())
 
 
+@pytest.mark.parametrize("buffer_bytes", [1, 64 << 10, None])
+def test_a_message_longer_than_the_sockets_buffers_crosses(
+    buffer_bytes: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver asks the kernel to be woken seldom, which must not mean never."""
+    monkeypatch.setattr(gather, "LIBRARY", built())
+    source = np.random.default_rng(3).integers(0, 256, 5 << 20, dtype=np.uint8)
+    target = np.zeros_like(source)
+    whole = ((0, HEADER_BYTES), (HEADER_BYTES, source.size - 32), (source.size - 16, 16))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        if buffer_bytes is not None:  # The connection inherits it; else the kernel increases its own.
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, buffer_bytes)
+        with socket.create_connection(listener.getsockname()) as theirs, listener.accept()[0] as ours:
+            theirs.setblocking(False)
+            ours.setblocking(False)
+            sending = (message_of(source, *whole), None, LATER)
+            thread = threading.Thread(target=Stream(theirs).send, args=sending)
+            thread.start()
+            assert Stream(ours).receive(message_of(target, *whole), None, LATER) == Outcome.WHOLE
+            thread.join()
+            assert np.array_equal(target, source)
+            assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT) == 1, "the lane polls for any byte"
+
+
 def test_a_receive_ends_at_its_deadline_or_with_the_connection(wire: Wire) -> None:
     message = message_of(np.zeros(64, dtype=np.uint8), (0, 16), (16, 16), (32, 16))
     assert wire.reader.receive(message, None, PAST) == Outcome.TIMED_OUT
