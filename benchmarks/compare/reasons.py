@@ -38,14 +38,14 @@ REASONS = (
     Reason(
         "b",
         ["vllm baton pull tcp"],
-        "the bytes pass a socket and a checksum at 3 GB/s: 4 ms for 513 tokens, 15 for 1,921, 31 for 3,841; on "
-        "one host Baton selects `local` by default",
+        "the bytes pass a socket and a checksum at 3 GB/s: 4 ms for 513 tokens, 15 for 1,921, 31 for 3,841; "
+        "on one host Baton selects `local` by default",
         ["513 ", "1921 ", "3841 "],
     ),
     Reason(
         "b",
         ["vllm baton pull nixl"],
-        "the bytes take longer over NIXL: vLLM's own connector, which has no checks of them, has such rows too",
+        "the bytes take longer over NIXL: vLLM's own connector, which does not check them, misses it too",
         ["1921 ", "3841 "],
     ),
 )
