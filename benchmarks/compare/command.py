@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -170,7 +171,9 @@ def _run(
         with (
             raising_on_stop_signals(),
             Journal(out) as journal,
-            Fleet(logs, env=env) as fleet,
+            # vLLM's sockets are there, with names of their own, also those of engines that are killed.
+            TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True) as folder,
+            Fleet(logs, env={**env, "TMPDIR": folder}) as fleet,
             LoadClient(python, model, logs / "client.log", env) as client,
         ):
             journal.session(
