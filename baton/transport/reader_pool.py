@@ -158,12 +158,13 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
         """The longest waiting reading with its next batch, or with None if it is over. None: closed."""
         with self._changed:
             while True:
-                if not self._waiting and not self._closed:
-                    self._spread.sleeps()
-                    self._changed.wait_for(lambda: self._waiting or self._closed)
-                    self._spread.woke()
                 if not self._waiting:
-                    return None
+                    if self._closed:
+                        return None
+                    self._spread.sleeps()
+                    self._changed.wait()
+                    self._spread.woke()
+                    continue
                 reading = self._waiting.popleft()
                 reading.stopped = reading.stopped or self._reason_to_stop(reading)
                 batch = next(reading.batches, None) if reading.stopped is None else None

@@ -4,6 +4,7 @@ import ctypes
 import errno
 import multiprocessing
 import os
+import threading
 from collections.abc import Iterator
 from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
@@ -19,6 +20,7 @@ from baton.testing.transport_rig import BLOCK_SPAN, drain
 from baton.transport import local
 from baton.transport.identity_page import explain
 from baton.transport.local import LocalEndpoint, LocalTransport
+from baton.transport.threads import Spread
 
 TIMEOUT_S = 120.0  # For the start of a process on a busy machine.
 
@@ -222,3 +224,39 @@ def _connect_as_nobody(pipe: Pipe, address: Address, endpoint: bytes) -> None:
 
 def test_a_kernel_without_the_call_is_named() -> None:
     assert "no process_vm_readv" in explain(OSError(errno.ENOSYS, "x"), 1)
+
+
+def cpus_of(reader: LocalTransport) -> list[set[int]]:
+    return [os.sched_getaffinity(thread.native_id or 0) for thread in reader._threads]
+
+
+class NotedSpread(Spread):
+    def __init__(self) -> None:
+        super().__init__()
+        self.asleep, self.awake = threading.Semaphore(0), threading.Semaphore(0)
+
+    def sleeps(self) -> None:
+        super().sleeps()
+        self.asleep.release()
+
+    def woke(self) -> None:
+        super().woke()
+        self.awake.release()
+
+
+def test_a_thread_that_is_woken_for_nothing_may_use_all_cpus_again(reader: LocalTransport) -> None:
+    """Another thread may have taken the last batch first."""
+    reader._spread = spread = NotedSpread()
+    reader._start_threads()
+
+    def await_all(noted: threading.Semaphore) -> None:
+        assert all(noted.acquire(timeout=TIMEOUT_S) for _ in reader._threads)
+
+    await_all(spread.asleep)
+    before = cpus_of(reader)
+    with reader._changed:
+        spread.before_waking()
+        reader._changed.notify_all()
+    await_all(spread.awake)
+    await_all(spread.asleep)
+    assert cpus_of(reader) == before
