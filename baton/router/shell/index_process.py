@@ -12,7 +12,6 @@ import asyncio
 import logging
 import logging.config
 import os
-import shutil
 import socket
 from collections.abc import Coroutine, Iterable
 from contextlib import suppress
@@ -291,12 +290,12 @@ async def _run(stream: socket.socket) -> int:
     ended: asyncio.Future[int] = loop.create_future()
     running: list[IndexProcess] = []
     starting: list[asyncio.Task[None]] = []
-    folders: list[Path] = []
+    paths: list[Path] = []
     early: list[Follow] = []  # That came before the process could follow.
 
     async def begin(frame: Begin) -> None:
         logging.config.dictConfig(frame.log_config)
-        folders.append(Path(frame.path).parent)
+        paths.append(Path(frame.path))
         process = IndexProcess(frame)
         await process.start(parent)
         for follow in early:
@@ -324,8 +323,10 @@ async def _run(stream: socket.socket) -> int:
     parent = FrameStream(on_frame, lambda: end(0), decode_frame)
     await loop.create_unix_connection(lambda: parent, sock=stream)
     status = await ended
-    for folder in folders:  # A router that was killed could not remove it.
-        shutil.rmtree(folder, ignore_errors=True)
+    for path in paths:  # A router that was killed could not remove them.
+        with suppress(OSError):
+            path.unlink(missing_ok=True)
+            path.parent.rmdir()
     return status
 
 
