@@ -272,7 +272,7 @@ def _new_registrar(resolved: Resolved, url: str, model: str | None) -> "Registra
 
 
 def _announce(config: EngineConfig, url: str) -> None:
-    """Print the ready line, which supervisors wait for."""
+    """The server is ready: freeze its objects and print the line that supervisors wait for."""
     # Objects that exist now live as long as the process; the collector need not visit them again. Collecting
     # them first would take as long as the pause that this saves, and the imports leave almost no garbage.
     gc.freeze()

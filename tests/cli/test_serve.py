@@ -24,11 +24,12 @@ pytestmark = [pytest.mark.slow, pytest.mark.processes]
 
 def test_the_collector_never_visits_what_exists_when_the_server_is_ready() -> None:
     num_frozen = gc.get_freeze_count()
-    _announce(
-        EngineConfig(model_config=model_config(), cache_config=CacheConfig(num_gpu_blocks=2)),
-        "http://127.0.0.1:1",
-    )
-    assert gc.get_freeze_count() > num_frozen
+    config = EngineConfig(model_config=model_config(), cache_config=CacheConfig(num_gpu_blocks=2))
+    try:
+        _announce(config, "http://127.0.0.1:1")
+        assert gc.get_freeze_count() > num_frozen
+    finally:
+        gc.unfreeze()  # Or other tests' garbage would never be collected.
 
 
 def test_when_the_engine_process_is_killed_the_server_ends_with_status_1(tmp_path: Path) -> None:
