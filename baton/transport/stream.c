@@ -23,9 +23,8 @@
 
 #define BLOCK 16
 #define POWERS 32              /* Blocks that are multiplied before one reduction. */
-#define PART_BYTES (256 << 10) /* Received and hashed at once: less than a processor's second cache has. */
-#ifndef SENT_BYTES
-#define SENT_BYTES (256 << 10) /* Hashed and sent at once, for the same reason. */
+#ifndef PART_BYTES
+#define PART_BYTES (256 << 10) /* Moved and hashed at once: less than a processor's second cache has. */
 #endif
 #define AWAITED_BYTES (1 << 20) /* The receiver sleeps until so many have come: to be woken for each part costs more. */
 #define PART_SEGMENTS 1024     /* UIO_MAXIOV */
@@ -347,7 +346,7 @@ int baton_send_1(int fd, struct message *message, struct ghash *hash, int64_t de
         return send_segments(fd, message, deadline_ns);
     while (outcome == WHOLE && message->done_bytes < message->total_bytes) {
         struct iovec part[PART_SEGMENTS];
-        size_t count = next_part(message, SENT_BYTES, part);
+        size_t count = next_part(message, PART_BYTES, part);
         struct prefetch next = {part, count, 0};
         prefetch(&next, CHUNK);
         hash_payload(hash, message, part, count, &next);

@@ -13,7 +13,7 @@ import pytest
 from tests.transport.fake_cuda import BUILD_TIMEOUT_S, COMPILER
 
 ROOT = Path(__file__).parents[2]
-SENT_BYTES = 100_000  # `stream.c` sends messages with a tag in parts of this size. Small, for tests.
+PART_BYTES = 100_000  # `stream.c` moves and hashes this much at once. Small, for tests.
 
 
 @functools.cache
@@ -27,7 +27,7 @@ def built() -> Path:
     strict = {
         **os.environ,
         "CC": COMPILER,
-        "CFLAGS": f"-Wall -Wextra -Wpedantic -Werror -DSENT_BYTES={SENT_BYTES}",
+        "CFLAGS": f"-Wall -Wextra -Wpedantic -Werror -DPART_BYTES={PART_BYTES}",
     }
     subprocess.run(
         [ROOT / "scripts/build-library", "gather", library], check=True, timeout=BUILD_TIMEOUT_S, env=strict

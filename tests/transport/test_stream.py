@@ -17,7 +17,7 @@ from baton.transport import gather, iovec, stream
 from baton.transport.sealing import KEY_BYTES, NO_TAG, TAG_BYTES, Direction
 from baton.transport.stream import Message, Outcome, Stream
 from tests.struct_layouts import layout_of, layouts_in
-from tests.transport.copy_library import SENT_BYTES, built
+from tests.transport.copy_library import PART_BYTES, built
 
 KEY = bytes(range(KEY_BYTES))
 HEADER_BYTES = 16
@@ -75,7 +75,7 @@ def segments(draw: st.DrawFn) -> list[tuple[int, int]]:
 
 @given(segments=segments(), level=st.sampled_from(["off", "mac"]))
 @example(
-    segments=[(0, HEADER_BYTES), (32, SENT_BYTES - HEADER_BYTES - 8), (HEADER_BYTES, TAG_BYTES)], level="mac"
+    segments=[(0, HEADER_BYTES), (32, PART_BYTES - HEADER_BYTES - 8), (HEADER_BYTES, TAG_BYTES)], level="mac"
 )
 @settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
 def test_exactly_the_segments_cross_with_the_tag_of_the_payload(
