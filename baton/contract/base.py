@@ -258,8 +258,19 @@ class KVConnectorSchedulerHalf(ABC):
         """
 
     def reset_cache(self) -> bool | None:
-        """Drops what is cached. Only False counts as a failure."""
+        """Drops what is cached. Answers True only if nothing that was stored before can be found again.
+
+        vLLM calls it after it has changed the weights, and counts None as success.
+        """
         return None
+
+    def set_weights(self, weights: str | None, version: str | None) -> bool | None:
+        """The host computes with other weights from now on; see `KVIdentity.updated` for the arguments.
+
+        Baton's addition. Answers True only if KV that was computed before is used no more, here or by other
+        engines, except by engines that still have these weights.
+        """
+        return self.reset_cache()
 
     def shutdown(self) -> None:
         """Closes every thread, socket and file of this half. Idempotent."""

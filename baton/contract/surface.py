@@ -111,6 +111,7 @@ ROWS: Final = (
     Row("introduction",                         "baton", _M, _S,     _STEP,    None,          _first),
     Row("drain",                                "baton", _M, _S,     _STEP,    None,          _each),
     Row("reset_cache",                          "vllm",  _M, _S,     _STEP,    False,         _OWN),
+    Row("set_weights",                          "baton", _M, _S,     _STEP,    False,         _OWN),
 
     Row("hidden_states_wanted",                 "baton", _P, _W,     _START,   (),            _OWN),
     Row("graph_capturable",                     "baton", _P, _W,     _START,   False,         all),

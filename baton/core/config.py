@@ -14,6 +14,7 @@ import msgspec
 
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
+from baton.core.identity import KVIdentity
 from baton.core.kv_groups import KVCacheGroup, group_layers, index_layer_name, layer_name, one_group
 from baton.core.layout import (
     CONSTANT_SCALES,
@@ -23,7 +24,6 @@ from baton.core.layout import (
     LATENT,
     NO_SCALES,
     CacheSpec,
-    ModelFingerprint,
 )
 from baton.core.states import StatePart
 from baton.core.validation import explain
@@ -42,7 +42,7 @@ INT4_GROUP = 32
 """Inputs that share a scale of int4 weights."""
 
 _WEIGHTS = {"int8": "int8 for each row", "int4": f"int4 in groups of {INT4_GROUP}"}
-"""Name of the weights in a fingerprint: it changes with the numbers that a quantization stands for."""
+"""Name of the weights in a kv_identity: it changes with the numbers that a quantization stands for."""
 
 _STORED_DTYPES = {
     "fp8": "float8_e4m3fn",
@@ -248,12 +248,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             return self.weights_digest
         return f"{self.weights_digest} as {_WEIGHTS[self.quantization]}"
 
-    def fingerprint(self, hash_seed: str) -> ModelFingerprint:
+    def kv_identity(self, hash_seed: str) -> KVIdentity:
         # Without attention hosts differ about these numbers, which then mean nothing.
         attends = len(self.state_layers) < self.num_hidden_layers
-        return ModelFingerprint(
+        return KVIdentity(
             model=self.architecture_digest,
-            revision=self._revision,
+            weights=self._revision,
             # Scales make another format of the same element type.
             dtype=self.kv_cache_dtype if self.has_scales else self.stored_dtype,
             num_layers=self.num_layer_caches,

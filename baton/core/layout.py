@@ -135,21 +135,6 @@ class RankLayout(msgspec.Struct, frozen=True):
         return (*self.layers, *self.states)
 
 
-class ModelFingerprint(msgspec.Struct, frozen=True):
-    """Identity of a model's KV. Blocks are compatible if these are equal; `dtype` may differ if it converts.
-
-    Compared field by field, so that a refusal can name each field that differs.
-    """
-
-    model: str  # Content digest of the architecture (config), not a path.
-    revision: str  # Content digest of the weights.
-    dtype: str  # Of keys, values and latents. A cache with scales has a name of its own.
-    num_layers: int  # That have a cache. A layer with an index has two.
-    num_kv_heads: int
-    head_dim: int
-    hash_seed: str
-
-
 class CopySpan(msgspec.Struct, frozen=True):
     """Copy of `nbytes` bytes for every pair of blocks (remote r, local l) of a transfer:
 
@@ -211,23 +196,6 @@ def declared_loss(source: str, target: str) -> str:
 def can_convert(source: str, target: str) -> bool:
     """Whether both dtypes are in FORMATS; the conversion may lose precision."""
     return source in FORMATS and target in FORMATS
-
-
-def differences(
-    ours: ModelFingerprint, theirs: ModelFingerprint, *, converts_dtype: bool = True
-) -> list[str]:
-    """One line for each field that differs; empty when the two are compatible.
-
-    A dtype that can be converted on receive is not a difference, unless `converts_dtype` is false.
-    """
-    if ours == theirs:
-        return []
-    return [
-        f"{name}: ours {getattr(ours, name)!r}, theirs {getattr(theirs, name)!r}"
-        for name in ModelFingerprint.__struct_fields__
-        if getattr(ours, name) != getattr(theirs, name)
-        and not (name == "dtype" and converts_dtype and can_convert(theirs.dtype, ours.dtype))
-    ]
 
 
 def kv_heads_of(rank: int, *, tp_size: int, num_kv_heads: int) -> range:

@@ -21,6 +21,7 @@ class Fault(StrEnum):
     VERSION = "version"
     SIGNATURE = "signature"
     MODEL = "model"
+    WEIGHTS = "weights"  # The same model with other weights, or another version: an update is under way.
     LAYOUT = "layout"
     PROMPT = "prompt"
     IN_USE = "in use"  # Another request of this engine uses the ticket or the transfer.
@@ -47,6 +48,7 @@ class FailureCode(StrEnum):
     # The handshake with it.
     REFUSED = "refused by the peer"
     INCOMPATIBLE = "incompatible"
+    OTHER_WEIGHTS = "other weights"  # The same model otherwise: an update is under way.
     BAD_RANK_CARDS = "malformed rank cards"
     LAYOUT_MISMATCH = "layouts differ"
     BLOCK_SIZE_MISMATCH = "blocks of another size"

@@ -1,7 +1,7 @@
 """Handshake between two engines: compares versions and models, then exchanges the layouts of their memory.
 
 It has two phases, so that engines of different versions can at least report why they cannot transfer. First
-versions and fingerprints are compared, field by field. Then the opaque payload is decoded, whose format may
+versions and kv_identities are compared, field by field. Then the opaque payload is decoded, whose format may
 differ between versions. The result of `decode_ranks` is verified.
 """
 
@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from baton.core.errors import PeerError
+from baton.core.identity import KVIdentity, differences
 from baton.core.ids import Address, Epoch
-from baton.core.layout import ModelFingerprint, RankLayout, differences
+from baton.core.layout import RankLayout
 from baton.protocol.messages import MAX_PAYLOAD_BYTES, MAX_REASON_CHARS, U64_MAX, Hello, Refused, Welcome
 from baton.protocol.plan import check_layout
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 MAX_RANKS = 4096
 MAX_TRANSPORTS = 16
 MAX_ENDPOINT_BYTES = 1 << 16  # Of one transport of one rank.
@@ -76,23 +77,21 @@ def decode_ranks(payload: bytes) -> tuple[RankCard, ...]:
     return cards
 
 
-def make_hello(own_address: Address, fingerprint: ModelFingerprint) -> Hello:
-    return Hello(PROTOCOL_VERSION, fingerprint, own_address)
+def make_hello(own_address: Address, kv_identity: KVIdentity) -> Hello:
+    return Hello(PROTOCOL_VERSION, kv_identity, own_address)
 
 
-def answer_hello(hello: Hello, fingerprint: ModelFingerprint, payload: bytes) -> Welcome | Refused:
+def answer_hello(hello: Hello, kv_identity: KVIdentity, payload: bytes) -> Welcome | Refused:
     """`payload`: our ranks, encoded by `encode_ranks`."""
-    reasons = incompatibilities(fingerprint, hello.protocol_version, hello.fingerprint)
+    reasons = incompatibilities(kv_identity, hello.protocol_version, hello.kv_identity)
     if reasons:
         return Refused(tuple(reason[:MAX_REASON_CHARS] for reason in reasons))
-    return Welcome(PROTOCOL_VERSION, fingerprint, payload)
+    return Welcome(PROTOCOL_VERSION, kv_identity, payload)
 
 
-def incompatibilities(
-    ours: ModelFingerprint, their_version: int, their_fingerprint: ModelFingerprint
-) -> list[str]:
+def incompatibilities(ours: KVIdentity, their_version: int, their_identity: KVIdentity) -> list[str]:
     """One line for each thing that differs; empty if the engines are compatible."""
-    reasons = differences(ours, their_fingerprint)
+    reasons = differences(ours, their_identity)
     if their_version != PROTOCOL_VERSION:
         reasons.insert(0, f"protocol_version: ours {PROTOCOL_VERSION}, theirs {their_version}")
     return reasons

@@ -6,8 +6,8 @@ that this address is an engine of the same cluster and model. It promises nothin
 
 import msgspec
 
+from baton.core.identity import KVIdentity, differences
 from baton.core.ids import Address
-from baton.core.layout import ModelFingerprint, differences
 from baton.core.reasons import Fault
 from baton.core.transfer_params import MAX_ENGINE_ID_CHARS, MAX_INTRODUCTION_CHARS
 from baton.protocol.layout_checks import MAX_STATE_BLOCK_TOKENS
@@ -15,7 +15,7 @@ from baton.protocol.messages import PUBLIC_KEY_BYTES, U64_MAX
 from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_range
 from baton.protocol.ticket import MAX_TP_SIZE, MAX_URL_CHARS
 
-INTRODUCTION_VERSION = 2
+INTRODUCTION_VERSION = 3
 
 
 class BadIntroduction(BadSignedToken):
@@ -27,7 +27,7 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_
     address: Address
     control_url: str  # Of its control channel.
     public_key: bytes  # Of its process, as in a ticket.
-    fingerprint: ModelFingerprint
+    kv_identity: KVIdentity
     tp_size: int
     block_tokens: int
 
@@ -61,13 +61,13 @@ def open_introduction(text: str, key: bytes | None, previous_key: bytes | None =
 
 
 def check_introduction(
-    introduction: Introduction, *, fingerprint: ModelFingerprint, converts_dtype: bool = True
+    introduction: Introduction, *, kv_identity: KVIdentity, converts_dtype: bool = True
 ) -> None:
     """Raises BadIntroduction unless this engine can use the producer's blocks."""
-    theirs = introduction.fingerprint
-    if different := differences(fingerprint, theirs, converts_dtype=converts_dtype):
+    theirs = introduction.kv_identity
+    if different := differences(kv_identity, theirs, converts_dtype=converts_dtype):
         raise BadIntroduction(Fault.MODEL, f"is of another model ({'; '.join(different)})")
-    heads, tp_size = introduction.fingerprint.num_kv_heads, introduction.tp_size
+    heads, tp_size = introduction.kv_identity.num_kv_heads, introduction.tp_size
     if heads < 1 or (heads % tp_size and tp_size % heads):
         raise BadIntroduction(
             Fault.LAYOUT, f"names {tp_size} ranks, which cannot share {heads} KV heads evenly"

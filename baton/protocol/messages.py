@@ -18,8 +18,8 @@ from typing import NoReturn, TypeAlias
 import msgspec
 
 from baton.core.errors import PeerError
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address, BlockId, LoanId, PromptHash, TransferId
-from baton.core.layout import ModelFingerprint
 from baton.core.transfer_params import (
     MAX_BLOCK_ID,
     MAX_ENGINE_ID_CHARS,
@@ -184,7 +184,7 @@ class Hello(_Message, frozen=True, tag="hello"):
     """Any engine -> P: are we compatible, and where is your memory? Repeated until answered."""
 
     protocol_version: int
-    fingerprint: ModelFingerprint
+    kv_identity: KVIdentity
     address: Address  # The sender's; must equal the envelope's sender.
 
     def __post_init__(self) -> None:
@@ -200,7 +200,7 @@ class Welcome(_Message, frozen=True, tag="welcome"):
     """
 
     protocol_version: int
-    fingerprint: ModelFingerprint
+    kv_identity: KVIdentity
     payload: bytes
 
     def __post_init__(self) -> None:

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.core.errors import PeerError
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address
-from baton.core.layout import ModelFingerprint
 from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import PeerEffect, PeerLost, PeerReady, Send
@@ -64,7 +64,7 @@ class PeerTable:
     def __init__(
         self,
         own_address: Address,
-        fingerprint: ModelFingerprint,
+        kv_identity: KVIdentity,
         timers: Timers,
         payload: bytes | None = None,
         *,
@@ -72,7 +72,7 @@ class PeerTable:
     ) -> None:
         """`payload` of our Welcome (`encode_ranks`). Until it is known, no Hello is answered."""
         self._own_address = own_address
-        self._fingerprint = fingerprint
+        self._kv_identity = kv_identity
         self._timers = timers
         self._payload = payload
         self._peers_max = peers_max
@@ -108,7 +108,7 @@ class PeerTable:
             case Hello():
                 if message.address != sender or self._payload is None:
                     return []  # A false address, or we cannot answer yet; the peer repeats its Hello.
-                return [Send(sender, answer_hello(message, self._fingerprint, self._payload))]
+                return [Send(sender, answer_hello(message, self._kv_identity, self._payload))]
             case Welcome():
                 return self._welcomed(sender, message, now)
             case Refused(reasons):
@@ -159,13 +159,13 @@ class PeerTable:
     def _hello(self, address: Address, peer: _Peer, now: float) -> Send:
         peer.num_hellos += 1
         peer.next_hello = now + self._timers.round_trip_max_s
-        return Send(address, make_hello(self._own_address, self._fingerprint))
+        return Send(address, make_hello(self._own_address, self._kv_identity))
 
     def _welcomed(self, sender: Address, welcome: Welcome, now: float) -> list[PeerEffect]:
         peer = self._peers.get(sender)
         if peer is None or peer.state != "asking":
             return []  # A duplicate, or an answer that came too late.
-        reasons = incompatibilities(self._fingerprint, welcome.protocol_version, welcome.fingerprint)
+        reasons = incompatibilities(self._kv_identity, welcome.protocol_version, welcome.kv_identity)
         if reasons:
             text = f"incompatible: {'; '.join(reasons)}"
             return self._failed(sender, FailureReason(FailureCode.INCOMPATIBLE, text), now)

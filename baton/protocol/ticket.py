@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import msgspec
 
+from baton.core.identity import KVIdentity, differences
 from baton.core.ids import Address, BlockId, LoanId, PromptHash, RequestId, TransferId
-from baton.core.layout import ModelFingerprint, differences
 from baton.core.prefilled import PrefilledTokens
 from baton.core.reasons import Fault
 from baton.core.transfer_params import (
@@ -28,7 +28,7 @@ from baton.protocol.layout_checks import MAX_STATE_BLOCK_TOKENS
 from baton.protocol.messages import PROMPT_HASH_BYTES, PUBLIC_KEY_BYTES, U64_MAX
 from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_range
 
-TICKET_VERSION = 5
+TICKET_VERSION = 6
 TICKET_FIELD = f"{FIELD}.baton_ticket"
 MAX_URL_CHARS = 512
 MAX_TP_SIZE = 4096
@@ -48,7 +48,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     loan_id: LoanId
     transfer_id: TransferId
     request_id: RequestId  # P's id of the request; for logs.
-    fingerprint: ModelFingerprint
+    kv_identity: KVIdentity
     tp_size: int
     block_tokens: int
     # One list per cache group, the same on every rank. Each ends with the block of the last token; blocks
@@ -123,7 +123,7 @@ def open_ticket(text: str, key: bytes | None, previous_key: bytes | None = None)
 def check_ticket(
     ticket: Ticket,
     *,
-    fingerprint: ModelFingerprint,
+    kv_identity: KVIdentity,
     prompt_hash_of: Callable[[int], PromptHash],
     num_prompt_tokens: int,
     converts_dtype: bool = True,
@@ -133,9 +133,9 @@ def check_ticket(
     `prompt_hash_of(n)` hashes the request's first n tokens, n at most `num_prompt_tokens`. `converts_dtype`:
     whether this engine converts dtypes on receive.
     """
-    if different := differences(fingerprint, ticket.fingerprint, converts_dtype=converts_dtype):
+    if different := differences(kv_identity, ticket.kv_identity, converts_dtype=converts_dtype):
         raise BadTicket(Fault.MODEL, f"is for another model ({'; '.join(different)})")
-    heads = ticket.fingerprint.num_kv_heads
+    heads = ticket.kv_identity.num_kv_heads
     if heads % ticket.tp_size and ticket.tp_size % heads:
         raise BadTicket(
             Fault.LAYOUT, f"names {ticket.tp_size} ranks, which cannot share {heads} KV heads evenly"

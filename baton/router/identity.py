@@ -5,7 +5,7 @@ from typing import Any, Literal, NamedTuple
 
 import msgspec
 
-from baton.core.layout import ModelFingerprint
+from baton.core.identity import KVIdentity
 
 Kind = Literal["baton", "vllm"]
 
@@ -17,7 +17,7 @@ class Introduction(msgspec.Struct, frozen=True):
     introduction: str | None  # Signed, for other engines; None: nothing can be pushed from here.
     max_model_len: int | None = None  # This and the rest are reported by Baton's engines only.
     served_model_name: str | None = None
-    fingerprint: ModelFingerprint | None = None
+    kv_identity: KVIdentity | None = None
     secret_ids: tuple[str, ...] | None = None  # Of the secret that it signs with, then of others it accepts.
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
     has_states: bool = False  # Some layers have a recurrent state. A vLLM reports it too.

@@ -112,9 +112,9 @@ def _connector_in(engine: Engine, answer: Answer) -> Introduction | None:
 
 def _identity_of(card: Introduction) -> Identity | None:
     """None: an engine of an older version, which does not report it."""
-    if card.fingerprint is None or card.served_model_name is None:
+    if card.kv_identity is None or card.served_model_name is None:
         return None
-    return Identity("baton", card.served_model_name, (card.fingerprint.model, card.fingerprint.revision))
+    return Identity("baton", card.served_model_name, (card.kv_identity.model, card.kv_identity.weights))
 
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.core.layout import differences
+from baton.core.identity import differences
 from baton.router.cost import LOAD_TOKENS_PER_S
 from baton.router.fleet import Engine
 from baton.router.rates import Line
@@ -32,8 +32,8 @@ def mismatch_of(producer: Engine, consumer: Engine) -> str | None:
     ours, theirs = consumer.introduction, producer.introduction
     if ours is None or theirs is None:
         return None
-    if ours.fingerprint is not None and theirs.fingerprint is not None:
-        different = differences(ours.fingerprint, theirs.fingerprint)
+    if ours.kv_identity is not None and theirs.kv_identity is not None:
+        different = differences(ours.kv_identity, theirs.kv_identity)
         if different:
             return "different models: " + "; ".join(different)
     if ours.secret_ids is None or theirs.secret_ids is None or ours.secret_ids == theirs.secret_ids:

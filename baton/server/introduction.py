@@ -5,7 +5,7 @@ push.
 import msgspec
 
 from baton.core.config import ClusterSecret, EngineConfig
-from baton.core.layout import ModelFingerprint
+from baton.core.identity import KVIdentity
 from baton.engine.core.client import EngineClient
 
 SECRET_ID_PURPOSE = "baton.secret_id.1"
@@ -23,7 +23,7 @@ class Introduction(msgspec.Struct, frozen=True):
     max_model_len: int  # Tokens of prompt and answer together.
     # Compared by a router before it pairs two engines, or lets two engines answer under one name.
     served_model_name: str
-    fingerprint: ModelFingerprint
+    kv_identity: KVIdentity
     secret_ids: tuple[str, ...]  # Hex; first the secret that this engine signs with, then others it accepts.
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
     has_states: bool = False  # Some layers have a recurrent state.
@@ -47,7 +47,7 @@ async def introduce(
         tp_size=config.parallel_config.tensor_parallel_size,
         max_model_len=config.model_config.max_model_len,
         served_model_name=config.model_config.served_model_name,
-        fingerprint=config.model_config.fingerprint(config.cache_config.hash_seed),
+        kv_identity=config.model_config.kv_identity(config.cache_config.hash_seed),
         secret_ids=secret_ids(config.cluster_secret),
         has_states=bool(config.model_config.state_layers),
         lends=lends,

@@ -45,7 +45,7 @@ from cryptography.hazmat.primitives.ciphers import (
 from baton.tiers.chunk_name import ChunkName
 from baton.tiers.store import Unusable
 
-FORMAT: Final = "baton-kv-5"
+FORMAT: Final = "baton-kv-6"
 METADATA: Final = "__metadata__"
 LENGTH_BYTES: Final = 8
 ALIGNED_BYTES: Final = 4096  # Direct I/O needs whole blocks of the disk, and the body begins with one.

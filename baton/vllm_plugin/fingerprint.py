@@ -1,4 +1,4 @@
-"""Model fingerprint inside vLLM: equal to that of Baton's other engines for equal checkpoints.
+"""KV identity inside vLLM: equal to that of Baton's other engines for equal checkpoints.
 
     config.json   of a family that the embedded engine knows: the digest of its meaning, the same as there
                   of another family: the digest of the file, without fields that do not describe the model
@@ -22,7 +22,7 @@ import xxhash
 
 from baton.core.errors import ConfigError, UserError
 from baton.core.hashing import HASH_SEED
-from baton.core.layout import ModelFingerprint
+from baton.core.identity import KVIdentity
 from baton.core.limited_file import open_regular
 from baton.engine.checkpoints.checkpoint import read_json, weights_digest
 from baton.engine.checkpoints.families import parse_architecture
@@ -36,14 +36,14 @@ _OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CHUNK_BYTES = 1 << 22
 
 
-def fingerprint_of(
+def kv_identity_of(
     model: Any,
     cache_dtype: str,
     folder: Path | None,
     *,
     revision: str | None,
     load_format: str = "auto",
-) -> ModelFingerprint:
+) -> KVIdentity:
     """`model`: vLLM's ModelConfig. `folder`: its files, if they are on this machine.
 
     Raises ConfigError if neither `revision` nor a folder identifies the weights.
@@ -60,20 +60,20 @@ def fingerprint_of(
     return msgspec.structs.replace(
         unnamed(model, cache_dtype),
         model=_architecture_digest(config, changes),
-        revision=_revision(model, folder, revision, load_format),
+        weights=_revision(model, folder, revision, load_format),
     )
 
 
-def unnamed(model: Any, cache_dtype: str) -> ModelFingerprint:
-    """Return the fingerprint without architecture and weights.
+def unnamed(model: Any, cache_dtype: str) -> KVIdentity:
+    """Return the KV identity without architecture and weights.
 
     The dtype is the torch name of the cache's. A cache with scales has vLLM's name, which is never converted.
     """
     num_kv_heads = 1 if model.use_mla else int(model.get_total_num_kv_heads())
-    attends = num_kv_heads > 0  # Otherwise every layer has a state; see `ModelConfig.fingerprint`.
-    return ModelFingerprint(
+    attends = num_kv_heads > 0  # Otherwise every layer has a state; see `ModelConfig.kv_identity`.
+    return KVIdentity(
         model="",
-        revision="",
+        weights="",
         dtype=str(model.dtype).removeprefix("torch.") if cache_dtype == "auto" else cache_dtype,
         num_layers=int(model.get_total_num_hidden_layers()),
         num_kv_heads=num_kv_heads if attends else 1,

@@ -13,12 +13,13 @@ from baton.connectors.extra_config import FIELD
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError
+from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup
-from baton.core.layout import CacheSpec, ModelFingerprint
+from baton.core.layout import CacheSpec
 from baton.core.states import StatePart
 from baton.vllm_plugin.drafts import draft_config
-from baton.vllm_plugin.fingerprint import fingerprint_of, unnamed
+from baton.vllm_plugin.fingerprint import kv_identity_of, unnamed
 from baton.vllm_plugin.settings import PluginSettings
 
 
@@ -43,7 +44,7 @@ def identity_of(
     rank = int(parallel.rank) if is_worker else 0
     return EngineIdentity(
         engine_id=EngineId(transfer.engine_id),
-        fingerprint=find_fingerprint(vllm_config, ours.revision, is_worker=is_worker),
+        current=CurrentIdentity(find_kv_identity(vllm_config, ours.revision, is_worker=is_worker)),
         tp_size=tp_size,
         tp_rank=rank % tp_size,
         pp_rank=rank // tp_size,
@@ -66,8 +67,8 @@ def identity_of(
     )
 
 
-def find_fingerprint(vllm_config: Any, revision: str | None, *, is_worker: bool) -> ModelFingerprint:
-    """Return the model's fingerprint. Raises ConfigError.
+def find_kv_identity(vllm_config: Any, revision: str | None, *, is_worker: bool) -> KVIdentity:
+    """Return the model's kv_identity. Raises ConfigError.
 
     A worker's names no weights: it speaks to no peer, and digesting them once per engine is enough.
     """
@@ -76,14 +77,14 @@ def find_fingerprint(vllm_config: Any, revision: str | None, *, is_worker: bool)
     if is_worker:
         return unnamed(model, cache_dtype)
     folder, load_format = find_folder(model, load), str(load.load_format)
-    return fingerprint_of(model, cache_dtype, folder, revision=revision, load_format=load_format)
+    return kv_identity_of(model, cache_dtype, folder, revision=revision, load_format=load_format)
 
 
 def draft_digest(vllm_config: Any, revision: str | None) -> str:
     """Identify the draft model; empty without one that has layers in the KV cache. Raises ConfigError.
 
-    Workers need it too, unlike the fingerprint: a draft is small. Modules of the checkpoint itself (MTP) are
-    identified by its fingerprint.
+    Workers need it too, unlike the kv_identity: a draft is small. Modules of the checkpoint itself (MTP) are
+    identified by its kv_identity.
     """
     draft = draft_config(vllm_config)
     if draft is None:
@@ -92,7 +93,7 @@ def draft_digest(vllm_config: Any, revision: str | None) -> str:
     is_inside = draft.model == target.model
     folder, load_format = find_folder(draft, load), str(load.load_format)
     named = "the model's" if is_inside else revision
-    found = fingerprint_of(
+    found = kv_identity_of(
         draft, vllm_config.cache_config.cache_dtype, folder, revision=named, load_format=load_format
     )
     described = [vllm_config.speculative_config.method, *msgspec.structs.astuple(found)]

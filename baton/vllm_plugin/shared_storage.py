@@ -23,11 +23,12 @@ from baton.connectors.shared_storage.metadata import StorageMetadata
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.errors import ConfigError
+from baton.core.identity import CurrentIdentity
 from baton.core.layout import SLOT
 from baton.core.states import StatePart
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import groups_of, refuse_overwritten_states
-from baton.vllm_plugin.identity import find_fingerprint
+from baton.vllm_plugin.identity import find_kv_identity
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.states import parts_of
@@ -115,7 +116,7 @@ def _identity_of(
             field=f"{FIELD}.layerwise",
         )
     return StorageIdentity(
-        fingerprint=find_fingerprint(vllm_config, ours.revision, is_worker=is_worker),
+        current=CurrentIdentity(find_kv_identity(vllm_config, ours.revision, is_worker=is_worker)),
         num_ranks=int(parallel.world_size),
         rank=int(parallel.rank) if is_worker else 0,
         block_tokens=block_tokens,

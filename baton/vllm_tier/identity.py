@@ -1,6 +1,6 @@
 """Namespace of an engine's chunks: a digest of all on which their bytes depend.
 
-model         weights, architecture, quantization, overrides: the plug-in's fingerprint, and a draft's
+model         weights, architecture, quantization, overrides: the plug-in's kv_identity, and a draft's
 host memory   groups of layers, tokens and bytes of a chunk, ranks, the layout that vLLM names
 attention     vLLM's version, the backend, the kind of device: what vLLM packs into a block
 secret        the digest of the key that signs; engines with another secret have other chunks
@@ -23,7 +23,7 @@ from vllm.platforms import current_platform
 from baton.core.errors import ConfigError
 from baton.tiers.chunk import FORMAT
 from baton.vllm_plugin.fingerprint import FIELD
-from baton.vllm_plugin.identity import draft_digest, find_fingerprint
+from baton.vllm_plugin.identity import draft_digest, find_kv_identity
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_tier.naming import KEY_PURPOSE, Naming
 
@@ -81,7 +81,7 @@ def _model_of(offloading_config: Any, revision: str | None) -> list[Any]:
     attention = getattr(vllm_config, "attention_config", None)
     return [
         vllm.__version__,
-        msgspec.structs.asdict(find_fingerprint(vllm_config, revision, is_worker=False)),
+        msgspec.structs.asdict(find_kv_identity(vllm_config, revision, is_worker=False)),
         draft_digest(vllm_config, revision),
         str(getattr(attention, "backend", None)),
         [_device(), _isa(vllm_config)],

@@ -65,7 +65,7 @@ class Scene:
         """An answer to D's Hello that P's machines would not give."""
         self.world.wire.drop = [Welcome]
         self.fetch()
-        model = model_config().fingerprint("baton-1")
+        model = model_config().kv_identity("baton-1")
         self.say(Welcome(PROTOCOL_VERSION, msgspec.structs.replace(model, **changes), payload))
 
     def card(self, **layout: Any) -> Any:
@@ -132,7 +132,7 @@ def producer_refuses(scene: Scene) -> None:
 
 
 def fingerprints_differ(scene: Scene) -> None:
-    scene.welcome(b"", revision=EVIL)
+    scene.welcome(b"", weights=EVIL)
 
 
 def cards_are_garbage(scene: Scene) -> None:

@@ -295,7 +295,7 @@ def test_an_engine_of_another_release_costs_its_loads(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     family = "deepseek_v32"
-    monkeypatch.setattr(peers, "answer_hello", lambda _, fingerprint, __: Welcome(6, fingerprint, b"older"))
+    monkeypatch.setattr(peers, "answer_hello", lambda _, kv_identity, __: Welcome(6, kv_identity, b"older"))
     p, d = (start_in(stack, config_of(model_of(family), hands_over(name), num_blocks=100)) for name in "pd")
     decoded = hand_over(p, d, PROMPTS[0])
     assert decoded.num_transferred_tokens == 0

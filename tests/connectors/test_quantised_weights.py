@@ -51,7 +51,7 @@ def test_unlike_weights_are_refused_by_name(
     assert decoded.num_transferred_tokens == 0
     assert decoded.token_ids == d.generate([PROMPTS[0]], GREEDY)[0].token_ids
     digest = model.weights_digest
-    assert f"revision: ours '{digest}', theirs '{digest} as int4 in groups of 32'" in caplog.text
+    assert f"weights: ours '{digest}', theirs '{digest} as int4 in groups of 32'" in caplog.text
 
 
 def test_engines_find_the_files_of_their_own_weights_only(

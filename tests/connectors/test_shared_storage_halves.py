@@ -37,8 +37,8 @@ from baton.connectors.tiered import BatonTieredConnector
 from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
 from baton.core.errors import ConfigError
+from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.kv_groups import KVCacheGroup
-from baton.core.layout import ModelFingerprint
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
@@ -51,12 +51,12 @@ from tests.server.fakes import model_config
 from tests.tiers.slow_store import SlowStore
 
 NUM_BLOCKS = 16
-FINGERPRINT = ModelFingerprint("model", "weights", "float32", 1, 1, 2, "seed")
+KV_IDENTITY = KVIdentity("model", "weights", "float32", 1, 1, 2, "seed")
 
 
 def identity_in(folder: Path, *, num_ranks: int = 1, rank: int = 0, **extra: Any) -> StorageIdentity:
     return StorageIdentity(
-        fingerprint=FINGERPRINT,
+        current=CurrentIdentity(KV_IDENTITY),
         num_ranks=num_ranks,
         rank=rank,
         block_tokens=BLOCK,

@@ -26,6 +26,7 @@ from baton.connectors.shared_storage import (
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.contract import KVConnectorWorkerHalf
 from baton.contract.events import BlockStored, KVCacheEvent
+from baton.core.identity import CurrentIdentity
 from baton.core.kv_groups import KVCacheGroup
 from baton.engine.step import SchedulerOutput
 from baton.tiers.chunk_name import ChunkName
@@ -114,7 +115,7 @@ class StorageWorld(StoreWorld):
         self.rotten = set[Path]() if rotten is None else rotten
         identities = [
             StorageIdentity(
-                fingerprint=config.model_config.fingerprint("seed"),
+                current=CurrentIdentity(config.model_config.kv_identity("seed")),
                 num_ranks=num_ranks,
                 rank=rank,
                 block_tokens=BLOCK,

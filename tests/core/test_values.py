@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from baton.core.config import ClusterSecret, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import block_hash, block_hashes, extra_key, prompt_hash, root_hash
-from baton.core.layout import ModelFingerprint, declared_loss, differences, kv_heads_of
+from baton.core.identity import KVIdentity, differences
+from baton.core.layout import declared_loss, kv_heads_of
 from baton.core.timers import Timers
 
 tokens = st.lists(st.integers(0, 2**32 - 1), max_size=12)
@@ -125,7 +126,7 @@ def test_a_wrong_choice_in_a_configuration_lists_the_choices() -> None:
 
 
 def test_a_convertible_dtype_differs_only_without_conversion() -> None:
-    ours = ModelFingerprint("m", "r", "float32", 2, 2, 64, "s")
+    ours = KVIdentity("m", "r", "float32", 2, 2, 64, "s")
     theirs = msgspec.structs.replace(ours, dtype="bfloat16")
     assert differences(ours, theirs) == []
     assert differences(ours, theirs, converts_dtype=False) == ["dtype: ours 'float32', theirs 'bfloat16'"]

@@ -13,8 +13,9 @@ from baton.core.config import (
     ModelConfig,
     ParallelConfig,
 )
+from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
-from baton.core.layout import CacheSpec, LayerLayout, ModelFingerprint, RankLayout, Region
+from baton.core.layout import CacheSpec, LayerLayout, RankLayout, Region
 from baton.core.prefilled import PrefilledLogprob, PrefilledLogprobs, PrefilledTokens
 from baton.protocol.handshake import RankCard
 from baton.protocol.introduction import Introduction
@@ -27,9 +28,9 @@ PUBLIC_KEY = bytes(range(100, 132))
 P, D = Address(EngineId("p"), Epoch(2**64 - 1)), Address(EngineId("d"), Epoch(7))
 LOAN = LoanId(Epoch(2**64 - 1), 3)
 TRANSFER = TransferId("transfer")
-MODEL = ModelFingerprint(
+MODEL = KVIdentity(
     model="architecture",
-    revision="weights",
+    weights="weights",
     dtype="bfloat16",
     num_layers=2,
     num_kv_heads=4,
@@ -47,7 +48,7 @@ TICKET = Ticket(
     loan_id=LOAN,
     transfer_id=TRANSFER,
     request_id=RequestId("cmpl-1"),
-    fingerprint=MODEL,
+    kv_identity=MODEL,
     tp_size=2,
     block_tokens=16,
     block_ids=((BlockId(4), BlockId(9)), (BlockId(11),)),
@@ -64,7 +65,7 @@ INTRODUCTION = Introduction(
     address=P,
     control_url="tcp://10.0.0.7:14600",
     public_key=PUBLIC_KEY,
-    fingerprint=MODEL,
+    kv_identity=MODEL,
     tp_size=2,
     block_tokens=16,
 )
@@ -102,7 +103,7 @@ CARD = RankCard(
 def pull_identity(**changes: Any) -> EngineIdentity:
     fields: dict[str, Any] = {
         "engine_id": P.engine_id,
-        "fingerprint": MODEL,
+        "current": CurrentIdentity(MODEL),
         "tp_size": 1,
         "tp_rank": 0,
         "block_tokens": 16,

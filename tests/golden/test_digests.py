@@ -1,4 +1,4 @@
-"""Hashes, fingerprints and names of files: the same content has the same name in every release.
+"""Hashes, kv_identities and names of files: the same content has the same name in every release.
 
 A change makes engines refuse each other, or find nothing of what others have stored.
 """
@@ -13,8 +13,8 @@ from baton.connectors.shared_storage.identity import FORMAT, StorageIdentity, la
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.config import ClusterSecret
 from baton.core.hashing import HASH_SEED, block_hash, extra_key, prompt_hash, root_hash
+from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.kv_groups import KVCacheGroup
-from baton.core.layout import ModelFingerprint
 from baton.engine.api import SamplingParams
 from baton.engine.checkpoints.checkpoint import weights_digest
 from baton.engine.checkpoints.families import parse_architecture
@@ -23,7 +23,7 @@ from baton.router.legs import shape_of
 from baton.router.policies import EngineState, RoutedRequest, choose_prefix_affinity
 from baton.tiers.chunk_name import ChunkName
 from baton.tiers.whole_file import TEMPORARY_PREFIX
-from baton.vllm_plugin.fingerprint import fingerprint_of
+from baton.vllm_plugin.fingerprint import kv_identity_of
 from tests.golden.golden import check_values
 from tests.golden.samples import HASH, MODEL, SECRET
 
@@ -82,7 +82,7 @@ def config_of(name: str) -> dict[str, Any]:
 
 def in_vllm(
     name: str, *, load_format: str = "auto", folder: Path | None = None, **changes: Any
-) -> ModelFingerprint:
+) -> KVIdentity:
     """Of a model whose files are in this folder, or not on this machine."""
     fields = {
         "seed": 0,
@@ -97,7 +97,7 @@ def in_vllm(
         **changes,
     }
     revision = "r" if load_format == "auto" and folder is None else None
-    return fingerprint_of(
+    return kv_identity_of(
         SimpleNamespace(**fields), "auto", folder, revision=revision, load_format=load_format
     )
 
@@ -113,9 +113,9 @@ def test_models(tmp_path: Path) -> None:
             "weights": weights_digest(tmp_path),
             "another family, in vLLM": in_vllm("Strange").model,
             "another family, in vLLM, quantised": in_vllm("Strange", quantization="fp8").model,
-            "weights in other files, in vLLM": in_vllm("Strange", folder=other).revision,
-            "weights with a name, in vLLM": in_vllm("Strange").revision,
-            "weights that are made up, in vLLM": in_vllm("Strange", load_format="dummy").revision,
+            "weights in other files, in vLLM": in_vllm("Strange", folder=other).weights,
+            "weights with a name, in vLLM": in_vllm("Strange").weights,
+            "weights that are made up, in vLLM": in_vllm("Strange", load_format="dummy").weights,
         },
     )
     assert in_vllm("Qwen3ForCausalLM").model == parse_architecture(config_of("Qwen3ForCausalLM")).digest
@@ -126,7 +126,7 @@ def test_models(tmp_path: Path) -> None:
 
 def storage(**changes: Any) -> StorageIdentity:
     fields: dict[str, Any] = {
-        "fingerprint": MODEL,
+        "current": CurrentIdentity(MODEL),
         "num_ranks": 2,
         "rank": 0,
         "block_tokens": 16,

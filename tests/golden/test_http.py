@@ -53,7 +53,7 @@ INTRODUCTION = Introduction(
     tp_size=1,
     max_model_len=4096,
     served_model_name="name",
-    fingerprint=MODEL,
+    kv_identity=MODEL,
     secret_ids=("id",),
 )
 

@@ -31,6 +31,7 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
+from baton.core.identity import KVIdentity
 from baton.core.ids import (
     NO_EPOCH,
     Address,
@@ -42,7 +43,6 @@ from baton.core.ids import (
     PromptHash,
     TransferId,
 )
-from baton.core.layout import ModelFingerprint
 from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol import messages as wire
@@ -75,8 +75,8 @@ from tests.protocol import tokens
 
 TIMERS = Timers(ttl_s=8.0, silence_s=10.0, deadline_s=30.0, loan_max_s=50.0, hold_s=20.0)  # Renews every 2 s.
 NUM_LAYERS = 2
-MODEL = ModelFingerprint(
-    model="m", revision="r", dtype="bf16", num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, hash_seed="s"
+MODEL = KVIdentity(
+    model="m", weights="r", dtype="bf16", num_layers=NUM_LAYERS, num_kv_heads=1, head_dim=1, hash_seed="s"
 )
 FOLDER = Path(__file__).parent / "transcripts"
 

@@ -8,8 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address, EngineId, Epoch, LoanId
-from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, ModelFingerprint, RankLayout, Region
+from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, RankLayout, Region
 from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import PeerEffect, PeerLost, PeerReady, Send
@@ -34,8 +35,8 @@ from baton.protocol.messages import (
 )
 from baton.protocol.peers import HELLOS_MAX, PeerTable, admit
 
-MODEL = ModelFingerprint(
-    model="m", revision="r", dtype="bfloat16", num_layers=2, num_kv_heads=4, head_dim=8, hash_seed="s"
+MODEL = KVIdentity(
+    model="m", weights="r", dtype="bfloat16", num_layers=2, num_kv_heads=4, head_dim=8, hash_seed="s"
 )
 TIMERS = Timers()
 D, P = Address(EngineId("d"), Epoch(1)), Address(EngineId("p"), Epoch(1))
@@ -65,7 +66,7 @@ PAYLOAD = encode_ranks([card()])
 
 def table(own: Address = D, **changes: Any) -> PeerTable:
     return PeerTable(
-        own, changes.pop("fingerprint", MODEL), TIMERS, changes.pop("payload", PAYLOAD), **changes
+        own, changes.pop("kv_identity", MODEL), TIMERS, changes.pop("payload", PAYLOAD), **changes
     )
 
 
@@ -131,7 +132,7 @@ def test_unsound_rank_cards_are_refused_by_the_reader_and_never_sent(cards: list
     ("field", "value"),
     [
         ("model", "x"),
-        ("revision", "x"),
+        ("weights", "x"),
         ("dtype", "uint8"),
         ("num_layers", 3),
         ("num_kv_heads", 8),
@@ -161,9 +162,9 @@ def test_a_very_long_name_does_not_make_a_refusal_too_long_to_send() -> None:
 def test_the_payload_of_an_incompatible_peer_is_not_decoded() -> None:
     peers = table()
     peers.want(P, 0.0)
-    other = msgspec.structs.replace(MODEL, revision="x")
+    other = msgspec.structs.replace(MODEL, weights="x")
     reason = lost(peers.receive(P, Welcome(PROTOCOL_VERSION, other, b"not ours to read"), 0.0))
-    assert reason == FailureReason(FailureCode.INCOMPATIBLE, "incompatible: revision: ours 'r', theirs 'x'")
+    assert reason == FailureReason(FailureCode.INCOMPATIBLE, "incompatible: weights: ours 'r', theirs 'x'")
 
 
 def test_the_layouts_of_another_release_are_not_decoded() -> None:

@@ -52,9 +52,9 @@ def test_an_impossible_introduction_cannot_be_made(change: dict[str, Any]) -> No
 
 
 def test_an_incompatible_engine_is_named() -> None:
-    check_introduction(introduction(), fingerprint=MODEL)
+    check_introduction(introduction(), kv_identity=MODEL)
     other = msgspec.structs.replace(MODEL, num_layers=3)
     with pytest.raises(BadIntroduction, match="num_layers: ours 3, theirs 2"):
-        check_introduction(introduction(), fingerprint=other)
+        check_introduction(introduction(), kv_identity=other)
     with pytest.raises(BadIntroduction, match="3 ranks, which cannot share 4 KV heads"):
-        check_introduction(introduction(tp_size=3), fingerprint=MODEL)
+        check_introduction(introduction(tp_size=3), kv_identity=MODEL)

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address, EngineId, Epoch, LoanId, PromptHash, TransferId
-from baton.core.layout import ModelFingerprint
 from baton.protocol import messages as wire
 from baton.protocol.effects import Send, pack_sends
 
@@ -21,10 +21,10 @@ u64 = st.integers(0, wire.U64_MAX)
 names = st.text(min_size=1, max_size=40)
 addresses = st.builds(Address, names.map(EngineId), u64.map(Epoch))
 loan_ids = st.builds(LoanId, u64.map(Epoch), u64)
-fingerprints = st.builds(
-    ModelFingerprint,
+kv_identities = st.builds(
+    KVIdentity,
     model=names,
-    revision=names,
+    weights=names,
     dtype=names,
     num_layers=st.integers(1, 200),
     num_kv_heads=st.integers(1, 128),
@@ -45,8 +45,8 @@ messages: st.SearchStrategy[wire.Message] = st.one_of(
     st.builds(wire.Finished, transfers, u64, u64, st.text(min_size=1, max_size=40)),
     st.builds(wire.Failed, transfers, u64, st.text(max_size=40)),
     st.builds(wire.Withdraw, transfers, u64),
-    st.builds(wire.Hello, u64, fingerprints, addresses),
-    st.builds(wire.Welcome, u64, fingerprints, st.binary(max_size=100)),
+    st.builds(wire.Hello, u64, kv_identities, addresses),
+    st.builds(wire.Welcome, u64, kv_identities, st.binary(max_size=100)),
     st.builds(wire.Refused, st.lists(st.text(max_size=40), max_size=5).map(tuple)),
     st.builds(wire.Stranger, addresses),
 )

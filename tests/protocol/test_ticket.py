@@ -98,7 +98,7 @@ def test_an_inconsistent_ticket_cannot_be_made(changes: dict[str, Any]) -> None:
 def check(changes: dict[str, Any] | None = None, **ours: Any) -> None:
     check_ticket(
         ticket(**(changes or {})),
-        fingerprint=ours.get("fingerprint", MODEL),
+        kv_identity=ours.get("kv_identity", MODEL),
         prompt_hash_of=ours.get("prompt_hash_of", lambda n: HASH if n == 20 else PromptHash(b"")),
         num_prompt_tokens=ours.get("num_prompt_tokens", 20),
     )
@@ -117,7 +117,7 @@ def test_a_ticket_for_the_beginning_of_the_prompt_is_accepted() -> None:
 
 def test_another_model_is_named_field_by_field() -> None:
     other = msgspec.structs.replace(MODEL, dtype="uint8", num_layers=3)
-    error = refused(fingerprint=other)
+    error = refused(kv_identity=other)
     assert error.reason is Fault.MODEL
     assert "dtype: ours 'uint8', theirs 'bfloat16'" in str(error)
     assert "num_layers: ours 3, theirs 2" in str(error)

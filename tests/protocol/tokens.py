@@ -2,14 +2,14 @@
 
 from typing import Any
 
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, RequestId, TransferId
-from baton.core.layout import ModelFingerprint
 from baton.protocol.introduction import Introduction
 from baton.protocol.ticket import Ticket
 
 P = Address(EngineId("p"), Epoch(2**64 - 1))
-MODEL = ModelFingerprint(
-    model="m", revision="r", dtype="bfloat16", num_layers=2, num_kv_heads=4, head_dim=8, hash_seed="s"
+MODEL = KVIdentity(
+    model="m", weights="r", dtype="bfloat16", num_layers=2, num_kv_heads=4, head_dim=8, hash_seed="s"
 )
 HASH = PromptHash(bytes(range(32)))
 
@@ -22,7 +22,7 @@ def ticket(**changes: Any) -> Ticket:
         loan_id=LoanId(P.epoch, 3),
         transfer_id=TransferId("t"),
         request_id=RequestId("r"),
-        fingerprint=MODEL,
+        kv_identity=MODEL,
         tp_size=2,
         block_tokens=16,
         block_ids=((BlockId(4), BlockId(9)),),
@@ -37,7 +37,7 @@ def introduction(**changes: Any) -> Introduction:
         address=P,
         control_url="tcp://127.0.0.1:5555",
         public_key=bytes(32),
-        fingerprint=MODEL,
+        kv_identity=MODEL,
         tp_size=2,
         block_tokens=16,
     )

@@ -70,7 +70,7 @@ def test_one_of_batons_is_asked_one_question() -> None:
     found, asked = talk(engine_of(), page(card=card), pushes=True)
     assert asked == [PATH]
     assert (found.kind, found.introduction.engine_id, found.cards[0].id) == ("baton", "p", "m")
-    assert found.identity is None, "an older version, without a fingerprint"
+    assert found.identity is None, "an older version, without a KV identity"
 
 
 def test_an_engine_that_cannot_answer_now_is_asked_again() -> None:

@@ -35,7 +35,7 @@ def vllm_of(text: str, *models: str) -> FakeEngine:
 
 async def test_each_request_gets_to_its_model() -> None:
     p = engine(lends, "p", model="a")
-    decode = [engine(says("A"), "d0", model="a"), engine(says("B"), "d1", model="b", revision="other")]
+    decode = [engine(says("A"), "d0", model="a"), engine(says("B"), "d1", model="b", weights="other")]
     async with system([p], [*decode], policy="round_robin") as s:
         await met(s)
         for model, text, where in (("a", "A", "remote"), ("b", "B", "local")) * 2:

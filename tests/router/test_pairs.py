@@ -14,9 +14,9 @@ from tests.event_loop import pass_time, run
 from tests.router.fakes import Call, FakeEngine, Respond, answers, lends, responds, system
 
 REFUSAL = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
-FINGERPRINT = {
+KV_IDENTITY = {
     "model": "architecture",
-    "revision": "weights of A",
+    "weights": "weights of A",
     "dtype": "float32",
     "num_layers": 2,
     "num_kv_heads": 2,
@@ -26,11 +26,11 @@ FINGERPRINT = {
 
 
 def engine(
-    respond: Respond, name: str, *, model: str = "m", secrets: tuple[str, ...] = ("aa",), **fingerprint: Any
+    respond: Respond, name: str, *, model: str = "m", secrets: tuple[str, ...] = ("aa",), **kv_identity: Any
 ) -> FakeEngine:
     card = {
         "served_model_name": model,
-        "fingerprint": {**FINGERPRINT, **fingerprint},
+        "kv_identity": {**KV_IDENTITY, **kv_identity},
         "secret_ids": secrets,
     }
     return FakeEngine(respond, introduces_as=name, card=card)
@@ -46,7 +46,7 @@ def test_two_checkpoints_never_answer_under_one_name(position: int, caplog: pyte
 
     async def main() -> None:
         decode = [engine(says("A"), f"d{index}") for index in range(2)]
-        strange = engine(says("B"), "strange", revision="weights of B")
+        strange = engine(says("B"), "strange", weights="weights of B")
         decode.insert(position, strange)
         async with system([engine(lends, "p")], list(decode), policy="round_robin") as s:
             while any(not one.is_introduced for one in s.router.fleet.engines):
@@ -66,7 +66,7 @@ def test_two_checkpoints_never_answer_under_one_name(position: int, caplog: pyte
 
 async def test_engines_are_compared_before_the_first_request() -> None:
     """Also if the request comes before the prober has asked anybody."""
-    a, b = engine(says("A"), "a"), engine(says("B"), "b", revision="weights of B")
+    a, b = engine(says("A"), "a"), engine(says("B"), "b", weights="weights of B")
     async with system([engine(lends, "p")], [a, b], policy="round_robin") as s:
         for one in s.router.fleet.engines:
             one.was_asked = one.is_introduced = False
@@ -75,7 +75,7 @@ async def test_engines_are_compared_before_the_first_request() -> None:
 
 
 async def test_a_prefill_engine_of_another_model_is_not_asked() -> None:
-    p, d = engine(lends, "p", revision="weights of B"), engine(says("A"), "d")
+    p, d = engine(lends, "p", weights="weights of B"), engine(says("A"), "d")
     async with system([p], [d]) as s:
         answer = await s.complete()
         state = (await s.client.get("/fleet")).json()

@@ -21,7 +21,7 @@ CARD = Introduction(
     1,
     MAX_MODEL_LEN,
     MODEL.served_model_name,
-    MODEL.fingerprint(CacheConfig().hash_seed),
+    MODEL.kv_identity(CacheConfig().hash_seed),
     (),
 )
 TRANSFER = KVTransferConfig(kv_connector="BatonPushConnector", kv_role="kv_producer", engine_id="p0")

@@ -230,7 +230,7 @@ def test_a_producer_of_another_model_is_refused_by_the_names_of_what_differs(
     assert tokens_of(healing.complete(prompt, ticket)) == expected(prompt)
     refused = strict.complete(prompt, ticket)
     assert refused.status_code == 400
-    assert "revision" in refused.json()["error"]["message"]
+    assert "weights" in refused.json()["error"]["message"]
     stranger.wait_at_rest()
 
 

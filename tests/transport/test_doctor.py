@@ -29,8 +29,8 @@ from baton.cli.doctor import (
 )
 from baton.connectors.pull.identity import TICKET_KEY_PURPOSE
 from baton.core.config import ClusterSecret
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address, EngineId, Epoch
-from baton.core.layout import ModelFingerprint
 from baton.engine.attention import compiled
 from baton.protocol.introduction import Introduction, sign_introduction
 from baton.protocol.messages import PUBLIC_KEY_BYTES
@@ -160,13 +160,13 @@ def engine_url(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def introduce(
     secret: ClusterSecret, control_url: str, lost_links: Mapping[str, int] = MappingProxyType({})
 ) -> bytes:
-    fingerprint = ModelFingerprint("m", "r", "float32", 1, 1, 8, "seed")
+    kv_identity = KVIdentity("m", "r", "float32", 1, 1, 8, "seed")
     signed = sign_introduction(
         Introduction(
             address=Address(EngineId("p0"), Epoch(1)),
             control_url=control_url,
             public_key=bytes(PUBLIC_KEY_BYTES),
-            fingerprint=fingerprint,
+            kv_identity=kv_identity,
             tp_size=1,
             block_tokens=16,
         ),
@@ -180,7 +180,7 @@ def introduce(
         1,
         100,
         "m",
-        fingerprint,
+        kv_identity,
         page_module.secret_ids(secret),
         dict(lost_links),
     )

@@ -11,7 +11,7 @@ from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
 from baton.core.errors import ConfigError
 from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.vllm_plugin.fingerprint import fingerprint_of
+from baton.vllm_plugin.fingerprint import kv_identity_of
 from baton.vllm_plugin.identity import find_folder, identity_of
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.versions import Start, decide_start, is_listed, name_some
@@ -81,8 +81,8 @@ def identify(config: Any, *, is_worker: bool = False, environment: dict[str, str
 
 def test_the_fingerprint_equals_that_of_the_embedded_engine(folder: Path) -> None:
     config = load_model_config(folder, dtype="float32")
-    ours = config.fingerprint("baton-1")
-    assert identify(vllm_config(folder)).fingerprint == ours
+    ours = config.kv_identity("baton-1")
+    assert identify(vllm_config(folder)).kv_identity == ours
 
 
 def test_the_identity_of_an_engine(folder: Path) -> None:
@@ -99,7 +99,7 @@ def test_the_identity_of_an_engine(folder: Path) -> None:
 def test_a_worker_is_one_rank_and_digests_no_weights(folder: Path) -> None:
     identity = identify(vllm_config(folder), is_worker=True)
     assert (identity.tp_rank, identity.pp_rank, identity.rank) == (1, 1, 3)
-    assert identity.fingerprint.revision == ""
+    assert identity.kv_identity.weights == ""
 
 
 @pytest.mark.parametrize(
@@ -112,8 +112,8 @@ def test_a_worker_is_one_rank_and_digests_no_weights(folder: Path) -> None:
     ],
 )
 def test_changes_of_the_model_change_the_fingerprint(folder: Path, changes: dict[str, Any]) -> None:
-    plain = fingerprint_of(model_config(folder), "auto", folder, revision=None)
-    assert fingerprint_of(model_config(folder, **changes), "auto", folder, revision=None) != plain
+    plain = kv_identity_of(model_config(folder), "auto", folder, revision=None)
+    assert kv_identity_of(model_config(folder, **changes), "auto", folder, revision=None) != plain
 
 
 def test_an_unknown_family_only_has_to_be_equal(folder: Path, tmp_path: Path) -> None:
@@ -121,7 +121,7 @@ def test_an_unknown_family_only_has_to_be_equal(folder: Path, tmp_path: Path) ->
     digests = []
     for noise in ({"transformers_version": "1"}, {"transformers_version": "2"}, {"hidden_size": 33}):
         (tmp_path / "config.json").write_text(json.dumps(config | noise))
-        digests.append(fingerprint_of(model_config(folder), "auto", tmp_path, revision="r").model)
+        digests.append(kv_identity_of(model_config(folder), "auto", tmp_path, revision="r").model)
     assert digests[0] == digests[1] != digests[2]
 
 
@@ -129,7 +129,7 @@ def test_weights_are_named_or_digested_or_refused(folder: Path, tmp_path: Path) 
     model = model_config(folder)
 
     def revision(folder: Path | None, **how: Any) -> str:
-        return fingerprint_of(model, "auto", folder, **({"revision": None} | how)).revision
+        return kv_identity_of(model, "auto", folder, **({"revision": None} | how)).weights
 
     assert revision(None, revision="mine") == "named mine"
     assert revision(folder, load_format="dummy") == "dummy weights of seed 0"
@@ -142,7 +142,7 @@ def test_weights_are_named_or_digested_or_refused(folder: Path, tmp_path: Path) 
 
 
 def test_scales_beside_a_cache_are_part_of_its_dtype(folder: Path) -> None:
-    assert fingerprint_of(model_config(folder), "fp8", folder, revision="r").dtype == "fp8"
+    assert kv_identity_of(model_config(folder), "fp8", folder, revision="r").dtype == "fp8"
 
 
 def test_a_missing_model_has_no_folder(folder: Path) -> None:

@@ -151,11 +151,17 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
     def take_back(self, kv_transfer_params: Mapping[str, Any]) -> None:
         self._requests.call_all("take_back", lambda child: child.half.take_back(kv_transfer_params))
 
-    def reset_cache(self) -> bool | None:
-        answers = [child.contain("reset_cache", child.half.reset_cache) for child in self._children]
-        if False in answers:
-            return False
-        return True if all(answers) else None  # None: a child has nothing that can be reset.
+    def reset_cache(self) -> bool:
+        # A list, or a child would not be asked after one that cannot.
+        return all([child.contain("reset_cache", child.half.reset_cache) for child in self._children])
+
+    def set_weights(self, weights: str | None, version: str | None) -> bool:
+        return all(
+            [
+                child.contain("set_weights", partial(child.half.set_weights, weights, version))
+                for child in self._children
+            ]
+        )
 
     def shutdown(self) -> None:
         shut_down_each({child.name: child.shutdown for child in self._children})

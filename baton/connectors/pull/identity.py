@@ -9,9 +9,10 @@ import msgspec
 from baton.connectors.pull.settings import PullSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
+from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.ids import EngineId
 from baton.core.kv_groups import KVCacheGroup, has_tables
-from baton.core.layout import CacheSpec, ModelFingerprint
+from baton.core.layout import CacheSpec
 from baton.core.states import ALIGNMENT, StatePart
 
 TICKET_KEY_PURPOSE = "baton.ticket.1"
@@ -19,7 +20,7 @@ TICKET_KEY_PURPOSE = "baton.ticket.1"
 
 class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: EngineId
-    fingerprint: ModelFingerprint
+    current: CurrentIdentity
     tp_size: int
     tp_rank: int  # Of this process; 0 in the scheduler's.
     block_tokens: int
@@ -60,7 +61,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
         raises = settings.raises_user_errors
         return cls(
             engine_id=EngineId(transfer.engine_id),
-            fingerprint=config.model_config.fingerprint(config.cache_config.hash_seed),
+            current=CurrentIdentity(config.model_config.kv_identity(config.cache_config.hash_seed)),
             tp_size=config.parallel_config.tensor_parallel_size,
             tp_rank=config.parallel_config.rank,
             block_tokens=config.cache_config.block_size,
@@ -77,6 +78,10 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
             state_parts=config.model_config.state_parts,
             schedules_ahead=config.parallel_config.max_concurrent_batches > 1,
         )
+
+    @property
+    def kv_identity(self) -> KVIdentity:
+        return self.current.value
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -198,7 +198,7 @@ def check_fetch(fetch: FetchIntent, request: host.Request, identity: EngineIdent
                 raise BadIntroduction(Fault.PROMPT, "is of no use for a prompt without tokens")
             check_introduction(
                 introduction,
-                fingerprint=identity.fingerprint,
+                kv_identity=identity.kv_identity,
                 converts_dtype=identity.settings.convert_dtype,
             )
         case FetchByName():
@@ -212,7 +212,7 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
         raise BadTicket(Fault.PROMPT, "is for a prompt of tokens, this one has none")
     check_ticket(
         ticket,
-        fingerprint=identity.fingerprint,
+        kv_identity=identity.kv_identity,
         prompt_hash_of=lambda num_tokens: hash_of_prompt(request, num_tokens, identity),
         num_prompt_tokens=len(request.prompt_token_ids),
         converts_dtype=identity.settings.convert_dtype,
@@ -280,7 +280,7 @@ def hash_of_tokens(
         adapter=adapter.lora_name if adapter is not None else None,
         media=[f"{item.mm_position.offset}:{item.identifier}" for item in media],
     )
-    return prompt_hash(token_ids, num_tokens, extra, identity.fingerprint.hash_seed)
+    return prompt_hash(token_ids, num_tokens, extra, identity.kv_identity.hash_seed)
 
 
 def num_blocks(num_tokens: int, block_tokens: int) -> int:

@@ -222,7 +222,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         """Begin to exist for peers, under this epoch. Raises ConfigError if the port cannot be had."""
         identity, machines = self._identity, self._machines
         address = Address(identity.engine_id, epoch)
-        self._agent = PullAgent(address, identity.fingerprint, identity.settings.timers, machines)
+        self._agent = PullAgent(address, identity.kv_identity, identity.settings.timers, machines)
         self._agent.on_fault = self._count_fault
         self._control = self._make_control(self._agent, self._lock)
         self._changing = Changing(self._lock, self._clock, self._control)
@@ -295,7 +295,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             address=self._agent.address,
             control_url=self._control.url,
             public_key=self._control.public_key,
-            fingerprint=identity.fingerprint,
+            kv_identity=identity.kv_identity,
             tp_size=identity.tp_size,
             block_tokens=identity.block_tokens,
         )

@@ -2,7 +2,7 @@
 
 Two engines share files exactly if everything is equal on which the bytes of a block depend:
 
-    namespace = digest(model fingerprint, tokens of a chunk, each rank's layout, the key that signs files,
+    namespace = digest(model kv_identity, tokens of a chunk, each rank's layout, the key that signs files,
                        the windows of layers, if they have their own block tables)
 
 Only the ranks know the layout, because they have the tensors. Only the scheduler half knows the weights'
@@ -23,8 +23,9 @@ from baton.connectors.shared_storage.layer_kinds import LayerKind, kinds_of
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
+from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.kv_groups import KVCacheGroup, has_states, has_tables, is_hybrid
-from baton.core.layout import SLOT, ModelFingerprint
+from baton.core.layout import SLOT
 from baton.tiers.chunk import FORMAT
 from baton.tiers.chunk_name import STATE
 
@@ -36,7 +37,7 @@ NAMESPACE_BYTES = 16
 
 
 class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
-    fingerprint: ModelFingerprint
+    current: CurrentIdentity
     num_ranks: int
     rank: int  # Of this process; 0 in the scheduler's.
     block_tokens: int
@@ -61,7 +62,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
                 field=f"{FIELD}.layer_wait_s",
             )
         return cls(
-            fingerprint=config.model_config.fingerprint(config.cache_config.hash_seed),
+            current=CurrentIdentity(config.model_config.kv_identity(config.cache_config.hash_seed)),
             num_ranks=config.parallel_config.world_size,
             rank=config.parallel_config.rank,
             block_tokens=config.cache_config.block_size,
@@ -90,6 +91,10 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError(
                 "needs a cluster secret, from which the key is derived", field=f"{FIELD}.encrypt"
             )
+
+    @property
+    def kv_identity(self) -> KVIdentity:
+        return self.current.value
 
     @property
     def chunk_tokens(self) -> int:
@@ -124,7 +129,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
         assert len(layouts) == self.num_ranks
         # Contains the key's digest, or engines with another key would remove our files as corrupted.
         signed_by = hashlib.blake2b(b"", key=signing_key, digest_size=NAMESPACE_BYTES).hexdigest()
-        parts = [FORMAT, msgspec.structs.asdict(self.fingerprint), self.chunk_tokens, signed_by]
+        parts = [FORMAT, self.kv_identity.digest, self.chunk_tokens, signed_by]
         if is_hybrid(self.groups):
             # The window of each layer. Files do not show how the layers of one window are split into groups.
             parts.append(

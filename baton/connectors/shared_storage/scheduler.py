@@ -237,7 +237,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
                 request,
                 identity.chunk_tokens,
                 identity.block_tokens,
-                identity.fingerprint.hash_seed,
+                identity.kv_identity.hash_seed,
                 self._kinds,
                 retention=retention_of(request),
             )
@@ -266,7 +266,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             HintedRequest(name, tokens, cache_salt),
             identity.chunk_tokens,
             identity.block_tokens,
-            identity.fingerprint.hash_seed,
+            identity.kv_identity.hash_seed,
             self._kinds,
         )
         self._look_up(prompt)

@@ -17,8 +17,8 @@ from typing import Any
 
 import msgspec
 
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address, LoanId
-from baton.core.layout import ModelFingerprint
 from baton.protocol.messages import U64_MAX, WIRE_VERSION, Message
 
 _pack = msgspec.msgpack.Encoder().encode
@@ -39,7 +39,7 @@ class Cast:
     numbers: tuple[int, ...]  # Claims, sequences, token counts.
     texts: tuple[str, ...]  # Transfer ids, tickets.
     hashes: tuple[bytes, ...]
-    fingerprint: ModelFingerprint
+    kv_identity: KVIdentity
 
 
 class FrameMaker:
@@ -127,8 +127,8 @@ class FrameMaker:
         if draw.random() < 0.01:
             return self._tree(_DEPTH_MAX - 1)
         match kind:
-            case msgspec.inspect.StructType(cls=cls) if cls is ModelFingerprint and draw.random() < 0.8:
-                return msgspec.to_builtins(cast.fingerprint)
+            case msgspec.inspect.StructType(cls=cls) if cls is KVIdentity and draw.random() < 0.8:
+                return msgspec.to_builtins(cast.kv_identity)
             case msgspec.inspect.StructType(fields=fields, array_like=True, tag=tag):
                 values = [self._value(field.type) for field in fields]
                 return [tag, *values] if tag is not None else values

@@ -25,8 +25,9 @@ from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.control.thread import ControlThread
 from baton.core.errors import PeerError
 from baton.core.hashing import prompt_hash
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address, EngineId, LoanId, Pair, TransferId
-from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, ModelFingerprint, RankLayout, Region
+from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, RankLayout, Region
 from baton.core.timers import Timers
 from baton.protocol import messages
 from baton.protocol.effects import FreeLoan
@@ -44,7 +45,7 @@ OBJECTS_MAX = 60_000  # Objects that a flood of any length may leave: routes, an
 LOOK_EVERY_S = 0.1  # How often to check that the thread is alive.
 PATIENCE_S = 120.0  # For one flood's thread; only reached when something is wrong.
 
-_FINGERPRINT = ModelFingerprint("model", "revision", "float32", 2, 2, 8, "seed")
+_KV_IDENTITY = KVIdentity("model", "revision", "float32", 2, 2, 8, "seed")
 _SPEC = CacheSpec(KEYS_AND_VALUES, "float32", 2)
 _TRANSFER = TransferId("transfer")
 _CARD = RankCard(
@@ -127,7 +128,7 @@ class _World:
     def __init__(self) -> None:
         self.now = 1000.0
         self.timers = Timers()
-        self.agent = PullAgent(_ME, _FINGERPRINT, self.timers)
+        self.agent = PullAgent(_ME, _KV_IDENTITY, self.timers)
         self.agent.announce([_CARD])
         self.hash = prompt_hash([1, 2, 3], 3)
         lent = [self.agent.producer.lend(self.now) for _ in range(NUM_LOANS)]
@@ -161,7 +162,7 @@ class _World:
             numbers=(*self.claimed.values(), *self.fetched.values(), self.wanted),
             texts=(_TRANSFER, "d", "p", "me"),
             hashes=(self.hash,),
-            fingerprint=_FINGERPRINT,
+            kv_identity=_KV_IDENTITY,
         )
 
     def is_allowed(self, envelope: Envelope) -> bool:

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address, Epoch
-from baton.core.layout import ModelFingerprint
 from baton.core.reasons import FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import Effect, FreeLoan, PeerLost, Send, StreamEffect, pack_sends
@@ -45,7 +45,7 @@ class Machines:
     consumer: Callable[[Timers], PullConsumer] = PullConsumer
     prefills: Callable[[Timers], PushProducer] = PushProducer
     streams: Callable[[Timers, PullConsumer, int], PushConsumer] = PushConsumer
-    peers: Callable[[Address, ModelFingerprint, Timers], PeerTable] = PeerTable
+    peers: Callable[[Address, KVIdentity, Timers], PeerTable] = PeerTable
     admit: Callable[[Address, Envelope], tuple[tuple[Message, ...], list[Send]]] = admit
 
 
@@ -57,14 +57,14 @@ class PullAgent:
 
     Args:
         address: engine id and epoch of this process.
-        fingerprint: of the model; peers with another one are refused.
+        kv_identity: of the model; peers with another one are refused.
         timers: of all machines, seconds.
     """
 
     def __init__(
         self,
         address: Address,
-        fingerprint: ModelFingerprint,
+        kv_identity: KVIdentity,
         timers: Timers,
         machines: Machines = PRODUCTION,
     ) -> None:
@@ -73,8 +73,8 @@ class PullAgent:
         self.producer = machines.producer(address.epoch, timers)
         self.consumer = machines.consumer(timers)
         self.prefills = machines.prefills(timers)
-        self.streams = machines.streams(timers, self.consumer, fingerprint.num_layers)
-        self.peers = machines.peers(address, fingerprint, timers)
+        self.streams = machines.streams(timers, self.consumer, kv_identity.num_layers)
+        self.peers = machines.peers(address, kv_identity, timers)
         self._machines = (self.producer, self.consumer, self.prefills, self.streams, self.peers)
         self._sends: list[Send] = []
         self._effects: deque[AnyEffect] = deque()

@@ -204,7 +204,7 @@ class Loans:
             loan_id=loan_id,
             transfer_id=transfer_id,
             request_id=_name_for_logs(request.request_id),
-            fingerprint=identity.fingerprint,
+            kv_identity=identity.kv_identity,
             tp_size=identity.tp_size,
             block_tokens=identity.block_tokens,
             block_ids=held,

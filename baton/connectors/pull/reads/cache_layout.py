@@ -132,7 +132,7 @@ def _spec_of(name: str, cache: torch.Tensor, identity: EngineIdentity, packing: 
     elif len(alike := set(specs.values())) > 1:  # vLLM: layers that share another's cache have no spec.
         raise ConfigError("is not described, and the caches of other layers differ", field=f"{FIELD}.{name}")
     else:
-        spec = next(iter(alike), CacheSpec(KEYS_AND_VALUES, "", identity.fingerprint.num_kv_heads))
+        spec = next(iter(alike), CacheSpec(KEYS_AND_VALUES, "", identity.kv_identity.num_kv_heads))
     if spec.kind not in TOKEN_KINDS:
         raise ConfigError(
             f"is of the kind {spec.kind!r}, which this version does not know ({', '.join(TOKEN_KINDS)})",

@@ -8,8 +8,8 @@ from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.metadata import PullHandshake
 from baton.connectors.pull.settings import PullSettings, TurnSettings
 from baton.connectors.push.settings import PushSettings
+from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.ids import EngineId
-from baton.core.layout import ModelFingerprint
 from baton.core.timers import Timers
 from baton.protocol.handshake import RankCard
 from baton.sim.hosts.fast.memory import NUM_HEADS, NUM_LAYERS, Groups, toy_layout
@@ -19,9 +19,9 @@ CONTROL_HOST, CONTROL_PORT = "10.0.0.1", 14600  # Of every engine. The wire find
 CONTROL_URL = f"tcp://{CONTROL_HOST}:{CONTROL_PORT}"
 PUBLIC_KEY = bytes(32)  # Of every engine. The wire knows which process sent a frame.
 TURN_KEPT_S = 8.0
-FINGERPRINT = ModelFingerprint(
+KV_IDENTITY = KVIdentity(
     model="toy",
-    revision="1",
+    weights="1",
     dtype="float32",
     num_layers=NUM_LAYERS,
     num_kv_heads=NUM_HEADS,
@@ -53,7 +53,7 @@ def identity_of(
     """An engine that can lend and fetch. A block holds one token."""
     return EngineIdentity(
         engine_id=engine_id,
-        fingerprint=FINGERPRINT,
+        current=CurrentIdentity(KV_IDENTITY),
         tp_size=num_ranks,
         tp_rank=0,
         block_tokens=1,
