@@ -56,7 +56,7 @@ class KVIdentity(msgspec.Struct, frozen=True):
 
 
 class CurrentIdentity:
-    """The identity of an engine's KV as it is now. Whoever sets it holds the lock of those who read it."""
+    """The identity of an engine's KV as it is now. Set it with the lock that its readers hold."""
 
     def __init__(self, value: KVIdentity) -> None:
         self.value = value

@@ -173,7 +173,7 @@ def test_the_layouts_of_another_release_are_not_decoded() -> None:
     peers.want(P, 0.0)
     reason = lost(peers.receive(P, Welcome(6, MODEL, PAYLOAD), 0.0))
     assert reason == FailureReason(
-        FailureCode.INCOMPATIBLE, "incompatible: protocol_version: ours 7, theirs 6"
+        FailureCode.INCOMPATIBLE, "incompatible: protocol_version: ours 8, theirs 6"
     )
 
 
