@@ -49,10 +49,15 @@ class KVIdentity(msgspec.Struct, frozen=True):
             version: the host's name for them; None: it has given none.
         """
         if version is None:
-            version = "" if weights is not None else f"unnamed {secrets.token_hex(16)}"
+            version = "" if weights is not None else unnamed_version()
         return msgspec.structs.replace(
             self, weights=self.weights if weights is None else weights, version=version
         )
+
+
+def unnamed_version() -> str:
+    """A version for weights that nothing identifies: no other engine has it, and no later update."""
+    return f"unnamed {secrets.token_hex(16)}"
 
 
 class CurrentIdentity:
