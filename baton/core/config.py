@@ -35,15 +35,6 @@ LoadFailurePolicy = Literal["recompute", "fail"]
 KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
 """vLLM's `CacheDType`, those that this engine has. "fp8" is "fp8_e4m3"."""
 
-Quantization = Literal["int8", "int4"]
-"""Weights of linear layers in few bits, made at load (`baton.engine.models.quantised_weights`)."""
-
-INT4_GROUP = 32
-"""Inputs that share a scale of int4 weights."""
-
-_WEIGHTS = {"int8": "int8 for each row", "int4": f"int4 in groups of {INT4_GROUP}"}
-"""Name of the weights in a kv_identity: it changes with the numbers that a quantization stands for."""
-
 _STORED_DTYPES = {
     "fp8": "float8_e4m3fn",
     "fp8_e4m3": "float8_e4m3fn",
@@ -181,7 +172,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     index_size: int = 0  # Elements of a slot of the second cache of each layer, of index keys; 0: none.
     # Of keys, values and latents; "auto": `dtype`. Index keys always have `dtype`.
     kv_cache_dtype: KVCacheDtype = "auto"
-    quantization: Quantization | None = None  # Of the weights; None: they have `dtype`.
 
     def __post_init__(self) -> None:
         if self.has_scales and self.slot_size % 4:
@@ -241,19 +231,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 specs[index_layer_name(layer)] = CacheSpec(INDEX_KEYS, self.dtype, 1)
         return specs
 
-    @property
-    def _revision(self) -> str:
-        """Identity of the weights that compute: quantised ones make other KV than those of the checkpoint."""
-        if self.quantization is None:
-            return self.weights_digest
-        return f"{self.weights_digest} as {_WEIGHTS[self.quantization]}"
-
     def kv_identity(self, hash_seed: str) -> KVIdentity:
         # Without attention hosts differ about these numbers, which then mean nothing.
         attends = len(self.state_layers) < self.num_hidden_layers
         return KVIdentity(
             model=self.architecture_digest,
-            weights=self._revision,
+            weights=self.weights_digest,
             # Scales make another format of the same element type.
             dtype=self.kv_cache_dtype if self.has_scales else self.stored_dtype,
             num_layers=self.num_layer_caches,
