@@ -155,6 +155,7 @@ class Service:
                 field=where,
                 max_field=max_tokens_field,
                 is_truncated=fields.truncate_prompt_tokens is not None,
+                continues_elsewhere=is_prefill_leg,
             )
             if whole is None:  # The same for all prompts except max_tokens; its lists are checked once.
                 whole = fields.sampling_params(
