@@ -8,6 +8,7 @@ import functools
 import hashlib
 import hmac
 import uuid
+from bisect import bisect_right
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -15,7 +16,14 @@ import msgspec
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
 from baton.core.identity import KVIdentity
-from baton.core.kv_groups import KVCacheGroup, group_layers, index_layer_name, layer_name, one_group
+from baton.core.kv_groups import (
+    KVCacheGroup,
+    group_layers,
+    index_layer_name,
+    is_hybrid,
+    layer_name,
+    one_group,
+)
 from baton.core.layout import (
     CONSTANT_SCALES,
     INDEX_KEYS,
@@ -416,6 +424,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.cache_config.hybrid_kv_cache == "off" or not any(model.windows):
             return one_group(model.num_hidden_layers)
         return group_layers(model.windows)
+
+    @property
+    def num_tokens_max(self) -> int:
+        """Most tokens of one request, prompt and answer together: the context, or what the whole pool holds.
+
+        The last token of an answer needs no KV.
+        """
+        groups, size, chunk = self.kv_cache_groups, self.cache_config.block_size, self.max_chunk
+        num_usable = self.cache_config.num_gpu_blocks - is_hybrid(groups)
+        return bisect_right(
+            range(self.model_config.max_model_len),
+            num_usable,
+            key=lambda n: sum(group.blocks_at_most(n, block_size=size, chunk=chunk) for group in groups),
+        )
 
     def __post_init__(self) -> None:
         if not 0 < self.step_timeout_s <= 86_400:
