@@ -49,14 +49,19 @@ class KVIdentity(msgspec.Struct, frozen=True):
             version: the host's name for them; None: it has given none.
         """
         if version is None:
-            version = "" if weights is not None else f"unnamed {secrets.token_hex(16)}"
+            version = "" if weights is not None else unnamed_version()
         return msgspec.structs.replace(
             self, weights=self.weights if weights is None else weights, version=version
         )
 
 
+def unnamed_version() -> str:
+    """A version for weights that nothing identifies: no other engine has it, and no later update."""
+    return f"unnamed {secrets.token_hex(16)}"
+
+
 class CurrentIdentity:
-    """The identity of an engine's KV as it is now. Whoever sets it holds the lock of those who read it."""
+    """The identity of an engine's KV as it is now. Set it with the lock that its readers hold."""
 
     def __init__(self, value: KVIdentity) -> None:
         self.value = value

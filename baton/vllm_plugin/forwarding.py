@@ -41,6 +41,7 @@ from baton.contract import SupportsHMA as KnowsGroups
 from baton.contract.halves import HoldsOneHalf, forward_to_half
 from baton.contract.surface import ROWS, Half, Row, Scope, completed
 from baton.core.errors import BatonError, ConfigError
+from baton.core.identity import unnamed_version
 from baton.core.reasons import FailureCode
 from baton.vllm_plugin import drift
 from baton.vllm_plugin.containment import Containment
@@ -51,6 +52,7 @@ from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.states import with_states_as_bytes
 from baton.vllm_plugin.stats import BatonPromMetrics, BatonStats
 from baton.vllm_plugin.versions import Start, decide_start, name_some, name_tested
+from baton.vllm_plugin.weights import follow_weights
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +87,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
     _stats_kind: ClassVar[type[CountedStats]]  # Its data has "failures": {reason: count}.
     _stands_alone: ClassVar[bool] = False  # Must not be a child of MultiConnector.
     _has_self_test: ClassVar[bool] = False
+    weights_version: str = ""
 
     @classmethod
     def find_group(cls, kv_cache_config: Any) -> int | None:
@@ -137,6 +140,9 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         if role is KVConnectorRole.WORKER:
             self._worker_half = self.make_worker_half(vllm_config, kv_cache_config, settings)
         else:
+            from vllm.v1.engine.core import EngineCore  # Workers do without it.
+
+            follow_weights(EngineCore)
             if self._group is None:
                 keep_one_token_more(kv_cache_config)
             self._scheduler_half = self.make_scheduler_half(vllm_config, kv_cache_config, settings)
@@ -228,6 +234,16 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         assert isinstance(half, KnowsGroups), "every scheduler half of Baton's supports groups"
         tables = block_ids if self._group is None else (block_ids[self._group],)
         return half.request_finished_all_groups(request, tables)
+
+    def reset_cache(self) -> bool:
+        """vLLM resets after it may have changed the weights, and does not say whether it has."""
+        return self.set_weights(None, None)
+
+    def set_weights(self, weights: str | None, version: str | None) -> bool:
+        """Called by `weights`, since vLLM has no such hook."""
+        self.weights_version = unnamed_version() if version is None else version
+        change = partial(self.scheduler_half.set_weights, weights, self.weights_version)
+        return self._contained.contain("set_weights", change) is True
 
     # --- Worker half ---------------------------------------------------------------------------
 

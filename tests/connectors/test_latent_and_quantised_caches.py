@@ -300,7 +300,7 @@ def test_an_engine_of_another_release_costs_its_loads(
     decoded = hand_over(p, d, PROMPTS[0])
     assert decoded.num_transferred_tokens == 0
     assert decoded.token_ids == answer_of(family, PROMPTS[0])
-    assert "protocol_version: ours 7, theirs 6" in caplog.text
+    assert "protocol_version: ours 8, theirs 6" in caplog.text
 
 
 @pytest.mark.parametrize("connector", ["Pull", "Push"])

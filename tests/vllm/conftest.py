@@ -36,6 +36,7 @@ OTHER_CASTS = frozenset(
         "test_shared_storage",
         "test_states",
         "test_tier",
+        "test_weights",
     }
 )
 ENVIRONMENT = {
@@ -45,6 +46,7 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",  # Per rank.
     "TORCHDYNAMO_DISABLE": "1",  # Otherwise the first request with logprobs compiles for 8 s.
     "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_SERVER_DEV_MODE": "1",  # Endpoints that change weights and reset caches.
     "HF_HUB_OFFLINE": "1",
     "OTEL_TRACES_SAMPLER": "parentbased_always_off",  # Only what a test asks for.
     "OTEL_BSP_SCHEDULE_DELAY": "50",
