@@ -1,6 +1,6 @@
 """Agreement: greedy answers of the embedded engine held against the same model in float64.
 
-    python -m benchmarks.agreement                     each format of the weights
+    python -m benchmarks.agreement                     each dtype of the model
 
 100 random prompts of 10 to 199 tokens, answers of 32 tokens, a small random model of 4 layers. Of the exact
 model only the scores of each engine's own answers are computed: a token agrees if the exact model scores it
@@ -29,7 +29,7 @@ from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from benchmarks.compare.tie_analysis import Exact, exact_model
-from benchmarks.engine_steps import WEIGHTS
+from benchmarks.engine_steps import DTYPES
 
 NUM_PROMPTS, ANSWER_TOKENS, VOCAB = 100, 32, 768
 SAMPLING = SamplingParams(max_tokens=ANSWER_TOKENS, temperature=0, ignore_eos=True)
@@ -40,10 +40,9 @@ def prompts() -> list[list[int]]:
     return [[drawn.randrange(4, VOCAB) for _ in range(drawn.randrange(10, 200))] for _ in range(NUM_PROMPTS)]
 
 
-def answers_of(folder: Path, weights: str) -> list[list[int]]:
-    dtype, quantization = WEIGHTS[weights]
+def answers_of(folder: Path, dtype: str) -> list[list[int]]:
     config = EngineConfig(
-        model_config=load_model_config(str(folder), dtype=dtype, quantization=quantization),
+        model_config=load_model_config(str(folder), dtype=dtype),
         cache_config=CacheConfig(num_gpu_blocks=2048),
     )
     with LLM(config) as llm:
@@ -66,8 +65,8 @@ def agreement(answers: list[list[int]], exact: Exact) -> tuple[int, int, float, 
 
 def main() -> int:
     table = Table(title=f"{NUM_PROMPTS} greedy answers of {ANSWER_TOKENS} tokens, compared with float64")
-    for heading in ("weights", "first", "whole", "tokens", "shortfall"):
-        table.add_column(heading, justify="left" if heading == "weights" else "right")
+    for heading in ("dtype", "first", "whole", "tokens", "shortfall"):
+        table.add_column(heading, justify="left" if heading == "dtype" else "right")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory(prefix="baton-agreement-") as folder:
         # Heads of 32 numbers are the smallest that `layers.c` computes.
@@ -75,9 +74,9 @@ def main() -> int:
         shape |= {"vocab": VOCAB, "max_position": 512}
         write_checkpoint(Path(folder), family="qwen3", **shape)  # type: ignore[arg-type]
         exact = exact_model(Path(folder))
-        for weights in WEIGHTS:
-            first, whole, tokens, shortfall = agreement(answers_of(Path(folder), weights), exact)
-            table.add_row(weights, str(first), str(whole), f"{tokens:.1f}", f"{shortfall:.3f}")
+        for dtype in DTYPES:
+            first, whole, tokens, shortfall = agreement(answers_of(Path(folder), dtype), exact)
+            table.add_row(dtype, str(first), str(whole), f"{tokens:.1f}", f"{shortfall:.3f}")
     Console().print(table)
     return 0
 

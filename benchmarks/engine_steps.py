@@ -1,7 +1,7 @@
-"""Engine steps: the whole of a step beside its bare matrix products, for each format of the weights.
+"""Engine steps: the whole of a step beside its bare matrix products, for each dtype of the model.
 
-    python -m benchmarks.engine_steps                         all formats
-    python -m benchmarks.engine_steps --weights int4,float32  some
+    python -m benchmarks.engine_steps                    all dtypes
+    python -m benchmarks.engine_steps --dtypes bfloat16  some
 
     decode    a step of 1, 8 and 16 requests           / its products      goal: at most 1.15
     prefill   the products of a prompt of 512 tokens   / its step without attention    goal: at least 0.85
@@ -23,23 +23,14 @@ from rich.table import Table
 
 from baton.bench.handoff_system import model_folder
 from baton.bench.machine import machine_line
-from baton.core.config import ModelConfig, Quantization
+from baton.core.config import ModelConfig
 from baton.engine.attention.sdpa import SdpaBackend
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.matmul import Matmul
-from baton.engine.models.quantised_weights import QuantisedMatmul
 from benchmarks.decode_graphs import DecodingEngine
 
-WEIGHTS: dict[str, tuple[str, Quantization | None]] = {
-    "float32": ("float32", None),
-    "bfloat16": ("bfloat16", None),
-    "int8": ("float32", "int8"),
-    "int4": ("float32", "int4"),
-    "bfloat16 int8": ("bfloat16", "int8"),
-    "bfloat16 int4": ("bfloat16", "int4"),
-}
-"""The dtype and the quantization of each format."""
+DTYPES = ("float32", "bfloat16")
 
 NUM_RUNNING = (1, 8, 16)
 PREFILL_TOKENS = 512
@@ -59,16 +50,11 @@ class Recorder:
     @contextmanager
     def recording(self) -> Iterator[None]:
         self.products, self.attention_s = [], 0.0
-        quantised, plain = QuantisedMatmul.__call__, Matmul.__call__
-        attend, write = SdpaBackend.attend, SdpaBackend.write
+        multiply, attend, write = Matmul.__call__, SdpaBackend.attend, SdpaBackend.write
 
-        def multiplied(multiply: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-            def record(matmul: Matmul, x: torch.Tensor) -> torch.Tensor:
-                if type(matmul).__call__ is record:  # Not the call of a base class.
-                    self.products.append((matmul, x.clone()))
-                return multiply(matmul, x)
-
-            return record
+        def multiplied(matmul: Matmul, x: torch.Tensor) -> torch.Tensor:
+            self.products.append((matmul, x.clone()))
+            return multiply(matmul, x)
 
         def timed(run: Callable[..., Any]) -> Callable[..., Any]:
             def record(*args: Any, **options: Any) -> Any:
@@ -81,8 +67,7 @@ class Recorder:
             return record
 
         replaced: list[tuple[type, str, Any, Any]] = [
-            (QuantisedMatmul, "__call__", quantised, multiplied(quantised)),
-            (Matmul, "__call__", plain, multiplied(plain)),
+            (Matmul, "__call__", multiply, multiplied),
             (Decoder, "compiled_for", Decoder.compiled_for, lambda *_: None),  # The same products in Python.
             (SdpaBackend, "attend", attend, timed(attend)),
             (SdpaBackend, "write", write, timed(write)),
@@ -104,15 +89,14 @@ class Recorder:
         return time.thread_time() - started_s
 
 
-def model_of(weights: str) -> ModelConfig:
-    dtype, quantization = WEIGHTS[weights]
-    return load_model_config(str(model_folder()), dtype=dtype, quantization=quantization)
+def model_of(dtype: str) -> ModelConfig:
+    return load_model_config(str(model_folder()), dtype=dtype)
 
 
-def decode(weights: str, num_running: int) -> tuple[float, float, float]:
+def decode(dtype: str, num_running: int) -> tuple[float, float, float]:
     """Least seconds of a step, of its products, and of its attention."""
     recorder, num_steps = Recorder(), WARM_UP_STEPS + 2 * TURNS
-    with closing(DecodingEngine(model_of(weights), num_running, num_steps=num_steps)) as engine:
+    with closing(DecodingEngine(model_of(dtype), num_running, num_steps=num_steps)) as engine:
         for _ in range(WARM_UP_STEPS):
             engine.step()
         steps, products, attention = [], [], []
@@ -127,10 +111,10 @@ def decode(weights: str, num_running: int) -> tuple[float, float, float]:
         return min(steps), min(products), min(attention)
 
 
-def prefill(weights: str) -> tuple[float, float, float]:
+def prefill(dtype: str) -> tuple[float, float, float]:
     """As `decode`, of a step that computes a prompt."""
     recorder = Recorder()
-    with closing(DecodingEngine(model_of(weights), 0, num_other_tokens=PREFILL_TOKENS)) as engine:
+    with closing(DecodingEngine(model_of(dtype), 0, num_other_tokens=PREFILL_TOKENS)) as engine:
         steps, products, attention = [], [], []
         for turn in range(PREFILL_TURNS):
             engine.add(f"{turn}", PREFILL_TOKENS, 1)
@@ -145,42 +129,40 @@ def prefill(weights: str) -> tuple[float, float, float]:
         return min(steps), min(products), min(attention)
 
 
-def run(formats: Sequence[str]) -> Table:
+def run(dtypes: Sequence[str]) -> Table:
     table = Table(title="A step and its matrix products, one thread, ms of processor time (least)")
     table.title_justify = "left"
-    for heading in ("weights", "step", "whole", "products", "attention", "figure", "goal"):
-        table.add_column(heading, justify="left" if heading in ("weights", "step") else "right", no_wrap=True)
-    for weights in formats:
+    for heading in ("dtype", "step", "whole", "products", "attention", "figure", "goal"):
+        table.add_column(heading, justify="left" if heading in ("dtype", "step") else "right", no_wrap=True)
+    for dtype in dtypes:
         for num_running in NUM_RUNNING:
-            step_s, products_s, attention_s = decode(weights, num_running)
+            step_s, products_s, attention_s = decode(dtype, num_running)
             figure = step_s / products_s
-            _add_row(
-                table, weights, f"decode, {num_running} running", step_s, products_s, attention_s, figure
-            )
-        step_s, products_s, attention_s = prefill(weights)
+            _add_row(table, dtype, f"decode, {num_running} running", step_s, products_s, attention_s, figure)
+        step_s, products_s, attention_s = prefill(dtype)
         figure = products_s / (step_s - attention_s)
-        _add_row(table, weights, f"prefill, {PREFILL_TOKENS} tokens", step_s, products_s, attention_s, figure)
+        _add_row(table, dtype, f"prefill, {PREFILL_TOKENS} tokens", step_s, products_s, attention_s, figure)
     return table
 
 
 def _add_row(
-    table: Table, weights: str, what: str, step_s: float, products_s: float, attention_s: float, figure: float
+    table: Table, dtype: str, what: str, step_s: float, products_s: float, attention_s: float, figure: float
 ) -> None:
     is_decode = what.startswith("decode")
     is_met = figure <= DECODE_GOAL if is_decode else figure >= PREFILL_GOAL
     goal = f"<= {DECODE_GOAL}" if is_decode else f">= {PREFILL_GOAL}"
     milliseconds = (f"{seconds * 1e3:.2f}" for seconds in (step_s, products_s, attention_s))
-    table.add_row(weights, what, *milliseconds, f"{figure:.2f}", f"{goal}, {'met' if is_met else 'missed'}")
+    table.add_row(dtype, what, *milliseconds, f"{figure:.2f}", f"{goal}, {'met' if is_met else 'missed'}")
 
 
 def main(arguments: Sequence[str] = ()) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--weights", default=",".join(WEIGHTS), help="formats, with commas")
-    formats = parser.parse_args(arguments).weights.split(",")
+    parser.add_argument("--dtypes", default=",".join(DTYPES), help="with commas")
+    dtypes = parser.parse_args(arguments).dtypes.split(",")
     torch.set_num_threads(1)
-    Console().print(run(formats))
+    Console().print(run(dtypes))
     return 0
 
 

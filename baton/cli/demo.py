@@ -74,9 +74,6 @@ def demo(
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help="Of the KV cache, as in `baton serve`.", show_default=False)
     ] = None,
-    quantization: Annotated[
-        str | None, typer.Option(help="Of the weights, as in `baton serve`.", show_default=False)
-    ] = None,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder in which the small model is kept.")] = None,
     log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the system running until Ctrl-C.")] = False,
@@ -120,10 +117,7 @@ def demo(
                 num_blocks=num_blocks,
                 dtype=dtype,
                 device=device,
-                extra=(
-                    *(() if kv_cache_dtype is None else ("--kv-cache-dtype", kv_cache_dtype)),
-                    *(() if quantization is None else ("--quantization", quantization)),
-                ),
+                extra=() if kv_cache_dtype is None else ("--kv-cache-dtype", kv_cache_dtype),
             )
             if store is not None:
                 kv_folder = Path(stack.enter_context(TemporaryDirectory(prefix="baton-kv-")))

@@ -2,6 +2,7 @@
 cache.
 """
 
+import logging
 from pathlib import Path
 from typing import Literal
 
@@ -23,6 +24,8 @@ from baton.core.states import state_bytes
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.runner.hybrid import settle_groups
 
+logger = logging.getLogger(__name__)
+
 CONNECTOR_FACTORY = "baton.assemble:connector_factory"
 _NVIDIA_DRIVER = Path("/dev/nvidiactl")
 _BLOCK_SIZE = CacheConfig().block_size
@@ -39,7 +42,6 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         max_model_len=settings.max_model_len,
         served_model_name=settings.served_model_name,
         kv_cache_dtype=settings.kv_cache_dtype,
-        quantization=settings.quantization,
     )
     tp = settings.tensor_parallel_size
     config = EngineConfig(
@@ -73,7 +75,37 @@ def engine_config(resolved: Resolved) -> EngineConfig:
     )
     config = settle_groups(config, CONNECTOR_FACTORY if settings.moves_kv else None)
     sized = structs.replace(config.cache_config, num_gpu_blocks=_num_blocks(settings, config))
-    return structs.replace(config, cache_config=sized)
+    return _fit_length(
+        structs.replace(config, cache_config=sized), is_asked=settings.max_model_len is not None
+    )
+
+
+def _fit_length(config: EngineConfig, *, is_asked: bool) -> EngineConfig:
+    """Limit `max_model_len` to what the pool holds for one request. Raises ConfigError if that was asked for.
+
+    vLLM does the same: a length that does not fit is refused, and `max_model_len: -1` fits it.
+    """
+    model, cache = config.model_config, config.cache_config
+    longest = config.num_tokens_max
+    if longest == model.max_model_len:
+        return config
+    pool = f"{cache.num_gpu_blocks} blocks of {cache.block_size} tokens"
+    if longest < 2:
+        raise ConfigError(f"{pool} cannot hold one request; the engine needs more", field="num_blocks")
+    if is_asked:
+        raise ConfigError(
+            f"is {model.max_model_len}; {pool} hold one request of at most {longest}: ask for at most that, "
+            "or set a larger num_blocks or kv_cache_memory",
+            field="max_model_len",
+        )
+    logger.warning(
+        "max_model_len is %d, not the model's %d: %s hold no longer request; num_blocks and kv_cache_memory "
+        "set their number",
+        longest,
+        model.max_model_len,
+        pool,
+    )
+    return structs.replace(config, model_config=structs.replace(model, max_model_len=longest))
 
 
 def default_block_size(model: ModelConfig, tp: int) -> int:

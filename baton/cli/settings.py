@@ -29,7 +29,7 @@ from baton.cli.http_options import (
     REGISTER_KEY_ENV,
     read_api_keys,
 )
-from baton.core.config import ClusterSecret, KVCacheDtype, KVEventsConfig, KVTransferConfig, Quantization
+from baton.core.config import ClusterSecret, KVCacheDtype, KVEventsConfig, KVTransferConfig
 from baton.core.errors import ConfigError, UserError
 from baton.core.limited_file import read_limited
 from baton.core.secret_source import PREVIOUS_SECRET_ENV, SECRET_ENV, find_secret
@@ -75,7 +75,6 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     model: str | None = None
     served_model_name: str | None = None
     dtype: Dtype = "auto"
-    quantization: Quantization | None = None
     max_model_len: int | None = None
     seed: int = 0
 
@@ -209,7 +208,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "model": ("model", "served_model_name", "dtype", "quantization", "max_model_len", "seed"),
+    "model": ("model", "served_model_name", "dtype", "max_model_len", "seed"),
     "server": (
         "host",
         "port",
@@ -256,6 +255,12 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 """Sections of the TOML file and of the output of `--show-config`."""
 
+REMOVED = {
+    "quantization": "is not supported: quantised weights of the embedded engine are not what Baton is for "
+    "and were removed; omit it and choose float32, bfloat16 or float16 (dtype), or serve the model with vLLM"
+}
+"""Settings that are refused, with the reason and the remedy."""
+
 
 _FROM_JSON: dict[str, Callable[[str], Any]] = {
     "kv_transfer_config": KVTransferConfig.from_json,
@@ -295,6 +300,8 @@ def resolve(
     for layer, origin in layers:
         values.update(layer)
         origins.update({name: origin(name) for name in layer})
+    for name in values.keys() & REMOVED.keys():
+        raise ConfigError(f"{REMOVED[name]} ({origins[name]})", field=name)
     _refuse_unknown_variables(environment)
     settings = _typed(values, origins)
     found = find_secret(
@@ -327,7 +334,8 @@ def resolve(
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    named = {name: environment.get(ENV_PREFIX + name.upper(), "") for name in ServeSettings.__struct_fields__}
+    names = (*ServeSettings.__struct_fields__, *REMOVED)
+    named = {name: environment.get(ENV_PREFIX + name.upper(), "") for name in names}
     return {name: value for name, value in named.items() if value != ""}
 
 
@@ -361,7 +369,7 @@ def _from_file(path: Path) -> dict[str, Any]:
             known = ", ".join(f"[{name}]" for name in SECTIONS)
             raise ConfigError(f"unknown in {path}; the sections are {known}", field=section)
         for name, value in content.items():
-            if name not in SECTIONS[section]:
+            if name not in SECTIONS[section] and name not in REMOVED:
                 known = ", ".join(SECTIONS[section])
                 raise ConfigError(f"unknown in {path}; [{section}] has {known}", field=f"{section}.{name}")
             values[name] = value

@@ -43,7 +43,7 @@ def _unset(name: str, settings: ServeSettings) -> str:
         case "served_model_name":
             return "the name of the model's folder"
         case "max_model_len":
-            return "the value in the model's config.json"
+            return "the value in the model's config.json, or what the KV cache holds"
         case _:
             return "not set"
 

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import hmac
 import uuid
+from bisect import bisect_right
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -15,7 +16,14 @@ import msgspec
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
 from baton.core.identity import KVIdentity
-from baton.core.kv_groups import KVCacheGroup, group_layers, index_layer_name, layer_name, one_group
+from baton.core.kv_groups import (
+    KVCacheGroup,
+    group_layers,
+    index_layer_name,
+    is_hybrid,
+    layer_name,
+    one_group,
+)
 from baton.core.layout import (
     CONSTANT_SCALES,
     INDEX_KEYS,
@@ -34,15 +42,6 @@ KVRole = Literal["kv_producer", "kv_consumer", "kv_both"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 KVCacheDtype = Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2", "int8_per_token_head"]
 """vLLM's `CacheDType`, those that this engine has. "fp8" is "fp8_e4m3"."""
-
-Quantization = Literal["int8", "int4"]
-"""Weights of linear layers in few bits, made at load (`baton.engine.models.quantised_weights`)."""
-
-INT4_GROUP = 32
-"""Inputs that share a scale of int4 weights."""
-
-_WEIGHTS = {"int8": "int8 for each row", "int4": f"int4 in groups of {INT4_GROUP}"}
-"""Name of the weights in a kv_identity: it changes with the numbers that a quantization stands for."""
 
 _STORED_DTYPES = {
     "fp8": "float8_e4m3fn",
@@ -182,7 +181,6 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     index_size: int = 0  # Elements of a slot of the second cache of each layer, of index keys; 0: none.
     # Of keys, values and latents; "auto": `dtype`. Index keys always have `dtype`.
     kv_cache_dtype: KVCacheDtype = "auto"
-    quantization: Quantization | None = None  # Of the weights; None: they have `dtype`.
 
     def __post_init__(self) -> None:
         if self.has_scales and self.slot_size % 4:
@@ -242,19 +240,12 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
                 specs[index_layer_name(layer)] = CacheSpec(INDEX_KEYS, self.dtype, 1)
         return specs
 
-    @property
-    def _revision(self) -> str:
-        """Identity of the weights that compute: quantised ones make other KV than those of the checkpoint."""
-        if self.quantization is None:
-            return self.weights_digest
-        return f"{self.weights_digest} as {_WEIGHTS[self.quantization]}"
-
     def kv_identity(self, hash_seed: str) -> KVIdentity:
         # Without attention hosts differ about these numbers, which then mean nothing.
         attends = len(self.state_layers) < self.num_hidden_layers
         return KVIdentity(
             model=self.architecture_digest,
-            weights=self._revision,
+            weights=self.weights_digest,
             # Scales make another format of the same element type.
             dtype=self.kv_cache_dtype if self.has_scales else self.stored_dtype,
             num_layers=self.num_layer_caches,
@@ -435,6 +426,20 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.cache_config.hybrid_kv_cache == "off" or not any(model.windows):
             return one_group(model.num_hidden_layers)
         return group_layers(model.windows)
+
+    @property
+    def num_tokens_max(self) -> int:
+        """Most tokens of one request, prompt and answer together: the context, or what the whole pool holds.
+
+        The last token of an answer needs no KV.
+        """
+        groups, size, chunk = self.kv_cache_groups, self.cache_config.block_size, self.max_chunk
+        num_usable = self.cache_config.num_gpu_blocks - is_hybrid(groups)
+        return bisect_right(
+            range(self.model_config.max_model_len),
+            num_usable,
+            key=lambda n: sum(group.blocks_at_most(n, block_size=size, chunk=chunk) for group in groups),
+        )
 
     def __post_init__(self) -> None:
         if not 0 < self.step_timeout_s <= 86_400:

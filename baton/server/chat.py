@@ -53,7 +53,7 @@ class ChatWork:
                 ChatChoice(
                     index=choice.sample.index,
                     message=ChatMessage(content=choice.text),
-                    logprobs=self._logprobs(choice.logprobs),
+                    logprobs=self._logprobs(self._new_format(), choice.logprobs),
                     finish_reason=choice.finish.reason,
                     stop_reason=choice.finish.stop_reason,
                     token_ids=choice.token_ids if self.request.return_token_ids else UNSET,
@@ -69,8 +69,7 @@ class ChatWork:
     async def chunks(self) -> AsyncGenerator[ChatChunk, None]:
         count = TokenCount(self.samples)
         names = TokenNames(wants_all=bool(self.request.return_token_ids))
-        # Also by another engine.
-        begun = {sample.index for sample in self.samples if sample.request.output_token_ids}
+        begun = await self.service.formats_begun(self.request, self.samples)
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             async for piece in running.pieces():
                 count.add(piece)
@@ -80,9 +79,9 @@ class ChatWork:
                 is_first = index not in begun
                 if is_first:
                     yield self._opening(piece.sample, is_first=not begun)
-                    begun.add(index)
+                    begun[index] = self._new_format()
                 usage = count.usage_of(piece.sample) if self.request.includes_continuous_usage else None
-                if (chunk := self._chunk(piece, usage, names, is_first=is_first)) is not None:
+                if (chunk := self._chunk(piece, usage, names, begun[index], is_first=is_first)) is not None:
                     yield chunk
         if self.request.includes_usage:
             yield self._body([], usage=count.usage())
@@ -96,7 +95,7 @@ class ChatWork:
         return self._body([opening], prompt_token_ids=self._prompt_token_ids if is_first else UNSET, **fields)
 
     def _chunk(
-        self, piece: Piece, usage: Usage | None, names: TokenNames, *, is_first: bool
+        self, piece: Piece, usage: Usage | None, names: TokenNames, form: LogprobFormat, *, is_first: bool
     ) -> ChatChunk | None:
         """Return None if the piece has nothing to show yet. `usage`: so far, if wanted continuously."""
         names_ids = names.add(piece, is_first=is_first)
@@ -107,7 +106,7 @@ class ChatWork:
         choice = ChatChunkChoice(
             index=piece.sample.index,
             delta=Delta(content=piece.text) if piece.text or not has_ended else Delta(),
-            logprobs=self._logprobs(piece.logprobs),
+            logprobs=self._logprobs(form, piece.logprobs),
             finish_reason=finish.reason if finish else None,
             stop_reason=finish.stop_reason if finish and has_ended else UNSET,
             token_ids=names.take(piece),
@@ -124,19 +123,18 @@ class ChatWork:
             id=self.id, created=self.created, model=self.service.model_name, choices=choices, **fields
         )
 
-    def _logprobs(self, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
+    def _logprobs(self, form: LogprobFormat, logprobs: Sequence[TokenLogprobs]) -> ChatLogprobs | None:
         if not self.request.logprobs:
             return None
-        return self._format.chat(logprobs, num_top=self.request.top_logprobs or 0)
+        return form.chat(logprobs, num_top=self.request.top_logprobs or 0)
 
     async def _prompt_logprobs(self, logprobs: PromptLogprobs | None) -> msgspec.Raw | UnsetType:
-        return UNSET if logprobs is None else await self._format.prompt(logprobs)
+        if logprobs is None:
+            return UNSET
+        return await self._new_format().prompt(self.samples[0].request.prompt_token_ids[0], logprobs)
 
-    @property
-    def _format(self) -> LogprobFormat:
-        return LogprobFormat(
-            self.service.tokenizer, as_token_ids=bool(self.request.return_tokens_as_token_ids)
-        )
+    def _new_format(self) -> LogprobFormat:
+        return self.service.logprob_format(self.request)
 
     @property
     def _prompt_token_ids(self) -> list[int] | UnsetType:

@@ -3,7 +3,6 @@
 import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 from msgspec import UNSET, UnsetType
@@ -47,7 +46,13 @@ class CompletionWork:
                 CompletionChoice(
                     index=choice.sample.index,
                     text=self.text(choice.sample, choice.text, is_first=True),
-                    logprobs=await self.logprobs(choice.sample, choice.logprobs, choice.prompt_logprobs),
+                    logprobs=await self.logprobs(
+                        self.new_format(),
+                        choice.sample,
+                        choice.logprobs,
+                        choice.prompt_logprobs,
+                        is_whole=True,
+                    ),
                     finish_reason=choice.finish.reason,
                     stop_reason=choice.finish.stop_reason,
                     token_ids=choice.token_ids if self.request.return_token_ids else UNSET,
@@ -55,7 +60,9 @@ class CompletionWork:
                     prompt_logprobs=(
                         UNSET
                         if choice.prompt_logprobs is None
-                        else await self._format.prompt(choice.prompt_logprobs)
+                        else await self.new_format().prompt(
+                            choice.sample.request.prompt_token_ids[0], choice.prompt_logprobs
+                        )
                     ),
                 )
                 for choice in answer.choices
@@ -66,7 +73,7 @@ class CompletionWork:
 
     async def chunks(self) -> AsyncGenerator[Completion, None]:
         count = TokenCount(self.samples)
-        stream = _ChunkStream(self, count, await self._num_chars_given())
+        stream = _ChunkStream(self, count, await self.service.formats_begun(self.request, self.samples))
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
             async for piece in running.pieces():
                 count.add(piece)
@@ -93,38 +100,37 @@ class CompletionWork:
 
     async def logprobs(
         self,
+        form: LogprobFormat,
         sample: Sample,
         logprobs: Sequence[TokenLogprobs],
         prompt_logprobs: PromptLogprobs | None,
         *,
-        offset: int = 0,
+        is_whole: bool,
     ) -> CompletionLogprobs | None:
-        """`prompt_logprobs` are shown with an echo. `offset`: characters of the tokens shown before."""
+        """`form`: of this choice. `prompt_logprobs` are shown with an echo.
+
+        `is_whole`: the sample's text has ended.
+        """
         num_top = self.request.logprobs
         if num_top is None:
             return None
-        if not self.request.echo or prompt_logprobs is None:
-            return self._format.completion(logprobs, num_top=num_top, offset=offset)
-        first_token_id = sample.request.prompt_token_ids[0]
-        shown = () if self.shows_prompt_only else logprobs
-        return await self._format.echo(first_token_id, prompt_logprobs, shown, num_top=num_top)
-
-    async def _num_chars_given(self) -> dict[int, int]:
-        """By choice that another engine has begun: characters of the tokens that the client has."""
-        chars: dict[int, int] = {}
-        for sample in self.samples:
-            if given := sample.request.output_token_ids:
-                counted = given if self.request.logprobs is not None else []
-                chars[sample.index] = await self.service.encoder.in_thread(
-                    partial(self._format.num_chars, counted)
-                )
-        return chars
-
-    @property
-    def _format(self) -> LogprobFormat:
-        return LogprobFormat(
-            self.service.tokenizer, as_token_ids=bool(self.request.return_tokens_as_token_ids)
+        before = None
+        echo = self.echoes[sample.prompt_index]
+        if self.request.echo and prompt_logprobs is not None:
+            first_token_id = sample.request.prompt_token_ids[0]
+            before = await form.echo(echo, first_token_id, prompt_logprobs, num_top=num_top)
+            if self.shows_prompt_only:
+                return before
+        text_end = len(echo) + sample.text.num_chars if is_whole else None
+        after = form.completion(logprobs, num_top=num_top, text_end=text_end)
+        if before is None:
+            return after
+        return CompletionLogprobs(
+            **{name: getattr(before, name) + getattr(after, name) for name in after.__struct_fields__}
         )
+
+    def new_format(self) -> LogprobFormat:
+        return self.service.logprob_format(self.request)
 
     def prompt_token_ids(self, sample: Sample) -> list[int] | UnsetType:
         return sample.request.prompt_token_ids if self.request.return_token_ids else UNSET
@@ -133,23 +139,29 @@ class CompletionWork:
 class _ChunkStream:
     """Makes the chunks of a stream, with the state of each choice."""
 
-    def __init__(self, work: CompletionWork, count: TokenCount, num_chars_given: dict[int, int]) -> None:
+    def __init__(self, work: CompletionWork, count: TokenCount, formats: dict[int, LogprobFormat]) -> None:
         self._work = work
         self._count = count
-        self._num_shown = num_chars_given  # By choice begun: characters of its tokens so far, for offsets.
+        self._formats = formats  # By choice begun.
         self._names = TokenNames(wants_all=bool(work.request.return_token_ids))
 
     async def chunk(self, piece: Piece) -> Completion | None:
         """Return None if the piece has nothing to show yet."""
         work, sample = self._work, piece.sample
-        is_first = sample.index not in self._num_shown
+        is_first = sample.index not in self._formats
         text = work.text(sample, piece.text, is_first=is_first)
         names_ids = self._names.add(piece, is_first=is_first)
         if not (text or piece.finish or names_ids or work.request.logprobs is not None):
             return None
-        offset = self._num_shown.get(sample.index, 0)
-        logprobs = await work.logprobs(sample, piece.logprobs, piece.prompt_logprobs, offset=offset)
-        self._num_shown[sample.index] = offset + sum(map(len, logprobs.tokens if logprobs else ()))
+        if is_first:
+            self._formats[sample.index] = work.new_format()
+        logprobs = await work.logprobs(
+            self._formats[sample.index],
+            sample,
+            piece.logprobs,
+            piece.prompt_logprobs,
+            is_whole=piece.finish is not None,
+        )
         usage: Usage | UnsetType | None = None if work.request.includes_usage else UNSET
         if work.request.includes_continuous_usage:
             usage = self._count.usage_of(sample)

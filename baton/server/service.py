@@ -25,6 +25,7 @@ from baton.http.errors import ApiError
 from baton.http.settings import HttpSettings
 from baton.server import continuation, first_token
 from baton.server.introduction import Introduction
+from baton.server.logprobs import LogprobFormat
 from baton.server.metrics import ServerMetrics
 from baton.server.protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingFields
 from baton.server.samples import Sample
@@ -154,6 +155,7 @@ class Service:
                 field=where,
                 max_field=max_tokens_field,
                 is_truncated=fields.truncate_prompt_tokens is not None,
+                continues_elsewhere=is_prefill_leg,
             )
             if whole is None:  # The same for all prompts except max_tokens; its lists are checked once.
                 whole = fields.sampling_params(
@@ -230,6 +232,26 @@ class Service:
         for sample in samples:
             if given := sample.request.output_token_ids:
                 await self.encoder.in_thread(partial(continuation.replay, given, sample.text))
+
+    def logprob_format(self, fields: SamplingFields) -> LogprobFormat:
+        """Return the format of one choice, before its first token."""
+        return LogprobFormat(
+            self.tokenizer,
+            as_token_ids=bool(fields.return_tokens_as_token_ids),
+            skip_special_tokens=fields.skip_special_tokens is not False,
+        )
+
+    async def formats_begun(
+        self, fields: SamplingFields, samples: Sequence[Sample]
+    ) -> dict[int, LogprobFormat]:
+        """Return the formats of choices that another engine has begun, after the tokens it has given."""
+        formats: dict[int, LogprobFormat] = {}
+        for sample in samples:
+            if given := sample.request.output_token_ids:
+                formats[sample.index] = self.logprob_format(fields)
+                if sample.request.sampling_params.logprobs is not None:
+                    await self.encoder.in_thread(partial(formats[sample.index].read, given))
+        return formats
 
     def _stop_token_ids(self, params: SamplingParams) -> frozenset[int]:
         eos = () if params.ignore_eos else self.model_config.eos_token_ids

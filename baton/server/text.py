@@ -68,6 +68,7 @@ class SampleText:
         self._stops = stops
         self._min_tokens = min_tokens
         self._num_tokens = 0
+        self.num_chars = 0  # Of the text that was returned.
 
     @property
     def stopped_by(self) -> str | None:
@@ -77,9 +78,10 @@ class SampleText:
         """Return the text that may be shown now."""
         self._num_tokens += 1
         text = self._detokenizer.push([token_id])
-        if self._num_tokens < self._min_tokens:
-            return text  # Before min_tokens no stop string is looked for.
-        return self._stops.feed(text)
+        if self._num_tokens >= self._min_tokens:  # Before that no stop string is looked for.
+            text = self._stops.feed(text)
+        self.num_chars += len(text)
+        return text
 
     def finish(self) -> str:
         """Return the text held back, after the tokens have ended without a stop string.
@@ -87,4 +89,7 @@ class SampleText:
         The rest of an incomplete character can still complete a stop string.
         """
         rest = self._stops.feed(self._detokenizer.flush())
-        return rest if self.stopped_by is not None else rest + self._stops.flush()
+        if self.stopped_by is None:
+            rest += self._stops.flush()
+        self.num_chars += len(rest)
+        return rest

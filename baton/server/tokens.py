@@ -193,16 +193,19 @@ def check_length(
     field: str,
     max_field: str,
     is_truncated: bool = False,
+    continues_elsewhere: bool = False,
 ) -> int:
     """Return how many tokens may be generated. Raises UserError if the prompt leaves too little room.
 
     A client that has its prompt truncated does not know its length: `max_tokens` is then reduced to the
-    room.
+    room. An answer that `continues_elsewhere` needs room for one token here.
     """
     room = check_room(token_ids, max_model_len, field=field)
     if max_tokens is None:
         return room
-    if is_truncated:
+    if continues_elsewhere:
+        room = max(room, max_tokens)
+    elif is_truncated:
         max_tokens = min(max_tokens, room)
     if max_tokens > room:
         raise UserError(

@@ -69,9 +69,21 @@ def test_every_setting_arrives(model: Path) -> None:
     assert config.kv_transfer_config.engine_id == "e"
 
 
+@pytest.mark.parametrize(("num_blocks", "longest"), [(2, 33), (255, 4081), (256, 4096), (999, 4096)])
+def test_the_length_is_what_the_pool_holds_for_one_request(
+    model: Path, caplog: pytest.LogCaptureFixture, num_blocks: int, longest: int
+) -> None:
+    """As many tokens as slots, and the last one of the answer, which needs none."""
+    config = configured(model, num_blocks=num_blocks)
+    assert config.model_config.max_model_len == config.num_tokens_max == longest
+    assert (f"max_model_len is {longest}, not the model's 4096" in caplog.text) == (longest < 4096)
+    assert configured(model, num_blocks=num_blocks, max_model_len=longest) == config
+
+
 @pytest.mark.parametrize(
     ("given", "field"),
     [
+        ({"num_blocks": 15, "max_model_len": 242}, "max_model_len"),
         ({"kv_cache_memory": "1KiB"}, "kv_cache_memory"),
         ({"tensor_parallel_size": 3}, "parallel_config.tensor_parallel_size"),
         ({"block_size": 0}, "cache_config.block_size"),

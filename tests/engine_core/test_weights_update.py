@@ -373,7 +373,7 @@ def _damaged(folder: Path) -> None:
         (_one_more, "model.norm.bias"),
         (_damaged, "damaged"),
         (lambda folder: write_checkpoint(folder, seed=2, **{**SHAPE, "layers": 3}), "another architecture"),
-        (shutil.rmtree, "not a folder|is in"),
+        (shutil.rmtree, "neither"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
     ],
     ids=["dtype", "shape", "missing", "more", "damaged", "architecture", "no folder", "no weights"],
@@ -534,7 +534,7 @@ async def test_one_update_at_a_time_and_a_restart_has_the_updated_weights(
         with pytest.raises(UpdateUnderWay):
             await client.update_weights(str(folders["two"]))
         await first
-        with pytest.raises(UserError, match="neither model.safetensors"):
+        with pytest.raises(UserError, match="neither"):
             await client.update_weights(str(folders["two"] / "nowhere"))
         assert (client.model_config.weights_version, seen) == ("v2", ["v2"])
         assert await answer(client, "after") == alone["two"][0]

@@ -21,9 +21,6 @@ class Group(TensorParallelGroup):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 

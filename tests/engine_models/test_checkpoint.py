@@ -5,6 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from baton.core.errors import UserError
 from baton.engine.checkpoints.checkpoint import load_model_config, weight_files, weights_digest
@@ -176,6 +178,14 @@ def test_weights_that_do_not_fit_the_configuration_are_refused(folder: Path) -> 
         load(num_hidden_layers=1)
     with pytest.raises(UserError, match=r"has shape \[96, 32\]"):
         load(num_hidden_layers=2, intermediate_size=80)
+
+
+def test_weights_that_are_no_floating_point_numbers_are_refused(folder: Path) -> None:
+    path, name = folder / "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
+    tensors = load_file(path)
+    save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path)
+    with pytest.raises(UserError, match=rf"{name} has the dtype F8_E4M3; must be F64, F32, BF16, F16"):
+        load_weights(build_model(load_model_config(folder)), folder)
 
 
 def test_layers_that_predict_further_tokens_are_left_out(folder: Path) -> None:

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 from baton.contract.null import NullWorkerHalf
-from baton.core.config import Quantization
 from baton.core.kv_groups import layer_name
 from baton.engine.attention import compiled
 from baton.engine.attention.compiled import LEVELS, LIBRARY
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.forward_context import ForwardContext
-from baton.engine.models import compiled_layers, compiled_rows, quantised_weights
+from baton.engine.models import compiled_layers, compiled_rows
 from baton.engine.models.compiled_layers import CompiledLayers
 from baton.engine.models.decoder import Decoder
 from tests.engine_models.paged import SHUFFLED_BLOCKS, PagedModel, prompt_of
@@ -25,19 +24,16 @@ pytestmark = pytest.mark.skipif(not LIBRARY.exists(), reason="no C compiler on t
 
 SMALL = {"hidden": 64, "layers": 3, "heads": 4, "kv_heads": 2, "head_dim": 32, "vocab": 768}
 PROMPTS = [prompt_of(seed, length) for seed, length in enumerate((3, 19, 8, 11, 30, 2))]
-"""More requests than int4's kernel for few rows takes."""
 
 ModelOf = Callable[..., PagedModel]
 
 
 @pytest.fixture(scope="module")
 def model_of(tmp_path_factory: pytest.TempPathFactory) -> ModelOf:
-    def make(
-        family: str, dtype: str = "float32", quantization: Quantization | None = None, **fields: Any
-    ) -> PagedModel:
+    def make(family: str, dtype: str = "float32", **fields: Any) -> PagedModel:
         folder = tmp_path_factory.mktemp("checkpoint")
         write_checkpoint(folder, family=family, max_position=64, **{**SMALL, **fields})
-        return PagedModel(load_model_config(folder, dtype=dtype, quantization=quantization))
+        return PagedModel(load_model_config(folder, dtype=dtype))
 
     return make
 
@@ -106,47 +102,28 @@ needs_bfloat16 = pytest.mark.skipif(
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype", "quantization"),
+    ("family", "dtype"),
     [
-        ("qwen2", "float32", None),
-        pytest.param("qwen2", "bfloat16", "int4", marks=needs_bfloat16),
-        pytest.param("qwen3", "bfloat16", None, marks=needs_bfloat16),
-        pytest.param("qwen3", "float32", "int8", marks=needs_bfloat16),
-        pytest.param("qwen3", "float32", "int4", marks=needs_bfloat16),
+        ("qwen2", "float32"),
+        pytest.param("qwen2", "bfloat16", marks=needs_bfloat16),
+        ("qwen3", "float32"),
+        pytest.param("qwen3", "bfloat16", marks=needs_bfloat16),
     ],
 )
 def test_results_are_those_of_the_layers_in_python(
-    family: str, dtype: str, quantization: Quantization | None, model_of: ModelOf, num_compiled: list[int]
+    family: str, dtype: str, model_of: ModelOf, num_compiled: list[int]
 ) -> None:
     window = {"sliding_window": 8} if family == "qwen2" else {}
-    check(model_of(family, dtype, quantization, **window), num_compiled)
+    check(model_of(family, dtype, **window), num_compiled)
 
 
-@pytest.mark.parametrize(("family", "quantization"), [("qwen2", "int8"), ("llama", "int4")])
-def test_quantised_products_in_float32_are_computed_in_python(
-    family: str,
-    quantization: Quantization,
-    model_of: ModelOf,
-    num_compiled: list[int],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """A CPU without AVX-512 has no packed products in bfloat16. Those of qwen2 have a bias."""
-    monkeypatch.setattr(quantised_weights, "is_packable", lambda weight: weight.dtype != torch.bfloat16)
-    found = decode(model_of(family, quantization=quantization), 2)
-    monkeypatch.setattr(Decoder, "compiled_for", lambda *_: None)
-    wanted = decode(model_of(family, quantization=quantization), 2)
-    assert all(map(torch.equal, found, wanted))
-    assert not num_compiled
-
-
-@needs_bfloat16
 @pytest.mark.parametrize("level", range(len(LEVELS) - 1), ids=LEVELS[:-1])
 def test_any_set_of_instructions_has_these_results(
     level: int, monkeypatch: pytest.MonkeyPatch, model_of: ModelOf, num_compiled: list[int]
 ) -> None:
     monkeypatch.setattr(compiled_rows, "_LEVEL", level)
     monkeypatch.setattr(compiled_layers, "_LEVEL", level)
-    check(model_of("llama", "float32", "int8"), num_compiled, (3,))
+    check(model_of("llama"), num_compiled, (3,))
 
 
 @pytest.mark.parametrize(("family", "fields"), [("gemma3", {}), ("qwen3", {"head_dim": 48})])

@@ -83,7 +83,7 @@ def test_a_prompt_that_fits_only_because_of_its_windows_runs() -> None:
     world = World(windows=ALTERNATING, budget=8, num_blocks=17)
     world.add("a", LONG, max_tokens=1)
     world.end("a")
-    with pytest.raises(UserError, match="need 16 KV blocks"):
+    with pytest.raises(UserError, match="the 16 KV blocks of this engine hold: ask for at most 1"):
         World(windows=ALTERNATING, budget=8, num_blocks=16).add("a", LONG)
 
 

@@ -252,17 +252,6 @@ def test_the_end_of_sequence_token_stops_unless_ignored() -> None:
     world.check_at_rest()
 
 
-def test_a_request_that_outgrows_the_whole_pool_ends_there_with_length() -> None:
-    world = World(num_blocks=4)
-    asked = world.add("a", prompt(0, 10), max_tokens=40)
-    world.run()
-    answer = world.answers["a"]
-    assert answer.reason == "length"
-    assert len(answer.token_ids) == 16 + 1 - 10
-    assert answer.token_ids == expected_output(asked)[: len(answer.token_ids)]
-    world.check_at_rest()
-
-
 def test_shutdown_reaches_the_connector() -> None:
     world = World()
     world.scheduler.shutdown()
@@ -273,20 +262,21 @@ def test_shutdown_reaches_the_connector() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "max_tokens", "field", "mend"),
+    ("tokens", "max_tokens", "num_blocks", "field", "mend"),
     [
-        ([], 1, "prompt", "at least one token"),
-        ([1, 50], 1, "prompt", "vocabulary"),
-        ([-1], 1, "prompt", "vocabulary"),
-        ([1] * 64, 1, "prompt", "shorten the prompt"),
-        ([1] * 60, 5, "max_tokens", "at most 4"),
-        ([1] * 40, 1, "prompt", "more blocks"),
+        ([], 1, 10, "prompt", "at least one token"),
+        ([1, 50], 1, 10, "prompt", "vocabulary"),
+        ([-1], 1, 10, "prompt", "vocabulary"),
+        ([1] * 64, 1, 16, "prompt", "64: shorten the prompt$"),
+        ([1] * 60, 5, 16, "max_tokens", "at most 4, or shorten the prompt$"),
+        ([1] * 41, 1, 10, "prompt", "more blocks"),
+        ([1] * 30, 12, 10, "max_tokens", "at most 11.* more blocks"),
     ],
 )
 def test_a_request_that_can_never_run_is_refused_with_a_remedy(
-    tokens: list[int], max_tokens: int, field: str, mend: str
+    tokens: list[int], max_tokens: int, num_blocks: int, field: str, mend: str
 ) -> None:
-    world = World(num_blocks=10, max_model_len=64)
+    world = World(num_blocks=num_blocks, max_model_len=64)
     with pytest.raises(UserError, match=mend) as caught:
         world.scheduler.add_request(engine_request("a", tokens, max_tokens=max_tokens))
     assert caught.value.field == field
@@ -304,8 +294,9 @@ def test_params_of_a_wrong_type_leave_nothing_queued() -> None:
 
 def test_the_largest_request_that_can_run_runs() -> None:
     world = World(num_blocks=10, max_model_len=64)
-    world.add("a", prompt(0, 39), max_tokens=1)
-    world.end("a")
+    world.add("a", prompt(0, 40), max_tokens=1)
+    world.add("b", prompt(0, 29), max_tokens=12)
+    world.end("a", "b")
 
 
 def test_an_id_in_use_is_refused() -> None:

@@ -74,8 +74,11 @@ class CharacterTokenizer:
             for token in token_ids
         )
 
-    def token_text(self, token_id: int) -> str:
-        return self.decode([token_id], skip_special_tokens=False)
+    def special_text(self, token_id: int) -> str | None:
+        return SPECIAL.get(token_id)
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        return self.decode([token_id], skip_special_tokens=False).encode()
 
     def detokenizer(self, *, skip_special_tokens: bool = True) -> "CharacterText":
         return CharacterText(self, skip_special_tokens)

@@ -73,6 +73,19 @@ def test_an_answer_of_one_token_is_complete_and_lends_nothing(
     assert [request.kv_transfer_params for request in engine.requests] == [None, None]
 
 
+def test_an_answer_that_d_has_room_for_needs_room_for_one_token_at_p(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    """P's pool may be smaller than D's."""
+    engine.transfer_params = LENT
+    for num_tokens in (MAX_MODEL_LEN - 9, MAX_MODEL_LEN - 1):
+        (chunk,) = chunks(http, prompt="a" * num_tokens, max_tokens=20, kv_transfer_params=P_LEG)
+        assert chunk["choices"][0]["finish_reason"] is None
+        assert chunk["kv_transfer_params"] == LENT
+    body = {"prompt": "a" * MAX_MODEL_LEN, "max_tokens": 20, "kv_transfer_params": P_LEG}
+    assert http.post("/v1/completions", json=body).json()["error"]["param"] == "prompt"
+
+
 @pytest.mark.parametrize(
     ("first", "body", "stop_reason"),
     [("\0", {}, None), ("H", {"stop_token_ids": [ord("H")]}, ord("H")), ("H", {"stop": ["H"]}, "H")],

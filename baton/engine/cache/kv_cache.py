@@ -27,7 +27,6 @@ after its step, because its content is what a later step of another request begi
     state             | - | - | 6 | - | 10 |      a step ended with the third block, the next within the fifth
 """
 
-from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -100,13 +99,6 @@ class KVCache:
         self._chunk = chunk
         self._tables: dict[str, tuple[_Table, ...]] = {}  # In the order of groups.
         self._nothing = KVCacheBlocks(tuple(() for _ in self.groups))  # Shared: immutable.
-
-    def num_tokens_max(self, limit: int) -> int:
-        """Number of tokens of the longest request that fits into the whole pool, at most `limit`."""
-        usable = self.block_pool.num_usable_blocks
-        if self.blocks_at_most(limit) <= usable:
-            return limit
-        return bisect_right(range(limit), usable, key=self.blocks_at_most) - 1
 
     def blocks_at_most(self, num_tokens: int) -> int:
         """The most blocks that a request holds at any time until it has `num_tokens`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import xxhash
 
-from baton.core.config import KVCacheDtype, ModelConfig, Quantization
+from baton.core.config import KVCacheDtype, ModelConfig
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.core.limited_file import open_regular, read_limited
@@ -37,15 +37,13 @@ def load_model_config(
     max_model_len: int | None = None,
     served_model_name: str | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
-    quantization: Quantization | None = None,
     weights_version: str = "",
 ) -> ModelConfig:
     """Read a local Hugging Face model folder.
 
     All weights are read once for their digest, which takes seconds per ten gigabytes. `dtype`: auto (that of
     config.json), float32, bfloat16 or float16. `max_model_len`: in tokens; None: the model's maximum.
-    `served_model_name`: None: the folder's name. `kv_cache_dtype`, `quantization`, `weights_version`: as in
-    ModelConfig.
+    `served_model_name`: None: the folder's name. `kv_cache_dtype`, `weights_version`: as in ModelConfig.
 
     Raises UserError with the file and field at fault, ConfigError for a `kv_cache_dtype` that the model
     cannot have.
@@ -85,7 +83,6 @@ def load_model_config(
         latent_size=architecture.latent.slot_size if architecture.latent else 0,
         index_size=index.head_dim if index is not None else 0,
         kv_cache_dtype=kv_cache_dtype,
-        quantization=quantization,
     )
 
 

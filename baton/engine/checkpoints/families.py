@@ -35,7 +35,9 @@ def parse_architecture(config: Config) -> DecoderArchitecture:
         raise config_error(f"must be one of {', '.join(known)}, is {names!r}", "architectures")
     if config.get("quantization_config") is not None:
         raise config_error(
-            "quantised checkpoints are not supported; use the original weights", "quantization_config"
+            "quantised checkpoints are not supported: this engine computes with weights in float32, bfloat16 "
+            "or float16; use the original weights, or serve the folder with vLLM",
+            "quantization_config",
         )
     unlike = FAMILIES[found[0]].parse(config)
     if "num_heads" not in unlike:

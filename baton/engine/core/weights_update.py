@@ -85,7 +85,6 @@ def prepare_update(
             dtype=current.dtype,
             max_model_len=current.max_model_len,
             kv_cache_dtype=current.kv_cache_dtype,
-            quantization=current.quantization,
         )
     except UserError:
         raise

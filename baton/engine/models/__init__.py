@@ -63,5 +63,4 @@ def build_model(
         group=group,
         kv_cache_groups=kv_cache_groups or one_group(architecture.num_layers),
         is_cache_quantised=model_config.stored_dtype != model_config.dtype,
-        quantization=model_config.quantization,
     )

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 import torch
 
-from baton.core.config import INT4_GROUP
 from baton.core.kv_groups import layer_name
 from baton.engine.attention import AttentionBackend
 from baton.engine.attention.compiled import LEVELS, load_library
@@ -23,7 +22,6 @@ from baton.engine.forward_context import ForwardContext
 from baton.engine.models.compiled_rows import are_tables
 from baton.engine.models.kinds import Kind, StepOfKind
 from baton.engine.models.matmul import Product
-from baton.engine.models.quantised_weights import FEW_ROWS
 
 _TORCH_RELEASE = "2.13."  # Tests run with it. With another release, the layers are computed in Python.
 _LANES = 16  # As in `numbers.h`.
@@ -34,7 +32,6 @@ _TORCH_FUNCTIONS = (
     "aoti_torch_delete_tensor_object",
     "aoti_torch_get_data_ptr",
     "aoti_torch_cpu__linear_pointwise",
-    "aoti_torch_cpu__weight_int4pack_mm_cpu_tensor",
 )
 
 
@@ -53,7 +50,7 @@ class _Product(ctypes.Structure):
     """`struct product` of `layers.c`; so are the next."""
 
     _fields_ = (
-        *((name, _POINTER) for name in ("weight", "bias", "few", "scales", "added")),
+        *((name, _POINTER) for name in ("weight", "bias")),
         *((name, _SIZE) for name in ("inputs", "outputs")),
     )
 
@@ -75,14 +72,15 @@ class _Kind(ctypes.Structure):
 
 class _Layers(ctypes.Structure):
     _fields_ = (
-        *((name, _POINTER) for name in ("create", "delete", "address", "multiply", "multiply_few")),
-        *((name, _POINTER) for name in ("layers", "kinds", "last_norm", "group_size")),
+        *((name, _POINTER) for name in ("create", "delete", "address", "multiply")),
+        *((name, _POINTER) for name in ("layers", "kinds", "last_norm")),
         *((name, _SIZE) for name in ("num_layers", "size", "inner", "num_heads", "num_kv_heads", "head_dim")),
-        *((name, _SIZE) for name in ("few_rows", "is_bfloat16", "is_mixed", "has_wide_norms", "level")),
-        *((name, _SIZE) for name in ("dtype", "cpu")),
+        *((name, _SIZE) for name in ("is_bfloat16", "has_wide_norms", "level", "dtype", "cpu")),
         ("eps", ctypes.c_double),
-        *((name, _POINTER) for name in ("hidden", "normed", "packed", "queries", "attended", "gated")),
-        *((name, _POINTER) for name in ("added", "narrowed")),
+        *(
+            (name, _POINTER)
+            for name in ("hidden", "normed", "packed", "queries", "attended", "gated", "added")
+        ),
         ("rows", _SIZE),
     )
 
@@ -123,26 +121,22 @@ class CompiledLayers:
         self._structs = (_Layer * len(layers))(*(self._struct_of(layer) for layer in layers))
         self._kind_structs = (_Kind * len(self._kinds))()
         self._backend, shape = backend, backend.shape
-        product, model = layers[0].products[0].dtype, shape.dtype
         qkv, output, gate_up, down = layers[0].products
         self._step = _Layers(
             *(ctypes.cast(getattr(of_torch, name), _POINTER) for name in _TORCH_FUNCTIONS),
             layers=ctypes.addressof(self._structs),
             kinds=ctypes.addressof(self._kind_structs),
             last_norm=last_norm.data_ptr(),
-            group_size=self._handle_of(torch.tensor(INT4_GROUP)),
             num_layers=len(layers),
             size=qkv.inputs,
             inner=down.inputs,
             num_heads=shape.num_heads,
             num_kv_heads=shape.num_kv_heads,
             head_dim=shape.head_dim,
-            few_rows=FEW_ROWS,
-            is_bfloat16=model == torch.bfloat16,
-            is_mixed=product != model,
-            has_wide_norms=last_norm.dtype != model,
+            is_bfloat16=shape.dtype == torch.bfloat16,
+            has_wide_norms=last_norm.dtype != shape.dtype,
             level=_LEVEL,
-            dtype=getattr(of_torch, f"aoti_torch_dtype_{str(product).removeprefix('torch.')}")(),
+            dtype=getattr(of_torch, f"aoti_torch_dtype_{str(shape.dtype).removeprefix('torch.')}")(),
             cpu=of_torch.aoti_torch_device_type_cpu(),
             eps=eps,
         )
@@ -152,7 +146,6 @@ class CompiledLayers:
             "attended": output.inputs,
             "gated": down.inputs,
             "added": qkv.inputs,
-            "narrowed": max(qkv.inputs, output.inputs, down.inputs),
         }
         self._rows_max = 0
         self._scratch = torch.empty(0)
@@ -168,13 +161,9 @@ class CompiledLayers:
         )
 
     def _product_of(self, product: Product) -> _Product:
-        few = product.few or (None, None)
         return _Product(
             weight=self._handle_of(product.weight),
             bias=self._handle_of(product.bias),
-            few=self._handle_of(few[0]),
-            scales=self._handle_of(few[1]),
-            added=self._address_of(product.added),
             inputs=product.inputs,
             outputs=product.outputs,
         )
@@ -257,8 +246,7 @@ def compiled_layers(
         return None
     shape = backend.shape
     products = [product for layer in parts for product in layer.products]
-    sizes = [size for product in products for size in (product.inputs, product.outputs)]
-    if len({product.dtype for product in products}) > 1 or any(size % _LANES for size in sizes):
+    if any(size % _LANES for product in products for size in (product.inputs, product.outputs)):
         return None
     if any(layer.cache.dtype != shape.dtype or layer.cache.shape[3] != 2 * shape.head_dim for layer in parts):
         return None

@@ -16,7 +16,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baton.core.config import Quantization
 from baton.core.kv_groups import KVCacheGroup, layer_name, places_of
 from baton.core.layout import kv_heads_of
 from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
@@ -42,7 +41,6 @@ from baton.engine.models.layers import (
 from baton.engine.models.mamba2 import Mamba2Mixer
 from baton.engine.models.matmul import Matmul
 from baton.engine.models.parallel import TensorParallelGroup
-from baton.engine.models.quantised_weights import matmul_of
 from baton.engine.models.rotary import Rotary, rotate
 from baton.engine.models.state_mixer import StateMixer, plan_states
 
@@ -63,7 +61,6 @@ class Decoder(nn.Module):
         group: TensorParallelGroup,
         kv_cache_groups: Sequence[KVCacheGroup],
         is_cache_quantised: bool = False,
-        quantization: Quantization | None = None,
     ) -> None:
         super().__init__()
         self.architecture = architecture
@@ -114,22 +111,17 @@ class Decoder(nn.Module):
         self._head_matmul: Matmul | None = None
         self._compiled: CompiledLayers | None = None
         self._compiled_caches: dict[str, torch.Tensor] | None = None
-        self._quantization = quantization
         self._dtype = dtype
         self.stored_dtypes: dict[str, str] = {}  # Of the checkpoint's tensors, by name; set by loading.
         # Rounded to the model's dtype, as in the reference implementation.
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
 
     def seal(self) -> None:
-        """Finish loading: the model can compute from now on. Call it once after all weights are filled.
-
-        Quantises the matrices of all `Matmul`s. The head has at least 8 bits, because its error is that of
-        the scores.
-        """
+        """Finish loading: the model can compute from now on. Call it once after all weights are filled."""
         for layer in self.layers:
-            layer.seal(self._quantization)
+            layer.seal()
         self.norm.seal()
-        self._head_matmul = matmul_of(self.head, quantization=self._quantization and "int8")
+        self._head_matmul = Matmul(self.head)
         if not self._head_matmul.keeps_weight and self.head is not self.embedding:
             drop(self.head)
         for module in self.modules():  # So that steps find parts without `nn.Module.__getattr__`, in Python.
@@ -342,10 +334,10 @@ class DecoderLayer(nn.Module):
     def _scaled(self, added: torch.Tensor) -> torch.Tensor:
         return added if self._residual_scale is None else added.mul_(self._residual_scale)
 
-    def seal(self, quantization: Quantization | None) -> None:
+    def seal(self) -> None:
         for part in (self.attention, self.mlp, self.shared_mlp):
             if part is not None:
-                part.seal(quantization)
+                part.seal()
         for norm in (self.input_norm, self.attended_norm, self.post_norm, self.mlp_norm):
             if norm is not None:
                 norm.seal()
@@ -397,9 +389,9 @@ class Attention(nn.Module):
             empty_parameter(shape.num_heads, dtype=shape.dtype, device=shape.device) if a.sinks else None
         )
 
-    def seal(self, quantization: Quantization | None) -> None:
-        self.qkv.seal(quantization)
-        self.output.seal(quantization)
+    def seal(self) -> None:
+        self.qkv.seal()
+        self.output.seal()
         if self.qk_norm is not None:
             self.qk_norm.add_(self._norm_offset)
 
@@ -500,10 +492,10 @@ class Mlp(nn.Module):
         gate = F.silu(gate) if self.has_silu_gate else F.gelu(gate, approximate="tanh")
         return self.down(gate * up)  # type: ignore[no-any-return]
 
-    def seal(self, quantization: Quantization | None) -> None:
+    def seal(self) -> None:
         """See `Decoder.seal`."""
-        self.gate_up.seal(quantization)
-        self.down.seal(quantization)
+        self.gate_up.seal()
+        self.down.seal()
 
 
 def _state_mixer(

@@ -8,12 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baton.core.config import Quantization
 from baton.engine.checkpoints.architecture import DecoderArchitecture, Experts
 from baton.engine.models.layers import drop, empty_parameter
 from baton.engine.models.matmul import Matmul
 from baton.engine.models.parallel import TensorParallelGroup
-from baton.engine.models.quantised_weights import matmul_of
 
 
 class MixtureOfExperts(nn.Module):
@@ -48,14 +46,11 @@ class MixtureOfExperts(nn.Module):
         self._gate_up: list[Matmul] = []
         self._down: list[Matmul] = []
 
-    def seal(self, quantization: Quantization | None) -> None:
+    def seal(self) -> None:
         """See `Decoder.seal`."""
         biases = self.gate_up_bias if self.gate_up_bias is not None else [None] * len(self.gate_up)
-        self._gate_up = [
-            matmul_of(weight, bias, quantization) for weight, bias in zip(self.gate_up, biases, strict=True)
-        ]
-        largest = self._group.all_reduce_max
-        self._down = [matmul_of(weight, None, quantization, largest) for weight in self.down]
+        self._gate_up = [Matmul(weight, bias) for weight, bias in zip(self.gate_up, biases, strict=True)]
+        self._down = [Matmul(weight) for weight in self.down]
         if not self._down[0].keeps_weight:
             drop(self.gate_up)
             drop(self.down)

@@ -18,7 +18,6 @@ head, D key size, P value size.
 import torch
 import torch.nn.functional as F
 
-from baton.core.config import Quantization
 from baton.engine.checkpoints.architecture import DecoderArchitecture
 from baton.engine.checkpoints.state_config import GatedDelta
 from baton.engine.models.kinds import Kind
@@ -67,9 +66,9 @@ class GatedDeltaMixer(StateMixer):
         )
         self._decay_H = torch.empty(0)
 
-    def seal(self, quantization: Quantization | None) -> None:
-        super().seal(quantization)
-        self.input.seal(quantization)
+    def seal(self) -> None:
+        super().seal()
+        self.input.seal()
         self._decay_H = -self.a_log.exp()
 
     def _project(self, hidden: torch.Tensor) -> Projected:

@@ -14,7 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baton.core.config import Quantization
 from baton.engine.checkpoints.architecture import DecoderArchitecture
 from baton.engine.checkpoints.latent_config import IndexShape
 from baton.engine.models.kinds import Rotation
@@ -55,10 +54,10 @@ class Indexer(nn.Module):
         self.norm_weight = empty_parameter(shape.head_dim, dtype=dtype, device=device)
         self.norm_bias = empty_parameter(shape.head_dim, dtype=dtype, device=device)
 
-    def seal(self, quantization: Quantization | None) -> None:
+    def seal(self) -> None:
         """See `Decoder.seal`."""
-        self.query.seal(quantization)
-        self.key_and_weights.seal(quantization)
+        self.query.seal()
+        self.key_and_weights.seal()
 
     def forward(self, hidden: torch.Tensor, query_latent: torch.Tensor, rotation: Rotation) -> Indexed:
         num_heads, head_dim = self._shape.num_heads, self._shape.head_dim

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from baton.core.config import Quantization
 from baton.core.kv_groups import index_layer_name, layer_name
 from baton.engine.attention import AttentionBackend
 from baton.engine.attention.key_index import KeyIndex
@@ -93,14 +92,14 @@ class LatentAttention(nn.Module):
             device=device,
         )
 
-    def seal(self, quantization: Quantization | None) -> None:
+    def seal(self) -> None:
         """See `Decoder.seal`."""
-        self.down.seal(quantization)
+        self.down.seal()
         if self.query_up is not None:
-            self.query_up.seal(quantization)
+            self.query_up.seal()
         if self.indexer is not None:
-            self.indexer.seal(quantization)
-        self.output.seal(quantization)
+            self.indexer.seal()
+        self.output.seal()
 
     def forward(
         self,

@@ -12,14 +12,12 @@
    Python passes. All else is that of `rows.c` and `decode.c`, so results are those of the layers in Python, bit by bit. */
 
 #include <stddef.h>
+#include <string.h>
 
 #include "decode.h"
-#include "numbers.h"
 
 struct product {
-    void *weight, *bias;   /* Tensors of torch. `bias`: or null. */
-    void *few, *scales;    /* A kernel of int4 for at most `few_rows` rows, or null. */
-    const void *added;     /* After the product is rounded to the model's dtype, or null. */
+    void *weight, *bias; /* Tensors of torch. `bias`: or null. */
     int64_t inputs, outputs;
 };
 
@@ -42,7 +40,6 @@ struct torch {
     int (*delete)(void *);
     int (*address)(void *, void **);
     int (*multiply)(void *, void *, void **, const char *, const double **, int64_t, const char **, void **);
-    int (*multiply_few)(void *, void *, void *, void *, void **);
 };
 
 struct layers {
@@ -50,14 +47,11 @@ struct layers {
     const struct layer *layers;
     const struct kind *kinds;
     const void *last_norm;
-    void *group_size;                                     /* Of int4: a tensor of torch. */
     int64_t num_layers, size, inner, num_heads, num_kv_heads, head_dim;
-    int64_t few_rows, is_bfloat16, is_mixed;              /* Mixed: float32, but products in bfloat16. */
-    int64_t has_wide_norms, level, dtype, cpu; /* Torch's numbers of the products' dtype, of a CPU. */
+    int64_t is_bfloat16, has_wide_norms, level, dtype, cpu; /* Torch's numbers of the dtype, of a CPU. */
     double eps;
     /* Of a step; contiguous, in the model's dtype. `added`: not yet added to `hidden`. */
     void *hidden, *normed, *packed, *queries, *attended, *gated, *added;
-    void *narrowed;                                       /* Of a mixed model: inputs of a product. */
     int64_t rows;
 };
 
@@ -71,71 +65,18 @@ const int64_t baton_structs[] = {
     sizeof(struct layers),  offsetof(struct layers, rows),
 };
 
-INLINE void narrow_all(void *to, const float *from, int64_t count)
-{
-    for (int64_t i = 0; i < count; i += LANES) {
-        floats x;
-        load(&x, from, i, 0);
-        store(to, i, &x, 1);
-    }
-}
-
-/* To the model's dtype, `narrow`, from that of products, `narrow` or bfloat16; and add a row. */
-INLINE void finish_all(void *to, const void *from, const void *added, int64_t rows, int64_t size, int narrow)
-{
-    for (int64_t row = 0; row < rows; row++) {
-        for (int64_t i = 0; i < size; i += LANES) {
-            floats x, more;
-            load(&x, from, row * size + i, 1);
-            if (added) {
-                load(&more, added, i, narrow);
-                x += more;
-            }
-            store(to, row * size + i, &x, narrow);
-        }
-    }
-}
-
-#define VERSIONS(suffix, attributes)                                                                                    \
-    attributes static void narrow_##suffix(void *to, const void *from, int64_t count) { narrow_all(to, from, count); }  \
-    attributes static void finish_##suffix(void *to, const void *from, const void *added, int64_t rows, int64_t size,   \
-                                           int narrow)                                                                  \
-    {                                                                                                                   \
-        if (narrow)                                                                                                     \
-            finish_all(to, from, added, rows, size, 1);                                                                 \
-        else                                                                                                            \
-            finish_all(to, from, added, rows, size, 0);                                                                 \
-    }
-
-VERSIONS(baseline, )
-VERSIONS(avx2, WITH_AVX2)
-VERSIONS(avx512, WITH_AVX512)
-
 static int multiply(const struct layers *s, const struct product *p, void *to, void *from)
 {
-    static void (*const narrow[NUM_LEVELS])(void *, const void *, int64_t) = {narrow_baseline, narrow_avx2, narrow_avx512};
-    static void (*const finish[NUM_LEVELS])(void *, const void *, const void *, int64_t, int64_t, int) = {
-        finish_baseline, finish_avx2, finish_avx512};
-    int level = usable(s->level), error, ended;
     const int64_t sizes[] = {s->rows, p->inputs}, strides[] = {p->inputs, 1};
     void *x, *product = 0, *numbers = 0, *bias = p->bias;
-    if (s->is_mixed) {
-        narrow[level](s->narrowed, from, s->rows * p->inputs);
-        from = s->narrowed;
-    }
+    int error, ended;
     if ((error = s->torch.create(from, 2, sizes, strides, 0, (int32_t)s->dtype, (int32_t)s->cpu, 0, &x)))
         return error;
-    if (p->few && s->rows <= s->few_rows)
-        error = s->torch.multiply_few(x, p->few, s->group_size, p->scales, &product);
-    else
-        error = s->torch.multiply(x, p->weight, bias ? &bias : 0, "none", 0, 0, 0, &product);
+    error = s->torch.multiply(x, p->weight, bias ? &bias : 0, "none", 0, 0, 0, &product);
     ended = s->torch.delete(x);
     if (error || ended || (error = s->torch.address(product, &numbers)))
         return error ? error : ended;
-    if (s->is_mixed || p->added)
-        finish[level](to, numbers, p->added, s->rows, p->outputs, (int)s->is_bfloat16);
-    else
-        memcpy(to, numbers, (size_t)(s->rows * p->outputs * (s->is_bfloat16 ? 2 : 4)));
+    memcpy(to, numbers, (size_t)(s->rows * p->outputs * (s->is_bfloat16 ? 2 : 4)));
     return s->torch.delete(product);
 }
 

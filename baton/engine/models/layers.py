@@ -13,11 +13,9 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from baton.core.config import Quantization
 from baton.engine.models import compiled_rows
 from baton.engine.models.matmul import Matmul, Product
 from baton.engine.models.parallel import TensorParallelGroup
-from baton.engine.models.quantised_weights import Reduce, matmul_of
 
 
 def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn.Parameter:
@@ -90,9 +88,9 @@ class PackedLinear(nn.Module):
         assert self._matmul is not None, "`seal` comes before the first step"
         return self._matmul(x)
 
-    def seal(self, quantization: Quantization | None) -> None:
+    def seal(self) -> None:
         """See `Decoder.seal`."""
-        self._matmul = _sealed(self.weight, self.bias, quantization)
+        self._matmul = _sealed(self.weight, self.bias)
 
     def product(self) -> Product | None:
         """See `Matmul.product`."""
@@ -136,19 +134,14 @@ class RowParallelLinear(nn.Module):
         """See `Matmul.product`. None if the ranks have to add their sums."""
         return None if self._matmul is None or self._group.size > 1 else self._matmul.product()
 
-    def seal(self, quantization: Quantization | None) -> None:
+    def seal(self) -> None:
         """See `Decoder.seal`."""
         bias = self.bias if self._group.size == 1 else None
-        self._matmul = _sealed(self.weight, bias, quantization, self._group.all_reduce_max)
+        self._matmul = _sealed(self.weight, bias)
 
 
-def _sealed(
-    weight: nn.Parameter,
-    bias: torch.Tensor | None,
-    quantization: Quantization | None,
-    largest_of_ranks: Reduce | None = None,
-) -> Matmul:
-    matmul = matmul_of(weight, bias, quantization, largest_of_ranks)
+def _sealed(weight: nn.Parameter, bias: torch.Tensor | None) -> Matmul:
+    matmul = Matmul(weight, bias)
     if not matmul.keeps_weight:
         drop(weight)
     return matmul

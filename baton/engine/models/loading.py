@@ -29,6 +29,7 @@ from baton.engine.models.mamba2 import Mamba2Mixer
 from baton.engine.models.state_mixer import StateMixer
 
 _RECOMPUTED = ".rotary_emb.inv_freq"  # In old checkpoints; config.json determines it.
+_STORED_DTYPES = ("F64", "F32", "BF16", "F16")  # Codes of quantised weights would be taken for numbers.
 _DRAFTS = "mtp."  # Layers that guess several tokens. The engine does not run them.
 
 
@@ -105,6 +106,10 @@ def _fill(target: _Target, stored: Any) -> None:
     if shape != target.shape:
         raise UserError(
             f"{target.name} has shape {list(shape)}, config.json requires {list(target.shape)}", field="model"
+        )
+    if (dtype := stored.get_dtype()) not in _STORED_DTYPES:
+        raise UserError(
+            f"{target.name} has the dtype {dtype}; must be {', '.join(_STORED_DTYPES)}", field="model"
         )
     index = (
         (target.rows,) if len(shape) == 1 else (target.matrices, target.rows, target.columns)[-len(shape) :]

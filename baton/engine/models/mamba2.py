@@ -15,7 +15,6 @@ N state size, I = H * P.
 import torch
 import torch.nn.functional as F
 
-from baton.core.config import Quantization
 from baton.core.layout import kv_heads_of
 from baton.engine.checkpoints.architecture import DecoderArchitecture
 from baton.engine.checkpoints.state_config import Mamba2
@@ -71,9 +70,9 @@ class Mamba2Mixer(StateMixer):
         )
         self._decay_H = torch.empty(0)
 
-    def seal(self, quantization: Quantization | None) -> None:
-        super().seal(quantization)
-        self.input.seal(quantization)
+    def seal(self) -> None:
+        super().seal()
+        self.input.seal()
         self._decay_H = -self.a_log.exp()
 
     def _project(self, hidden: torch.Tensor) -> Projected:

@@ -19,9 +19,6 @@ class Product:
 
     weight: torch.Tensor  # Packed.
     bias: torch.Tensor | None
-    dtype: torch.dtype  # Of the rows that the kernels take.
-    few: tuple[torch.Tensor, torch.Tensor] | None = None  # Integers and scales of int4, for few rows.
-    added: torch.Tensor | None = None  # To the product in the model's dtype.
 
     @property
     def inputs(self) -> int:
@@ -42,7 +39,6 @@ class Matmul:
         self._packed = _pack(weight)
         self._plain = weight if self._packed is None else None
         self._bias = bias
-        self._dtype = weight.dtype
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         if self._packed is None:
@@ -54,7 +50,7 @@ class Matmul:
 
     def product(self) -> Product | None:
         """None without a packed weight."""
-        return None if self._packed is None else Product(self._packed, self._bias, self._dtype)
+        return None if self._packed is None else Product(self._packed, self._bias)
 
     @property
     def keeps_weight(self) -> bool:

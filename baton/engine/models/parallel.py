@@ -20,10 +20,6 @@ class TensorParallelGroup(ABC):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """The sum over all ranks. May reuse the argument's memory."""
 
-    @abstractmethod
-    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The maximum over all ranks. May reuse the argument's memory."""
-
 
 class SingleRank(TensorParallelGroup):
     """A group of one rank, which exchanges nothing."""
@@ -32,9 +28,6 @@ class SingleRank(TensorParallelGroup):
     size = 1
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
 
@@ -47,8 +40,4 @@ class ProcessGroup(TensorParallelGroup):
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(tensor)
-        return tensor
-
-    def all_reduce_max(self, tensor: torch.Tensor) -> torch.Tensor:
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return tensor

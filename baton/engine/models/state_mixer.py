@@ -21,7 +21,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baton.core.config import Quantization
 from baton.core.kv_groups import layer_name
 from baton.core.states import StatePart, place_parts
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
@@ -111,11 +110,11 @@ class StateMixer(nn.Module, ABC):
         self._kernel_KC = torch.empty(0)
         self._bias_C: torch.Tensor | None = None
 
-    def seal(self, quantization: Quantization | None) -> None:
+    def seal(self) -> None:
         """See `Decoder.seal`."""
         self._kernel_KC = self.conv.squeeze(1).t().float().contiguous()
         self._bias_C = None if self.conv_bias is None else self.conv_bias.float()
-        self.output.seal(quantization)
+        self.output.seal()
 
     def forward(
         self, hidden: torch.Tensor, context: ForwardContext, steps: Mapping[Kind, StepOfKind]

@@ -111,7 +111,7 @@ class RemoteKV:
         """
         missing = self._kv_cache.num_blocks_missing
         promised = sum(missing(other, other.num_tokens) for other in others)
-        promised += sum(missing(load.request, load.request.num_tokens + 1) for load in self._loading.values())
+        promised += sum(missing(load.request, _num_held(load.request)) for load in self._loading.values())
         # In groups with a window, hits may be outside it when the load ends.
         shared = sum(
             block.ref_cnt > 0
@@ -119,7 +119,7 @@ class RemoteKV:
             if group.window is None
             for block in blocks
         )
-        needed = missing(request, request.num_tokens + 1) - shared
+        needed = missing(request, _num_held(request)) - shared
         return needed + promised <= self._kv_cache.block_pool.num_free_blocks
 
     def park(self, request: Request, num_local_tokens: int, num_external_tokens: int) -> None:
@@ -350,3 +350,8 @@ class RemoteKV:
         level = logging.DEBUG if self.num_ignored_reports else logging.WARNING
         self.num_ignored_reports += 1
         logger.log(level, "ignored %s for %r, for which no such transfer is open", report, request_id)
+
+
+def _num_held(request: Request) -> int:
+    """Tokens whose KV a request holds when its next token is computed. The last of an answer needs none."""
+    return min(request.num_tokens + 1, request.num_prompt_tokens + request.max_tokens - 1)

@@ -20,7 +20,6 @@ class RequestLifecycle:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._counts = state.counts
-        self._num_tokens_max = state.num_tokens_max
         self._outputs: list[EngineOutput] = []  # Not handed out yet.
         self._finished_ids: set[str] = set()  # Not sent to the ranks yet.
 
@@ -53,15 +52,12 @@ class RequestLifecycle:
             self.end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
             return True
         final: RequestStatus | None = None
-        num_tokens = len(request.all_token_ids)
-        num_output = num_tokens - request.num_prompt_tokens
+        num_output = len(request.all_token_ids) - request.num_prompt_tokens
         for num_taken, token_id in enumerate(token_ids, start=1):
             request.append_output_token(token_id)
             if token_id in request.stop_token_ids and num_output + num_taken >= request.min_tokens:
                 final = RequestStatus.FINISHED_STOPPED
-            elif (
-                num_output + num_taken >= request.max_tokens or num_tokens + num_taken >= self._num_tokens_max
-            ):
+            elif num_output + num_taken >= request.max_tokens:
                 final = RequestStatus.FINISHED_LENGTH_CAPPED
             else:
                 continue

@@ -1,20 +1,15 @@
 """Validation of new requests: refuses those that can never run, with what to change.
 
-A request that passes may wait, be preempted or be cut at the pool's size, but it always ends.
+A request that passes may wait or be preempted, but it gets its whole answer: the pool can hold it alone.
 """
 
 from baton.core.config import EngineConfig, ModelConfig
 from baton.core.errors import UserError
-from baton.core.kv_groups import is_hybrid
 from baton.engine.api import EngineRequest, SamplingParams
 
 
-def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
-    """Raises UserError naming the field.
-
-    `max_tokens` is not compared with the pool: most answers are much shorter, and one that outgrows the whole
-    pool ends there with finish reason "length".
-    """
+def check_can_run(asked: EngineRequest, config: EngineConfig, num_tokens_max: int) -> None:
+    """Raises UserError naming the field. `num_tokens_max`: that of the configuration."""
     prompt, max_tokens = asked.prompt_token_ids, asked.sampling_params.max_tokens
     context = config.model_config.max_model_len
     if not prompt:
@@ -35,31 +30,24 @@ def check_can_run(asked: EngineRequest, config: EngineConfig) -> None:
             field="output_token_ids",
         )
     _check_tokens_left(asked.sampling_params, config.model_config)
-    if len(prompt) >= context:
+    room = num_tokens_max - len(prompt)
+    if num_tokens_max < context:
+        num_blocks = config.cache_config.num_gpu_blocks
+        held = f"the {num_tokens_max} that the {num_blocks} KV blocks of this engine hold"
+        remedy = ", or give the engine more blocks"
+    else:
+        held, remedy = f"the context length of {context}", ""
+    if room < 1:
         raise UserError(
-            f"has {len(prompt)} tokens; with one token of output that is more than the context length of "
-            f"{context}: shorten the prompt",
+            f"has {len(prompt)} tokens; with one token of output that is more than {held}: shorten the "
+            f"prompt{remedy}",
             field="prompt",
         )
-    if len(prompt) + max_tokens > context:
+    if max_tokens > room:
         raise UserError(
-            f"is {max_tokens}; with the prompt's {len(prompt)} tokens that is more than the context length "
-            f"of {context}: ask for at most {context - len(prompt)}, or shorten the prompt",
+            f"is {max_tokens}; with the prompt's {len(prompt)} tokens that is more than {held}: ask for at "
+            f"most {room}, or shorten the prompt{remedy}",
             field="max_tokens",
-        )
-    cache = config.cache_config
-    groups = config.kv_cache_groups
-    num_tokens = len(prompt) + len(given)
-    num_needed = sum(
-        group.blocks_at_most(num_tokens + 1, block_size=cache.block_size, chunk=config.max_chunk)
-        for group in groups
-    )
-    num_usable = cache.num_gpu_blocks - is_hybrid(groups)
-    if num_needed > num_usable:
-        raise UserError(
-            f"has {num_tokens} tokens, which need {num_needed} KV blocks of {cache.block_size} tokens; "
-            f"this engine has {num_usable}: shorten the prompt, or give the engine more blocks",
-            field="prompt",
         )
 
 

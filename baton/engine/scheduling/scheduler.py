@@ -82,7 +82,7 @@ class Scheduler:
         A request for a loan of what is in host memory (`baton_lend_stored`) takes no blocks: it ends here. So
         does one for a loan through the cache of a model with states, which lend at few lengths only.
         """
-        check_can_run(asked, self.config)
+        check_can_run(asked, self.config, self._state.num_tokens_max)
         if asked.request_id in self.requests:
             raise UserError(f"{asked.request_id!r} is in use; choose a new one", field="request_id")
         is_from_cache = asks_for_prefill(asked.kv_transfer_params) and not self.kv_cache.has_states

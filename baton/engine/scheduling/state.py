@@ -57,6 +57,4 @@ class SchedulerState:
         self.connector = ConnectorCalls(own_scheduler(scheduler_half))
         self.counts = StepCounts()
         self.requests: dict[str, Request] = {}  # By id; finished requests stay while they hold blocks.
-        context = config.model_config.max_model_len
-        # A request with this many tokens of prompt and output ends.
-        self.num_tokens_max = min(context, self.kv_cache.num_tokens_max(context) + 1)
+        self.num_tokens_max = config.num_tokens_max

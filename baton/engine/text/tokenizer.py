@@ -7,8 +7,10 @@
 Imports neither torch nor transformers: the server starts in a second. Safe to use from several threads.
 """
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from baton.core.json_text import NotJson, decode_json
 from baton.core.limited_file import read_limited
 from baton.engine.checkpoints.checkpoint import read_json
 from baton.engine.text.chat_template import ChatTemplate
-from baton.engine.text.detokenizer import IncrementalDetokenizer
+from baton.engine.text.detokenizer import BROKEN, IncrementalDetokenizer
 
 MAX_TOKENIZER_BYTES = 256 << 20  # Tokenizers with large vocabularies have 33 MiB.
 MAX_TEMPLATE_BYTES = 4 << 20
@@ -39,6 +41,8 @@ class Tokenizer:
     ) -> None:
         self._fast = fast
         self.chat_template = chat_template
+        # Of tokens seen so far: at the beginning of a text, and elsewhere.
+        self._bytes: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})
 
     @classmethod
     def from_folder(cls, folder: str | Path) -> "Tokenizer":
@@ -94,9 +98,44 @@ class Tokenizer:
             lambda token_ids: self.decode(token_ids, skip_special_tokens=skip_special_tokens)
         )
 
-    def token_text(self, token_id: int) -> str:
-        """Text of one token for logprobs, including special tokens."""
-        return self.decode([token_id], skip_special_tokens=False)
+    def special_text(self, token_id: int) -> str | None:
+        """Name of a special token, which texts without special tokens leave out; None for another token."""
+        return self._special.get(token_id)
+
+    def token_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
+        """What a token adds to the bytes of a text. A part of a character has only its own bytes.
+
+        `is_first`: the text begins with it. Some decoders then drop a space.
+        """
+        known = self._bytes[0 if is_first else 1]
+        if (found := known.get(token_id)) is None:
+            found = known[token_id] = self._find_bytes(token_id, is_first=is_first)
+        return found
+
+    def _find_bytes(self, token_id: int, *, is_first: bool) -> bytes:
+        text = self.decode([token_id], skip_special_tokens=False)
+        if BROKEN in text:
+            return _bytes_of_part(self._fast.id_to_token(token_id) or "") or text.encode()
+        if is_first or self._anchor is None:
+            return text.encode()
+        anchor, before = self._anchor
+        after = self.decode([anchor, token_id], skip_special_tokens=False)
+        return (after.removeprefix(before) if after.startswith(before) else text).encode()
+
+    @cached_property
+    def _special(self) -> dict[int, str]:
+        """Names of the special tokens."""
+        added = self._fast.get_added_tokens_decoder()
+        return {token_id: token.content for token_id, token in added.items() if token.special}
+
+    @cached_property
+    def _anchor(self) -> tuple[int, str] | None:
+        """A token after which others are decoded as within a text, and its own text."""
+        for token_id in self.encode("a", add_special_tokens=False)[-1:]:
+            text = self.decode([token_id], skip_special_tokens=False)
+            if text and BROKEN not in text:
+                return token_id, text
+        return None
 
 
 class TokenizerPanic(BatonError):
@@ -154,6 +193,25 @@ def _growth_of(step: Any) -> float:
     if isinstance(fixed, str) and fixed:
         return growth * max(1.0, len(written) / len(fixed))
     return growth * (1 + len(written))  # A regular expression can match between any two characters.
+
+
+def _byte_alphabet() -> dict[str, int]:
+    """The characters that stand for bytes in byte-level vocabularies (`bytes_to_unicode` of GPT-2)."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    alphabet = {chr(byte): byte for byte in printable}
+    return alphabet | {chr(0x100 + index): byte for index, byte in enumerate(others)}
+
+
+_BYTES = _byte_alphabet()
+_BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")  # Byte fallback, of sentencepiece.
+
+
+def _bytes_of_part(token: str) -> bytes:
+    """The bytes of a token whose text alone is broken; empty if it stands for none."""
+    if (named := _BYTE_TOKEN.fullmatch(token)) is not None:
+        return bytes.fromhex(named[1])
+    return bytes(_BYTES[char] for char in token) if all(char in _BYTES for char in token) else b""
 
 
 def _special_tokens(*sources: Mapping[str, Any]) -> dict[str, str]:

@@ -42,8 +42,6 @@ class _RankInGroup(TensorParallelGroup):
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         raise AssertionError("the kit's model needs no collectives")
 
-    all_reduce_max = all_reduce
-
 
 @dataclass(slots=True)
 class _Row:
