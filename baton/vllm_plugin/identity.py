@@ -77,7 +77,9 @@ def find_kv_identity(vllm_config: Any, revision: str | None, *, is_worker: bool)
     if is_worker:
         return unnamed(model, cache_dtype)
     folder, load_format = find_folder(model, load), str(load.load_format)
-    return kv_identity_of(model, cache_dtype, folder, revision=revision, load_format=load_format)
+    return kv_identity_of(
+        model, cache_dtype, folder, revision=revision, load_format=load_format, vllm_config=vllm_config
+    )
 
 
 def draft_digest(vllm_config: Any, revision: str | None) -> str:
