@@ -87,11 +87,12 @@ def differences(ours: KVIdentity, theirs: KVIdentity, *, converts_dtype: bool = 
     ]
 
 
-def differs_in_weights_only(ours: KVIdentity, theirs: KVIdentity) -> bool:
+def differs_in_weights_only(ours: KVIdentity, theirs: KVIdentity, *, converts_dtype: bool = True) -> bool:
     """Whether the engines compute alike but for their weights.
 
     This is no fault of either: an update reaches a fleet engine by engine.
     """
-    return ours != theirs and not differences(
-        msgspec.structs.replace(ours, weights=theirs.weights, version=theirs.version), theirs
-    )
+    if (ours.weights, ours.version) == (theirs.weights, theirs.version):
+        return False
+    ours = msgspec.structs.replace(ours, weights=theirs.weights, version=theirs.version)
+    return not differences(ours, theirs, converts_dtype=converts_dtype)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 
 from baton.core.errors import PeerError
-from baton.core.identity import KVIdentity, differences
+from baton.core.identity import KVIdentity, differences, differs_in_weights_only
 from baton.core.ids import Address, Epoch
 from baton.core.layout import RankLayout
 from baton.protocol.messages import MAX_PAYLOAD_BYTES, MAX_REASON_CHARS, U64_MAX, Hello, Refused, Welcome
@@ -82,9 +82,13 @@ def make_hello(own_address: Address, kv_identity: KVIdentity) -> Hello:
 
 
 def answer_hello(hello: Hello, kv_identity: KVIdentity, payload: bytes) -> Welcome | Refused:
-    """`payload`: our ranks, encoded by `encode_ranks`."""
-    reasons = incompatibilities(kv_identity, hello.protocol_version, hello.kv_identity)
-    if reasons:
+    """`payload`: our ranks, encoded by `encode_ranks`.
+
+    A reader with other weights is welcomed. It compares them, and its tickets decide what it may use.
+    """
+    theirs = hello.protocol_version, hello.kv_identity
+    reasons = incompatibilities(kv_identity, *theirs)
+    if reasons and not has_other_weights_only(kv_identity, *theirs):
         return Refused(tuple(reason[:MAX_REASON_CHARS] for reason in reasons))
     return Welcome(PROTOCOL_VERSION, kv_identity, payload)
 
@@ -95,6 +99,11 @@ def incompatibilities(ours: KVIdentity, their_version: int, their_identity: KVId
     if their_version != PROTOCOL_VERSION:
         reasons.insert(0, f"protocol_version: ours {PROTOCOL_VERSION}, theirs {their_version}")
     return reasons
+
+
+def has_other_weights_only(ours: KVIdentity, their_version: int, their_identity: KVIdentity) -> bool:
+    """Whether the engines can transfer as soon as an update of weights has reached both."""
+    return their_version == PROTOCOL_VERSION and differs_in_weights_only(ours, their_identity)
 
 
 def _check_endpoints(endpoints: Mapping[str, bytes]) -> None:

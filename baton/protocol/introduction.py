@@ -1,18 +1,19 @@
 """The introduction: a signed token by which a consumer finds a producer before it has a ticket.
 
-The producer signs it once per process; a router passes it on with every decode leg that streams. It proves
-that this address is an engine of the same cluster and model. It promises nothing else and names no request.
+The producer signs it for the weights that it has; a router passes it on with every decode leg that streams.
+It proves that this address is an engine of the same cluster and model. It promises nothing else and names no
+request. It may be older than the producer's weights; the ticket at the end of the stream is not.
 """
 
 import msgspec
 
-from baton.core.identity import KVIdentity, differences
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address
 from baton.core.reasons import Fault
 from baton.core.transfer_params import MAX_ENGINE_ID_CHARS, MAX_INTRODUCTION_CHARS
 from baton.protocol.layout_checks import MAX_STATE_BLOCK_TOKENS
 from baton.protocol.messages import PUBLIC_KEY_BYTES, U64_MAX
-from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_range
+from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_identity, check_range
 from baton.protocol.ticket import MAX_TP_SIZE, MAX_URL_CHARS
 
 INTRODUCTION_VERSION = 3
@@ -64,9 +65,7 @@ def check_introduction(
     introduction: Introduction, *, kv_identity: KVIdentity, converts_dtype: bool = True
 ) -> None:
     """Raises BadIntroduction unless this engine can use the producer's blocks."""
-    theirs = introduction.kv_identity
-    if different := differences(kv_identity, theirs, converts_dtype=converts_dtype):
-        raise BadIntroduction(Fault.MODEL, f"is of another model ({'; '.join(different)})")
+    check_identity(BadIntroduction, kv_identity, introduction.kv_identity, converts_dtype=converts_dtype)
     heads, tp_size = introduction.kv_identity.num_kv_heads, introduction.tp_size
     if heads < 1 or (heads % tp_size and tp_size % heads):
         raise BadIntroduction(

@@ -166,6 +166,7 @@ class Failed(_OfTransfer, frozen=True, tag="failed"):
     """P -> D: this prefill will never be ready; do not wait."""
 
     reason: str
+    has_new_weights: bool = False  # It began with older weights than P has now, and is of no use to anyone.
 
     def __post_init__(self) -> None:
         _check_transfer(self.transfer_id, self.number)

@@ -2,7 +2,9 @@
 
     (unknown) --want--> ASKING --Welcome, compatible--> READY      (PeerReady)
     ASKING --Refused, unsound Welcome, no answer--> RESTING        (PeerLost; doubling from 1 to 60 s)
+    ASKING --Welcome with other weights--> RESTING                 (PeerLost; 1 s)
     READY --Stranger about it, idle, crowded out--> (unknown)      (PeerLost)
+    ASKING, READY --our weights have changed--> (unknown)          (PeerLost)
     RESTING --back-off over, and wanted again--> ASKING
 
 Memory is bounded: there are at most `peers_max` records, and only our own `want` adds one. A Hello is
@@ -13,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from baton.core.errors import PeerError
-from baton.core.identity import KVIdentity
+from baton.core.identity import CurrentIdentity
 from baton.core.ids import Address
 from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
@@ -22,6 +24,7 @@ from baton.protocol.handshake import (
     RankCard,
     answer_hello,
     decode_ranks,
+    has_other_weights_only,
     incompatibilities,
     make_hello,
 )
@@ -64,7 +67,7 @@ class PeerTable:
     def __init__(
         self,
         own_address: Address,
-        kv_identity: KVIdentity,
+        identity: CurrentIdentity,
         timers: Timers,
         payload: bytes | None = None,
         *,
@@ -72,7 +75,7 @@ class PeerTable:
     ) -> None:
         """`payload` of our Welcome (`encode_ranks`). Until it is known, no Hello is answered."""
         self._own_address = own_address
-        self._kv_identity = kv_identity
+        self._identity = identity
         self._timers = timers
         self._payload = payload
         self._peers_max = peers_max
@@ -83,6 +86,17 @@ class PeerTable:
     def announce(self, payload: bytes) -> None:
         """Our ranks have registered their memory; from now on Hellos are answered with this payload."""
         self._payload = payload
+
+    def weights_changed(self) -> list[PeerEffect]:
+        """Ours have: what was agreed on with peers is for the old ones. They are greeted anew when wanted."""
+        effects: list[PeerEffect] = []
+        for address, peer in list(self._peers.items()):
+            if peer.state != "resting":
+                effects.append(PeerLost(address, FailureReason(FailureCode.OTHER_WEIGHTS)))
+            elif peer.reason is None or peer.reason.code is not FailureCode.OTHER_WEIGHTS:
+                continue  # It rests for a reason that the weights do not change.
+            del self._peers[address]
+        return effects
 
     def want(self, address: Address, now: float) -> list[PeerEffect]:
         """Leads to PeerReady or PeerLost, at once or later. Call it at every use, or the peer is dropped."""
@@ -108,7 +122,7 @@ class PeerTable:
             case Hello():
                 if message.address != sender or self._payload is None:
                     return []  # A false address, or we cannot answer yet; the peer repeats its Hello.
-                return [Send(sender, answer_hello(message, self._kv_identity, self._payload))]
+                return [Send(sender, answer_hello(message, self._identity.value, self._payload))]
             case Welcome():
                 return self._welcomed(sender, message, now)
             case Refused(reasons):
@@ -159,16 +173,18 @@ class PeerTable:
     def _hello(self, address: Address, peer: _Peer, now: float) -> Send:
         peer.num_hellos += 1
         peer.next_hello = now + self._timers.round_trip_max_s
-        return Send(address, make_hello(self._own_address, self._kv_identity))
+        return Send(address, make_hello(self._own_address, self._identity.value))
 
     def _welcomed(self, sender: Address, welcome: Welcome, now: float) -> list[PeerEffect]:
         peer = self._peers.get(sender)
         if peer is None or peer.state != "asking":
             return []  # A duplicate, or an answer that came too late.
-        reasons = incompatibilities(self._kv_identity, welcome.protocol_version, welcome.kv_identity)
+        ours, theirs = self._identity.value, (welcome.protocol_version, welcome.kv_identity)
+        reasons = incompatibilities(ours, *theirs)
         if reasons:
-            text = f"incompatible: {'; '.join(reasons)}"
-            return self._failed(sender, FailureReason(FailureCode.INCOMPATIBLE, text), now)
+            is_update = has_other_weights_only(ours, *theirs)
+            code = FailureCode.OTHER_WEIGHTS if is_update else FailureCode.INCOMPATIBLE
+            return self._failed(sender, FailureReason(code, f"{code}: {'; '.join(reasons)}"), now)
         try:
             ranks = decode_ranks(welcome.payload)
         except PeerError as error:
@@ -182,6 +198,9 @@ class PeerTable:
         if peer is None or peer.state != "asking":
             return []
         peer.state, peer.reason = "resting", reason
+        if reason.code is FailureCode.OTHER_WEIGHTS:  # An update ends it; no failure of the peer.
+            peer.rests_until = now + BACK_OFF_MIN_S
+            return [PeerLost(address, reason)]
         peer.rests_until = now + min(BACK_OFF_MIN_S * 2**peer.num_failures, BACK_OFF_MAX_S)
         peer.num_failures += 1
         return [PeerLost(address, reason)]

@@ -132,9 +132,9 @@ class PullConsumer:
             return []
         return self._completed(fetch, now)
 
-    def abort(self, claim: int, now: float) -> list[ConsumerEffect]:
+    def abort(self, claim: int, now: float, code: FailureCode = FailureCode.ABORTED) -> list[ConsumerEffect]:
         fetch = self._fetches.get(claim)
-        return [] if fetch is None else self._fail(fetch, FailureReason(FailureCode.ABORTED))
+        return [] if fetch is None else self._fail(fetch, FailureReason(code))
 
     def peer_lost(self, address: Address, reason: FailureReason, now: float) -> list[ConsumerEffect]:
         """Fails all fetches from this peer. It gets no message: see Stranger in docs/protocol.md."""

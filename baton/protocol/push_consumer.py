@@ -163,9 +163,9 @@ class PushConsumer:
             return self._read_on(stream)
         return self._fail(stream, read_failed(pair, error))  # It ended without having been cancelled.
 
-    def abort(self, claim: int, now: float) -> list[StreamEffect]:
+    def abort(self, claim: int, now: float, code: FailureCode = FailureCode.ABORTED) -> list[StreamEffect]:
         stream = self._streams.get(claim)
-        return [] if stream is None else self._fail(stream, FailureReason(FailureCode.ABORTED))
+        return [] if stream is None else self._fail(stream, FailureReason(code))
 
     def peer_lost(self, address: Address, reason: FailureReason, now: float) -> list[StreamEffect]:
         """Fails all streams from this peer. It gets no message: see Stranger in docs/protocol.md."""
@@ -260,7 +260,8 @@ class PushConsumer:
         match message:
             case Failed():
                 text = f"the producer gave up: {message.reason or 'no reason given'}"
-                return self._fail(stream, FailureReason(FailureCode.PREFILL_FAILED, text), notify=False)
+                code = FailureCode.OTHER_WEIGHTS if message.has_new_weights else FailureCode.PREFILL_FAILED
+                return self._fail(stream, FailureReason(code, text), notify=False)
             case Announced():
                 if not stream.is_news(message):
                     return []

@@ -1,7 +1,7 @@
 """Producer half of push: announces what is ready while it computes, and the ticket when the prefill ends.
 
     prefill:  expect --> COMPUTING --progress--> COMPUTING --preempted--> COMPUTING, in the next run
-              COMPUTING --finished--> FINISHED (lent)      COMPUTING --failed--> FAILED
+              COMPUTING --finished--> FINISHED (lent)      COMPUTING --failed, outdated--> FAILED
     want:     Want --> HELD, until Withdraw or hold_s without another;  or without a prefill: Failed
 
 The two meet by `transfer_id`, in either order, if they are about the same prompt. One prefill serves one
@@ -36,6 +36,7 @@ from baton.protocol.messages import (
 NEVER = float("inf")
 WANTS_MAX = 4096  # Held at once; further ones are answered with Failed.
 WANTS_PER_CONSUMER_MAX = 1024  # So that no consumer takes the room of the others.
+NEW_WEIGHTS = "the producer's weights have changed"
 
 
 class Ready(NamedTuple):
@@ -134,6 +135,10 @@ class PushProducer:
         prefill.failure, prefill.ready, prefill.ended_at = reason[:MAX_REASON_CHARS], None, now
         self._wake_at = min(self._wake_at, self._prefill_ends(transfer_id))
         return self._notify(transfer_id, now)
+
+    def outdated(self, transfer_id: TransferId, now: float) -> list[Send]:
+        """The weights have changed: this prefill began with others, and will not be lent."""
+        return self.failed(transfer_id, NEW_WEIGHTS, now)
 
     def is_unwanted(self, transfer_id: TransferId) -> bool:
         """Whether the consumer that waited for this prefill has withdrawn, and no other has come since."""
@@ -252,7 +257,7 @@ class PushProducer:
 
     def _failed(self, transfer_id: TransferId, want: _Want, reason: str) -> Send:
         want.over = reason
-        return Send(want.consumer, Failed(transfer_id, want.number, reason))
+        return Send(want.consumer, Failed(transfer_id, want.number, reason, reason == NEW_WEIGHTS))
 
     def _is_of(self, prefill: _Prefill, want: _Want) -> bool:
         return (prefill.prompt_hash, prefill.num_tokens) == (want.prompt_hash, want.num_tokens)

@@ -18,6 +18,7 @@ from typing import Generic, NoReturn, Protocol, TypeVar
 import msgspec
 
 from baton.core.errors import BadTransferParams
+from baton.core.identity import KVIdentity, differences, differs_in_weights_only
 from baton.core.reasons import Fault
 from baton.core.transfer_params import FIELD
 
@@ -108,6 +109,22 @@ class TokenSigner(Generic[P]):
 
     def _malformed(self, error: Exception) -> NoReturn:
         raise self._error(Fault.SCHEMA, f"is malformed: {error}") from error
+
+
+def check_identity(
+    error: Callable[[Fault, str], BadSignedToken],
+    ours: KVIdentity,
+    theirs: KVIdentity,
+    *,
+    converts_dtype: bool,
+) -> None:
+    """Raises what `error` makes, unless this engine can use the KV of a token's signer."""
+    different = "; ".join(differences(ours, theirs, converts_dtype=converts_dtype))
+    if not different:
+        return
+    if differs_in_weights_only(ours, theirs, converts_dtype=converts_dtype):
+        raise error(Fault.WEIGHTS, f"is for other weights: an update of weights is under way ({different})")
+    raise error(Fault.MODEL, f"is for another model ({different})")
 
 
 def check_range(what: str, value: int, low: int, high: int) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import msgspec
 
-from baton.core.identity import KVIdentity, differences
+from baton.core.identity import KVIdentity
 from baton.core.ids import Address, BlockId, LoanId, PromptHash, RequestId, TransferId
 from baton.core.prefilled import PrefilledTokens
 from baton.core.reasons import Fault
@@ -26,7 +26,7 @@ from baton.core.transfer_params import (
 )
 from baton.protocol.layout_checks import MAX_STATE_BLOCK_TOKENS
 from baton.protocol.messages import PROMPT_HASH_BYTES, PUBLIC_KEY_BYTES, U64_MAX
-from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_range
+from baton.protocol.signed_token import BadSignedToken, TokenSigner, check_identity, check_range
 
 TICKET_VERSION = 6
 TICKET_FIELD = f"{FIELD}.baton_ticket"
@@ -133,8 +133,7 @@ def check_ticket(
     `prompt_hash_of(n)` hashes the request's first n tokens, n at most `num_prompt_tokens`. `converts_dtype`:
     whether this engine converts dtypes on receive.
     """
-    if different := differences(kv_identity, ticket.kv_identity, converts_dtype=converts_dtype):
-        raise BadTicket(Fault.MODEL, f"is for another model ({'; '.join(different)})")
+    check_identity(BadTicket, kv_identity, ticket.kv_identity, converts_dtype=converts_dtype)
     heads = ticket.kv_identity.num_kv_heads
     if heads % ticket.tp_size and ticket.tp_size % heads:
         raise BadTicket(

@@ -131,7 +131,11 @@ def producer_refuses(scene: Scene) -> None:
     scene.say(Refused((EVIL,)))
 
 
-def fingerprints_differ(scene: Scene) -> None:
+def models_differ(scene: Scene) -> None:
+    scene.welcome(b"", model=EVIL)
+
+
+def weights_differ(scene: Scene) -> None:
     scene.welcome(b"", weights=EVIL)
 
 
@@ -237,7 +241,8 @@ LABELS: dict[Callable[[Scene], None], set[str]] = {
     producer_is_dead: {"no answer to 5 hellos"},
     allocation_breaks: {"internal error", "aborted"},
     producer_refuses: {"refused by the peer"},
-    fingerprints_differ: {"incompatible"},
+    models_differ: {"incompatible"},
+    weights_differ: {"other weights"},
     cards_are_garbage: {"malformed rank cards"},
     cards_are_too_many: {"malformed rank cards"},
     endpoint_is_too_long: {"malformed rank cards"},
@@ -290,5 +295,16 @@ def test_no_other_label_exists_and_all_are_documented() -> None:
 
 
 def test_the_labels_of_refusals() -> None:
-    told = {"size", "schema", "version", "signature", "model", "layout", "prompt", "in use", "params"}
+    told = {
+        "size",
+        "schema",
+        "version",
+        "signature",
+        "model",
+        "weights",
+        "layout",
+        "prompt",
+        "in use",
+        "params",
+    }
     assert {fault.value for fault in Fault} == told

@@ -133,9 +133,17 @@ def refused(
         ({}, TOKENS, "bob", {}, "prompt"),
         ({}, TOKENS, "alice", {"control_url": "tcp://6.6.6.6:666"}, "signature"),
         ({"secret": ClusterSecret(b"another cluster's secret")}, TOKENS, "alice", {}, "signature"),
-        ({"model": model_config(weights_digest="finetuned")}, TOKENS, "alice", {}, "model"),
+        ({"model": model_config(architecture_digest="deeper")}, TOKENS, "alice", {}, "model"),
+        ({"model": model_config(weights_digest="finetuned")}, TOKENS, "alice", {}, "weights"),
     ],
-    ids=["another prompt", "another salt", "altered", "another cluster's", "another model's"],
+    ids=[
+        "another prompt",
+        "another salt",
+        "altered",
+        "another cluster's",
+        "another model's",
+        "other weights",
+    ],
 )
 def test_a_ticket_that_does_not_fit_is_refused(
     world: World, of_p: dict[str, Any], tokens: list[int], salt: str, changes: dict[str, Any], reason: str

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
-from baton.core.identity import KVIdentity
+from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.ids import Address, EngineId, Epoch, LoanId
 from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, RankLayout, Region
 from baton.core.reasons import FailureCode, FailureReason
@@ -66,7 +66,11 @@ PAYLOAD = encode_ranks([card()])
 
 def table(own: Address = D, **changes: Any) -> PeerTable:
     return PeerTable(
-        own, changes.pop("kv_identity", MODEL), TIMERS, changes.pop("payload", PAYLOAD), **changes
+        own,
+        changes.pop("identity", None) or CurrentIdentity(MODEL),
+        TIMERS,
+        changes.pop("payload", PAYLOAD),
+        **changes,
     )
 
 
@@ -132,7 +136,6 @@ def test_unsound_rank_cards_are_refused_by_the_reader_and_never_sent(cards: list
     ("field", "value"),
     [
         ("model", "x"),
-        ("weights", "x"),
         ("dtype", "uint8"),
         ("num_layers", 3),
         ("num_kv_heads", 8),
@@ -162,9 +165,9 @@ def test_a_very_long_name_does_not_make_a_refusal_too_long_to_send() -> None:
 def test_the_payload_of_an_incompatible_peer_is_not_decoded() -> None:
     peers = table()
     peers.want(P, 0.0)
-    other = msgspec.structs.replace(MODEL, weights="x")
+    other = msgspec.structs.replace(MODEL, model="x")
     reason = lost(peers.receive(P, Welcome(PROTOCOL_VERSION, other, b"not ours to read"), 0.0))
-    assert reason == FailureReason(FailureCode.INCOMPATIBLE, "incompatible: weights: ours 'r', theirs 'x'")
+    assert reason == FailureReason(FailureCode.INCOMPATIBLE, "incompatible: model: ours 'm', theirs 'x'")
 
 
 def test_the_layouts_of_another_release_are_not_decoded() -> None:
@@ -291,6 +294,68 @@ def test_a_full_table_drops_resting_peers_then_the_least_recently_used() -> None
     assert not any(isinstance(effect, PeerLost) for effect in peers.want(third, 2.0))
     assert peers.want(fourth, 3.0)[0] == PeerLost(first, FailureReason(FailureCode.PEERS_MAX))
     assert peers.num_open == 2
+
+
+# --- Weights --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("changes", [{"weights": "x"}, {"version": "v2"}, {"weights": "x", "version": "v2"}])
+def test_other_weights_are_an_update_under_way(changes: dict[str, str]) -> None:
+    """The reader decides, because the KV that it may use is named by tickets."""
+    theirs = msgspec.structs.replace(MODEL, **changes)
+    answer = answer_hello(Hello(PROTOCOL_VERSION, theirs, D), MODEL, PAYLOAD)
+    assert answer == Welcome(PROTOCOL_VERSION, MODEL, PAYLOAD)
+    peers = table(identity=CurrentIdentity(theirs))
+    peers.want(P, 0.0)
+    reason = lost(peers.receive(P, answer, 0.0))
+    assert reason.code is FailureCode.OTHER_WEIGHTS
+    assert (
+        f"weights: ours {theirs.weights!r}" in reason.text or "version: ours 'v2', theirs ''" in reason.text
+    )
+
+
+@pytest.mark.parametrize("changes", [{"model": "x"}, {"dtype": "uint8"}, {"host": "x"}])
+def test_other_weights_of_another_model_are_no_update(changes: dict[str, str]) -> None:
+    theirs = msgspec.structs.replace(MODEL, version="v2", **changes)
+    assert isinstance(answer_hello(Hello(PROTOCOL_VERSION, theirs, D), MODEL, PAYLOAD), Refused)
+    peers = table(identity=CurrentIdentity(theirs))
+    peers.want(P, 0.0)
+    code = lost(peers.receive(P, Welcome(PROTOCOL_VERSION, MODEL, PAYLOAD), 0.0)).code
+    assert code is FailureCode.INCOMPATIBLE
+
+
+def test_other_weights_of_another_release_are_no_update() -> None:
+    theirs = msgspec.structs.replace(MODEL, version="v2")
+    assert isinstance(answer_hello(Hello(PROTOCOL_VERSION + 1, theirs, D), MODEL, PAYLOAD), Refused)
+
+
+def test_a_peer_with_other_weights_rests_for_a_second_each_time() -> None:
+    peers, welcome = table(), Welcome(PROTOCOL_VERSION, MODEL.updated(None, "v2"), PAYLOAD)
+    for now in (0.0, 1.0, 2.0, 3.0):
+        assert peers.want(P, now) == [Send(P, make_hello(D, MODEL))]
+        reason = lost(peers.receive(P, welcome, now))
+        assert reason.code is FailureCode.OTHER_WEIGHTS
+        assert lost(peers.want(P, now + 0.5)) == reason
+    ready(peers, P, 4.0)
+
+
+def test_after_an_update_of_our_weights_peers_are_greeted_anew() -> None:
+    identity = CurrentIdentity(MODEL)
+    peers = table(identity=identity)
+    met, asked, other, silent = (Address(EngineId(f"p{i}"), Epoch(1)) for i in range(4))
+    ready(peers, met)
+    for peer in (asked, other, silent):
+        peers.want(peer, 0.0)
+    peers.receive(other, Welcome(PROTOCOL_VERSION, MODEL.updated(None, "v2"), PAYLOAD), 0.0)
+    peers.receive(silent, Refused(("no room",)), 0.0)
+    identity.update(None, "v2")
+    reason = FailureReason(FailureCode.OTHER_WEIGHTS)
+    assert peers.weights_changed() == [PeerLost(met, reason), PeerLost(asked, reason)]
+    for peer in (met, asked, other):
+        assert peers.want(peer, 0.1) == [Send(peer, make_hello(D, identity.value))]
+    assert lost(peers.want(silent, 0.1)).code is FailureCode.REFUSED, "new weights are no news of its fault"
+    late = Welcome(PROTOCOL_VERSION, MODEL, PAYLOAD)  # Answers the Hello of before.
+    assert lost(peers.receive(met, late, 0.2)).code is FailureCode.OTHER_WEIGHTS
 
 
 # --- Incarnations ---------------------------------------------------------------------------------

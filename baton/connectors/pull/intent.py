@@ -173,6 +173,10 @@ class TransferIntents:
         parsed = self._parsed.get(request_id)
         return isinstance(parsed, BadTransferParams) and parsed.reason not in _OF_OTHER_CONFIGURATION
 
+    def outdate(self) -> None:
+        """The weights have changed. Requests known now may hold KV of the old ones, and lend nothing."""
+        self._parsed = dict.fromkeys(self._parsed)
+
     def forget(self, request_id: str) -> None:
         self._parsed.pop(request_id, None)
 

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Final, Protocol, runtime_checkable
 
+from msgspec import to_builtins
+
 from baton.connectors.pull.consumer.fetches import Fetches
 from baton.connectors.pull.control.agent import PRODUCTION, Machines, PullAgent
 from baton.connectors.pull.control.thread import ControlThread
@@ -57,6 +59,7 @@ logger = logging.getLogger(__name__)
 INTRODUCE: Final = "baton_introduce"
 INTRODUCTION: Final = "baton_introduction"
 HAS_STATES: Final = "baton_has_states"
+KV_IDENTITY: Final = "baton_kv_identity"
 TAKE_BACK: Final = "baton_take_back"
 
 
@@ -95,6 +98,9 @@ class Announcer(Protocol):
 
     def finished(self, request: host.Request, params: Mapping[str, Any] | None, now: float) -> bool:
         """The request has ended with these params. False: the consumer has gone, take the loan back."""
+
+    def weights_changed(self, now: float) -> None:
+        """What computes now began with other weights, and is not lent."""
 
     @property
     def is_idle(self) -> bool:
@@ -162,10 +168,14 @@ class HostPolicy:
     # The host ends with what `build_connector_meta` raises: without the control thread, prompts are computed.
     survives_dead_control: bool = False
     # Routers have no other way to the half than a request:
-    # {"baton_introduce": true} --> {"baton_introduction": "..."}     kv_transfer_params of request, answer
+    # {"baton_introduce": true} --> {"baton_kv_identity": {...}}      kv_transfer_params of request, answer
+    #                               with "baton_introduction": "..." of a producer that pushes, and
     #                               with "baton_has_states": true for a model with recurrent states
     # {"baton_take_back": "the ticket of a loan that no consumer will claim"}
     answers_by_request: bool = False
+    announces_weights: bool = (
+        True  # By `set_weights`. False: any `reset_cache` may be because of other weights.
+    )
     # Takes the prompt's last token from a request that has not run, unless it is the only one.
     truncate_prompt: Callable[[Any], None] = lambda request: request.drop_last_prompt_token()
     # Makes tables that are indexed by position of the host's, given the number of the request's tokens.
@@ -222,7 +232,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         """Begin to exist for peers, under this epoch. Raises ConfigError if the port cannot be had."""
         identity, machines = self._identity, self._machines
         address = Address(identity.engine_id, epoch)
-        self._agent = PullAgent(address, identity.kv_identity, identity.settings.timers, machines)
+        self._agent = PullAgent(address, identity.current, identity.settings.timers, machines)
         self._agent.on_fault = self._count_fault
         self._control = self._make_control(self._agent, self._lock)
         self._changing = Changing(self._lock, self._clock, self._control)
@@ -414,10 +424,15 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                 self.take_back({"baton_ticket": ticket})
             except BadTransferParams as error:
                 logger.warning("a loan was not taken back: %s", error)
-        if params is None and asked.get(INTRODUCE) is True and (text := self.introduction()) is not None:
-            states = {HAS_STATES: True} if self._identity.state_groups else {}
-            return {"remote_engine_id": self._identity.engine_id, INTRODUCTION: text, **states}
-        return params
+        if params is not None or asked.get(INTRODUCE) is not True:
+            return params
+        identity = self._identity
+        answer = {"remote_engine_id": identity.engine_id, KV_IDENTITY: to_builtins(identity.kv_identity)}
+        if (text := self.introduction()) is not None:
+            answer[INTRODUCTION] = text
+            if identity.state_groups:
+                answer[HAS_STATES] = True
+        return answer
 
     # --- Step ----------------------------------------------------------------------------------
 
@@ -492,6 +507,28 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
                 self._stats.add(num_bad_frames=num_new)
                 self._bad_frames_counted += num_new
             return self._stats.take()
+
+    # --- Weights -------------------------------------------------------------------------------
+
+    def set_weights(self, weights: str | None, version: str | None) -> bool:
+        """Drop the loads under way, and lend nothing of requests that are known now. Open loans stay.
+
+        Tickets, introductions and handshakes name the new weights from now on, and are compared with them.
+        """
+        with self._changing as now:
+            if self._identity.current.update(weights, version):
+                self._intents.outdate()
+                self._fetches.weights_changed(now)
+                if self.announcer is not None:
+                    self.announcer.weights_changed(now)
+                self._agent.weights_changed(now)
+                self._pass_on()
+        self._wake_host()  # Failed loads are reported with the next step.
+        return True
+
+    def reset_cache(self) -> bool:
+        """Nothing is stored here. A host that does not announce its weights may have changed them."""
+        return self._policy.announces_weights or self.set_weights(None, None)
 
     # --- End -----------------------------------------------------------------------------------
 

@@ -95,6 +95,9 @@ class PrefillAnnouncer:
         self._agent.carry_out(self._machine.finished(transfer_id, params["baton_ticket"], now), now)
         return is_wanted
 
+    def weights_changed(self, now: float) -> None:
+        self._prefills.outdate_all(now)
+
     @property
     def is_idle(self) -> bool:
         return self._stream == "off" or self._prefills.is_idle

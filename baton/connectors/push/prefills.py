@@ -102,6 +102,12 @@ class Prefills:
         self._prefills.clear()
         self._steps.clear()
 
+    def outdate_all(self, now: float) -> None:
+        """The weights have changed. Steps in flight go on; what they compute is not announced."""
+        for prefill in self._prefills.values():
+            self._agent.carry_out(self._machine.outdated(prefill.transfer_id, now), now)
+        self._prefills.clear()
+
     def ended(self, request_id: str) -> TransferId | None:
         """The host has finished the request."""
         prefill = self._prefills.pop(request_id, None)

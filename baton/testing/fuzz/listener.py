@@ -25,7 +25,7 @@ from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.control.thread import ControlThread
 from baton.core.errors import PeerError
 from baton.core.hashing import prompt_hash
-from baton.core.identity import KVIdentity
+from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.ids import Address, EngineId, LoanId, Pair, TransferId
 from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, RankLayout, Region
 from baton.core.timers import Timers
@@ -128,7 +128,7 @@ class _World:
     def __init__(self) -> None:
         self.now = 1000.0
         self.timers = Timers()
-        self.agent = PullAgent(_ME, _KV_IDENTITY, self.timers)
+        self.agent = PullAgent(_ME, CurrentIdentity(_KV_IDENTITY), self.timers)
         self.agent.announce([_CARD])
         self.hash = prompt_hash([1, 2, 3], 3)
         lent = [self.agent.producer.lend(self.now) for _ in range(NUM_LOANS)]

@@ -8,6 +8,7 @@
     RESERVED --the claim fails--> ENDED                            (the prompt is computed here)
     FETCHING --Deliver--> ENDED, received
     FETCHING --Fail, then FreeTarget--> ENDED, a FailedLoad for the ranks (after an abort: received)
+    received --the weights have changed--> a FailedLoad for the ranks
 
 A request fetches once in its life, however often the host asks. `orders` starts the reads.
 """
@@ -126,7 +127,8 @@ class Fetches:
         except BadTransferParams as error:
             self._fetches[request.request_id] = Fetch(request.request_id, State.REFUSED)
             self._stats.count_refusal(error.reason)
-            logger.warning("refused the transfer of request %s: %s", request.request_id, error)
+            level = logging.INFO if error.reason is Fault.WEIGHTS else logging.WARNING
+            logger.log(level, "refused the transfer of request %s: %s", request.request_id, error)
             if not isinstance(intent, LendBlocks):
                 raise
 
@@ -202,6 +204,17 @@ class Fetches:
             self._release_unused(fetch, now)
         elif fetch.state is State.FETCHING:
             self._abort(fetch.claim, now)
+
+    def weights_changed(self, now: float) -> None:
+        """Drop everything that is not reported yet. The host computes it, with its new weights."""
+        for claim in list(self._claims):
+            self._abort(claim, now, FailureCode.OTHER_WEIGHTS)
+        for fetch in self._fetches.values():
+            fetch.covers_prompt = False  # Its prefilled tokens are those of the old weights.
+            if fetch.request_id in self.received:
+                self.received.discard(fetch.request_id)
+                self._fail(fetch, FailureReason(FailureCode.OTHER_WEIGHTS), now)
+                self.orders.fail_load(fetch.request_id, fetch.moved_blocks)
 
     def abandon(self, now: float) -> None:
         """The engine ends: release everything that is claimed."""
@@ -312,8 +325,9 @@ class Fetches:
         if self.orders.cards_of(fetch.offer.producer) is not None:
             fetch.ready_at = fetch.ready_at or now
 
-    def _abort(self, claim: int, now: float) -> None:
-        effects: list[AnyEffect] = [*self._streams.abort(claim, now), *self._consumer.abort(claim, now)]
+    def _abort(self, claim: int, now: float, code: FailureCode = FailureCode.ABORTED) -> None:
+        effects: list[AnyEffect] = [*self._streams.abort(claim, now, code)]
+        effects += self._consumer.abort(claim, now, code)
         self._agent.carry_out(effects, now)
 
     def _release_unused(self, fetch: Fetch, now: float) -> None:
@@ -338,9 +352,11 @@ class Fetches:
         fetch.failure = fetch.failure or reason.code
         self._stats.count_failure(reason.code)
         self._stats.record_failure(failure_record_of(fetch, reason.code, now))
-        if fetch.offer is not None and not fetch.offer.producer.is_named_only:
+        is_update = reason.code is FailureCode.OTHER_WEIGHTS  # No failure of the producer.
+        if fetch.offer is not None and not fetch.offer.producer.is_named_only and not is_update:
             self._stats.add_for("peer_failures", fetch.offer.producer.engine_id)
-        logger.warning("fetch %d of request %s failed: %s", fetch.claim, fetch.request_id, reason)
+        level = logging.INFO if is_update else logging.WARNING
+        logger.log(level, "fetch %d of request %s failed: %s", fetch.claim, fetch.request_id, reason)
 
     def _free_target(self, fetch: Fetch) -> None:
         was_fetching = fetch.state is State.FETCHING

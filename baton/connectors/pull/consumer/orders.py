@@ -28,7 +28,7 @@ from baton.connectors.pull.metadata import (
 from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, Pair
 from baton.core.layout import RankLayout
-from baton.core.reasons import FailureCode, FailureReason
+from baton.core.reasons import FailureCode, FailureReason, Fault
 from baton.protocol.effects import Part
 from baton.protocol.grouped_prompt import ONE_TABLE, GroupedPrompt, GroupRoutes, plan_group_routes
 from baton.protocol.handshake import RankCard
@@ -219,7 +219,9 @@ class ReadStart:
             ticket = open_ticket(text, identity.ticket_key, identity.previous_ticket_key)
             check_offer(ticket, request, identity)
         except BadTransferParams as error:
-            reason = FailureReason(FailureCode.TICKET_REFUSED, str(error))
+            is_update = error.reason is Fault.WEIGHTS
+            code = FailureCode.OTHER_WEIGHTS if is_update else FailureCode.TICKET_REFUSED
+            reason = FailureReason(code, str(error))
             self._agent.carry_out(streams.refuse(fetch.claim, reason, now), now)
         else:
             self._agent.carry_out(streams.accept(fetch.claim, ticket, now), now)

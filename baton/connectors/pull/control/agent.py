@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, TypeAlias
 
-from baton.core.identity import KVIdentity
+from baton.core.identity import CurrentIdentity
 from baton.core.ids import Address, Epoch
 from baton.core.reasons import FailureReason
 from baton.core.timers import Timers
@@ -45,7 +45,7 @@ class Machines:
     consumer: Callable[[Timers], PullConsumer] = PullConsumer
     prefills: Callable[[Timers], PushProducer] = PushProducer
     streams: Callable[[Timers, PullConsumer, int], PushConsumer] = PushConsumer
-    peers: Callable[[Address, KVIdentity, Timers], PeerTable] = PeerTable
+    peers: Callable[[Address, CurrentIdentity, Timers], PeerTable] = PeerTable
     admit: Callable[[Address, Envelope], tuple[tuple[Message, ...], list[Send]]] = admit
 
 
@@ -57,14 +57,14 @@ class PullAgent:
 
     Args:
         address: engine id and epoch of this process.
-        kv_identity: of the model; peers with another one are refused.
+        identity: of this engine's KV; peers with another one are refused.
         timers: of all machines, seconds.
     """
 
     def __init__(
         self,
         address: Address,
-        kv_identity: KVIdentity,
+        identity: CurrentIdentity,
         timers: Timers,
         machines: Machines = PRODUCTION,
     ) -> None:
@@ -73,8 +73,8 @@ class PullAgent:
         self.producer = machines.producer(address.epoch, timers)
         self.consumer = machines.consumer(timers)
         self.prefills = machines.prefills(timers)
-        self.streams = machines.streams(timers, self.consumer, kv_identity.num_layers)
-        self.peers = machines.peers(address, kv_identity, timers)
+        self.streams = machines.streams(timers, self.consumer, identity.value.num_layers)
+        self.peers = machines.peers(address, identity, timers)
         self._machines = (self.producer, self.consumer, self.prefills, self.streams, self.peers)
         self._sends: list[Send] = []
         self._effects: deque[AnyEffect] = deque()
@@ -140,6 +140,10 @@ class PullAgent:
     def greet(self, peer: Address, now: float) -> None:
         """Leads to PeerReady or PeerLost, unless the peer is known already."""
         self.carry_out(self.peers.want(peer, now), now)
+
+    def weights_changed(self, now: float) -> None:
+        """Ours. What is fetched has been aborted before."""
+        self.carry_out(self.peers.weights_changed(), now)
 
     def lose(self, peer: Address, reason: FailureReason, now: float) -> None:
         """Fail everything that is fetched from this peer."""
