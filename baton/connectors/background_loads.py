@@ -4,19 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from baton.contract import KVConnectorOutput, KVConnectorTransferResults
+from baton.contract import KVConnectorTransferResults
 from baton.contract.defaults import NoLayerHooks
 from baton.core.kv_groups import KVCacheGroup, has_tables
-
-
-def fail_ended(connector_output: KVConnectorOutput, request_ids: Iterable[str]) -> None:
-    """In the scheduler half: these loads end as failed, though the ranks did not know yet that they are.
-
-    vLLM looks for failures before it passes the report to a connector, so there the ranks must know.
-    """
-    if failed := set(request_ids) & (connector_output.finished_recving or set()):
-        known = getattr(connector_output, "failed_recving", None) or set()
-        connector_output.failed_recving = known | failed
 
 
 class BackgroundLoads(NoLayerHooks):

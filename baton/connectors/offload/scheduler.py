@@ -37,7 +37,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from baton.connectors.background_loads import fail_ended
 from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.lending import SlotLender
@@ -80,7 +79,6 @@ class _Store:
 
 @dataclass(slots=True)
 class _Load:
-    request_id: str
     entries: list[Entry[BlockHash]]
     is_stale: bool = False  # Of other weights than those that the host has now.
 
@@ -205,7 +203,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             )
             if not (self._is_hybrid and block == NULL_BLOCK_ID)  # Not needed: before the window.
         ]
-        self._loads[job] = _Load(request.request_id, entries)
+        self._loads[job] = _Load(entries)
         self._due_loads.append(
             LoadBlocks(job, request.request_id, tuple(b for b, _ in pairs), tuple(r for _, r in pairs))
         )
@@ -222,7 +220,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
     def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
         """The host waits for a load that cannot start: makes every rank report it as failed."""
         job = self._next_job()
-        self._loads[job] = _Load(request_id, [])
+        self._loads[job] = _Load([])
         self._due_loads.append(LoadBlocks(job, request_id, block_ids, ()))
 
     def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
@@ -281,8 +279,6 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         failed_stores, failed_loads = ended.failed_stores or set(), ended.failed_loads or set()
         for job in sorted(ended.stored or ()):
             self._end_store(job, ok=job not in failed_stores)
-        stale = [load.request_id for job in ended.loaded or () if (load := self._loads[job]).is_stale]
-        fail_ended(connector_output, stale)
         for job in sorted(ended.loaded or ()):
             self._end_load(job, ok=job not in failed_loads)
 

@@ -23,7 +23,6 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
-from baton.connectors.background_loads import fail_ended
 from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.jobs import Jobs, Repeated
 from baton.connectors.shared_storage.events import EVENT_CHUNKS_MAX, ChunkEvents, Sighting
@@ -110,7 +109,6 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._num_hints = 0
         self._forget: list[str] = []
         self._cancel: set[str] = set()  # Requests whose load is of other weights, for the next step.
-        self._outdated: set[str] = set()  # These requests, until a rank has reported a failure.
         self._usable: set[str] = set()  # Requests that steps compute while their load goes on.
         self._events: ChunkEvents | None = None
         if identity.publishes_events:
@@ -229,7 +227,6 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         if prompt is not None and not prompt.is_stale and self._keeper is not None:
             self._retain(prompt, self._keeper)
         self._end_reading_ahead(request.request_id)
-        self._outdated.discard(request.request_id)
         return False, None
 
     def _prompt_of(self, request: host.Request) -> Prompt | None:
@@ -354,9 +351,6 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         else:
             combined = StorageReport()
         ended = connector_output.finished_recving or set()
-        self._outdated -= combined.failed_loads or set()
-        fail_ended(connector_output, self._outdated)
-        self._outdated -= ended
         # The blocks of a request that ended before it arrived are no other's.
         arriving = {
             request_id
@@ -413,7 +407,6 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             prompt.lookup = None
         self._loads = [replace(load, is_failed=True) for load in self._loads]
         self._cancel = {request_id for request_id, prompt in self._prompts.items() if prompt.has_loaded}
-        self._outdated |= self._cancel
         for owner in [*self._waiting, *self._ahead]:
             self._end_reading_ahead(owner)
         self._drop_steps_in_flight()
