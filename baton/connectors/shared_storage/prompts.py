@@ -33,7 +33,7 @@ class Lookup:
     """Result of a lookup, written by the lookup thread."""
 
     deadline_s: float
-    is_cancelled: bool = False  # Its answer is of no use any more: nothing need be looked up.
+    is_cancelled: bool = False  # Of a hint that does not count any more: nothing need be looked up.
     num_stored: int | None = None  # Chunks, from the first one on; None: not known yet.
     tail: int = 0  # Blocks of the stored tail after them.
     places: list[list[Place | None]] = field(default_factory=list)  # By chunk and kind; then the tail's.

@@ -401,10 +401,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             return True
         self._name_chunks()
         for prompt in self._prompts.values():
-            prompt.is_stale = True
-            if prompt.lookup is not None:
-                prompt.lookup.is_cancelled = True
-            prompt.lookup = None
+            prompt.is_stale, prompt.lookup = True, None
         self._loads = [replace(load, is_failed=True) for load in self._loads]
         self._cancel = {request_id for request_id, prompt in self._prompts.items() if prompt.has_loaded}
         for owner in [*self._waiting, *self._ahead]:
@@ -523,7 +520,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             return
         try:
             with self._looking_up(prompt) as seen:
-                num_stored, tail = self._find_prefix(prompt, lookup, namespaces, keys, seen)
+                if namespaces == self._namespaces:  # Otherwise the weights have changed.
+                    num_stored, tail = self._find_prefix(prompt, lookup, namespaces, keys, seen)
         except StoreError as error:
             logger.warning("the lookup of %d chunks failed: %s", len(keys), error)
         with self._lock:
