@@ -567,6 +567,7 @@ def test_a_chunk_that_was_read_ahead_counts_once_however_many_sections_it_has(tm
     half.register_kv_caches({f"layer {n}": torch.rand(4, 1, BLOCK, (64 << 10) // BLOCK) for n in range(4)})
     form = half._blocks[0].form
     assert len(form.section_ends) > 1
+    half.bind_connector_metadata(StorageMetadata(namespaces=("n",)))
     half._ahead.want("r", (b"k", 0), form.nbytes)
     half._ahead.keep((b"k", 0), memoryview(bytearray(form.nbytes)))
     order = LoadChunks("r", (ChunkPart(b"k", (0, 1)),), arrives_s=1.0)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from baton.contract import host
-from baton.core.hashing import BlockHash, block_hashes, extra_key, root_hash
+from baton.core.hashing import BlockHash, block_hashes, extra_key
 from baton.core.retention import Retention
 from baton.core.transfer_params import OffloadChoice
 
@@ -26,7 +26,7 @@ class Prompt:
     _: KW_ONLY
     block_tokens: int
     blocks_per_chunk: int
-    hash_seed: str
+    root: BlockHash  # Before the first block; it names the weights.
     hashes: list[BlockHash] = field(default_factory=list)  # Of full blocks, as far as they were needed.
     keys: list[BlockHash] = field(default_factory=list)  # Of full chunks, as far as they were needed.
     key_set: set[BlockHash] = field(default_factory=set)
@@ -35,6 +35,7 @@ class Prompt:
     num_local_tokens: int = 0  # The engine's own hit when it last asked for a match.
     asked_keys: Sequence[BlockHash] = ()  # Those that it asked for then, until blocks are allocated.
     open_stores: set[int] = field(default_factory=set)  # Jobs that read its blocks.
+    is_stale: bool = False  # The weights have changed since: nothing is loaded, stored or lent.
 
     @property
     def chunk_tokens(self) -> int:
@@ -48,7 +49,7 @@ class Prompt:
             return
         first = len(hashes) * size
         tokens = list(self.request.all_token_ids[first : num_blocks * size])
-        parent = hashes[-1] if hashes else root_hash(self.hash_seed)
+        parent = hashes[-1] if hashes else self.root
         extra = extra_key(cache_salt=self.request.cache_salt)
         hashes += block_hashes(parent, tokens, size, extra)
         while (num_hashed := (len(self.keys) + 1) * self.blocks_per_chunk) <= num_blocks:

@@ -55,6 +55,7 @@ class Prompt:
     has_loaded: bool = False  # A load is tried once; after a failure the prompt is computed.
     num_declined: int = 0  # Tokens that could be loaded, and that are computed because that is faster.
     retention: Retention = PLAIN
+    is_stale: bool = False  # The weights have changed since: nothing is loaded or saved.
     saved_keys: dict[bytes, None] = field(default_factory=dict)  # Of this request's own saves.
 
     def extend_keys(self) -> list[BlockHash]:
