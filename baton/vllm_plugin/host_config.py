@@ -1,4 +1,4 @@
-"""What vLLM's configuration changes in the KV of a model, by exclusion.
+"""Digest of all by which vLLM's configuration may change the KV of a model, by exclusion.
 
 Every field of the configurations that a model reads, and every key of its effective `hf_config`, is in the
 digest, except
