@@ -56,6 +56,8 @@ class RequestNames:
             raise UnnamedPrompt("has no tokens")
         if getattr(request, "resumable", False):
             raise UnnamedPrompt("is a session whose inputs may still change")
+        if getattr(getattr(request, "pooling_params", None), "extra_kwargs", None):
+            raise UnnamedPrompt("has extra_kwargs, which some pooling models compute with")
         for name in self._unknown_inputs:
             if _is_set(getattr(request, name, None)):
                 raise UnnamedPrompt(f"has {name}, which this release does not know")

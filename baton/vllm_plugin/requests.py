@@ -23,7 +23,8 @@ NAMED_INPUTS: Final = frozenset(
         "mm_features",
         "lora_request",
         "cache_salt",
-        "resumable",  # Such a request is not named.
+        "resumable",  # Such a request is not named, and none with `extra_kwargs` of these:
+        "pooling_params",
     }
 )
 """Inputs of a request that change its KV: `RequestNames` names them."""
@@ -32,7 +33,6 @@ OTHER_INPUTS: Final = {
     "self": "is the request",
     "request_id": "names the request",
     "sampling_params": "is used after the KV of a token is computed",
-    "pooling_params": "is used after the KV of a token is computed",
     "client_index": "names the front end that gets the answer",
     "arrival_time": "orders requests",
     "priority": "orders requests",

@@ -137,13 +137,16 @@ def test_two_requests_have_the_same_name_exactly_if_all_inputs_are_equal(
 
 
 def test_inputs_that_are_not_known_leave_a_request_without_a_name() -> None:
-    requests: list[Any] = [request_of() for _ in range(5)]
+    requests: list[Any] = [request_of() for _ in range(7)]
     requests[1].steering = torch.ones(2)
     requests[2].steering = None
     requests[3].resumable = True
     requests[4].prompt_token_ids = None
+    requests[5].pooling_params = SimpleNamespace(extra_kwargs={"compressed_token_type_ids": 3})
+    requests[6].pooling_params = SimpleNamespace(extra_kwargs=None)
     of_newer_host = RequestNames(unknown_inputs=["steering"])
-    assert [is_named(of_newer_host, request) for request in requests] == [True, False, True, False, False]
+    found = [is_named(of_newer_host, request) for request in requests]
+    assert found == [True, False, True, False, False, False, True]
     assert not is_named(WITHOUT_ADAPTERS, request_of(Adapter("/x")))
 
 
