@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from baton.connectors.extra_config import FIELD
+from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError
@@ -33,6 +34,7 @@ def identity_of(
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),),
     cache_specs: Mapping[str, CacheSpec] | None = None,
     state_parts: tuple[StatePart, ...] = (),
+    names: RequestNames = WITHOUT_ADAPTERS,
 ) -> EngineIdentity:
     """Raises ConfigError for a configuration in which no handoff could work."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
@@ -45,6 +47,7 @@ def identity_of(
     return EngineIdentity(
         engine_id=EngineId(transfer.engine_id),
         current=CurrentIdentity(find_kv_identity(vllm_config, ours.revision, is_worker=is_worker)),
+        names=names,
         tp_size=tp_size,
         tp_rank=rank % tp_size,
         pp_rank=rank // tp_size,

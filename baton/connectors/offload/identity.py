@@ -9,6 +9,7 @@ import msgspec
 
 from baton.connectors.extra_config import FIELD
 from baton.connectors.offload.settings import GIB, LendSettings, OffloadSettings
+from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames
 from baton.connectors.pull.identity import EngineIdentity
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
@@ -36,6 +37,7 @@ class OffloadIdentity:
     publishes_events: bool = False
     is_producer: bool = True  # May store.
     is_consumer: bool = True  # May load.
+    names: RequestNames = WITHOUT_ADAPTERS  # Of the host's requests.
     lender: EngineIdentity | None = None  # Of the producer that lends slots; None: nothing is lent.
 
     def __post_init__(self) -> None:

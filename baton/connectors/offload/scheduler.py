@@ -41,8 +41,9 @@ from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.lending import SlotLender
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
-from baton.connectors.offload.prompts import Prompt, is_plain
+from baton.connectors.offload.prompts import Prompt
 from baton.connectors.offload.stats import OffloadStats
+from baton.connectors.prompt_identity import UnnamedPrompt
 from baton.connectors.store_events import StoreEvents
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorOutput, host
 from baton.contract.defaults import FinishesByFirstGroup
@@ -66,6 +67,8 @@ from baton.tiers.slot_index import Entry, SlotIndex
 from baton.tiers.twice import TwiceEstimated
 
 logger = logging.getLogger(__name__)
+
+_NEITHER = OffloadChoice(may_load=False, may_store=False)
 
 
 @dataclass(slots=True)
@@ -331,7 +334,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         """
         request, asked = prompt.request, prompt.request.kv_transfer_params
         assert self._lender is not None
-        if not is_plain(request) or not lends_stored(asked) or asks_for_prefill(asked):
+        if prompt.extra is None or not lends_stored(asked) or asks_for_prefill(asked):
             return None
         keys = prompt.keys_between(0, request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
         lent = self._lender.lend(request, keys, lambda entry: self._rows_of(entry, 0), self._chunk_tokens)
@@ -346,23 +349,26 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
     def _follow(self, request: host.Request) -> Prompt:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
+            try:
+                extra = self._identity.names.extra_of(request)
+            except UnnamedPrompt:
+                extra = None
             prompt = self._prompts[request.request_id] = Prompt(
                 request,
-                self._choice_of(request),
+                self._choice_of(request) if extra is not None else _NEITHER,
                 retention_of(request),
                 block_tokens=self._identity.block_tokens,
                 blocks_per_chunk=self._chunk_blocks,
                 root=root_hash(self._identity.current.value.digest),
+                extra=extra,
             )
         return prompt
 
     def _choice_of(self, request: host.Request) -> OffloadChoice:
-        if not is_plain(request):
-            return OffloadChoice(may_load=False, may_store=False)
         try:
             choice = parse_offload_choice(request.kv_transfer_params)
         except BadTransferParams:
-            return OffloadChoice(may_load=False, may_store=False)
+            return _NEITHER
         # Set by vLLM for requests that need every prompt token computed, for logprobs.
         reads = self._identity.is_consumer and not getattr(request, "skip_reading_prefix_cache", False)
         return choice._replace(may_load=choice.may_load and reads)

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 
 from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.jobs import Jobs, Repeated
+from baton.connectors.prompt_identity import UnnamedPrompt
 from baton.connectors.shared_storage.events import EVENT_CHUNKS_MAX, ChunkEvents, Sighting
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.layer_kinds import num_served
@@ -37,7 +38,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageMetadata,
     StorageReport,
 )
-from baton.connectors.shared_storage.prompts import HintedRequest, Lookup, Prompt, can_be_named
+from baton.connectors.shared_storage.prompts import HintedRequest, Lookup, Prompt
 from baton.connectors.shared_storage.speeds import Speeds, is_load_better
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import Keeper, make_sweeps, make_tiers
@@ -232,15 +233,18 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     def _prompt_of(self, request: host.Request) -> Prompt | None:
         """None for a prompt whose KV cannot be named."""
         if (prompt := self._prompts.get(request.request_id)) is None:
-            if not can_be_named(request):
-                return None
             identity = self._identity
+            try:
+                extra = identity.names.extra_of(request)
+            except UnnamedPrompt:
+                return None
             prompt = Prompt(
                 request,
                 identity.chunk_tokens,
                 identity.block_tokens,
                 identity.kv_identity.hash_seed,
                 self._kinds,
+                extra,
                 retention=retention_of(request),
             )
             self._prompts[request.request_id] = prompt
@@ -264,12 +268,14 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._num_hints += 1
         name = f"hint {self._num_hints}"  # No request has this id: a host's have no space.
         identity = self._identity
+        hinted = HintedRequest(name, tokens, cache_salt)
         prompt = Prompt(
-            HintedRequest(name, tokens, cache_salt),
+            hinted,
             identity.chunk_tokens,
             identity.block_tokens,
             identity.kv_identity.hash_seed,
             self._kinds,
+            identity.names.extra_of(hinted),
         )
         self._look_up(prompt)
         self._wait(prompt)
