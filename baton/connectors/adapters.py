@@ -4,9 +4,9 @@
     LOADED --another path, or other files, under its id or its path--> VOID, for good
 
 A host loads an adapter when it is told to, and again when it needs one that it had dropped. So files that
-change later may be in use, or not. The state of a file contains its ctime, which nobody can set back: equal
-states at two times mean that all loads between them have read the same bytes. A request is named by its
-adapter's digest only if the state is the same from before the first load until it is asked for.
+change later may be in use, or not. The state of a file contains its ctime, which no program can set back.
+Equal states at two times therefore mean that all loads between them have read the same bytes. A request is
+named by its adapter's digest only if the state is the same from before the first load until it is asked for.
 
 The caches of a host tell adapters apart by name and path. So a path whose files have changed once may stand
 for either content, and stays unnamed even after the host has loaded it anew.

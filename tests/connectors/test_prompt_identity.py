@@ -1,4 +1,4 @@
-"""What names the KV of a request: all that a host computes it from, and nothing that is not known."""
+"""Names of requests: all that a host computes the KV from is in them, and what is not known has none."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_a_request_that_was_seen_too_late_has_no_name(tmp_path: Path) -> None:
     assert not is_named(names(), request)
 
 
-@pytest.mark.parametrize("path", ["organisation/adapter", "~nobody-has-this-name/x", "a\0b"])
+@pytest.mark.parametrize("path", ["organisation/adapter", "~no-user-of-this-name/x", "a\0b"])
 def test_an_adapter_that_is_no_folder_here_has_no_name(path: str) -> None:
     assert not is_named(names(), request_of(Adapter(path)))
 

@@ -32,6 +32,7 @@ OTHER_CASTS = frozenset(
         "test_other_caches",
         "test_readme",
         "test_refused",
+        "test_requests",
         "test_self_test",
         "test_shared_storage",
         "test_states",

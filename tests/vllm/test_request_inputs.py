@@ -1,4 +1,4 @@
-"""What vLLM hashes of a request is in the hash of its prompt, which is the same on every engine."""
+"""Hashes of prompts: all that vLLM hashes of a request is in them, and they are the same on every engine."""
 
 from __future__ import annotations
 
