@@ -14,6 +14,7 @@ from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import GIB, OffloadSettings
 from baton.connectors.offload.worker import OffloadWorkerHalf
+from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames, UnnamedPrompt
 from baton.core.errors import ConfigError
 from baton.engine.request import Request
 from tests.connectors.store_world import StoreWorld
@@ -63,6 +64,8 @@ class OffloadWorld(StoreWorld):
         num_slots: int = 12,
         num_blocks: int = 20,
         settings: dict[str, Any] | None = None,
+        make_copies: type[ListCopies] = ListCopies,
+        names: RequestNames = WITHOUT_ADAPTERS,
         **engine: Any,
     ) -> None:
         config = engine_config(num_blocks=num_blocks, max_model_len=60, **engine)
@@ -75,11 +78,12 @@ class OffloadWorld(StoreWorld):
             block_tokens=BLOCK,
             block_bytes=GIB // num_slots // len(groups) // offload.blocks_per_chunk,
             groups=groups,
+            names=names,
         )
         self.now_s = 0.0
         self.half = OffloadSchedulerHalf(identity, clock=lambda: self.now_s)
         ranks = FakeRanks(num_blocks, groups)
-        copies = ListCopies(ranks.memory, identity.num_rows)
+        copies = make_copies(ranks.memory, identity.num_rows)
         worker = OffloadWorkerHalf(identity, lambda caches, identity: copies)
         worker._copies = copies  # There are no tensors to register.
         super().__init__(config, self.half, [ranks], [worker])
@@ -116,6 +120,24 @@ def test_the_end_of_a_prompt_is_evicted_first() -> None:
     last = world.answers["again"].last
     assert last is not None
     assert last.num_transferred_tokens == 8 * BLOCK
+    world.check()
+
+
+class NamedByFirstWord(RequestNames):
+    """As if requests had other inputs beside their tokens, by their ids."""
+
+    def extra_of(self, request: Any) -> bytes:
+        first: str = request.request_id.split()[0]
+        if first == "unnamed":
+            raise UnnamedPrompt("cannot be named")
+        return first.encode()
+
+
+def test_chunks_are_found_by_requests_of_the_same_inputs_only() -> None:
+    world = OffloadWorld(num_slots=60, num_blocks=60, names=NamedByFirstWord())
+    for inputs, num_kept in (("image", 9), ("embeddings", 9), ("unnamed", 0)):
+        assert world.num_kept(f"{inputs} 1", STEMS[0]) == 0
+        assert world.num_kept(f"{inputs} 2", STEMS[0]) == num_kept
     world.check()
 
 
