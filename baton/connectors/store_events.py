@@ -112,6 +112,16 @@ class StoreEvents:
         gone = [block for block in hashes if not self._num_chunks[block]]
         for block in gone:
             del self._num_chunks[block]
+        self._report_gone(gone)
+
+    def clear(self) -> None:
+        """No chunk can be found any more."""
+        gone = list(self._num_chunks)
+        self._announced.clear()
+        self._num_chunks.clear()
+        self._report_gone(gone)
+
+    def _report_gone(self, gone: list[ExternalBlockHash]) -> None:
         if gone:
             self._events += [
                 BlockRemoved(block_hashes=gone, medium=self._medium, group_idx=group.index)

@@ -29,6 +29,9 @@ class NullSchedulerHalf(FinishesByFirstGroup):
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         return NullConnectorMetadata()
 
+    def reset_cache(self) -> bool:
+        return True
+
 
 class NullWorkerHalf(NoLayerHooks):
     """Does nothing."""

@@ -171,6 +171,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     bos_token_id: int | None
     architecture_digest: str  # Of config.json in canonical form.
     weights_digest: str  # Of the weights' content.
+    weights_version: str = ""  # The operator's name of the weights; empty: their digest identifies them.
     hf_config: dict[str, Any]  # Content of config.json.
     generation_config: dict[str, Any] = {}  # Content of generation_config.json; empty if there is none.
     windows: tuple[int | None, ...] = ()  # Sliding window of each layer, None without. Empty: no windows.
@@ -251,6 +252,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
             num_kv_heads=self.num_kv_heads if attends else 1,
             head_dim=self.head_dim if attends else 1,
             hash_seed=hash_seed,
+            version=self.weights_version,
         )
 
 

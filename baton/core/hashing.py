@@ -4,7 +4,7 @@ A block's hash covers its parent's, so equal hashes mean equal prefixes:
 
     hash(i) = SHA-256(hash(i-1) | tokens of block i | extra)        hash(-1) = seed
 
-`extra` is everything besides the tokens that changes the KV: cache salt, adapter, media hashes.
+`extra` is everything besides the tokens that changes the KV: cache salt, adapter, media, embeddings.
 SHA-256 and not a faster hash, because a collision would give one user another user's answer.
 """
 
@@ -28,13 +28,21 @@ def root_hash(seed: str = HASH_SEED) -> BlockHash:
 
 
 def extra_key(
-    *, cache_salt: str | None = None, adapter: str | None = None, media: Sequence[str] = ()
+    *,
+    cache_salt: str | None = None,
+    adapter: str | None = None,
+    media: Sequence[str] = (),
+    embeds: str | None = None,
 ) -> bytes:
-    """Unambiguous encoding of everything besides the tokens that changes the KV; empty if nothing does."""
-    if cache_salt is None and adapter is None and not media:
+    """Unambiguous encoding of everything besides the tokens that changes the KV; empty if nothing does.
+
+    `adapter`, `embeds`: digests of the content.
+    """
+    if cache_salt is None and adapter is None and not media and embeds is None:
         return b""
     parts = ["" if cache_salt is None else "s" + cache_salt, "" if adapter is None else "a" + adapter]
     parts += ["m" + m for m in media]
+    parts += [] if embeds is None else ["e" + embeds]
     encoded = [p.encode() for p in parts]
     return b"".join(len(p).to_bytes(4, "little") + p for p in encoded)
 

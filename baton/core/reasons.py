@@ -24,6 +24,7 @@ class Fault(StrEnum):
     WEIGHTS = "weights"  # The same model with other weights, or another version: an update is under way.
     LAYOUT = "layout"
     PROMPT = "prompt"
+    UNNAMED = "unnamed"  # Nothing identifies what the request's KV is computed from.
     IN_USE = "in use"  # Another request of this engine uses the ticket or the transfer.
     PARAMS = "params"  # Another field, or this engine's role.
 

@@ -11,6 +11,7 @@ import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Self
 
 from baton.core.config import EngineConfig
@@ -26,6 +27,7 @@ from baton.engine.api import (
 )
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.core.step_waits import StepWaits, Waker
+from baton.engine.core.weights_update import WAIT_S, prepare_update
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +124,30 @@ class LLM:
             for output in self._step():
                 completions[output.request_id].take(output)
         return list(completions.values())
+
+    def update_weights(
+        self,
+        folder: str | Path,
+        version: str | None = None,
+        *,
+        mode: str = "wait",
+        timeout_s: float = WAIT_S,
+    ) -> None:
+        """Compute with the weights of a checkpoint folder of the same architecture from now on.
+
+        Raises UserError for a folder that does not fit, and UpdateFailed; the old weights go on then.
+
+        Args:
+            folder: with tensors of the same names, shapes and dtypes. Only its weights are taken.
+            version: name of the weights, part of their identity in the fleet. None: their digest is enough.
+            mode: what becomes of running requests; see `baton.engine.core.weights_update`.
+            timeout_s: for what the mode waits for.
+        """
+        update = prepare_update(self.core.config.model_config, folder, version, mode, timeout_s)
+        self.core.begin_update(update)
+        while (end := self.core.take_update_end()) is None:
+            self._step()
+        end.check()
 
     def settle(self, timeout_s: float) -> None:
         """Step until the ranks have all messages and no block is held, lent blocks included.

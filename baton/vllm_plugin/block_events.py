@@ -49,7 +49,7 @@ def _names_of(hash_tokens: int, block_tokens: int, request: Any, blocks: range) 
     """`hash_tokens`: tokens per hash of the request, which may be less than a block."""
     hashes = resolve_block_hashes(request.block_hashes, hash_tokens, block_tokens)
     parent = maybe_convert_block_hash(hashes[blocks.start - 1]) if blocks.start else None
-    # Salt and media: requests with adapters or embeddings are not stored.
+    # Salt, media and embeddings: requests with adapters are not stored.
     extra_keys = [
         generate_block_hash_extra_keys(request, block * block_tokens, (block + 1) * block_tokens, 0)[0]
         for block in blocks

@@ -25,6 +25,7 @@ from baton.vllm_plugin.groups import cache_specs_of, groups_of, specs_of, tables
 from baton.vllm_plugin.host_policy import EMPTY_STEP_S, vllm_policy
 from baton.vllm_plugin.identity import identity_of
 from baton.vllm_plugin.packing import find_packing
+from baton.vllm_plugin.requests import names_of
 from baton.vllm_plugin.self_test import run_self_test
 from baton.vllm_plugin.states import parts_of
 from baton.vllm_plugin.traces import open_traces
@@ -75,6 +76,7 @@ class BatonPullConnector(ForwardingConnector):
                 unnamed(vllm_config.model_config, vllm_config.cache_config.cache_dtype).num_kv_heads,
             ),
             state_parts=parts_of(vllm_config, kv_cache_config),
+            names=names_of(vllm_config, with_adapters=not is_worker),
         )
 
     @classmethod

@@ -26,6 +26,7 @@ from baton.core.identity import KVIdentity
 from baton.core.limited_file import open_regular
 from baton.engine.checkpoints.checkpoint import read_json, weights_digest
 from baton.engine.checkpoints.families import parse_architecture
+from baton.vllm_plugin.host_config import describe_host, digest_host
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +44,11 @@ def kv_identity_of(
     *,
     revision: str | None,
     load_format: str = "auto",
+    vllm_config: Any = None,
 ) -> KVIdentity:
     """`model`: vLLM's ModelConfig. `folder`: its files, if they are on this machine.
+
+    `vllm_config`: of the engine, for its own model; None: for a draft model.
 
     Raises ConfigError if neither `revision` nor a folder identifies the weights.
     """
@@ -52,6 +56,9 @@ def kv_identity_of(
     overrides = model.hf_overrides
     if isinstance(overrides, Mapping):
         config = {**config, **overrides}
+    described = {} if vllm_config is None else describe_host(vllm_config, config)
+    if described:
+        logger.info("the identity of KV has what config.json does not say: %s", described)
     changes: dict[str, Any] = {}
     if overrides and not isinstance(overrides, Mapping):
         changes["hf_overrides"] = getattr(overrides, "__qualname__", repr(type(overrides)))
@@ -61,6 +68,7 @@ def kv_identity_of(
         unnamed(model, cache_dtype),
         model=_architecture_digest(config, changes),
         weights=_revision(model, folder, revision, load_format),
+        host=digest_host(described),
     )
 
 

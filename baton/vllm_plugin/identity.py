@@ -10,6 +10,7 @@ from typing import Any
 import msgspec
 
 from baton.connectors.extra_config import FIELD
+from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError
@@ -33,6 +34,7 @@ def identity_of(
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),),
     cache_specs: Mapping[str, CacheSpec] | None = None,
     state_parts: tuple[StatePart, ...] = (),
+    names: RequestNames = WITHOUT_ADAPTERS,
 ) -> EngineIdentity:
     """Raises ConfigError for a configuration in which no handoff could work."""
     transfer, parallel = vllm_config.kv_transfer_config, vllm_config.parallel_config
@@ -45,6 +47,7 @@ def identity_of(
     return EngineIdentity(
         engine_id=EngineId(transfer.engine_id),
         current=CurrentIdentity(find_kv_identity(vllm_config, ours.revision, is_worker=is_worker)),
+        names=names,
         tp_size=tp_size,
         tp_rank=rank % tp_size,
         pp_rank=rank // tp_size,
@@ -77,7 +80,9 @@ def find_kv_identity(vllm_config: Any, revision: str | None, *, is_worker: bool)
     if is_worker:
         return unnamed(model, cache_dtype)
     folder, load_format = find_folder(model, load), str(load.load_format)
-    return kv_identity_of(model, cache_dtype, folder, revision=revision, load_format=load_format)
+    return kv_identity_of(
+        model, cache_dtype, folder, revision=revision, load_format=load_format, vllm_config=vllm_config
+    )
 
 
 def draft_digest(vllm_config: Any, revision: str | None) -> str:

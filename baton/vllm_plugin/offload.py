@@ -21,6 +21,7 @@ from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, host
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import FIELD, WAY_OUT, groups_of, is_state, refuse_overwritten_states, specs_of
+from baton.vllm_plugin.requests import names_of
 from baton.vllm_plugin.states import parts_of
 from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
 
@@ -88,6 +89,7 @@ def identity_of(
         block_tokens=block_tokens,
         block_bytes=block_bytes_of(kv_cache_config),
         groups=groups_of(kv_cache_config, block_tokens, carries_states=True),
+        names=names_of(vllm_config),
         publishes_events=events is not None and bool(events.enable_kv_cache_events),
         is_producer=bool(transfer.is_kv_producer),
         is_consumer=bool(transfer.is_kv_consumer),

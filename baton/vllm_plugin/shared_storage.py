@@ -30,6 +30,7 @@ from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import groups_of, refuse_overwritten_states
 from baton.vllm_plugin.identity import find_kv_identity
 from baton.vllm_plugin.packing import find_packing
+from baton.vllm_plugin.requests import names_of
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.states import parts_of
 from baton.vllm_plugin.stores import begin_load, refuse_split_blocks
@@ -125,5 +126,6 @@ def _identity_of(
         secret=ours.find_secret(os.environ),
         settings=parse_extra(StorageSettings, settings),
         groups=groups_of(kv_cache_config, block_tokens, carries_states=True),
+        names=names_of(vllm_config),
         publishes_events=events is not None and bool(events.enable_kv_cache_events),
     )

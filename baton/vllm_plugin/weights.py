@@ -5,6 +5,7 @@ core, in the scheduler's process, between two steps:
 
     collective_rpc(method)       every method that `READS` does not list may change the weights
     set_weight_version(name)     names the weights from now on
+    reset_prefix_cache()         fails while blocks are lent; a paused engine takes no step that ends loans
     sleep(1) ... wake_up()       brings back the weights from before, unless a call has changed them meanwhile
 
 So these methods of vLLM's `EngineCore` are wrapped. Weights without a name get a version that no other
@@ -60,6 +61,7 @@ def follow_weights(core: type[Any]) -> None:
         "set_weight_version": _named,
         "sleep": _sleep,
         "wake_up": _wake_up,
+        "reset_prefix_cache": _reset,
     }
     for name, wrapper in wrappers.items():
         if (method := getattr(core, name, None)) is not None:
@@ -130,3 +132,12 @@ def _wake_up(method: Callable[..., Any]) -> Callable[..., Any]:
         return is_awake
 
     return wake_up
+
+
+def _reset(method: Callable[..., Any]) -> Callable[..., Any]:
+    def reset_prefix_cache(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        for connector in connectors_of(self):
+            connector.has_pending_block_frees()  # Frees the blocks of loans that have ended.
+        return method(self, *arguments, **keywords)
+
+    return reset_prefix_cache

@@ -25,9 +25,7 @@ from baton.tiers.chunk import FORMAT
 from baton.vllm_plugin.fingerprint import FIELD
 from baton.vllm_plugin.identity import draft_digest, find_kv_identity
 from baton.vllm_plugin.settings import PluginSettings
-from baton.vllm_tier.naming import KEY_PURPOSE, Naming
-
-NAMESPACE_BYTES = 16
+from baton.vllm_tier.naming import KEY_PURPOSE, NAMESPACE_BYTES, Naming
 
 
 def naming_of(offloading_config: Any, row_bytes: int, plugin: PluginSettings) -> Naming:
@@ -81,7 +79,7 @@ def _model_of(offloading_config: Any, revision: str | None) -> list[Any]:
     attention = getattr(vllm_config, "attention_config", None)
     return [
         vllm.__version__,
-        msgspec.structs.asdict(find_kv_identity(vllm_config, revision, is_worker=False)),
+        find_kv_identity(vllm_config, revision, is_worker=False).digest,
         draft_digest(vllm_config, revision),
         str(getattr(attention, "backend", None)),
         [_device(), _isa(vllm_config)],

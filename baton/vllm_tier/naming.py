@@ -5,13 +5,16 @@ One rank's part is therefore never visible without the others'.
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from baton.tiers.chunk_name import SUFFIX, ChunkName
 
 KEY_PURPOSE = "baton.vllm_tier.1"
+NAMESPACE_BYTES = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +27,15 @@ class Naming:
     def entries(self) -> dict[str, dict[str, Any]]:
         """The row as safetensors has a tensor."""
         return {"row": {"dtype": "U8", "shape": (self.row_bytes,), "data_offsets": (0, self.row_bytes)}}
+
+    def with_other_weights(self) -> Naming:
+        """Names for chunks of weights that the host does not name, so no engine has had them before."""
+        drawn = secrets.token_bytes(NAMESPACE_BYTES)
+        named = [
+            (hashlib.blake2b(namespace.encode(), key=drawn, digest_size=NAMESPACE_BYTES), key)
+            for namespace, key in self.signed
+        ]
+        return replace(self, signed=tuple((digest.hexdigest(), key) for digest, key in named))
 
     def names_of(self, key: bytes) -> list[tuple[ChunkName, bytes]]:
         """Under which the chunk may be stored, and the keys that sign it there."""

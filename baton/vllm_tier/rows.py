@@ -21,11 +21,11 @@ class Rows:
         assert memory.ndim == 1
         assert memory.itemsize == 1
         self._memory = memory
-        self._naming = naming
+        self.naming = naming
         self._entries = naming.entries
 
     def form_of(self, row: Row) -> Form:
-        return Form(self._naming.names_of(row.key), self._entries, self._naming.row_bytes)
+        return Form(self.naming.names_of(row.key), self._entries, self.naming.row_bytes)
 
     def install(self, row: Row, body: memoryview) -> None:
         np.copyto(self._row(row), np.frombuffer(body, np.uint8))  # Frees the interpreter.
@@ -34,5 +34,5 @@ class Rows:
         np.copyto(np.frombuffer(body, np.uint8), self._row(row))
 
     def _row(self, row: Row) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-        start = row.number * self._naming.row_bytes
-        return np.frombuffer(self._memory[start : start + self._naming.row_bytes], np.uint8)
+        size = self.naming.row_bytes
+        return np.frombuffer(self._memory[row.number * size : (row.number + 1) * size], np.uint8)

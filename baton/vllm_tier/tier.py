@@ -87,8 +87,8 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
             )
         self._settings = settings = parse_extra(TierSettings, extra)
         self.locality = None if settings.locality is None else Locality(settings.locality)
-        self._naming = naming or naming_of(offloading_spec.config, self.block_size_bytes, plugin)
-        if settings.encrypt and self._naming.signed[0][1] == b"":
+        naming = naming or naming_of(offloading_spec.config, self.block_size_bytes, plugin)
+        if settings.encrypt and naming.signed[0][1] == b"":
             raise ConfigError(
                 "needs a cluster secret, from which the key is derived", field=f"{FIELD}.encrypt"
             )
@@ -100,7 +100,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._tiers = make_tiers(settings.stored_tiers, clock)
         self._tiers.check()
         self._memory = primary_kv_view.cast("B")
-        self._rows = rows = Rows(self._memory, self._naming)
+        self._rows = rows = Rows(self._memory, naming)
         self._transfers: Transfers[Row] = Transfers(
             self._tiers,
             rows.form_of,
@@ -116,6 +116,8 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._written: list[bytes] = []
         self._lost: list[bytes] = []
         self._lookups = Lookups()
+        self._open: set[str] = set()  # Requests.
+        self._stale: set[str] = set()  # Of these, the ones that were open when the weights changed.
         self._lock = threading.Lock()  # Guards what the sweeper's thread reports.
         self._swept = Swept()
         self._evicted: list[bytes] = []
@@ -137,8 +139,12 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        copies = [Copy(row, self._rows.form_of(row)) for row in _rows_of(job_metadata)]
+        is_stale = job_metadata.req_context.req_id in self._stale
+        rows = [] if is_stale else _rows_of(job_metadata)
+        copies = [Copy(row, self._rows.form_of(row)) for row in rows]
         self._transfers.store(job_metadata.job_id, copies, self._rows.fill)
+        if is_stale:
+            return
         asked = _retention_of(job_metadata.req_context)
         self._sessions.stored(asked.session, job_metadata.keys)
         self._keep(job_metadata, Keep(asked.priority, asked.ttl_s, asked.tenant))
@@ -181,23 +187,35 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         )
 
     def drain_jobs(self) -> None:
+        """vLLM calls it to reset its caches, for example after a change of the weights, and tells no version.
+
+        So what was stored before is not found any more by this process. One that starts with the weights of
+        that time finds it again. Requests that are open now may have KV of both weights.
+        """
         self._transfers.drain()
+        self._rows.naming = self._rows.naming.with_other_weights()
+        self._lookups = Lookups()
+        self._sessions = Sessions()
+        self._stale |= self._open
 
     # --- Requests and steps ----------------------------------------------------------------------
 
     def on_new_request(self, req_context: Any) -> Any:
         """vLLM's context has neither session_id nor cache_salt: only the params name session and tenant."""
         params, hints = req_context.kv_transfer_params, req_context.kv_hints
+        self._open.add(req_context.req_id)
         req_context.set_state(make_retention(params, hints, session=session_in(params), cache_salt=None))
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
         """No job of the request follows."""
         self._lookups.forget(req_context.req_id)
+        self._open.discard(req_context.req_id)
+        self._stale.discard(req_context.req_id)
         asked = _retention_of(req_context)
         ended = self._sessions.end(asked.session) if asked.ends_session else []
         if self._keeper is not None and ended:
-            values = [str(self._naming.names_of(key)[0][0]) for key in ended]
+            values = [str(self._rows.naming.names_of(key)[0][0]) for key in ended]
             keep = Keep(asked.priority, asked.ttl_s, asked.tenant)
             self._keeper.put(partial(self._sweeps.end, [*map(chunk_of, values)], values, keep))
 
@@ -216,7 +234,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     def _keep(self, job: Any, keep: Keep) -> None:
         """Notes for the sweeps what the job's request asks for its chunks."""
         if self._keeper is not None and keep != NO_KEEP:
-            chunks = [chunk_of(str(self._naming.names_of(key)[0][0])) for key in job.keys]
+            chunks = [chunk_of(str(self._rows.naming.names_of(key)[0][0])) for key in job.keys]
             self._keeper.put(partial(self._sweeps.keep, chunks, keep))
 
     # --- Events and metrics ----------------------------------------------------------------------
@@ -268,12 +286,12 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
     # --- Threads ---------------------------------------------------------------------------------
 
     def _find(self, keys: Sequence[bytes]) -> list[bool]:
-        names = [str(name) for key in keys for name, _ in self._naming.names_of(key)]
-        return any_of(self._tiers.find(names), len(self._naming.signed))
+        names = [str(name) for key in keys for name, _ in self._rows.naming.names_of(key)]
+        return any_of(self._tiers.find(names), len(self._rows.naming.signed))
 
     def _sweep(self) -> None:
-        total = self._sweeps.run(time.time(), [namespace for namespace, _ in self._naming.signed])
-        keys = [key for name in total.evicted if (key := self._naming.key_of(name)) is not None]
+        total = self._sweeps.run(time.time(), [namespace for namespace, _ in self._rows.naming.signed])
+        keys = [key for name in total.evicted if (key := self._rows.naming.key_of(name)) is not None]
         try:
             found = self._find(keys) if keys else []
         except StoreError:

@@ -16,6 +16,7 @@ from typing import Any
 import msgspec
 import torch
 
+from baton.connectors.prompt_identity import RequestNames
 from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerHalf
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.metadata import PullMetadata
@@ -101,7 +102,7 @@ class Status(enum.Enum):
     FINISHED_ABORTED = enum.auto()
 
 
-@dataclass
+@dataclass(eq=False)
 class FakeRequest:
     request_id: str
     prompt_token_ids: list[int]
@@ -109,7 +110,10 @@ class FakeRequest:
     cache_salt: str | None = None
     num_computed_tokens: int = 0
     prefilled_tokens: Any = None
-    trace_headers: Any = None  # vLLM's.
+    trace_headers: Any = None  # vLLM's, as the next ones.
+    lora_request: Any = None
+    prompt_embeds: Any = None
+    prompt_is_token_ids: list[bool] | None = None
     status: Status = Status.WAITING
 
     @property
@@ -200,6 +204,7 @@ class World:
         self.wire = Wire()
         self.network = MemoryNetwork()
         self.engines: list[Engine] = []
+        self.names: dict[str, RequestNames] = {}  # By engine id, for engines that start later.
         self._urls: dict[str, str] = {}
         self._epochs = 0
 
@@ -281,11 +286,15 @@ class Engine:
 
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
         return PullSchedulerHalf(
-            EngineIdentity.of_engine(config),
+            self.named(EngineIdentity.of_engine(config)),
             epoch=epoch,
             clock=lambda: self.world.now,
             control=lambda agent, lock: Station(self.world, url, agent),
         )
+
+    def named(self, identity: EngineIdentity) -> EngineIdentity:
+        names = self.world.names.get(identity.engine_id, identity.names)
+        return msgspec.structs.replace(identity, names=names)
 
     def make_worker(self, config: EngineConfig, epoch: Epoch, **parts: Any) -> PullWorkerHalf:
         return PullWorkerHalf(EngineIdentity.of_engine(config), epoch=epoch, **parts)

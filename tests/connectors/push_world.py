@@ -52,7 +52,7 @@ class PushEngine(Engine):
 
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
         return PullSchedulerHalf(
-            EngineIdentity.of_engine(config, PushSettings, does_push=True),
+            self.named(EngineIdentity.of_engine(config, PushSettings, does_push=True)),
             epoch=epoch,
             clock=lambda: self.world.now,
             control=lambda agent, lock: Station(self.world, url, agent),

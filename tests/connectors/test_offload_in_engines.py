@@ -179,7 +179,8 @@ def test_events_describe_host_memory(start: Start) -> None:
                 assert held.issuperset(event.block_hashes)
                 held.difference_update(event.block_hashes)
         index = engine.half._index
-        assert held == {key for key in index._entries if index.is_ready(key)}
+        ready, names = [key for key in index._entries if index.is_ready(key)], engine.half._events._announced
+        assert held == {block for key in ready for block in names[key]}
     assert held
 
 

@@ -13,7 +13,6 @@ from baton.connectors.offload.copies import CopyEnd
 from baton.connectors.offload.cpu_copies import CpuCopies
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
-from baton.connectors.offload.prompts import is_plain
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.offload.worker import OffloadWorkerHalf
@@ -54,22 +53,6 @@ def test_three_choices_are_accepted() -> None:
     for bad in ({"baton_offload": True}, {"baton_offload": "OFF"}, {"baton_offload": ""}):
         with pytest.raises(BadTransferParams, match="baton_offload"):
             check_request(bad)
-
-
-@pytest.mark.parametrize(
-    ("attributes", "expected"),
-    [
-        ({}, True),
-        ({"lora_request": None, "mm_features": [], "prompt_embeds": None}, True),
-        ({"lora_request": object()}, False),
-        ({"mm_features": [object()]}, False),
-        ({"prompt_embeds": torch.zeros(1)}, False),
-        ({"prompt_token_ids": None}, False),
-    ],
-)
-def test_requests_that_tokens_do_not_describe_are_skipped(attributes: dict[str, Any], expected: bool) -> None:
-    request: Any = SimpleNamespace(**{"prompt_token_ids": [1], **attributes})
-    assert is_plain(request) == expected
 
 
 # --- Copying -----------------------------------------------------------------------------------------

@@ -63,6 +63,7 @@ class OffloadWorld(StoreWorld):
         num_slots: int = 12,
         num_blocks: int = 20,
         settings: dict[str, Any] | None = None,
+        make_copies: type[ListCopies] = ListCopies,
         **engine: Any,
     ) -> None:
         config = engine_config(num_blocks=num_blocks, max_model_len=60, **engine)
@@ -79,7 +80,7 @@ class OffloadWorld(StoreWorld):
         self.now_s = 0.0
         self.half = OffloadSchedulerHalf(identity, clock=lambda: self.now_s)
         ranks = FakeRanks(num_blocks, groups)
-        copies = ListCopies(ranks.memory, identity.num_rows)
+        copies = make_copies(ranks.memory, identity.num_rows)
         worker = OffloadWorkerHalf(identity, lambda caches, identity: copies)
         worker._copies = copies  # There are no tensors to register.
         super().__init__(config, self.half, [ranks], [worker])

@@ -189,13 +189,28 @@ def test_loaded_chunks_are_not_saved_again(halves: Halves, tmp_path: Path) -> No
     assert halves.step(prefill_of(again, 1, 3 * CHUNK)).saves == ()
 
 
-@pytest.mark.parametrize("name", ["lora_request", "prompt_embeds"])
-def test_prompts_with_adapters_or_embeddings_are_neither_saved_nor_found(halves: Halves, name: str) -> None:
-    """vLLM's keys of an adapter are its name, and embeddings have the token 0."""
-    request = request_of("r", CHUNK, type("VllmRequest", (Request,), {name: object()}))
+@pytest.mark.parametrize(
+    "inputs", [{"lora_request": SimpleNamespace(lora_name="x")}, {"resumable": True}], ids=str
+)
+def test_prompts_that_cannot_be_named_are_neither_saved_nor_found(
+    halves: Halves, inputs: dict[str, Any]
+) -> None:
+    request = request_of("r", CHUNK, type("VllmRequest", (Request,), inputs))
     halves.scheduler.on_new_request(request)
     assert halves.step(prefill_of(request, CHUNK)).saves == ()
     assert halves.scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
+
+
+def test_embeddings_in_place_of_tokens_are_part_of_a_chunks_key(halves: Halves) -> None:
+    embeds, others = torch.zeros(CHUNK, 2), torch.ones(CHUNK, 2)
+    keys = []
+    for name, value in (("a", embeds), ("b", others), ("c", embeds.clone())):
+        request = request_of(name, CHUNK, type("VllmRequest", (Request,), {"prompt_embeds": value}))
+        halves.scheduler.on_new_request(request)
+        keys += [save.key for save in halves.step(prefill_of(request, CHUNK)).saves]
+    assert len(keys) == 3
+    assert keys[0] != keys[1]
+    assert keys[0] == keys[2]
 
 
 def test_blocks_that_have_left_a_window_are_not_saved() -> None:
@@ -567,6 +582,7 @@ def test_a_chunk_that_was_read_ahead_counts_once_however_many_sections_it_has(tm
     half.register_kv_caches({f"layer {n}": torch.rand(4, 1, BLOCK, (64 << 10) // BLOCK) for n in range(4)})
     form = half._blocks[0].form
     assert len(form.section_ends) > 1
+    half.bind_connector_metadata(StorageMetadata(namespaces=("n",)))
     half._ahead.want("r", (b"k", 0), form.nbytes)
     half._ahead.keep((b"k", 0), memoryview(bytearray(form.nbytes)))
     order = LoadChunks("r", (ChunkPart(b"k", (0, 1)),), arrives_s=1.0)

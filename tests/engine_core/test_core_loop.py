@@ -55,6 +55,9 @@ class ScriptedCore:
     def is_drained(self) -> bool:
         return not self.steps
 
+    def take_update_end(self) -> None:
+        return None
+
     def bind_wake(self, wake: Callable[[], None]) -> None:
         self.wake = wake
 

@@ -174,7 +174,9 @@ def test_the_prefix_cache_is_reset_only_at_rest() -> None:
     world.step()
     assert not world.scheduler.reset_prefix_cache()
     world.run()
-    assert world.scheduler.reset_prefix_cache(reset_connector=True)
+    for promises, answer in ((None, False), (False, False), (True, True)):
+        world.half.reset_cache = lambda promises=promises: promises  # type: ignore[method-assign, misc]
+        assert world.scheduler.reset_prefix_cache(reset_connector=True) == answer
     world.add("b", prompt(0, 16))
     assert world.step().num_scheduled_tokens == {"b": 16}
 

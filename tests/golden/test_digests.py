@@ -142,6 +142,7 @@ def test_stored_files() -> None:
     cache: Any = SimpleNamespace(shape=(64, 4, 16, 16), dtype="torch.bfloat16", dim=lambda: 4)
     layouts = {rank: layout_digest({"layer": cache}, 16) for rank in (0, 1)}
     windowed = storage(groups=(KVCacheGroup((0,)), KVCacheGroup((1,), 16)))
+    versioned = CurrentIdentity(MODEL.updated(None, "step-7"))
     folder = Path("/kv")
     states = HiddenStatesSettings(shared_storage_path="/states")
     check_values(
@@ -151,6 +152,7 @@ def test_stored_files() -> None:
             "signing key": storage().signing_keys[0],
             "layout": layouts[0],
             "namespace": storage().namespaces(layouts)[0],
+            "namespace of a version": storage(current=versioned).namespaces(layouts)[0],
             "namespace without a secret": storage(secret=None).namespaces(layouts)[0],
             "namespace with windows": windowed.namespaces(layouts)[0],
             "file": ChunkName("namespace", HASH, 1).path_in(folder),

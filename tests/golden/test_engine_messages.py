@@ -7,6 +7,7 @@ import msgspec
 
 from baton.engine import api
 from baton.engine.core import core_messages as core
+from baton.engine.core.weights_update import UpdateEnd, WeightsUpdate
 from baton.http.workers import Answer
 from tests.golden.golden import check
 from tests.golden.samples import ENGINE_CONFIG
@@ -41,6 +42,7 @@ MESSAGES = (
     core.TakeBack({"baton_ticket": "ticket"}),
     core.Ping(),
     core.Drain(30.0),
+    core.UpdateWeights(WeightsUpdate(ENGINE_CONFIG.model_config, (("a", 1, 2, 3, 4),), "keep", 1.5)),
     core.Stop(),
     core.Started("introduction"),
     core.StartFailed("message", True),
@@ -51,6 +53,7 @@ MESSAGES = (
     ),
     core.Pong(),
     core.Drained(True),
+    core.WeightsUpdated(UpdateEnd(api.RequestError("message")), "introduction"),
     core.Stopped("reason"),
 )
 

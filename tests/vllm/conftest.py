@@ -32,10 +32,12 @@ OTHER_CASTS = frozenset(
         "test_other_caches",
         "test_readme",
         "test_refused",
+        "test_requests",
         "test_self_test",
         "test_shared_storage",
         "test_states",
         "test_tier",
+        "test_host_config",
         "test_weights",
     }
 )

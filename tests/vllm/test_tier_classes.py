@@ -163,7 +163,8 @@ def test_chunks_are_found_by_another_engine_and_loaded_in_part(
     second.manager.on_request_finished(context)
 
 
-def test_the_cache_is_reset_while_chunks_move(start: Callable[..., World]) -> None:
+def test_the_cache_is_reset_while_chunks_move(start: Callable[..., World], tmp_path: Path) -> None:
+    """vLLM resets after a change of the weights."""
     first = start()
     context = first.begin("a")
     prepared = first.manager.prepare_store(KEYS[1:4], context)
@@ -171,7 +172,19 @@ def test_the_cache_is_reset_while_chunks_move(start: Callable[..., World]) -> No
     first.manager.complete_store(KEYS[1:4], context)
     first.manager.reset_cache()
     assert not first.manager.has_pending_work()
-    assert first.look_up(KEYS[1], first.begin("b")) is LookupResult.HIT, "stores are kept"
+    fresh = first.begin("b")
+    assert first.look_up(KEYS[1], fresh) is LookupResult.MISS, "this engine has other weights now"
+    assert first.look_up(KEYS[1], context) is LookupResult.MISS
+    num_files = len(files_in(tmp_path / "kv"))
+    first.store(context, KEYS[4])
+    assert len(files_in(tmp_path / "kv")) == num_files, "this request may have KV of both weights"
+    first.store(fresh, KEYS[5])
+    assert len(files_in(tmp_path / "kv")) == num_files + 1
+
+    second = start()
+    context = second.begin("with the first weights")
+    found = [second.look_up(KEYS[number], context) for number in (1, 4, 5)]
+    assert found == [LookupResult.HIT, LookupResult.MISS, LookupResult.MISS]
 
 
 def test_evicted_chunks_are_announced(start: Callable[..., World]) -> None:
@@ -212,7 +225,7 @@ def test_chunks_that_only_an_ended_session_has_used_go_first(
 
     world, named = start(max_gib=1), {"baton_session": "s", "baton_tenant": "search"}
     world.store(world.begin("first", kv_transfer_params=named), *KEYS[1:3])
-    world.manager.reset_cache()
+    world.manager.primary_tier.reset_cache()
     assert world.look_up(KEYS[2], world.begin("of no session")) is LookupResult.HIT
     ends = {**named, "baton_retention": {"ends_session": True}}
     for number, params in enumerate(({**ends, "baton_tenant": "another"}, ends)):

@@ -1,6 +1,7 @@
 """Start-up in vLLM: the identity made from vLLM's configuration, and the configurations that are refused."""
 
 import json
+from dataclasses import make_dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ from baton.connectors.push.settings import PushSettings
 from baton.core.errors import ConfigError
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.vllm_plugin.fingerprint import kv_identity_of
+from baton.vllm_plugin.host_config import CONFIGS, EXCLUDED, NEUTRAL
 from baton.vllm_plugin.identity import find_folder, identity_of
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.versions import Start, decide_start, is_listed, name_some
@@ -21,7 +23,8 @@ SECRET = "0123456789abcdef"
 
 def model_config(folder: Path, **changes: Any) -> Any:
     config = load_model_config(folder)
-    return SimpleNamespace(
+    return as_vllms(
+        "model_config",
         **{
             "model": str(folder),
             "revision": None,
@@ -35,8 +38,21 @@ def model_config(folder: Path, **changes: Any) -> Any:
             "get_total_num_kv_heads": lambda: config.num_kv_heads,
             "get_head_size": lambda: config.head_dim,
             **changes,
-        }
+        },
     )
+
+
+def as_vllms(name: str, **fields: Any) -> Any:
+    """An object with these attributes. As in vLLM the fields of its class are those without code."""
+    shown = [field for field, value in fields.items() if field in LISTED[name] and not callable(value)]
+    made = make_dataclass(name, shown)(**{field: fields[field] for field in shown})
+    vars(made).update(fields)
+    return made
+
+
+LISTED = {part: {*EXCLUDED.get(part, ()), *NEUTRAL.get(part, ())} for part in {*EXCLUDED, *NEUTRAL}}
+LISTED["model_config"] |= {"max_model_len"}
+LISTED["vllm_config"] |= {*EXCLUDED, *CONFIGS}
 
 
 def vllm_config(folder: Path, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -48,14 +64,15 @@ def vllm_config(folder: Path, extra: dict[str, Any] | None = None, **changes: An
         "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,
     } | changes.pop("parallel", {})
-    return SimpleNamespace(
+    return as_vllms(
+        "vllm_config",
         **{
             "model_config": model_config(folder),
             "load_config": SimpleNamespace(load_format="auto", download_dir=None),
-            "cache_config": SimpleNamespace(block_size=128, cache_dtype="auto"),
+            "cache_config": as_vllms("cache_config", block_size=128, cache_dtype="auto"),
             "scheduler_config": SimpleNamespace(async_scheduling=True),
             "speculative_config": None,
-            "parallel_config": SimpleNamespace(**parallel),
+            "parallel_config": as_vllms("parallel_config", **parallel),
             "kv_transfer_config": SimpleNamespace(
                 engine_id="e",
                 is_kv_producer=True,
@@ -65,7 +82,7 @@ def vllm_config(folder: Path, extra: dict[str, Any] | None = None, **changes: An
                 enable_permute_local_kv=False,
             ),
             **changes,
-        }
+        },
     )
 
 

@@ -1,4 +1,4 @@
-"""What calls to vLLM's engine core mean for the version of the weights."""
+"""Meaning of calls to vLLM's engine core for the version of the weights."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +16,11 @@ class Connector:
         self.weights_version = ""
         self.num_unnamed = 0
         self.can_forget = can_forget
+        self.holds_ended_loans = True
+
+    def has_pending_block_frees(self) -> bool:
+        self.holds_ended_loans = False
+        return True
 
     def set_weights(self, weights: str | None, version: str | None) -> bool:
         assert weights is None, "vLLM knows no digest of changed weights"
@@ -42,6 +47,9 @@ def core_of(*connectors: Any) -> Any:
 
         def set_weight_version(self, weight_version: str) -> None:
             self.calls.append(weight_version)
+
+        def reset_prefix_cache(self, reset_running_requests: bool = False) -> bool:
+            return not any(connector.holds_ended_loans for connector in connectors)
 
         def sleep(self, level: int = 1, mode: str = "abort") -> None:
             for connector in connectors:
@@ -122,6 +130,10 @@ def test_weights_do_not_change_below_a_connector_that_cannot_forget() -> None:
         core.collective_rpc("update_weights")
     assert core.calls == []
     assert other.weights_version == "unnamed 1", "each is told"
+
+
+def test_a_paused_engine_can_reset_although_it_takes_no_step_that_ends_loans() -> None:
+    assert core_of(Connector(), Connector()).reset_prefix_cache()
 
 
 def test_an_engine_before_its_scheduler_has_no_connectors() -> None:

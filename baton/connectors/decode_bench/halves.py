@@ -101,6 +101,9 @@ class DecodeBenchSchedulerHalf(FinishesByFirstGroup):
         to_clear, self._to_clear = self._to_clear, []
         return DecodeBenchMetadata(tuple(to_fill), tuple(to_clear))
 
+    def reset_cache(self) -> bool:
+        return True  # No KV is kept.
+
     def request_finished(
         self, request: host.Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -101,6 +101,9 @@ class HiddenStatesSchedulerHalf(FinishesByFirstGroup):
     def has_pending_push_work(self) -> bool:
         return bool(self._saves)
 
+    def reset_cache(self) -> bool:
+        return True  # No KV is kept; states are found with the host's own blocks.
+
     def request_finished(
         self, request: host.Request, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Self
 
 import msgspec
 
 from baton.connectors.extra_config import FIELD
 from baton.connectors.offload.settings import GIB, LendSettings, OffloadSettings
+from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames
 from baton.connectors.pull.identity import EngineIdentity
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
+from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.kv_groups import KVCacheGroup, has_states, has_tables, num_places
 from baton.core.layout import kv_heads_of
 from baton.core.states import state_bytes
+
+_UNNAMED = KVIdentity("", "", "", 0, 0, 0, HASH_SEED)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +32,12 @@ class OffloadIdentity:
     block_tokens: int
     block_bytes: int  # Of one block on one rank, for all layers of its group.
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # A chunk has blocks of each group.
-    hash_seed: str = HASH_SEED
+    # Of a host that names no weights by default: a process keeps its rows for itself, so only changes count.
+    current: CurrentIdentity = field(default_factory=lambda: CurrentIdentity(_UNNAMED))
     publishes_events: bool = False
     is_producer: bool = True  # May store.
     is_consumer: bool = True  # May load.
+    names: RequestNames = WITHOUT_ADAPTERS  # Of the host's requests.
     lender: EngineIdentity | None = None  # Of the producer that lends slots; None: nothing is lent.
 
     def __post_init__(self) -> None:
@@ -99,7 +105,7 @@ class OffloadIdentity:
             block_tokens=config.cache_config.block_size,
             block_bytes=sum(of_places),
             groups=groups,
-            hash_seed=config.cache_config.hash_seed,
+            current=CurrentIdentity(model.kv_identity(config.cache_config.hash_seed)),
             publishes_events=config.enable_kv_events,
             is_producer=transfer.is_kv_producer,
             is_consumer=transfer.is_kv_consumer,

@@ -39,6 +39,7 @@ class OffloadMetadata(KVConnectorMetadata):
     fence: tuple[int, ...] = ()  # Stores whose blocks may be overwritten from this step on.
     loads: tuple[LoadBlocks, ...] = ()
     stores: tuple[StoreBlocks, ...] = ()
+    failed_loads: tuple[int, ...] = ()  # Loads under way, which end as failed.
 
 
 @dataclass(kw_only=True)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass, field
 
 from baton.contract import host
-from baton.core.hashing import BlockHash, block_hashes, extra_key, root_hash
+from baton.core.hashing import BlockHash, block_hashes
 from baton.core.retention import Retention
 from baton.core.transfer_params import OffloadChoice
 
@@ -26,7 +26,8 @@ class Prompt:
     _: KW_ONLY
     block_tokens: int
     blocks_per_chunk: int
-    hash_seed: str
+    root: BlockHash  # Before the first block; it names the weights.
+    extra: bytes | None = b""  # Hashed with the tokens; see `RequestNames`. None: the prompt cannot be named.
     hashes: list[BlockHash] = field(default_factory=list)  # Of full blocks, as far as they were needed.
     keys: list[BlockHash] = field(default_factory=list)  # Of full chunks, as far as they were needed.
     key_set: set[BlockHash] = field(default_factory=set)
@@ -35,6 +36,7 @@ class Prompt:
     num_local_tokens: int = 0  # The engine's own hit when it last asked for a match.
     asked_keys: Sequence[BlockHash] = ()  # Those that it asked for then, until blocks are allocated.
     open_stores: set[int] = field(default_factory=set)  # Jobs that read its blocks.
+    is_stale: bool = False  # The weights have changed since: nothing is loaded, stored or lent.
 
     @property
     def chunk_tokens(self) -> int:
@@ -48,9 +50,9 @@ class Prompt:
             return
         first = len(hashes) * size
         tokens = list(self.request.all_token_ids[first : num_blocks * size])
-        parent = hashes[-1] if hashes else root_hash(self.hash_seed)
-        extra = extra_key(cache_salt=self.request.cache_salt)
-        hashes += block_hashes(parent, tokens, size, extra)
+        parent = hashes[-1] if hashes else self.root
+        assert self.extra is not None, "the prompt can be named"
+        hashes += block_hashes(parent, tokens, size, self.extra)
         while (num_hashed := (len(self.keys) + 1) * self.blocks_per_chunk) <= num_blocks:
             self.keys.append(hashes[num_hashed - 1])
             self.key_set.add(hashes[num_hashed - 1])
@@ -64,15 +66,3 @@ class Prompt:
     def blocks_of(self, chunk: int) -> slice:
         """The chunk's slice of a table or of `hashes`."""
         return slice(chunk * self.blocks_per_chunk, (chunk + 1) * self.blocks_per_chunk)
-
-
-def is_plain(request: host.Request) -> bool:
-    """Whether the request's KV depends on its tokens and salt only.
-
-    vLLM's requests may also have an adapter, images, or embeddings in place of tokens.
-    """
-    return request.prompt_token_ids is not None and not (
-        getattr(request, "lora_request", None)
-        or getattr(request, "mm_features", None)
-        or getattr(request, "prompt_embeds", None) is not None
-    )

@@ -41,15 +41,16 @@ from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.lending import SlotLender
 from baton.connectors.offload.metadata import LoadBlocks, OffloadMetadata, OffloadReport, StoreBlocks
-from baton.connectors.offload.prompts import Prompt, is_plain
+from baton.connectors.offload.prompts import Prompt
 from baton.connectors.offload.stats import OffloadStats
+from baton.connectors.prompt_identity import UnnamedPrompt
 from baton.connectors.store_events import StoreEvents
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorOutput, host
 from baton.contract.defaults import FinishesByFirstGroup
 from baton.contract.events import KVCacheEvent
 from baton.contract.reports import RankCombiner
 from baton.core.errors import BadTransferParams
-from baton.core.hashing import BlockHash
+from baton.core.hashing import BlockHash, root_hash
 from baton.core.kv_groups import NULL_BLOCK_ID, can_complete_states, is_hybrid
 from baton.core.retention import retention_of
 from baton.core.transfer_params import (
@@ -67,6 +68,8 @@ from baton.tiers.twice import TwiceEstimated
 
 logger = logging.getLogger(__name__)
 
+_NEITHER = OffloadChoice(may_load=False, may_store=False)
+
 
 @dataclass(slots=True)
 class _Store:
@@ -75,6 +78,12 @@ class _Store:
     entries: list[Entry[BlockHash]]
     with_state: dict[int, Entry[BlockHash]] = field(default_factory=dict)  # By chunk: they get their states.
     pinned: list[Entry[BlockHash]] = field(default_factory=list)  # Stored before, without the state.
+
+
+@dataclass(slots=True)
+class _Load:
+    entries: list[Entry[BlockHash]]
+    is_stale: bool = False  # Of other weights than those that the host has now.
 
 
 class OffloadSchedulerHalf(FinishesByFirstGroup):
@@ -102,7 +111,8 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self._prompts: dict[str, Prompt] = {}
         self._num_jobs = 0
         self._stores: dict[int, _Store] = {}  # By job; some rank may still be copying.
-        self._loads: dict[int, list[Entry[BlockHash]]] = {}
+        self._loads: dict[int, _Load] = {}
+        self._failed_loads: list[int] = []  # For the next step: loads under way that end as failed.
         self._due_loads: list[LoadBlocks] = []  # For the next step.
         self._due_fence: set[int] = set()
         self._stats = OffloadStats()
@@ -153,7 +163,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         prompt = self._follow(request)
         prompt.num_local_tokens = num_computed_tokens
         prompt.asked_keys = ()
-        if not prompt.choice.may_load:
+        if prompt.is_stale or not prompt.choice.may_load:
             return 0, False
         end = self._loadable_end(request)
         if end <= num_computed_tokens:
@@ -196,14 +206,16 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             )
             if not (self._is_hybrid and block == NULL_BLOCK_ID)  # Not needed: before the window.
         ]
-        self._loads[job] = entries
+        self._loads[job] = _Load(entries)
         self._due_loads.append(
             LoadBlocks(job, request.request_id, tuple(b for b, _ in pairs), tuple(r for _, r in pairs))
         )
         self._act_for(prompt)
-        used = [key for key in prompt.keys[: first_chunk + len(keys)] if key in self._index]
+        end_chunk = first_chunk + len(keys)
+        used = [key for key in prompt.keys[:end_chunk] if key in self._index]
         for key in used:
             self._index.use(key)
+        self._announce(prompt, range(first_chunk, end_chunk))
         self._sessions.used(prompt.retention.session, used)
         prompt.num_seen_chunks = end // self._chunk_tokens
         self._stats.add(hit_tokens=num_external_tokens)
@@ -211,7 +223,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
     def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
         """The host waits for a load that cannot start: makes every rank report it as failed."""
         job = self._next_job()
-        self._loads[job] = []
+        self._loads[job] = _Load([])
         self._due_loads.append(LoadBlocks(job, request_id, block_ids, ()))
 
     def get_loaded_kv_cache_group_ids(self, request: host.Request) -> tuple[int, ...]:
@@ -230,7 +242,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             return False, None
         self._due_fence |= prompt.open_stores
         self._act_for(prompt)
-        params = self._lend(prompt) if self._lender is not None else None
+        params = self._lend(prompt) if self._lender is not None and not prompt.is_stale else None
         # The end of a prompt is to be evicted before its beginning, which is useful without it.
         self._index.refresh(reversed(prompt.keys))
         if prompt.retention.ends_session:
@@ -252,11 +264,12 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             self._due_fence |= self._stores.keys()  # Their blocks may have left a window.
         fence = tuple(sorted(job for job in self._due_fence if job in self._stores))
         loads = tuple(self._due_loads)
+        failed, self._failed_loads = tuple(self._failed_loads), []
         self._due_fence, self._due_loads = set(), []
         if self._lender is not None:
             self._lender.half.build_connector_meta(scheduler_output)  # It has no orders for ranks.
         stores = tuple(self._plan_stores(scheduler_output)) if self._identity.is_producer else ()
-        return OffloadMetadata(fence, loads, stores)
+        return OffloadMetadata(fence, loads, stores, failed)
 
     def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
         # Some versions of vLLM have no `failed_recving` in their output.
@@ -286,9 +299,23 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         return self._stats.take()
 
     def reset_cache(self) -> bool:
-        for key in self._index.clear():
-            self._events.removed(key)
-        return True
+        is_done = self.set_weights(None, None)
+        self._index.clear()
+        return is_done
+
+    def set_weights(self, weights: str | None, version: str | None) -> bool:
+        """Chunks stay under the names of the weights that computed them, until they are evicted."""
+        is_done = self._lender is None or self._lender.half.set_weights(weights, version) is True
+        if not self._identity.current.update(weights, version):
+            return is_done
+        for prompt in self._prompts.values():
+            prompt.is_stale = True
+        self._discard_open_stores()
+        self._events.clear()
+        for job, load in self._loads.items():
+            load.is_stale = True
+            self._failed_loads.append(job)
+        return is_done
 
     def drain(self, timeout_s: float) -> None:
         if self._lender is not None:
@@ -307,7 +334,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         """
         request, asked = prompt.request, prompt.request.kv_transfer_params
         assert self._lender is not None
-        if not is_plain(request) or not lends_stored(asked) or asks_for_prefill(asked):
+        if prompt.extra is None or not lends_stored(asked) or asks_for_prefill(asked):
             return None
         keys = prompt.keys_between(0, request.num_prompt_tokens // self._chunk_tokens * self._chunk_tokens)
         lent = self._lender.lend(request, keys, lambda entry: self._rows_of(entry, 0), self._chunk_tokens)
@@ -322,23 +349,26 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
     def _follow(self, request: host.Request) -> Prompt:
         prompt = self._prompts.get(request.request_id)
         if prompt is None:
+            try:
+                extra = self._identity.names.extra_of(request)
+            except UnnamedPrompt:
+                extra = None
             prompt = self._prompts[request.request_id] = Prompt(
                 request,
-                self._choice_of(request),
+                self._choice_of(request) if extra is not None else _NEITHER,
                 retention_of(request),
                 block_tokens=self._identity.block_tokens,
                 blocks_per_chunk=self._chunk_blocks,
-                hash_seed=self._identity.hash_seed,
+                root=root_hash(self._identity.current.value.digest),
+                extra=extra,
             )
         return prompt
 
     def _choice_of(self, request: host.Request) -> OffloadChoice:
-        if not is_plain(request):
-            return OffloadChoice(may_load=False, may_store=False)
         try:
             choice = parse_offload_choice(request.kv_transfer_params)
         except BadTransferParams:
-            return OffloadChoice(may_load=False, may_store=False)
+            return _NEITHER
         # Set by vLLM for requests that need every prompt token computed, for logprobs.
         reads = self._identity.is_consumer and not getattr(request, "skip_reading_prefix_cache", False)
         return choice._replace(may_load=choice.may_load and reads)
@@ -363,7 +393,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
     def _plan_stores(self, output: host.SchedulerOutput) -> Iterable[StoreBlocks]:
         for request_id, num_computed in follow_tables(output, self._prompts):
             prompt = self._prompts[request_id]
-            if prompt.choice.may_store:
+            if prompt.choice.may_store and not prompt.is_stale:
                 num_scheduled, states = (
                     output.num_scheduled_tokens[request_id],
                     offered_states(output, request_id),
@@ -400,6 +430,8 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             if key in self._index:
                 self._index.use(key)
                 self._sessions.used(prompt.retention.session, (key,))
+                if self._index.is_ready(key):
+                    self._announce(prompt, (chunk,))
                 if has_state and (entry := self._index.pin_without_state(key)) is not None:
                     store.with_state[chunk] = entry
                     store.pinned.append(entry)
@@ -482,22 +514,27 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         if not ok:
             self._stats.add_for("failures", "store")
             prompt.num_seen_chunks = min((prompt.num_seen_chunks, *store.chunks[:1]))
+        self._announce(prompt, found)
+
+    def _announce(self, prompt: Prompt, chunks: Iterable[int]) -> None:
+        """Chunks that can be found. Those that were announced are left out."""
         if self._identity.publishes_events:
             size = self._chunk_blocks
             self._events.stored(
                 prompt.request,
-                [(prompt.keys[chunk], range(chunk * size, (chunk + 1) * size)) for chunk in found],
+                [(prompt.keys[chunk], range(chunk * size, (chunk + 1) * size)) for chunk in chunks],
             )
 
     def _end_load(self, job: int, *, ok: bool) -> None:
-        entries = self._loads.pop(job)
+        load = self._loads.pop(job)
         if not ok:
+            if not load.is_stale:
+                self._stats.add_for("failures", "load")
             # The rows may be bad, so other requests must not try them.
-            self._stats.add_for("failures", "load")
-            for entry in entries:
+            for entry in load.entries:
                 if self._index.forget(entry):
                     self._events.removed(entry.key)
-        self._index.unpin(entries)
+        self._index.unpin(load.entries)
 
     def _discard_open_stores(self) -> None:
         """Discards open stores after a failed load, ours or another connector's, which may have spoilt them.

@@ -46,7 +46,8 @@ class OffloadWorkerHalf(BackgroundLoads):
         self._lender: PullWorkerHalf | None = None  # Lets other engines read the rows.
         self._due_stores: list[StoreBlocks] = []  # Of this step.
         self._stores: set[int] = set()  # Running.
-        self._spoilt: set[int] = set()  # Running stores whose blocks may be overwritten meanwhile.
+        # Running stores whose blocks may be overwritten meanwhile, and loads of what is no longer valid.
+        self._spoilt: set[int] = set()
         self._loads: dict[int, LoadBlocks] = {}
         self._report = OffloadReport(rank=identity.rank)  # Of this step.
         self._stats = OffloadStats()
@@ -108,6 +109,7 @@ class OffloadWorkerHalf(BackgroundLoads):
             else:
                 self._end_job(CopyEnd(load.job, error="the scheduler half found nothing to load"))
         self._due_stores = list(connector_metadata.stores)
+        self._spoilt.update(self._loads.keys() & set(connector_metadata.failed_loads))
 
     def start_load_kv(self, forward_context: host.ForwardContext, **kwargs: Any) -> None:
         """Loads have run since the metadata was bound. An empty step waits briefly for their end."""
@@ -158,6 +160,8 @@ class OffloadWorkerHalf(BackgroundLoads):
     def _end_job(self, end: CopyEnd) -> None:
         report = self._report
         direction = "store" if end.job in self._stores else "load"
+        has_failed = bool(end.error) or end.job in self._spoilt
+        self._spoilt.discard(end.job)
         if end.error:
             logger.error("job %d (%s) failed on rank %d: %s", end.job, direction, report.rank, end.error)
         else:
@@ -165,14 +169,13 @@ class OffloadWorkerHalf(BackgroundLoads):
         if direction == "store":
             self._stores.remove(end.job)
             report.stored = (report.stored or set()) | {end.job}
-            if end.error or end.job in self._spoilt:
+            if has_failed:
                 report.failed_stores = (report.failed_stores or set()) | {end.job}
-                self._spoilt.discard(end.job)
             return
         load = self._loads.pop(end.job)
-        self._note_end(load.request_id, load.block_ids if end.error else None)
+        self._note_end(load.request_id, load.block_ids if has_failed else None)
         report.loaded = (report.loaded or set()) | {end.job}
-        if end.error:
+        if has_failed:
             report.failed_loads = (report.failed_loads or set()) | {end.job}
 
 

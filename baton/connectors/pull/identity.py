@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
+from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames
 from baton.connectors.pull.settings import PullSettings
 from baton.core.config import ClusterSecret, EngineConfig
 from baton.core.errors import ConfigError
@@ -43,6 +44,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     state_alignment: int = ALIGNMENT  # Of the parts, in bytes.
     draft: str = ""  # Content digest of the draft model of speculative decoding; empty: none.
     schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
+    names: RequestNames = WITHOUT_ADAPTERS  # Of the host's requests.
 
     @classmethod
     def of_engine(

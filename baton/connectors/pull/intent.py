@@ -18,7 +18,7 @@ import msgspec
 from baton.connectors.pull.identity import EngineIdentity
 from baton.contract import host
 from baton.core.errors import BadTransferParams
-from baton.core.hashing import extra_key, prompt_hash
+from baton.core.hashing import prompt_hash
 from baton.core.ids import NO_EPOCH, Address, EngineId, PromptHash, TransferId
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.reasons import Fault
@@ -31,11 +31,11 @@ from baton.core.transfer_params import (
     Stream,
     parse_transfer_params,
 )
-from baton.protocol.introduction import BadIntroduction, Introduction, check_introduction, open_introduction
+from baton.protocol.introduction import Introduction, check_introduction, open_introduction
 from baton.protocol.ticket import BadTicket, Ticket, check_ticket, open_ticket
 
-_OF_OTHER_CONFIGURATION = (Fault.VERSION, Fault.SIGNATURE)
-"""Faults of a well-formed ticket that the client cannot mend: an engine of another configuration made it."""
+_NOT_THE_CLIENTS = (Fault.VERSION, Fault.SIGNATURE, Fault.UNNAMED)
+"""Faults that the client cannot mend: the ticket is of an engine of another configuration, for example."""
 
 
 class FetchLoan(msgspec.Struct, frozen=True):
@@ -171,7 +171,7 @@ class TransferIntents:
     def is_malformed(self, request_id: str) -> bool:
         """Whether its params were refused for a fault that the client can mend, and no other engine can."""
         parsed = self._parsed.get(request_id)
-        return isinstance(parsed, BadTransferParams) and parsed.reason not in _OF_OTHER_CONFIGURATION
+        return isinstance(parsed, BadTransferParams) and parsed.reason not in _NOT_THE_CLIENTS
 
     def outdate(self) -> None:
         """The weights have changed. Requests known now may hold KV of the old ones, and lend nothing."""
@@ -194,26 +194,23 @@ def route_of(fetch: FetchIntent) -> tuple[Address, str, bytes | None]:
 
 def check_fetch(fetch: FetchIntent, request: host.Request, identity: EngineIdentity) -> None:
     """Raises BadTransferParams for what this engine, or this prompt, cannot use."""
+    identity.names.extra_of(request)
     match fetch:
         case FetchLoan(ticket) | FetchPreviousTurn(ticket):
             check_offer(ticket, request, identity)
         case FetchStream(introduction):
-            if request.prompt_token_ids is None:
-                raise BadIntroduction(Fault.PROMPT, "is of no use for a prompt without tokens")
             check_introduction(
                 introduction,
                 kv_identity=identity.kv_identity,
                 converts_dtype=identity.settings.convert_dtype,
             )
         case FetchByName():
-            if request.prompt_token_ids is None:
-                raise BadTransferParams("is for a prompt of tokens, this one has none", field=FIELD)
+            pass  # Its producer is checked when it answers.
 
 
 def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity) -> None:
     """Raises BadTicket unless the ticket is for our model and exactly this request's prompt."""
-    if request.prompt_token_ids is None:
-        raise BadTicket(Fault.PROMPT, "is for a prompt of tokens, this one has none")
+    assert request.prompt_token_ids is not None, "it was checked before"
     check_ticket(
         ticket,
         kv_identity=identity.kv_identity,
@@ -276,14 +273,8 @@ def hash_of_prompt(request: host.Request, num_tokens: int, identity: EngineIdent
 def hash_of_tokens(
     request: host.Request, token_ids: Sequence[int], num_tokens: int, identity: EngineIdentity
 ) -> PromptHash:
-    """Hash of everything that the KV of the first `num_tokens` depends on: tokens, salt, adapter, media."""
-    adapter = getattr(request, "lora_request", None)
-    media = getattr(request, "mm_features", None) or ()  # vLLM's name; the embedded engine has neither.
-    extra = extra_key(
-        cache_salt=request.cache_salt,
-        adapter=adapter.lora_name if adapter is not None else None,
-        media=[f"{item.mm_position.offset}:{item.identifier}" for item in media],
-    )
+    """Hash of everything that the KV of the first `num_tokens` depends on. Raises UnnamedPrompt."""
+    extra = identity.names.extra_of(request)
     return prompt_hash(token_ids, num_tokens, extra, identity.kv_identity.hash_seed)
 
 

@@ -314,6 +314,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         """Raises BadTransferParams where the host makes it the request's error."""
         if not request.kv_transfer_params or self._is_retired:
             return
+        self._identity.names.seen(request)
         try:
             with self._changing as now:
                 if self._policy.traces is not None:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+from baton.connectors.prompt_identity import UnnamedPrompt
 from baton.connectors.pull.control.agent import PullAgent
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.intent import LendBlocks, hash_of_prompt, transfer_of_request
@@ -24,9 +25,12 @@ from baton.connectors.pull.stats import PullStats
 from baton.connectors.push.prefills import Prefills
 from baton.connectors.push.settings import PushSettings
 from baton.contract import host
+from baton.core.ids import PromptHash
 from baton.core.reasons import FailureCode
 
 logger = logging.getLogger(__name__)
+
+_NO_PROMPT = PromptHash(bytes(32))  # No consumer can ask for it.
 
 
 class PrefillAnnouncer:
@@ -76,7 +80,10 @@ class PrefillAnnouncer:
             return
         transfer_id = intent.transfer_id or transfer_of_request(request.request_id)
         num_tokens = request.num_prompt_tokens
-        prompt = hash_of_prompt(request, num_tokens, self._identity)
+        try:
+            prompt = hash_of_prompt(request, num_tokens, self._identity)
+        except UnnamedPrompt:
+            prompt = _NO_PROMPT  # The consumer learns at once that nothing will come.
         sends = self._machine.expect(transfer_id, prompt, num_tokens, now)
         if sends is None:
             return  # The name is in use: this prefill is lent when it has ended, as in pull.

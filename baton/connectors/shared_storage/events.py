@@ -4,6 +4,7 @@
     found     a lookup                                       stored; or removed, if it is not there any more
     lost      a rank's load found it gone or damaged         removed
     evicted   a sweep of this engine                         removed, unless another store has it
+    cleared   the weights have changed                       all removed
 
 A write that failed on any rank is not reported, nor is what was evicted or lost before its report came. What
 other engines, servers and commands remove is noticed by the next lookup or load. No I/O.
@@ -53,7 +54,7 @@ class ChunkEvents:
         self._lock = threading.Lock()  # Guards the fields below.
         self._seen: list[tuple[Prompt, list[Sighting]]] = []
         self._evicted: set[bytes] = set()  # Since the last `take`.
-        self._num_sweeps = 0
+        self._num_sweeps = self._num_clears = 0
         self._last_evicted: frozenset[bytes] = frozenset()
         self._is_sweeping = False
 
@@ -86,17 +87,27 @@ class ChunkEvents:
             self._of_kinds[kind].removed(key)
             self._doubt({key})
 
+    def clear(self) -> None:
+        """Nothing that was stored can be found any more."""
+        self._doubt({key for _, key, _ in self._saves})
+        with self._lock:
+            self._num_clears += 1
+            self._seen.clear()
+        for events in self._of_kinds:
+            events.clear()
+
     @contextmanager
     def looking_up(self, prompt: Prompt) -> Iterator[list[Sighting]]:
         """The context of a lookup, which adds what it sees, in the prompt's order. Dropped if it raises."""
         with self._lock:
-            num_sweeps = self._num_sweeps
+            num_sweeps, num_clears = self._num_sweeps, self._num_clears
         seen: list[Sighting] = []
         yield seen
         with self._lock:
             # A sweep that ended meanwhile may have removed a chunk after it was seen.
             evicted = self._last_evicted if num_sweeps != self._num_sweeps else frozenset()
-            self._seen.append((prompt, [one for one in seen if one.key not in evicted]))
+            if num_clears == self._num_clears:
+                self._seen.append((prompt, [one for one in seen if one.key not in evicted]))
 
     @contextmanager
     def sweeping(self) -> Iterator[set[bytes]]:

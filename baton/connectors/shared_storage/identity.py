@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from baton.connectors.extra_config import FIELD, parse_extra
+from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames
 from baton.connectors.shared_storage.layer_kinds import LayerKind, kinds_of
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.config import ClusterSecret, EngineConfig
@@ -47,6 +48,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
     settings: StorageSettings
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one group of all.
     publishes_events: bool = False
+    names: RequestNames = WITHOUT_ADAPTERS  # Of the host's requests.
 
     @classmethod
     def of_engine(cls, config: EngineConfig) -> StorageIdentity:

@@ -79,6 +79,7 @@ class StorageMetadata(KVConnectorMetadata):
     write: tuple[int, ...] = ()  # Steps proved valid: their copies may be written.
     drop: tuple[int, ...] = ()  # Steps that computed with bad blocks.
     read_ahead: tuple[ReadChunks, ...] = ()
+    cancel: tuple[str, ...] = ()  # Requests whose loads, if any are under way, end as failed.
     forget: tuple[str, ...] = ()  # Owners whose chunks are no longer needed in host memory.
     # Requests whose load may go on while this step reads their blocks: it waits for each layer.
     usable: tuple[str, ...] = ()

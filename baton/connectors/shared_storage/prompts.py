@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.connectors.shared_storage.metadata import ChunkPart, SaveChunk
 from baton.contract import host
-from baton.core.hashing import BlockHash, block_hash, extra_key, root_hash
+from baton.core.hashing import BlockHash, block_hash, root_hash
 from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.core.retention import PLAIN, Retention
 from baton.tiers.tiers import Place
@@ -46,6 +46,7 @@ class Prompt:
     block_tokens: int
     hash_seed: str
     kinds: tuple[LayerKind, ...]
+    extra: bytes = b""  # Hashed with the tokens; see `RequestNames`.
     keys: list[BlockHash] = field(default_factory=list)
     tables: tuple[list[int], ...] = ()  # See `HasTables`.
     num_saved: int = 0  # Chunks that are stored, or that ranks were told to save.
@@ -55,17 +56,17 @@ class Prompt:
     has_loaded: bool = False  # A load is tried once; after a failure the prompt is computed.
     num_declined: int = 0  # Tokens that could be loaded, and that are computed because that is faster.
     retention: Retention = PLAIN
+    is_stale: bool = False  # The weights have changed since: nothing is loaded or saved.
     saved_keys: dict[bytes, None] = field(default_factory=dict)  # Of this request's own saves.
 
     def extend_keys(self) -> list[BlockHash]:
         """Returns the keys of all full chunks of the tokens known so far."""
         tokens = self.request.all_token_ids
         num_chunks = len(tokens) // self.chunk_tokens
-        extra = _extra_of(self.request) if num_chunks > len(self.keys) else b""
         for index in range(len(self.keys), num_chunks):
             parent = self.keys[-1] if self.keys else root_hash(self.hash_seed)
             start = index * self.chunk_tokens
-            self.keys.append(block_hash(parent, tokens[start : start + self.chunk_tokens], extra))
+            self.keys.append(block_hash(parent, tokens[start : start + self.chunk_tokens], self.extra))
         return self.keys
 
     def is_tail_in(self, num_tokens: int) -> bool:
@@ -86,9 +87,8 @@ class Prompt:
         parent = self.keys[num_chunks - 1] if num_chunks else root_hash(self.hash_seed)
         start = num_chunks * self.chunk_tokens
         tokens = self.request.all_token_ids[start : start + self.chunk_tokens - self.block_tokens]
-        extra = _extra_of(self.request)
         ends = range(self.block_tokens, len(tokens) + 1, self.block_tokens)
-        return [block_hash(parent, tokens[:end], extra) for end in ends]
+        return [block_hash(parent, tokens[:end], self.extra) for end in ends]
 
     def load_parts(self, tables: tuple[list[int], ...], num_external_tokens: int) -> tuple[ChunkPart, ...]:
         """Parts to load for the tokens after the local hit. `tables`: the request's, complete."""
@@ -236,23 +236,3 @@ def _blocks(kind: LayerKind, tables: tuple[list[int], ...], start: int, end: int
     of_groups = [tables[group] for group in kind.groups]
     assert all(len(table) >= end for table in of_groups), "a table is shorter than the computed tokens"
     return tuple(block for table in of_groups for block in table[start:end])
-
-
-def can_be_named(request: host.Request) -> bool:
-    """Whether keys name all that the prompt's KV depends on, with vLLM's names for adapters and embeddings.
-
-    An adapter has a name only, which may be another's tomorrow, and chunks last. Embeddings stand in place of
-    tokens, or between them.
-    """
-    return request.prompt_token_ids is not None and all(
-        getattr(request, name, None) is None for name in ("lora_request", "prompt_embeds")
-    )
-
-
-def _extra_of(request: host.Request) -> bytes:
-    """Everything besides the tokens that their KV depends on, with vLLM's name for media."""
-    media = getattr(request, "mm_features", None) or ()
-    return extra_key(
-        cache_salt=request.cache_salt,
-        media=[f"{item.mm_position.offset}:{item.identifier}" for item in media],
-    )

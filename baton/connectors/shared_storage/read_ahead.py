@@ -77,6 +77,9 @@ class ReadAhead:
                         unread.append(chunk)
             return unread
 
+    def forget_all(self) -> list[Chunk]:
+        return [chunk for owner in list(self._of_owner) for chunk in self.forget(owner)]
+
     def drop(self, chunk: Chunk) -> None:
         """Of a chunk that could not be read."""
         with self._lock:

@@ -19,11 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.connectors.block_tables import follow_tables, offered_states
 from baton.connectors.jobs import Jobs, Repeated
+from baton.connectors.prompt_identity import UnnamedPrompt
 from baton.connectors.shared_storage.events import EVENT_CHUNKS_MAX, ChunkEvents, Sighting
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.layer_kinds import num_served
@@ -36,7 +38,7 @@ from baton.connectors.shared_storage.metadata import (
     StorageMetadata,
     StorageReport,
 )
-from baton.connectors.shared_storage.prompts import HintedRequest, Lookup, Prompt, can_be_named
+from baton.connectors.shared_storage.prompts import HintedRequest, Lookup, Prompt
 from baton.connectors.shared_storage.speeds import Speeds, is_load_better
 from baton.connectors.shared_storage.stats import StorageStats
 from baton.connectors.shared_storage.stores import Keeper, make_sweeps, make_tiers
@@ -107,6 +109,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._hints: dict[str, float] = {}  # Until when the next prompt may come.
         self._num_hints = 0
         self._forget: list[str] = []
+        self._cancel: set[str] = set()  # Requests whose load is of other weights, for the next step.
         self._usable: set[str] = set()  # Requests that steps compute while their load goes on.
         self._events: ChunkEvents | None = None
         if identity.publishes_events:
@@ -222,7 +225,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
 
     def request_finished(self, request: host.Request, block_ids: list[int]) -> tuple[bool, None]:
         prompt = self._prompts.pop(request.request_id, None)
-        if prompt is not None and self._keeper is not None:
+        if prompt is not None and not prompt.is_stale and self._keeper is not None:
             self._retain(prompt, self._keeper)
         self._end_reading_ahead(request.request_id)
         return False, None
@@ -230,15 +233,18 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     def _prompt_of(self, request: host.Request) -> Prompt | None:
         """None for a prompt whose KV cannot be named."""
         if (prompt := self._prompts.get(request.request_id)) is None:
-            if not can_be_named(request):
-                return None
             identity = self._identity
+            try:
+                extra = identity.names.extra_of(request)
+            except UnnamedPrompt:
+                return None
             prompt = Prompt(
                 request,
                 identity.chunk_tokens,
                 identity.block_tokens,
                 identity.kv_identity.hash_seed,
                 self._kinds,
+                extra,
                 retention=retention_of(request),
             )
             self._prompts[request.request_id] = prompt
@@ -262,12 +268,14 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._num_hints += 1
         name = f"hint {self._num_hints}"  # No request has this id: a host's have no space.
         identity = self._identity
+        hinted = HintedRequest(name, tokens, cache_salt)
         prompt = Prompt(
-            HintedRequest(name, tokens, cache_salt),
+            hinted,
             identity.chunk_tokens,
             identity.block_tokens,
             identity.kv_identity.hash_seed,
             self._kinds,
+            identity.names.extra_of(hinted),
         )
         self._look_up(prompt)
         self._wait(prompt)
@@ -314,12 +322,14 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         drop, self._drop = self._drop, []
         read_ahead = self._plan_reading_ahead(scheduler_output)
         forget, self._forget = self._forget, []
+        cancel, self._cancel = self._cancel, set()
         num_scheduled = scheduler_output.num_scheduled_tokens.values()
         return StorageMetadata(
             usable=tuple(sorted(self._usable)),
             longest=max(num_scheduled, default=0),
             read_ahead=read_ahead,
             forget=tuple(forget),
+            cancel=tuple(sorted(cancel)),
             is_timed=self._speeds.step_planned(self._step, num_scheduled, self._clock()),
             step=self._step,
             namespaces=self._namespaces,
@@ -348,7 +358,11 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             combined = StorageReport()
         ended = connector_output.finished_recving or set()
         # The blocks of a request that ended before it arrived are no other's.
-        arriving = (combined.arriving or set()) & self._prompts.keys() - ended
+        arriving = {
+            request_id
+            for request_id in (combined.arriving or set()) - ended
+            if (prompt := self._prompts.get(request_id)) is not None and not prompt.is_stale
+        }
         if arriving:  # vLLM's output has no such field, and there nothing arrives.
             connector_output.arriving_recving |= arriving
         for request_id in self._usable & ended:
@@ -366,7 +380,13 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
 
     def has_pending_push_work(self) -> bool:
         """True while ranks must be told something, or are to report writes for events."""
-        is_told = bool(self._write or self._drop or self._forget or self._hints.keys() & self._waiting.keys())
+        is_told = bool(
+            self._write
+            or self._drop
+            or self._forget
+            or self._cancel
+            or self._hints.keys() & self._waiting.keys()
+        )
         return is_told or (self._events is not None and self._events.is_waiting)
 
     def take_events(self) -> Iterable[KVCacheEvent]:
@@ -377,6 +397,28 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         with self._lock:
             self._stats.add_requests(requests)
             return self._stats.take()
+
+    def reset_cache(self) -> bool:
+        return self.set_weights(None, None)
+
+    def set_weights(self, weights: str | None, version: str | None) -> bool:
+        """Chunks of the old weights stay under their own names, for engines that compute with them."""
+        if not self._identity.current.update(weights, version):
+            return True
+        self._name_chunks()
+        for prompt in self._prompts.values():
+            prompt.is_stale, prompt.lookup = True, None
+        self._loads = [replace(load, is_failed=True) for load in self._loads]
+        self._cancel = {request_id for request_id, prompt in self._prompts.items() if prompt.has_loaded}
+        for owner in [*self._waiting, *self._ahead]:
+            self._end_reading_ahead(owner)
+        self._drop_steps_in_flight()
+        self._drop += self._write  # Not told to the ranks yet.
+        self._write.clear()
+        self._sessions = Sessions()
+        if self._events is not None:
+            self._events.clear()
+        return True
 
     def shutdown(self) -> None:
         timeout_s = self._identity.settings.shutdown_timeout_s
@@ -393,6 +435,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         found: list[tuple[str, int, SaveChunk]] = []
         for request_id, num_computed in follow_tables(output, self._prompts):
             prompt = self._prompts[request_id]
+            if prompt.is_stale:
+                continue
             self._skip_stored(prompt)
             end = num_computed + output.num_scheduled_tokens.get(request_id, 0)
             saves = prompt.take_saves(num_computed, end, offered_states(output, request_id))
@@ -435,13 +479,18 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         found = [key for key in found if key not in set(ended)]
         keep = Keep(asked.priority, asked.ttl_s, asked.tenant)
         if self._namespaces and (ended or keep != NO_KEEP):
-            keeper.put(partial(self._write_retention, keep, saved, found, ended))
+            name = partial(ChunkName, self._namespaces[0])
+            keeper.put(partial(self._write_retention, name, keep, saved, found, ended))
 
     # --- Threads -------------------------------------------------------------------------------
 
     def _learn_layout(self, rank: int, layout: str) -> None:
         self._layouts[rank] = layout
-        if not self._namespaces and len(self._layouts) == self._identity.num_ranks:
+        if not self._namespaces:
+            self._name_chunks()
+
+    def _name_chunks(self) -> None:
+        if len(self._layouts) == self._identity.num_ranks:
             self._namespaces = self._identity.namespaces(self._layouts)
             logger.info(
                 "KV is stored in the namespace %s of %s",
@@ -477,7 +526,8 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
             return
         try:
             with self._looking_up(prompt) as seen:
-                num_stored, tail = self._find_prefix(prompt, lookup, namespaces, keys, seen)
+                if namespaces == self._namespaces:  # Otherwise the weights have changed.
+                    num_stored, tail = self._find_prefix(prompt, lookup, namespaces, keys, seen)
         except StoreError as error:
             logger.warning("the lookup of %d chunks failed: %s", len(keys), error)
         with self._lock:
@@ -544,22 +594,19 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         ]
 
     def _write_retention(
-        self, keep: Keep, saved: list[bytes], found: list[BlockHash], ended: list[bytes]
+        self,
+        name: Callable[..., ChunkName],
+        keep: Keep,
+        saved: list[bytes],
+        found: list[BlockHash],
+        ended: list[bytes],
     ) -> None:
         """Runs on the keeper's thread."""
-        self._sweeps.keep([self._chunk(key) for key in saved], keep)
-        self._sweeps.keep([self._chunk(key) for key in found], keep.raised())
+        self._sweeps.keep([_chunk(name(key, 0)) for key in saved], keep)
+        self._sweeps.keep([_chunk(name(key, 0)) for key in found], keep.raised())
         ranks, windows = range(self._identity.num_ranks), [kind.window_of_files for kind in self._kinds]
-        values = [
-            str(ChunkName(self._namespaces[0], key, rank, window))
-            for key in ended
-            for window in windows
-            for rank in ranks
-        ]
-        self._sweeps.end([self._chunk(key) for key in ended], values, keep)
-
-    def _chunk(self, key: bytes) -> str:
-        return chunk_of(str(ChunkName(self._namespaces[0], key, 0)))
+        values = [str(name(key, rank, window)) for key in ended for window in windows for rank in ranks]
+        self._sweeps.end([_chunk(name(key, 0)) for key in ended], values, keep)
 
     def _sweep(self) -> None:
         """Runs on the sweeper's thread."""
@@ -612,6 +659,10 @@ def _events_of(
         )
         for kind in identity.layer_kinds
     ]
+
+
+def _chunk(name: ChunkName) -> str:
+    return chunk_of(str(name))
 
 
 def _first(places: list[Place | None]) -> Place | None:

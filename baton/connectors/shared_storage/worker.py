@@ -90,12 +90,13 @@ class StorageWorkerHalf(BackgroundLoads):
             clock=clock,
         )
         self._layers: dict[str, int] = {}  # By name of a cache: its place in the order of layers.
+        self._loading: set[str] = set()  # Requests.
         self._layered: dict[str, LayeredLoad] = {}  # By request; until their end.
         self._awaited: dict[str, LayeredLoad] = {}  # Those that this step may read before they are complete.
         self._wait_left_s = 0.0  # Of this step.
         self._waited: set[int] = set()  # Places of this step's layers.
-        # Of `layered`: a step may have read blocks that were not filled yet.
-        self._unproven: set[str] = set()
+        # Of loads: a step may have read blocks that were not filled yet, or the weights have changed.
+        self._unproven: dict[str, str] = {}  # By request: the reason.
         self._arriving: set[str] = set()  # Ended before they were reported.
         self._failed_loads: set[str] = set()  # For our scheduler half, as those below.
         self._ended_saves: set[SaveId] = set()
@@ -132,7 +133,7 @@ class StorageWorkerHalf(BackgroundLoads):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, StorageMetadata)
         # A host that contains a failed `build_connector_meta` sends empty metadata instead.
-        self._namespaces = connector_metadata.namespaces or self._namespaces
+        self._begin_namespaces(connector_metadata)
         for step in connector_metadata.drop:
             copies = self._staged.pop(step, [])
             self._transfers.drop(copies)
@@ -145,6 +146,16 @@ class StorageWorkerHalf(BackgroundLoads):
         for order in connector_metadata.loads:
             self._order_load(order)
         self._begin_waiting(connector_metadata)
+
+    def _begin_namespaces(self, metadata: StorageMetadata) -> None:
+        """Ends the loads of other weights before a thread can read under the new names."""
+        for request_id in self._loading.intersection(metadata.cancel):
+            self._unproven[request_id] = "weights"
+            self._transfers.cancel(request_id, waits=True)
+        if metadata.namespaces and metadata.namespaces != self._namespaces:
+            for chunk in self._ahead.forget_all():
+                self._transfers.cancel(chunk, waits=True)
+            self._namespaces = metadata.namespaces
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         if self._awaited:
@@ -214,6 +225,7 @@ class StorageWorkerHalf(BackgroundLoads):
     # --- Loads -----------------------------------------------------------------------------------
 
     def _order_load(self, order: LoadChunks) -> None:
+        self._loading.add(order.request_id)
         if order.is_failed:
             self._end_load(order.request_id, [Outcome(part, "failed") for part in order.parts])
             self._wake()
@@ -269,7 +281,7 @@ class StorageWorkerHalf(BackgroundLoads):
         """Afterwards no thread writes to its blocks. They are reported as invalid with this step."""
         request_id = load.order.request_id
         del self._awaited[request_id]
-        self._unproven.add(request_id)
+        self._unproven.setdefault(request_id, "timeout")
         self._transfers.cancel(request_id, waits=True)
 
     # --- Jobs that end ---------------------------------------------------------------------------
@@ -307,6 +319,7 @@ class StorageWorkerHalf(BackgroundLoads):
 
     def _end_load(self, request_id: str, outcomes: Sequence[Outcome[Part]]) -> None:
         """The parts before the first that failed are loaded."""
+        self._loading.discard(request_id)
         load = self._layered.pop(request_id, None)
         for outcome in outcomes:
             part = outcome.chunk
@@ -322,20 +335,19 @@ class StorageWorkerHalf(BackgroundLoads):
                 logger.warning("request %s computes what it could not load: %s", request_id, outcome.error)
             if outcome.is_lost and self._identity.publishes_events:
                 self._lost.add((part.key, part.kind))
-        is_unproven = request_id in self._unproven
-        self._unproven.discard(request_id)
+        unproven = self._unproven.pop(request_id, None)
         parts: Sequence[Part] = [outcome.chunk for outcome in outcomes]
         places: Sequence[int] = range(len(parts))
         if load is not None:
             parts, places = load.order.parts, load.places
             self._arriving |= {request_id} if not load.is_reported else set()
-        failed = {
+        failed: dict[int, str | None] = {
             place: outcome.reason
             for place, outcome in zip(places, outcomes, strict=True)
             if outcome.reason not in (None, "unneeded", "cancelled")
         }
-        if is_unproven:
-            failed = {0: next(iter(failed.values()), "timeout")}
+        if unproven is not None:
+            failed = {0: next(iter(failed.values()), unproven)}
         if not failed:
             self._note_end(request_id)
             return

@@ -221,9 +221,12 @@ class BlockPool:
                 self._free.remove(block)
                 self._free.prepend(block)
 
-    def reset_prefix_cache(self) -> bool:
-        """Empty the prefix cache. Refused (False) while a block is held, because it would be cached again."""
-        if self._free.num_free != self.num_usable_blocks:
+    def reset_prefix_cache(self, *, is_forced: bool = False) -> bool:
+        """Empty the prefix cache. Refused (False) while a block is held, because it would be cached again.
+
+        `is_forced`: the caller makes sure that no held block is cached again.
+        """
+        if self._free.num_free != self.num_usable_blocks and not is_forced:
             return False
         for cached in self._cached:
             for block in cached.values():

@@ -319,8 +319,8 @@ class KVCache:
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
         self.block_pool.evict_blocks(block_ids)
 
-    def reset_prefix_cache(self) -> bool:
-        return self.block_pool.reset_prefix_cache()
+    def reset_prefix_cache(self, *, is_forced: bool = False) -> bool:
+        return self.block_pool.reset_prefix_cache(is_forced=is_forced)
 
     # --- Questions -------------------------------------------------------------------------------
 

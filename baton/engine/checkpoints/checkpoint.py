@@ -37,12 +37,13 @@ def load_model_config(
     max_model_len: int | None = None,
     served_model_name: str | None = None,
     kv_cache_dtype: KVCacheDtype = "auto",
+    weights_version: str = "",
 ) -> ModelConfig:
     """Read a local Hugging Face model folder.
 
     All weights are read once for their digest, which takes seconds per ten gigabytes. `dtype`: auto (that of
     config.json), float32, bfloat16 or float16. `max_model_len`: in tokens; None: the model's maximum.
-    `served_model_name`: None: the folder's name. `kv_cache_dtype`: as in ModelConfig.
+    `served_model_name`: None: the folder's name. `kv_cache_dtype`, `weights_version`: as in ModelConfig.
 
     Raises UserError with the file and field at fault, ConfigError for a `kv_cache_dtype` that the model
     cannot have.
@@ -73,6 +74,7 @@ def load_model_config(
         bos_token_id=_token_id(config.get("bos_token_id"), "bos_token_id"),
         architecture_digest=architecture.digest,
         weights_digest=weights_digest(root),
+        weights_version=weights_version,
         hf_config=config,
         generation_config=generation,
         windows=architecture.windows,
@@ -143,6 +145,16 @@ def weights_digest(folder: str | Path) -> str:
             while num_read := stream.readinto(buffer):
                 digest.update(view[:num_read])
     return digest.hexdigest()
+
+
+FilesState = tuple[tuple[str, int, int, int, int], ...]
+"""Name, size, inode and times of change of each weight file, in nanoseconds."""
+
+
+def files_state(folder: str | Path) -> FilesState:
+    """A value that differs after a weight file was written or replaced."""
+    stats = [(file.name, file.stat()) for file in weight_files(folder)]
+    return tuple((name, s.st_size, s.st_ino, s.st_mtime_ns, s.st_ctime_ns) for name, s in stats)
 
 
 def _choose_dtype(wanted: str, config: dict[str, Any]) -> str:

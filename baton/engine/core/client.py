@@ -16,11 +16,19 @@ from typing import Any, Self
 
 import msgspec
 
-from baton.core.config import EngineConfig
+from baton.core.config import EngineConfig, ModelConfig
 from baton.core.errors import BatonError, ConfigError, UserError
 from baton.engine.api import EngineOutput, EngineRequest, SchedulerStats
 from baton.engine.core import core_messages as messages
 from baton.engine.core.core_messages import FromCore, Start, ToCore
+from baton.engine.core.weights_update import (
+    WAIT_S,
+    UpdateEnd,
+    UpdateFailed,
+    UpdateUnderWay,
+    WeightsUpdate,
+    prepare_update,
+)
 from baton.engine.process.channel import FrameSplitter, frame
 from baton.engine.process.child import KILL_WAIT_S, Child
 from baton.engine.process.liveness import HangWatch, StopWatch, process_tree
@@ -51,7 +59,12 @@ _Answer = EngineOutput | EngineDeadError | EngineUnreadyError
 class EngineClient(asyncio.Protocol):
     """Created by `start`. Used from one event loop."""
 
-    def __init__(self, child: Child, step_timeout_s: float) -> None:
+    def __init__(self, child: Child, config: EngineConfig) -> None:
+        step_timeout_s = config.step_timeout_s
+        self.model_config = config.model_config  # With the weights that compute now.
+        self.on_weights: Callable[[ModelConfig], None] | None = None
+        self._update: WeightsUpdate | None = None  # In the core.
+        self._updated: asyncio.Future[UpdateEnd] | None = None  # An update is under way.
         self.on_stats: Callable[[SchedulerStats], None] | None = None
         self._child = child
         self._splitter = FrameSplitter()
@@ -90,7 +103,7 @@ class EngineClient(asyncio.Protocol):
             leads_group=True,
             environment={"OMP_NUM_THREADS": str(config.device_config.num_threads), **compute_environment()},
         )
-        client = cls(child, config.step_timeout_s)
+        client = cls(child, config)
         try:
             client._transport, _ = await asyncio.get_running_loop().create_unix_connection(
                 lambda: client, sock=child.socket
@@ -115,7 +128,7 @@ class EngineClient(asyncio.Protocol):
     async def introduction(self) -> str | None:
         """The connector's introduction, for consumers without a ticket of this engine; None if it has none.
 
-        It changes only when the core restarts its ranks.
+        It changes only when the core restarts its ranks, and when its weights change.
         """
         return self._introduction
 
@@ -177,6 +190,54 @@ class EngineClient(asyncio.Protocol):
     def take_back(self, params: dict[str, Any]) -> None:
         """Release the loan of these `kv_transfer_params` of a finished request: no consumer will fetch it."""
         self._send(messages.TakeBack(params))
+
+    async def update_weights(
+        self, folder: str, version: str | None = None, *, mode: str = "wait", timeout_s: float = WAIT_S
+    ) -> None:
+        """See `LLM.update_weights`. Raises UpdateUnderWay, too.
+
+        A caller that is cancelled does not end the update.
+        """
+        if self._updated is not None:
+            raise UpdateUnderWay("another update of the weights is under way")
+        updated = self._updated = asyncio.get_running_loop().create_future()
+        try:
+            update = await asyncio.to_thread(
+                prepare_update, self.model_config, folder, version, mode, timeout_s
+            )
+        except BaseException:
+            self._updated = None
+            raise
+        if self._death is not None:
+            raise EngineDeadError(str(self._death))
+        if (reason := self.unready_reason) is not None:
+            self._updated = None
+            raise EngineUnreadyError(reason)
+        self._update = update
+        self._hang_watch.stop()  # Reading the weights may take longer than a step.
+        self._send(messages.UpdateWeights(update))
+        try:
+            async with asyncio.timeout(timeout_s + START_TIMEOUT_S):
+                end = await asyncio.shield(updated)
+        except TimeoutError:
+            self._hangs()
+            raise EngineDeadError(str(self._death)) from None
+        end.check()
+
+    def _end_update(self, end: UpdateEnd | BatonError) -> None:
+        updated, self._updated = self._updated, None
+        update, self._update = self._update, None
+        if updated is None or updated.done():
+            return
+        if isinstance(end, BatonError):
+            updated.set_exception(end)
+            updated.exception()  # Its caller may be gone.
+            return
+        if update is not None and end.error is None:
+            self.model_config = update.model_config
+            if self.on_weights is not None:
+                self.on_weights(self.model_config)
+        updated.set_result(end)
 
     async def drain(self, timeout_s: float) -> bool:
         """Before `close`: grant no more loans, and wait until no request runs and no loan is open.
@@ -249,6 +310,7 @@ class EngineClient(asyncio.Protocol):
                     logger.error("the engine lost a rank and restarts its ranks: %s", reason)
                     self._introduction = None
                     self._restarting = reason
+                    self._end_update(UpdateFailed(f"the engine starts its ranks anew: {reason}"))
                     self._deliver(failed)
                     self._fail_open(EngineUnreadyError(f"the engine starts its ranks anew: {reason}"))
                     self._hang_watch.stop()  # Loading the weights may take longer than a step.
@@ -264,6 +326,10 @@ class EngineClient(asyncio.Protocol):
                 case messages.Drained(is_whole):
                     if self._drained is not None and not self._drained.done():
                         self._drained.set_result(is_whole)
+                case messages.WeightsUpdated(end, introduction):
+                    self._introduction = introduction
+                    self._end_update(end)
+                    self._hang_watch.start()
                 case messages.Pong():
                     pass  # Any message shows that the core is alive.
                 case messages.Stopped(reason):
@@ -326,6 +392,7 @@ class EngineClient(asyncio.Protocol):
             self._started.set_exception(EngineDeadError(f"{how}, before it was ready"))
         if self._drained is not None and not self._drained.done():
             self._drained.set_result(False)
+        self._end_update(death)
         answers_of, self._answers = self._answers, {}
         for answers in answers_of.values():
             if answers is not None:

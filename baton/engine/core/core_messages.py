@@ -2,7 +2,7 @@
 
 front end --Start-----------------------> core     front end <--Started | StartFailed----- core
           --AddRequest, Abort, TakeBack --->                 <--Outputs-----------------
-          --Ping, Drain, Stop-------------->                 <--Pong, Drained, Stopped--
+          --Ping, Drain, UpdateWeights, Stop->               <--Pong, Drained, WeightsUpdated, Stopped--
 """
 
 from typing import Any
@@ -11,6 +11,7 @@ import msgspec
 
 from baton.core.config import EngineConfig
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest
+from baton.engine.core.weights_update import UpdateEnd, WeightsUpdate
 
 
 class Start(msgspec.Struct, frozen=True, tag="Start", array_like=True):
@@ -42,6 +43,12 @@ class Drain(msgspec.Struct, frozen=True, tag="Drain", array_like=True):
     timeout_s: float
 
 
+class UpdateWeights(msgspec.Struct, frozen=True, tag="UpdateWeights", array_like=True):
+    """Answer when the update has ended. Only one at a time."""
+
+    update: WeightsUpdate
+
+
 class Stop(msgspec.Struct, frozen=True, tag="Stop", array_like=True):
     """Shut down and end."""
 
@@ -49,7 +56,7 @@ class Stop(msgspec.Struct, frozen=True, tag="Stop", array_like=True):
 class Started(msgspec.Struct, frozen=True, tag="Started", array_like=True):
     """Ready for requests."""
 
-    introduction: str | None = None  # Of the connector's scheduler half; constant until a restart.
+    introduction: str | None = None  # Of the connector's scheduler half, until a restart or other weights.
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="StartFailed", array_like=True):
@@ -87,11 +94,20 @@ class Drained(msgspec.Struct, frozen=True, tag="Drained", array_like=True):
     is_whole: bool  # False: the time was up first.
 
 
+class WeightsUpdated(msgspec.Struct, frozen=True, tag="WeightsUpdated", array_like=True):
+    """The answer to UpdateWeights."""
+
+    end: UpdateEnd
+    introduction: str | None = None
+
+
 class Stopped(msgspec.Struct, frozen=True, tag="Stopped", array_like=True):
     """The core's last message. No open request will be answered."""
 
     reason: str
 
 
-ToCore = Start | AddRequest | Abort | TakeBack | Ping | Drain | Stop
-FromCore = Started | StartFailed | Restarting | Restarted | Outputs | Pong | Drained | Stopped
+ToCore = Start | AddRequest | Abort | TakeBack | Ping | Drain | UpdateWeights | Stop
+FromCore = (
+    Started | StartFailed | Restarting | Restarted | Outputs | Pong | Drained | WeightsUpdated | Stopped
+)

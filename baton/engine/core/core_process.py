@@ -28,8 +28,10 @@ from types import FrameType
 
 import msgspec
 
+from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutputs, SchedulerStats
+from baton.engine.checkpoints.checkpoint import weights_digest
 from baton.engine.core import core_messages as messages
 from baton.engine.core.core_messages import FromCore, Start, ToCore
 from baton.engine.core.engine_core import EngineCore
@@ -73,6 +75,8 @@ class CoreLoop:
                 continue
             outputs = self._core.step()
             self.hand_over(outputs)
+            if (end := self._core.take_update_end()) is not None:
+                self._send(messages.WeightsUpdated(end, self._core.introduction()))
             if wait_s := self.next_wait_s():
                 self._wait(wait_s)
             elif self._channel.has_unsent:
@@ -95,6 +99,8 @@ class CoreLoop:
                 case messages.Drain(timeout_s):
                     self._drained_by_s = time.monotonic() + timeout_s
                     self._core.drain(timeout_s)
+                case messages.UpdateWeights(update):
+                    self._core.begin_update(update)
                 case messages.Stop():
                     raise Stopping("it was closed")
                 case Start():
@@ -220,14 +226,17 @@ def _run(core: EngineCore, start: Start, channel: Channel, stop_signal: StopSign
         if death is None:
             return
         channel.flush(LAST_WORDS_S)
-        core = _restart(start, channel)
+        core = _restart(core.config, start.connector_factory, channel)
         channel.send_nowait(msgspec.msgpack.encode(messages.Restarted(core.introduction())))
 
 
-def _restart(start: Start, channel: Channel) -> EngineCore:
+def _restart(config: EngineConfig, connector_factory: str | None, channel: Channel) -> EngineCore:
     """Start new ranks, cache and connector halves, with a new epoch, which no old ticket names."""
     try:
-        return EngineCore(start.config, start.connector_factory)
+        folder = config.model_config.model
+        if weights_digest(folder) != config.model_config.weights_digest:
+            raise UserError(f"the weights in {folder} are others than those that were loaded", field="model")
+        return EngineCore(config, connector_factory)
     except Exception as error:  # As above.
         logger.exception("the engine core could not start its ranks anew")
         _send_last(channel, messages.Stopped(f"it could not start its ranks anew: {_text(error)}"))

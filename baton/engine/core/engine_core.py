@@ -22,6 +22,7 @@ from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError
 from baton.engine.core.kv_event_publisher import KVEventPublisher
+from baton.engine.core.weights_update import UpdateEnd, UpdateUnderWay, WeightsUpdate
 from baton.engine.executor import Executor, ExecutorDied
 from baton.engine.executor.start import start_executor
 from baton.engine.runner.hybrid import settle_groups
@@ -57,6 +58,13 @@ class EngineCore:
         self._batches: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()  # Oldest first.
         self._num_batches_max = config.parallel_config.max_concurrent_batches
         self.is_woken = False  # Whether connector and executor report when a step has work.
+        self.config = config  # With the weights that compute now.
+        self._update: WeightsUpdate | None = None  # Under way.
+        self._update_by_s = 0.0
+        self._is_staged = False
+        self._update_end: UpdateEnd | None = None
+        self._kept_back: dict[str, EngineRequest] = {}  # Requests that begin after the update.
+        self._late_outputs: list[EngineOutput] = []  # Of them.
         config = settle_groups(config, connector_factory)
         self.executor = executor if executor is not None else start_executor(config, connector_factory)
         self._num_connector_errors = 0  # Steps in a row.
@@ -81,6 +89,9 @@ class EngineCore:
 
     def add_request(self, request: EngineRequest) -> EngineOutput | None:
         """Returns the output of a request that is refused, or has ended at once; the caller delivers it."""
+        if self._update is not None and self._update.mode == "wait":
+            self._kept_back[request.request_id] = request
+            return None
         try:
             return self.scheduler.add_request(request)
         except UserError as error:
@@ -92,7 +103,76 @@ class EngineCore:
             )
 
     def abort(self, request_id: str) -> None:
+        if self._kept_back.pop(request_id, None) is not None:
+            self._late_outputs.append(
+                EngineOutput(request_id=request_id, new_token_ids=[], finish_reason="abort")
+            )
         self.scheduler.abort([request_id])
+
+    # --- Update of the weights -------------------------------------------------------------------
+
+    def begin_update(self, update: WeightsUpdate) -> None:
+        """Update the weights, within the next steps. `take_update_end` has the end. Raises UpdateUnderWay."""
+        if self._update is not None:
+            raise UpdateUnderWay("another update of the weights is under way")
+        self._update, self._is_staged = update, False
+        self._update_by_s = time.monotonic() + update.timeout_s
+
+    def take_update_end(self) -> UpdateEnd | None:
+        """The end of the update, once."""
+        end, self._update_end = self._update_end, None
+        return end
+
+    def _is_update_due(self, update: WeightsUpdate) -> bool:
+        """Whether the update can go on as soon as no step is in flight."""
+        if not self._is_staged or time.monotonic() >= self._update_by_s:
+            return True
+        return not self._is_awaited(update)
+
+    def _is_awaited(self, update: WeightsUpdate) -> bool:
+        if update.mode == "wait":
+            return self.scheduler.has_unfinished_requests()
+        return self.scheduler.has_filled_in_use
+
+    def _continue_update(self, update: WeightsUpdate) -> None:
+        """No step is in flight."""
+        if not self._is_staged:
+            error = self.executor.stage_weights(update.model_config.model, update.files)
+            if error is not None:
+                self._end_update(error)
+                return
+            self._is_staged = True
+            if update.mode == "abort":
+                self.scheduler.abort([r.request_id for r in self.scheduler.requests.values()])
+            self.scheduler.is_admitting = update.mode == "wait"
+        if self._is_awaited(update):
+            if time.monotonic() >= self._update_by_s:
+                self.executor.end_staging(is_wanted=False)
+                self._end_update(
+                    RequestError(
+                        f"requests still use KV of the weights after {update.timeout_s:g} s (timeout_s): the "
+                        "old weights go on serving; allow more time, or use the mode abort or keep"
+                    )
+                )
+            return
+        self.executor.end_staging(is_wanted=True)
+        self.config = msgspec.structs.replace(self.config, model_config=update.model_config)
+        self.scheduler.change_weights(*update.weights)
+        self._publish_events()
+        logger.info(
+            "the weights are now those of %s, digest %s, version %r",
+            update.model_config.model,
+            *update.weights,
+        )
+        self._end_update(None)
+
+    def _end_update(self, error: RequestError | None) -> None:
+        self._update, self._update_end = None, UpdateEnd(error)
+        self.scheduler.is_admitting = True
+        kept_back, self._kept_back = self._kept_back, {}
+        for request in kept_back.values():
+            if (output := self.add_request(request)) is not None:
+                self._late_outputs.append(output)
 
     def bind_wake(self, wake: Callable[[], None]) -> None:
         """The connector calls `wake`, from any thread, when a step would find something."""
@@ -105,12 +185,13 @@ class EngineCore:
 
     @property
     def has_requests(self) -> bool:
-        return bool(self._batches) or self.scheduler.has_requests()
+        has_own = self._batches or self._update is not None or self._late_outputs
+        return bool(has_own) or self.scheduler.has_requests()
 
     @property
     def has_unfinished_requests(self) -> bool:
         """False while only loans and reports are open."""
-        return self.scheduler.has_unfinished_requests()
+        return bool(self._kept_back) or self.scheduler.has_unfinished_requests()
 
     def drain(self, timeout_s: float) -> None:
         """Prepare the end: the owner goes on stepping until `is_drained`, or until the time is up."""
@@ -127,6 +208,17 @@ class EngineCore:
         With room for more steps in flight it does not wait for a result: it returns no outputs, and has to be
         called again. Raises the model's exception, or ExecutorDied; the engine cannot go on after either.
         """
+        if self._update is not None and self._is_update_due(self._update):
+            if self._batches:
+                return self._take_oldest()
+            self._continue_update(self._update)
+        outputs = self._step()
+        if self._late_outputs:
+            late, self._late_outputs = self._late_outputs, []
+            return msgspec.structs.replace(outputs, outputs=[*late, *outputs.outputs])
+        return outputs
+
+    def _step(self) -> EngineOutputs:
         if not self._batches or (
             len(self._batches) < self._num_batches_max and self.scheduler.has_idle_requests()
         ):
@@ -200,7 +292,11 @@ class EngineCore:
     def fail_all(self, death: ExecutorDied) -> EngineOutputs:
         """End every open request with an error: its KV is lost with the ranks. The owner then shuts down."""
         error = RequestError(f"the engine lost a rank, and its KV cache with it: {death}")
-        return EngineOutputs(outputs=self.scheduler.fail_all(error))
+        kept_back = [
+            EngineOutput(request_id=request_id, new_token_ids=[], finish_reason="error", error=error)
+            for request_id in self._kept_back
+        ]
+        return EngineOutputs(outputs=[*self._late_outputs, *self.scheduler.fail_all(error), *kept_back])
 
     def shutdown(self) -> None:
         """Idempotent."""

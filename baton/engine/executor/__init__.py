@@ -9,6 +9,7 @@ aggregator. Steps may be submitted before the results of earlier steps; the rank
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 from baton.contract import (
     KVConnectorHandshakeMetadata,
@@ -18,6 +19,8 @@ from baton.contract import (
 )
 from baton.contract.aggregator import KVOutputAggregator
 from baton.core.errors import BatonError
+from baton.engine.api import RequestError
+from baton.engine.checkpoints.checkpoint import FilesState
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 
@@ -41,6 +44,28 @@ class _Done(Future[ModelRunnerOutput]):
 
     def result(self, timeout: float | None = None) -> ModelRunnerOutput:
         return self._output
+
+
+@dataclass(frozen=True, slots=True)
+class RankStage:
+    """Read other weights from a folder, beside those in use. `files`: see `Executor.stage_weights`."""
+
+    folder: str
+    files: FilesState
+
+
+@dataclass(frozen=True, slots=True)
+class RankTake:
+    """Compute with the staged weights from now on, or drop them."""
+
+    is_wanted: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RankWeights:
+    """The answer to RankStage and RankTake. With an error the rank has changed nothing."""
+
+    error: RequestError | None = None
 
 
 class Executor(ABC):
@@ -77,6 +102,28 @@ class Executor(ABC):
         `metadata`: of an empty step.
         """
         raise AssertionError("this executor awaits no capture")
+
+    def stage_weights(self, folder: str, files: FilesState) -> RequestError | None:
+        """Read and check other weights on all ranks, beside those in use. No step may be in flight.
+
+        `files`: of the folder, from before its weights were digested. With an error nothing has changed.
+        """
+        answers = self._change_weights(RankStage(folder, files))
+        error = next((answer.error for answer in answers if answer.error is not None), None)
+        if error is not None:
+            self.end_staging(is_wanted=False)
+        return error
+
+    def end_staging(self, *, is_wanted: bool) -> None:
+        """Compute with the staged weights on all ranks, or drop them.
+
+        If that fails on one rank, the engine has to end: others may compute with the new weights already.
+        """
+        self._change_weights(RankTake(is_wanted))
+
+    def _change_weights(self, message: RankStage | RankTake) -> Sequence[RankWeights]:
+        """The answer of each rank."""
+        raise AssertionError("the ranks of this executor have no weights")
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         """See `KVConnectorWorkerHalf.bind_wake`. False: the caller has to poll the ranks by steps."""

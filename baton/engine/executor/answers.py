@@ -19,7 +19,7 @@ from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata
 from baton.contract.aggregator import KVOutputAggregator
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError
-from baton.engine.executor import Executor
+from baton.engine.executor import Executor, RankStage, RankTake, RankWeights
 from baton.engine.executor.rank_messages import (
     RankCapture,
     RankFailures,
@@ -145,6 +145,10 @@ class RemoteExecutor(Executor):
     @property
     def awaits_capture(self) -> bool:
         return self._any_awaits_capture
+
+    def _change_weights(self, message: RankStage | RankTake) -> list[RankWeights]:
+        assert not self._in_flight, "answers come in the order of messages"
+        return self._gather(self._send(packed(message)), START_TIMEOUT_S)
 
     def capture(self, metadata: KVConnectorMetadata) -> None:
         self._gather(self._send(packed(RankCapture(metadata))), START_TIMEOUT_S)

@@ -6,7 +6,7 @@ from concurrent.futures import Future
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorWorkerHalf
 from baton.contract.factory import load_factory
 from baton.core.config import EngineConfig
-from baton.engine.executor import Executor, done
+from baton.engine.executor import Executor, RankStage, RankTake, RankWeights, done
 from baton.engine.executor.worker import Worker
 from baton.engine.models.parallel import SingleRank
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
@@ -36,6 +36,9 @@ class InProcessExecutor(Executor):
 
     def capture(self, metadata: KVConnectorMetadata) -> None:
         self._worker.capture(metadata)
+
+    def _change_weights(self, message: RankStage | RankTake) -> list[RankWeights]:
+        return [self._worker.change_weights(message)]
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         return self._worker.half.bind_wake(wake)

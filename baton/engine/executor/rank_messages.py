@@ -19,7 +19,7 @@ from typing import Any
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorOutput
 from baton.core.config import EngineConfig
 from baton.core.errors import BatonError, ConfigError, UserError
-from baton.engine.executor import ExecutorDied
+from baton.engine.executor import ExecutorDied, RankWeights
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 logger = logging.getLogger(__name__)
@@ -135,7 +135,7 @@ def failure_of(error: Exception) -> RankFailed:
     return RankFailed(f"{type(error).__name__}: {error}", isinstance(error, UserError))
 
 
-def packed_answer(answer: RankReady | ModelRunnerOutput | RankFailed) -> bytes:
+def packed_answer(answer: RankReady | RankWeights | ModelRunnerOutput | RankFailed) -> bytes:
     return packed_result(answer) if isinstance(answer, ModelRunnerOutput) else packed(answer)
 
 

@@ -14,7 +14,10 @@ from baton.contract import KVConnectorMetadata
 from baton.contract.factory import ConnectorFactory, load_factory
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
+from baton.engine.api import RequestError
 from baton.engine.attention.cuda import require_cuda
+from baton.engine.checkpoints.checkpoint import files_state
+from baton.engine.executor import RankStage, RankTake, RankWeights
 from baton.engine.executor.rank_messages import (
     RankAssignment,
     RankCapture,
@@ -25,7 +28,7 @@ from baton.engine.executor.rank_messages import (
     packed_answer,
 )
 from baton.engine.graphs import DecodeGraphs, GraphMode, choose_mode
-from baton.engine.models import build_model, load_weights
+from baton.engine.models import Decoder, build_model, fill_weights, load_weights
 from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup
 from baton.engine.process.channel import Channel
 from baton.engine.runner.cache_setup import allocate_for, register
@@ -48,6 +51,8 @@ class Worker:
             keep_freed_memory()
         model = build_model(model_config, group, device, kv_cache_groups=config.kv_cache_groups)
         load_weights(model, model_config.model)
+        self._config, self._group, self._model = config, group, model
+        self._staged: Decoder | None = None
         self.half = factory.worker_half(config, group.rank)
         try:
             mode = choose_mode(config, self.half) if model.can_be_recorded else GraphMode.OFF
@@ -75,6 +80,39 @@ class Worker:
     ) -> ModelRunnerOutput:
         return self._runner.execute(scheduler_output, told_token_ids)
 
+    def change_weights(self, message: RankStage | RankTake) -> RankWeights:
+        """Read other weights, or compute with those that were read. Between steps only."""
+        match message:
+            case RankStage(folder, files):
+                try:
+                    self._staged = self._read(folder)
+                    if files_state(folder) != files:
+                        raise UserError("changed while its weights were read", field="folder")
+                except (UserError, OSError) as error:
+                    self._staged = None
+                    return RankWeights(RequestError(f"{folder}: {error}", is_users=True, field="folder"))
+                except (MemoryError, RuntimeError) as error:  # Also torch's, for want of memory.
+                    self._staged = None
+                    return RankWeights(RequestError(f"cannot read {folder}: {error}"))
+            case RankTake(is_wanted):
+                staged, self._staged = self._staged, None
+                if is_wanted:
+                    assert staged is not None, "weights are staged first"
+                    self._model.take_weights(staged)
+        return RankWeights()
+
+    def _read(self, folder: str) -> Decoder:
+        """A model in host memory with the weights of the folder. Raises UserError."""
+        config = self._config
+        staged = build_model(config.model_config, self._group, "cpu", kv_cache_groups=config.kv_cache_groups)
+        fill_weights(staged, folder)
+        for name, dtype in staged.stored_dtypes.items():
+            if dtype != (own := self._model.stored_dtypes[name]):
+                raise UserError(
+                    f"{name} has dtype {dtype}, that of the loaded weights is {own}", field="model"
+                )
+        return staged
+
 
 def device_of(config: EngineConfig, group: TensorParallelGroup) -> torch.device:
     """The rank's device; each rank has its own GPU. Raises UserError if there are too few."""
@@ -98,7 +136,9 @@ class Rank:
     def __init__(self) -> None:
         self._worker: Worker | None = None
 
-    def answer(self, message: RankAssignment | RankCapture | RankStep) -> RankReady | ModelRunnerOutput:
+    def answer(
+        self, message: RankAssignment | RankCapture | RankStep | RankStage | RankTake
+    ) -> RankReady | RankWeights | ModelRunnerOutput:
         match message:
             case RankAssignment():
                 worker = self._worker = _start(message)
@@ -108,6 +148,8 @@ class Rank:
                 return RankReady(None)
             case RankStep(scheduler_output, told_token_ids):
                 return self._started.execute(scheduler_output, told_token_ids)
+            case RankStage() | RankTake():
+                return self._started.change_weights(message)
 
     @property
     def _started(self) -> Worker:

@@ -10,10 +10,18 @@ from baton.core.kv_groups import KVCacheGroup, one_group
 from baton.engine.attention.kv_memory import torch_dtype
 from baton.engine.checkpoints.families import parse_architecture
 from baton.engine.models.decoder import Decoder
-from baton.engine.models.loading import load_weights
+from baton.engine.models.loading import fill_weights, load_weights
 from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup
 
-__all__ = ["Decoder", "ProcessGroup", "SingleRank", "TensorParallelGroup", "build_model", "load_weights"]
+__all__ = [
+    "Decoder",
+    "ProcessGroup",
+    "SingleRank",
+    "TensorParallelGroup",
+    "build_model",
+    "fill_weights",
+    "load_weights",
+]
 
 
 def build_model(

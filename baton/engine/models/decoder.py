@@ -112,11 +112,12 @@ class Decoder(nn.Module):
         self._compiled: CompiledLayers | None = None
         self._compiled_caches: dict[str, torch.Tensor] | None = None
         self._dtype = dtype
+        self.stored_dtypes: dict[str, str] = {}  # Of the checkpoint's tensors, by name; set by loading.
         # Rounded to the model's dtype, as in the reference implementation.
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
 
     def seal(self) -> None:
-        """Finish loading: the model can compute from now on, and its weights cannot change. Call it once."""
+        """Finish loading: the model can compute from now on. Call it once after all weights are filled."""
         for layer in self.layers:
             layer.seal()
         self.norm.seal()
@@ -126,6 +127,21 @@ class Decoder(nn.Module):
         for module in self.modules():  # So that steps find parts without `nn.Module.__getattr__`, in Python.
             vars(module).update(module._parameters)
             vars(module).update(module._modules)
+
+    @torch.no_grad()
+    def take_weights(self, other: "Decoder") -> None:
+        """Compute with the weights of `other` from now on: a filled model of this shape that is not sealed.
+
+        Weights that steps read in place keep their addresses, which recorded graphs contain. All that is
+        derived from weights is derived again. `other` is of no use afterwards.
+        """
+        for own, new in zip(self.parameters(), other.parameters(), strict=True):
+            if own.shape == new.shape:
+                own.copy_(new)
+            else:  # It was dropped after its packed copy was made.
+                own.data = new.data.to(own.device)
+        self.seal()
+        self._compiled = self._compiled_caches = None
 
     def forward(
         self, input_ids: torch.Tensor, positions: torch.Tensor, context: ForwardContext

@@ -68,7 +68,9 @@ def fill_weights(model: Decoder, folder: str | Path) -> None:
         described = {name: file for name, file in home.items() if not name.startswith(drafting)}
         _check_names(described, targets, tied=model.architecture.tie_word_embeddings)
         for target in targets:
-            _fill(target, home[target.name].get_slice(target.name))
+            stored = home[target.name].get_slice(target.name)
+            _fill(target, stored)
+            model.stored_dtypes[target.name] = stored.get_dtype()
 
 
 def _drafting_layers(model: Decoder, folder: str | Path) -> tuple[str, ...]:

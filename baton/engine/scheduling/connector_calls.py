@@ -199,7 +199,12 @@ class ConnectorCalls(SchedulerGuard):
         self.contain("drain", partial(self.half.drain, timeout_s))
 
     def reset_cache(self) -> bool:
-        return self.contain("reset_cache", self.half.reset_cache) is not False
+        """Whether nothing that was stored before can be loaded. The contract's None promises nothing."""
+        return self.contain("reset_cache", self.half.reset_cache) is True
+
+    def set_weights(self, weights: str, version: str | None) -> bool:
+        """Whether KV of the weights before is used no more."""
+        return self.contain("set_weights", partial(self.half.set_weights, weights, version)) is True
 
 
 @contextmanager

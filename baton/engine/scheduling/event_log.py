@@ -40,6 +40,12 @@ class EventLog:
         self._due += due
         self._due += of_connector
 
+    def between_steps(self) -> None:
+        """No step is in flight: all that the pool has reported is true."""
+        if self._is_enabled:
+            self._due += [*self._early, *self._kv_cache.block_pool.take_events()]
+            self._early.clear()
+
     def take(self) -> list[KVCacheEvent]:
         """Events since the last call."""
         taken, self._due = self._due, []

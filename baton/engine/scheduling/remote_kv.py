@@ -37,6 +37,7 @@ class Load:
     num_external_tokens: int
     num_valid_tokens: int
     is_failed: bool = False
+    is_stale: bool = False  # The weights have changed since it began: nothing of it is of use.
 
     def was_filled_at(self, token_index: int) -> bool:
         """Whether the connector loads this token, instead of the local cache."""
@@ -307,6 +308,12 @@ class RemoteKV:
             return True
         return False
 
+    def make_loads_stale(self) -> None:
+        """Drop what the loads under way bring, and the local hits before it, when they end."""
+        for load in self._loading.values():
+            load.is_failed = load.is_stale = True
+            load.num_valid_tokens = 0
+
     def settle(self, load: Load, *, is_continued: bool = False) -> bool:
         """End a load: make its valid blocks findable, and set what the request has computed.
 
@@ -318,7 +325,9 @@ class RemoteKV:
         request = load.request
         is_short = load.num_valid_tokens < request.num_computed_tokens
         is_beyond = load.num_valid_tokens == request.num_tokens and not is_continued
-        if (self._kv_cache.is_hybrid and is_short) or (self._kv_cache.has_states and is_beyond):
+        is_useless = (self._kv_cache.is_hybrid and is_short) or (self._kv_cache.has_states and is_beyond)
+        # The blocks of a stale load are given back, not filled again: some may be shared with a loan.
+        if is_useless or load.is_stale:
             request.asks_connector &= is_short  # It would load as much again.
             self._kv_cache.distrust(request, load.num_valid_tokens)
             request.num_computed_tokens = request.num_transferred_tokens = 0

@@ -54,6 +54,7 @@ class Scheduler:
         self.queues = state.queues
         self.connector = state.connector
         self._limits = config.scheduler_config
+        self.is_admitting = True  # False: requests that hold no block wait.
         self._num_arrived = 0
         self._lifecycle = RequestLifecycle(state)
         self._admission = Admission(state, self._lifecycle)
@@ -129,10 +130,36 @@ class Scheduler:
         )
 
     def reset_prefix_cache(self, *, reset_connector: bool = False) -> bool:
-        """Whether the reset was done. It is not while any request holds blocks, or if the connector fails."""
+        """Whether the reset was done. It is not while any request holds blocks. If the connector does not
+        promise its part, the local cache is empty all the same.
+        """
         if not self.kv_cache.reset_prefix_cache():
             return False
         return not reset_connector or self.connector.reset_cache()
+
+    @property
+    def has_filled_in_use(self) -> bool:
+        """Whether loads fill blocks that requests use, which cannot give them up before."""
+        return bool(self.remote.arriving_requests())
+
+    def change_weights(self, weights: str, version: str | None) -> None:
+        """The ranks compute with other weights from now on. No step may be in flight.
+
+        Requests go on with the tokens that they have; all their KV is computed again. Loads under way are of
+        no use. Lent blocks stay lent. A connector that does not promise that it uses no KV of the weights
+        before is retired.
+        """
+        assert not self.in_flight
+        assert not self.has_filled_in_use
+        for request in self.queues.holders():
+            self._rollback.restart(request)
+        self.remote.make_loads_stale()
+        for request in self.requests.values():
+            request.asks_connector = False
+        self.kv_cache.reset_prefix_cache(is_forced=True)
+        if not self.connector.set_weights(weights, version):
+            self.retire_connector("it does not promise that KV of the weights before is used no more")
+        self._events.between_steps()
 
     def take_events(self) -> list[KVCacheEvent]:
         """KV events since the last call. Empty unless `enable_kv_events`; then to be called regularly."""
@@ -164,6 +191,9 @@ class Scheduler:
 
     def schedule(self) -> SchedulerOutput:
         step = StepBuilder(self._limits, self.kv_cache)
+        if not self.is_admitting:
+            self._continue_running(step)
+            return self._close(step)
         yielding: list[Request] = []
         if (most_urgent := self.queues.least_rank_waiting()) < inf:
             yielding = [request for request in self.queues.running if _yields(request, most_urgent)]

@@ -171,7 +171,8 @@ class TransferReports:
         """Tokens that the prompt's producer sampled count as sampled here, even if their KV is missing."""
         state, request = self._state, load.request
         accepted = None
-        if not request.num_output_tokens and (prefilled := state.connector.prefilled(request)) is not None:
+        prefilled = None if request.num_output_tokens else state.connector.prefilled(request)
+        if prefilled is not None and not load.is_stale:
             params, stops = request.sampling_params, request.stop_token_ids
             accepted = accept(prefilled, params, stops, state.config.model_config.vocab_size)
         is_of_use = state.remote.settle(load, is_continued=accepted is not None)

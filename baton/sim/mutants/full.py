@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from baton.connectors.pull.consumer.fetch import Fetch
-from baton.connectors.pull.intent import FetchIntent
+from baton.connectors.pull.intent import FetchIntent, hash_of_tokens
 from baton.core.errors import PeerError
 from baton.core.ids import Address
 from baton.core.reasons import Fault
@@ -172,14 +172,16 @@ def _lend_as_shorter(engine: Engine) -> None:
         request: Any,
         loan_id: Any,
         held: Any,
-        token_ids: Any,
+        num_tokens: int,
+        prompt_hash: Any,
         transfer_id: Any,
         now: Any,
         prefilled: Any = None,
     ) -> dict[str, Any]:
-        if engine.cluster.has_states and len(token_ids) > 1:
-            token_ids, prefilled = token_ids[:-1], None
-        return lend(request, loan_id, held, token_ids, transfer_id, now, prefilled)
+        if engine.cluster.has_states and num_tokens > 1:
+            num_tokens, prefilled = num_tokens - 1, None
+            prompt_hash = hash_of_tokens(request, request.all_token_ids, num_tokens, loans._identity)
+        return lend(request, loan_id, held, num_tokens, prompt_hash, transfer_id, now, prefilled)
 
     loans._lend = lend_as_shorter  # type: ignore[method-assign]
 

@@ -32,7 +32,7 @@ SEEDS = {
     ("pull", "resumes_short"): 4,
     ("pull", "sender_bound"): 28,
     ("pull", "silent_router"): 13,
-    ("pull", "state_boundary"): 240,
+    ("pull", "state_boundary"): 817,
     ("pull", "store_failed"): 9,
     ("pull", "store_fence"): 139,
     ("pull", "store_state_length"): 13,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Final, Protocol
 from urllib.parse import urlsplit
 
+from baton.connectors.prompt_identity import UnnamedPrompt
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.intent import (
     LendBlocks,
@@ -26,7 +27,7 @@ from baton.connectors.pull.settings import TurnSettings
 from baton.connectors.pull.stats import PullStats
 from baton.contract import host
 from baton.core.errors import BadTransferParams
-from baton.core.ids import Address, BlockId, LoanId, RequestId, TransferId
+from baton.core.ids import Address, BlockId, LoanId, PromptHash, RequestId, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.core.prefilled import PrefilledTokens
 from baton.protocol.effects import FreeLoan
@@ -147,15 +148,16 @@ class Loans:
     ) -> dict[str, Any] | None:
         """Lend blocks of each group with the KV of the first `num_tokens` tokens of the request's prompt.
 
-        Returns the params that lead to them. None while draining: the consumer computes the prompt.
+        Returns the params that lead to them. None while draining, and for a prompt that cannot be named: the
+        consumer computes the prompt.
         """
         assert request.prompt_token_ids is not None
-        loan_id = self._machine.lend(now)
-        if loan_id is None:
+        prompt_hash = self._hash_of(request, request.prompt_token_ids, num_tokens)
+        loan_id = self._machine.lend(now) if prompt_hash is not None else None
+        if prompt_hash is None or loan_id is None:
             return None
         name = transfer_id or transfer_of_request(request.request_id)
-        token_ids = request.prompt_token_ids[:num_tokens]
-        lent = self._lend(request, loan_id, held, token_ids, name, now, prefilled)
+        lent = self._lend(request, loan_id, held, num_tokens, prompt_hash, name, now, prefilled)
         return {"do_remote_prefill": True, "do_remote_decode": False, **lent, "transfer_id": name}
 
     def _keep(
@@ -171,12 +173,13 @@ class Loans:
         num_held = sum(map(len, held))
         if not held or num_tokens < turns.min_tokens or not self._bound_kept(num_held, turns, now):
             return False, None
-        loan_id = self._machine.keep(now, turns.ttl_s)
-        if loan_id is None:
+        prompt_hash = self._hash_of(request, token_ids, num_tokens)
+        loan_id = self._machine.keep(now, turns.ttl_s) if prompt_hash is not None else None
+        if prompt_hash is None or loan_id is None:
             return False, None
         # The transfer id of the next leg is another one: the router gives it.
         name = transfer_of_request(request.request_id)
-        lent = self._lend(request, loan_id, held, token_ids[:num_tokens], name, now)
+        lent = self._lend(request, loan_id, held, num_tokens, prompt_hash, name, now)
         self._kept[loan_id] = num_held
         return self._holder is None, {"do_remote_prefill": False, "do_remote_decode": True, **lent}
 
@@ -185,7 +188,8 @@ class Loans:
         request: host.Request,
         loan_id: LoanId,
         held: tuple[tuple[BlockId, ...], ...],
-        token_ids: Sequence[int],
+        num_tokens: int,
+        prompt_hash: PromptHash,
         transfer_id: TransferId,
         now: float,
         prefilled: PrefilledTokens | None = None,
@@ -196,7 +200,7 @@ class Loans:
         """
         if self._holder is not None:
             self._holder.hold(loan_id, [block_id for group in held for block_id in group])
-        identity, num_tokens = self._identity, len(token_ids)
+        identity = self._identity
         ticket = Ticket(
             producer=Address(identity.engine_id, loan_id.epoch),
             control_url=self._control_url,
@@ -211,7 +215,7 @@ class Loans:
             windows=identity.windows,
             state_groups=identity.state_groups,
             num_tokens=num_tokens,
-            prompt_hash=hash_of_tokens(request, token_ids, num_tokens, identity),
+            prompt_hash=prompt_hash,
             prefilled=prefilled,
         )
         params = self._params(ticket)
@@ -219,6 +223,13 @@ class Loans:
         self._lent[loan_id] = Lending(request.request_id, transfer_id, num_held, now)
         self._stats.add(num_loans=1)
         return params
+
+    def _hash_of(self, request: host.Request, token_ids: Sequence[int], num_tokens: int) -> PromptHash | None:
+        try:
+            return hash_of_tokens(request, token_ids, num_tokens, self._identity)
+        except UnnamedPrompt as error:
+            logger.info("nothing is lent of request %s: %s", request.request_id, error)
+            return None
 
     def _params(self, ticket: Ticket) -> dict[str, Any]:
         url = urlsplit(ticket.control_url)
