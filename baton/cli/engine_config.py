@@ -42,6 +42,7 @@ def engine_config(resolved: Resolved) -> EngineConfig:
         max_model_len=settings.max_model_len,
         served_model_name=settings.served_model_name,
         kv_cache_dtype=settings.kv_cache_dtype,
+        weights_version=settings.weights_version or "",
     )
     tp = settings.tensor_parallel_size
     config = EngineConfig(

@@ -45,6 +45,10 @@ _FLAGS: dict[str, dict[str, str]] = {
         "dtype": "auto, float32, bfloat16 or float16",
         "max_model_len": "Limit for prompt plus answer, in tokens (default: the model's).",
         "seed": "Seed of requests that have none",
+        "weights_version": "Name of the weights, part of their identity in the fleet: for an engine that "
+        "joins one whose weights were updated under this name.",
+        "weights_root": "Folder below which POST /update_weights may name checkpoints (default: none; it is "
+        "refused).",
     },
     "Server": {
         "host": "Address to bind",
@@ -109,6 +113,8 @@ _FLAGS: dict[str, dict[str, str]] = {
 _METAVARS = {
     "allowed_hosts": "NAMES",
     "limits": "JSON",
+    "weights_version": "NAME",
+    "weights_root": "FOLDER",
     "kv_transfer_config": "JSON",
     "kv_events_config": "JSON",
     "api_key_file": "FILE",
@@ -243,6 +249,7 @@ def _serve(resolved: Resolved) -> int:
         settings.admin_port,
         find_endpoint(settings.otlp_traces_endpoint, os.environ),
         settings.tls,
+        None if settings.weights_root is None else Path(settings.weights_root),
     )
     factory = CONNECTOR_FACTORY if settings.moves_kv else None
     build_stats = make_connector_stats(config)

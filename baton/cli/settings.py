@@ -77,6 +77,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     dtype: Dtype = "auto"
     max_model_len: int | None = None
     seed: int = 0
+    weights_version: str | None = None
+    weights_root: str | None = None  # Folder of the checkpoints that updates may name; None: no updates.
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -208,7 +210,15 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "model": ("model", "served_model_name", "dtype", "max_model_len", "seed"),
+    "model": (
+        "model",
+        "served_model_name",
+        "dtype",
+        "max_model_len",
+        "seed",
+        "weights_version",
+        "weights_root",
+    ),
     "server": (
         "host",
         "port",
@@ -325,6 +335,12 @@ def resolve(
         admin_keys=admin_keys,
         key_files=KeyFiles(api_keys=settings.api_key_file, admin_keys=settings.admin_api_key_file),
     )
+    if settings.weights_root is not None and not (keys or admin_keys or is_loopback(settings.host)):
+        raise ConfigError(
+            f"{settings.host} is not a loopback address, and without a key (--admin-api-key-file, "
+            f"{ADMIN_API_KEY_ENV}) any client could update the weights; set one, or bind to 127.0.0.1",
+            field="weights_root",
+        )
     register_keys = read_api_keys(
         settings.register_key_file, environment, variable=REGISTER_KEY_ENV, field="register_key_file"
     )

@@ -15,7 +15,7 @@ import msgspec
 
 from baton.core.errors import ConfigError
 from baton.core.hashing import HASH_SEED
-from baton.core.identity import KVIdentity
+from baton.core.identity import KVIdentity, check_version
 from baton.core.kv_groups import (
     KVCacheGroup,
     group_layers,
@@ -183,6 +183,8 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     kv_cache_dtype: KVCacheDtype = "auto"
 
     def __post_init__(self) -> None:
+        if self.weights_version:
+            check_version(self.weights_version, field="weights_version")
         if self.has_scales and self.slot_size % 4:
             raise ConfigError(
                 f"needs slots of a multiple of 4 numbers; this model has {self.slot_size}",

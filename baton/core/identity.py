@@ -15,7 +15,10 @@ import secrets
 
 import msgspec
 
+from baton.core.errors import UserError
 from baton.core.layout import can_convert
+
+VERSION_CHARS_MAX = 128
 
 
 class KVIdentity(msgspec.Struct, frozen=True):
@@ -58,6 +61,12 @@ class KVIdentity(msgspec.Struct, frozen=True):
 def unnamed_version() -> str:
     """A version for weights that nothing identifies: no other engine has it, and no later update."""
     return f"unnamed {secrets.token_hex(16)}"
+
+
+def check_version(version: str, *, field: str) -> None:
+    """Raises UserError for what cannot be a host's name of weights."""
+    if not 0 < len(version) <= VERSION_CHARS_MAX or not version.isprintable():
+        raise UserError(f"must have 1 to {VERSION_CHARS_MAX} printable characters", field=field)
 
 
 class CurrentIdentity:

@@ -2,7 +2,8 @@
 
 POST /v1/completions, /v1/chat/completions      OpenAI's, with vLLM's extensions and `kv_transfer_params`
 GET  /v1/models, POST /tokenize, /detokenize
-GET  /health (503 while the engine should get no requests), /version, /metrics
+GET  /health (503 while the engine should get no requests), /version, /weight_info, /metrics
+POST /update_weights                            other weights, from a folder that the operator allows
 GET  /baton/requests/{id}                       what happened here to a recent request, and when
 GET  /baton/introduction                        for routers that start both legs of a request at once
 POST /baton/take_back                           for routers whose client left before the second leg
@@ -22,7 +23,8 @@ from starlette.exceptions import HTTPException
 import baton
 from baton.core.errors import UserError
 from baton.core.retention import SESSION_HEADER
-from baton.engine.core.client import EngineDeadError
+from baton.engine.core.client import EngineDeadError, EngineUnreadyError
+from baton.engine.core.weights_update import UpdateFailed
 from baton.http.bodies import ClientGone
 from baton.http.errors import RETRY_AFTER_S, ApiError
 from baton.http.gate import Gate
@@ -47,6 +49,7 @@ from baton.server.protocol.tokenize import (
     TokenizeRequest,
     TokenizeResponse,
 )
+from baton.server.protocol.weights import UpdateWeightsRequest
 from baton.server.service import Service
 from baton.server.spans import loan_spans_of, spans_of
 
@@ -62,6 +65,8 @@ def build_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -
     """
     app = _new_app(service, checked_hosts)
     service.engine.on_stats = service.metrics.observe_stats
+    service.engine.on_weights = service.take_weights
+    service.metrics.observe_weights(service.model_config)
     if (tracer := service.tracer) is not None:
         timelines = service.metrics.timelines
         timelines.on_end = lambda timeline: tracer.export(spans_of(timeline))
@@ -98,7 +103,7 @@ def _new_app(service: Service, checked_hosts: Sequence[str] | None) -> FastAPI:
 
 def _is_administrators(path: str) -> bool:
     """Routers call the other paths of /baton/ with the key that they send with requests."""
-    return path == "/metrics" or path.startswith("/baton/requests/")
+    return path in ("/metrics", "/update_weights") or path.startswith("/baton/requests/")
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -115,7 +120,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         logger.debug("%s %s: the client has gone", request.method, request.url.path)
         return Response(status_code=CLIENT_GONE)
 
-    for kind in (UserError, ApiError, EngineDeadError):
+    for kind in (UserError, ApiError, EngineDeadError, EngineUnreadyError, UpdateFailed):
         app.add_exception_handler(kind, handle)
     app.add_exception_handler(ClientGone, handle_gone)
     app.add_exception_handler(HTTPException, handle_http)
@@ -252,6 +257,10 @@ def _add_state(app: FastAPI, service: Service) -> None:
     async def version() -> Response:
         return json_response({"version": baton.__version__})
 
+    @app.get("/weight_info")
+    async def weight_info() -> Response:
+        return json_response(service.weight_info)
+
 
 def _add_admin(app: FastAPI, service: Service) -> None:
     @app.get("/baton/introduction")
@@ -262,6 +271,14 @@ def _add_admin(app: FastAPI, service: Service) -> None:
         now = await service.engine.introduction()
         lost = service.metrics.lost_links()
         return json_response(msgspec.structs.replace(service.introduction, introduction=now, lost_links=lost))
+
+    @app.post("/update_weights")
+    async def update_weights(http: Request) -> Response:
+        """Answer when the engine computes with the new weights. If the client leaves, the update goes on."""
+        async with service.bodies.read(http.headers, http.receive) as body:
+            asked = parse_body(body, UpdateWeightsRequest)
+        await service.update_weights(asked)
+        return json_response(service.weight_info)
 
     @app.post("/baton/take_back")
     async def take_back(http: Request) -> Response:

@@ -5,6 +5,8 @@ ApiError                    its own (404 unknown model, 413 body too large, 503 
 TokenizerPanic              500  the tokenizers library failed on this input; logged
 EngineDeadError             503  the engine's process is gone; another engine may serve
 EngineUnreadyError          503  its processes are stopped or restarting; another engine may serve
+UpdateUnderWay              409  another update of the weights is under way
+UpdateFailed                503  the weights were not updated; the old ones go on serving
 anything else               500  our bug: logged with its traceback, reported without details
 """
 
@@ -13,6 +15,7 @@ from typing import Any
 
 from baton.core.errors import UserError
 from baton.engine.core.client import EngineDeadError, EngineUnreadyError
+from baton.engine.core.weights_update import UpdateFailed, UpdateUnderWay
 from baton.engine.text.tokenizer import TokenizerPanic
 from baton.http.errors import TYPES, ApiError, ErrorBody
 from baton.http.workers import WorkerFailed
@@ -37,6 +40,10 @@ def describe(error: BaseException) -> tuple[int, ErrorBody]:
             code = "input_failed"
         case EngineUnreadyError():
             status, code = 503, "not_ready"
+        case UpdateUnderWay():
+            status, code = 409, "update_under_way"
+        case UpdateFailed():
+            status, code = 503, "not_updated"
         case _:
             message = "internal server error"
     return status, ErrorBody(

@@ -5,7 +5,8 @@ from the exposition format.
 
     gauges      num_requests_running, num_requests_waiting, kv_cache_usage_perc,
                 num_requests_waiting_for_remote_kvs, num_requests_delayed_free,
-                kv_connector_retired (1: the KV connector failed permanently, the engine runs without it)
+                kv_connector_retired (1: the KV connector failed permanently, the engine runs without it),
+                weights_info{weights,version} (1: digest and name of the weights that compute now)
     counters    prompt_tokens, generation_tokens, num_preemptions, prefix_cache_queries, prefix_cache_hits,
                 external_prefix_cache_queries, external_prefix_cache_hits (tokens),
                 request_success{finished_reason}, kv_load_failures (requests),
@@ -27,6 +28,7 @@ from typing import Any, TypeAlias
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from baton.contract import KVConnectorPromMetrics
+from baton.core.config import ModelConfig
 from baton.engine.api import EngineOutput, EngineRequest, SchedulerStats
 from baton.server.connector_log import ConnectorLog
 from baton.server.timeline import EngineTimelines
@@ -70,6 +72,16 @@ class _Registry:
 
     def gauge(self, name: str, documentation: str) -> Gauge:
         return Gauge(f"baton:{name}", documentation, _LABELS, registry=self.registry).labels(*self._values)
+
+    def info(self, name: str, documentation: str, labels: tuple[str, ...]) -> Callable[..., None]:
+        """Return a function that sets the labels of the only series."""
+        family = Gauge(f"baton:{name}", documentation, (*_LABELS, *labels), registry=self.registry)
+
+        def tell(*values: str) -> None:
+            family.clear()
+            family.labels(*self._values, *values).set(1)
+
+        return tell
 
     def counter(self, name: str, documentation: str) -> Counter:
         return Counter(f"baton:{name}", documentation, _LABELS, registry=self.registry).labels(*self._values)
@@ -195,6 +207,9 @@ class ServerMetrics:
         self._registry = make.registry
         self._gauges = {field: make.gauge(*described) for field, described in _GAUGES.items()}
         self._counters = {field: make.counter(*described) for field, described in _COUNTERS.items()}
+        self._weights = make.info(
+            "weights_info", "1: digest and name of the weights that compute now.", ("weights", "version")
+        )
         build = build_connector_metrics
         self._connector = build(*make.for_connector()) if build is not None else None
         self._connector_log = connector_log
@@ -221,6 +236,9 @@ class ServerMetrics:
                 logger.warning("the connector's statistics are not counted: %r", error)
         if self._connector_log is not None:
             self._connector_log.observe(stats.kv_connector_stats)
+
+    def observe_weights(self, model_config: ModelConfig) -> None:
+        self._weights(model_config.weights_digest, model_config.weights_version)
 
     def observe(self, request: EngineRequest) -> RequestObserver:
         return RequestObserver(self._requests, request, self._clock, self.timelines)

@@ -21,6 +21,7 @@ import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
+from pathlib import Path
 from typing import NamedTuple
 
 import uvicorn
@@ -64,6 +65,7 @@ class ServeOptions(NamedTuple):
     admin_port: int | None = None  # For metrics and /baton/*, on the same host; None: the main port.
     otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
     tls: TlsFiles | None = None  # Of both ports. None: HTTP without TLS.
+    weights_root: Path | None = None  # See `Service`.
 
 
 class Parts(NamedTuple):
@@ -128,6 +130,7 @@ async def run(
                 ),
                 check_params=parts.check_params,
                 introduction=await introduce(config, engine, lends=parts.places_lent),
+                weights_root=options.weights_root,
             )
             hosts = hosts_to_check(options.host, options.http.allowed_hosts)
             if admin_listener is not None:

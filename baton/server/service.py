@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import msgspec
@@ -28,6 +29,7 @@ from baton.server.introduction import Introduction
 from baton.server.logprobs import LogprobFormat
 from baton.server.metrics import ServerMetrics
 from baton.server.protocol.sampling import MAX_PROMPT_LOGPROBS, SamplingFields
+from baton.server.protocol.weights import UpdateWeightsRequest, WeightInfo
 from baton.server.samples import Sample
 from baton.server.text import SampleText, StopStringFinder
 from baton.server.tokens import PromptEncoder, check_length
@@ -62,12 +64,48 @@ class Service:
     admin_port: int | None = None  # Where metrics and /baton/* are; None: on the main port.
     check_params: CheckParams = check_common_params
     introduction: Introduction | None = None
+    weights_root: Path | None = None  # Updates of the weights come from below it; None: there are none.
     is_draining: bool = False
     started_at: int = field(default_factory=lambda: int(time.time()))
 
     @property
     def model_name(self) -> str:
         return self.model_config.served_model_name
+
+    @property
+    def weight_info(self) -> WeightInfo:
+        return WeightInfo(self.model_config.weights_version, self.model_config.weights_digest)
+
+    def take_weights(self, model_config: ModelConfig) -> None:
+        """The engine's weights are those of `model_config` now."""
+        self.model_config = model_config
+        self.metrics.observe_weights(model_config)
+        if self.introduction is not None:
+            identity = self.introduction.kv_identity.updated(
+                model_config.weights_digest, model_config.weights_version or None
+            )
+            self.introduction = msgspec.structs.replace(self.introduction, kv_identity=identity)
+
+    async def update_weights(self, asked: UpdateWeightsRequest) -> None:
+        """Raise UserError, ApiError 403, or an error of `EngineClient.update_weights`."""
+        if (root := self.weights_root) is None:
+            raise ApiError(
+                403,
+                "this engine takes no other weights; start it with --weights-root FOLDER to allow those of "
+                "checkpoints below that folder",
+                code="updates_not_allowed",
+            )
+        self.check_open()
+        try:
+            root = root.resolve()
+            folder = (root / asked.folder).resolve()
+        except (OSError, ValueError) as error:
+            raise UserError(f"is no path: {error}", field="folder") from error
+        if not folder.is_relative_to(root):
+            raise UserError("must be below the engine's --weights-root", field="folder")
+        await self.engine.update_weights(
+            str(folder), asked.version, mode=asked.mode, timeout_s=asked.timeout_s
+        )
 
     def check_open(self) -> None:
         """Raise ApiError 503 if no new request can be accepted."""

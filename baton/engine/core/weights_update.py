@@ -24,13 +24,13 @@ import msgspec
 
 from baton.core.config import ModelConfig
 from baton.core.errors import BatonError, UserError
+from baton.core.identity import check_version
 from baton.engine.api import RequestError
 from baton.engine.checkpoints.checkpoint import FilesState, files_state, load_model_config
 
 PauseMode = Literal["wait", "abort", "keep"]
 WAIT_S = 60.0  # For requests to end ("wait"), or for loads that fill blocks in use ("keep").
 WAIT_MAX_S = 86_400.0
-VERSION_CHARS_MAX = 128
 
 
 class UpdateFailed(BatonError):
@@ -99,9 +99,3 @@ def prepare_update(
         current, model=new.model, weights_digest=new.weights_digest, weights_version=version or ""
     )
     return WeightsUpdate(updated, files, mode, timeout_s)  # type: ignore[arg-type]  # Checked above.
-
-
-def check_version(version: str, *, field: str) -> None:
-    """Raises UserError for a name of weights that cannot be one."""
-    if not 0 < len(version) <= VERSION_CHARS_MAX or not version.isprintable():
-        raise UserError(f"must have 1 to {VERSION_CHARS_MAX} printable characters", field=field)
