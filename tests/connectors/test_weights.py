@@ -168,7 +168,7 @@ def test_a_prompt_that_was_computed_across_an_update_is_not_lent(world: World) -
     block_ids = p.compute_prompt(request)
     p.set_weights("v2")
     d.set_weights("v2")
-    assert p.lend(request, block_ids) is None
+    assert p.end_prompt(request, block_ids) is None
     assert_delivered(world, p, d)
 
 
@@ -387,7 +387,7 @@ class Interleaving:
     def _lend(self) -> None:
         if self.computed:
             request, block_ids = self.computed.pop(0)
-            params = self.p.lend(request, block_ids)
+            params = self.p.end_prompt(request, block_ids)
             if params is not None:
                 self.tickets.append((request.request_id, request.prompt_token_ids, params))
 
