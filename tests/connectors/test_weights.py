@@ -256,8 +256,8 @@ def test_an_update_of_p_withdraws_its_streams_at_once(push_world: PushWorld) -> 
     p.set_weights("v2")
     push_world.wire.carried.clear()
     push_world.settle()
-    said = [message for envelope in push_world.wire.carried for message in envelope.messages]
-    assert [message.has_new_weights for message in said if isinstance(message, Failed)] == [True]
+    sent = [message for envelope in push_world.wire.carried for message in envelope.messages]
+    assert [message.has_new_weights for message in sent if isinstance(message, Failed)] == [True]
     assert d.read_out(request).valid_tokens == 0
     assert d.counted("failures") == {"other weights": 1}
     assert d.counted("peer_failures") == {}
