@@ -358,7 +358,7 @@ class Engine:
         **request: Any,
     ) -> dict[str, Any] | None:
         asked = FakeRequest(request_id, tokens, params or {"do_remote_decode": True}, **request)
-        return self.lend(asked, self.compute_prompt(asked), status)
+        return self.end_prompt(asked, self.compute_prompt(asked), status)
 
     def compute_prompt(self, asked: FakeRequest) -> list[int]:
         """A prefill leg arrives and computes. Returns its blocks."""
@@ -371,7 +371,7 @@ class Engine:
         asked.num_computed_tokens = len(tokens)
         return block_ids
 
-    def lend(
+    def end_prompt(
         self, asked: FakeRequest, block_ids: list[int], status: Status = Status.FINISHED_LENGTH_CAPPED
     ) -> dict[str, Any] | None:
         """It ends. Returns the kv_transfer_params of the answer."""

@@ -252,8 +252,7 @@ class Story:
                 self._react(name, d.streams.accept(int(claim), self.tickets[text], self._clock(d)))
             case ["check", name, claim]:
                 d, text = self.nodes[name], self.to_open[name, int(claim)]
-                ours, theirs = d.identity.value, self.tickets[text].kv_identity
-                if not differences(ours, theirs):
+                if not differences(d.identity.value, self.tickets[text].kv_identity):
                     self._do_push(["accept", name, claim])
                 else:
                     reason = FailureReason(FailureCode.OTHER_WEIGHTS)
