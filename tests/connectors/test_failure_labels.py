@@ -295,7 +295,6 @@ def test_no_other_label_exists_and_all_are_documented() -> None:
 
 
 def test_the_labels_of_refusals() -> None:
-<<<<<<< HEAD
     told = {
         "size",
         "schema",
@@ -310,7 +309,3 @@ def test_the_labels_of_refusals() -> None:
         "unnamed",
     }
     assert {fault.value for fault in Fault} == told
-=======
-    told = {"size", "schema", "version", "signature", "model", "weights", "layout", "prompt", "unnamed"}
-    assert {fault.value for fault in Fault} == told | {"in use", "params"}
->>>>>>> handoff
