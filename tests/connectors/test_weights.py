@@ -168,7 +168,7 @@ def test_a_prompt_that_was_computed_across_an_update_is_not_lent(world: World) -
     block_ids = p.compute_prompt(request)
     p.set_weights("v2")
     d.set_weights("v2")
-    assert p.lend(request, block_ids) is None
+    assert p.end_prompt(request, block_ids) is None
     assert_delivered(world, p, d)
 
 
@@ -256,8 +256,8 @@ def test_an_update_of_p_withdraws_its_streams_at_once(push_world: PushWorld) -> 
     p.set_weights("v2")
     push_world.wire.carried.clear()
     push_world.settle()
-    logged = [message for envelope in push_world.wire.carried for message in envelope.messages]
-    assert [message.has_new_weights for message in logged if isinstance(message, Failed)] == [True]
+    sent = [message for envelope in push_world.wire.carried for message in envelope.messages]
+    assert [message.has_new_weights for message in sent if isinstance(message, Failed)] == [True]
     assert d.read_out(request).valid_tokens == 0
     assert d.counted("failures") == {"other weights": 1}
     assert d.counted("peer_failures") == {}
@@ -387,7 +387,7 @@ class Interleaving:
     def _lend(self) -> None:
         if self.computed:
             request, block_ids = self.computed.pop(0)
-            params = self.p.lend(request, block_ids)
+            params = self.p.end_prompt(request, block_ids)
             if params is not None:
                 self.tickets.append((request.request_id, request.prompt_token_ids, params))
 
