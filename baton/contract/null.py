@@ -29,8 +29,9 @@ class NullSchedulerHalf(FinishesByFirstGroup):
     def build_connector_meta(self, scheduler_output: host.SchedulerOutput) -> KVConnectorMetadata:
         return NullConnectorMetadata()
 
-    def reset_cache(self) -> bool:
-        return True
+    def reset_cache(self) -> bool | None:
+        """A connector that is derived from this one may store KV, and has to answer for itself."""
+        return True if type(self) is NullSchedulerHalf else None
 
 
 class NullWorkerHalf(NoLayerHooks):

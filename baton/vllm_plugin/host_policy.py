@@ -20,7 +20,6 @@ def vllm_policy(
     * References of our own hold lent blocks (`LentBlocks`): `delay_free` would keep the engine awake.
     * Empty steps wait while the engine waits for a producer only: vLLM steps about 1,000 times a second.
     * An exception in `build_connector_meta` ends vLLM, so a dead control thread does not raise there.
-    * `reset_prefix_cache` names no weights, so after each reset of connectors they count as others.
     * Routers ask by a request: vLLM's server has no other way to its scheduler.
     """
     return HostPolicy(
@@ -28,7 +27,6 @@ def vllm_policy(
         idle_wait=IdleBackoff(),
         survives_dead_control=True,
         answers_by_request=True,
-        announces_weights=False,
         truncate_prompt=_drop_last_prompt_token,
         expand_tables=expand_tables,
         traces=traces,

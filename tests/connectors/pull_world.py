@@ -282,6 +282,7 @@ class Engine:
         self.held: dict[str, list[int]] = {}  # Aborted while loading.
         self.recomputed: set[str] = set()
         self.stats: list[dict[str, Any]] = []
+        self.version: str | None = None  # Of the weights that it computes with; None: those of its start.
 
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
         return PullSchedulerHalf(
@@ -325,15 +326,16 @@ class Engine:
         self.free_blocks += block_ids
 
     def compute(self, tokens: Sequence[int], block_ids: Sequence[int]) -> None:
-        """Write the KV of these tokens, the same on whatever engine."""
+        """Write the KV of these tokens, the same on whatever engine with the same weights."""
         for rank, worker in enumerate(self.workers):
             for index, block_id in enumerate(block_ids):
-                worker.cache[:, block_id] = kv_of(tokens, index, rank, self.tp)  # type: ignore[attr-defined]
+                kv = kv_of(tokens, index, rank, self.tp, self.version)
+                worker.cache[:, block_id] = kv  # type: ignore[attr-defined]
 
     def holds(self, tokens: Sequence[int], block_ids: Sequence[int], *, blocks: range | None = None) -> bool:
         """Every byte of these blocks is what these tokens' KV has to be."""
         return all(
-            torch.equal(worker.cache[:, block_ids[index]], kv_of(tokens, index, rank, self.tp))  # type: ignore[attr-defined]
+            torch.equal(worker.cache[:, block_ids[index]], kv_of(tokens, index, rank, self.tp, self.version))  # type: ignore[attr-defined]
             for rank, worker in enumerate(self.workers)
             for index in (blocks if blocks is not None else range(len(block_ids)))
         )
@@ -356,18 +358,35 @@ class Engine:
         **request: Any,
     ) -> dict[str, Any] | None:
         asked = FakeRequest(request_id, tokens, params or {"do_remote_decode": True}, **request)
+        return self.end_prompt(asked, self.compute_prompt(asked), status)
+
+    def compute_prompt(self, asked: FakeRequest) -> list[int]:
+        """A prefill leg arrives and computes. Returns its blocks."""
+        tokens = asked.prompt_token_ids
         self.half.on_new_request(asked)
         assert self.half.get_num_new_matched_tokens(asked, 0) == (0, False)
         block_ids = self.allocate(len(tokens) + 1)
         self.half.update_state_after_alloc(asked, FakeBlocks(block_ids), 0)
         self.compute(tokens, block_ids)
-        asked.num_computed_tokens, asked.status = len(tokens), status
+        asked.num_computed_tokens = len(tokens)
+        return block_ids
+
+    def end_prompt(
+        self, asked: FakeRequest, block_ids: list[int], status: Status = Status.FINISHED_LENGTH_CAPPED
+    ) -> dict[str, Any] | None:
+        """It ends. Returns the kv_transfer_params of the answer."""
+        asked.status = status
         delay_free, answer = self.half.request_finished(asked, block_ids)
         if delay_free:
-            self.lent[request_id] = block_ids
+            self.lent[asked.request_id] = block_ids
         else:
             self.give_back(block_ids)
         return answer
+
+    def set_weights(self, version: str | None, *, weights: str | None = None) -> None:
+        """The weights have changed between two steps. `weights`: see `KVIdentity.updated`."""
+        assert self.half.set_weights(weights, version)
+        self.version = self.half._identity.kv_identity.version or None
 
     # --- D -------------------------------------------------------------------------------------
 
@@ -534,10 +553,10 @@ class Engine:
 World.engine_kind = Engine
 
 
-def kv_of(tokens: Sequence[int], index: int, rank: int, tp: int) -> torch.Tensor:
+def kv_of(tokens: Sequence[int], index: int, rank: int, tp: int, version: str | None = None) -> torch.Tensor:
     """What block `index` of this prompt holds on one rank, all layers: `[layers, heads, block, content]`."""
     heads = kv_heads_of(rank, tp_size=tp, num_kv_heads=HEADS)
-    states = states_of(tokens, None)[index * BLOCK : (index + 1) * BLOCK]
+    states = states_of(tokens, version)[index * BLOCK : (index + 1) * BLOCK]
     states += (0,) * (BLOCK - len(states))  # `holds` compares whole blocks.
     layers = [kv_values(states, layer, heads, 2 * HEAD_DIM) for layer in range(LAYERS)]
     return torch.stack(layers).transpose(1, 2)

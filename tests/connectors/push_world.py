@@ -122,7 +122,7 @@ class PushEngine(Engine):
             for index in range(first // BLOCK, -(-last // BLOCK)):
                 inside = slice(max(0, first - index * BLOCK), min(BLOCK, last - index * BLOCK))
                 target = worker.cache[layers, prefill.block_ids[index]]  # type: ignore[attr-defined]
-                target[:, :, inside] = kv_of(tokens, index, rank, self.tp)[layers, :, inside]
+                target[:, :, inside] = kv_of(tokens, index, rank, self.tp, self.version)[layers, :, inside]
 
     # --- D ---------------------------------------------------------------------------------------
 

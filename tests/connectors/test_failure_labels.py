@@ -306,5 +306,6 @@ def test_the_labels_of_refusals() -> None:
         "prompt",
         "in use",
         "params",
+        "unnamed",
     }
     assert {fault.value for fault in Fault} == told

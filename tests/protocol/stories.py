@@ -11,6 +11,7 @@ again                 the last delivery once more
 wake                  all timers that are due
 drain 20              P drains until then
 restart P             the successor has the same name
+update D v2           its weights change: D drops its claims, and P's tickets name others from now on
 
 Push: a prompt of 8 tokens, a block per token, two layers; a transfer is a letter.
 
@@ -22,6 +23,8 @@ want D x 8            D waits for it, from the current incarnation of P
 seek D Q x 8          ... from the engine named Q, at P's address
 ready D 1 0 0-0       ... and may read, from token 0 on, with these pairs
 accept D 1            the ticket is of our cluster; refuse D 1: it is not
+check D 1             D compares the weights that the ticket names, and accepts or refuses it
+outdate x             P: its weights have changed while this prefill computed
 progress x 4 10-13,none from 0,5      ... of two cache groups, whose blocks begin at these indices
 ready D 1 0 0-0 groups 3    ... layer 1 has full attention, layer 0 sees the last three tokens
 ready D 1 0 0-0 table 3     ... the same at D; P has one table for both
@@ -31,7 +34,9 @@ import hashlib
 from collections.abc import Sequence
 from pathlib import Path
 
-from baton.core.identity import KVIdentity
+import msgspec
+
+from baton.core.identity import CurrentIdentity, KVIdentity, differences
 from baton.core.ids import (
     NO_EPOCH,
     Address,
@@ -88,6 +93,7 @@ class Node:
         self.consumer = PullConsumer(TIMERS)
         self.prefills = PushProducer(TIMERS)
         self.streams = PushConsumer(TIMERS, self.consumer, NUM_LAYERS)
+        self.identity = CurrentIdentity(MODEL)
         self.rate = 1.0
 
 
@@ -175,6 +181,13 @@ class Story:
                     self._react(name, node.streams.wake(self._clock(node)))
             case ["drain", until]:
                 self.nodes["P"].producer.drain(float(until))
+            case ["update", name, version]:
+                node = self.nodes[name]
+                node.identity.update(None, version)
+                for claim in range(1, 100):
+                    for machine in (node.streams, node.consumer):
+                        ended = machine.abort(claim, self._clock(node), FailureCode.OTHER_WEIGHTS)
+                        self._react(name, ended)
             case ["restart", name]:
                 self.nodes[name] = Node(name, self.nodes[name].address.epoch + 1)
             case _:
@@ -206,6 +219,8 @@ class Story:
                         first_blocks=first_blocks,
                     ),
                 )
+            case ["outdate", name]:
+                self._react("P", prefills.outdated(TransferId(name), now))
             case ["preempt", name]:
                 self._react("P", prefills.preempted(TransferId(name), now))
             case ["fail", name]:
@@ -214,7 +229,8 @@ class Story:
                 self._do(["lend"])
                 loan_id, _ = self.loans[len(self.loans)]
                 text = f"ticket {len(self.loans)}"
-                self.tickets[text] = _ticket(node.address, loan_id, name, _blocks(blocks), self.prompts[name])
+                ticket = _ticket(node.address, loan_id, name, _blocks(blocks), self.prompts[name])
+                self.tickets[text] = msgspec.structs.replace(ticket, kv_identity=node.identity.value)
                 self._react("P", prefills.finished(TransferId(name), text, now))
             case ["want", name, transfer, num_tokens, *prompt]:
                 d, p = self.nodes[name], node.address
@@ -234,6 +250,13 @@ class Story:
             case ["accept", name, claim]:
                 d, text = self.nodes[name], self.to_open[name, int(claim)]
                 self._react(name, d.streams.accept(int(claim), self.tickets[text], self._clock(d)))
+            case ["check", name, claim]:
+                d, text = self.nodes[name], self.to_open[name, int(claim)]
+                if not differences(d.identity.value, self.tickets[text].kv_identity):
+                    self._do_push(["accept", name, claim])
+                else:
+                    reason = FailureReason(FailureCode.OTHER_WEIGHTS)
+                    self._react(name, d.streams.refuse(int(claim), reason, self._clock(d)))
             case ["refuse", name, claim]:
                 d = self.nodes[name]
                 reason = FailureReason(FailureCode.TICKET_REFUSED, "a wrong signature")
@@ -328,8 +351,9 @@ class Story:
                 return f"Announced {transfer_id} number {number} run {run}: {what}"
             case wire.Finished(transfer_id, number, run, ticket):
                 return f"Finished {transfer_id} number {number} run {run}: {ticket}"
-            case wire.Failed(transfer_id, number, reason):
-                return f"Failed {transfer_id} number {number}: {reason}"
+            case wire.Failed(transfer_id, number, reason, has_new_weights):
+                mark = " (new weights)" if has_new_weights else ""
+                return f"Failed {transfer_id} number {number}: {reason}{mark}"
             case wire.Stranger(about):
                 return f"Stranger about {about.engine_id}.{about.epoch}"
             case _:

@@ -1,4 +1,4 @@
-"""`POST /update_weights`: who may update, from where, and what an engine answers about its weights."""
+"""`POST /update_weights`: that may update, from where, and what an engine answers about its weights."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field

@@ -61,6 +61,7 @@ class Metadata(KVConnectorMetadata):
     preempted: set[str] = field(default_factory=set)
     step: int = 0
     is_empty: bool = False
+    dropped: set[str] = field(default_factory=set)  # Requests whose load under way is of other weights.
 
 
 @dataclass(kw_only=True)
@@ -101,6 +102,9 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         self.step = 0
         self.void_until = 0  # Saves of steps up to this one are invalid.
         self.void: set[int] = set()
+        self.open_loads: set[str] = set()  # In the background; some may have ended.
+        self.dropped: set[str] = set()  # Of these, the ones that began with other weights.
+        self.stale: set[str] = set()  # Requests that were open when the weights changed.
         self.combiner = RankCombiner(Report, config.parallel_config.world_size)
 
     # --- One request ---------------------------------------------------------------------------
@@ -151,14 +155,20 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         self.step += 1
         loads, self.loads = self.loads, []
         metadata = Metadata([], loads, set(scheduler_output.preempted_req_ids or ()), self.step)
+        self.open_loads &= self.tracked.keys()
+        self.open_loads |= {load.request_id for load in loads if load.is_async}
+        metadata.dropped, self.dropped = self.dropped, set()
+        self.stale &= self.tracked.keys()
         metadata.is_empty = not scheduler_output.total_num_scheduled_tokens
         for new in scheduler_output.scheduled_new_reqs:
             self.tracked[new.req_id].tables = [list(block_ids) for block_ids in new.block_ids]
-            self.order_saves(new.req_id, new.num_computed_tokens, scheduler_output, metadata)
+            if new.req_id not in self.stale:
+                self.order_saves(new.req_id, new.num_computed_tokens, scheduler_output, metadata)
         cached = scheduler_output.scheduled_cached_reqs
         for index, request_id in enumerate(cached.req_ids):
             self.follow(request_id, cached, index)
-            self.order_saves(request_id, cached.num_computed_tokens[index], scheduler_output, metadata)
+            if request_id not in self.stale:
+                self.order_saves(request_id, cached.num_computed_tokens[index], scheduler_output, metadata)
         return metadata
 
     def follow(self, request_id: str, cached: host.CachedRequestData, index: int) -> None:
@@ -214,8 +224,17 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         return any(tracked.unsaved_steps for tracked in self.tracked.values())
 
     def reset_cache(self) -> bool | None:
+        self.forget_stored()
+        return True
+
+    def forget_stored(self) -> None:
         self.stored.clear()
         self.void_until = self.step
+
+    def set_weights(self, weights: str | None, version: str | None) -> bool | None:
+        self.stale |= self.tracked.keys()
+        self.dropped |= self.open_loads | {load.request_id for load in self.loads if load.is_async}
+        self.forget_stored()
         return True
 
 
@@ -229,6 +248,7 @@ class MemoryWorker(KVConnectorWorkerHalf):
         self.late_saves: list[Save] = []  # Scheduled in the previous step.
         self.new_loads: list[Load] = []
         self.late_loads: list[Load] = []  # Scheduled in the previous step.
+        self.dropped: set[str] = set()
         self.invalid: set[int] = set()
         self.lost: set[str] = set()
         self.stored: set[tuple[int, str]] = set()
@@ -272,8 +292,14 @@ class MemoryWorker(KVConnectorWorkerHalf):
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
         received = set()
+        self.dropped |= self.metadata.dropped
+        self.dropped &= {load.request_id for load in (*self.late_loads, *self.new_loads)}
         for load in self.late_loads:
-            self.load(load)
+            if load.request_id in self.dropped:
+                self.dropped.discard(load.request_id)
+                self.invalid.update(block_id for _, block_id in load.blocks)
+            else:
+                self.load(load)
             received.add(load.request_id)
         self.late_loads, self.new_loads = self.new_loads, []
         return None, received or None

@@ -83,7 +83,7 @@ class PairScheduler(MemoryScheduler):
         is_lent, _ = super().request_finished(request, block_ids)
         names = self.names.pop(request.request_id, {})
         first_token = request.prefilled_tokens
-        if not self.is_producer or first_token is None:
+        if not self.is_producer or first_token is None or request.request_id in self.stale:
             return is_lent, None
         blocks = [names[index] for index in takewhile(names.__contains__, count())]
         first = msgspec.json.encode(first_token).decode()

@@ -4,12 +4,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from msgspec import convert
 
 from baton.connectors.pull.intent import transfer_of_request
 from baton.connectors.pull.producer.loans import Lending
 from baton.connectors.pull.scheduler import INTRODUCE
 from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.errors import ConfigError
+from baton.core.identity import KVIdentity
 from baton.core.ids import Epoch, LoanId
 from baton.vllm_plugin.lent_blocks import LentBlocks
 from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status
@@ -164,4 +166,15 @@ def test_there_is_no_introduction_without_the_request_for_one(world: VllmWorld, 
 
 def test_a_connector_without_push_has_no_introduction(world: VllmWorld) -> None:
     answer = finish(engine(world, "p").half, {INTRODUCE: True})
-    assert not (answer or {}).get("baton_introduction")
+    assert answer is not None
+    assert "baton_introduction" not in answer
+
+
+def test_a_router_learns_with_which_weights_an_engine_computes(world: VllmWorld) -> None:
+    half = engine(world, "p").half
+    before = finish(half, {INTRODUCE: True})
+    assert half.set_weights(None, "v2")
+    now = finish(half, {INTRODUCE: True})
+    assert before is not None
+    assert now == {**before, "baton_kv_identity": {**before["baton_kv_identity"], "version": "v2"}}
+    assert convert(now["baton_kv_identity"], KVIdentity) == half._identity.kv_identity

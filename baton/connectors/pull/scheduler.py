@@ -173,9 +173,6 @@ class HostPolicy:
     #                               with "baton_has_states": true for a model with recurrent states
     # {"baton_take_back": "the ticket of a loan that no consumer will claim"}
     answers_by_request: bool = False
-    announces_weights: bool = (
-        True  # By `set_weights`. False: any `reset_cache` may be because of other weights.
-    )
     # Takes the prompt's last token from a request that has not run, unless it is the only one.
     truncate_prompt: Callable[[Any], None] = lambda request: request.drop_last_prompt_token()
     # Makes tables that are indexed by position of the host's, given the number of the request's tokens.
@@ -528,8 +525,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         return True
 
     def reset_cache(self) -> bool:
-        """Nothing is stored here. A host that does not announce its weights may have changed them."""
-        return self._policy.announces_weights or self.set_weights(None, None)
+        """Nothing is stored here. A host whose weights may have changed calls `set_weights`."""
+        return True
 
     # --- End -----------------------------------------------------------------------------------
 

@@ -89,6 +89,7 @@ class KitEngine:
         except BaseException:
             self.executor.shutdown()
             raise
+        self.half.makes_up_kv = not checks_tokens
         try:
             self.scheduler = Scheduler(config, self.half)
             self.executor.connect(self.half, has_steps_in_flight=self._num_steps_max > 1)
@@ -141,6 +142,16 @@ class KitEngine:
         """Reset the engine's and the connector's cache; refused while blocks are held."""
         done = self.scheduler.reset_prefix_cache(reset_connector=True)
         self.story.record_line(f"{self.name}: reset of all caches, {'done' if done else 'refused'}")
+
+    def change_weights(self, version: str | None) -> None:
+        """Between two steps; open requests go on. The kit's KV is the same with all weights."""
+        while self._steps:
+            self._take_oldest()
+        answer = self.half.set_weights(None, version)
+        guaranteed = "" if answer is True else ", without a guarantee"
+        self.story.record_line(f"{self.name}: other weights, {version or 'without a name'}{guaranteed}")
+        self.story.seen[f"updates of weights{guaranteed}"] += 1
+        self.forget_local_cache()
 
     def forget_local_cache(self) -> None:
         self.scheduler.reset_prefix_cache(reset_connector=False)

@@ -41,6 +41,8 @@ class Ledger:
     landed: set[str] = field(default_factory=set)  # Subset of `loading` whose end all ranks have reported.
     opened: set[str] = field(default_factory=set)  # Loads whose metadata has not been sent to the ranks.
     lent: set[str] = field(default_factory=set)
+    stale: set[str] = field(default_factory=set)  # Requests that were open when the weights changed.
+    stale_loads: set[str] = field(default_factory=set)  # Loads since then that no report has failed.
     received: set[str] = field(default_factory=set)
     sent: set[str] = field(default_factory=set)
     loaded_blocks: set[int] = field(default_factory=set)  # Blocks of loads that have ended.
@@ -68,6 +70,10 @@ class Ledger:
         if is_lent:
             self.lent.add(request_id)
             self.story.seen["delayed frees"] += 1
+
+    def change_weights(self) -> None:
+        self.stale = self.known - self.ended
+        self.stale_loads |= self.loading.keys()
 
     def begin_step(self) -> None:
         """Close the step that is being scheduled. Its report comes after the reports of earlier steps."""
@@ -126,6 +132,10 @@ class Ledger:
         self._check_blocks(report.invalid_block_ids, of_step)
         if report.failed_recving:
             self.faulted_blocks.clear()
+        self.stale_loads -= report.failed_recving or set()
+        self.stale_loads = {
+            id_ for id_ in self.stale_loads if report.invalid_block_ids.isdisjoint(self._filled_by(id_))
+        }
         for request_id in sorted(report.finished_recving or ()):
             self._take_received(request_id)
         for request_id in sorted(report.finished_sending or ()):
@@ -133,6 +143,9 @@ class Ledger:
         self.loaded_blocks.update(b for load in of_step.values() for b in load.filled_block_ids)
         for block_id in report.invalid_block_ids:
             self._invalid_by.pop(block_id, None)
+
+    def _filled_by(self, request_id: str) -> list[int]:
+        return self.loading[request_id].filled_block_ids
 
     def _check_blocks(self, invalid: set[int], of_step: dict[str, OpenLoad]) -> None:
         if not invalid:
@@ -152,6 +165,11 @@ class Ledger:
     def _take_received(self, request_id: str) -> None:
         load = self.loading.pop(request_id, None)
         if load is not None:
+            is_old = request_id in self.stale_loads
+            self.stale_loads.discard(request_id)
+            if request_id not in self.ended:  # Otherwise its blocks are not used.
+                detail = f"the load of {request_id} has begun before the weights changed, and is delivered"
+                self.story.check("old-weights-loaded", not is_old, detail)
             self.received.add(request_id)
             self.landed.discard(request_id)
             self.loaded_blocks.update(load.filled_block_ids)

@@ -65,6 +65,12 @@ _RULES = (
     Rule("wrote-outside-load", "A connector writes only into blocks of open loads."),
     Rule("wrong-token", "An engine generates the same tokens with and without the connector."),
     Rule("reset-ignored", "After reset_cache() returned True, nothing that was stored before matches."),
+    Rule(
+        "old-weights-found",
+        "After set_weights() returned True, only what requests of the time since have computed matches.",
+    ),
+    Rule("old-weights-loaded", "A load under way when set_weights() returns True ends as failed."),
+    Rule("old-weights-lent", "A request that was open when set_weights() returned True is not lent."),
     # --- The end ---------------------------------------------------------------------------------
     Rule("ids-left", "State about a request is dropped when the request has ended."),
     Rule("shutdown-raised", "shutdown does not raise, and may be called twice."),

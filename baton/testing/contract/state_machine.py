@@ -170,6 +170,10 @@ def _tour(site: ToySite, search: Search, windows: Windows) -> None:
             world.abort(0)
             world.settle()
             world.reset_caches()
+            world.ask_all([long, short], 3)
+            world.step()
+            world.change_weights(is_named=True)
+            world.settle()
             if site.case.pairing != "none":
                 world.replay(0, long, 2)
                 world.replay(0, short, 2)
@@ -267,6 +271,10 @@ def make_machine(site: ToySite, search: Search) -> type[RuleBasedStateMachine]:
         @rule()
         def reset_cache(self) -> None:
             self.then(lambda world: world.reset_caches())
+
+        @rule(is_named=st.booleans())
+        def change_weights(self, is_named: bool) -> None:
+            self.then(lambda world: world.change_weights(is_named=is_named))
 
         @precondition(lambda self: has_store)
         @rule()

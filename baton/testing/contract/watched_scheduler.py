@@ -48,8 +48,12 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         """
         self.inner = inner
         self.name = name  # Name of the engine in the story.
+        self.makes_up_kv = False  # True: matches say nothing about stored KV.
         self.num_deferred = 0  # Lookups in a row that returned None.
         self.was_reset = False  # reset_cache() returned True, and no step has computed tokens since.
+        # Requests that have been scheduled since other weights, which have no name, are in use.
+        self._since: dict[str, host.Request] | None = None
+        self._requests: dict[str, host.Request] = {}  # By id, those that wait.
         self._ledger = ledger
         self._story: Story = ledger.story
         self._block_size = block_size
@@ -79,6 +83,15 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         self.was_reset = answer is True
         return answer
 
+    def set_weights(self, weights: str | None, version: str | None) -> bool | None:
+        answer: bool | None = self._ask_if_there("set_weights", weights, version)
+        self._story.check("wrong-type", answer in (None, True, False), f"set_weights answers {short(answer)}")
+        if answer is True:
+            self._ledger.change_weights()
+            self._requests.clear()
+            self._since = {} if version is None else None
+        return answer
+
     def introduction(self) -> str | None:
         text: str | None = self._ask_if_there("introduction", is_quiet=True)
         return text
@@ -90,6 +103,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
 
     def on_new_request(self, request: host.Request) -> None:
         self._ledger.known.add(request.request_id)
+        self._requests[request.request_id] = request
         self._ask("on_new_request", request)
 
     def get_num_new_matched_tokens(
@@ -128,9 +142,16 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             f"{call} answers {count}; {room} tokens are to be computed",
         )
         self._story.check("async-without-tokens", not (is_async and count == 0), f"{call} answers (0, True)")
-        if self.was_reset and not request.kv_transfer_params:
+        is_stored = not request.kv_transfer_params and not self.makes_up_kv
+        if self.was_reset and is_stored:
             self._story.check(
                 "reset-ignored", count == 0, f"{call} answers {count} right after reset_cache()"
+            )
+        if self._since is not None and request.request_id in self._requests and is_stored:
+            num_known = max((_num_common(request, other) for other in self._since.values()), default=0)
+            detail = f"{call} answers {count}; with these weights {num_known} of its tokens were computed"
+            self._story.check(
+                "old-weights-found", count == 0 or num_computed_tokens + count <= num_known, detail
             )
         self._matches[request.request_id] = (num_computed_tokens, is_async)
         return count, is_async
@@ -197,6 +218,11 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         is_lent, params = answer
         if params is not None:
             self._story.check("params-not-plain", is_plain(params), f"{method} answers {short(params)}")
+        self._requests.pop(request.request_id, None)
+        if request.request_id in self._ledger.stale:
+            leads = bool(params and params.get("do_remote_prefill"))
+            detail = f"{request.request_id} was open when the weights changed, and params lead to its KV"
+            self._story.check("old-weights-lent", not leads, detail)
         self._ledger.end_request(
             request.request_id, is_lent=is_lent, is_aborted=status in ("FINISHED_ABORTED", "FINISHED_ERROR")
         )
@@ -226,7 +252,10 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         if num_tokens:
             self.was_reset = False  # The connector may store new KV.
         ended = scheduler_output.finished_req_ids
-        self._scheduled.update(new.req_id for new in scheduler_output.scheduled_new_reqs)
+        new_ids = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        self._scheduled |= new_ids
+        if self._since is not None:
+            self._since |= {id_: self._requests[id_] for id_ in new_ids & self._requests.keys()}
         unseen = frozenset(ended - self._scheduled)
         self._scheduled -= ended
         opened, self._ledger.opened = frozenset(self._ledger.opened), set()
@@ -315,6 +344,16 @@ class WatchedHMAScheduler(WatchedScheduler, SupportsHMA):
         self, request: host.Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
         return self._finished("request_finished_all_groups", request, block_ids, block_ids)
+
+
+def _num_common(request: host.Request, other: host.Request) -> int:
+    """Length of the prefix that both share, if their KV can be the same."""
+    if request.cache_salt != other.cache_salt:
+        return 0
+    pairs = zip(request.all_token_ids, other.all_token_ids, strict=False)
+    return next(
+        (index for index, (a, b) in enumerate(pairs) if a != b), min(request.num_tokens, other.num_tokens)
+    )
 
 
 def watch_scheduler(inner: Any, ledger: Ledger, **how: Any) -> WatchedScheduler:

@@ -41,7 +41,7 @@ class World:
         self.shape = shape
         self.story = story
         self._mark = site.new_mark()
-        self._num_asked = 0
+        self._num_asked = self._num_updates = 0
         self._prompts: list[tuple[list[int], str | None]] = []  # Prompts asked so far, with their salts.
         self._legs: list[Leg] = []
         self._threads = running_threads()
@@ -210,6 +210,11 @@ class World:
     def reset_caches(self) -> None:
         for engine in self.engines:
             engine.reset_cache()
+
+    def change_weights(self, *, is_named: bool) -> None:
+        self._num_updates += 1
+        for engine in self.engines:
+            engine.change_weights(f"version {self._num_updates}" if is_named else None)
 
     def step(self) -> bool:
         """Do one step of each engine and one handover."""

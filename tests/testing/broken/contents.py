@@ -7,6 +7,7 @@ from typing import Any
 from baton.contract import KVConnectorMetadata, host
 from tests.testing.broken import breaks
 from tests.testing.sound import Load, MemoryConnector, MemoryScheduler, MemoryWorker, key_of
+from tests.testing.sound_pair import PairScheduler
 
 
 @breaks("wrong-bytes")
@@ -90,3 +91,38 @@ class KeepsTheCacheInSleep(MemoryWorker):
 class ResetsNothing(MemoryScheduler):
     def reset_cache(self) -> bool | None:
         return True
+
+
+@breaks("old-weights-found")
+class FindsOldWeights(MemoryScheduler):
+    def set_weights(self, weights: str | None, version: str | None) -> bool | None:
+        stored = dict(self.stored)
+        answer = super().set_weights(weights, version)
+        self.stored = stored
+        return answer
+
+
+@breaks("old-weights-found")
+class StoresOldRequests(MemoryScheduler):
+    """Stores what a request computes that has KV of the weights before."""
+
+    def set_weights(self, weights: str | None, version: str | None) -> bool | None:
+        answer = super().set_weights(weights, version)
+        self.stale.clear()
+        return answer
+
+
+@breaks("old-weights-loaded")
+class DeliversOldLoads(MemoryScheduler):
+    def set_weights(self, weights: str | None, version: str | None) -> bool | None:
+        answer = super().set_weights(weights, version)
+        self.dropped.clear()
+        return answer
+
+
+@breaks("old-weights-lent")
+class LendsOldRequests(PairScheduler):
+    def set_weights(self, weights: str | None, version: str | None) -> bool | None:
+        answer = super().set_weights(weights, version)
+        self.stale.clear()
+        return answer
