@@ -74,6 +74,13 @@ def demo(
     kv_cache_dtype: Annotated[
         str | None, typer.Option(help="Of the KV cache, as in `baton serve`.", show_default=False)
     ] = None,
+    update_weights: Annotated[
+        bool,
+        typer.Option(
+            "--update-weights",
+            help="Update the weights of the running pair, first P's and then D's, and roll back.",
+        ),
+    ] = False,
     cache_dir: Annotated[Path | None, typer.Option(help="Folder in which the small model is kept.")] = None,
     log_dir: Annotated[Path, typer.Option(help="Folder for the logs.")] = Path(".baton/logs"),
     keep: Annotated[bool, typer.Option("--keep", help="Leave the system running until Ctrl-C.")] = False,
@@ -84,6 +91,7 @@ def demo(
     from baton.cli import demo_run, processes
     from baton.cli.asking import AskingError
     from baton.cli.demo_rounds import plan_rounds
+    from baton.cli.demo_update import plan_update
     from baton.cli.system import EngineArguments, plan_system
     from baton.core.errors import ConfigError
 
@@ -91,6 +99,8 @@ def demo(
         raise typer.BadParameter(f"{model} has no config.json; omit --model to use a small model")
     if model is not None and family is not None:
         raise typer.BadParameter("--model has a family of its own; omit --family")
+    if update_weights and (model is not None or connector not in (None, "pull", "push")):
+        raise typer.BadParameter("--update-weights has two small models and a pair; omit --model and a store")
     of_a_pair = (prefill_tp, decode_tp, prefill_block_size)
     try:
         store, handoff = demo_run.choose(
@@ -119,7 +129,12 @@ def demo(
                 device=device,
                 extra=() if kv_cache_dtype is None else ("--kv-cache-dtype", kv_cache_dtype),
             )
-            if store is not None:
+            if update_weights:
+                folders = [arguments.model, run.small_model(cache_dir or _cache_folder(), chosen, seed=1)]
+                plan = plan_update(arguments, folders, handoff)
+                url = plan.router_url
+                is_good = run.show_update(plan, folders)
+            elif store is not None:
                 kv_folder = Path(stack.enter_context(TemporaryDirectory(prefix="baton-kv-")))
                 rounds = plan_rounds(store, arguments, folder=kv_folder, handoff=handoff)
                 url = rounds.second_url

@@ -61,9 +61,9 @@ def check(
 ) -> Outcome:
     """Ask the single engine and the router, one after the other. Raises AskingError."""
     expected = ask(client, plan.single[0].url, prompt.token_ids, max_tokens=max_tokens)
-    before = _counters(client, plan)
+    before = decode_counters(client, plan)
     got = ask(client, plan.router_url, prompt.token_ids, max_tokens=max_tokens)
-    after = _counters(client, plan)
+    after = decode_counters(client, plan)
     return Outcome(
         prompt=prompt,
         must_move=must_move,
@@ -77,7 +77,7 @@ def check(
     )
 
 
-def _counters(client: httpx.Client, plan: SystemPlan) -> Counters:
+def decode_counters(client: httpx.Client, plan: SystemPlan) -> Counters:
     names = (
         "baton:kv_transfer_bytes_total",
         "baton:kv_transfer_seconds_sum",

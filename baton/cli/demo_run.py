@@ -18,6 +18,7 @@ from baton.cli.demo_check import REQUEST_TIMEOUT_S, check
 from baton.cli.demo_prompts import LONGEST, DemoPrompt, make_prompts, num_new_blocks
 from baton.cli.demo_report import make_rounds_table, make_table, print_rounds_summary, print_summary
 from baton.cli.demo_rounds import KEEPING, RoundsPlan, run_rounds
+from baton.cli.demo_update import UpdateRun, make_update_table
 from baton.cli.processes import ChildDied, Fleet, StartTimeout
 from baton.cli.system import CONNECTORS, EnginePlan, HandoffArguments, SystemPlan, start_engines, start_system
 from baton.core.errors import ConfigError
@@ -80,6 +81,25 @@ class Demo:
         )
         return all(outcome.is_good for outcome in outcomes)
 
+    def show_update(self, plan: SystemPlan, folders: Sequence[Path]) -> bool:
+        """Update the weights of a running pair and print the result. True if every stage is good."""
+        self._start(plan, plan.engines)
+        run = UpdateRun(
+            plan, folders, num_prompts=self.num_prompts, max_tokens=self.max_tokens, seed=self.seed
+        )
+        vocab_size, longest = self._limits(folders[0])
+        stages = run.run(vocab_size=vocab_size, longest=longest)
+        self._check_running()
+        self.console.print(make_update_table(stages))
+        is_good = all(stage.is_good for stage in stages)
+        verdict = (
+            "Every answer is wholly of a version that its engine had."
+            if is_good
+            else f"Something is wrong; the engines' logs are in {self.fleet.log_folder}."
+        )
+        self.console.print(f"{verdict} {time.monotonic() - self.began_s:.0f} s in all.", soft_wrap=True)
+        return is_good
+
     def show_handoffs(self, plan: SystemPlan) -> bool:
         """Hand every prompt over and print the result. True if every outcome is good."""
         arguments = plan.single[0].arguments
@@ -132,26 +152,29 @@ class Demo:
             raise ChildDied(ended)
 
     def _prompts(self, model: Path) -> list[DemoPrompt]:
+        vocab_size, longest = self._limits(model)
+        return make_prompts(self.num_prompts, seed=self.seed, vocab_size=vocab_size, longest=longest)
+
+    def _limits(self, model: Path) -> tuple[int, int]:
+        """Size of the vocabulary, and the longest prompt."""
         config = json.loads((model / "config.json").read_text())
         limit = config.get("max_position_embeddings", LONGEST + self.max_tokens) - self.max_tokens
-        vocab_size = config["vocab_size"]
-        return make_prompts(
-            self.num_prompts, seed=self.seed, vocab_size=vocab_size, longest=min(LONGEST, limit)
-        )
+        return config["vocab_size"], min(LONGEST, limit)
 
-    def small_model(self, cache: Path, family: str) -> Path:
-        """Return the folder of the small model of this family.
+    def small_model(self, cache: Path, family: str, seed: int = 0) -> Path:
+        """Return the folder of the small model of this family; `seed`: of its weights.
 
         A child process makes it once, because this one must not import torch.
         """
         of_family = "" if family == FAMILY else f"-{family}"
-        folder = cache / f"demo-model-{baton.__version__}{of_family}"
+        of_seed = f"-seed-{seed}" if seed else ""
+        folder = cache / f"demo-model-{baton.__version__}{of_family}{of_seed}"
         if (folder / "config.json").is_file():
             return folder
         self.console.print(f"making a small model in {folder}", soft_wrap=True)
         unfinished = cache / f"{folder.name}.{os.getpid()}"
         writer = [sys.executable, "-m", "baton.cli", "model", "new", str(unfinished), "--family", family]
-        child = self.fleet.start("model", [*writer, *MODEL_ARGUMENTS])
+        child = self.fleet.start("model", [*writer, *MODEL_ARGUMENTS, "--seed", str(seed)])
         if self.fleet.wait_exit(MODEL_TIMEOUT_S) is None:
             raise StartTimeout(f"the model was not made within {MODEL_TIMEOUT_S:.0f} s; see {child.log_path}")
         if child.exit_status() != 0:

@@ -49,6 +49,15 @@ def test_the_demo_moves_kv_and_the_tokens_are_equal(
 
 
 @pytest.mark.timeout(TIMEOUT_S + 30)
+def test_answers_are_those_of_the_weights_through_a_rolling_update(tmp_path: Path) -> None:
+    options = ["--update-weights", "--cache-dir", str(tmp_path), "--prompts", "4", "--num-blocks", "256"]
+    ended = demo(None, tmp_path / "logs", *options)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert ended.stdout.count("4 of 4") == 4
+    assert "8 of 8" in ended.stdout
+
+
+@pytest.mark.timeout(TIMEOUT_S + 30)
 def test_a_family_can_be_chosen_and_its_model_is_kept(tmp_path: Path) -> None:
     options = ["--family", "deepseek-v3", "--cache-dir", str(tmp_path), "--prompts", "4"]
     options += ["--connector", "tiered"]

@@ -5,7 +5,7 @@ import pytest
 from baton.contract.events import AllBlocksCleared
 from tests.engine_sched.test_arriving_loads import arriving_world
 from tests.engine_sched.test_load_failures import PROMPT, cached_prefix, loading_world
-from tests.engine_sched.world import World, kv_of
+from tests.engine_sched.world import World, expected_output, kv_of, prefilled_tokens
 
 WINDOWS = (None, 8)
 
@@ -52,9 +52,10 @@ def test_a_load_under_way_is_of_no_use_and_no_failure(
     world.step()
     assert world.status("a") == "WAITING_FOR_REMOTE_KVS"
     change_weights(world)
-    world.half.prefilled = lambda request_id: pytest.fail("tokens of the weights before") and None
+    of_old_weights = prefilled_tokens(world.asked["a"], [3])
+    assert expected_output(world.asked["a"])[0] != 3
+    world.half.prefilled = lambda request_id: of_old_weights
     world.end_load("a", failed=report == "failed", bad_indices={3} if report == "bad block" else None)
-    world.half.prefilled = lambda request_id: None
     world.ranks.memory = [[None] * len(block) for block in world.ranks.memory]
     world.end("a")
     assert sum(o.stats.num_kv_load_failures for o in world.outputs if o.stats) == 0
@@ -101,7 +102,7 @@ def test_a_changed_engine_asks_the_connector_for_new_requests_only() -> None:
     world.add("asked before", PROMPT)
     world.step()
     change_weights(world)
-    world.half.verdict = lambda request, local: pytest.fail("it was known before the change")  # type: ignore[return-value]
+    world.half.verdict = lambda request, local: pytest.fail("it was known before the change")
     world.step()
     world.half.verdict = lambda request, local: (16 - local, False) if local < 16 else (0, False)
     world.add("a", [*PROMPT[:16], 40])
@@ -115,6 +116,24 @@ def test_the_router_hears_that_all_blocks_are_gone() -> None:
     world.scheduler.take_events()
     change_weights(world)
     assert world.scheduler.take_events() == [AllBlocksCleared()]
+
+
+def test_a_stale_load_does_not_fill_lent_blocks_again() -> None:
+    world = loading_world(is_async=True)
+    world.half.lends = lambda request, block_ids: (request.request_id == "lent", None)
+    world.add("lent", PROMPT[:9], max_tokens=1)
+    world.step()
+    world.add("a", PROMPT)  # Hits the lent blocks.
+    world.step()
+    lent = world.scheduler.kv_cache.get_block_ids("lent")[0][:2]
+    assert world.scheduler.kv_cache.get_block_ids("a")[0][:2] == lent
+    change_weights(world)
+    world.end_load("a")
+    world.step()
+    world.step()
+    assert not set(lent) & set(world.scheduler.kv_cache.get_block_ids("a")[0])
+    world.end_send("lent")
+    world.end("a")
 
 
 @pytest.mark.parametrize("promises", [None, False])
