@@ -140,6 +140,7 @@ def frame(state: dict[str, Any]) -> RenderableType:
         ("Baton router ", "bold"),
         f"{state['version']}  {state['mode']}, policy {state['policy']}  ",
         (", ".join(state["models"]), "cyan"),
+        *((f"  update under way: {one}", "bold yellow") for one in map(update, state.get("updates", ()))),
     )
     latencies = state["latencies"]
     figures = [
@@ -158,6 +159,10 @@ def frame(state: dict[str, Any]) -> RenderableType:
     return Group(head, line, Text(), _engines(state), _flows(state), _events(state))
 
 
+def update(one: dict[str, Any]) -> str:
+    return f"{one['model']} " + ", ".join(f"{name} on {num}" for name, num in one["weights"].items())
+
+
 def _table(title: str, columns: Sequence[tuple[str, bool]]) -> Table:
     from rich import box
     from rich.table import Table
@@ -171,7 +176,7 @@ def _table(title: str, columns: Sequence[tuple[str, bool]]) -> Table:
 def _engines(state: dict[str, Any]) -> Table:
     from rich.text import Text
 
-    columns = [("engine", False), ("role", False), ("state", False)]
+    columns = [("engine", False), ("role", False), ("state", False), ("weights", False)]
     columns += [(name, True) for name in ("now", "queue", "speed", "GPU", "host", "hits", "KV in")]
     table = _table("Engines", columns)
     for one in state["engines"]:
@@ -184,6 +189,7 @@ def _engines(state: dict[str, Any]) -> Table:
             Text(_short(one["url"])),  # Not markup: what engines report is text.
             one["type"],
             Text(one["state"], STYLES.get(one["state"], "yellow")),
+            Text(one["weights"] or "–"),
             f"{one['in_flight']}",
             f"{one['queued_tokens']}",
             speed,

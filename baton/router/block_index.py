@@ -112,6 +112,7 @@ class _Engine:
         self.block_size: int | None = None
         self.group: int | None = None  # The KV-cache group whose blocks are counted.
         self.entries: dict[ExternalBlockHash, int] = {}
+        self.was_cleared = False  # Since its weights changed last.
 
 
 class BlockIndex:
@@ -154,6 +155,7 @@ class BlockIndex:
                         self._remove(engine, event.block_hashes, _tier_of(event.medium))
                 case AllBlocksCleared():
                     self._clear(engine)
+                    engine.was_cleared = True
 
     def forget(self, name: str) -> None:
         """The engine is gone, or events were lost."""
@@ -162,6 +164,13 @@ class BlockIndex:
             self._clear(engine)
             self._all_bits &= ~engine.bits
             self._free_bits.append(engine.bit)
+
+    def forget_old(self, name: str) -> None:
+        """The engine has other weights. What it has stored since it cleared its cache is of these."""
+        if (engine := self._engines.get(name)) is not None:
+            if not engine.was_cleared:
+                self._clear(engine)
+            engine.was_cleared = False
 
     def _store(self, engine: _Engine, event: BlockStored) -> None:
         size, hashes = event.block_size, event.block_hashes

@@ -18,6 +18,7 @@ Kind: TypeAlias = Literal[
     "down",
     "refused",  # Because of its model.
     "accepted",
+    "updated",  # It has other weights.
     "draining",
     "drained",
     "removed",

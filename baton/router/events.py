@@ -4,11 +4,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from baton.core.identity import KVIdentity
 from baton.router.admission import Ended, Ticket
 from baton.router.answers import LegAnswer, PrefillReader
 from baton.router.block_index import Match
 from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine
+from baton.router.identity import has_other_weights
+from baton.router.notes import Outcome
 from baton.router.rates import Window
 from baton.router.settings import Role
 
@@ -170,6 +173,15 @@ class Leg:
     outcome: str = "cancelled"  # For the metrics.
     raw: bytes | None = None  # The whole body, instead of `body`.
     is_broken: bool = False  # It sent what is no answer; what follows is not read.
+    kv_identity: KVIdentity | None = field(init=False)  # Of the engine at the leg's start.
+
+    def __post_init__(self) -> None:
+        self.kv_identity = self.engine.kv_identity
+
+    @property
+    def is_outdated(self) -> bool:
+        """The engine's weights have changed since: the leg may have KV and tokens of both."""
+        return self.kv_identity is not None and self.kv_identity != self.engine.kv_identity
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,6 +224,24 @@ class GiveBack:
 
 
 @dataclass(frozen=True, slots=True)
+class Doubt:
+    """D has not used what P has lent. Ask both engines what they are; then `settle`.
+
+    An update of weights keeps D from it, as long as the router does not know of the update. It is no fault.
+    """
+
+    lent: Leg
+    used: Leg
+    outcome: Outcome
+
+    @property
+    def has_other_weights(self) -> bool:
+        """As far as the engines are known by now."""
+        is_outdated = self.lent.is_outdated or self.used.is_outdated
+        return is_outdated or has_other_weights(self.lent.kv_identity, self.used.kv_identity)
+
+
+@dataclass(frozen=True, slots=True)
 class Count:
     """Add to a counter, or observe a time in seconds (`value`)."""
 
@@ -228,7 +258,7 @@ class Over:
     error: RouterError | None = None
 
 
-Effect: TypeAlias = Queue | Look | Meet | Leg | Close | Hold | Head | Send | GiveBack | Count | Over
+Effect: TypeAlias = Queue | Look | Meet | Leg | Close | Hold | Head | Send | GiveBack | Doubt | Count | Over
 
 
 def tell_ended(ended: Sequence[Ended]) -> None:

@@ -19,6 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from baton.core.errors import ConfigError
+from baton.core.identity import KVIdentity
 from baton.router.admission import Capacity
 from baton.router.block_index import Match
 from baton.router.cost import (
@@ -37,7 +38,17 @@ from baton.router.errors import LegFailure, RouterError
 from baton.router.event_log import EventLog, Happened
 from baton.router.event_log import Kind as EventKind
 from baton.router.health import Health, Probe, Status
-from baton.router.identity import Identity, Introduced, Introduction, Kind, ModelCard, Seat, choose_identity
+from baton.router.identity import (
+    Identity,
+    Introduced,
+    Introduction,
+    Kind,
+    ModelCard,
+    Seat,
+    choose_model,
+    is_compatible,
+    weights_of,
+)
 from baton.router.legs import PREFIX_TOKENS
 from baton.router.members import Member
 from baton.router.notes import Erred, LegFailed, Note, Speeds
@@ -109,6 +120,7 @@ class Engine:
     max_model_len: int | None = None  # Tokens of prompt and answer together, if it says so.
     introduction: Introduction | None = None
     is_introduced: bool = False  # It was asked, and answered; perhaps that it has none.
+    asks_connector_at_s: float = 0.0  # A vLLM's, which is asked by a request.
     was_asked: bool = False  # For its introduction, at least once in this router's life.
     identity: Identity | None = None  # As last reported, also while it is down.
     cards: tuple[ModelCard, ...] | None = field(default=None, repr=False)  # Of its model and its adapters.
@@ -129,6 +141,11 @@ class Engine:
     def key(self) -> EngineKey:
         """Its name in every process of this router."""
         return self.role, self.url
+
+    @property
+    def kv_identity(self) -> KVIdentity | None:
+        """As last reported. None: it does not report it."""
+        return self.introduction.kv_identity if self.introduction is not None else None
 
     @property
     def member(self) -> Member:
@@ -165,6 +182,11 @@ class Engine:
         parts = urlsplit(self.address)
         host = parts.netloc.removesuffix(f":{parts.port}")
         return urlunsplit(parts._replace(netloc=f"{host}:{self.admin_port}"))
+
+    @property
+    def weights(self) -> str | None:
+        """For operators. None: it does not report them."""
+        return weights_of(self.kv_identity) if self.kv_identity is not None else None
 
     @property
     def status(self) -> Status:
@@ -252,12 +274,13 @@ class Fleet:
         self.on_added: list[Callable[[Engine], None]] = []
         self.on_removed: list[Callable[[Engine], None]] = []
         self.on_ejected: list[Callable[[Engine], None]] = []
+        self.on_updated: list[Callable[[Engine], None]] = []  # Its KV has another identity now.
         self.log = EventLog()
         self.tell: Callable[[Note], None] = lambda note: None  # The other processes of this router.
         self.on_load: Callable[[], None] = lambda: None  # An engine's number of requests has changed.
         self._unix_clock = unix_clock
         self._judges_speeds_at_s = 0.0
-        self._serves: dict[tuple[Kind, str], Identity | None] = {}
+        self._serves: dict[tuple[Kind, str], str | None] = {}  # Digests of models.
 
     @property
     def engines(self) -> Sequence[Engine]:
@@ -344,8 +367,27 @@ class Fleet:
         consumers: Sequence[Engine],
         load_s: LoadSeconds,
     ) -> Sequence[Placement]:
+        """Among engines that may use each other's KV: in an update a fleet has several groups of them."""
+        found: list[Placement] = []
+        for kv in dict.fromkeys(engine.kv_identity for engine in consumers):
+            fitting = [number for number, one in enumerate(producers) if is_compatible(kv, one.kv_identity)]
+            group = [number for number, one in enumerate(consumers) if one.kv_identity == kv]
+            some = [producers[number] for number in fitting], [consumers[number] for number in group]
+            for one in self._placements_in_group(request, *some, self.find_loan(request, kv), load_s):
+                producer = None if one.producer is None else fitting[one.producer]
+                found.append(Placement(producer, group[one.consumer], one.ttft_s, one.cost_s))
+        return found
+
+    def _placements_in_group(
+        self,
+        request: RoutedRequest,
+        producers: Sequence[Engine],
+        consumers: Sequence[Engine],
+        loan: Loan | None,
+        load_s: LoadSeconds,
+    ) -> Sequence[Placement]:
         candidates = self.candidates(consumers, request)
-        if (loan := self.find_loan(request)) is not None:
+        if loan is not None:
             candidates = [
                 self.with_loan(engine, candidate, loan, load_s)
                 for engine, candidate in zip(consumers, candidates, strict=True)
@@ -360,12 +402,14 @@ class Fleet:
             home=request.home,
         )
 
-    def find_loan(self, request: RoutedRequest) -> Loan | None:
-        """The most of the prompt that an engine lends; of several, from the idlest."""
+    def find_loan(self, request: RoutedRequest, kv: KVIdentity | None) -> Loan | None:
+        """The most of the prompt that an engine lends; of several, from the idlest. `kv`: of the borrower."""
         loans = [
             loan
             for one in (self.engines if request.cached else ())
-            if (loan := _loan_of(one, request.cached_at(one.url))) is not None and self.may_take(one, request)
+            if (loan := _loan_of(one, request.cached_at(one.url))) is not None
+            and self.may_take(one, request)
+            and is_compatible(kv, one.kv_identity)
         ]
         return max(loans, key=lambda loan: (loan.num_tokens, -loan.lender.load), default=None)
 
@@ -746,13 +790,34 @@ class Fleet:
         """It was asked what it is, and may have answered."""
         engine.was_asked = True
 
-    def note_introduced(self, engine: Engine, found: Introduced | None) -> None:
-        """None: it answered that it cannot introduce itself now."""
+    def note_introduced(self, engine: Engine, found: Introduced | None) -> bool:
+        """None: it answered that it cannot introduce itself now. True: its KV has another identity now."""
         engine.is_introduced = found is not None
-        if found is not None:
-            engine.kind, engine.introduction = found.kind, found.introduction
-            engine.max_model_len = found.max_model_len
-            self.note_identity(engine, found.identity, found.cards)
+        if found is None:
+            return False
+        before = engine.kv_identity
+        engine.kind, engine.introduction = found.kind, found.introduction
+        engine.max_model_len = found.max_model_len
+        self.note_identity(engine, found.identity, found.cards)
+        kv = engine.kv_identity
+        if before is None or before == kv:
+            return False
+        change = f"weights {weights_of(before)} before, {weights_of(kv) if kv is not None else 'unknown'} now"
+        logger.info("%s engine %s has another identity: %s", engine.role, engine.url, change)
+        self.note_event("updated", engine, change)
+        for hear in self.on_updated:
+            hear(engine)
+        return True
+
+    def updates(self) -> list[dict[str, Any]]:
+        """For operators: the models of which engines have unlike weights, and how many engines have which."""
+        counts: dict[str, Counter[str]] = {}
+        for engine in self.engines:
+            if engine.is_up and engine.refused is None and engine.identity is not None and engine.weights:
+                counts.setdefault(engine.identity.name, Counter())[engine.weights] += 1
+        return [
+            {"model": name, "weights": dict(weights)} for name, weights in counts.items() if len(weights) > 1
+        ]
 
     def note_identity(
         self, engine: Engine, identity: Identity | None, cards: tuple[ModelCard, ...] | None = None
@@ -774,21 +839,24 @@ class Fleet:
     def _judge(self) -> None:
         """Refuse engines that do not fit the others.
 
-        Of the engines of one kind and name, those with another checkpoint than most; engines of different
-        kinds report different things. And prefill engines of a model that no decode engine serves.
+        Of the engines of one kind and name, those with another architecture than most; engines of different
+        kinds report different things. And prefill engines of a model that no decode engine serves. Weights
+        may differ: an update is under way.
         """
         groups: dict[tuple[Kind, str], list[Seat]] = {}
         for engine in self.engines:
-            if (identity := engine.identity) is not None:
-                seat = Seat(identity, engine.role == "decode")
+            if (identity := engine.identity) is not None and identity.kv is not None:
+                seat = Seat(identity.kv.model, engine.role == "decode")
                 groups.setdefault((identity.kind, identity.name), []).append(seat)
-        self._serves = {key: choose_identity(seats, self._serves.get(key)) for key, seats in groups.items()}
+        self._serves = {key: choose_model(seats, self._serves.get(key)) for key, seats in groups.items()}
         self._names = decoded = self._decoded_names()
         for engine in self.engines:
             if (identity := engine.identity) is None:
                 refused = None
-            elif identity != (wanted := self._serves[identity.kind, identity.name]):
-                refused = f"serves {identity}, but the fleet serves {wanted}"
+            elif (kv := identity.kv) is not None and kv.model != (
+                wanted := self._serves[identity.kind, identity.name]
+            ):
+                refused = f"serves {identity}, but the fleet serves {(wanted or '')[:12]}"
             elif engine.role == "prefill" and decoded is not None and decoded.isdisjoint(engine.names or ()):
                 refused = f"serves {identity}, which no decode engine serves"
             else:
@@ -862,6 +930,7 @@ class Fleet:
                     "kind": engine.kind,
                     "introduced": engine.introduction is not None,
                     "model": engine.identity.name if engine.identity is not None else None,
+                    "weights": engine.weights,
                     "names": engine.names,
                     "refused": engine.refused,
                     "engine_id": engine.introduction.engine_id if engine.introduction else None,

@@ -9,6 +9,7 @@ from baton.router.budget import RetryBudget
 from baton.router.errors import LegFailure, RouterError
 from baton.router.fleet import Engine, Fleet, Loan
 from baton.router.hedge import Lateness
+from baton.router.identity import has_other_weights, is_compatible
 from baton.router.late_leg import LateLegs
 from baton.router.legs import new_transfer_id
 from baton.router.notes import Handoff, Outcome
@@ -85,7 +86,7 @@ class FleetView:
 
     def find_loan(self, consumer: Engine, routed: RoutedRequest, now_s: float) -> Loan | None:
         """What another engine lends, if the consumer had better read it than compute it."""
-        loan = self.fleet.find_loan(routed)
+        loan = self.fleet.find_loan(routed, consumer.kv_identity)
         if loan is None or self.pairs.why_not(loan.lender, consumer, now_s) is not None:
             return None
         (candidate,) = self.fleet.candidates([consumer], routed)
@@ -104,6 +105,15 @@ class FleetView:
         if failure is not None and failure.kind == "timeout":
             return RouterError.too_late(f"no {role} engine answered in time")
         return RouterError.gateway(f"the {role} engine failed before the first byte of an answer")
+
+    def has_other_weights(self, consumer: Engine, routed: RoutedRequest) -> bool:
+        """Whether its weights are all that keeps this engine from using the prefill engines' KV."""
+        kv, engines = consumer.kv_identity, self.fleet.engines
+        theirs = {
+            one.kv_identity for one in engines if one.role == "prefill" and self.fleet.may_take(one, routed)
+        }
+        is_any_fit = any(is_compatible(kv, one) for one in theirs)
+        return not is_any_fit and any(has_other_weights(kv, one) for one in theirs)
 
     def note_handoff(
         self,

@@ -2,20 +2,24 @@
 
     GET  /baton/introduction    Baton's own engines: their connector's signed introduction
     GET  /v1/models             others, when there is no such page: names of a model and its adapters
-    POST /v1/completions        a vLLM that prefills for a push: one token, for its connector's introduction,
+    POST /v1/completions        a vLLM: one token, for its connector's introduction and KV identity,
                                 which its `kv_transfer_params` have; vLLM's servers have no page of ours
 
-An introduction names one process. So Baton's engines are asked again with every probe of their health, and an
-introduction is forgotten as soon as an engine fails: a successor introduces itself. The completion is a step
-of a vLLM's model, and is asked for once in its life; the names are asked for with every probe.
+An introduction names one process, with the weights that it has. So Baton's engines are asked again with every
+probe of their health, and an introduction is forgotten as soon as an engine fails: a successor introduces
+itself. The completion is a step of a vLLM's model: one that reports an identity is asked again every
+CONNECTOR_EVERY_S, and when its KV events report that its cache was emptied. The names are asked for with
+every probe.
 """
 
 import logging
 from collections.abc import Generator
+from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
+from baton.core.identity import KVIdentity
 from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet import Engine
 from baton.router.identity import Identity, Introduced, Introduction, ModelCard
@@ -27,6 +31,7 @@ PATH = "/baton/introduction"
 MODELS_PATH = "/v1/models"
 COMPLETIONS_PATH = "/v1/completions"
 ASKING = {"prompt": [1], "max_tokens": 1, "temperature": 0}  # A vLLM's connector is reached by requests only.
+CONNECTOR_EVERY_S = 10.0
 
 
 class Question(NamedTuple):
@@ -47,23 +52,32 @@ class _Said(msgspec.Struct):
     remote_engine_id: str | None = None
     baton_introduction: str | None = None
     baton_has_states: bool = False
+    baton_kv_identity: Any = None
 
 
 class _Completion(msgspec.Struct):
     kv_transfer_params: _Said | None = None
 
 
-def introduce(engine: Engine, *, pushes: bool) -> Dialogue:
-    """Yields questions. Returns what the engine is; None: it cannot answer now."""
+class _Card(Introduction, frozen=True):
+    kv_identity: Any = None
+
+
+def introduce(engine: Engine, *, asks_connector: bool = False) -> Dialogue:
+    """Yields questions. Returns what the engine is; None: it cannot answer now.
+
+    `asks_connector`: of a vLLM that has introduced itself.
+    """
     if engine.kind == "vllm" and engine.is_introduced:
-        return (yield from _introduce_again(engine))
+        return (yield from _introduce_again(engine, asks_connector=asks_connector))
     answer = yield Question(engine.admin_address + PATH)
     if answer[0] >= 500:
         return None
     cards: tuple[ModelCard, ...] | None
-    card = _decode(engine, answer, Introduction)
-    if card is not None:
-        cards = None
+    read = _decode(engine, answer, _Card)
+    if read is not None:
+        known = {**msgspec.structs.asdict(read), "kv_identity": _read_identity(engine, read.kv_identity)}
+        card, cards = Introduction(**known), None
         if (name := card.served_model_name) is not None:
             cards = (ModelCard(name, owned_by="baton", root=name, max_model_len=card.max_model_len),)
         return Introduced("baton", card, card.max_model_len, _identity_of(card), cards)
@@ -72,22 +86,20 @@ def introduce(engine: Engine, *, pushes: bool) -> Dialogue:
     model = _model_of(cards)
     if model is None:
         return Introduced(None, None, None, None, cards)
-    introduction = None
-    if pushes and engine.role == "prefill":
-        body_asking = {**ASKING, PARAMS: {"baton_introduce": True}}
-        answer = yield Question(engine.address + COMPLETIONS_PATH, "POST", body_asking)
-        introduction = _connector_in(engine, answer)
-    return Introduced("vllm", introduction, model.max_model_len, _named(model), cards)
+    introduction = yield from _ask_connector(engine)
+    return Introduced("vllm", introduction, model.max_model_len, _named(model, introduction), cards)
 
 
-def _introduce_again(engine: Engine) -> Dialogue:
-    """A vLLM, whose adapters may have changed."""
+def _introduce_again(engine: Engine, *, asks_connector: bool) -> Dialogue:
+    """A vLLM, whose adapters and weights may have changed."""
     models = _decode(engine, (yield Question(engine.address + MODELS_PATH)), _Models)
     cards = tuple(models.data) if models is not None else ()
-    model = _model_of(cards)
+    model, introduction = _model_of(cards), engine.introduction
     if model is None:
-        return Introduced("vllm", engine.introduction, engine.max_model_len, engine.identity, engine.cards)
-    return Introduced("vllm", engine.introduction, model.max_model_len, _named(model), cards)
+        return Introduced("vllm", introduction, engine.max_model_len, engine.identity, engine.cards)
+    if asks_connector and introduction is not None and introduction.kv_identity is not None:
+        introduction = yield from _ask_connector(engine)
+    return Introduced("vllm", introduction, model.max_model_len, _named(model, introduction), cards)
 
 
 def _model_of(cards: tuple[ModelCard, ...] | None) -> ModelCard | None:
@@ -95,26 +107,54 @@ def _model_of(cards: tuple[ModelCard, ...] | None) -> ModelCard | None:
     return next((card for card in cards or () if card.owned_by == "vllm"), None)
 
 
-def _named(model: ModelCard) -> Identity | None:
-    return Identity("vllm", model.id) if model.id is not None else None
+def _named(model: ModelCard, introduction: Introduction | None) -> Identity | None:
+    kv = introduction.kv_identity if introduction is not None else None
+    return Identity("vllm", model.id, kv) if model.id is not None else None
 
 
-def _connector_in(engine: Engine, answer: Answer) -> Introduction | None:
-    """None: it has no connector, or another one, or one that does not push."""
+def _ask_connector(engine: Engine) -> Generator[Question, Answer, Introduction | None]:
+    """What it answered before, if it cannot answer now. None: it has no connector of Baton's."""
+    asking = {**ASKING, PARAMS: {"baton_introduce": True}}
+    answer = yield Question(engine.address + COMPLETIONS_PATH, "POST", asking)
+    if answer[0] != 200:
+        return engine.introduction if engine.is_introduced else None
     completion = _decode(engine, answer, _Completion)
     params = completion.kv_transfer_params if completion is not None else None
-    if params is None or params.remote_engine_id is None or params.baton_introduction is None:
+    if params is None:
         return None
-    return Introduction(
-        params.remote_engine_id, params.baton_introduction, has_states=params.baton_has_states
-    )
+    kv, engine_id = _read_identity(engine, params.baton_kv_identity), params.remote_engine_id or ""
+    text = params.baton_introduction if engine_id else None
+    if text is None and kv is None:
+        return None
+    return Introduction(engine_id, text, kv_identity=kv, has_states=params.baton_has_states)
 
 
 def _identity_of(card: Introduction) -> Identity | None:
     """None: an engine of an older version, which does not report it."""
     if card.kv_identity is None or card.served_model_name is None:
         return None
-    return Identity("baton", card.served_model_name, (card.kv_identity.model, card.kv_identity.weights))
+    return Identity("baton", card.served_model_name, card.kv_identity)
+
+
+def _read_identity(engine: Engine, value: Any) -> KVIdentity | None:
+    """None: it is not reported, or has parts that this router does not know, and so cannot compare."""
+    if value is None:
+        return None
+    try:
+        kv = msgspec.convert(value, KVIdentity)
+    except msgspec.ValidationError as error:
+        _warn(engine.url, str(error))
+        return None
+    if unknown := value.keys() - {*KVIdentity.__struct_fields__}:
+        _warn(engine.url, f"it has unknown fields: {', '.join(sorted(unknown))}")
+        return None
+    return kv
+
+
+@lru_cache(maxsize=256)
+def _warn(url: str, why: str) -> None:
+    """Once: an engine is asked with every probe."""
+    logger.warning("%s: the identity of its KV cannot be read, and is not compared: %s", url, why)
 
 
 Decoded = TypeVar("Decoded", bound=msgspec.Struct)

@@ -7,7 +7,9 @@ wire      tokens that D has loaded, and its leg's time to the first byte; in pul
 """
 
 from baton.router.answers import LegAnswer, num_computed, num_transferred
-from baton.router.events import Leg
+from baton.router.events import Doubt, Leg
+from baton.router.fleet_view import FleetView
+from baton.router.notes import Outcome
 from baton.router.rates import SAMPLE_TOKENS_MAX, Rate, Window
 
 SAMPLE_CHUNKS = 16
@@ -81,3 +83,11 @@ def loaded(leg: Leg, answer: LegAnswer, now_s: float) -> tuple[int, float]:
     if num_tokens < LOADED_TOKENS_MIN or took_s <= 0.0 or leg.num_tokens_before or engine.queued_tokens:
         return 0, 0.0
     return num_tokens, took_s
+
+
+def settle(view: FleetView, doubt: Doubt, now_s: float) -> Outcome:
+    """Both engines have been asked what they are. Unlike weights are no fault of the pair."""
+    if doubt.has_other_weights:
+        return "other_weights"
+    view.note_handoff(doubt.lent.engine, doubt.used.engine, doubt.outcome, now_s)
+    return doubt.outcome

@@ -99,6 +99,7 @@ LocalReason = Literal[
     "short_prompt",
     "cheaper",
     "no_pair",
+    "other_weights",
     "no_decode_engine",
     "prefill_failed",
     "nothing_lent",

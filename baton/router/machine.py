@@ -9,9 +9,10 @@
     D never received the request:     the same ticket on another D
     D refuses the ticket:             once more without it; it is no fault of the client
     D refuses the introduction:       once more with a fresh one, then without
+    D's weights are not P's:          D computes the prompt. It is no fault: an update is under way
     D failed before its first byte:   both legs again, with a new transfer id
     D failed in a stream, or drains:  another D gives the rest, if that is the same answer; else an error
-                                      event and [DONE]
+                                      event and [DONE]. Tokens of two versions are never one answer
 
 In a push a leg that fails takes the other one with it, and D's leg may be held back (`late_leg`): if P has
 answered meanwhile, the rest goes as in pull. The client gets nothing before D's first byte except the first
@@ -56,6 +57,7 @@ from baton.router.events import (
     Close,
     Closed,
     Count,
+    Doubt,
     Draining,
     Effect,
     Event,
@@ -81,6 +83,7 @@ from baton.router.first_token import FirstToken
 from baton.router.first_tokens import FirstTokens, PrefillAsk, can_follow
 from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
+from baton.router.identity import has_other_weights, is_compatible, is_continued_alike
 from baton.router.learning import (
     SAMPLE_CHUNKS,
     loaded,
@@ -90,7 +93,7 @@ from baton.router.learning import (
     note_outpaced,
     note_start,
 )
-from baton.router.legs import PARAMS, push_params, shape_of, stored_body
+from baton.router.legs import PARAMS, LocalReason, push_params, shape_of, stored_body
 from baton.router.lookups import look_for
 from baton.router.notes import Outcome
 from baton.router.settings import Role
@@ -164,6 +167,7 @@ class Machine:
         self._may_retry_prefill = True  # The budget of retries has allowed it so far.
         self._num_refused_introductions = 0
         self._broken: list[Engine] = []  # That have failed in this stream.
+        self._giver: Leg | None = None  # Whose tokens the client has, and another leg continues.
         self._prefilled: Prefilled | None = None
         self._failures: dict[Role, LegFailure] = {}  # The last one of each role.
         self._prefill: Leg | None = None  # The last one of either role.
@@ -341,6 +345,8 @@ class Machine:
         )
 
     def _push_or_pull(self, producer: Engine, consumer: Engine) -> None:
+        if self._why_no_pair(producer, consumer) is not None:
+            return self._attempt()  # It has introduced itself again.
         self._first.choose(producer, consumer, is_push=True)
         card = producer.introduction
         if card is None or card.introduction is None or self._first.needs_no_decode:
@@ -363,8 +369,11 @@ class Machine:
         return None
 
     def _on_hold_over(self, event: HoldOver) -> None:
-        if event.transfer_id == self._transfer_id:  # Otherwise it is of an attempt before this one.
-            self._push("late")
+        if event.transfer_id != self._transfer_id:
+            return  # It is of an attempt before this one.
+        producer, consumer = self._producer, self._consumer
+        if producer is None or consumer is None or self._why_no_pair(producer, consumer) is None:
+            self._push("late")  # Else an update has parted them; D begins after P, as in pull.
 
     def _push(self, when: Literal["at_once", "late"]) -> None:
         assert self._consumer is not None
@@ -388,7 +397,7 @@ class Machine:
         if consumer is not None and not self._has_borrowed:
             loan = self._view.find_loan(consumer, self._routed, self._now_s)
         if loan is None:
-            self._set_prefilled(Prefilled("local", self._local_reason))
+            self._set_prefilled(Prefilled("local", self._why_alone))
             return self._after_prefill()
         self._has_borrowed = True
         reader = PrefillReader(reads_first_token=False, shows_token_ids=False, keeps_answer=False)
@@ -415,7 +424,7 @@ class Machine:
         if isinstance(outcome, Prefilled) and is_lent:
             self._set_prefilled(outcome)
         else:
-            self._set_prefilled(Prefilled("local", self._local_reason))
+            self._set_prefilled(Prefilled("local", self._why_alone))
         self._after_prefill()
 
     def _next_producer(self) -> None:
@@ -427,12 +436,27 @@ class Machine:
             self._open_prefill(producer)
             self._state = State.PREFILLING
             return self._wait_till_late()
-        if self._settings.on_prefill_failure == "fail":
+        assert self._consumer is not None
+        reason = self._why_none_fits(self._consumer)
+        if self._settings.on_prefill_failure == "fail" and reason != "other_weights":
             failure = self._failures.get("prefill")
             raise self._view.no_engine("prefill", failure, is_tried=bool(self._bad_producers))
-        has_pair = self._bad_producers or self._choose_producer(None) is None
-        self._set_prefilled(Prefilled("local", "prefill_failed" if has_pair else "no_pair"))
+        self._set_prefilled(Prefilled("local", reason))
         return self._after_prefill()
+
+    @property
+    def _why_alone(self) -> LocalReason:
+        """Where no prefill engine is to be asked. By cost, that also holds where all have other weights."""
+        assert self._local_reason is not None
+        consumer = self._placed_consumer
+        is_other = consumer is not None and self._view.has_other_weights(consumer, self._routed)
+        return "other_weights" if is_other else self._local_reason
+
+    def _why_none_fits(self, consumer: Engine) -> LocalReason:
+        """No prefill engine is left for this decode engine."""
+        if self._bad_producers or self._choose_producer(None) is None:
+            return "prefill_failed"
+        return "other_weights" if self._view.has_other_weights(consumer, self._routed) else "no_pair"
 
     def _wait_till_late(self) -> None:
         """Start the timer of `_on_late`."""
@@ -591,7 +615,8 @@ class Machine:
                 self._finish()
                 return True
             case FirstTokenRead(head, first):
-                self._tell_first(head, first, "remote")
+                if first.is_last or not leg.is_outdated:
+                    self._tell_first(head, first, "remote", leg)
                 if first.is_last:
                     self._end_with(leg)
                     return True
@@ -647,8 +672,10 @@ class Machine:
         if engine is None:  # It went down during the prefill.
             raise self._view.no_engine("decode", self._failures.get("decode"))
         if self._prefilled.ticket and self._producer and self._why_no_pair(self._producer, engine):
+            assert self._prefill is not None
+            is_other = has_other_weights(engine.kv_identity, self._prefill.kv_identity)
             self._give_back()
-            self._set_prefilled(Prefilled("local", "no_pair"))
+            self._set_prefilled(Prefilled("local", "other_weights" if is_other else "no_pair"))
         self._first.settle(engine)
         self._open_decode(engine, self._prefilled.ticket, is_pushed=False)
         self._state = State.DECODING
@@ -684,7 +711,7 @@ class Machine:
             reader = DecodeAnswer(self._first, leg.engine)
             body = reader.whole(answer.body, self._lent_in_push)
             self._send_whole(answer, {"x-baton-prefill": where}, body=body)
-            self._keep_turn(leg.engine, reader)
+            self._keep_turn(leg, reader)
             return self._finish()
         num_given = self._first.num_given if leg.engine.kind == "baton" else 0
         if num_given and answer.headers.get(GIVEN_HEADER) != str(num_given):
@@ -696,7 +723,7 @@ class Machine:
 
     def _take_refusal(self, engine: Engine, answer: LegAnswer) -> None:
         what = "introduction" if self._is_pushed else "ticket"
-        logger.error("%s: %s refused the %s: %r", self._request.id, engine.url, what, answer.body)
+        self._log("%s refused the %s: %r", engine.url, what, answer.body)
         self._note_handoff(engine, "refused")
         self._give_back()
         self._tried.remove(engine)
@@ -708,7 +735,8 @@ class Machine:
         if self._num_refused_introductions < INTRODUCTIONS_MAX:
             assert self._producer is not None
             self._producer.is_introduced = False
-            return self._again()
+            # D, too, may have other weights than it had.
+            return self._close(lambda: self._meet(engine, self._attempt, is_again=True))
         self._set_prefilled(Prefilled("local", "introduction_refused"))
         return self._again()
 
@@ -753,7 +781,7 @@ class Machine:
             return self._on_decode_failed(Failed(leg, _broken(leg, str(error))))
         match self._answer.found:
             case FirstToken() as first:
-                self._tell_first(self._head, first, self._prefilled.where)
+                self._tell_first(self._head, first, self._prefilled.where, leg)
             case False:
                 self._count("first_tokens", "no")
                 self._set_prefilled(Prefilled("local", "engines_disagree"))
@@ -836,14 +864,19 @@ class Machine:
         given = self._first.given()
         if given is None or (not is_planned and len(self._broken) >= self._settings.resumes):
             return False
+        if leg.is_outdated:
+            return False  # What the client has may be of two versions; no engine has both.
 
         def is_fit(engine: Engine) -> bool:
-            return engine is not leg.engine and engine not in self._broken and can_follow(given, engine)
+            is_other = engine is not leg.engine and engine not in self._broken
+            is_alike = is_continued_alike(engine.kv_identity, leg.kv_identity)
+            return is_other and is_alike and can_follow(given, engine)
 
         roles: tuple[Role, ...] = ("decode",) if is_planned else ("decode", "prefill")
         if not any(self._view.choose(role, self._routed, [], self._now_s, is_fit) for role in roles):
             return False
         self._first.resume_after(given)
+        self._giver = leg
         if not is_planned:
             self._broken.append(leg.engine)
         self._count("resumed_streams", "planned" if is_planned else "broken")
@@ -915,7 +948,7 @@ class Machine:
         self._begin_answer(answer, {**extra, "content-length": str(len(body))})
         self._send(body, is_last=True)
 
-    def _tell_first(self, head: LegAnswer, first: FirstToken, where: str) -> None:
+    def _tell_first(self, head: LegAnswer, first: FirstToken, where: str, giver: Leg) -> None:
         """Send an engine's first token, unless the client has it. RouterError: it has another one."""
         try:
             is_for_client = self._first.take(first)
@@ -924,15 +957,20 @@ class Machine:
             raise
         if not is_for_client:
             return self._count("first_tokens", "yes")
+        self._giver = giver
         self._begin_answer(head, {"x-baton-prefill": where})
         return self._send(first.events)
 
     def _tell_kept_answer(self, consumer: Engine | None) -> bool:
         """Send P's token out of its whole answer, if D can continue after it. True: it is all."""
         assert self._prefilled is not None
-        told = self._first.take_kept_answer(self._prefilled.answer, consumer)
+        giver = self._prefill
+        # A token that may be of other weights is given by D again.
+        is_fit = giver is None or not giver.is_outdated
+        told = self._first.take_kept_answer(self._prefilled.answer if is_fit else None, consumer)
         if told is None:
             return False
+        self._giver = giver
         self._begin_answer(EVENT_STREAM, {"x-baton-prefill": "remote"})
         self._send(told.events, is_last=told.is_last)
         return told.is_last
@@ -958,7 +996,8 @@ class Machine:
         choose, now_s = self._view.choose, self._now_s
 
         def can_continue(consumer: Engine) -> bool:
-            return self._first.can_continue(consumer) and consumer not in self._broken
+            is_left = consumer not in self._broken and self._is_alike(consumer)
+            return is_left and self._first.can_continue(consumer)
 
         def is_fit(consumer: Engine) -> bool:
             return can_continue(consumer) and (
@@ -973,6 +1012,14 @@ class Machine:
             engine = choose("prefill", self._routed, tried, now_s, can_continue)
         return engine
 
+    def _is_alike(self, consumer: Engine) -> bool:
+        """Whether what this engine adds to the client's tokens is of the same weights."""
+        giver = self._giver
+        if giver is None:
+            return True
+        compare = is_continued_alike if self._first.is_resumed else is_compatible
+        return compare(consumer.kv_identity, giver.kv_identity)
+
     @property
     def _placed_consumer(self) -> Engine | None:
         """Of a placement without a prefill engine, as long as this engine can be used."""
@@ -982,7 +1029,11 @@ class Machine:
         return consumer if self._view.fleet.may_take(consumer, self._routed) else None
 
     def _why_no_pair(self, producer: Engine, consumer: Engine) -> str | None:
-        return self._view.pairs.why_not(producer, consumer, self._now_s)
+        leg = self._prefill
+        is_lent = leg is not None and leg.engine is producer
+        is_lent = is_lent and (self._prefilled is not None or leg in self._open_legs)
+        lent = leg.kv_identity if is_lent and leg is not None else None
+        return self._view.pairs.why_not(producer, consumer, self._now_s, lent)
 
     # --- Legs ----------------------------------------------------------------------------------------
 
@@ -992,11 +1043,13 @@ class Machine:
         ask = self._first.prefill_ask(engine, self._transfer_id)
         body = ask.body
         if PARAMS in body:
-            self._turn = self._turn or self._view.turns.take(self._request.session, self._now_s)
+            kv, turns = engine.kv_identity, self._view.turns
+            self._turn = turn = self._turn or turns.take(self._request.session, self._now_s, kv)
             self._was_turn_sent = self._was_turn_sent or self._is_turn_out
-            self._is_turn_out = self._turn is not None
-            if self._turn is not None:
-                body = {**body, PARAMS: {**self._turn.params, **body[PARAMS]}}
+            self._is_turn_out = False
+            if turn is not None and turn.fits(kv):
+                self._is_turn_out = True
+                body = {**body, PARAMS: {**turn.params, **body[PARAMS]}}
         self._producer, self._has_come = engine, False
         self._prefill = self._send_prefill(engine, ask, body)
 
@@ -1090,7 +1143,7 @@ class Machine:
 
     def _finish(self) -> None:
         if self._answer is not None and self._decode is not None:
-            self._keep_turn(self._decode.engine, self._answer)
+            self._keep_turn(self._decode, self._answer)
         self._give_back()
         self._leave_turn()
         self._close(self._end)
@@ -1155,15 +1208,24 @@ class Machine:
     def _note_handoff(
         self, engine: Engine, outcome: Outcome, num_loaded: int = 0, took_s: float = 0.0
     ) -> None:
-        if self._producer is not None:
-            self._count("handoffs", self._producer.url, engine.url, outcome)
-            self._view.note_handoff(self._producer, engine, outcome, self._now_s, num_loaded, took_s)
+        lent, used = self._prefill, self._decode
+        if self._producer is None or lent is None or used is None:
+            return
+        if outcome != "handed_over" and None not in (lent.kv_identity, used.kv_identity):
+            self._effects.append(Doubt(lent, used, outcome))
+            return
+        self._count("handoffs", self._producer.url, engine.url, outcome)
+        self._view.note_handoff(self._producer, engine, outcome, self._now_s, num_loaded, took_s)
 
-    def _keep_turn(self, keeper: Engine, answer: DecodeAnswer) -> None:
+    def _keep_turn(self, leg: Leg, answer: DecodeAnswer) -> None:
         if answer.kept_params is not None:
-            self._view.turns.put(self._request.session, Turn(keeper, answer.kept_params), self._now_s)
+            turn = Turn(leg.engine, answer.kept_params, leg.kv_identity)
+            # One of old weights is given back.
+            self._view.turns.put(None if turn.is_old else self._request.session, turn, self._now_s)
 
     def _settle_turn(self, outcome: PrefillOutcome | LegFailure) -> None:
+        if not self._is_turn_out:
+            return
         self._is_turn_out = False
         match outcome:
             case LegFailure():
@@ -1177,7 +1239,7 @@ class Machine:
         if turn is None:
             return
         if self._was_turn_sent or self._is_turn_out:
-            self._effects.append(GiveBack(*turn))
+            self._effects.append(GiveBack(turn.keeper, turn.params))
         else:
             self._view.turns.put(self._request.session, turn, self._now_s)
 

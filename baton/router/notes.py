@@ -9,12 +9,13 @@ from typing import Any, Literal, TypeAlias
 
 import msgspec
 
+from baton.core.identity import KVIdentity
 from baton.router.health import ProbeKind
 from baton.router.identity import Introduced
 from baton.router.members import Member
 from baton.router.settings import EngineKey
 
-Outcome = Literal["handed_over", "computed", "refused"]
+Outcome = Literal["handed_over", "computed", "refused", "other_weights"]
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True): ...
@@ -71,6 +72,7 @@ class TurnKept(_Note, frozen=True, tag="TurnKept"):
     session: str
     keeper: EngineKey
     params: dict[str, Any]
+    kv_identity: KVIdentity | None = None
 
 
 class TurnTaken(_Note, frozen=True, tag="TurnTaken"):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from baton.core.identity import differences
+from baton.core.identity import KVIdentity, differences, differs_in_weights_only
 from baton.router.cost import LOAD_TOKENS_PER_S
 from baton.router.fleet import Engine
 from baton.router.rates import Line
@@ -25,17 +25,20 @@ BACKOFF_MAX_S = 300.0
 LEAST_TOKENS_GAP = 256.0  # Of two loads, to tell what one more token takes.
 
 
-def mismatch_of(producer: Engine, consumer: Engine) -> str | None:
-    """None: they match, or one of them does not say enough to compare (an engine of another kind)."""
+def mismatch_of(producer: Engine, consumer: Engine, lent: KVIdentity | None = None) -> str | None:
+    """None: they match, or one of them does not say enough to compare (an engine of another kind).
+
+    `lent`: of the KV that the producer has lent; its weights may have changed since.
+    """
     if consumer.names and producer.names and set(consumer.names).isdisjoint(producer.names):
         return "different models: they have no name in common"
     ours, theirs = consumer.introduction, producer.introduction
     if ours is None or theirs is None:
         return None
-    if ours.kv_identity is not None and theirs.kv_identity is not None:
-        different = differences(ours.kv_identity, theirs.kv_identity)
-        if different:
-            return "different models: " + "; ".join(different)
+    kv, lent = ours.kv_identity, lent or theirs.kv_identity
+    if kv is not None and lent is not None and (different := differences(kv, lent)):
+        what = "other weights" if differs_in_weights_only(kv, lent) else "different models"
+        return f"{what}: " + "; ".join(different)
     if ours.secret_ids is None or theirs.secret_ids is None or ours.secret_ids == theirs.secret_ids:
         return None
     if not theirs.secret_ids or not ours.secret_ids:
@@ -78,9 +81,11 @@ class Pairs:
         self._state(producer, consumer).loads.note(num_tokens, took_s)
         self._loads.note(num_tokens, took_s)
 
-    def why_not(self, producer: Engine, consumer: Engine, now_s: float) -> str | None:
-        """None: the pair may be used."""
-        if (mismatch := mismatch_of(producer, consumer)) is not None:
+    def why_not(
+        self, producer: Engine, consumer: Engine, now_s: float, lent: KVIdentity | None = None
+    ) -> str | None:
+        """None: the pair may be used. `lent`: see `mismatch_of`."""
+        if (mismatch := mismatch_of(producer, consumer, lent)) is not None:
             return mismatch
         state = self._states.get((producer, consumer))
         return state.why if state is not None and now_s < state.stopped_until_s else None

@@ -50,9 +50,9 @@ class Replica:
                 producer, consumer = find(producer_key), find(consumer_key)
                 if producer is not None and consumer is not None:
                     self._view.learn_handoff(producer, consumer, outcome, now_s, num_loaded, took_s)
-            case TurnKept(session, key, params):
+            case TurnKept(session, key, params, kv_identity):
                 keeper = find(key)
-                turn = None if keeper is None else Turn(keeper, params)
+                turn = None if keeper is None else Turn(keeper, params, kv_identity)
                 self._view.turns.learn(session, turn, now_s)
             case TurnTaken(session):
                 self._view.turns.learn(session, None, now_s)
@@ -134,7 +134,7 @@ class Replica:
 
     def kept_turns(self) -> list[TurnKept]:
         kept = self._view.turns.kept()
-        return [TurnKept(session, turn.keeper.key, turn.params) for session, turn in kept]
+        return [TurnKept(name, turn.keeper.key, turn.params, turn.kv_identity) for name, turn in kept]
 
 
 class Loads:

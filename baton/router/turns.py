@@ -5,8 +5,8 @@
     next prefill leg of that session <---------------+    once
 
 Engines that are not set up for turns send no such params. A client never gets the params, which are addresses
-of engines. The router does not judge them. The engine that gets them does, by signature and prompt, and
-computes what it cannot fetch.
+of engines. They go to an engine that may use the keeper's KV. It verifies them, by signature and prompt, and
+computes what it cannot fetch. What a keeper has kept is forgotten when its weights change.
 """
 
 from collections import OrderedDict
@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from baton.core.identity import KVIdentity
 from baton.core.json_text import NotJson, decode_json
 from baton.core.retention import SESSION_CHARS_MAX
 from baton.router.fleet import Engine
+from baton.router.identity import is_compatible
 from baton.router.legs import PARAMS
 from baton.router.notes import Note, TurnKept, TurnTaken
 from baton.router.sse import RawObject, data_of, sse_event
@@ -32,6 +34,16 @@ _MARK = f'"{PARAMS}"'.encode()
 class Turn(NamedTuple):
     keeper: Engine  # The decode engine that keeps the blocks.
     params: dict[str, Any]
+    kv_identity: KVIdentity | None = None  # Of the blocks; None: not known.
+
+    @property
+    def is_old(self) -> bool:
+        """The keeper has other weights now."""
+        return self.kv_identity is not None and self.kv_identity != self.keeper.kv_identity
+
+    def fits(self, kv: KVIdentity | None) -> bool:
+        """`kv`: of the engine that is to fetch it."""
+        return not self.is_old and is_compatible(kv, self.kv_identity)
 
 
 def session_of(name: str | None, tenant: str) -> str | None:
@@ -56,25 +68,38 @@ class TurnTable:
 
     def put(self, session: str | None, turn: Turn, now_s: float) -> None:
         if not session or len(session) > SESSION_CHARS_MAX:
-            self._give_back(*turn)
+            self._give_back(turn.keeper, turn.params)
             return
         if (replaced := self._kept.pop(session, None)) is not None:
-            self._give_back(*replaced[1])
+            self._give_back(replaced[1].keeper, replaced[1].params)
         self._kept[session] = (now_s + KEPT_S, turn)
         if len(self._kept) > TURNS_MAX:
             _, (_, oldest) = self._kept.popitem(last=False)
-            self._give_back(*oldest)
-        self._tell(TurnKept(session, turn.keeper.key, turn.params))
+            self._give_back(oldest.keeper, oldest.params)
+        self._tell(TurnKept(session, turn.keeper.key, turn.params, turn.kv_identity))
 
-    def take(self, session: str | None, now_s: float) -> Turn | None:
-        """Once: a ticket is good for one fetch."""
-        until, turn = self._kept.pop(session or "", (0.0, None))
-        if turn is not None and now_s >= until:
-            self._give_back(*turn)
+    def take(self, session: str | None, now_s: float, kv: KVIdentity | None = None) -> Turn | None:
+        """Once: a ticket is good for one fetch. `kv`: of the engine that is to fetch it; else it stays."""
+        until, turn = self._kept.get(session or "", (0.0, None))
+        if turn is None:
             return None
-        if turn is not None:
-            self._tell(TurnTaken(session or ""))
+        is_over = now_s >= until or turn.is_old
+        if not is_over and not turn.fits(kv):
+            return None
+        del self._kept[session or ""]
+        if is_over:
+            self._give_back(turn.keeper, turn.params)
+            return None
+        self._tell(TurnTaken(session or ""))
         return turn
+
+    def forget(self, keeper: Engine) -> None:
+        """Give back what the engine has kept with other weights than it has now."""
+        for session, turn in self.kept():
+            if turn.keeper is keeper and turn.is_old:
+                del self._kept[session]
+                self._give_back(keeper, turn.params)
+                self._tell(TurnTaken(session))
 
     def learn(self, session: str, turn: Turn | None, now_s: float) -> None:
         """From another process: it has put this turn, or taken the last one. It gives back, not this one."""

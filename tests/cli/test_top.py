@@ -19,6 +19,7 @@ STATE = {
     "mode": "pull",
     "policy": "cost",
     "models": ["m"],
+    "updates": [{"model": "m", "weights": {"v1": 2, "v2": 1}}],
     "requests_per_s": 2.0,
     "refused_per_s": 0.0,
     "failed_per_s": 0.0,
@@ -33,6 +34,7 @@ STATE = {
             "type": "decode",
             "url": "http://d:1",
             "state": "up",
+            "weights": "v1",
             "in_flight": 1,
             "queued_tokens": 0,
             "prefill_tokens_per_s": None,
@@ -74,7 +76,16 @@ def text_of(shown: object) -> str:
 
 def test_a_frame_has_engines_flows_latencies_and_events_as_text() -> None:
     shown = text_of(frame(STATE))
-    for wanted in ("d:1", "50 %", "20.0 ms/tok", "[red]p:1 → d:1", "2.5 MB/s", "4.0 ms", "TTFT p50 100.0 ms"):
+    for wanted in (
+        "d:1",
+        "50 %",
+        "20.0 ms/tok",
+        "[red]p:1 → d:1",
+        "2.5 MB/s",
+        "4.0 ms",
+        "TTFT p50 100.0 ms",
+        "v1 on 2, v2 on 1",
+    ):
         assert wanted in shown
     assert "[bold]x[/] (3 times)" in shown
 

@@ -132,6 +132,7 @@ class FakeEngine:
     health_status: int = 200
     introduces_as: str | None = None  # None: not an engine of Baton.
     is_vllm_of: int | None = None  # Its max_model_len.
+    introduces_by_request: bool = False  # Its `respond` answers what a router asks of a vLLM's connector.
     models: Any = None  # What it says at /v1/models instead.
     says_max_model_len: int | None = None  # One of Baton's.
     card: dict[str, Any] = field(default_factory=dict)  # What else its introduction page has.
@@ -193,6 +194,9 @@ class FakeEngine:
             cards = {"data": [{"id": "m", "owned_by": "vllm", "max_model_len": self.is_vllm_of}]}
             models = cards if self.models is None else self.models
             await (call.answer(200, models) if self.is_vllm_of else call.answer(404, {}))
+            return
+        if b'"baton_introduce":true' in body and not self.introduces_by_request:
+            await call.answer(200, {"choices": [{"text": "x"}]})
             return
         self.calls.append(call.received)
         self.was_called.set()

@@ -12,7 +12,9 @@ from math import inf
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
+from baton.core.identity import KVIdentity
 from baton.router.admission import Objective, Ticket
 from baton.router.answers import LegAnswer
 from baton.router.block_index import Match
@@ -22,6 +24,7 @@ from baton.router.events import (
     Close,
     Closed,
     Count,
+    Doubt,
     Draining,
     Effect,
     Event,
@@ -47,7 +50,8 @@ from baton.router.events import (
 )
 from baton.router.fleet import Counts, Engine, Fleet
 from baton.router.fleet_view import FleetView
-from baton.router.identity import Introduction
+from baton.router.identity import Introduced, Introduction, is_compatible
+from baton.router.learning import settle
 from baton.router.machine import LEG_EVENTS, Machine, Request, State
 from baton.router.pairs import Pairs
 from baton.router.settings import AdmissionSettings, RouterSettings
@@ -55,12 +59,14 @@ from baton.router.sse import EventSplitter, data_of
 from baton.router.turns import Turn, TurnTable
 
 PROMPT = [1, 2, 3]
+KV = KVIdentity("architecture", "weights", "float32", 2, 2, 8, "0")
 TOKENS, OTHERS = ("H", "i", "!"), ("X", "y", "z")
 STREAM = {"content-type": "text/event-stream"}
 WHOLE = {"content-type": "application/json"}
 EVENTS_MAX = 400
 DRAINS = 0.1
 LATE_PREFILLS = 0.5
+INTRODUCTIONS_MAX = 2  # That are refused, before a decode engine is asked without.
 PREFILL_S = 5.0  # Of earlier prompts: how long a decode leg is held back follows from it.
 LEGS_MAX = 14  # Two attempts at each engine, two introductions, and one for each kind of refusal.
 RESUMED_LEGS_MAX = 4  # Two attempts at each role, for the rest of a stream.
@@ -136,9 +142,13 @@ class World:
         self.rng = rng = random.Random(seed)
         self.rng_of_hedges = random.Random(f"hedge {seed}")
         self.rng_of_loans = random.Random(f"loans {seed}")
+        self.rng_of_updates = rng_of_updates = random.Random(f"updates {seed}")
         self.is_healthy = is_healthy
+        # In an update engines have unlike weights; the router may not know yet.
+        self.has_versions = rng_of_updates.random() < 0.4
+        self.is_lagging = self.has_versions and not is_healthy and rng_of_updates.random() < 0.3
         self.fault_rate = 0.0 if is_healthy else rng.choice([0.1, 0.3, 0.6])
-        self.disagree = not is_healthy and rng.random() < 0.2
+        self.disagree = not is_healthy and rng.random() < 0.2 and not self.has_versions
         settings = RouterSettings(
             prefill_urls=("http://p0", "http://p1"),
             decode_urls=("http://d0", "http://d1"),
@@ -159,6 +169,8 @@ class World:
             pass
         self.view.look_min_tokens = 0 if settings.policy == "cost" else None
         self.others = self._fill(random.Random(f"queue {seed}").choice([0, 0, 2]))
+        self.versions = {one: rng_of_updates.randrange(2) for one in self.fleet.engines}
+        self.lent_versions: dict[str, int] = {}  # By ticket.
         self.kinds: dict[Engine, str] = {}
         for engine in self.fleet.engines:
             self.kinds[engine] = rng.choice(["baton", "baton", "vllm", "other"])
@@ -193,7 +205,11 @@ class World:
         if self.session is not None and rng.random() < 0.5:
             self.turn = "of the last turn"
             params = {"do_remote_decode": True, "baton_ticket": self.turn}
-            turns.put(self.session, Turn(self.fleet.engines[-1], params), 0.0)
+            keeper = self.fleet.engines[-1]
+            if self.has_versions:
+                self._note_introduced(keeper)
+            turns.put(self.session, Turn(keeper, params, keeper.kv_identity), 0.0)
+            self.turn_kv = keeper.kv_identity
         if random.Random(f"known {seed}").random() < 0.5:
             for engine in self.fleet.engines:
                 engine.was_asked = True
@@ -202,6 +218,7 @@ class World:
         self.refuses_introductions = not is_healthy and rng.random() < 0.1
         self.legs: list[Leg] = []
         self.num_resumed = 0
+        self.num_refused = 0  # Introductions, since a decode leg left without.
         self.has_left = self.was_stopped = self.was_rejected = False
         self.over: Over | None = None
 
@@ -261,6 +278,8 @@ class World:
 
     def _draw(self) -> Event:
         rng = self.rng
+        if self.has_versions and not self.is_healthy and self.rng_of_updates.random() < 0.05:
+            self._update()
         # These are rare and short.
         is_short = self.machine._state in (State.ENDING, State.COMPARING)
         rate = 0.2 if is_short else 0.02
@@ -314,9 +333,12 @@ class World:
                     assert not is_early, "a leg that is held leaves when its own time is up"
                     if effect.role == "prefill" and self.turn is not None and _ticket_of(effect) == self.turn:
                         assert not self.prefilling, "a turn is for one engine"
+                        assert is_compatible(effect.kv_identity, self.turn_kv), "a turn of other weights"
                         self.turn_legs.add(effect)
                     if effect.role == "prefill":
                         self._note_prefilling(effect)
+                    else:
+                        self._check_weights(effect)
                     self.scripts[effect] = deque(self._answer(effect))
                 case Close(leg):
                     self.closing.add(leg)
@@ -354,8 +376,44 @@ class World:
                     self.faults["a stream is resumed"] += 1
                 case Count():
                     pass
+                case Doubt():
+                    self._settle(effect)
                 case Over():
                     self.over = effect
+
+    def _settle(self, doubt: Doubt) -> None:
+        """The engines are asked at once: an update that the router did not know of is no fault."""
+        for engine in (doubt.lent.engine, doubt.used.engine):
+            self._note_introduced(engine)
+        outcome = settle(self.view, doubt, self.now_s)
+        if doubt.outcome == "computed":
+            assert outcome == "other_weights", "no engine is at fault"
+            self.faults["a prompt is computed because of other weights"] += 1
+
+    def _update(self) -> None:
+        """Of an engine: its next answers are those of other weights."""
+        engine, own = self.rng_of_updates.choice(list(self.versions.items()))
+        latest = max(self.versions.values())
+        least = own + 1 if self.is_lagging else 0  # Else it may be a rollback.
+        choices = [version for version in range(least, latest + 2) if version != own]
+        self.versions[engine] = self.rng_of_updates.choice(choices)
+        self.faults["an update that the router does not know" if self.is_lagging else "an update"] += 1
+        if not self.is_lagging and engine.is_introduced:
+            self._note_introduced(engine)
+
+    def _check_weights(self, leg: Leg) -> None:
+        """As far as the router knows them."""
+        params = leg.body.get("kv_transfer_params") or {}
+        if (lent := self.lent.get(_ticket_of(leg))) is not None:
+            assert is_compatible(leg.kv_identity, lent.kv_identity), "KV of other weights"
+        if "baton_introduction" not in params:
+            self.num_refused = 0
+        else:
+            assert self.num_refused < INTRODUCTIONS_MAX
+            (p,) = [
+                one for one in self.legs if one.role == "prefill" and _transfer_of(one) == _transfer_of(leg)
+            ]
+            assert is_compatible(leg.kv_identity, p.kv_identity), "KV of other weights"
 
     def _note_prefilling(self, leg: Leg) -> None:
         others = {other.engine for other in self.prefilling}
@@ -408,13 +466,13 @@ class World:
 
     def _note_introduced(self, engine: Engine) -> None:
         kind = self.kinds[engine]
-        engine.is_introduced = True
-        if kind == "other":
-            engine.kind, engine.introduction = None, None
-            return
-        engine.kind = "baton" if kind == "baton" else "vllm"
-        engine.max_model_len = 100
-        engine.introduction = Introduction(engine.url, "signed", lends=self.lends[engine])
+        found = Introduced(None, None, None, None, None)
+        if kind != "other":
+            kv = replace(KV, version=str(self.versions[engine])) if self.has_versions else None
+            card = Introduction(engine.url, "signed", lends=self.lends[engine], kv_identity=kv)
+            found = Introduced("baton" if kind == "baton" else "vllm", card, 100, None, None)
+        if self.fleet.note_introduced(engine, found):
+            self.view.turns.forget(engine)
 
     def _fails(self) -> bool:
         return self.rng.random() < self.fault_rate
@@ -433,13 +491,17 @@ class World:
             yield self._stored(leg)
             return
         tokens = OTHERS if self.disagree and self.rng.random() < 0.5 else TOKENS
+        if self.has_versions and not self.is_lagging:
+            tokens = OTHERS if self.versions[leg.engine] % 2 else TOKENS
         self.faults["other tokens"] += tokens is OTHERS
         is_prefill = bool(params.get("do_remote_decode")) or body.get("max_tokens") == 1
         ends_at_first = self.client.num_tokens == 1
         prompt = json.loads(msgspec.json.encode(body["prompt"]))
         assert prompt[: len(PROMPT)] == PROMPT
         given = [*prompt[len(PROMPT) :], *params.get("baton_output_token_ids", ())]
-        if given:
+        if given and self.has_versions:
+            assert given == [ord(token) for token in tokens[: len(given)]], "tokens of other weights"
+        elif given:
             tokens = TOKENS if given[0] == ord(TOKENS[0]) else OTHERS
             assert given == [ord(token) for token in tokens[: len(given)]]
         tokens = tokens[len(given) : self.client.num_tokens]
@@ -506,6 +568,10 @@ class World:
                 pieces[-1] = pieces[-1][:-3]
         given = params.get("baton_output_token_ids")
         headers = {**STREAM, **({"x-baton-given": str(len(given))} if given else {})}
+        lent = self.lent_versions.get(_ticket_of(leg), self.lent_versions.get(_transfer_of(leg)))
+        if lent is not None and self.kinds[leg.engine] == "baton":
+            num_loaded = 100 if lent == self.versions[leg.engine] else 0
+            headers["x-baton-prompt"] = f"total=100; local=0; transferred={num_loaded}"
         yield Opened(leg, LegAnswer(200, headers, pieces[0], is_stream=True))
         for piece in pieces[1:]:
             yield Piece(leg, piece)
@@ -547,14 +613,23 @@ class World:
         if self.kinds[leg.engine] == "other":
             return None
         transfer_id = leg.body["kv_transfer_params"]["transfer_id"]
+        if self.has_versions:
+            self.lent_versions[f"of {transfer_id}"] = self.lent_versions[transfer_id] = self.versions[
+                leg.engine
+            ]
         return {"baton_ticket": f"of {transfer_id}", "transfer_id": transfer_id, "do_remote_prefill": True}
 
     def _note_opened(self, event: Opened) -> None:
         """Of P: it has lent. Of D: it has come for what P lends."""
         params = event.leg.body.get("kv_transfer_params") or {}
         if event.answer.status != 200:
+            if b"baton_introduction" in event.answer.body and event.leg not in self.closing:
+                self.num_refused += 1
             return
-        is_ignored = event.leg in self.closing or self.machine._state is State.ENDING  # P's answer is all.
+        is_computed = event.answer.headers.get("x-baton-prompt", "").endswith("=0")
+        is_ignored = (
+            is_computed or event.leg in self.closing or self.machine._state is State.ENDING
+        )  # P's answer is all.
         if event.leg.role == "decode" and "transfer_id" in params and not is_ignored:
             self.come_for.add(f"of {params['transfer_id']}")
         elif event.leg.role == "prefill":
@@ -564,6 +639,10 @@ class World:
             ticket = answer.get("kv_transfer_params") if isinstance(answer, dict) else None
             if ticket:
                 self.lent[ticket["baton_ticket"]] = event.leg
+
+
+def _transfer_of(leg: Leg) -> str:
+    return str((leg.body.get("kv_transfer_params") or {}).get("transfer_id", ""))
 
 
 def _ticket_of(leg: Leg) -> str:

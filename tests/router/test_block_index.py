@@ -187,6 +187,21 @@ def test_a_block_that_leaves_the_cache_is_found_in_a_slower_tier() -> None:
     assert matched(index, LONG) == {"p0": Match(256, 256, 256)}
 
 
+@pytest.mark.parametrize("has_cleared", [False, True])
+def test_at_an_update_what_an_engine_stored_before_is_forgotten(has_cleared: bool) -> None:
+    index, ids = BlockIndex(), list(range(512))
+    index.apply("e", [stored(ids)])
+    index.apply("other", [stored(ids)])
+    if has_cleared:  # The engine reports it before the router learns of the new weights.
+        index.apply("e", [AllBlocksCleared(), stored(ids[:256])])
+    index.forget_old("e")
+    assert matched(index, ids).get("e") == (Match.in_cache(256) if has_cleared else None)
+    assert matched(index, ids)["other"] == Match.in_cache(512)
+    index.apply("e", [stored(ids)])
+    index.forget_old("e")
+    assert set(matched(index, ids)) == {"other"}, "the next update"
+
+
 def test_a_picture_in_the_prompt_is_not_its_placeholder_tokens() -> None:
     index = BlockIndex()
     extra: list[Any] = [None] * 64

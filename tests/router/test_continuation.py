@@ -324,9 +324,9 @@ async def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None
             await s.router.control.prober.probe(engine)
         state = (await s.client.get("/fleet")).json()["engines"]
         assert [state[role][0]["kind"] for role in ("prefill", "decode")] == ["vllm", "vllm"]
-        assert [state[role][0]["introduced"] for role in ("prefill", "decode")] == [True, False]
+        assert [state[role][0]["introduced"] for role in ("prefill", "decode")] == [True, True]
         asked = [len([c for c in engine.calls if c.path == "/v1/completions"]) for engine in (p, d)]
-        assert asked == [1, 0]
+        assert asked == [1, 1], "they report no identity that could change"
         engine = s.router.fleet.engines[0]
         s.router.fleet.note_probe(engine, Probe("broken", "it did not answer"), 0.0)
         await s.router.control.prober.probe(engine)
@@ -342,7 +342,7 @@ async def test_a_vllm_without_our_connector_is_pulled_from(status: int) -> None:
         asked = "baton_introduce" in str(call.received.body)
         await (responds(status, {}) if asked and status != 200 else speaking)(call)
 
-    p.respond = answer
+    p.respond, p.introduces_by_request = answer, True
     async with introduced_system([p], [d], mode="push") as s:
         check_is_one_engines(await stream(s))
     assert vllm_speaker(d).legs[0]["kv_transfer_params"]["baton_ticket"] == "signed"

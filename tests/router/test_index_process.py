@@ -26,6 +26,7 @@ from baton.router.settings import KVEventsSource, sources_of
 from baton.router.shell import index_client
 from tests.router.fakes import Call, FakeEngine, Respond, Servers, System, answers, lends
 from tests.router.fakes import system as router_system
+from tests.router.test_pairs import KV_IDENTITY
 from tests.router.test_workers import two_workers, until_gone
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
@@ -206,6 +207,28 @@ async def test_a_decode_engine_reads_what_a_busy_engine_lends(publishers: Publis
         assert f.p[1].calls[0].body["kv_transfer_params"] == {"baton_lend_stored": True}
         metrics = (await f.system.client.get("/metrics")).text
         assert 'baton:router_stored_loans_total{outcome="lent"} 1.0' in metrics
+
+
+async def test_an_engine_that_empties_its_cache_is_asked_for_its_weights(publishers: Publishers) -> None:
+    card = {"kv_identity": {**KV_IDENTITY, "version": "1"}}
+    async with fleet(publishers, num_producers=1, card=card) as f:
+        (engine, _), client = f.system.router.fleet.engines, f.system.client
+        async with asyncio.timeout(WAIT_S):
+            while engine.weights != "1":
+                await client.get("/status")
+            f.publishers[0].publish([stored(PROMPT)])
+            await f.until_indexed(len(PROMPT) // BLOCK)
+            f.p[0].card["kv_identity"] = {**KV_IDENTITY, "version": "2"}
+            f.publishers[0].publish([AllBlocksCleared()])
+            while engine.weights != "2":
+                await client.get("/status")
+            await f.until_indexed(0)
+            f.publishers[0].publish([stored(PROMPT)])
+            await f.until_indexed(len(PROMPT) // BLOCK)
+            # An update that no event tells of.
+            f.p[0].card["kv_identity"] = {**KV_IDENTITY, "version": "3"}
+            await f.system.router.control.prober.probe(engine)
+            await f.until_indexed(0)
 
 
 async def test_events_from_before_the_router_are_replayed(publishers: Publishers) -> None:

@@ -4,23 +4,28 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.identity import KVIdentity
 from baton.router.fleet import Engine
-from baton.router.identity import Introduced, Introduction, ModelCard
+from baton.router.identity import Identity, Introduced, Introduction, ModelCard
 from baton.router.introductions import COMPLETIONS_PATH, MODELS_PATH, PATH, Answer, introduce
 
 NOT_FOUND = (404, b"")
+KV = KVIdentity("architecture", "weights", "float32", 2, 2, 8, "0")
 VLLM = {"data": [{"id": "m", "owned_by": "vllm", "max_model_len": 9}, {"id": "adapter", "parent": "m"}]}
 CONNECTOR = {"kv_transfer_params": {"remote_engine_id": "p", "baton_introduction": "signed"}}
 
 
-def talk(engine: Engine, answers: Callable[[str], Answer], *, pushes: bool) -> tuple[Any, list[str]]:
+def talk(
+    engine: Engine, answers: Callable[[str], Answer], *, asks_connector: bool = False
+) -> tuple[Any, list[str]]:
     """The result, and the paths that were asked."""
     asked = []
-    dialogue = introduce(engine, pushes=pushes)
+    dialogue = introduce(engine, asks_connector=asks_connector)
     try:
         question = next(dialogue)
         while True:
@@ -43,38 +48,76 @@ def page(**pages: Any) -> Callable[[str], Answer]:
     return lambda path: NOT_FOUND if known[path] is None else (200, json.dumps(known[path]).encode())
 
 
-@pytest.mark.parametrize("pushes", [False, True])
 @pytest.mark.parametrize("role", ["prefill", "decode"])
-def test_a_vllm_is_asked_for_its_connector_if_it_prefills_for_a_push(role: str, pushes: bool) -> None:
-    found, asked = talk(engine_of(role), page(models=VLLM, completion=CONNECTOR), pushes=pushes)
-    is_asked = pushes and role == "prefill"
-    assert asked == [PATH, MODELS_PATH, *([COMPLETIONS_PATH] if is_asked else [])]
+def test_a_vllm_is_asked_for_its_connector(role: str) -> None:
+    found, asked = talk(engine_of(role), page(models=VLLM, completion=CONNECTOR))
+    assert asked == [PATH, MODELS_PATH, COMPLETIONS_PATH]
     assert (found.kind, found.identity.name, found.max_model_len) == ("vllm", "m", 9)
-    assert found.introduction == (Introduction("p", "signed") if is_asked else None)
+    assert found.introduction == Introduction("p", "signed")
     assert [card.id for card in found.cards] == ["m", "adapter"]
+
+
+def connector(**kv: Any) -> Any:
+    """Of a vLLM that reports its identity, and does not push."""
+    identity = {**msgspec.to_builtins(KV), **kv}
+    return {"kv_transfer_params": {"baton_kv_identity": identity}}
+
+
+def test_a_vllm_that_reports_an_identity_is_asked_for_it_again() -> None:
+    engine = engine_of("decode")
+    found, _ = talk(engine, page(models=VLLM, completion=connector()))
+    assert (found.introduction.introduction, found.identity.kv) == (None, KV)
+    engine.kind, engine.is_introduced, engine.introduction = "vllm", True, found.introduction
+    found, asked = talk(engine, page(models=VLLM, completion=connector(version="2")), asks_connector=True)
+    assert asked == [MODELS_PATH, COMPLETIONS_PATH]
+    assert found.identity.kv == msgspec.structs.replace(KV, version="2")
+    found, _ = talk(engine, page(models=VLLM), asks_connector=True)
+    assert found.identity.kv == KV, "it could not answer"
+    found, _ = talk(engine, page(models=VLLM, completion={}), asks_connector=True)
+    assert found.introduction is None, "a successor without a connector"
+
+
+@pytest.mark.parametrize("kv", [{"model": 1}, {"num_layers": None}, {"precision": "a later build's"}, []])
+def test_an_identity_that_cannot_be_compared_counts_as_not_reported(
+    kv: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = {**msgspec.to_builtins(KV), **kv} if kv else kv
+    card = {"engine_id": "p", "introduction": "signed", "served_model_name": "m", "kv_identity": kv}
+    completion = {"kv_transfer_params": {"baton_kv_identity": kv}}
+    url = f"http://{len(str(kv))}:1"
+    for _ in range(2):
+        found, _ = talk(Engine(url, "decode"), page(card=card))
+        assert (found.kind, found.introduction, found.identity) == (
+            "baton",
+            Introduction(**{**card, "kv_identity": None}),
+            None,
+        )
+        found, _ = talk(engine_of(), page(models=VLLM, completion=completion))
+        assert (found.introduction, found.identity) == (None, Identity("vllm", "m"))
+    assert [record.message.startswith(url) for record in caplog.records].count(True) == 1
 
 
 def test_a_vllm_that_is_known_is_asked_for_its_names_only() -> None:
     engine = engine_of()
     engine.kind, engine.is_introduced, engine.cards = "vllm", True, (ModelCard("m"),)
     engine.introduction = Introduction("p", "signed")
-    found, asked = talk(engine, page(models=VLLM), pushes=True)
+    found, asked = talk(engine, page(models=VLLM))
     assert asked == [MODELS_PATH]
     assert (found.introduction, len(found.cards)) == (engine.introduction, 2)
-    found, _ = talk(engine, lambda path: (500, b""), pushes=True)
+    found, _ = talk(engine, lambda path: (500, b""))
     assert found == Introduced("vllm", engine.introduction, None, None, engine.cards)
 
 
 def test_one_of_batons_is_asked_one_question() -> None:
     card = {"engine_id": "p", "introduction": "signed", "served_model_name": "m", "max_model_len": 5}
-    found, asked = talk(engine_of(), page(card=card), pushes=True)
+    found, asked = talk(engine_of(), page(card=card))
     assert asked == [PATH]
     assert (found.kind, found.introduction.engine_id, found.cards[0].id) == ("baton", "p", "m")
     assert found.identity is None, "an older version, without a KV identity"
 
 
 def test_an_engine_that_cannot_answer_now_is_asked_again() -> None:
-    assert talk(engine_of(), lambda path: (503, b""), pushes=True) == (None, [PATH])
+    assert talk(engine_of(), lambda path: (503, b"")) == (None, [PATH])
 
 
 bodies = st.one_of(
@@ -88,6 +131,6 @@ bodies = st.one_of(
 @given(answers=st.lists(st.tuples(st.sampled_from([200, 404, 500]), bodies), min_size=3, max_size=3))
 def test_no_answer_breaks_it(answers: list[Answer]) -> None:
     left = iter(answers)
-    found, asked = talk(engine_of(), lambda path: next(left), pushes=True)
+    found, asked = talk(engine_of(), lambda path: next(left))
     assert len(asked) <= 3
     assert (found is None) == (answers[0][0] == 500)

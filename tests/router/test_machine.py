@@ -8,12 +8,13 @@ from typing import Any
 
 import pytest
 
-from baton.router import machine
+from baton.router import machine, pairs
 from baton.router.answers import DecodeAnswer, FirstTokenRead, LegAnswer
-from baton.router.events import ClientGone, Close
+from baton.router.events import ClientGone, Close, Doubt
 from baton.router.first_tokens import FirstTokens, Given
 from baton.router.machine import TABLE, Machine, State
 from baton.router.token_record import TokenRecord
+from baton.router.turns import Turn
 from tests.router.machine_world import World
 
 WORLDS = 500
@@ -58,7 +59,12 @@ def test_every_fault_occurs() -> None:
     wanted |= {f"a stream: {fault}" for fault in ("cut", "ends early", "garbage")}
     wanted |= {"no introduction", "an introduction is refused", "other tokens", "a stream is resumed"}
     wanted |= {"an engine drains", "waits for too long", "hedges", "hedges_won", "no retry is left"}
-    wanted |= {"a loan of what is stored is asked for"}
+    wanted |= {
+        "a loan of what is stored is asked for",
+        "an update",
+        "an update that the router does not know",
+    }
+    wanted |= {"a prompt is computed because of other weights"}
     wanted.add("an event of a leg that is being closed")
     assert wanted - faults.keys() == set()
 
@@ -137,8 +143,8 @@ def _any_hold_counts(self: Machine, event: Any) -> None:
     self._push("late")
 
 
-def _tell_again(self: Machine, head: LegAnswer, first: Any, where: str) -> None:
-    TELL_FIRST(self, head, first, where) if self._status is None else self._send(first.events)
+def _tell_again(self: Machine, head: LegAnswer, first: Any, where: str, giver: Any) -> None:
+    TELL_FIRST(self, head, first, where, giver) if self._status is None else self._send(first.events)
 
 
 def _relay_all(self: DecodeAnswer, lent: Any) -> bytes:
@@ -210,6 +216,11 @@ MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "token ids that the client did not want are shown": (TokenRecord, "event", _show_ids),
     "a place in the engines is never free again": (Machine, "_leave_queue", lambda self: None),
     "a request that is too late goes on": (Machine, "_on_rejected", lambda self, event: self._look()),
+    "engines with other weights are a pair": (pairs, "differences", lambda *_: []),
+    "a turn goes to an engine with other weights": (Turn, "fits", lambda self, kv: True),
+    "a stream is continued with other weights": (machine, "is_continued_alike", lambda *_: True),
+    "an engine with other weights follows the first token": (Machine, "_is_alike", lambda self, one: True),
+    "other weights are a pair's fault": (Doubt, "has_other_weights", False),
     "a request that has waited gets two places": (Machine, "_on_admitted", _admitted_again),
 }
 

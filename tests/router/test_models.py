@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.core.identity import KVIdentity
 from baton.router.errors import RouterError
 from baton.router.fleet import Fleet
 from baton.router.health import Probe
@@ -168,10 +169,10 @@ identities: Any = st.lists(
 @given(known=identities, asked=st.sampled_from(["a", "b", "c", None]), down=st.sets(st.integers(0, 4)))
 def test_choices_among_models(known: list[Any], asked: str | None, down: set[int]) -> None:
     fleet = Fleet(RouterSettings(prefill_urls=PREFILL_URLS, decode_urls=URLS))
-    for number, (one, (kind, name, weights)) in enumerate(zip(fleet.engines, known, strict=True)):
+    for number, (one, (kind, name, model)) in enumerate(zip(fleet.engines, known, strict=True)):
         if name is not None:
-            checkpoint = ("architecture", weights) if kind == "baton" else None
-            fleet.note_identity(one, Identity(kind, name, checkpoint), (ModelCard(name),))
+            kv = KVIdentity(model, "w", "float32", 2, 2, 8, "0") if kind == "baton" else None
+            fleet.note_identity(one, Identity(kind, name, kv), (ModelCard(name),))
         if number in down:
             fleet.note_probe(one, Probe("refused"), 0.0)
     decoders = fleet.engines[2:]
@@ -184,7 +185,7 @@ def test_choices_among_models(known: list[Any], asked: str | None, down: set[int
             for one in decoders
             if one.identity and one.identity[:2] == (kind, name) and not one.refused
         }
-        assert len(accepted) == 1, "one checkpoint of each kind and name"
+        assert len(accepted) == 1, "one model of each kind and name"
     if len(served) > 1 if asked is None else (are_all_known and asked not in served):
         with pytest.raises(RouterError) as caught:
             fleet.check_model(request)

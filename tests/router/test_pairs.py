@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.fleet import Engine
-from baton.router.identity import Identity, Introduction, Seat, choose_identity
+from baton.router.identity import Introduction, Seat, choose_model
 from baton.router.pairs import BACKOFF_FIRST_S, BACKOFF_MAX_S, FAILURES_TO_STOP, Pairs, mismatch_of
 from tests.event_loop import pass_time, run
-from tests.router.fakes import Call, FakeEngine, Respond, answers, lends, responds, system
+from tests.router.fakes import Call, FakeEngine, Respond, System, answers, lends, responds, system
 
 REFUSAL = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
 KV_IDENTITY = {
@@ -26,11 +26,17 @@ KV_IDENTITY = {
 
 
 def engine(
-    respond: Respond, name: str, *, model: str = "m", secrets: tuple[str, ...] = ("aa",), **kv_identity: Any
+    respond: Respond,
+    name: str,
+    *,
+    model: str = "m",
+    architecture: str = "architecture",
+    secrets: tuple[str, ...] = ("aa",),
+    **kv_identity: Any,
 ) -> FakeEngine:
     card = {
         "served_model_name": model,
-        "kv_identity": {**KV_IDENTITY, **kv_identity},
+        "kv_identity": {**KV_IDENTITY, "model": architecture, **kv_identity},
         "secret_ids": secrets,
     }
     return FakeEngine(respond, introduces_as=name, card=card)
@@ -41,12 +47,12 @@ def says(text: str) -> Respond:
 
 
 @pytest.mark.parametrize("position", [0, 1, 2])
-def test_two_checkpoints_never_answer_under_one_name(position: int, caplog: pytest.LogCaptureFixture) -> None:
+def test_two_models_never_answer_under_one_name(position: int, caplog: pytest.LogCaptureFixture) -> None:
     """The smaller group is refused, wherever it stands in the configuration."""
 
     async def main() -> None:
         decode = [engine(says("A"), f"d{index}") for index in range(2)]
-        strange = engine(says("B"), "strange", weights="weights of B")
+        strange = engine(says("B"), "strange", architecture="model B")
         decode.insert(position, strange)
         async with system([engine(lends, "p")], list(decode), policy="round_robin") as s:
             while any(not one.is_introduced for one in s.router.fleet.engines):
@@ -66,7 +72,7 @@ def test_two_checkpoints_never_answer_under_one_name(position: int, caplog: pyte
 
 async def test_engines_are_compared_before_the_first_request() -> None:
     """Also if the request comes before the prober has asked anybody."""
-    a, b = engine(says("A"), "a"), engine(says("B"), "b", weights="weights of B")
+    a, b = engine(says("A"), "a"), engine(says("B"), "b", architecture="model B")
     async with system([engine(lends, "p")], [a, b], policy="round_robin") as s:
         for one in s.router.fleet.engines:
             one.was_asked = one.is_introduced = False
@@ -75,13 +81,13 @@ async def test_engines_are_compared_before_the_first_request() -> None:
 
 
 async def test_a_prefill_engine_of_another_model_is_not_asked() -> None:
-    p, d = engine(lends, "p", weights="weights of B"), engine(says("A"), "d")
+    p, d = engine(lends, "p", architecture="model B"), engine(says("A"), "d")
     async with system([p], [d]) as s:
         answer = await s.complete()
         state = (await s.client.get("/fleet")).json()
     assert answer.headers["x-baton-prefill"] == "local"
     assert not p.calls
-    assert "weights of B"[:12] in state["engines"]["prefill"][0]["refused"]
+    assert "model B" in state["engines"]["prefill"][0]["refused"]
 
 
 @pytest.mark.parametrize(
@@ -143,6 +149,12 @@ def computes(call_counts: str) -> Respond:
 NOTHING = "total=100; local=0; transferred=0"
 
 
+async def settled(s: System, num_computed: int) -> None:
+    """The engines have been asked whether an update keeps them apart."""
+    while sum(one["computed"] for one in (await s.client.get("/fleet")).json()["pairs"]) < num_computed:
+        pass
+
+
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_a_pair_that_hands_nothing_over_is_stopped_and_tried_again_later(is_stream: bool) -> None:
     p, d = engine(lends, "p"), engine(computes(NOTHING), "d")
@@ -157,11 +169,13 @@ async def test_a_pair_that_hands_nothing_over_is_stopped_and_tried_again_later(i
             assert await ask() == "remote"
         while len(p.taken_back) < FAILURES_TO_STOP:  # Each loan comes back at once.
             await s.client.get("/fleet")
+        await settled(s, FAILURES_TO_STOP)
         assert await ask() == "local"
         (pair,) = (await s.client.get("/fleet")).json()["pairs"]
         assert (pair["usable"], pair["computed"]) == (False, FAILURES_TO_STOP)
         pass_time(BACKOFF_FIRST_S)
         assert await ask() == "remote"  # A trial, which fails as well.
+        await settled(s, FAILURES_TO_STOP + 1)
         assert await ask() == "local"
         pass_time(BACKOFF_FIRST_S)
         assert await ask() == "local"  # This time the back-off is longer.
@@ -179,8 +193,9 @@ async def test_a_pair_whose_tickets_are_refused_is_stopped() -> None:
 
     p, d = engine(lends, "p"), engine(refuses, "d")
     async with system([p], [d], first_token=False) as s:
-        for _ in range(FAILURES_TO_STOP + 2):
+        for number in range(FAILURES_TO_STOP + 2):
             assert (await s.complete()).status_code == 200
+            await settled(s, min(number + 1, FAILURES_TO_STOP))
     assert len(p.calls) == FAILURES_TO_STOP
 
 
@@ -208,23 +223,23 @@ async def test_links_that_broke_are_shown_by_engine_and_peer() -> None:
 
 # --- Pure parts -----------------------------------------------------------------------------------
 
-IDENTITIES = [Identity("baton", "m", ("a", "w")), Identity("baton", "m", ("a", "x")), Identity("baton", "n")]
-seats = st.lists(st.builds(Seat, st.sampled_from(IDENTITIES), st.booleans()), max_size=8)
+MODELS = ["a", "b", "c"]
+seats = st.lists(st.builds(Seat, st.sampled_from(MODELS), st.booleans()), max_size=8)
 
 
-@given(seats=seats, incumbent=st.none() | st.sampled_from(IDENTITIES))
-def test_the_largest_group_serves(seats: list[Seat], incumbent: Identity | None) -> None:
-    chosen = choose_identity(seats, incumbent)
+@given(seats=seats, incumbent=st.none() | st.sampled_from(MODELS))
+def test_the_largest_group_serves(seats: list[Seat], incumbent: str | None) -> None:
+    chosen = choose_model(seats, incumbent)
     if not seats:
         assert chosen is None
         return
-    decoders = {one: sum(seat.is_decode and seat.identity == one for seat in seats) for one in IDENTITIES}
+    decoders = {one: sum(seat.is_decode and seat.model == one for seat in seats) for one in MODELS}
     assert chosen is not None
     assert decoders[chosen] == max(decoders.values())
-    engines = {one: sum(seat.identity == one for seat in seats) for one in IDENTITIES}
+    engines = {one: sum(seat.model == one for seat in seats) for one in MODELS}
     equals = [
         one
-        for one in IDENTITIES
+        for one in MODELS
         if decoders[one] == decoders[chosen] and engines[one] >= engines[chosen] and engines[one]
     ]
     assert engines[chosen] == max(engines[one] for one in equals)

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from baton.router.answers import LegAnswer
 from baton.router.block_index import Match
@@ -26,9 +27,11 @@ from baton.router.fleet_view import FleetView
 from baton.router.identity import Introduction
 from baton.router.machine import Machine, Request
 from baton.router.pairs import Pairs
+from baton.router.policies import RoutedRequest
 from baton.router.rates import Rate
 from baton.router.settings import KVEventsSource, RouterSettings
 from baton.router.turns import TurnTable
+from tests.router.machine_world import KV
 
 URLS = ("http://d0:1", "http://d1:1", "http://d2:1")
 PROMPT = list(range(4000))
@@ -172,6 +175,22 @@ def test_a_loan_goes_through_the_cache_if_host_memory_has_less(
 def test_an_engine_that_does_not_lend_is_not_asked() -> None:
     _, _, leg = borrow(lends=())
     assert leg.role == "decode"
+
+
+def test_only_an_engine_with_the_borrowers_weights_lends() -> None:
+    """Though another one has more of the prompt."""
+    router = Router()
+    d0, d1, d2 = router.decode.values()
+    for engine, version in ((d0, "1"), (d1, "2"), (d2, "1")):
+        kv = replace(KV, version=version)
+        engine.introduction = Introduction(engine.url, None, lends=("host",), kv_identity=kv)
+    cached = {d1.url: HELD, d2.url: Match(0, 3000, 3000)}
+    request = RoutedRequest(1, b"", num_tokens=len(PROMPT), cached=cached)
+    loan = router.view.find_loan(d0, request, 0.0)
+    assert loan is not None
+    assert (loan.lender, loan.num_tokens) == (d2, 3000)
+    d2.introduction = d1.introduction
+    assert router.view.find_loan(d0, request, 0.0) is None
 
 
 def test_a_prompt_that_is_sooner_computed_is_not_lent() -> None:

@@ -132,7 +132,8 @@ def _usage(ids: Sequence[int], given: Sequence[int]) -> dict[str, int]:
 
 
 def vllm(*, max_model_len: int = 4096, **fields: Any) -> FakeEngine:
-    return FakeEngine(VllmSpeaker(**fields), is_vllm_of=max_model_len)
+    introduces = fields.get("introduces", False)
+    return FakeEngine(VllmSpeaker(**fields), is_vllm_of=max_model_len, introduces_by_request=introduces)
 
 
 def vllm_speaker(engine: FakeEngine) -> VllmSpeaker:

@@ -93,7 +93,7 @@ class Router:
         upstream = Upstream(parts.pool, self._wheel, settings, parts.engine_keys)
         self._index_owner = None
         if administration is None and settings.kv_events:
-            self._index_owner = IndexOwner(parts.fleet, settings, log_config or NO_LOG)
+            self._index_owner = IndexOwner(parts, log_config or NO_LOG)
             index_path = self._index_owner.path
         self._index = None if index_path is None else IndexClient(index_path, parts.asker)
         self.peers = None

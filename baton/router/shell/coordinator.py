@@ -105,7 +105,7 @@ class Coordinator:
         self._index: IndexOwner | None = None
         self._lookups: IndexClient | None = None
         if settings.kv_events:
-            self._index = IndexOwner(self._parts.fleet, settings, log_config)
+            self._index = IndexOwner(self._parts, log_config)
             self._lookups = IndexClient(self._index.path, self._parts.asker)
         self._peers = None
         if settings.peers is not None:

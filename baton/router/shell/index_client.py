@@ -16,12 +16,13 @@ import msgspec
 
 from baton.core.json_text import NotJson, decode_json
 from baton.router.events import Found, Look
-from baton.router.fleet import Engine, Fleet
-from baton.router.settings import KVEventsSource, RouterSettings, sources_of
+from baton.router.fleet import Engine
+from baton.router.settings import KVEventsSource, sources_of
 from baton.router.shell import index_process as wire
 from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.frames import FrameStream, start_process
 from baton.router.shell.index_process import decode_frame
+from baton.router.shell.parts import Parts
 
 logger = logging.getLogger(__name__)
 
@@ -120,12 +121,14 @@ class IndexClient:
 class IndexOwner:
     """Starts the index process, again if it ends, and ends it."""
 
-    def __init__(self, fleet: Fleet, settings: RouterSettings, log_config: Mapping[str, Any]) -> None:
+    def __init__(self, parts: Parts, log_config: Mapping[str, Any]) -> None:
+        fleet, self._introducer = parts.fleet, parts.introducer
         fleet.on_ejected.append(self.reset)
+        fleet.on_updated.append(self._forget_old)
         fleet.on_added.append(self._follow)
         fleet.on_removed.append(self._follow)
         self._fleet = fleet
-        self._settings, self._log_config = settings, dict(log_config)
+        self._settings, self._log_config = parts.settings, dict(log_config)
         self._folder = tempfile.mkdtemp(prefix="baton-index-")
         self.path = str(Path(self._folder) / "socket")
         self._keeping: asyncio.Task[None] | None = None
@@ -144,6 +147,10 @@ class IndexOwner:
         """The engine is down: it may come back without its cache."""
         if self._stream is not None:
             self._stream.send(wire.Reset(engine.url))
+
+    def _forget_old(self, engine: Engine) -> None:
+        if self._stream is not None:
+            self._stream.send(wire.Updated(engine.url))
 
     def _follow(self, engine: Engine) -> None:
         """The engine has joined, or is removed."""
@@ -181,6 +188,8 @@ class IndexOwner:
     def _on_frame(self, frame: wire.IndexFrame) -> None:
         if isinstance(frame, wire.Ready):
             logger.info("the index of prefixes reads KV events of %d engines", len(self._sources))
+        elif isinstance(frame, wire.Cleared):
+            self._introducer.refresh_all([one for one in self._fleet.engines if one.url == frame.url])
         elif isinstance(frame, wire.Known):
             for engine in self._fleet.engines:
                 engine.num_indexed_blocks = frame.blocks.get(engine.url)

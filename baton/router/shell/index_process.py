@@ -13,7 +13,7 @@ import logging
 import logging.config
 import os
 import socket
-from collections.abc import Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,7 +22,7 @@ import msgspec
 import zmq
 import zmq.asyncio
 
-from baton.contract.events import KVEventBatch
+from baton.contract.events import AllBlocksCleared, KVEventBatch
 from baton.core.json_text import NotJson, decode_json
 from baton.router.block_index import BlockIndex, Match, home_key, prefix_keys, root_key
 from baton.router.event_feed import Apply, EventFeed, FeedEffect, Forget, Replay
@@ -63,8 +63,20 @@ class Known(_Frame, frozen=True, tag="Known"):
     blocks: dict[str, int]
 
 
+class Cleared(_Frame, frozen=True, tag="Cleared"):
+    """To the parent: the engine has emptied its cache; perhaps it has other weights."""
+
+    url: str
+
+
 class Reset(_Frame, frozen=True, tag="Reset"):
     """From the parent: this engine may be another process now."""
+
+    url: str
+
+
+class Updated(_Frame, frozen=True, tag="Updated"):
+    """From the parent: this engine has other weights."""
 
     url: str
 
@@ -91,7 +103,7 @@ class Found(_Frame, frozen=True, tag="Found"):
     home: int  # See `block_index.home_key`.
 
 
-IndexFrame: TypeAlias = Begin | Ready | Known | Reset | Follow | Look | Found
+IndexFrame: TypeAlias = Begin | Ready | Known | Cleared | Reset | Updated | Follow | Look | Found
 decode_frame = msgspec.msgpack.Decoder(IndexFrame).decode
 _decode_batch = msgspec.msgpack.Decoder(KVEventBatch).decode
 
@@ -99,8 +111,14 @@ _decode_batch = msgspec.msgpack.Decoder(KVEventBatch).decode
 class _Source:
     """The events of one engine. `follow` runs until it is cancelled; then `stop`."""
 
-    def __init__(self, source: KVEventsSource, index: BlockIndex, context: "zmq.asyncio.Context") -> None:
-        self.source, self._index, self._context = source, index, context
+    def __init__(
+        self,
+        source: KVEventsSource,
+        index: BlockIndex,
+        context: "zmq.asyncio.Context",
+        on_cleared: Callable[[str], None],
+    ) -> None:
+        self.source, self._index, self._context, self._on_cleared = source, index, context, on_cleared
         self._has_stopped = False
         self._feed = EventFeed(can_replay=source.replay_endpoint is not None)
         self._replaying: asyncio.Task[None] | None = None
@@ -142,6 +160,8 @@ class _Source:
             match effect:
                 case Apply(events):
                     self._index.apply(self.source.url, events)
+                    if any(isinstance(event, AllBlocksCleared) for event in events):
+                        self._on_cleared(self.source.url)
                 case Forget():
                     self._index.forget(self.source.url)
                 case Replay(first):
@@ -199,6 +219,7 @@ class IndexProcess:
 
             self._tokenizer = Tokenizer.from_file(str(Path(begin.tokenizer) / "tokenizer.json"))
         self._tasks: set[asyncio.Task[None]] = set()
+        self._parent: FrameStream | None = None
 
     async def report(self, parent: FrameStream) -> None:
         while True:
@@ -207,6 +228,7 @@ class IndexProcess:
 
     async def start(self, parent: FrameStream) -> None:
         """Open the socket, follow the engines, and report to the parent."""
+        self._parent = parent
         self.follow(self._first)
         loop = asyncio.get_running_loop()
         with suppress(FileExistsError):  # An earlier process may have removed it.
@@ -223,12 +245,20 @@ class IndexProcess:
             task.cancel()
             gone.stop()
         for url in wanted.keys() - self._sources.keys():
-            source = _Source(wanted[url], self._index, self._context)
+            source = _Source(wanted[url], self._index, self._context, self._hear_cleared)
             self._sources[url] = source, self._keep(source.follow())
+
+    def _hear_cleared(self, url: str) -> None:
+        if self._parent is not None:
+            self._parent.send(Cleared(url))
 
     def reset(self, url: str) -> None:
         if (found := self._sources.get(url)) is not None:
             found[0].reset()
+
+    def forget_old(self, url: str) -> None:
+        if url in self._sources:
+            self._index.forget_old(url)
 
     def _keep(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -317,6 +347,8 @@ async def _run(stream: socket.socket) -> int:
             starting[0].add_done_callback(hear_start)
         elif isinstance(frame, Reset) and running:
             running[0].reset(frame.url)
+        elif isinstance(frame, Updated) and running:
+            running[0].forget_old(frame.url)
         elif isinstance(frame, Follow):
             early.append(frame) if not running else running[0].follow(frame.sources)
 

@@ -2,9 +2,10 @@
 
 import asyncio
 import logging
+from collections.abc import Callable, Sequence
 
 from baton.router.fleet import Engine, Fleet
-from baton.router.introductions import introduce
+from baton.router.introductions import CONNECTOR_EVERY_S, introduce
 from baton.router.notes import Introduces
 from baton.router.shell.asking import Asker, AskFailed
 
@@ -12,12 +13,13 @@ logger = logging.getLogger(__name__)
 
 
 class Introducer:
-    def __init__(self, asker: Asker, fleet: Fleet, timeout_s: float, *, pushes: bool) -> None:
+    def __init__(self, asker: Asker, fleet: Fleet, timeout_s: float) -> None:
         self._asker = asker
         self._fleet = fleet
         self._timeout_s = timeout_s
-        self._pushes = pushes
         self._asking: dict[Engine, asyncio.Task[None]] = {}
+        self._doubts: set[asyncio.Task[None]] = set()
+        self.on_updated: Callable[[Engine], None] = lambda engine: None  # This process has found it out.
 
     async def refresh(self, engine: Engine) -> None:
         """Requests that need the same engine's introduction at one moment share one question."""
@@ -28,10 +30,24 @@ class Introducer:
             task.add_done_callback(lambda _: self._asking.pop(engine, None))
         await asyncio.shield(task)
 
+    def refresh_all(self, engines: Sequence[Engine], then: Callable[[], None] = lambda: None) -> None:
+        """Returns at once. Their weights may have changed."""
+        for engine in engines:
+            engine.asks_connector_at_s = 0.0
+
+        async def ask() -> None:
+            await asyncio.gather(*(self.refresh(engine) for engine in engines))
+            then()
+
+        task = asyncio.create_task(ask(), name="introductions")
+        self._doubts.add(task)
+        task.add_done_callback(self._doubts.discard)
+
     async def close(self) -> None:
-        for task in self._asking.values():
+        tasks = [*self._doubts, *self._asking.values()]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._asking.values(), return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _refresh(self, engine: Engine) -> None:
         try:
@@ -44,7 +60,11 @@ class Introducer:
             self._fleet.note_asked(engine)
 
     async def _ask(self, engine: Engine) -> None:
-        dialogue = introduce(engine, pushes=self._pushes)
+        now_s = asyncio.get_running_loop().time()
+        asks_connector = now_s >= engine.asks_connector_at_s
+        if asks_connector:
+            engine.asks_connector_at_s = now_s + CONNECTOR_EVERY_S
+        dialogue = introduce(engine, asks_connector=asks_connector)
         try:
             question = next(dialogue)
             while True:
@@ -52,5 +72,7 @@ class Introducer:
                 answer = await self._asker.ask(url, timeout_s=self._timeout_s, method=method, body=body)
                 question = dialogue.send(answer)
         except StopIteration as end:
-            self._fleet.note_introduced(engine, end.value)
+            is_updated = self._fleet.note_introduced(engine, end.value)
             self._fleet.tell(Introduces(engine.key, end.value))
+            if is_updated:
+                self.on_updated(engine)

@@ -135,6 +135,7 @@ class Live:
             "mode": status["mode"],
             "policy": status["policy"],
             "models": status["models"],
+            "updates": status["updates"],
             "queues": status["queues"],
             "routers": status["routers"],
             "in_flight": self._num_requests(),

@@ -31,9 +31,10 @@ class Parts:
         self.engine_keys = EngineKeys(settings)
         self.asker = Asker(self.pool, self.engine_keys.key_for)
         timeout_s = settings.probe.timeout_s
-        self.introducer = Introducer(self.asker, self.fleet, timeout_s, pushes=settings.mode == "push")
+        self.introducer = Introducer(self.asker, self.fleet, timeout_s)
         self.loans = LoanReturns(self.asker, self.metrics, timeout_s)
         turns = TurnTable(self.loans.give_back, lambda note: self.fleet.tell(note))
+        self.introducer.on_updated = turns.forget
         self.view = FleetView(settings, self.fleet, self.pairs, turns)
         if (admission := self.view.admission) is not None:
             self.metrics.waiting.set_function(lambda: admission.num_waiting)

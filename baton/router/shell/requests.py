@@ -19,6 +19,7 @@ from baton.router.events import (
     Close,
     Closed,
     Count,
+    Doubt,
     Effect,
     Event,
     Found,
@@ -38,6 +39,7 @@ from baton.router.events import (
 )
 from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
+from baton.router.learning import settle
 from baton.router.legs import with_context, with_kept
 from baton.router.machine import CLIENT_CLOSED_REQUEST, Machine
 from baton.router.pass_through import PassThrough
@@ -73,6 +75,16 @@ class Requests:
         self.introducer = introducer
         self.loans = loans
         self.index = index
+
+    def ask(self, doubt: Doubt) -> None:
+        """Beside the request, which goes on."""
+        loop, engines = asyncio.get_running_loop(), (doubt.lent.engine, doubt.used.engine)
+
+        def settled() -> None:
+            outcome = settle(self.view, doubt, loop.time())
+            self.metrics.count(Count("handoffs", (engines[0].url, engines[1].url, outcome)))
+
+        self.introducer.refresh_all(engines, settled)
 
 
 class RequestDriver:
@@ -177,6 +189,8 @@ class RequestDriver:
                 if self._hold is not None:
                     self._hold.cancel()  # It is of an attempt before this one.
                 self._hold = self._loop.call_later(seconds, self._put, HoldOver(transfer_id))
+            case Doubt():
+                self._requests.ask(effect)
             case GiveBack(engine, params):
                 self._requests.loans.give_back(engine, params)
             case Over(status, error):

@@ -24,6 +24,7 @@ from baton.protocol.messages import decode_envelope
 from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
 from baton.protocol.ticket import BadTicket, open_ticket
 from baton.router.answers import LegAnswer
+from baton.router.events import Leg
 from baton.router.first_token import FirstToken
 from baton.router.first_tokens import Given
 from baton.router.fleet_view import FleetView
@@ -241,9 +242,9 @@ def _forget_states(engine: Engine) -> None:
 class _TellsAll(Machine):
     """What D answers again after the first token goes to the client again."""
 
-    def _tell_first(self, head: LegAnswer, first: FirstToken, where: str) -> None:
+    def _tell_first(self, head: LegAnswer, first: FirstToken, where: str, giver: Leg) -> None:
         if self._status is None:
-            return super()._tell_first(head, first, where)
+            return super()._tell_first(head, first, where, giver)
         return self._send(first.events)
 
 

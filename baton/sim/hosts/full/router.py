@@ -22,6 +22,7 @@ from baton.router.events import (
     Close,
     Closed,
     Count,
+    Doubt,
     Effect,
     Event,
     Found,
@@ -43,6 +44,7 @@ from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.health import Probe
 from baton.router.identity import Introduction
+from baton.router.learning import settle
 from baton.router.machine import Machine, Request
 from baton.router.members import ROLES, Member
 from baton.router.notes import Probed
@@ -454,10 +456,19 @@ class _Answer:
                 case Count(metric, labels):
                     shown = labels if metric == "prefills" else labels[:1]
                     self._world.count(" ".join(("router:", metric, *shown)))
+                case Doubt():
+                    self._settle_soon(effect)
                 case Over(_, error):
                     self.router.forget(self)
                     if error is not None:
                         self.end("error", str(error))
+
+    def _settle_soon(self, doubt: Doubt) -> None:
+        def settled() -> None:
+            outcome = settle(self.process.views["pull"], doubt, self._world.now)
+            self._world.count(f"router: handoffs {outcome}")
+
+        self.router.meet(doubt.lent.engine, lambda: self.router.meet(doubt.used.engine, settled))
 
     def closed(self, leg: RouterLeg) -> None:
         if self.process is self.router.hub:
