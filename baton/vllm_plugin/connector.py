@@ -19,11 +19,11 @@ from baton.connectors.push.settings import PushSettings
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf
 from baton.core.errors import ConfigError
 from baton.vllm_plugin.drafts import draft_layers
-from baton.vllm_plugin.fingerprint import unnamed
 from baton.vllm_plugin.forwarding import ForwardingConnector
 from baton.vllm_plugin.groups import cache_specs_of, groups_of, specs_of, tables_by_position
 from baton.vllm_plugin.host_policy import EMPTY_STEP_S, vllm_policy
 from baton.vllm_plugin.identity import identity_of
+from baton.vllm_plugin.model_identity import unnamed
 from baton.vllm_plugin.packing import find_packing
 from baton.vllm_plugin.requests import names_of
 from baton.vllm_plugin.self_test import run_self_test

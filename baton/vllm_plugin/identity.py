@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,8 @@ from baton.core.kv_groups import KVCacheGroup
 from baton.core.layout import CacheSpec
 from baton.core.states import StatePart
 from baton.vllm_plugin.drafts import draft_config
-from baton.vllm_plugin.fingerprint import kv_identity_of, unnamed
+from baton.vllm_plugin.host_fields import host_settings, section_settings
+from baton.vllm_plugin.model_identity import kv_identity_of, unnamed
 from baton.vllm_plugin.settings import PluginSettings
 
 
@@ -80,9 +82,15 @@ def find_kv_identity(vllm_config: Any, revision: str | None, *, is_worker: bool)
     if is_worker:
         return unnamed(model, cache_dtype)
     folder, load_format = find_folder(model, load), str(load.load_format)
-    return kv_identity_of(
-        model, cache_dtype, folder, revision=revision, load_format=load_format, vllm_config=vllm_config
-    )
+    host = host_settings(vllm_config, _known_environment())
+    return kv_identity_of(model, cache_dtype, folder, revision=revision, load_format=load_format, host=host)
+
+
+def _known_environment() -> dict[str, str]:
+    """The variables that vLLM reads. Others may have its prefix: Kubernetes sets some for each service."""
+    from vllm.envs import environment_variables
+
+    return {name: os.environ[name] for name in environment_variables if name in os.environ}
 
 
 def draft_digest(vllm_config: Any, revision: str | None) -> str:
@@ -99,7 +107,12 @@ def draft_digest(vllm_config: Any, revision: str | None) -> str:
     folder, load_format = find_folder(draft, load), str(load.load_format)
     named = "the model's" if is_inside else revision
     found = kv_identity_of(
-        draft, vllm_config.cache_config.cache_dtype, folder, revision=named, load_format=load_format
+        draft,
+        vllm_config.cache_config.cache_dtype,
+        folder,
+        revision=named,
+        load_format=load_format,
+        host=section_settings("speculative_config", vllm_config.speculative_config),
     )
     described = [vllm_config.speculative_config.method, *msgspec.structs.astuple(found)]
     return hashlib.sha256(msgspec.json.encode(described)).hexdigest()

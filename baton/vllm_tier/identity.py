@@ -22,8 +22,8 @@ from vllm.platforms import current_platform
 
 from baton.core.errors import ConfigError
 from baton.tiers.chunk import FORMAT
-from baton.vllm_plugin.fingerprint import FIELD
 from baton.vllm_plugin.identity import draft_digest, find_kv_identity
+from baton.vllm_plugin.model_identity import FIELD
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_tier.naming import KEY_PURPOSE, NAMESPACE_BYTES, Naming
 

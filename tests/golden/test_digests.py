@@ -23,7 +23,7 @@ from baton.router.legs import shape_of
 from baton.router.policies import EngineState, RoutedRequest, choose_prefix_affinity
 from baton.tiers.chunk_name import ChunkName
 from baton.tiers.whole_file import TEMPORARY_PREFIX
-from baton.vllm_plugin.fingerprint import kv_identity_of
+from baton.vllm_plugin.model_identity import kv_identity_of
 from tests.golden.golden import check_values
 from tests.golden.samples import HASH, MODEL, SECRET
 
@@ -80,6 +80,19 @@ def config_of(name: str) -> dict[str, Any]:
     return {"architectures": [name], **sizes, **CONFIGS.get(name, {})}
 
 
+class FakeModelConfig(SimpleNamespace):
+    use_mla = False
+
+    def get_total_num_hidden_layers(self) -> int:
+        return 2
+
+    def get_total_num_kv_heads(self) -> int:
+        return 4
+
+    def get_head_size(self) -> int:
+        return 8
+
+
 def in_vllm(
     name: str, *, load_format: str = "auto", folder: Path | None = None, **changes: Any
 ) -> KVIdentity:
@@ -87,18 +100,12 @@ def in_vllm(
     fields = {
         "seed": 0,
         "dtype": "torch.bfloat16",
-        "use_mla": False,
-        "hf_overrides": {},
-        "quantization": None,
         "hf_config": SimpleNamespace(to_dict=lambda: config_of(name)),
-        "get_total_num_hidden_layers": lambda: 2,
-        "get_total_num_kv_heads": lambda: 4,
-        "get_head_size": lambda: 8,
         **changes,
     }
     revision = "r" if load_format == "auto" and folder is None else None
     return kv_identity_of(
-        SimpleNamespace(**fields), "auto", folder, revision=revision, load_format=load_format
+        FakeModelConfig(**fields), "auto", folder, revision=revision, load_format=load_format
     )
 
 
@@ -112,7 +119,7 @@ def test_models(tmp_path: Path) -> None:
             **{name: parse_architecture(config_of(name)).digest for name in CONFIGS},
             "weights": weights_digest(tmp_path),
             "another family, in vLLM": in_vllm("Strange").model,
-            "another family, in vLLM, quantised": in_vllm("Strange", quantization="fp8").model,
+            "another family, in vLLM, quantised": in_vllm("Strange", quantization="fp8").host,
             "weights in other files, in vLLM": in_vllm("Strange", folder=other).weights,
             "weights with a name, in vLLM": in_vllm("Strange").weights,
             "weights that are made up, in vLLM": in_vllm("Strange", load_format="dummy").weights,

@@ -37,7 +37,7 @@ OTHER_CASTS = frozenset(
         "test_shared_storage",
         "test_states",
         "test_tier",
-        "test_host_config",
+        "test_host_fields",
         "test_weights",
     }
 )

@@ -1,7 +1,7 @@
 """Start-up in vLLM: the identity made from vLLM's configuration, and the configurations that are refused."""
 
 import json
-from dataclasses import make_dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,48 +11,48 @@ import pytest
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
 from baton.core.errors import ConfigError
+from baton.core.identity import KVIdentity
 from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.vllm_plugin.fingerprint import kv_identity_of
-from baton.vllm_plugin.host_config import CONFIGS, EXCLUDED, NEUTRAL
 from baton.vllm_plugin.identity import find_folder, identity_of
+from baton.vllm_plugin.model_identity import kv_identity_of
 from baton.vllm_plugin.settings import PluginSettings
 from baton.vllm_plugin.versions import Start, decide_start, is_listed, name_some
 
 SECRET = "0123456789abcdef"
 
 
-def model_config(folder: Path, **changes: Any) -> Any:
-    config = load_model_config(folder)
-    return as_vllms(
-        "model_config",
-        **{
-            "model": str(folder),
-            "revision": None,
-            "seed": 0,
-            "dtype": "torch.float32",
-            "use_mla": False,
-            "hf_overrides": {},
-            "quantization": None,
-            "hf_config": SimpleNamespace(to_dict=lambda: json.loads((folder / "config.json").read_text())),
-            "get_total_num_hidden_layers": lambda: config.num_hidden_layers,
-            "get_total_num_kv_heads": lambda: config.num_kv_heads,
-            "get_head_size": lambda: config.head_dim,
-            **changes,
-        },
-    )
+pytestmark = pytest.mark.usefixtures("plugin")
 
 
-def as_vllms(name: str, **fields: Any) -> Any:
-    """An object with these attributes. As in vLLM the fields of its class are those without code."""
-    shown = [field for field, value in fields.items() if field in LISTED[name] and not callable(value)]
-    made = make_dataclass(name, shown)(**{field: fields[field] for field in shown})
-    vars(made).update(fields)
-    return made
+class FakeModelConfig(SimpleNamespace):
+    """Has its settings as attributes, and what vLLM derives from them as methods."""
+
+    use_mla = False
+
+    def get_total_num_hidden_layers(self) -> int:
+        return int(self.hf_config.to_dict()["num_hidden_layers"])
+
+    def get_total_num_kv_heads(self) -> int:
+        return int(self.hf_config.to_dict()["num_key_value_heads"])
+
+    def get_head_size(self) -> int:
+        return int(self.hf_config.to_dict()["head_dim"])
 
 
-LISTED = {part: {*EXCLUDED.get(part, ()), *NEUTRAL.get(part, ())} for part in {*EXCLUDED, *NEUTRAL}}
-LISTED["model_config"] |= {"max_model_len"}
-LISTED["vllm_config"] |= {*EXCLUDED, *CONFIGS}
+def model_config(folder: Path, *, config: Mapping[str, Any] | None = None, **changes: Any) -> Any:
+    """`config`: changes of config.json, as vLLM applies its overrides."""
+    effective = {**json.loads((folder / "config.json").read_text()), **(config or {})}
+    fields: dict[str, Any] = {
+        "model": str(folder),
+        "revision": None,
+        "seed": 0,
+        "dtype": "torch.float32",
+        "hf_overrides": {},
+        "quantization": None,
+        "max_model_len": 512,
+        "hf_config": SimpleNamespace(to_dict=lambda: effective),
+    }
+    return FakeModelConfig(**fields | changes)
 
 
 def vllm_config(folder: Path, extra: dict[str, Any] | None = None, **changes: Any) -> Any:
@@ -64,15 +64,14 @@ def vllm_config(folder: Path, extra: dict[str, Any] | None = None, **changes: An
         "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,
     } | changes.pop("parallel", {})
-    return as_vllms(
-        "vllm_config",
+    return SimpleNamespace(
         **{
             "model_config": model_config(folder),
             "load_config": SimpleNamespace(load_format="auto", download_dir=None),
-            "cache_config": as_vllms("cache_config", block_size=128, cache_dtype="auto"),
+            "cache_config": SimpleNamespace(block_size=128, cache_dtype="auto"),
             "scheduler_config": SimpleNamespace(async_scheduling=True),
             "speculative_config": None,
-            "parallel_config": as_vllms("parallel_config", **parallel),
+            "parallel_config": SimpleNamespace(**parallel),
             "kv_transfer_config": SimpleNamespace(
                 engine_id="e",
                 is_kv_producer=True,
@@ -82,7 +81,7 @@ def vllm_config(folder: Path, extra: dict[str, Any] | None = None, **changes: An
                 enable_permute_local_kv=False,
             ),
             **changes,
-        },
+        }
     )
 
 
@@ -96,7 +95,7 @@ def identify(config: Any, *, is_worker: bool = False, environment: dict[str, str
 # --- Identity ----------------------------------------------------------------------------------------
 
 
-def test_the_fingerprint_equals_that_of_the_embedded_engine(folder: Path) -> None:
+def test_the_identity_equals_that_of_the_embedded_engine(folder: Path) -> None:
     config = load_model_config(folder, dtype="float32")
     ours = config.kv_identity("baton-1")
     assert identify(vllm_config(folder)).kv_identity == ours
@@ -123,22 +122,127 @@ def test_a_worker_is_one_rank_and_digests_no_weights(folder: Path) -> None:
     "changes",
     [
         {"quantization": "fp8"},
-        {"hf_overrides": {"rope_theta": 7.0}},
-        {"hf_overrides": print},
+        {"config": {"rope_theta": 7.0}},
+        {"config": {"is_causal": False}},
+        {"config": {"dual_chunk_attention_config": {"chunk_size": 256}}},
+        {"config": {"llama_4_scaling": {"beta": 0.1}}},
+        {"config": {"layer_types": ["full_attention", "sliding_attention"]}},
+        {"config": {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}}},
+        {"config": {"of_a_new_release": None}},
+        {"of_a_new_release": 1},
         {"dtype": "torch.bfloat16"},
     ],
 )
-def test_changes_of_the_model_change_the_fingerprint(folder: Path, changes: dict[str, Any]) -> None:
-    plain = kv_identity_of(model_config(folder), "auto", folder, revision=None)
-    assert kv_identity_of(model_config(folder, **changes), "auto", folder, revision=None) != plain
+def test_changes_of_the_model_change_its_identity(folder: Path, changes: dict[str, Any]) -> None:
+    assert of_model(model_config(folder, **changes)) != of_model(model_config(folder))
 
 
-def test_an_unknown_family_only_has_to_be_equal(folder: Path, tmp_path: Path) -> None:
-    config = json.loads((folder / "config.json").read_text()) | {"architectures": ["Strange"]}
-    digests = []
-    for noise in ({"transformers_version": "1"}, {"transformers_version": "2"}, {"hidden_size": 33}):
-        (tmp_path / "config.json").write_text(json.dumps(config | noise))
-        digests.append(kv_identity_of(model_config(folder), "auto", tmp_path, revision="r").model)
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"seed": 7},
+        {"max_model_len": 77},
+        {"config": {"layer_types": ["full_attention", "full_attention"]}},
+        {"config": {"max_position_embeddings": 77, "transformers_version": "9"}},
+        {"hf_overrides": print},  # vLLM has applied it to the config.
+    ],
+)
+def test_some_changes_change_no_number(folder: Path, changes: dict[str, Any]) -> None:
+    assert of_model(model_config(folder, **changes)) == of_model(model_config(folder))
+
+
+def of_model(model: Any) -> KVIdentity:
+    return kv_identity_of(model, "auto", None, revision="r")
+
+
+LONG = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0]}
+
+
+def test_the_length_is_compared_where_layers_may_read_it(folder: Path) -> None:
+    def differ(**config: Any) -> bool:
+        short, long = (
+            of_model(model_config(folder, config=config, max_model_len=length)) for length in (512, 2048)
+        )
+        assert short.model == long.model
+        return short.host != long.host
+
+    assert not differ()
+    assert differ(rope_parameters=LONG)
+    assert differ(rope_parameters={"full_attention": {"rope_type": "default"}, "sliding_attention": LONG})
+    assert differ(rope_scaling={"type": "dynamic", "factor": 2.0})
+    assert differ(architectures=["Strange"])
+    assert not differ(architectures=["Gemma2ForCausalLM"])
+    lowered = [model_config(folder, max_model_len=n, config={"rope_scaling": LONG}) for n in (512, 256)]
+    for model in lowered:
+        model.original_max_model_len = -1
+    assert of_model(lowered[0]) == of_model(lowered[1]), (
+        "vLLM lowered it to fit memory, after the layers read it"
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "is_compared"),
+    [
+        ({"additional_config": {"any": 1}}, True),
+        ({"of_a_new_release": 1}, True),
+        ({"attention_config": SimpleNamespace(of_a_new_release=1)}, True),
+        ({"lora_config": SimpleNamespace(lora_dtype="float16")}, True),
+        ({"lora_config": SimpleNamespace(lora_dtype="float32")}, False),
+        ({"quant_config": object()}, False),
+        ({"parallel": {"worker_cls": "mine.Worker"}}, True),
+        ({"parallel": {"worker_cls": "vllm.v1.worker.gpu_worker.Worker"}}, False),
+        ({"parallel": {"tensor_parallel_size": 4}}, False),
+    ],
+)
+def test_settings_beside_the_model(folder: Path, changes: dict[str, Any], *, is_compared: bool) -> None:
+    identity = identify(vllm_config(folder, **changes)).kv_identity
+    plain = identify(vllm_config(folder)).kv_identity
+    assert (identity.model, plain.host) == (plain.model, "")
+    assert (identity.host != "") == is_compared
+
+
+def test_variables_that_vllm_reads_are_compared(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("VLLM_PORT", "VLLM_PREFILL_SERVICE_HOST"):  # Kubernetes sets the latter.
+        monkeypatch.setenv(name, "1")
+    assert identify(vllm_config(folder)).kv_identity.host == ""
+    monkeypatch.setenv("VLLM_MLA_DISABLE", "1")
+    assert identify(vllm_config(folder)).kv_identity.host != ""
+
+
+def test_what_is_compared_is_logged(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO"):
+        of_model(model_config(folder, quantization="fp8"))
+    assert "model_config.quantization='fp8'" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("file", "flags"),
+    [
+        ("hf_quant_config.json", {}),
+        ("preprocessor_config.json", {"multimodal_config": SimpleNamespace()}),
+        ("modeling_strange.py", {"trust_remote_code": True}),
+    ],
+)
+def test_other_files_of_a_checkpoint_are_compared(
+    folder: Path, tmp_path: Path, file: str, flags: dict[str, Any]
+) -> None:
+    def host() -> str:
+        return kv_identity_of(model_config(folder, **flags), "auto", tmp_path, revision="r").host
+
+    (tmp_path / "README.md").write_text("of no concern")
+    assert host() == ""
+    (tmp_path / file).write_text("one")
+    one = host()
+    (tmp_path / file).write_text("two")
+    assert "" != one != host()
+
+
+def test_an_unknown_family_only_has_to_be_equal(folder: Path) -> None:
+    strange = {"architectures": ["Strange"]}
+    digests = [
+        of_model(model_config(folder, config=strange | noise)).model
+        for noise in ({"transformers_version": "1"}, {"transformers_version": "2"}, {"hidden_size": 33})
+    ]
     assert digests[0] == digests[1] != digests[2]
 
 

@@ -1,11 +1,10 @@
 """KV identity inside vLLM: equal to that of Baton's other engines for equal checkpoints.
 
-    config.json   of a family that the embedded engine knows: the digest of its meaning, the same as there
-                  of another family: the digest of the file, without fields that do not describe the model
-    weights       the digest of all their bytes, the same as in the embedded engine; or a name given to it
-
-Changes to the model that vLLM was configured for (quantization, overrides, dummy weights) are part of the
-digest, so that two engines of one checkpoint that compute differently do not use each other's caches.
+model     of a family that the embedded engine knows: the digest of its meaning, the same as there
+          of another family: the digest of config.json as vLLM reads it
+host      the digest of all other settings of vLLM's that may change what it computes (host_fields.py);
+          empty if there are none
+weights   the digest of all their bytes, the same as in the embedded engine; or a name given to it
 """
 
 from __future__ import annotations
@@ -24,17 +23,19 @@ from baton.core.errors import ConfigError, UserError
 from baton.core.hashing import HASH_SEED
 from baton.core.identity import KVIdentity
 from baton.core.limited_file import open_regular
-from baton.engine.checkpoints.checkpoint import read_json, weights_digest
-from baton.engine.checkpoints.families import parse_architecture
-from baton.vllm_plugin.host_config import describe_host, digest_host
+from baton.engine.checkpoints.checkpoint import weights_digest
+from baton.vllm_plugin.host_fields import model_settings
 
 logger = logging.getLogger(__name__)
 
 FIELD = "kv_transfer_config.kv_connector_extra_config.revision"
 
-_SAYS_NOTHING = frozenset({"_name_or_path", "transformers_version", "torch_dtype", "dtype", "auto_map"})
 _OTHER_WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
 _CHUNK_BYTES = 1 << 22
+# Files of a checkpoint, beside config.json and weights, that change what is computed.
+_QUANTISATION = ("*quant*config*.json",)
+_PREPROCESSING = ("*processor_config.json",)
+_CODE = ("**/*.py",)
 
 
 def kv_identity_of(
@@ -44,31 +45,26 @@ def kv_identity_of(
     *,
     revision: str | None,
     load_format: str = "auto",
-    vllm_config: Any = None,
+    host: Mapping[str, Any] | None = None,
 ) -> KVIdentity:
     """`model`: vLLM's ModelConfig. `folder`: its files, if they are on this machine.
 
-    `vllm_config`: of the engine, for its own model; None: for a draft model.
-
-    Raises ConfigError if neither `revision` nor a folder identifies the weights.
+    `host`: settings beside the model that change what is computed (`host_settings`). Raises ConfigError if
+    neither `revision` nor a folder identifies the weights.
     """
-    config = _config_of(model, folder)
-    overrides = model.hf_overrides
-    if isinstance(overrides, Mapping):
-        config = {**config, **overrides}
-    described = {} if vllm_config is None else describe_host(vllm_config, config)
-    if described:
-        logger.info("the identity of KV has what config.json does not say: %s", described)
-    changes: dict[str, Any] = {}
-    if overrides and not isinstance(overrides, Mapping):
-        changes["hf_overrides"] = getattr(overrides, "__qualname__", repr(type(overrides)))
-    if model.quantization is not None and "quantization_config" not in config:
-        changes["quantization"] = str(model.quantization)
+    identity, dtype = unnamed(model, cache_dtype), str(model.dtype).removeprefix("torch.")
+    read, settings = model_settings(model)
+    settings |= {**(host or {}), **_files_of(model, folder)}
+    if dtype != identity.dtype:  # What is computed in one dtype and kept in another.
+        settings["model_config.dtype"] = dtype
+    config = {} if read else {name: settings.pop(name) for name in _keys_of_config(settings)}
+    if settings:
+        logger.info("compared with other engines beside the model: %s", _text(settings))
     return msgspec.structs.replace(
-        unnamed(model, cache_dtype),
-        model=_architecture_digest(config, changes),
+        identity,
+        model=read.digest if read else _digest(config),
         weights=_revision(model, folder, revision, load_format),
-        host=digest_host(described),
+        host=_digest(settings) if settings else "",
     )
 
 
@@ -90,25 +86,31 @@ def unnamed(model: Any, cache_dtype: str) -> KVIdentity:
     )
 
 
-def _config_of(model: Any, folder: Path | None) -> dict[str, Any]:
-    """Return the config as in the checkpoint, without the defaults that transformers adds."""
-    if folder is not None and (folder / "config.json").exists():
-        return read_json(folder / "config.json")
-    return dict(model.hf_config.to_dict())
+def _keys_of_config(settings: Mapping[str, Any]) -> list[str]:
+    return [name for name in settings if name.startswith("hf_config.")]
 
 
-def _architecture_digest(config: Mapping[str, Any], changes: Mapping[str, Any]) -> str:
-    try:
-        digest = parse_architecture(config).digest
-    except UserError:  # An unknown family only needs to be equal.
-        described = {key: value for key, value in config.items() if key not in _SAYS_NOTHING}
-        digest = hashlib.sha256(
-            msgspec.json.encode(described, order="deterministic", enc_hook=str)
-        ).hexdigest()
-    if not changes:
-        return digest
-    changed = msgspec.json.encode([digest, changes], order="deterministic", enc_hook=str)
-    return hashlib.sha256(changed).hexdigest()
+def _files_of(model: Any, folder: Path | None) -> dict[str, str]:
+    """Digests of the checkpoint's other files that vLLM reads for its KV."""
+    patterns: tuple[str, ...] = _QUANTISATION
+    if getattr(model, "multimodal_config", None) is not None:
+        patterns += _PREPROCESSING
+    if getattr(model, "trust_remote_code", False):
+        patterns += _CODE
+    files = sorted({file for pattern in patterns for file in folder.glob(pattern)}) if folder else []
+    return {
+        f"file.{file.relative_to(folder)}": hashlib.sha256(file.read_bytes()).hexdigest()
+        for file in files
+        if folder and file.is_file()
+    }
+
+
+def _digest(described: Mapping[str, Any]) -> str:
+    return hashlib.sha256(msgspec.json.encode(described, order="deterministic")).hexdigest()
+
+
+def _text(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r:.100}" for name, value in sorted(settings.items()))
 
 
 def _revision(model: Any, folder: Path | None, named: str | None, load_format: str) -> str:
