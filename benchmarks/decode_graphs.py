@@ -67,7 +67,7 @@ class DecodingEngine:
             None,
         )
         for index in range(num_running):
-            self.add(f"request-{index}", PROMPT_TOKENS, 2048)
+            self.add(f"request-{index}", PROMPT_TOKENS, num_steps + block_tokens)
 
     def add(self, request_id: str, num_tokens: int, max_tokens: int) -> None:
         prompt = [5 + (7 * len(request_id) + 31 * token) % 500 for token in range(num_tokens)]

@@ -180,7 +180,7 @@ def test_a_convolution_sees_its_last_inputs(kernel: int) -> None:
     assert mixer.conv_bias is not None
     for parameter in (*mixer.parameters(),):
         parameter.normal_()
-    mixer.seal(None)
+    mixer.seal()
     inputs = torch.randn(kernel - 1 + 9, sum(mixer.channels))
     expected = torch.nn.functional.conv1d(inputs.t(), mixer.conv, mixer.conv_bias, groups=len(mixer.conv)).t()
     torch.testing.assert_close(mixer._convolve(inputs), torch.nn.functional.silu(expected))
