@@ -19,6 +19,7 @@ from baton.core.errors import UserError
 from baton.core.layout import can_convert
 
 VERSION_CHARS_MAX = 128
+WEIGHTS_ID_DIGITS = 32  # Enough to tell weights apart; nothing is stored by it.
 
 
 class KVIdentity(msgspec.Struct, frozen=True):
@@ -43,6 +44,12 @@ class KVIdentity(msgspec.Struct, frozen=True):
     def digest(self) -> str:
         """One digest of all fields, in hex: for names of stored chunks and for display."""
         return hashlib.sha256(msgspec.json.encode(msgspec.structs.astuple(self))).hexdigest()
+
+    @property
+    def weights_id(self) -> str:
+        """Digest of weights and version, in hex: equal where engines answer with the same weights."""
+        named = msgspec.json.encode([self.weights, self.version])
+        return hashlib.sha256(named).hexdigest()[:WEIGHTS_ID_DIGITS]
 
     def updated(self, weights: str | None, version: str | None) -> "KVIdentity":
         """Identity after an update of the weights.

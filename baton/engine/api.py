@@ -168,6 +168,7 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     kv_transfer_params: dict[str, Any] | None = None  # With the last output, if the connector has any.
     num_cached_tokens: int = 0  # Prompt tokens not computed here: local prefix hits and transferred tokens.
     num_transferred_tokens: int = 0  # Part of `num_cached_tokens`: tokens that a connector loaded.
+    weights_id: str = ""  # With the first tokens and the last: `KVIdentity.weights_id`.
     scheduled_at_s: float = 0.0  # When its first step began, monotonic clock; 0.0: there was none.
 
 

@@ -30,6 +30,7 @@ _RETRYABLE_4XX = frozenset({408, 425, 429})
 MAX_KEPT = 2 << 20
 MAX_REST_BYTES = 1 << 20  # Of P's stream after the first token: token counts and [DONE].
 _NULL = msgspec.Raw(b"null")
+WEIGHTS_HEADER = "x-baton-weights"  # Names those with which the answer begins.
 GIVEN_HEADER = "x-baton-given"  # Tokens of the answer that the engine continues after.
 PROMPT_HEADER = "x-baton-prompt"  # Tokens of the prompt: all, cached in this engine, loaded from another.
 _PROMPT_COUNTS = re.compile(r"total=(\d{1,9}); local=(\d{1,9}); transferred=(\d{1,9})")
@@ -56,6 +57,7 @@ _PER_HOP = frozenset(
         "x-request-id",
         "x-baton-prompt",
         "x-baton-given",
+        WEIGHTS_HEADER,
     }
 )
 

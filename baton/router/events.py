@@ -173,7 +173,10 @@ class Leg:
     outcome: str = "cancelled"  # For the metrics.
     raw: bytes | None = None  # The whole body, instead of `body`.
     is_broken: bool = False  # It sent what is no answer; what follows is not read.
-    kv_identity: KVIdentity | None = field(init=False)  # Of the engine at the leg's start.
+    kv_identity: KVIdentity | None = field(init=False)  # The engine's at the leg's start.
+    weights_id: str = field(
+        default="", init=False
+    )  # Names those of the answer, by its header; empty: it has none.
 
     def __post_init__(self) -> None:
         self.kv_identity = self.engine.kv_identity

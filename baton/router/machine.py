@@ -33,6 +33,7 @@ from baton.router import sse
 from baton.router.admission import NO_OBJECTIVE, Objective, Ticket
 from baton.router.answers import (
     GIVEN_HEADER,
+    WEIGHTS_HEADER,
     Complete,
     DecodeAnswer,
     FirstTokenRead,
@@ -717,9 +718,19 @@ class Machine:
         if num_given and answer.headers.get(GIVEN_HEADER) != str(num_given):
             why = "it does not continue answers; it is of an older version"
             return self._on_decode_failed(Failed(leg, _broken(leg, why)))
+        if self._has_other_weights(leg):
+            # An update that this router did not know of is no fault. The client has tokens of other weights.
+            self._log("%s has other weights than the engine that began the answer", leg.engine.url)
+            self._prefilled = None
+            return self._again()
         self._answer, self._head = DecodeAnswer(self._first, leg.engine), answer
         self._state = State.COMPARING
         return self._compare(leg, answer.body)
+
+    def _has_other_weights(self, leg: Leg) -> bool:
+        """Whether the answer is known to be of other weights than those of the tokens that the client has."""
+        giver = self._giver
+        return giver is not None and "" not in (ids := {giver.weights_id, leg.weights_id}) and len(ids) > 1
 
     def _take_refusal(self, engine: Engine, answer: LegAnswer) -> None:
         what = "introduction" if self._is_pushed else "ticket"
@@ -1117,6 +1128,7 @@ class Machine:
 
     def _note_answer(self, leg: Leg, answer: LegAnswer) -> None:
         leg.outcome = str(answer.status)
+        leg.weights_id = answer.headers.get(WEIGHTS_HEADER, "")
         self._view.fleet.note_answer(leg.engine, answer.status, self._now_s)
         note_answer(leg, answer, self._now_s)
         self._note_computed(leg)

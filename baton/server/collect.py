@@ -94,6 +94,7 @@ class TokenNames:
 
 
 PROMPT_HEADER = "X-Baton-Prompt"
+WEIGHTS_HEADER = "X-Baton-Weights"  # `KVIdentity.weights_id` at the beginning of the answer.
 GIVEN_HEADER = "X-Baton-Given"  # Tokens of the answer that this engine continues after.
 
 
@@ -101,13 +102,16 @@ def prompt_header(piece: Piece) -> dict[str, str]:
     """Return the header with numbers for routers: tokens of the prompt, those cached here, those transferred.
 
     And the number of tokens that another engine has given of the answer. An engine that does not know them
-    would begin the answer again, and has no such header.
+    would begin the answer again, and has no such header. And the id by which a router tells whether two
+    engines answer with the same weights.
 
     In a header, because a stream's usage comes last, and only if the client asks for it.
     """
     headers = {}
     if given := piece.sample.request.output_token_ids:
         headers[GIVEN_HEADER] = str(len(given))
+    if piece.weights_id:
+        headers[WEIGHTS_HEADER] = piece.weights_id
     total, transferred = len(piece.sample.request.prompt_token_ids), piece.num_transferred_tokens
     local = max(0, piece.num_cached_tokens - transferred)
     return {**headers, PROMPT_HEADER: f"total={total}; local={local}; transferred={transferred}"}

@@ -65,6 +65,7 @@ class Piece:
     finish: Finish | None = None
     num_cached_tokens: int = 0
     num_transferred_tokens: int = 0
+    weights_id: str = ""  # As in the engine's output.
 
 
 _END = None  # In the queue: one sample has ended.
@@ -204,6 +205,7 @@ def _piece(sample: Sample, output: EngineOutput) -> Piece:
         prompt_logprobs=output.prompt_logprobs,
         num_cached_tokens=max(0, output.num_cached_tokens),
         num_transferred_tokens=output.num_transferred_tokens,
+        weights_id=output.weights_id,
     )
     logprobs = output.new_logprobs or []
     # Ended by EOS or by a stop token: that token is the last one and is not shown.

@@ -145,3 +145,18 @@ def test_a_connector_that_promises_nothing_is_retired(promises: bool | None) -> 
     assert world.scheduler.connector.is_retired
     world.run()
     world.check_answer("a")
+
+
+def test_an_answer_names_the_weights_with_which_it_begins() -> None:
+    world = World(num_blocks=24)
+    identity = world.scheduler.config.model_config.kv_identity("baton-1")
+    world.add("a", PROMPT[:9], max_tokens=6)
+    world.step()
+    change_weights(world)
+    world.add("b", PROMPT[:5], max_tokens=6)
+    world.run()
+    named = {"a": "", "b": ""}
+    for outputs in world.outputs:
+        for output in outputs.outputs:
+            named[output.request_id] = named[output.request_id] or output.weights_id
+    assert named == {"a": identity.weights_id, "b": identity.updated("digest", "v2").weights_id}

@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 
+from baton.core.identity import KVIdentity
 from tests.router.fakes import TICKET, Call, FakeEngine, System, opened, system
 
 TOKENS = (72, 105, 33)  # "Hi!", of every engine.
@@ -63,6 +64,8 @@ class Speaker:
         given = params.get("baton_output_token_ids", [])
         assert tokens[: len(given)] == given, "it is told to continue after other tokens than its own"
         headers = {"x_baton_given": str(len(given))} if given and not self.is_old else {}
+        if kv := call.engine.card.get("kv_identity"):
+            headers["x_baton_weights"] = KVIdentity(**kv).weights_id
         await call.start(200, "text/event-stream", x_engine=call.engine.introduces_as or "?", **headers)
         if "messages" in body and not given:
             await call.piece(event({"choices": [{"delta": {"role": "assistant", "content": ""}}]}))

@@ -227,6 +227,23 @@ async def test_a_stream_whose_engine_was_updated_meanwhile_is_not_continued() ->
     assert not any(leg.get("baton_output_token_ids") for one in others for leg in speaker(one).legs)
 
 
+@pytest.mark.parametrize("has_other", [False, True])
+async def test_a_stream_is_not_continued_by_an_engine_that_was_updated_unnoticed(has_other: bool) -> None:
+    dying, updated = speaking("d0", "1", dies_after=2), speaking("d1", "1")
+    right = [speaking("d2", "1")] if has_other else []
+    async with introduced_system([speaking("p", "9")], [dying, updated, *right], policy="round_robin") as s:
+        await update(s, updated, is_known=False, version="2")
+        while not dying.calls:
+            got = await stream(s)
+        assert known(s, updated).is_eligible, "an update is no fault"
+    if has_other:
+        assert (got.text, got.error) == ("Hi!", None)
+    else:
+        assert any(leg.get("baton_output_token_ids") for leg in speaker(updated).legs), "it was asked"
+        assert got.text == "Hi"
+        assert got.error is not None
+
+
 async def test_an_engine_of_other_weights_does_not_follow_a_first_token() -> None:
     """P has given it, and the decode engine of its version fails: P itself gives the rest."""
     p, dying, wrong = speaking("p", "1"), speaking("d0", "1", dies_after=0), speaking("d1", "2")

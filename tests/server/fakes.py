@@ -209,6 +209,7 @@ class ScriptedEngine:
                 kv_transfer_params=self.transfer_params if reason else None,
                 num_cached_tokens=self.num_cached_tokens,
                 num_transferred_tokens=self.num_transferred_tokens,
+                weights_id="of these weights",
             )
             if reason is not None:
                 return

@@ -94,3 +94,4 @@ def test_every_answer_has_the_header_with_loaded_tokens(
     found = re.fullmatch(r"total=(\d+); local=1; transferred=2", answer.headers["x-baton-prompt"])
     assert found is not None
     assert int(found[1]) == total or total is None
+    assert answer.headers["x-baton-weights"] == "of these weights"

@@ -77,6 +77,7 @@ class RequestLifecycle:
                     prompt_logprobs=prompt_logprobs,
                     num_cached_tokens=request.num_cached_tokens,
                     num_transferred_tokens=request.num_transferred_tokens,
+                    weights_id="" if num_output else self._state.kv_identity.value.weights_id,
                     scheduled_at_s=request.scheduled_at_s,
                 )
             )
@@ -147,6 +148,7 @@ class RequestLifecycle:
                 kv_transfer_params=params,
                 num_cached_tokens=max(0, request.num_cached_tokens),
                 num_transferred_tokens=request.num_transferred_tokens,
+                weights_id=state.kv_identity.value.weights_id,
                 scheduled_at_s=request.scheduled_at_s,
             )
         )

@@ -157,6 +157,7 @@ class Scheduler:
         for request in self.requests.values():
             request.asks_connector = False
         self.kv_cache.reset_prefix_cache(is_forced=True)
+        self._state.kv_identity.update(weights, version)
         if not self.connector.set_weights(weights, version):
             self.retire_connector("it does not promise that KV of the weights before is used no more")
         self._events.between_steps()

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from baton.contract import KVConnectorSchedulerHalf
 from baton.contract.halves import own_scheduler
 from baton.core.config import EngineConfig
+from baton.core.identity import CurrentIdentity
 from baton.engine.cache.kv_cache import KVCache
 from baton.engine.request import Request
 from baton.engine.scheduling.connector_calls import ConnectorCalls
@@ -43,6 +44,7 @@ class StepCounts:
 class SchedulerState:
     def __init__(self, config: EngineConfig, scheduler_half: KVConnectorSchedulerHalf) -> None:
         self.config = config
+        self.kv_identity = CurrentIdentity(config.model_config.kv_identity(config.cache_config.hash_seed))
         self.kv_cache = KVCache(
             config.cache_config,
             groups=config.kv_cache_groups,
