@@ -52,6 +52,15 @@ def block_hash(parent: BlockHash, token_ids: Sequence[int], extra: bytes = b"") 
     return BlockHash(hashlib.sha256(parent + array("I", token_ids).tobytes() + extra).digest())
 
 
+def tail_hash(parent: BlockHash, token_ids: Sequence[int], extra: bytes = b"") -> BlockHash:
+    """Hash of a few blocks at a prompt's end, as `block_hash` of full ones.
+
+    The number of tokens is hashed first. Otherwise a `cache_salt` could be chosen so that `extra` reads as
+    more tokens, and the hash would be that of another prompt.
+    """
+    return block_hash(block_hash(parent, (len(token_ids),), b"tail"), token_ids, extra)
+
+
 def block_hashes(
     parent: BlockHash, token_ids: Sequence[int], block_tokens: int, extra: bytes = b""
 ) -> list[BlockHash]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 
 from baton.connectors.adapters import Adapters
 from baton.connectors.prompt_identity import WITHOUT_ADAPTERS, RequestNames, UnnamedPrompt
+from baton.core.hashing import block_hash, root_hash, tail_hash
 from tests.connectors.pull_world import BLOCK, Engine, FakeRequest, World
 from tests.connectors.push_world import PushWorld
 
@@ -50,7 +52,7 @@ def at_once(job: Callable[[], None]) -> None:
 
 
 def names() -> RequestNames:
-    """Of one engine."""
+    """Return what one engine names its requests by."""
     return RequestNames(Adapters(at_once))
 
 
@@ -289,3 +291,17 @@ def test_a_consumer_learns_at_once_that_a_prefill_cannot_be_named(folders: tuple
     world.settle()
     assert d.half.get_num_new_matched_tokens(request, 0) == (0, False)
     world.close()
+
+
+# --- Keys of stored tails -----------------------------------------------------------------------------
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=6), st.integers(0, 6), st.booleans())
+def test_no_extra_can_be_read_as_more_tokens_of_a_tail(tokens: list[int], cut: int, is_tail: bool) -> None:
+    """A client chooses its salt and its tokens, and would find the KV of a longer tail or chunk."""
+    extra = array("I", tokens[cut:]).tobytes()
+    longer = tail_hash(root_hash(), tokens) if is_tail else block_hash(root_hash(), tokens)
+    if extra:
+        assert tail_hash(root_hash(), tokens[:cut], extra) != longer
+    else:
+        assert (tail_hash(root_hash(), tokens[:cut]) == longer) == is_tail

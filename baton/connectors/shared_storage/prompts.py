@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.connectors.shared_storage.metadata import ChunkPart, SaveChunk
 from baton.contract import host
-from baton.core.hashing import BlockHash, block_hash, root_hash
+from baton.core.hashing import BlockHash, block_hash, root_hash, tail_hash
 from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.core.retention import PLAIN, Retention
 from baton.tiers.tiers import Place
@@ -88,7 +88,7 @@ class Prompt:
         start = num_chunks * self.chunk_tokens
         tokens = self.request.all_token_ids[start : start + self.chunk_tokens - self.block_tokens]
         ends = range(self.block_tokens, len(tokens) + 1, self.block_tokens)
-        return [block_hash(parent, tokens[:end], self.extra) for end in ends]
+        return [tail_hash(parent, tokens[:end], self.extra) for end in ends]
 
     def load_parts(self, tables: tuple[list[int], ...], num_external_tokens: int) -> tuple[ChunkPart, ...]:
         """Parts to load for the tokens after the local hit. `tables`: the request's, complete."""
