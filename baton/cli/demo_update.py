@@ -36,9 +36,9 @@ UPDATE_TIMEOUT_S = 300.0
 @dataclass(frozen=True, slots=True)
 class Stage:
     name: str
-    versions: tuple[str, ...]  # Whose answers are right.
+    versions: tuple[str, ...]  # The weights whose answers are right.
     num_prompts: int
-    num_equal: int  # Of them, answers of one of the versions.
+    num_equal: int  # Prompts answered as one of the versions answers.
     num_moved: int  # Prompts that were handed over.
     may_move: range  # How many may have been.
 

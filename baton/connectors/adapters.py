@@ -37,7 +37,7 @@ FILES: Final = (
 """All that vLLM reads of an adapter's folder. It reads one file of weights; the digest is of all."""
 
 _State: TypeAlias = tuple[tuple[str, int, int, int, int, int], ...]
-"""Of each file: name, device, inode, bytes, mtime_ns, ctime_ns. Empty: the folder has none of them."""
+"""Each file's name, device, inode, bytes, mtime_ns, ctime_ns. Empty: the folder has none of them."""
 
 
 @dataclass(slots=True, eq=False)
@@ -113,9 +113,8 @@ class Adapters:
             logger.warning("the adapter in %s cannot be read (%s); its KV is not shared", loaded.path, error)
             return
         if _state_of(loaded.path) == loaded.state:
-            self._digests[loaded.state] = (
-                digest.hexdigest()
-            )  # Without the lock, which `compute` may be under.
+            # `compute` may be called with the lock held, so it is not taken here.
+            self._digests[loaded.state] = digest.hexdigest()
 
 
 def _adapter_of(request: host.Request) -> Any:
@@ -127,7 +126,7 @@ def _folder_of(path: str) -> Path:
 
 
 def _state_of(path: str) -> _State:
-    """Of a folder on this machine; empty for anything else, such as a name on a hub."""
+    """Return a local folder's state; empty for anything else, such as a name on a hub."""
     found = []
     for name in FILES:
         try:

@@ -30,8 +30,8 @@ class KVIdentity(msgspec.Struct, frozen=True):
 
     model: str  # Content digest of the architecture (config), not a path.
     weights: str  # Content digest of the weights, or the name that the operator gave them.
-    dtype: str  # Of keys, values and latents. A cache with scales has a name of its own.
-    num_layers: int  # That have a cache. A layer with an index has two.
+    dtype: str  # The dtype of keys, values and latents. A cache with scales has a name of its own.
+    num_layers: int  # Layers that have a cache. A layer with an index has two.
     num_kv_heads: int
     head_dim: int
     hash_seed: str

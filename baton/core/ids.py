@@ -11,9 +11,8 @@ RequestId = NewType("RequestId", str)  # Unique inside one engine; never an iden
 EngineId = NewType("EngineId", str)  # Configured; survives a restart. Proves nothing by itself.
 Epoch = NewType("Epoch", int)  # 64 random bits at process start; does not survive a restart.
 BlockId = NewType("BlockId", int)  # Index into one engine's block pool.
-PromptHash = NewType(
-    "PromptHash", bytes
-)  # 32 bytes: tokens and all else that their KV depends on. See core.hashing.
+# 32 bytes: tokens and all else that their KV depends on. See core.hashing.
+PromptHash = NewType("PromptHash", bytes)
 
 
 class Address(NamedTuple):

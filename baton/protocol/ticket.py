@@ -57,7 +57,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     windows: tuple[int | None, ...] = (None,)  # Of each group. With the model they define the group's layers.
     # Tokens whose KV is held, from the start of the prompt. Every state is that after exactly these.
     num_tokens: int
-    prompt_hash: PromptHash  # Of exactly these tokens, and all else that their KV depends on.
+    prompt_hash: PromptHash  # Covers exactly these tokens, and all else that their KV depends on.
     prefilled: PrefilledTokens | None = None  # The tokens that P has sampled after them.
     state_groups: tuple[
         int, ...

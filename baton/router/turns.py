@@ -34,7 +34,7 @@ _MARK = f'"{PARAMS}"'.encode()
 class Turn(NamedTuple):
     keeper: Engine  # The decode engine that keeps the blocks.
     params: dict[str, Any]
-    kv_identity: KVIdentity | None = None  # Of the blocks; None: not known.
+    kv_identity: KVIdentity | None = None  # What the blocks were computed by; None: not known.
 
     @property
     def is_old(self) -> bool:

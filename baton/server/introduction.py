@@ -9,9 +9,8 @@ from baton.core.identity import KVIdentity
 from baton.engine.core.client import EngineClient
 
 SECRET_ID_PURPOSE = "baton.secret_id.1"
-SECRET_ID_BYTES = (
-    8  # Enough to tell secrets apart. A guess of the secret costs as much as one of a signature.
-)
+# Enough to tell secrets apart. A guess of the secret costs as much as one of a signature.
+SECRET_ID_BYTES = 8
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -27,9 +26,8 @@ class Introduction(msgspec.Struct, frozen=True):
     secret_ids: tuple[str, ...]  # Hex; first the secret that this engine signs with, then others it accepts.
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
     has_states: bool = False  # Some layers have a recurrent state.
-    lends: tuple[
-        str, ...
-    ] = ()  # What requests with `baton_lend_stored` get: what is in "host" memory; in "cache".
+    # What requests with `baton_lend_stored` get: what is in "host" memory; in "cache".
+    lends: tuple[str, ...] = ()
 
 
 async def introduce(

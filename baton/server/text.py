@@ -68,7 +68,7 @@ class SampleText:
         self._stops = stops
         self._min_tokens = min_tokens
         self._num_tokens = 0
-        self.num_chars = 0  # Of the text that was returned.
+        self.num_chars = 0  # Length of the text that was returned.
 
     @property
     def stopped_by(self) -> str | None:

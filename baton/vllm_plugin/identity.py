@@ -73,7 +73,7 @@ def identity_of(
 
 
 def find_kv_identity(vllm_config: Any, revision: str | None, *, is_worker: bool) -> KVIdentity:
-    """Return the model's kv_identity. Raises ConfigError.
+    """Return the identity of the model's KV. Raises ConfigError.
 
     A worker's names no weights: it speaks to no peer, and digesting them once per engine is enough.
     """
@@ -96,8 +96,8 @@ def _known_environment() -> dict[str, str]:
 def draft_digest(vllm_config: Any, revision: str | None) -> str:
     """Identify the draft model; empty without one that has layers in the KV cache. Raises ConfigError.
 
-    Workers need it too, unlike the kv_identity: a draft is small. Modules of the checkpoint itself (MTP) are
-    identified by its kv_identity.
+    Workers need it too, unlike the KV identity: a draft is small. Modules of the checkpoint itself (MTP) are
+    identified by its KV identity.
     """
     draft = draft_config(vllm_config)
     if draft is None:

@@ -1,6 +1,6 @@
 """Namespace of an engine's chunks: a digest of all on which their bytes depend.
 
-model         weights, architecture, quantization, overrides: the plug-in's kv_identity, and a draft's
+model         weights, architecture, quantization, overrides: the plug-in's KV identity, and a draft's
 host memory   groups of layers, tokens and bytes of a chunk, ranks, the layout that vLLM names
 attention     vLLM's version, the backend, the kind of device: what vLLM packs into a block
 secret        the digest of the key that signs; engines with another secret have other chunks

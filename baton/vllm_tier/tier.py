@@ -117,7 +117,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         self._lost: list[bytes] = []
         self._lookups = Lookups()
         self._open: set[str] = set()  # Requests.
-        self._stale: set[str] = set()  # Of these, the ones that were open when the weights changed.
+        self._stale: set[str] = set()  # The open ones that began before the weights changed.
         self._lock = threading.Lock()  # Guards what the sweeper's thread reports.
         self._swept = Swept()
         self._evicted: list[bytes] = []

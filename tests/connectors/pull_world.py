@@ -282,7 +282,7 @@ class Engine:
         self.held: dict[str, list[int]] = {}  # Aborted while loading.
         self.recomputed: set[str] = set()
         self.stats: list[dict[str, Any]] = []
-        self.version: str | None = None  # Of the weights that it computes with; None: those of its start.
+        self.version: str | None = None  # The weights that it computes with; None: those of its start.
 
     def make_half(self, config: EngineConfig, url: str, epoch: Epoch) -> PullSchedulerHalf:
         return PullSchedulerHalf(

@@ -235,7 +235,7 @@ def test_equal_names_work_again_after_unlike_ones(world: World, order: str) -> N
     for version in (None, "v3"):
         p.set_weights(version)
         d.set_weights(version)
-        if version is None:  # Of two random versions no two are equal.
+        if version is None:  # Two engines never draw the same random version.
             assert not d.admit(d.submit("third", TOKENS, p.prefill("third", TOKENS)))
             world.pass_time(200)
     assert_delivered(world, p, d, "fourth")

@@ -45,7 +45,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ModelConfig]:
 
 @pytest.fixture(scope="module")
 def answer(models: dict[str, ModelConfig]) -> Iterator[Answer]:
-    """Of an engine that never had other weights."""
+    """Answers of an engine that never had other weights."""
     with ExitStack() as stack:
         alone = {name: start_in(stack, config_of(model)) for name, model in models.items()}
         yield lambda name, prompt: alone[name].generate([prompt], GREEDY)[0].token_ids

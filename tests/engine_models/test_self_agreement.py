@@ -143,7 +143,7 @@ def logits_of_each_way(
 
 
 def differences(model: PagedModel, prompt: list[int], cuts: list[int], others: list[int]) -> dict[str, float]:
-    """Of each way from the whole prompt, relative."""
+    """Return how far each way is from the whole prompt, relative."""
     ways = logits_of_each_way(model, prompt, cuts, others)
     whole = ways.pop("whole").double()
     return {way: float((logits.double() - whole).norm() / whole.norm()) for way, logits in ways.items()}

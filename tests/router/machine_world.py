@@ -391,7 +391,7 @@ class World:
             self.faults["a prompt is computed because of other weights"] += 1
 
     def _update(self) -> None:
-        """Of an engine: its next answers are those of other weights."""
+        """An engine's next answers are those of other weights."""
         engine, own = self.rng_of_updates.choice(list(self.versions.items()))
         latest = max(self.versions.values())
         least = own + 1 if self.is_lagging else 0  # Else it may be a rollback.

@@ -58,7 +58,7 @@ def test_a_vllm_is_asked_for_its_connector(role: str) -> None:
 
 
 def connector(**kv: Any) -> Any:
-    """Of a vLLM that reports its identity, and does not push."""
+    """What a vLLM answers that reports its identity, and does not push."""
     identity = {**msgspec.to_builtins(KV), **kv}
     return {"kv_transfer_params": {"baton_kv_identity": identity}}
 

@@ -159,7 +159,7 @@ async def test_an_update_that_the_router_has_not_heard_of_is_no_fault(whose: str
 
 @pytest.mark.parametrize("mode", ["pull", "push"])
 async def test_a_refusal_because_of_other_weights_is_no_fault(mode: str) -> None:
-    """Of a D whose policy is to fail: once it is asked anew, nothing is offered to it again."""
+    """A D whose policy is to fail is asked anew, and nothing is offered to it again."""
 
     async def refuses(call: Call) -> None:
         params = call.received.body.get("kv_transfer_params")

@@ -103,7 +103,7 @@ class MemoryScheduler(KVConnectorSchedulerHalf):
         self.void_until = 0  # Saves of steps up to this one are invalid.
         self.void: set[int] = set()
         self.open_loads: set[str] = set()  # In the background; some may have ended.
-        self.dropped: set[str] = set()  # Of these, the ones that began with other weights.
+        self.dropped: set[str] = set()  # The open ones that began with other weights.
         self.stale: set[str] = set()  # Requests that were open when the weights changed.
         self.combiner = RankCombiner(Report, config.parallel_config.world_size)
 

@@ -73,7 +73,7 @@ def test_an_adapter_with_other_weights_on_p_is_computed_by_d(
 
 
 def embeds_of(model: Path, seed: int) -> str:
-    """Of 100 positions, as a client sends them."""
+    """Return embeddings of 100 positions, as a client sends them."""
     hidden = json.loads((model / "config.json").read_text())["hidden_size"]
     file = io.BytesIO()
     torch.save(torch.randn(100, hidden, generator=torch.Generator().manual_seed(seed)), file)

@@ -32,12 +32,12 @@ class OffloadIdentity:
     block_tokens: int
     block_bytes: int  # Of one block on one rank, for all layers of its group.
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # A chunk has blocks of each group.
-    # Of a host that names no weights by default: a process keeps its rows for itself, so only changes count.
+    # A host need not name its weights: a process keeps its rows for itself, so only changes count.
     current: CurrentIdentity = field(default_factory=lambda: CurrentIdentity(_UNNAMED))
     publishes_events: bool = False
     is_producer: bool = True  # May store.
     is_consumer: bool = True  # May load.
-    names: RequestNames = WITHOUT_ADAPTERS  # Of the host's requests.
+    names: RequestNames = WITHOUT_ADAPTERS  # What the host's requests are computed from.
     lender: EngineIdentity | None = None  # Of the producer that lends slots; None: nothing is lent.
 
     def __post_init__(self) -> None:

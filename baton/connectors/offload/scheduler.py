@@ -83,7 +83,7 @@ class _Store:
 @dataclass(slots=True)
 class _Load:
     entries: list[Entry[BlockHash]]
-    is_stale: bool = False  # Of other weights than those that the host has now.
+    is_stale: bool = False  # The host has other weights by now.
 
 
 class OffloadSchedulerHalf(FinishesByFirstGroup):

@@ -44,7 +44,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     state_alignment: int = ALIGNMENT  # Of the parts, in bytes.
     draft: str = ""  # Content digest of the draft model of speculative decoding; empty: none.
     schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
-    names: RequestNames = WITHOUT_ADAPTERS  # Of the host's requests.
+    names: RequestNames = WITHOUT_ADAPTERS  # What the host's requests are computed from.
 
     @classmethod
     def of_engine(

@@ -48,7 +48,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
     settings: StorageSettings
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one group of all.
     publishes_events: bool = False
-    names: RequestNames = WITHOUT_ADAPTERS  # Of the host's requests.
+    names: RequestNames = WITHOUT_ADAPTERS  # What the host's requests are computed from.
 
     @classmethod
     def of_engine(cls, config: EngineConfig) -> StorageIdentity:

@@ -95,8 +95,9 @@ class StorageWorkerHalf(BackgroundLoads):
         self._awaited: dict[str, LayeredLoad] = {}  # Those that this step may read before they are complete.
         self._wait_left_s = 0.0  # Of this step.
         self._waited: set[int] = set()  # Places of this step's layers.
-        # Of loads: a step may have read blocks that were not filled yet, or the weights have changed.
-        self._unproven: dict[str, str] = {}  # By request: the reason.
+        # Loads that are refused, with the reason: a step may have read blocks that were not filled yet, or
+        # the weights have changed.
+        self._unproven: dict[str, str] = {}
         self._arriving: set[str] = set()  # Ended before they were reported.
         self._failed_loads: set[str] = set()  # For our scheduler half, as those below.
         self._ended_saves: set[SaveId] = set()

@@ -56,7 +56,7 @@ class Stop(msgspec.Struct, frozen=True, tag="Stop", array_like=True):
 class Started(msgspec.Struct, frozen=True, tag="Started", array_like=True):
     """Ready for requests."""
 
-    introduction: str | None = None  # Of the connector's scheduler half, until a restart or other weights.
+    introduction: str | None = None  # The scheduler half's. It holds until a restart or other weights.
 
 
 class StartFailed(msgspec.Struct, frozen=True, tag="StartFailed", array_like=True):

@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         self._compiled: CompiledLayers | None = None
         self._compiled_caches: dict[str, torch.Tensor] | None = None
         self._dtype = dtype
-        self.stored_dtypes: dict[str, str] = {}  # Of the checkpoint's tensors, by name; set by loading.
+        self.stored_dtypes: dict[str, str] = {}  # By name of a checkpoint's tensor; set by loading.
         # Rounded to the model's dtype, as in the reference implementation.
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
 

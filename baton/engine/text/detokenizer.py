@@ -26,7 +26,7 @@ class IncrementalDetokenizer:
     def __init__(self, decode: Callable[[Sequence[int]], str]) -> None:
         self._decode = decode
         self._window: list[int] = []
-        self._shown = ""  # Of the window.
+        self._shown = ""  # The window's text.
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Add tokens. Returns the text that can no longer change; possibly empty."""

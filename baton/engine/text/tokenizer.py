@@ -41,7 +41,7 @@ class Tokenizer:
     ) -> None:
         self._fast = fast
         self.chat_template = chat_template
-        # Of tokens seen so far: at the beginning of a text, and elsewhere.
+        # Bytes of the tokens seen so far: at the beginning of a text, and elsewhere.
         self._bytes: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})
 
     @classmethod
