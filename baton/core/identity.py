@@ -32,12 +32,12 @@ class KVIdentity(msgspec.Struct, frozen=True):
     weights: str  # Content digest of the weights, or the name that the operator gave them.
     dtype: str  # The dtype of keys, values and latents. A cache with scales has a name of its own.
     num_layers: int  # Layers that have a cache. A layer with an index has two.
-    num_kv_heads: int
-    head_dim: int
-    hash_seed: str
+    num_kv_heads: int  # Heads of the whole model, over all ranks.
+    head_dim: int  # Numbers in a head's key; in a latent, with latent attention.
+    hash_seed: str  # The seed of the hashes of blocks and prompts.
     host: str = ""  # Digest of what the host's configuration changes; empty: nothing beside `model`.
-    # Of weights that changed while the engine ran: the host's name for them, or one drawn at random, which no
-    # other engine has. Empty: `weights` identifies them.
+    # The host's name for weights that changed while the engine ran, or one drawn at random, which no other
+    # engine has. Empty: `weights` identifies them.
     version: str = ""
 
     @property

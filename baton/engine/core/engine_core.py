@@ -64,7 +64,7 @@ class EngineCore:
         self._is_staged = False
         self._update_end: UpdateEnd | None = None
         self._kept_back: dict[str, EngineRequest] = {}  # Requests that begin after the update.
-        self._late_outputs: list[EngineOutput] = []  # What was said of those requests meanwhile.
+        self._late_outputs: list[EngineOutput] = []  # Answers to those requests.
         config = settle_groups(config, connector_factory)
         self.executor = executor if executor is not None else start_executor(config, connector_factory)
         self._num_connector_errors = 0  # Steps in a row.
