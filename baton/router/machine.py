@@ -615,6 +615,10 @@ class Machine:
                 self._send_whole(answer, {"x-baton-prefill": "remote"})
                 self._finish()
                 return True
+            case FirstTokenRead() if self._has_other_weights(leg):
+                # The client has the token of an earlier prefill, and P was updated since.
+                self._give_back()
+                self._set_prefilled(Prefilled("local", "other_weights"))
             case FirstTokenRead(head, first):
                 if first.is_last or not leg.is_outdated:
                     self._tell_first(head, first, "remote", leg)

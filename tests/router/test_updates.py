@@ -17,7 +17,7 @@ from baton.router.pairs import FAILURES_TO_STOP
 from baton.router.policies import RoutedRequest
 from baton.router.settings import RouterSettings
 from baton.router.turns import Turn, TurnTable
-from tests.router.baton_fakes import baton, introduced_system, speaker, stream
+from tests.router.baton_fakes import Speaker, baton, introduced_system, speaker, stream
 from tests.router.fakes import TICKET, Call, FakeEngine, System
 from tests.router.test_pairs import KV_IDENTITY, REFUSAL, engine
 from tests.router.test_replica import Router
@@ -242,6 +242,24 @@ async def test_a_stream_is_not_continued_by_an_engine_that_was_updated_unnoticed
         assert any(leg.get("baton_output_token_ids") for leg in speaker(updated).legs), "it was asked"
         assert got.text == "Hi"
         assert got.error is not None
+
+
+async def test_a_second_prefill_of_other_weights_does_not_end_an_answer() -> None:
+    """The first D has other weights than P had. Meanwhile P, too, has them, and another first token."""
+    p, updated, right = speaking("p", "1"), speaking("d0", "1"), speaking("d1", "1")
+    other = Speaker(tokens=(88, 89, 33))
+
+    async def answers_while_p_is_updated(call: Call) -> None:
+        p.respond, p.card = other, {**p.card, "kv_identity": {**KV_IDENTITY, "version": "2"}}
+        await other(call)
+
+    updated.respond = answers_while_p_is_updated
+    async with introduced_system([p], [updated, right], policy="round_robin") as s:
+        await update(s, updated, is_known=False, version="2")
+        while not updated.calls:
+            got = await stream(s)
+    assert (got.text, got.error) == ("Hi!", None)
+    assert other.legs[-1].get("do_remote_decode"), "the second prefill was asked for"
 
 
 async def test_an_engine_of_other_weights_does_not_follow_a_first_token() -> None:
