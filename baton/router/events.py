@@ -174,9 +174,7 @@ class Leg:
     raw: bytes | None = None  # The whole body, instead of `body`.
     is_broken: bool = False  # It sent what is no answer; what follows is not read.
     kv_identity: KVIdentity | None = field(init=False)  # The engine's at the leg's start.
-    weights_id: str = field(
-        default="", init=False
-    )  # Names those of the answer, by its header; empty: it has none.
+    weights_id: str = field(default="", init=False)  # Names the answer's weights; empty: not known.
 
     def __post_init__(self) -> None:
         self.kv_identity = self.engine.kv_identity
@@ -185,6 +183,13 @@ class Leg:
     def is_outdated(self) -> bool:
         """The engine's weights have changed since: the leg may have KV and tokens of both."""
         return self.kv_identity is not None and self.kv_identity != self.engine.kv_identity
+
+    @property
+    def is_as_chosen(self) -> bool:
+        """The answer is of the weights that the engine was chosen for, as far as is known."""
+        if self.is_outdated:
+            return False
+        return self.kv_identity is None or self.weights_id in ("", self.kv_identity.weights_id)
 
 
 @dataclass(frozen=True, slots=True)

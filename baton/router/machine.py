@@ -620,7 +620,7 @@ class Machine:
                 self._give_back()
                 self._set_prefilled(Prefilled("local", "other_weights"))
             case FirstTokenRead(head, first):
-                if first.is_last or not leg.is_outdated:
+                if first.is_last or leg.is_as_chosen:
                     self._tell_first(head, first, "remote", leg)
                 if first.is_last:
                     self._end_with(leg)
@@ -980,8 +980,8 @@ class Machine:
         """Send P's token out of its whole answer, if D can continue after it. True: it is all."""
         assert self._prefilled is not None
         giver = self._prefill
-        # A token that may be of other weights is given by D again.
-        is_fit = giver is None or not giver.is_outdated
+        # A token that may be of other weights than D's is given by D again.
+        is_fit = giver is None or giver.is_as_chosen
         told = self._first.take_kept_answer(self._prefilled.answer if is_fit else None, consumer)
         if told is None:
             return False

@@ -262,6 +262,16 @@ async def test_a_second_prefill_of_other_weights_does_not_end_an_answer() -> Non
     assert other.legs[-1].get("do_remote_decode"), "the second prefill was asked for"
 
 
+async def test_the_first_token_of_a_producer_that_was_updated_unnoticed_is_not_shown() -> None:
+    """No engine could continue it."""
+    p, d = speaking("p", "1"), speaking("d", "1")
+    async with introduced_system([p], [d]) as s:
+        p.respond = Speaker(tokens=(88, 89, 33))
+        await update(s, p, is_known=False, version="2")
+        got = await stream(s)
+    assert (got.text, got.error) == ("Hi!", None)
+
+
 async def test_an_engine_of_other_weights_does_not_follow_a_first_token() -> None:
     """P has given it, and the decode engine of its version fails: P itself gives the rest."""
     p, dying, wrong = speaking("p", "1"), speaking("d0", "1", dies_after=0), speaking("d1", "2")
