@@ -78,6 +78,9 @@ def run(
     proxies: Annotated[
         bool, typer.Option("--proxies", help="Use byte-stream proxies instead of network namespaces.")
     ] = False,
+    updates: Annotated[
+        int, typer.Option(min=8, help="Updates of weights in a cell of the fault `weights`.")
+    ] = 8,
     journal: Annotated[Path, typer.Option(help="File of JSON lines, one record per cell.")] = WORK
     / "journal.jsonl",
 ) -> None:
@@ -100,7 +103,9 @@ def run(
     began_s = time.monotonic()
     if cells:
         with raising_on_stop_signals(), make_environment(folder, say, proxies=proxies) as environment:
-            run_cells(environment, cells, commit=commit, hang_s=hang_s, on_record=on_record)
+            run_cells(
+                environment, cells, commit=commit, hang_s=hang_s, num_updates=updates, on_record=on_record
+            )
     say(f"{summary(records)} {time.monotonic() - began_s:.0f} s.")
     if not quick:
         _write(journal)

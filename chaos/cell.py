@@ -72,18 +72,21 @@ def run_cell(
     *,
     questions: Sequence[Question],
     expected: Mapping[int, Answer],
+    other_expected: Mapping[int, Answer],
     run: str,
     hang_s: float,
+    num_updates: int,
 ) -> None:
     """Run the cell and fill the record.
 
+    `other_expected`: the answers with the system's other weights, if the fault loads them.
     Raises SystemFailed, NetworkFailed or ChildDied when the cell cannot continue.
     """
     rng = random.Random(f"{record.mode} {record.fault}")
     load = Load(
         system.router_url, questions, num_clients=NUM_CLIENTS, hang_s=hang_s, seed=rng.randrange(1 << 30)
     )
-    context = FaultContext(system, load, rng)
+    context = FaultContext(system, load, rng, num_updates)
     load.start()
     try:
         warm_s = time.monotonic()
@@ -108,7 +111,7 @@ def run_cell(
     record.may_fail = not fault.is_planned
     kind = system.mode.kind
     whole = {one.index for one in questions if fault.keeps_streams and one.can_be_continued(kind)}
-    record.counts = count(answers, expected, began_s=began_s, ended_s=ended_s, whole=whole)
+    record.counts = count(answers, expected, other_expected, began_s=began_s, ended_s=ended_s, whole=whole)
     record.held = wait_until_empty(system.not_at_rest, AT_REST_MAX_S)
     if not record.held:
         record.rest_s = time.monotonic() - stopped_s

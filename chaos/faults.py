@@ -24,6 +24,7 @@ class FaultContext:
     system: System
     load: Load
     rng: random.Random
+    num_updates: int = 8  # Of all engines together, where weights change.
 
     def engine(self, name: str) -> EngineProcess:
         return self.system.engines[name]
@@ -50,6 +51,7 @@ class Fault:
     open_defects: str = ""  # A known defect that is not fixed yet; shown in the report's table.
     keeps_streams: bool = False  # Other engines continue the streams of those that fail.
     is_planned: bool = False  # No request may fail.
+    keeps_weights: bool = True  # If false, an answer of that time may be one with the other weights.
     strikes: bool = False  # The switch counts affected packets; with a count of 0 the cell shows nothing.
 
 
@@ -112,6 +114,22 @@ def _restart_all_in_turn(context: FaultContext) -> None:
         engine.restart(RESTART_S)
         if not wait_until(lambda: engine.is_healthy() and system.is_in_use(name), system.start_s):  # noqa: B023
             raise SystemFailed(f"the router does not use {name} {system.start_s:g} s after its restart")
+
+
+def _update_weights_in_turn(context: FaultContext) -> None:
+    """Update the weights of one engine after the other, in random order, named or not; the next one when the
+    router sees it. The last round brings the first weights back.
+    """
+    system, rng = context.system, context.rng
+    num_rounds = max(2, round(context.num_updates / len(system.engines) / 2) * 2)
+    for number in range(1, num_rounds + 1):
+        folder = system.other_model if number % 2 else system.model
+        version = None if number == num_rounds else rng.choice([None, f"round {number}"])
+        for name in rng.sample([*system.engines], len(system.engines)):
+            before = system.router_says(name, "weights")
+            system.engines[name].update_weights(folder, version)
+            if not wait_until(lambda: system.router_says(name, "weights") != before, system.start_s):  # noqa: B023
+                raise SystemFailed(f"the router does not see the other weights of {name}")
 
 
 def _signal_router(number: signal.Signals) -> Action:
@@ -386,6 +404,16 @@ FAULTS: Sequence[Fault] = (
         clock_offset_s=-3600,
     ),
     Fault("tiny-pools", "80 blocks: four prompts", _nothing, _nothing, variant=Variant(num_blocks=80)),
+    Fault(
+        "weights",
+        "other weights for each engine, one after the other, several times",
+        _update_weights_in_turn,
+        _nothing,
+        lasts_s=0.0,
+        variant=Variant(takes_weights=True),
+        keeps_weights=False,
+        is_planned=True,
+    ),
     Fault(
         "disconnects", "8 of 10 clients disconnect within 0.4 s", _set_leave_share(0.8), _set_leave_share(0.0)
     ),

@@ -110,26 +110,27 @@ class RunEnvironment:
 
     network: Network
     model: Path
+    other_model: Path  # With the model's shape and other weights.
     folder: Path
     run: str
     questions: Sequence[Question]
     refused: str | None  # Reason why there is no switch.
     may_mount: bool
     say: Callable[[str], None]
-    _expected: dict[Kind, Mapping[int, Answer]] = field(default_factory=dict, init=False)
+    _expected: dict[tuple[Kind, Path], Mapping[int, Answer]] = field(default_factory=dict, init=False)
 
-    def expected(self, kind: Kind) -> Mapping[int, Answer]:
+    def expected(self, kind: Kind, model: Path) -> Mapping[int, Answer]:
         """Return the answers of a single engine of this kind, which is asked only once. Raises BatonError."""
-        if kind not in self._expected:
+        if (kind, model) not in self._expected:
             host, folder = self.network.addresses[FRONT], self.folder / "single"
-            with single_engine(kind, self.model, host=host, folder=folder) as url:
+            with single_engine(kind, model, host=host, folder=folder) as url:
                 answers = ask_all(url, self.questions, num_at_once=NUM_AT_ONCE, hang_s=SINGLE_HANG_S)
             bad = [answer for answer in answers.values() if not answer.is_complete]
             if bad:
                 raise BatonError(f"the single engine ({kind}) for comparison failed: {bad[0]}")
-            self._expected[kind] = answers
+            self._expected[kind, model] = answers
             self.say(f"a single engine ({kind}) answered {len(answers)} questions")
-        return self._expected[kind]
+        return self._expected[kind, model]
 
 
 @contextmanager
@@ -146,6 +147,7 @@ def make_environment(
     folder.mkdir(parents=True, exist_ok=True)
     may_mount = _isolate_mounts(say)
     model = write_model(folder / MODEL_NAME)
+    other_model = write_model(folder / "other" / MODEL_NAME, seed=1)
     with ExitStack() as stack:
         stack.callback(end_orphans, run)
         fleet = stack.enter_context(Fleet(folder / "switch"))
@@ -155,7 +157,9 @@ def make_environment(
         make_network = Switched if refused is None else Proxied
         network = stack.enter_context(make_network(fleet, folder, HOSTS))
         network.enter(FRONT)
-        yield RunEnvironment(network, model, folder, run, make_questions(), refused, may_mount, say)
+        yield RunEnvironment(
+            network, model, other_model, folder, run, make_questions(), refused, may_mount, say
+        )
 
 
 def _isolate_mounts(say: Callable[[str], None]) -> bool:
@@ -189,6 +193,7 @@ def run_cells(
     *,
     commit: str,
     hang_s: float,
+    num_updates: int,
     on_record: Callable[[Record], None],
 ) -> None:
     """Run the cells. A system is reused until a cell has a defect."""
@@ -204,7 +209,10 @@ def run_cells(
                 continue
             began_s = time.monotonic()
             try:
-                expected = environment.expected(mode.kind)
+                expected = environment.expected(mode.kind, environment.model)
+                others: Mapping[int, Answer] = {}
+                if not fault.keeps_weights:
+                    others = environment.expected(mode.kind, environment.other_model)
                 if system is None or key != (mode.name, fault.variant):
                     _close(system, environment.run)
                     system = None
@@ -216,6 +224,7 @@ def run_cells(
                         mode,
                         fault.variant,
                         model=environment.model,
+                        other_model=environment.other_model,
                         network=environment.network,
                         folder=folder,
                         may_mount=environment.may_mount,
@@ -226,8 +235,10 @@ def run_cells(
                     record,
                     questions=environment.questions,
                     expected=expected,
+                    other_expected=others,
                     run=environment.run,
                     hang_s=hang_s,
+                    num_updates=num_updates,
                 )
             except Stopped:
                 raise

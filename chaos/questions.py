@@ -24,10 +24,10 @@ WORDS = ("cache", "block", "engine", "prefill", "decode", "router", "token", "le
 Api = Literal["completions", "chat"]
 
 
-def write_model(folder: Path) -> Path:
-    """Write a very small checkpoint whose heads can be split over two ranks."""
+def write_model(folder: Path, *, seed: int = 0) -> Path:
+    """Write a very small checkpoint whose heads can be split over two ranks. Each seed has other weights."""
     return write_checkpoint(
-        folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, seed=0
+        folder, family="qwen3", hidden=64, layers=2, heads=4, kv_heads=2, head_dim=32, seed=seed
     )
 
 

@@ -128,13 +128,14 @@ def run_soak(
 
     Samples are also written to `folder`/samples.jsonl during the run, one per line.
     """
-    expected = environment.expected(mode_named(mode).kind)
+    expected = environment.expected(mode_named(mode).kind, environment.model)
     outcome = Outcome(hours=hours, commit=commit, num_clients=num_clients, pause_s=pause_s)
     samples: list[Sample] = []
     system = System(
         mode_named(mode),
         PLAIN,
         model=environment.model,
+        other_model=environment.other_model,
         network=environment.network,
         folder=folder,
         may_mount=environment.may_mount,

@@ -44,6 +44,7 @@ AT_REST = (
 # One token, so that an idle engine takes a step and updates its metrics.
 PROBE_REQUEST = {"model": MODEL_NAME, "prompt": [300], "max_tokens": 1}
 PROBE_REQUEST_S = 30.0
+UPDATE_S = 120.0  # An engine waits up to 60 s for its requests.
 
 
 class SystemFailed(BatonError):
@@ -57,6 +58,7 @@ class Variant:
     num_blocks: int = NUM_BLOCKS
     options: tuple[str, ...] = ()  # Options of `baton serve` for all engines.
     has_layer: bool = False  # The engines run with the fault layer.
+    takes_weights: bool = False  # The engines take other weights below the model's parent folder.
 
 
 PLAIN = Variant()
@@ -88,13 +90,16 @@ def wait_until_empty(look: Callable[[], list[T]], timeout_s: float) -> list[T]:
 class EngineProcess:
     """One engine process. It can be started again after its end, on the same host and port."""
 
-    def __init__(self, name: str, program: EngineProgram, url: str, launch: Callable[[], Child]) -> None:
+    def __init__(
+        self, name: str, program: EngineProgram, url: str, launch: Callable[[], Child], admin_key: str
+    ) -> None:
         self.name = name
         self._program = program
         self.url = url
         self._launch = launch
         self.child = launch()
-        self._client = httpx.Client(base_url=url, timeout=PROBE_S, trust_env=False)
+        headers = {"Authorization": f"Bearer {admin_key}"}
+        self._client = httpx.Client(base_url=url, timeout=PROBE_S, trust_env=False, headers=headers)
 
     def close(self) -> None:
         self._client.close()
@@ -146,6 +151,13 @@ class EngineProcess:
     def processes_named(self, prefix: str) -> list[psutil.Process]:
         return [process for process in self.processes() if process.name().startswith(prefix)]
 
+    def update_weights(self, folder: Path, version: str | None) -> None:
+        """Raises SystemFailed."""
+        body = {"folder": str(folder), "version": version}
+        answer = self._client.post("/update_weights", json=body, timeout=UPDATE_S)
+        if answer.status_code != 200:
+            raise SystemFailed(f"{self.name} does not take other weights: {answer.text}")
+
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all its processes, one by one."""
         for process in self.processes():
@@ -165,7 +177,15 @@ class System:
     """
 
     def __init__(
-        self, mode: Mode, variant: Variant, *, model: Path, network: Network, folder: Path, may_mount: bool
+        self,
+        mode: Mode,
+        variant: Variant,
+        *,
+        model: Path,
+        other_model: Path,
+        network: Network,
+        folder: Path,
+        may_mount: bool,
     ) -> None:
         self.mode = mode
         self.network = network
@@ -178,7 +198,7 @@ class System:
             for name in mode.engines:
                 path = folder / f"layer-{name}"
                 self.layers[name] = Layer(path, library=library, folder=self.disk.folder)
-        self._model = model
+        self.model, self.other_model = model, other_model
         self._variant = variant
         self._program = ENGINE_PROGRAMS[mode.kind]
         self.start_s = self._program.start_s
@@ -188,6 +208,7 @@ class System:
             "TMPDIR": str(self.files),
             **self._program.environment,
         }
+        self._admin_key = secrets.token_hex(16)
         self._num_starts = 0
         self.router_url = f"http://{network.addresses[FRONT]}:{ROUTER_PORT}"
         self.engines: dict[str, EngineProcess] = {}
@@ -205,15 +226,19 @@ class System:
 
     def is_in_use(self, name: str) -> bool:
         """Whether the router sends requests to this engine."""
+        return self.router_says(name, "state") in ("up", "slow")
+
+    def router_says(self, name: str, field: str) -> object:
+        """Return a field of this engine in the router's /fleet; None if it does not answer."""
         url = self.engines[name].url
         try:
             fleet = httpx.get(f"{self.router_url}/fleet", timeout=PROBE_S).raise_for_status().json()
         except httpx.HTTPError:
-            return False
-        states = [
-            one["state"] for engines in fleet["engines"].values() for one in engines if one["url"] == url
-        ]
-        return states in (["up"], ["slow"])
+            return None
+        (value,) = (
+            one[field] for engines in fleet["engines"].values() for one in engines if one["url"] == url
+        )
+        return value
 
     def stop(self) -> None:
         for engine in self.engines.values():
@@ -224,10 +249,13 @@ class System:
     def _make_engine(self, name: str) -> EngineProcess:
         address = self.network.addresses[name]
         placement = Placement(name, address, self.network.port_offset, self.disk.folder)
-        command = [*self.mode.command(self._model, placement, self._variant.num_blocks)]
+        command = [*self.mode.command(self.model, placement, self._variant.num_blocks)]
         command += ["--host", address, "--port", str(HTTP_PORT + placement.port_offset)]
         command += self._variant.options
         env = {**self._env, **(self.layers[name].env if self.layers else {})}
+        if self._variant.takes_weights:
+            command += ["--weights-root", str(self.model.parent)]
+            env["BATON_ADMIN_API_KEY"] = self._admin_key
 
         def launch() -> Child:
             for child in [child for child in self._fleet.children if child.has_ended()]:
@@ -236,7 +264,7 @@ class System:
             log_name = f"{self._num_starts:02}-{name}"
             return self._fleet.start(log_name, self.network.command_on(name, command), env=env)
 
-        return EngineProcess(name, self._program, f"http://{address}:{HTTP_PORT}", launch)
+        return EngineProcess(name, self._program, f"http://{address}:{HTTP_PORT}", launch, self._admin_key)
 
     def _start_router(self) -> Child:
         command = [sys.executable, "-m", "baton.cli", "route", "--host", self.network.addresses[FRONT]]
@@ -245,7 +273,8 @@ class System:
         for option, names in (("--prefill", self.mode.prefill), ("--decode", self.mode.decode)):
             for name in names:
                 command += [option, self.engines[name].url]
-        return self._fleet.start("router", command, env=self._env)
+        env = {"BATON_ENGINE_API_KEY": self._admin_key} if self._variant.takes_weights else {}
+        return self._fleet.start("router", command, env=self._env | env)
 
     def num_handed_over(self) -> dict[str, float]:
         """Return the bytes that D has read from P, by "p0>d0"; 0 if D does not answer."""

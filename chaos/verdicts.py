@@ -75,6 +75,7 @@ def _begins_as(answer: Answer, expected: Answer) -> bool:
 def count(
     answers: Sequence[Answer],
     expected: Mapping[int, Answer],
+    others: Mapping[int, Answer] = {},
     *,
     began_s: float,
     ended_s: float,
@@ -82,9 +83,15 @@ def count(
 ) -> Counts:
     """Count the answers of one cell. `began_s` and `ended_s` are the instants of the fault.
 
+    `others`: answers with other weights, which those that were open during the fault may be.
     `whole`: questions whose streams the fault must not break.
     """
-    verdicts = [(verdict_on(answer, expected[answer.question]), answer) for answer in answers]
+    verdicts = []
+    for answer in answers:
+        verdict = verdict_on(answer, expected[answer.question])
+        if verdict == "wrong" and others and began_s < answer.ended_s and answer.started_s < ended_s:
+            verdict = verdict_on(answer, others[answer.question])
+        verdicts.append((verdict, answer))
     tally = Counter(verdict for verdict, _ in verdicts)
     right = [answer for verdict, answer in verdicts if verdict == "right"]
     before = sorted(answer.waited_s for answer in right if answer.ended_s < began_s)

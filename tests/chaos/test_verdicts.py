@@ -158,6 +158,30 @@ def test_streams_that_had_to_be_continued_are_counted() -> None:
     ]
 
 
+OTHER = Answer(question=0, started_s=0.0, token_ids=[8, 9], text="xy", is_complete=True)
+MIXED = {"token_ids": [5, 9], "text": "ay", "logprobs": []}
+
+
+@pytest.mark.parametrize(
+    ("started_s", "ended_s", "fields", "verdict"),
+    [
+        (9.0, 11.0, {}, "right"),
+        (9.0, 11.0, {"token_ids": [8, 9], "text": "xy", "logprobs": []}, "right"),
+        (14.0, 16.0, {"token_ids": [8, 9], "text": "xy", "logprobs": []}, "right"),
+        (8.0, 9.0, {"token_ids": [8, 9], "text": "xy", "logprobs": []}, "wrong"),
+        (15.5, 16.0, {"token_ids": [8, 9], "text": "xy", "logprobs": []}, "wrong"),
+        (9.0, 11.0, MIXED, "wrong"),
+        (9.0, 11.0, {**MIXED, "is_complete": False, "error": "died"}, "wrong"),
+    ],
+)
+def test_an_answer_during_updates_of_weights_is_wholly_of_one_version(
+    started_s: float, ended_s: float, fields: dict[str, object], verdict: str
+) -> None:
+    answers = [answer(started_s=started_s, ended_s=ended_s, **fields)]
+    counts = count(answers, {0: EXPECTED}, {0: OTHER}, began_s=10.0, ended_s=15.0)
+    assert (counts.right, counts.wrong) == (verdict == "right", verdict == "wrong")
+
+
 def test_counts_of_no_answers() -> None:
     counts = count([], {}, began_s=1.0, ended_s=2.0)
     assert (counts.requests, counts.longest_wait_s, counts.after_end_s) == (0, 0.0, None)

@@ -1,12 +1,13 @@
 """Weights that change while vLLM runs: no answer is computed from KV of other weights.
 
-WEIGHT_UPDATES=200 python -m pytest tests/vllm/test_weights.py -k load      the long form
+WEIGHT_UPDATES=40 python -m pytest -s tests/vllm/test_weights.py -k under_load      the long form
 """
 
 import os
 import random
 import threading
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -139,48 +140,71 @@ def test_engines_of_other_weights_hand_nothing_over(pair: tuple[Server, Server],
     ask(first, 0, "4", is_handed_over=True)
 
 
-@pytest.mark.parametrize("mode", ["pull", "push"])
-def test_updates_under_load(site: Site, pair: tuple[Server, Server], answers: Answers, mode: str) -> None:
-    p, d = pair
-    for engine in pair:
+def change_under_load(
+    ask: Callable[[Prompt], list[int]], engines: Sequence[Server], answers: Answers, rng: random.Random
+) -> str:
+    """Change the weights while four clients ask; the last engine gives the answers. Returns what was done."""
+    *_, consumer = engines
+    for engine in engines:
         update(engine, 0)
-    rng = random.Random(mode)
-    history = [0]  # D's weights; an update that has begun is there.
+    history = [0]  # The consumer's weights; an update that has begun is there.
     num_over = [0]  # Those that no request of now can be computed with.
     is_over = threading.Event()
     wrong: list[tuple[int, list[int], list[int]]] = []
     num_answers = [0]
 
-    with site.router(p, d, mode) as router:
+    def ask_on(index: int) -> None:
+        while not is_over.is_set():
+            prompt = ASKED[(index + num_answers[0]) % len(ASKED)]
+            first = num_over[0]
+            answer = ask(prompt)
+            possible = {*history[first:]}
+            num_answers[0] += 1
+            if not any(answers[seed][prompt] == answer for seed in possible):
+                wrong.append((len(prompt), sorted(possible), answer))
 
-        def ask_on(index: int) -> None:
-            while not is_over.is_set():
-                prompt = ASKED[(index + num_answers[0]) % len(ASKED)]
-                first = num_over[0]
-                answer = router.tokens(prompt, cache_salt=f"{mode} {rng.random()}")
-                possible = {*history[first:]}
-                num_answers[0] += 1
-                if not any(answers[seed][prompt] == answer for seed in possible):
-                    wrong.append((len(prompt), sorted(possible), answer))
-
-        with ThreadPoolExecutor(4) as threads:
-            asking = [threads.submit(ask_on, index) for index in range(4)]
-            try:
-                for _ in range(NUM_UPDATES):
-                    seed = rng.choice(SEEDS)
-                    for engine in rng.sample(pair, 2):
-                        if engine is d:
-                            history.append(seed)
-                        update(engine, seed, is_named=rng.random() < 0.8)
-                        if engine is d:
-                            num_over[0] = len(history) - 1
-                        done = num_answers[0] + 4
-                        deadline_s = time.monotonic() + ANSWER_S
-                        while num_answers[0] < done and not any(one.done() for one in asking):
-                            assert time.monotonic() < deadline_s
-            finally:
-                is_over.set()
-            for one in asking:
-                one.result()
+    with ThreadPoolExecutor(4) as threads:
+        asking = [threads.submit(ask_on, index) for index in range(4)]
+        try:
+            for _ in range(NUM_UPDATES):
+                seed = rng.choice(SEEDS)
+                for engine in rng.sample(engines, len(engines)):
+                    if engine is consumer:
+                        history.append(seed)
+                    update(engine, seed, is_named=rng.random() < 0.8)
+                    if engine is consumer:
+                        num_over[0] = len(history) - 1
+                    done = num_answers[0] + 4
+                    deadline_s = time.monotonic() + ANSWER_S
+                    while num_answers[0] < done and not any(one.done() for one in asking):
+                        assert time.monotonic() < deadline_s
+        finally:
+            is_over.set()
+        for one in asking:
+            one.result()
     assert not wrong, wrong[:3]
-    print(f"{mode}: {num_answers[0]} answers during {NUM_UPDATES} updates, none wrong")
+    return f"{num_answers[0]} answers during {NUM_UPDATES * len(engines)} updates, none wrong"
+
+
+@pytest.mark.timeout(300 + 60 * NUM_UPDATES)
+@pytest.mark.parametrize("mode", ["pull", "push"])
+def test_updates_under_load(site: Site, pair: tuple[Server, Server], answers: Answers, mode: str) -> None:
+    rng = random.Random(mode)
+    with site.router(*pair, mode) as router:
+        done = change_under_load(
+            lambda prompt: router.tokens(prompt, cache_salt=f"{mode} {rng.random()}"), pair, answers, rng
+        )
+    print(f"{mode}: {done}")
+
+
+@pytest.mark.timeout(300 + 60 * NUM_UPDATES)
+@pytest.mark.parametrize("connector", ["BatonSharedStorageConnector", "BatonOffloadConnector"])
+def test_updates_of_an_engine_with_a_store_under_load(
+    site: Site, answers: Answers, connector: str, tmp_path: Path
+) -> None:
+    extra = {"path": str(tmp_path)} if "Storage" in connector else {"cpu_gib": 0.25}
+    engine = site.cast(f"load {connector}", plan(connector, "kv_both", "l", **extra))["l"]
+    done = change_under_load(engine.tokens, [engine], answers, random.Random(connector))
+    num_loaded = engine.metric("vllm:external_prefix_cache_hits_total")
+    assert num_loaded > 0
+    print(f"{connector}: {done}; {num_loaded:g} tokens loaded")
