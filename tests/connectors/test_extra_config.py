@@ -20,8 +20,8 @@ BAD: dict[type[Any], list[tuple[dict[str, Any], str]]] = {
         ({"cpu_gib": 0}, r"cpu_gib: must be positive"),
         ({"cpu_gib": "1"}, r"\.cpu_gib: Expected `float`, got `str`$"),
         (
-            {"cpu_gib": 1, "eviction": "mru"},
-            r"\.eviction: Invalid enum value 'mru'; one of arc, learned, lru, s3fifo, slru$",
+            {"cpu_gib": 1, "eviction": "slru"},
+            r"\.eviction: Invalid enum value 'slru'; one of arc, learned, lru$",
         ),
         ({"cpu_gib": 1, "prompt_only": "yes"}, r"prompt_only"),
         ({"cpu_gib": 1, "blocks_per_chunk": 0}, r"blocks_per_chunk: must be at least 1"),
