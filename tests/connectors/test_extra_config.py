@@ -5,7 +5,6 @@ from typing import Any
 
 import pytest
 
-from baton.connectors.decode_bench.settings import DecodeBenchSettings
 from baton.connectors.extra_config import NIXL, parse_extra
 from baton.connectors.offload.settings import OffloadSettings
 from baton.connectors.pull import EngineIdentity, PullSettings
@@ -39,12 +38,6 @@ BAD: dict[type[Any], list[tuple[dict[str, Any], str]]] = {
             {"kv_lease_duration": 60},
             r"\.kv_lease_duration: is not known \(an option of vLLM's NixlConnector; here it is timers",
         ),
-    ],
-    DecodeBenchSettings: [
-        ({"fill_man": 1}, r"fill_man: is not known; known are fill_mean"),
-        ({"fill_std": -1.0}, r"fill_std: must be finite, and not negative"),
-        ({"fill_mean": float("inf")}, r"fill_mean: must be finite"),
-        ({"startup_fill": "yes"}, r"kv_connector_extra_config\.startup_fill: Expected"),
     ],
     PullSettings: [
         ({"hsot": "x"}, r"kv_connector_extra_config\.hsot: is not known; known are host"),
