@@ -25,7 +25,6 @@ PACKAGES = (
 FORMER = (
     ("baton.core.config", "EngineConfig"),
     ("baton.engine.api", "SamplingParams"),
-    ("baton.engine.checkpoint", "load_model_config"),
     ("baton.engine.llm", "LLM"),
 )
 """Names that the README has shown, for programs that import them from there."""
