@@ -82,6 +82,7 @@ class Request:
         "needs_resend",
         "num_cached_tokens",
         "num_computed_tokens",
+        "num_given_tokens",
         "num_prompt_tokens",
         "num_transferred_tokens",
         "order",
@@ -126,6 +127,7 @@ class Request:
 
         self.status = RequestStatus.WAITING
         self.num_prompt_tokens = len(asked.prompt_token_ids)
+        self.num_given_tokens = len(asked.output_token_ids)  # The answer's first, by another engine.
         self.num_computed_tokens = 0
         self.num_cached_tokens = -1  # As reported to the client; -1 until the request first runs.
         self.num_transferred_tokens = 0

@@ -82,6 +82,11 @@ class Replica:
 
     def _learn_load(self, num_requests: int, rows: list[EngineLoad]) -> None:
         self.num_requests_elsewhere = num_requests
+        named = {row.engine for row in rows}
+        for known in self._fleet.engines:
+            if known.key not in named:  # The others have removed it, and have no request there.
+                none = known.elsewhere._replace(in_flight=0, num_queued_tokens=0)
+                self._fleet.note_elsewhere(known, none)
         for row in rows:
             if (engine := self._fleet.find(row.engine)) is not None:
                 counts = Counts(

@@ -160,3 +160,12 @@ def test_an_answer_names_the_weights_with_which_it_begins() -> None:
         for output in outputs.outputs:
             named[output.request_id] = named[output.request_id] or output.weights_id
     assert named == {"a": identity.weights_id, "b": identity.updated("digest", "v2").weights_id}
+
+
+def test_an_answer_that_another_engine_has_begun_names_the_weights_with_which_it_goes_on() -> None:
+    world = World()
+    identity = world.scheduler.config.model_config.kv_identity("baton-1")
+    world.add("a", PROMPT[:9], given=[3, 4], max_tokens=6)
+    world.run()
+    named = [output.weights_id for outputs in world.outputs for output in outputs.outputs]
+    assert named == [identity.weights_id, "", "", identity.weights_id]

@@ -105,12 +105,14 @@ def engine_request(
     salt: str | None = None,
     params: dict[str, Any] | None = None,
     session: str | None = None,
+    given: Sequence[int] = (),
     **sampling: Any,
 ) -> EngineRequest:
     sampling.setdefault("ignore_eos", True)
     return EngineRequest(
         request_id=request_id,
         prompt_token_ids=list(prompt),
+        output_token_ids=list(given),
         sampling_params=SamplingParams(max_tokens=max_tokens, **sampling),
         arrival_time_s=arrival_time_s,
         priority=priority,

@@ -12,7 +12,7 @@ from baton.router.fleet import Engine, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.health import Probe
 from baton.router.members import Member
-from baton.router.notes import Drains, Joined, Load, Note, Probed
+from baton.router.notes import Drains, EngineLoad, Joined, Load, Note, Probed
 from baton.router.pairs import FAILURES_TO_STOP, Pairs
 from baton.router.replica import Loads, Replica
 from baton.router.settings import RouterSettings
@@ -236,3 +236,13 @@ def test_what_a_pair_does_not_do_is_learned_by_all() -> None:
     for process in (router.hub, *router.workers.values()):
         producer, consumer, _ = process.fleet.engines
         assert process.view.pairs.why_not(producer, consumer, 2.0) is not None
+
+
+def test_an_engine_that_the_other_processes_have_removed_has_no_load_there() -> None:
+    process = Process()
+    engine = process.fleet.engines[-1]
+    rows = [EngineLoad(engine.key, 1, num_requests=3, num_failures=0, num_heard=2, num_queued_tokens=9)]
+    process.apply(Load(1, rows), 0.0)
+    assert (engine.load, engine.queued_tokens) == (1, 9)
+    process.apply(Load(0, []), 1.0)
+    assert (engine.load, engine.queued_tokens, engine.elsewhere.num_heard) == (0, 0, 2)

@@ -53,6 +53,14 @@ COMMON = {
     "slices of states read",
     "states read",
     "suspended as it hears something",
+    # Updates of the weights
+    "failed: other weights",
+    "ticket refused: weights",
+    "update: named",
+    "update: rollback",
+    "update: unnamed",
+    "updated during a load",
+    "updated with a loan open",
 }
 HAPPENS = {
     "pull": COMMON
@@ -110,6 +118,8 @@ HAPPENS = {
         "prefill stalls",
         "started late",
         "ticket refused: in use",
+        "updated during a prefill",
+        "updated during a stream, D",
     },
 }
 

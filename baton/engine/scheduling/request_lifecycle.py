@@ -77,7 +77,9 @@ class RequestLifecycle:
                     prompt_logprobs=prompt_logprobs,
                     num_cached_tokens=request.num_cached_tokens,
                     num_transferred_tokens=request.num_transferred_tokens,
-                    weights_id="" if num_output else self._state.kv_identity.value.weights_id,
+                    weights_id=""
+                    if num_output > request.num_given_tokens
+                    else self._state.kv_identity.value.weights_id,
                     scheduled_at_s=request.scheduled_at_s,
                 )
             )

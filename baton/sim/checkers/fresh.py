@@ -1,5 +1,5 @@
 """I1 fresh: D uses a block only if every byte came from blocks that P held, unmodified, for exactly this
-request's tokens, for the whole duration of the copy.
+request's tokens, for the whole duration of the copy, and is KV of the weights that D has now.
 
 Fast worlds compare cells. Full worlds check every cache group twice. By content: every word is what these
 tokens' KV has to be. By provenance: a read that succeeded wrote every word; I2 covers whether its source was
@@ -41,7 +41,7 @@ def check_use(host: Host, landing: Landing) -> None:
 def _is_right(host: Host, landing: Landing) -> bool:
     """Of each group, all blocks that its layers see after the prompt."""
     return all(
-        host.pool.holds(table[index], landing.prompt, index, number)
+        host.pool.holds(table[index], landing.kv, index, number)
         for number, (group, table) in enumerate(zip(host.pool.groups, landing.tables, strict=True))
         for index in range(group.first_kept(landing.num_tokens, 1), landing.num_tokens)
     )
@@ -53,7 +53,7 @@ def check_load(engine: Engine, load: Load) -> None:
     request, kv_cache = load.request, engine.scheduler.kv_cache
     if last <= first or (kv_cache.is_hybrid and last < request.num_computed_tokens):
         return  # It failed and is not used.
-    kv = engine.cluster.model.kv(request.all_token_ids[:last], request.cache_salt)
+    kv = engine.cluster.model.kv(request.all_token_ids[:last], request.cache_salt, engine.ranks.weights)
     block_tokens = engine.spec.block_tokens
     for index, block_ids in enumerate(kv_cache.get_block_ids(request.request_id)):
         kept = engine.groups[index].first_kept(last, block_tokens)

@@ -41,6 +41,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     pauses: float = 0.0
     drains: float = 0.0  # An engine stops taking requests and ends in order.
     wall_steps: float = 0.0  # The wall clock of the front ends jumps.
+    updates: int = 0  # Of the weights: of one engine, or of all in a row.
     # Requests
     abort: float = 0.0
     leg_loss: float = 0.0  # A request or an answer never arrives.
@@ -170,4 +171,5 @@ FULL_ROUTER: Choices = {
     "door_refuses": [0.0, 0.0, 0.1],
     "door_cuts": [0.0, 0.5],
 }
+UPDATES: Choices = {"updates": [0, 0, 0, 0, 1, 3]}
 FULL_COPIES: Choices = {"copy_mean_s": [0.001, 0.05, 0.5], "copy_error": [0.0, 0.3]}

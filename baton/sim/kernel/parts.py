@@ -23,6 +23,7 @@ class Parts:
     bound_reads: bool = True  # Transport: a read from a successor's memory fails.
     checks: Checks = ALL_CHECKS  # Transport: what a data connection verifies.
     replaces_links: bool = True  # Transport: a lost link is reported as lost, and dialled again.
+    tamper: Callable[[Any], None] | None = None  # Called with an engine that has booted.
     # Of fast worlds
     prompts_differ: bool = True  # False: all prompts of one length look alike to the halves.
     drops_early: int = 0  # Tokens too early at which P frees a window's blocks.
@@ -37,7 +38,6 @@ class Parts:
     offload_half: type | None = None  # The same of the offload connector,
     multi_half: type | None = None  # and of Multi.
     process_key: type[ProcessKey] = ProcessKey
-    tamper: Callable[[Any], None] | None = None  # Called with an Engine that has booted.
     verified_reads: bool = True  # Transport: bytes that were altered on the way are an error.
     router: type[Machine] = Machine
     replica: type[Replica] = Replica

@@ -4,6 +4,7 @@ from baton.connectors.pull.control.agent import Machines
 from baton.sim.kernel.connection import Checks
 from baton.sim.kernel.parts import Parts, machines
 from baton.sim.mutants import machines as m
+from baton.sim.mutants import weights
 
 SHARED: dict[str, Parts] = {
     "fence": machines(consumer=m.NoFence),
@@ -32,6 +33,8 @@ FAST: dict[str, Parts] = {
     "state_lent": Parts(keeps_lent_states=False),
     "frame_mac": Parts(seals_frames=False),
     "sender_bound": Parts(binds_senders=False),
+    "weights_ticket": Parts(tamper=weights.believe_tickets),
+    "weights_load": Parts(tamper=weights.load_on),
 }
 PULL: dict[str, Parts] = {
     **FAST,
@@ -45,6 +48,7 @@ PULL: dict[str, Parts] = {
     "loan_cap": machines(producer=m.NoCap),
     "promises": machines(producer=m.Abandon),
     "deadline": machines(consumer=m.NoDeadline),
+    "weights_lent": Parts(tamper=weights.lend_on),  # In push its consumers hear of the update.
     "incarnation": machines(admit=m.admit_all, consumer=m.AnySender),
 }
 PUSH: dict[str, Parts] = {
@@ -65,5 +69,6 @@ PUSH: dict[str, Parts] = {
     "early_tables": machines(streams=m.OneTable),
     "early_first": machines(streams=m.FromTokenZero),
     "state_after_stream": machines(streams=m.ForgetsStates),
+    "weights_stream": Parts(tamper=weights.stream_on),
 }
 MUTANTS = {"pull": PULL, "push": PUSH}

@@ -39,6 +39,7 @@ from baton.sim.kernel.parts import Parts, machines
 from baton.sim.kernel.windows import shortened
 from baton.sim.mutants import halves
 from baton.sim.mutants import machines as m
+from baton.sim.mutants import weights as w
 from baton.sim.mutants.fast import OF_PULL, SHARED
 
 
@@ -236,6 +237,39 @@ def _forget_states(engine: Engine) -> None:
     orders.read_lent = read_less  # type: ignore[method-assign]
 
 
+# --- Weights ----------------------------------------------------------------------------------------
+
+
+def _load_on(engine: Engine) -> None:
+    """A load that is under way when the weights change is used. The scheduler drops it, and the connector."""
+    engine.scheduler.remote.make_loads_stale = lambda: None  # type: ignore[method-assign]
+    w.load_on(engine)
+
+
+def _keep_prefixes(engine: Engine) -> None:
+    """The prefix cache finds blocks of the weights before."""
+    engine.scheduler.kv_cache.reset_prefix_cache = lambda **_: True  # type: ignore[method-assign]
+
+
+def _keep_computed(engine: Engine) -> None:
+    """Requests go on with the KV that they have."""
+    scheduler, change = engine.scheduler, engine.scheduler.change_weights
+
+    def change_all_but_requests(weights: str, version: str | None) -> None:
+        holders, scheduler.queues.holders = scheduler.queues.holders, list  # type: ignore[method-assign]
+        change(weights, version)
+        scheduler.queues.holders = holders  # type: ignore[method-assign]
+
+    scheduler.change_weights = change_all_but_requests  # type: ignore[method-assign]
+
+
+class _FollowsAny(Machine):
+    """An answer is continued by an engine whose answer names other weights."""
+
+    def _has_other_weights(self, leg: Leg) -> bool:
+        return False
+
+
 # --- The router ------------------------------------------------------------------------------------
 
 
@@ -319,6 +353,13 @@ PULL: dict[str, Parts] = {
     "state_twice": Parts(tamper=_count_last_twice),
     "state_boundary": Parts(tamper=_cache_within_block),
     "state_missing": Parts(tamper=_forget_states),
+    # Weights
+    "weights_ticket": Parts(tamper=w.believe_tickets),
+    "weights_load": Parts(tamper=_load_on),
+    "weights_cache": Parts(tamper=_keep_prefixes),
+    "weights_computed": Parts(tamper=_keep_computed),
+    "weights_chunk": Parts(offload_half=halves.NamesNoWeights),
+    "weights_answer": Parts(router=_FollowsAny),
     # The router
     "tells_all": Parts(router=_TellsAll),
     "resumes_short": Parts(router=_ResumesShort),

@@ -12,6 +12,7 @@ from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.pull.metadata import FailedLoad, Order, PullMetadata, PullWorkerReport, ReadBlocks
 from baton.connectors.pull.scheduler import PullSchedulerHalf
 from baton.contract import KVConnectorOutput
+from baton.core.hashing import root_hash
 from baton.core.kv_groups import NULL_BLOCK_ID
 
 if TYPE_CHECKING:
@@ -178,6 +179,15 @@ class StoresAnyState(OffloadHalf):
         )
         of_groups = {index: prompt.tables[index][last - 1] for index in self._state_groups if last}
         return super()._plan_store(prompt, num_computed, num_scheduled, {last * size: of_groups})
+
+
+class NamesNoWeights(OffloadHalf):
+    """The name of a chunk is the same for all weights."""
+
+    def _follow(self, request: Any) -> Any:
+        prompt = super()._follow(request)
+        prompt.root = root_hash("any weights")
+        return prompt
 
 
 class TellsNoLoader(MultiHalf):

@@ -12,7 +12,10 @@ from baton.sim.full import FAILED, FULL
 from baton.sim.kernel.runs import MODES
 
 NUM_WORLDS = 100  # Of each mode.
-RARE = {"pull": (189,), "push": (144, 181)}  # More worlds, with events of HAPPENS that the others lack.
+RARE = {
+    "pull": (169, 177, 189),
+    "push": (133, 144, 181, 245),
+}  # More worlds, with events of HAPPENS that the others lack.
 TRIES = 60
 
 # The first seed that is tried. When a change of the world moves it,
@@ -39,6 +42,12 @@ SEEDS = {
     ("pull", "store_states"): 7,
     ("pull", "ticket_hash"): 28,
     ("pull", "ticket_windows"): 23,
+    ("pull", "weights_answer"): 169,
+    ("pull", "weights_cache"): 15,
+    ("pull", "weights_chunk"): 15,
+    ("pull", "weights_computed"): 133,
+    ("pull", "weights_load"): 18,
+    ("pull", "weights_ticket"): 70,
     ("pull", "whole_load"): 20,
     ("pull", "window_length"): 5,
     ("push", "bound_answers"): 4,
@@ -53,16 +62,22 @@ SEEDS = {
     ("push", "probes_told"): 20,
     ("push", "request_mac"): 4,
     ("push", "resumes_short"): 9,
-    ("push", "run"): 697,
+    ("push", "run"): 695,
     ("push", "sender_bound"): 24,
     ("push", "silent_router"): 8,
-    ("push", "state_boundary"): 874,
+    ("push", "state_boundary"): 806,
     ("push", "store_failed"): 28,
     ("push", "store_fence"): 4,
     ("push", "store_state_length"): 13,
     ("push", "store_states"): 12,
     ("push", "ticket_hash"): 163,
     ("push", "ticket_windows"): 144,
+    ("push", "weights_answer"): 245,
+    ("push", "weights_cache"): 16,
+    ("push", "weights_chunk"): 170,
+    ("push", "weights_computed"): 300,
+    ("push", "weights_load"): 50,
+    ("push", "weights_ticket"): 226,
     ("push", "whole_load"): 12,
     ("push", "window_length"): 5,
 }
@@ -151,6 +166,23 @@ EVERYWHERE = {
     "ticket refused: schema",
     "ticket refused: signature",
     "turns resumed",
+    # Updates of the weights
+    "a continued stream of other weights",
+    "a rollback finds what was stored",
+    "failed: other weights",
+    "router: handoffs other_weights",
+    "router: prefills local other_weights",
+    "ticket refused: weights",
+    "update: another is under way",
+    "update: named",
+    "update: out of time",
+    "update: rollback",
+    "update: unnamed",
+    "updated during a load",
+    "updated with a loan open",
+    "updated: abort",
+    "updated: keep",
+    "updated: wait",
 }
 HAPPENS = {
     "pull": EVERYWHERE | {"request replayed"},  # Rarer in push.
@@ -165,6 +197,8 @@ HAPPENS = {
         "router: pushes late",
         "read early",
         "read early of cache groups",
+        "updated during a stream, D",
+        "updated during a stream, P",
     },
 }
 

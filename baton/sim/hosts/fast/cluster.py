@@ -13,11 +13,13 @@ from baton.core.kv_groups import group_layers, has_states, is_hybrid
 from baton.protocol.ticket import Ticket
 from baton.sim.hosts.fast.facts import Landing
 from baton.sim.hosts.fast.host import Host
+from baton.sim.hosts.fast.model import FIRST_WEIGHTS
 from baton.sim.hosts.fast.wire import FastWire
 from baton.sim.kernel.cluster import Cluster as BaseCluster
 from baton.sim.kernel.parts import Parts
 from baton.sim.kernel.process import Process
 from baton.sim.kernel.timers import SIM_TIMERS
+from baton.sim.kernel.updates import Updates
 from baton.sim.kernel.windows import shortened
 from baton.sim.kernel.world import World
 
@@ -38,6 +40,21 @@ def draw_states(rng: random.Random) -> frozenset[int]:
     return frozenset(rng.choice([[0], [1], [1], [0, 1]]))
 
 
+class HostUpdates(Updates):
+    first = FIRST_WEIGHTS
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster.world, cluster.hosts)
+        self._cluster = cluster
+
+    def begin(self, name: str, weights: int) -> None:
+        host = self._cluster.hosts[name]
+        host.when_awake(lambda: host.take_weights(weights))
+
+    def is_at(self, name: str, weights: int) -> bool:
+        return self._cluster.hosts[name].weights == weights
+
+
 class Cluster(BaseCluster):
     hosts: dict[str, Host]  # type: ignore[assignment]
     wire: FastWire
@@ -45,6 +62,7 @@ class Cluster(BaseCluster):
     def __init__(self, world: World, parts: Parts, mode: str) -> None:
         super().__init__(world, parts, mode)
         self.keeps_turns = bool(world.faults.keeps)
+        self.updates = HostUpdates(self)
         self.incarnations: dict[Address, Host] = {}
         self.tickets: dict[str, Ticket] = {}  # All that were ever signed for a loan, by text.
         # A turn of this host is kept; these are its kv_transfer_params.
@@ -85,6 +103,8 @@ class Cluster(BaseCluster):
 
     def _boot(self, host: Host) -> None:
         self.hosts[host.name] = self.incarnations[host.address] = host
+        if self.parts.tamper is not None:
+            self.parts.tamper(host)
         self.world.note(host.name, f"boots, epoch ..{host.address.epoch % 1000:03d}")
 
     def end(self, host: Process, down_s: float) -> None:

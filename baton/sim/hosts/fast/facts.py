@@ -76,6 +76,7 @@ class Landing:
     heard_at: float = 0.0  # When the producer of a stream last sent something.
     failed_at: float | None = None
     delivered: bool = False
+    kv: int = 0  # Content that its blocks have to have, once delivered.
     freed: bool = False
     num_early: int = 0  # Parts read before the loan.
     has_states_read: bool = False  # Reads of states have been posted.

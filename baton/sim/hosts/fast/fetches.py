@@ -162,7 +162,7 @@ class Fetches:
         landing.blocks = pool.held(landing.tables)
         for group, (first, table) in enumerate(zip(firsts, landing.tables, strict=True)):
             for index in range(first, landing.num_hits):
-                pool.write(table[index], landing.prompt, index, group)
+                pool.write(table[index], host.kv_of(landing.prompt), index, group)
         num_external, _ = host.half.get_num_new_matched_tokens(landing.request, landing.num_hits)
         assert num_external is not None
         blocks = Blocks(tuple(list(table) for table in landing.tables))
@@ -207,7 +207,7 @@ class Fetches:
     def _delivered(self, landing: Landing) -> None:
         host = self._host
         bounded.check_outcome(host, landing)
-        landing.delivered = True
+        landing.delivered, landing.kv = True, host.kv_of(landing.prompt)
         landing.request.num_computed_tokens = landing.num_tokens
         fenced.check_delivery(host.cluster.reads.live, landing)
         fresh.check_delivery(host, landing)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from baton.sim.hosts.fast.cluster import Cluster
 
 EMPTY = SchedulerOutput()
+OTHER_WEIGHTS = 1_000_000  # More than the number of any prompt.
 
 
 class Host(Process):
@@ -56,6 +57,7 @@ class Host(Process):
         self.num_ranks = num_ranks
         self.lends = cluster.keeps_turns or name[0] != "D"
         self.fetches_kv = cluster.keeps_turns or name[0] != "P"
+        self.weights = cluster.updates.at_boot
         self.pool = Pool(cluster.num_blocks, num_ranks, cluster.groups)
         self.memories = self.pool.ranks
         self.exits_at = NEVER  # Once it drains.
@@ -70,7 +72,8 @@ class Host(Process):
     def _half(self) -> PullSchedulerHalf:
         cluster = self.cluster
         settings = settings_of(cluster.is_push, cluster.keeps_turns, self.timers)
-        identity = identity_of(self.engine_id, self.num_ranks, settings, cluster.groups_as_told)
+        weights = cluster.updates.named(self.weights)
+        identity = identity_of(self.engine_id, self.num_ranks, settings, cluster.groups_as_told, weights)
         how: dict[str, Any] = {
             "epoch": self.address.epoch,
             "clock": self.clock,
@@ -95,6 +98,23 @@ class Host(Process):
         transfer_id, owner = reader.transfer_id, self.pool.owner
         owners = [owner[block] for block in blocks]
         return all(isinstance(lent, Lent) and lent.transfer_id == transfer_id for lent in owners)
+
+    def kv_of(self, prompt: int) -> int:
+        """Content of the cells of this prompt's tokens, as the host computes them with its weights."""
+        return prompt + OTHER_WEIGHTS * self.weights
+
+    def take_weights(self, weights: int) -> None:
+        """As vLLM's "keep": requests go on, and the KV that they have stays."""
+        digest, version = self.cluster.updates.named(weights)
+        count, landings = self.world.count, self.fetches.landings.values()
+        self.world.note(self.name, f"takes weights {weights}: {digest!r}, {version!r}")
+        count("updated during a load", any(one.is_open and one.loan_id is not None for one in landings))
+        count("updated during a stream, D", any(one.is_open and one.loan_id is None for one in landings))
+        count("updated during a prefill", any(one.num_done for one in self.prefills.open))
+        count("updated with a loan open", bool(self.prefills.lent))
+        self.weights = weights
+        self.half.set_weights(digest, version or None)
+        self.step()
 
     # --- The process ------------------------------------------------------------------------------
 

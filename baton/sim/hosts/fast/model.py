@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+import msgspec
+
 from baton.connectors.pull.identity import EngineIdentity
 from baton.connectors.pull.metadata import PullHandshake
 from baton.connectors.pull.settings import PullSettings, TurnSettings
@@ -19,9 +21,10 @@ CONTROL_HOST, CONTROL_PORT = "10.0.0.1", 14600  # Of every engine. The wire find
 CONTROL_URL = f"tcp://{CONTROL_HOST}:{CONTROL_PORT}"
 PUBLIC_KEY = bytes(32)  # Of every engine. The wire knows which process sent a frame.
 TURN_KEPT_S = 8.0
+FIRST_WEIGHTS = "1"
 KV_IDENTITY = KVIdentity(
     model="toy",
-    weights="1",
+    weights=FIRST_WEIGHTS,
     dtype="float32",
     num_layers=NUM_LAYERS,
     num_kv_heads=NUM_HEADS,
@@ -48,12 +51,13 @@ def settings_of(push: bool, keeps_turns: bool, timers: Timers) -> PullSettings:
 
 
 def identity_of(
-    engine_id: EngineId, num_ranks: int, settings: PullSettings, groups: Groups
+    engine_id: EngineId, num_ranks: int, settings: PullSettings, groups: Groups, weights: tuple[str, str]
 ) -> EngineIdentity:
-    """An engine that can lend and fetch. A block holds one token."""
+    """An engine that can lend and fetch. A block holds one token. `weights`: digest and version."""
+    kv = msgspec.structs.replace(KV_IDENTITY, weights=weights[0], version=weights[1])
     return EngineIdentity(
         engine_id=engine_id,
-        current=CurrentIdentity(KV_IDENTITY),
+        current=CurrentIdentity(kv),
         tp_size=num_ranks,
         tp_rank=0,
         block_tokens=1,

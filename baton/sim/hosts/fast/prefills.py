@@ -54,6 +54,7 @@ class Prefill:
     is_running: bool = False  # In the last step, not preempted since.
     mean_s: float = CHUNK_MEAN_S
     num_done: int = 0
+    kv: int = 0  # Content that the step writes: of the weights with which it began.
     num_tries: int = 0
     is_aborted: bool = False
     is_over: bool = False
@@ -153,6 +154,7 @@ class Prefills:
         request_id = prefill.request.request_id
         if prefill.is_running and world.chance(faults.preempt):
             return self._preempt(prefill, output)
+        prefill.kv = self._host.kv_of(prefill.prompt)
         left = prefill.num_tokens - prefill.num_done
         count = 1 if world.chance(faults.chunked) else left
         num_hits = 0
@@ -331,7 +333,7 @@ class Prefills:
         pool = self._host.pool
         for number, (group, table) in enumerate(zip(pool.groups, prefill.run.tables, strict=True)):
             for index in range(end - 1 if group.is_state else first, end):
-                pool.write(table[index], prefill.prompt, index, number, num_layers)
+                pool.write(table[index], prefill.kv, index, number, num_layers)
 
     def _overwrite(self, run: Lent) -> None:
         """Of a mutant."""

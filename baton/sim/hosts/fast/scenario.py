@@ -9,7 +9,7 @@ from baton.core.ids import RequestId
 from baton.sim.checkers import bounded
 from baton.sim.hosts.fast.cluster import Cluster
 from baton.sim.hosts.fast.router import Request, Router
-from baton.sim.kernel.faults import FAST, FAST_PUSH, HEALTHY
+from baton.sim.kernel.faults import FAST, FAST_PUSH, HEALTHY, UPDATES
 from baton.sim.kernel.scenario import Scenario
 from baton.sim.kernel.wire import Way
 from baton.sim.kernel.world import World
@@ -25,7 +25,9 @@ class FastScenario(Scenario):
 
     def new_world(self, seed: int, *, traced: bool) -> World:
         choices = [FAST, FAST_PUSH] if self.mode == "push" else [FAST]
-        return World(seed, *choices, healthy=HEALTHY, events_max=EVENTS_MAX, traced=traced)
+        world = World(seed, *choices, healthy=HEALTHY, events_max=EVENTS_MAX, traced=traced)
+        world.faults = world.faults.drawn(world.rng_of_updates, UPDATES)
+        return world
 
     def begin(self) -> None:
         world, rng = self.world, self.world.rng
@@ -40,8 +42,13 @@ class FastScenario(Scenario):
             request = self._request()
             world.after(rng.uniform(0, self.break_s * 0.7), partial(self.router.dispatch, request))
 
+    def schedule_faults(self) -> None:
+        super().schedule_faults()
+        self.cluster.updates.schedule(self.break_s)
+
     def heal(self) -> None:
         super().heal()
+        self.cluster.updates.settle()
         if self.cluster.liar is not None and self.cluster.has_false_ranks:
             self.cluster.crash(self.cluster.liar, down_s=0.01)
 

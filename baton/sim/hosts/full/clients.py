@@ -21,7 +21,7 @@ class Ask:
     prompt: list[int]
     salt: str | None
     max_tokens: int
-    expected: list[int]
+    model: Model
     on_end: Callable[[Ask], None]
     priority: int = 0
     answer: list[int] = field(default_factory=list)
@@ -32,15 +32,21 @@ class Ask:
     way: tuple[str, str] | None = None  # P and D; None: the router's choice.
     is_probe: bool = False  # Its KV has to be handed over.
     may_be_empty: bool = False  # It asks a producer for a state, and not for an answer.
+    weights: set[int] = field(default_factory=set)  # That an engine had while it served this.
+    is_mixed: bool = False  # An engine took other weights when it had tokens of this, and went on.
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.answer) == self.max_tokens or self.answer[-1:] in [[token] for token in EOS_IDS]
 
     def hear(self, token_ids: list[int]) -> None:
         self.answer += token_ids
-        answers.check_tokens(self, self.answer, self.expected)
+        answers.check_tokens(self)
 
     def end(self, outcome: str, message: str = "") -> None:
         assert self.outcome is None, "one outcome"
         if outcome == "answered":
-            answers.check_end(self, self.answer, self.expected)
+            answers.check_end(self)
         elif outcome == "error":
             answers.check_error(self, message)
         self.outcome = outcome
@@ -66,10 +72,10 @@ class Clients:
         prompt = [*rng.choice(self._systems), *self._words(rng.choice([1, 4, 16]))]
         self._turn(prompt, rng.choice([None, None, None, "salt"]), session, num_turns)
 
-    def probe(self, way: tuple[str, str] | None = None) -> Ask:
+    def probe(self, way: tuple[str, str] | None, weights: int) -> Ask:
         """A new prompt: all of its KV has to be computed or handed over. Its answer has a token for D."""
         prompt = [3, *self._words(self._world.rng.randint(8, 20))]
-        while len(self._model.answer(prompt, None, ANSWER_MAX)) < 2:
+        while len(self._model.answer(prompt, None, ANSWER_MAX, weights)) < 2:
             prompt = [3, *self._words(self._world.rng.randint(8, 20))]
         return self._send(prompt, None, lambda ask: None, way=way, is_probe=True, tokens_min=2)
 
@@ -83,7 +89,7 @@ class Clients:
             prompt,
             salt,
             max_tokens,
-            self._model.answer(prompt, salt, max_tokens),
+            self._model,
             on_end,
             rng.randrange(3),
         )

@@ -15,6 +15,7 @@ from baton.sim.hosts.full.engine import Engine
 from baton.sim.hosts.full.host_spec import HostSpec
 from baton.sim.hosts.full.model import STATE, Model, WindowModel, Windows
 from baton.sim.hosts.full.port import Port
+from baton.sim.hosts.full.updates import EngineUpdates
 from baton.sim.hosts.full.wire import FullWire
 from baton.sim.kernel.cluster import Cluster as BaseCluster
 from baton.sim.kernel.parts import Parts
@@ -66,6 +67,7 @@ class Cluster(BaseCluster):
         self.timers_as_told = msgspec.to_builtins(SIM_TIMERS)
         self.wire = FullWire(self)
         self.ports: dict[bytes, Port] = {}  # By endpoint.
+        self.updates = EngineUpdates(self)
         rng = world.rng
         windows = with_states(world.rng_of_states, draw_windows(world.rng_of_models))
         self.has_states = STATE in windows

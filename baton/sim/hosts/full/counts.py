@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from baton.connectors.multi.children import MAIN
+from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.core.kv_groups import KVCacheGroup, has_states, is_hybrid
 from baton.engine.api import SchedulerStats
 from baton.sim.checkers import contained
 from baton.sim.kernel.world import World
+
+if TYPE_CHECKING:
+    from baton.sim.hosts.full.engine import Engine
 
 
 def count_stats(world: World, stats: SchedulerStats, groups: Sequence[KVCacheGroup]) -> None:
@@ -31,6 +35,17 @@ def count_stats(world: World, stats: SchedulerStats, groups: Sequence[KVCacheGro
         _count_handoffs(world, parts["handoff"], groups)
     if "offload" in parts:
         world.count("loaded from host memory", bool(parts["offload"]["hit_tokens"]))
+
+
+def count_update(engine: Engine) -> None:
+    """The weights are about to change: what is open."""
+    count, half = engine.world.count, engine.half
+    count(f"updated: {engine.core.mode}")
+    count("updated during a load", bool(engine.scheduler.remote.num_loading))
+    count("updated during a stream, D", bool(half._fetches.num_streams))
+    count("updated with a loan open", bool(half.num_open_loans))
+    is_streaming = isinstance(half.announcer, PrefillAnnouncer) and bool(half.announcer._prefills._prefills)
+    count("updated during a stream, P", is_streaming)
 
 
 def _count_handoffs(world: World, connector: dict[str, Any], groups: Sequence[KVCacheGroup]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from baton.engine.api import EngineOutput
-from baton.router.answers import GIVEN_HEADER, PROMPT_HEADER, LegAnswer
+from baton.router.answers import GIVEN_HEADER, PROMPT_HEADER, WEIGHTS_HEADER, LegAnswer
 from baton.router.errors import FailureKind, LegFailure
 from baton.router.events import Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
 from baton.router.legs import FIRST_TOKEN, OUTPUT_TOKEN_IDS, PARAMS, TOKEN_IDS
@@ -31,6 +31,7 @@ class Door:
         self._waiting: deque[Event] = deque()  # After the second part of a piece.
         self._engine_leg: EngineLeg | None = None  # None: the server has refused.
         self._token_ids: list[int] = []  # Of an answer that is not streamed.
+        self._weights_id = ""
         leg.engine.waits[self] = None
         body = leg.body
         params: dict[str, Any] | None = body.get(PARAMS)
@@ -95,6 +96,7 @@ class Door:
 
     def _hear(self, output: EngineOutput) -> None:
         self._leg.engine.num_heard += 1
+        self._weights_id = self._weights_id or output.weights_id
         if self._is_closed:
             return
         if output.finish_reason == "abort":
@@ -180,7 +182,13 @@ class Door:
 
     def _opened(self, answer: LegAnswer) -> None:
         self._has_begun = True
+        self._count_refused(answer)
         self._answer.on(Opened(self._leg, answer))
+
+    def _count_refused(self, answer: LegAnswer) -> None:
+        giver, weights_id = self._answer.machine._giver, answer.headers.get(WEIGHTS_HEADER, "")
+        is_other = giver is not None and bool(weights_id) and weights_id != giver.weights_id
+        self._world.count("a continued stream of other weights", is_other and GIVEN_HEADER in answer.headers)
 
     def _choice(self, token_ids: list[int], output: EngineOutput | None) -> dict[str, Any]:
         finish = output.finish_reason if output is not None else None
@@ -195,6 +203,7 @@ class Door:
         given = (self._leg.body.get(PARAMS) or {}).get(OUTPUT_TOKEN_IDS)
         return {
             **({GIVEN_HEADER: str(len(given))} if given else {}),
+            **({WEIGHTS_HEADER: self._weights_id} if self._weights_id else {}),
             PROMPT_HEADER: f"total={total}; local={local}; transferred={transferred}",
         }
 

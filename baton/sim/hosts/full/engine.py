@@ -36,16 +36,16 @@ from baton.contract import (
 from baton.core.config import (
     EngineConfig,
 )
-from baton.core.errors import UserError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.kv_groups import is_hybrid
-from baton.engine.api import EngineOutput, EngineRequest, RequestError
+from baton.engine.api import EngineOutput, EngineRequest
+from baton.engine.core.weights_update import UpdateUnderWay, WeightsUpdate
 from baton.engine.scheduling.remote_kv import Load
 from baton.engine.scheduling.scheduler import Scheduler
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 from baton.protocol.signed_frame import ProcessKey
 from baton.sim.checkers import bounded, contained, fenced, fresh, whole
-from baton.sim.hosts.full.counts import count_stats
+from baton.sim.hosts.full.counts import count_stats, count_update
 from baton.sim.hosts.full.host_spec import HostSpec, engine_config
 from baton.sim.hosts.full.layers import Reporter
 from baton.sim.hosts.full.memory import RankMemory
@@ -54,6 +54,7 @@ from baton.sim.hosts.full.offload import HostCopies, offload_identity
 from baton.sim.hosts.full.pool import WatchedPool
 from baton.sim.hosts.full.port import Port
 from baton.sim.hosts.full.ranks import Ranks
+from baton.sim.hosts.full.updates import Core
 from baton.sim.hosts.full.wire import Station
 from baton.sim.kernel.layers import LayerReports
 from baton.sim.kernel.process import SOON_S, Process
@@ -72,6 +73,8 @@ class Listener(Protocol):
 
     def say(self, output: EngineOutput) -> None: ...
     def break_off(self) -> None: ...
+    def note_weights(self, weights: int, *, is_mixed: bool = False) -> None:
+        """The engine computes with these. `is_mixed`: the answer has tokens of earlier ones, and goes on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +134,7 @@ class Engine(Process):
         self.connector: KVConnectorSchedulerHalf = self.half
         if spec.offload is not None:
             offload = _with_methods(OffloadSchedulerHalf, self.cluster.parts.offload_half)
-            self.offload = offload(offload_identity(self, 0))
+            self.offload = offload(offload_identity(self, 0, config))
             multi = _with_methods(MultiSchedulerHalf, self.cluster.parts.multi_half)
             self.connector = multi(
                 self._children(self.half, self.offload),
@@ -139,6 +142,7 @@ class Engine(Process):
                 num_ranks=spec.num_ranks,
             )
         self.scheduler = Scheduler(config, self.connector)
+        self.core = Core(config, self.scheduler, self)
         self.pool = WatchedPool(
             config.cache_config,
             num_groups=len(self.groups),
@@ -163,6 +167,8 @@ class Engine(Process):
         self.workers = [self._worker(config, rank) for rank in range(spec.num_ranks)]
         self.memories = [port.memory for port in self.ports]
         self.ranks = Ranks(self.cluster.model, self.memories, self.groups, spec.block_tokens)
+        self.ranks.weights = self.cluster.updates.at_boot
+        self.num_updates = 0  # Changes of the weights.
         handshakes = [half.get_handshake_metadata() for half in self.rank_halves]
         self.connector.set_xfer_handshake_metadata({r: h for r, h in enumerate(handshakes) if h is not None})
         self._aggregator = KVOutputAggregator.from_connector(self.connector, spec.num_ranks)
@@ -204,7 +210,7 @@ class Engine(Process):
             def copies(caches: object, identity: OffloadIdentity) -> HostCopies:
                 return HostCopies(self, memory, identity.num_rows)
 
-            offload = OffloadWorkerHalf(offload_identity(self, rank), copies)
+            offload = OffloadWorkerHalf(offload_identity(self, rank, config), copies)
             half = MultiWorkerHalf(self._children(worker, offload), rank=rank)
         half.register_kv_caches(memory.kv_caches)
         self.rank_halves.append(half)
@@ -284,17 +290,9 @@ class Engine(Process):
             self.ranks.salts[request.request_id] = request.cache_salt
             if (request.kv_transfer_params or {}).get("do_remote_decode"):
                 self._legs.add(request.request_id)
-            try:
-                if (ended := self.scheduler.add_request(request)) is not None:
-                    self._hand_out([ended])
-            except UserError as error:
-                refusal = EngineOutput(
-                    request_id=request.request_id,
-                    new_token_ids=[],
-                    finish_reason="error",
-                    error=RequestError.of_user(error),
-                )
-                self._hand_out([refusal])
+            listener.note_weights(self.ranks.weights)
+            if (ended := self.core.add_request(request)) is not None:
+                self._hand_out([ended])
 
         self._commands.append(add)
         self.poke()
@@ -306,7 +304,7 @@ class Engine(Process):
         def abort() -> None:
             self.world.note(self.name, f"abort {request_id}")
             self._listeners.pop(request_id, None)
-            self.scheduler.abort([request_id])
+            self.core.abort(request_id)
 
         self._commands.append(abort)
         self.poke()
@@ -315,6 +313,41 @@ class Engine(Process):
         """No consumer will come for this loan."""
         self._commands.append(lambda: self.scheduler.connector.take_back(params))
         self.poke()
+
+    # --- Updates of the weights -------------------------------------------------------------------
+
+    def update_weights(self, update: WeightsUpdate, timeout_s: float) -> None:
+        def begin() -> None:
+            try:
+                self.core.begin_update(update)
+            except UpdateUnderWay:
+                self.world.count("update: another is under way")
+                return
+            self.world.note(self.name, f"is to take weights {update.model_config.model}, mode {update.mode}")
+            self.world.after(timeout_s, lambda: self.when_awake(time_out))
+
+        def time_out() -> None:
+            self.core.time_out(update)
+            self.poke()
+
+        self._commands.append(begin)
+        self.poke()
+
+    def stage_weights(self, folder: str, files: object) -> None:
+        self._staged = int(folder)
+
+    def end_staging(self, *, is_wanted: bool) -> None:
+        """The executor's part of an update: no step is in flight, and the core tells the halves next."""
+        if not is_wanted:
+            return self.world.count("update: out of time")
+        self.world.note(self.name, f"takes weights {self._staged}")
+        count_update(self)
+        self.ranks.weights = self._staged
+        self.num_updates += 1
+        for request_id, listener in self._listeners.items():
+            request = self.scheduler.requests.get(request_id)
+            is_mixed = request is not None and not request.is_finished and request.num_output_tokens > 0
+            listener.note_weights(self.ranks.weights, is_mixed=is_mixed)
 
     # --- Steps ------------------------------------------------------------------------------------
 
@@ -332,6 +365,7 @@ class Engine(Process):
         commands, self._commands = self._commands, []
         for command in commands:
             command()
+        self._hand_out(self.core.continue_update())
         self._report_drained()
         if not self.scheduler.has_requests():
             return

@@ -72,7 +72,9 @@ def engine_config(spec: HostSpec, cluster: Cluster, engine_id: EngineId) -> Engi
         extra["turns"] = TURNS
     kind = _DealtOut if spec.deals_layers_out else EngineConfig
     return kind(
-        model_config=_model_config(model.num_kv_heads, model.windows),
+        model_config=_model_config(
+            model.num_kv_heads, model.windows, *cluster.updates.named(cluster.updates.at_boot)
+        ),
         cache_config=CacheConfig(
             block_size=spec.block_tokens,
             num_gpu_blocks=spec.num_blocks,
@@ -121,7 +123,7 @@ def state_parts(num_kv_heads: int) -> tuple[StatePart, ...]:
     return (StatePart("words", num_kv_heads, (CONTENT,), "float32"),)
 
 
-def _model_config(num_kv_heads: int, windows: Windows) -> ModelConfig:
+def _model_config(num_kv_heads: int, windows: Windows, digest: str, version: str) -> ModelConfig:
     return ModelConfig(
         model="folder",
         served_model_name="toy",
@@ -139,6 +141,7 @@ def _model_config(num_kv_heads: int, windows: Windows) -> ModelConfig:
         eos_token_ids=EOS_IDS,
         bos_token_id=None,
         architecture_digest="architecture",
-        weights_digest="weights",
+        weights_digest=digest,
+        weights_version=version,
         hf_config={},
     )

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from baton.engine.api import EngineOutput, EngineRequest
 from baton.router.errors import FailureKind
+from baton.sim.hosts.full.clients import Ask
 from baton.sim.hosts.full.cluster import Cluster
 from baton.sim.hosts.full.engine import Engine
 
@@ -19,6 +20,7 @@ class Leg:
         cluster: Cluster,
         name: str,
         request: EngineRequest,
+        ask: Ask,
         *,
         first_s: float,
         on_output: Callable[[EngineOutput], None],
@@ -26,7 +28,7 @@ class Leg:
     ) -> None:
         """`on_failure(kind, whether the engine may have seen the request)`."""
         self._cluster, self._world = cluster, cluster.world
-        self._name, self._request = name, request
+        self._name, self._request, self._ask = name, request, ask
         self._on_output, self._on_failure = on_output, on_failure
         self._engine: Engine | None = None  # The one that has the request.
         self._is_open = True
@@ -69,6 +71,10 @@ class Leg:
         if world.chance(REPORTS_DEATH):
             self._arrives_at = max(self._arrives_at, world.now + world.spread(0.01))
             world.at(self._arrives_at, lambda: self._fail("broken", was_sent=True))
+
+    def note_weights(self, weights: int, *, is_mixed: bool = False) -> None:
+        self._ask.weights.add(weights)
+        self._ask.is_mixed |= is_mixed
 
     # --- The router's end -------------------------------------------------------------------------
 

@@ -5,7 +5,8 @@
     next token = from the hash of the KV of all tokens
 
 A slot that is stale, foreign, unfilled or torn changes the hash, and with it the token and all later results.
-The answer of a correct engine depends on prompt and salt only.
+The answer of a correct engine depends on prompt, salt and weights only. Weights are a number, with which the
+hash begins.
 
 Layers with a window (`WindowModel`) are read as far as the window reaches, itself included, and no further:
 
@@ -53,13 +54,13 @@ class Model:
         self._repeat = sum(1 << (32 * index) for index in range(self.words_of_token))
         self._bytes_of_token = self.words_of_token * WORD_BYTES
 
-    def start(self, salt: str | None) -> Seen:
+    def start(self, salt: str | None, weights: int) -> Seen:
         """Of no context."""
-        return _hash_of_salt(salt)
+        return _first_hash(salt, weights)
 
-    def read(self, context: bytes, salt: str | None) -> Seen:
+    def read(self, context: bytes, salt: str | None, weights: int) -> Seen:
         """Of this context's KV, `[token, layer, head, K|V]`, as it was read from memory."""
-        return crc32(context, _hash_of_salt(salt))
+        return crc32(context, _first_hash(salt, weights))
 
     def step(self, seen: Seen, token_id: int) -> tuple[bytes, Seen]:
         """(KV of the next token, what has been seen with it)."""
@@ -76,8 +77,8 @@ class Model:
 
     # --- Answer and KV of a sound engine ----------------------------------------------------------
 
-    def answer(self, prompt: Sequence[int], salt: str | None, max_tokens: int) -> list[int]:
-        seen = self.start(salt)
+    def answer(self, prompt: Sequence[int], salt: str | None, max_tokens: int, weights: int = 0) -> list[int]:
+        seen = self.start(salt, weights)
         for token_id in prompt:
             _, seen = self.step(seen, token_id)
         answer: list[int] = []
@@ -88,9 +89,9 @@ class Model:
             _, seen = self.step(seen, answer[-1])
         return answer
 
-    def kv(self, token_ids: Sequence[int], salt: str | None) -> Words:
+    def kv(self, token_ids: Sequence[int], salt: str | None, weights: int) -> Words:
         """`[token, layer, head, K|V]`."""
-        seen, parts = self.start(salt), []
+        seen, parts = self.start(salt, weights), []
         for token_id in token_ids:
             kv, seen = self.step(seen, token_id)
             parts.append(kv)
@@ -116,12 +117,12 @@ class WindowModel(Model):
         self._stride = num_kv_heads * CONTENT * WORD_BYTES
         self._whole = [layer for layer, window in enumerate(windows) if window is None]
 
-    def start(self, salt: str | None) -> Seen:
+    def start(self, salt: str | None, weights: int) -> Seen:
         layers = {layer: bytearray() for layer, window in enumerate(self.windows) if window is not None}
-        return _Sight(_hash_of_salt(salt), layers)
+        return _Sight(_first_hash(salt, weights), layers)
 
-    def read(self, context: bytes, salt: str | None) -> Seen:
-        sight = self.start(salt)
+    def read(self, context: bytes, salt: str | None, weights: int) -> Seen:
+        sight = self.start(salt, weights)
         for start in range(0, len(context), self._bytes_of_token):
             self._append(sight, context[start : start + self._bytes_of_token])
         return sight
@@ -154,8 +155,8 @@ class WindowModel(Model):
         return found
 
 
-def _hash_of_salt(salt: str | None) -> int:
-    return crc32(b"" if salt is None else b"salt" + salt.encode())
+def _first_hash(salt: str | None, weights: int) -> int:
+    return crc32(b"" if salt is None else b"salt" + salt.encode(), weights)
 
 
 def _token_of(seen_hash: int) -> int:

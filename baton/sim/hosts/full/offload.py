@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 from baton.connectors.offload.copies import Copies, CopyEnd
 from baton.connectors.offload.identity import OffloadIdentity
 from baton.connectors.offload.settings import GIB
+from baton.core.config import EngineConfig
+from baton.core.identity import CurrentIdentity
 from baton.sim.checkers import fenced
 from baton.sim.hosts.full.memory import JUNK, UNWRITTEN, RankMemory
 from baton.sim.hosts.full.model import Words
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 FENCE_MIN_S = 1.0  # A wait with a shorter timeout does not end a copy.
 
 
-def offload_identity(engine: Engine, rank: int) -> OffloadIdentity:
+def offload_identity(engine: Engine, rank: int, config: EngineConfig) -> OffloadIdentity:
     spec = engine.spec
     settings = spec.offload
     assert settings is not None
@@ -40,6 +42,7 @@ def offload_identity(engine: Engine, rank: int) -> OffloadIdentity:
         block_tokens=spec.block_tokens,
         block_bytes=slot_bytes // settings.blocks_per_chunk // len(engine.groups),
         groups=engine.groups,
+        current=CurrentIdentity(config.model_config.kv_identity(config.cache_config.hash_seed)),
     )
 
 
@@ -56,6 +59,7 @@ class HostCopies(Copies):
     def __init__(self, engine: Engine, memory: RankMemory, num_rows: int) -> None:
         self._engine, self._memory = engine, memory
         self._rows: list[Words | None] = [None] * num_rows
+        self._stored_at = [0] * num_rows  # Number of updates before the store.
         self._due: dict[int, HostCopy] = {}
         self._ended: list[CopyEnd] = []
 
@@ -113,8 +117,11 @@ class HostCopies(Copies):
         for block, row in copy.pairs if copy.ok else copy.pairs[: len(copy.pairs) // 2]:
             if not copy.is_load:
                 self._rows[row] = self._memory.words[block].copy()
+                self._stored_at[row] = self._engine.num_updates
             elif (words := self._rows[row]) is not None:
                 self._memory.words[block] = words
+                is_old = self._stored_at[row] < self._engine.num_updates
+                self._engine.world.count("a rollback finds what was stored", is_old)
                 self._memory.writers[block] = copy.number
         self._ended.append(CopyEnd(job, error="" if copy.ok else "the copy failed"))
         self._engine.poke()

@@ -41,6 +41,7 @@ class Process:
         self.pairs = Pairs()
         self.fleet.on_removed.append(self.pairs.forget)
         self.turns = TurnTable(give_back, self._tell)
+        self.fleet.on_updated.append(self.turns.forget)
         self.views = {mode: self.view(mode) for mode in settings}
         self.admission = self.views["pull"].admission  # One for requests of both modes.
         for view in self.views.values():
@@ -84,6 +85,10 @@ class Processes:
         self.workers = [self.hub] if self.is_alone else [self._start() for _ in range(num_workers)]
         if not self.is_alone:
             self.hub.tell = self._tell_all
+
+    def of(self, engine: Engine) -> Process:
+        """The process that knows the engine by this object."""
+        return next((one for one in self.workers if one.fleet.find(engine.key) is engine), self.hub)
 
     def connect(self, new_link: Callable[..., PeerLink]) -> PeerLink:
         """As the shell's `Router` does, or `Coordinator`."""

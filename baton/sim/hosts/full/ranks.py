@@ -43,6 +43,7 @@ class Ranks:
         self.memories = memories
         self.groups = groups
         self.salts: dict[str, str | None] = {}
+        self.weights = 0  # With which they compute.
         self._block_tokens = block_tokens
         self._rows: dict[str, _Row] = {}
         self._written: list[
@@ -103,7 +104,7 @@ class Ranks:
     def _compute(self, row: _Row, num_new: int) -> Seen:
         first, last = row.num_computed, row.num_computed + num_new
         assert last <= len(row.tokens)
-        seen = self.model.read(self.read(row.tables, first), row.salt)
+        seen = self.model.read(self.read(row.tables, first), row.salt, self.weights)
         parts = []
         for token_id in row.tokens[first:last]:
             kv, seen = self.model.step(seen, token_id)

@@ -43,7 +43,7 @@ from baton.router.events import Leg as RouterLeg
 from baton.router.fleet import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.health import Probe
-from baton.router.identity import Introduction
+from baton.router.identity import Introduced, Introduction
 from baton.router.learning import settle
 from baton.router.machine import Machine, Request
 from baton.router.members import ROLES, Member
@@ -66,6 +66,7 @@ FIRST_TOKEN_S = 30.0
 IMPATIENT_S = 0.5
 PROBE_S = 2.0  # A probe waits so long for an answer.
 PROBES_END_S = 30.0  # Afterwards only engines that are down are probed: no fault comes any more.
+UPDATES_END_S = 100.0  # The same in worlds with updates, which may come late.
 INTRODUCTION_MAX_S = 2.0  # How old what a router knows of an engine may be.
 PREFILL_RATE = 1e4
 LOOK_S = 0.5  # Between two looks at requests that wait: engines come and go.
@@ -305,8 +306,12 @@ class Router:
         if not host.is_alive:
             return
         self._met_at[engine] = self.world.now
-        engine.is_introduced, engine.kind, engine.max_model_len = True, "baton", 1 << 20
-        engine.introduction = Introduction(host.engine_id, host.half.introduction(), lends=("cache",))
+        # Worlds without updates are those of engines that report no identity.
+        kv = host.half._identity.kv_identity if self.cluster.updates.happen else None
+        card = Introduction(host.engine_id, host.half.introduction(), kv_identity=kv, lends=("cache",))
+        self.processes.of(engine).fleet.note_introduced(
+            engine, Introduced("baton", card, 1 << 20, None, None)
+        )
 
     def _note_all(self) -> None:
         for engine in self.hub.fleet.engines:
@@ -339,7 +344,8 @@ class Router:
             return
         self.hub.fleet.note_probe(engine, probe, world.now)
         self.hub.fleet.tell(Probed(engine.key, probe.kind, probe.why, None))
-        if (world.now < PROBES_END_S or not engine.is_up) and engine in self._probed:
+        end_s = UPDATES_END_S if self.cluster.updates.happen else PROBES_END_S
+        if (world.now < end_s or not engine.is_up) and engine in self._probed:
             world.after(max(SOON_S, engine.health.probe_at_s - world.now), partial(self._probe, engine))
         else:
             self._probed.discard(engine)
@@ -383,7 +389,9 @@ class Router:
         )
         if world.chance(world.faults.router_retry):
             first_s = IMPATIENT_S
-        return Leg(self.cluster, name, request, first_s=first_s, on_output=on_output, on_failure=on_failure)
+        return Leg(
+            self.cluster, name, request, ask, first_s=first_s, on_output=on_output, on_failure=on_failure
+        )
 
 
 class _View(FleetView):

@@ -13,7 +13,7 @@ from baton.sim.hosts.full.clients import Ask, Clients
 from baton.sim.hosts.full.cluster import Cluster
 from baton.sim.hosts.full.router import FIRST_TOKEN_S
 from baton.sim.hosts.full.routers import Routers
-from baton.sim.kernel.faults import FULL, FULL_COPIES, FULL_ROUTER, HEALTHY_FULL
+from baton.sim.kernel.faults import FULL, FULL_COPIES, FULL_ROUTER, HEALTHY_FULL, UPDATES
 from baton.sim.kernel.lies import other_text
 from baton.sim.kernel.scenario import Scenario
 from baton.sim.kernel.wire import Way
@@ -32,6 +32,7 @@ class FullScenario(Scenario):
         world = World(seed, FULL, healthy=HEALTHY_FULL, events_max=EVENTS_MAX, traced=traced)
         world.faults = world.faults.drawn(world.rng_of_lies, FULL_COPIES)
         world.faults = world.faults.drawn(world.rng_of_lies, FULL_ROUTER)
+        world.faults = world.faults.drawn(world.rng_of_updates, UPDATES)
         return world
 
     def begin(self) -> None:
@@ -56,12 +57,17 @@ class FullScenario(Scenario):
                 reset = partial(cluster.reset_cache, spec.name)
                 world.after(world.rng_of_models.uniform(0, self.break_s), reset)
         self.routers.schedule_faults()
+        cluster.updates.schedule(self.break_s)
         if world.chance(world.faults.clog):
             clog = partial(cluster.wire.clog, cluster.draw_way(), rng.choice([0.5, 4.0]))
             world.after(rng.uniform(0, self.break_s), clog)
 
+    def heal(self) -> None:
+        super().heal()
+        self.cluster.updates.settle()
+
     def probe(self, way: Way | None) -> Callable[[], None]:
-        return lambda: self._probes.append(self.clients.probe(way))
+        return lambda: self._probes.append(self.clients.probe(way, self.cluster.updates.at_boot))
 
     def check_probes(self) -> None:
         if self.cluster.can_hand_off:  # Otherwise it is refused in health too.
@@ -111,7 +117,8 @@ class FullScenario(Scenario):
         def take_output(output: EngineOutput) -> None:
             ask.hear(output.new_token_ids)
             if output.finish_reason is not None:
-                ask.end("answered" if output.error is None else "error")
+                has_failed = output.error is not None or output.finish_reason == "abort"
+                ask.end("error" if has_failed else "answered")
 
         def failed(kind: str, was_sent: bool) -> None:
             ask.end("error", kind)
