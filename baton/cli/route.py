@@ -203,6 +203,9 @@ def route(
     ] = 600.0,
     idle_timeout_s: Annotated[float, typer.Option(help="Limit between two pieces of a stream.")] = 60.0,
     total_timeout_s: Annotated[float, typer.Option(help="Limit for one request with all attempts.")] = 3600.0,
+    keepalive_timeout_s: Annotated[
+        float, typer.Option(help="How long an idle connection to an engine is used; engines keep it longer.")
+    ] = 2.0,
     drain_timeout_s: Annotated[
         float, typer.Option(help="Time for running requests to end after SIGTERM.", min=0)
     ] = 30.0,

@@ -248,6 +248,8 @@ PREFILL_FAILURES: list[Respond] = [
     responds(500, {"error": {"message": "engine died"}}),
     responds(503, {}),
     responds(429, {}),
+    responds(204, {}),
+    responds(302, {}),
     dies,
     breaks,
     hangs_till_late,
@@ -261,7 +263,7 @@ async def test_a_failed_prefill_is_tried_on_another_engine_under_a_new_transfer_
     engines = [FakeEngine(failure), FakeEngine(failure)]
 
     async def recover(call: Call) -> None:
-        await (lends if sum(len(e.calls) for e in engines) > 1 else failure)(call)
+        await (lends if all(engine.calls for engine in engines) else failure)(call)
 
     for engine in engines:
         engine.respond = recover
@@ -270,7 +272,8 @@ async def test_a_failed_prefill_is_tried_on_another_engine_under_a_new_transfer_
     async with system([*engines], [decode], timeouts=timeouts) as s:
         answer = await s.complete()
     assert answer.headers["x-baton-prefill"] == "remote"
-    assert [len(engine.calls) for engine in engines] == [1, 1]
+    # One that dies on a connection that was used before is asked once more.
+    assert all(1 <= len(engine.calls) <= 1 + (failure is dies) for engine in engines)
     ids = {engine.calls[0].body["kv_transfer_params"]["transfer_id"] for engine in engines}
     assert len(ids) == 2
     assert len(decode.calls) == 1
@@ -344,7 +347,7 @@ async def test_a_decode_engine_that_failed_before_its_first_byte_costs_a_new_dis
     engines = [FakeEngine(failure), FakeEngine(failure)]
 
     async def recover(call: Call) -> None:
-        await (answers if sum(len(e.calls) for e in engines) > 1 else failure)(call)
+        await (answers if all(engine.calls for engine in engines) else failure)(call)
 
     for engine in engines:
         engine.respond = recover
@@ -353,7 +356,7 @@ async def test_a_decode_engine_that_failed_before_its_first_byte_costs_a_new_dis
         answer = await s.complete(stream=stream)
     assert answer.status_code == 200
     assert answer.content.endswith(b"[DONE]\n\n") is stream
-    assert [len(engine.calls) for engine in engines] == [1, 1]
+    assert all(1 <= len(engine.calls) <= 1 + (failure is dies) for engine in engines)
     ids = [call.body["kv_transfer_params"]["transfer_id"] for call in prefill.calls]
     assert len(set(ids)) == 2
 
@@ -364,7 +367,15 @@ async def starts_and_breaks(call: Call) -> None:
 
 
 @pytest.mark.parametrize(
-    ("failure", "status"), [(dies, 502), (starts_and_breaks, 502), (hangs_till_late, 504), (None, 503)]
+    ("failure", "status"),
+    [
+        (dies, 502),
+        (starts_and_breaks, 502),
+        (responds(204, {}), 502),
+        (responds(302, {}), 502),
+        (hangs_till_late, 504),
+        (None, 503),
+    ],
 )
 @pytest.mark.parametrize("stream", [False, True])
 async def test_without_a_working_decode_engine_the_client_gets_a_clear_error(
