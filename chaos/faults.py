@@ -2,6 +2,7 @@
 
 import random
 import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -118,7 +119,7 @@ def _restart_all_in_turn(context: FaultContext) -> None:
 
 def _update_weights_in_turn(context: FaultContext) -> None:
     """Update the weights of one engine after the other, in random order, named or not; the next one when the
-    router sees it. The last round brings the first weights back.
+    router sees it and has answered some requests. The last round brings the first weights back.
     """
     system, rng = context.system, context.rng
     num_rounds = max(2, round(context.num_updates / len(system.engines) / 2) * 2)
@@ -130,6 +131,9 @@ def _update_weights_in_turn(context: FaultContext) -> None:
             system.engines[name].update_weights(folder, version)
             if not wait_until(lambda: system.router_says(name, "weights") != before, system.start_s):  # noqa: B023
                 raise SystemFailed(f"the router does not see the other weights of {name}")
+            # Requests of before may need an engine of the weights that they began with.
+            seen_s = time.monotonic()
+            wait_until(lambda: context.load.num_ended_since(seen_s) >= 2 * context.load.num_clients, 30.0)  # noqa: B023
 
 
 def _signal_router(number: signal.Signals) -> Action:

@@ -184,7 +184,7 @@ def run_case(
     make_site: Callable[[ConnectorCase], ToySite] = ToySite
     if executor == "vllm" or is_vllms(case.path):
         case, executor = vllms_case(case, executor), "vllm"
-        from baton.vllm_kit.hidden_states import make_vllm_site as make_site
+        from baton.vllm_kit.site import VllmSite as make_site
     tries = TRIES
     if executor not in ("toy", "vllm"):
         from baton.testing.contract.engine_site import EngineSite

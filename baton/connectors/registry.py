@@ -29,8 +29,6 @@ BUILT_IN: Final = {
     "BatonOffloadConnector": "baton.connectors.offload:BatonOffloadConnector",
     "BatonPullConnector": "baton.connectors.pull:BatonPullConnector",
     "BatonPushConnector": "baton.connectors.push:BatonPushConnector",
-    "BatonDecodeBenchConnector": "baton.connectors.decode_bench:BatonDecodeBenchConnector",
-    "BatonHiddenStatesConnector": "baton.connectors.hidden_states:BatonHiddenStatesConnector",
     "BatonSharedStorageConnector": "baton.connectors.shared_storage:BatonSharedStorageConnector",
     "BatonTieredConnector": "baton.connectors.tiered:BatonTieredConnector",
 }

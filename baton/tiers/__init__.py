@@ -1,6 +1,6 @@
 """Storage for KV outside an engine's own cache, with the policies that decide what stays when it is full.
 
-eviction      LRU, ARC, SLRU, S3-FIFO, learned: pure, over keys
+eviction      LRU, ARC, learned: pure, over keys
 twice         an estimate of what twice the memory would find: pure, over keys
 retaining     priorities, TTLs and quotas around any eviction policy: pure
 sessions      which chunks only one session has used: pure

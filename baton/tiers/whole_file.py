@@ -35,13 +35,6 @@ def make_folder(folder: Path, *, fsync: bool = False, for_group: bool = False) -
 Parts = Sequence[bytes | memoryview]
 
 
-def write_whole(parts: Parts, path: Path, *, fsync: bool, for_group: bool = False) -> None:
-    """Writes `parts`, one after the other, with mode 0600 or 0660. If it raises OSError, no file is left."""
-    (error,) = write_files([(parts, path)], fsync=fsync, for_group=for_group)
-    if error is not None:
-        raise error
-
-
 def write_files(
     files: Sequence[tuple[Parts, Path]],
     *,
@@ -49,11 +42,11 @@ def write_files(
     for_group: bool = False,
     stage: Callable[[Parts], tuple[memoryview, int]] | None = None,
 ) -> list[OSError | None]:
-    """Writes several files as `write_whole` does, and returns the error of each.
+    """Writes each file's parts, one after the other, with mode 0600 or 0660. Returns the error of each file.
 
-    They are synchronised together: a file system commits its journal for the first, and has little left to do
-    for the others. `stage` returns a file's content in whole pages of aligned memory, and its length; it is
-    then written with direct I/O.
+    A file with an error leaves nothing. The files are synchronised together: a file system commits its
+    journal for the first, and has little left to do for the others. `stage` returns a file's content in whole
+    pages of aligned memory, and its length; it is then written with direct I/O.
     """
     errors: list[OSError | None] = [None] * len(files)
     asides: dict[int, Path] = {}

@@ -39,7 +39,7 @@ from baton.core.kv_groups import layer_name
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.testing.contract.case import KV_HEADS, MAX_MODEL_LEN, WINDOWS, ConnectorCase, find_class
 from baton.testing.contract.site import ToySite
-from baton.vllm_plugin import CONNECTORS
+from baton.vllm_plugin import CONNECTORS, register
 
 MULTI = "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector:MultiConnector"
 
@@ -55,6 +55,7 @@ def vllms_case(case: ConnectorCase) -> ConnectorCase:
         return replace(case, path=f"baton.vllm_plugin:{case.path}")
     if case.path != "BatonMultiConnector":
         return case
+    register()  # vLLM finds the children by name.
     children = [{"kv_role": "kv_both", **child} for child in case.extra_config.get("connectors", ())]
     return replace(case, path=MULTI, extra_config={**case.extra_config, "connectors": children})
 

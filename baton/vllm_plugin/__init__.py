@@ -19,16 +19,12 @@ from baton.vllm_plugin.registration import CONNECTORS, register
 
 if TYPE_CHECKING:
     from baton.vllm_plugin.connector import BatonPullConnector, BatonPushConnector
-    from baton.vllm_plugin.decode_bench import BatonDecodeBenchConnector
-    from baton.vllm_plugin.hidden_states import BatonHiddenStatesConnector
     from baton.vllm_plugin.offload import BatonOffloadConnector
     from baton.vllm_plugin.shared_storage import BatonSharedStorageConnector
     from baton.vllm_plugin.tiered import BatonTieredConnector
 
 __all__ = [
     "CONNECTORS",
-    "BatonDecodeBenchConnector",
-    "BatonHiddenStatesConnector",
     "BatonOffloadConnector",
     "BatonPullConnector",
     "BatonPushConnector",

@@ -70,7 +70,7 @@ class BatonPullConnector(ForwardingConnector):
             os.environ,
             does_push=cls._does_push,
             is_worker=is_worker,
-            groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size), carries_states=True),
+            groups=groups_of(kv_cache_config, int(vllm_config.cache_config.block_size)),
             cache_specs=cache_specs_of(
                 kv_cache_config,
                 unnamed(vllm_config.model_config, vllm_config.cache_config.cache_dtype).num_kv_heads,

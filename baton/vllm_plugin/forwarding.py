@@ -28,7 +28,6 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import vllm
-from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorRole,
@@ -85,14 +84,8 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
     _cache_hit_source: str  # Where loaded tokens are from: a value of vLLM's CacheHitSource.
     _empty_metadata: ClassVar[KVConnectorMetadata]  # Used for a step in which the scheduler half failed.
     _stats_kind: ClassVar[type[CountedStats]]  # Its data has "failures": {reason: count}.
-    _stands_alone: ClassVar[bool] = False  # Must not be a child of MultiConnector.
     _has_self_test: ClassVar[bool] = False
     weights_version: str = ""
-
-    @classmethod
-    def find_group(cls, kv_cache_config: Any) -> int | None:
-        """Return the only cache group whose blocks our halves are told of; None: all. Raises ConfigError."""
-        return None
 
     @classmethod
     @abstractmethod
@@ -126,7 +119,6 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
                 type(self).__name__,
                 name_tested(),
             )
-        self._refuse_multi_connector()
         sleeps = getattr(vllm_config.model_config, "enable_sleep_mode", False)
         if sleeps and not hasattr(KVConnectorBase_V1, "unregister_kv_caches"):
             raise ConfigError(
@@ -134,7 +126,6 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
                 "without --enable-sleep-mode",
                 field="model_config.enable_sleep_mode",
             )
-        self._group = self.find_group(kv_cache_config)
         self._contained = Containment()
         self._num_contained_counted = 0
         if role is KVConnectorRole.WORKER:
@@ -143,25 +134,8 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
             from vllm.v1.engine.core import EngineCore  # Workers do without it.
 
             follow_weights(EngineCore)
-            if self._group is None:
-                keep_one_token_more(kv_cache_config)
+            keep_one_token_more(kv_cache_config)
             self._scheduler_half = self.make_scheduler_half(vllm_config, kv_cache_config, settings)
-
-    def _refuse_multi_connector(self) -> None:
-        """Raise ConfigError if this is a child of a MultiConnector and must be the only connector.
-
-        A child gets its own configuration. The engine's is known only where vLLM makes a worker's
-        instance, which is enough to stop the start.
-        """
-        main = get_current_vllm_config_or_none()
-        if not self._stands_alone or main is None:
-            return
-        if main.kv_transfer_config.kv_connector != self._kv_transfer_config.kv_connector:
-            raise ConfigError(
-                f"{type(self).__name__} cannot be combined with other connectors, because its KV is not what "
-                "they expect; make it the engine's only kv_connector",
-                field="kv_transfer_config.kv_connector_extra_config.connectors",
-            )
 
     # --- Class level, at configuration time ------------------------------------------------------
 
@@ -232,8 +206,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
     def _finished(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
         half = self.scheduler_half
         assert isinstance(half, KnowsGroups), "every scheduler half of Baton's supports groups"
-        tables = block_ids if self._group is None else (block_ids[self._group],)
-        return half.request_finished_all_groups(request, tables)
+        return half.request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool:
         """vLLM resets after it may have changed the weights, and does not say whether it has."""
@@ -248,9 +221,8 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
     # --- Worker half ---------------------------------------------------------------------------
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        if self._group is None:
-            kv_caches = in_order(kv_caches, self._kv_cache_config)
-            kv_caches = with_states_as_bytes(kv_caches, self._kv_cache_config)
+        kv_caches = in_order(kv_caches, self._kv_cache_config)
+        kv_caches = with_states_as_bytes(kv_caches, self._kv_cache_config)
         if self._start is not Start.AFTER_SELF_TEST:
             self.worker_half.register_kv_caches(kv_caches)
             return

@@ -46,13 +46,10 @@ _SCALES_OF_MODE: Final = {"NONE": NO_SCALES, "FP8_PER_TENSOR": CONSTANT_SCALES}
 """By the name of vLLM's `KVQuantMode`. In all others a block holds its scales."""
 
 
-def groups_of(
-    kv_cache_config: Any, block_tokens: int, *, carries_states: bool = False
-) -> tuple[KVCacheGroup, ...]:
+def groups_of(kv_cache_config: Any, block_tokens: int) -> tuple[KVCacheGroup, ...]:
     """Return the groups in vLLM's order. If there are several, layer indices follow `in_order`.
 
-    Raises ConfigError for a kind of cache that the connector cannot carry, and for several block sizes.
-    `carries_states`: it can carry recurrent states.
+    Raises ConfigError for a kind of cache that the connectors cannot carry, and for several block sizes.
     """
     places = {name: place for place, name in enumerate(_names_in_order(kv_cache_config))}
     groups = []
@@ -62,12 +59,6 @@ def groups_of(
                 f"has a KV-cache group that must not be transferred (HiSparse); {WAY_OUT}", field=FIELD
             )
         of_states = {is_state(spec) for spec in specs_of(group)}
-        if True in of_states and not carries_states:
-            raise ConfigError(
-                "has layers with a recurrent state (MambaSpec), which this connector cannot carry; choose "
-                "the pull, push, offload or shared storage connector",
-                field="model",
-            )
         windows = {1 if is_state(spec) else _window_of(spec) for spec in specs_of(group)}
         sizes = {
             int(getattr(spec, "block_size", block_tokens))

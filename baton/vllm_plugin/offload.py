@@ -88,7 +88,7 @@ def identity_of(
         num_ranks=int(parallel.world_size),
         block_tokens=block_tokens,
         block_bytes=block_bytes_of(kv_cache_config),
-        groups=groups_of(kv_cache_config, block_tokens, carries_states=True),
+        groups=groups_of(kv_cache_config, block_tokens),
         names=names_of(vllm_config),
         publishes_events=events is not None and bool(events.enable_kv_cache_events),
         is_producer=bool(transfer.is_kv_producer),

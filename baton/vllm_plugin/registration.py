@@ -7,8 +7,6 @@ from typing import Final
 from baton import contract
 
 CONNECTORS: Final = {
-    "BatonDecodeBenchConnector": "baton.vllm_plugin.decode_bench",
-    "BatonHiddenStatesConnector": "baton.vllm_plugin.hidden_states",
     "BatonOffloadConnector": "baton.vllm_plugin.offload",
     "BatonPullConnector": "baton.vllm_plugin.connector",
     "BatonPushConnector": "baton.vllm_plugin.connector",

@@ -125,7 +125,7 @@ def _identity_of(
         loads=bool(transfer.is_kv_consumer),
         secret=ours.find_secret(os.environ),
         settings=parse_extra(StorageSettings, settings),
-        groups=groups_of(kv_cache_config, block_tokens, carries_states=True),
+        groups=groups_of(kv_cache_config, block_tokens),
         names=names_of(vllm_config),
         publishes_events=events is not None and bool(events.enable_kv_cache_events),
     )

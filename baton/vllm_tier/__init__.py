@@ -1,10 +1,9 @@
-"""Baton's stores as a secondary tier of vLLM's OffloadingConnector; eviction policies for its host memory.
+"""Baton's stores as a secondary tier of vLLM's OffloadingConnector.
 
     vllm serve MODEL --kv-transfer-config '{
       "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
       "kv_connector_extra_config": {
         "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 10000000000,
-        "eviction_policy": "S3FifoCachePolicy", "cache_policy_module_path": "baton.vllm_tier",
         "secondary_tiers": [{"type": "BatonTier", "module_path": "baton.vllm_tier",
                              "tiers": [{"type": "files", "path": "/ssd/kv", "max_gib": 200}]}]}}'
 
@@ -25,11 +24,9 @@ from typing import Any, Final
 _MODULES: Final = {
     "BatonTier": "baton.vllm_tier.tier",
     "CpuTieringSpec": "baton.vllm_tier.cpu_spec",
-    "S3FifoCachePolicy": "baton.vllm_tier.policies",
-    "SlruCachePolicy": "baton.vllm_tier.policies",
 }
 
-__all__ = ["BatonTier", "CpuTieringSpec", "S3FifoCachePolicy", "SlruCachePolicy"]
+__all__ = ["BatonTier", "CpuTieringSpec"]
 
 
 def __getattr__(name: str) -> Any:

@@ -73,16 +73,6 @@ def storage_stats() -> KVConnectorStats:
                 ("storage_unusable_files_total", {"reason": "corrupt"}, 3),
             ],
         ),
-        (
-            "HiddenStates",
-            {"saved_files": 2, "saved_tokens": 30, "lost_files": 0, "failures": {}},
-            [("hidden_states_tokens_total", {}, 30)],
-        ),
-        (
-            "DecodeBench",
-            {"synthetic_tokens": 49, "synthetic_requests": 1, "failures": {}},
-            [("synthetic_tokens_total", {}, 49)],
-        ),
     ],
 )
 def test_counts_reach_prometheus(

@@ -49,9 +49,7 @@ def expected(start: Start) -> Callable[..., list[int]]:
     return ask
 
 
-@pytest.mark.parametrize(
-    ("eviction", "blocks_per_chunk"), [("lru", 1), ("arc", 3), ("slru", 1), ("s3fifo", 3), ("learned", 1)]
-)
+@pytest.mark.parametrize(("eviction", "blocks_per_chunk"), [("lru", 1), ("arc", 3), ("learned", 1)])
 def test_a_repeated_prompt_is_loaded_with_the_same_tokens(
     start: Start, expected: Callable[..., list[int]], eviction: str, blocks_per_chunk: int
 ) -> None:
@@ -110,7 +108,7 @@ def test_the_rest_of_a_prompt_is_loaded_after_a_local_hit(
     engine.assert_whole()
 
 
-@pytest.mark.parametrize("eviction", ["lru", "arc", "slru", "s3fifo", "learned"])
+@pytest.mark.parametrize("eviction", ["lru", "arc", "learned"])
 def test_a_small_host_memory_evicts_and_tokens_stay_right(
     start: Start, expected: Callable[..., list[int]], eviction: str
 ) -> None:

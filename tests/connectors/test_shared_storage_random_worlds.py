@@ -231,72 +231,55 @@ class StorageWorld(StoreWorld):
         return sum(answer.last.num_transferred_tokens for answer in self.answers.values() if answer.last)
 
 
-@pytest.mark.slow
-@given(
-    # Not Hypothesis's own generator: its numbers are small, so nearly all worlds would be without faults.
-    seed=st.integers(0, 1 << 32),
-    num_ranks=st.integers(1, 2),
-    chunk_blocks=st.integers(1, 4),
-    on_failure=st.sampled_from(["recompute", "recompute", "fail"]),
-    windows=st.sampled_from([(), (None, 9), (9, None, 5), (6,), (None, 12, None, 12), (None, 30)]),
-)
-@settings(max_examples=40, deadline=None)
-def test_every_answer_equals_a_single_engines_and_nothing_leaks(
-    seed: int, num_ranks: int, chunk_blocks: int, on_failure: str, windows: tuple[int | None, ...]
-) -> None:
+def play(seed: int, *, windows: tuple[int | None, ...] = (), **world_options: Any) -> None:
+    """Runs two engines, one after the other, with one folder."""
     rng = random.Random(seed)
-    num_groups = max(1, len(set(windows)))
     with tempfile.TemporaryDirectory() as folder:
         rotten: set[Path] = set()
         for _ in range(2):
             world = StorageWorld(
                 rng,
                 Path(folder),
-                num_ranks=num_ranks,
-                num_blocks=rng.randint(16, 30) * num_groups,
+                num_blocks=rng.randint(16, 30) * max(1, len(set(windows))),
                 windows=windows,
-                chunk_blocks=chunk_blocks,
                 rot_share=rng.choice([0.0, 0.1]),
                 rotten=rotten,
                 budget=rng.choice([3, 8, 40]),
-                on_failure=on_failure,
                 caching=rng.random() < 0.7,
                 max_num_seqs=rng.randint(1, 6),
+                **world_options,
             )
             for number in range(rng.randint(2, 12)):
                 add_some(world, number)
             world.run()
-            world.check(on_failure)
+            world.check(world_options["on_failure"])
+
+
+OPTIONS = {
+    # Not Hypothesis's own generator: its numbers are small, so nearly all worlds would be without faults.
+    "seed": st.integers(0, 1 << 32),
+    "num_ranks": st.integers(1, 2),
+    "chunk_blocks": st.integers(1, 4),
+    "on_failure": st.sampled_from(["recompute", "recompute", "fail"]),
+}
 
 
 @pytest.mark.slow
-@given(seed=st.integers(0, 1 << 32), num_ranks=st.integers(1, 2), chunk_blocks=st.integers(1, 4))
+@given(
+    windows=st.sampled_from([(), (None, 9), (9, None, 5), (6,), (None, 12, None, 12), (None, 30)]), **OPTIONS
+)
+@settings(max_examples=40, deadline=None)
+def test_every_answer_equals_a_single_engines_and_nothing_leaks(**options: Any) -> None:
+    play(**options)
+
+
+@pytest.mark.slow
+@given(**OPTIONS)
 @settings(max_examples=25, deadline=None)
-def test_loads_by_layers_give_no_wrong_token_and_leak_nothing(
-    seed: int, num_ranks: int, chunk_blocks: int
-) -> None:
-    rng = random.Random(seed)
-    with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+def test_loads_by_layers_give_no_wrong_token_and_leak_nothing(**options: Any) -> None:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(form, "SECTION_BYTES_MIN", 1)
-        rotten: set[Path] = set()
-        for _ in range(2):
-            world = StorageWorld(
-                rng,
-                Path(folder),
-                num_ranks=num_ranks,
-                num_blocks=rng.randint(16, 30),
-                chunk_blocks=chunk_blocks,
-                rot_share=rng.choice([0.0, 0.0, 0.1]),
-                rotten=rotten,
-                layerwise=True,
-                budget=rng.choice([3, 8, 40]),
-                on_failure=(on_failure := rng.choice(["recompute", "recompute", "fail"])),
-                max_num_seqs=rng.randint(1, 6),
-            )
-            for number in range(rng.randint(2, 12)):
-                add_some(world, number)
-            world.run()
-            world.check(on_failure)
+        play(layerwise=True, **options)
 
 
 def add_some(world: StorageWorld, number: int) -> None:

@@ -16,6 +16,7 @@ from baton.connectors.offload.copies import CopyEnd
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
 from baton.connectors.shared_storage import StorageSchedulerHalf, form
 from baton.core.identity import KVIdentity
+from baton.engine.api import EngineRequest
 from tests.connectors.test_offload_scheduling import ListCopies, OffloadWorld
 from tests.connectors.test_shared_storage_random_worlds import STEMS, StorageWorld, add_some
 from tests.connectors.weights_world import NAMES, ChangesWeights
@@ -142,15 +143,22 @@ def test_the_worlds_find_faults(kind: Kind, spoil: Any, monkeypatch: pytest.Monk
 # --- One case at a time -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_weights_that_come_back_find_their_chunks_again(kind: Kind, tmp_path: Path) -> None:
-    world: Any = kind(random.Random(1), tmp_path, caching=False, num_blocks=60)
+@pytest.fixture(params=KINDS)
+def world(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
+    return request.param(random.Random(1), tmp_path, caching=False, num_blocks=60)
+
+
+def first(name: str, max_tokens: int = 1) -> EngineRequest:
+    return engine_request(name, STEMS[0][:37], max_tokens=max_tokens)
+
+
+def test_weights_that_come_back_find_their_chunks_again(world: Any) -> None:
 
     def num_loaded(name: str) -> int:
-        loaded: int = world.serve_again(name, engine_request(name, STEMS[0][:37], max_tokens=1))
+        loaded: int = world.serve_again(name, first(name))
         return loaded
 
-    start = world.half._identity.kv_identity if kind is ChangingStorage else None
+    start = world.half._identity.kv_identity if isinstance(world, ChangingStorage) else None
     assert [num_loaded("first"), num_loaded("again")] == [0, 36]
     world.change_weights(None, "a")
     assert [num_loaded("a"), num_loaded("a again")] == [0, 36]
@@ -166,22 +174,18 @@ def test_weights_that_come_back_find_their_chunks_again(kind: Kind, tmp_path: Pa
     world.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_after_a_reset_nothing_is_found(kind: Kind, tmp_path: Path) -> None:
-    world: Any = kind(random.Random(1), tmp_path, caching=False, num_blocks=60)
-    world.serve_again("first", engine_request("first", STEMS[0][:37], max_tokens=1))
+def test_after_a_reset_nothing_is_found(world: Any) -> None:
+    world.serve_again("first", first("first"))
     assert world.half.reset_cache() is True
     world._use_current_weights(world.asked["first"])
-    assert world.serve_again("again", engine_request("again", STEMS[0][:37], max_tokens=1)) == 0
+    assert world.serve_again("again", first("again")) == 0
     world.check()
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_steps", range(4))
-def test_a_load_under_way_is_computed(kind: Kind, num_steps: int, tmp_path: Path) -> None:
-    world: Any = kind(random.Random(1), tmp_path, caching=False, num_blocks=60)
-    world.serve_again("first", engine_request("first", STEMS[0][:37], max_tokens=1))
-    world.add(engine_request("second", STEMS[0][:37], max_tokens=3))
+def test_a_load_under_way_is_computed(world: Any, num_steps: int) -> None:
+    world.serve_again("first", first("first"))
+    world.add(first("second", max_tokens=3))
     for _ in range(num_steps):
         world.step()
     is_loading = world.scheduler.remote.num_loading

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,12 +26,26 @@ def push_world() -> Iterator[PushWorld]:
     world.close()
 
 
+@pytest.fixture
+def p(world: World) -> Engine:
+    return world.engine("p")
+
+
+@pytest.fixture
+def d(world: World) -> Engine:
+    return world.engine("d")
+
+
+def assert_no_fault(d: Engine, num_failures: int = 1) -> None:
+    assert d.counted("failures") == {"other weights": num_failures}
+    assert d.counted("peer_failures") == {}
+
+
 def assert_dropped(world: World, d: Engine, request: FakeRequest) -> None:
     """The host got a failed load, and no engine is counted for it."""
     world.settle()
     assert d.read_out(request).valid_tokens == 0
-    assert d.counted("failures") == {"other weights": 1}
-    assert d.counted("peer_failures") == {}
+    assert_no_fault(d)
     world.assert_settles_whole()
 
 
@@ -47,14 +61,12 @@ def assert_delivered(world: World, p: Engine, d: Engine, request_id: str = "fres
 # --- D changes its weights ---------------------------------------------------------------------------
 
 
-def test_a_reserved_load_is_dropped_and_the_prompt_computed(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_a_reserved_load_is_dropped_and_the_prompt_computed(world: World, p: Engine, d: Engine) -> None:
     request = d.submit("r", TOKENS, p.prefill("r", TOKENS))
     d.set_weights("v2")
     assert not d.admit(request)
     world.settle()
-    assert d.counted("failures") == {"other weights": 1}
-    assert d.counted("peer_failures") == {}
+    assert_no_fault(d)
     world.assert_whole()  # P's loan ended at once, too.
 
 
@@ -67,15 +79,13 @@ def test_under_policy_fail_a_reserved_load_fails_as_any_other(world: World) -> N
     assert_dropped(world, d, request)
 
 
-def test_a_load_is_dropped_before_its_reads_begin(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_a_load_is_dropped_before_its_reads_begin(world: World, p: Engine, d: Engine) -> None:
     request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
     d.set_weights("v2")
     assert_dropped(world, d, request)
 
 
-def test_the_blocks_of_a_dropped_load_wait_for_its_reads(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_the_blocks_of_a_dropped_load_wait_for_its_reads(world: World, p: Engine, d: Engine) -> None:
     world.network.hold()
     request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
     world.settle()
@@ -98,8 +108,9 @@ def received(world: World, d: Engine) -> None:
     assert d.half._fetches.received
 
 
-def test_a_load_is_dropped_after_its_delivery_and_before_its_report(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_a_load_is_dropped_after_its_delivery_and_before_its_report(
+    world: World, p: Engine, d: Engine
+) -> None:
     request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
     received(world, d)
     d.set_weights("v2")
@@ -108,8 +119,7 @@ def test_a_load_is_dropped_after_its_delivery_and_before_its_report(world: World
     assert len(d.counted("failed")) == 1
 
 
-def test_an_aborted_load_that_is_not_reported_stays_aborted(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_an_aborted_load_that_is_not_reported_stays_aborted(world: World, p: Engine, d: Engine) -> None:
     request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
     received(world, d)
     d.abort(request)
@@ -118,24 +128,21 @@ def test_an_aborted_load_that_is_not_reported_stays_aborted(world: World) -> Non
     assert d.counted("failures") == {}
 
 
-def test_the_tokens_of_a_dropped_load_are_not_used(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_the_tokens_of_a_dropped_load_are_not_used(world: World, p: Engine, d: Engine) -> None:
     params = p.prefill("r", TOKENS, prefilled_tokens=PrefilledTokens((7,)))
     d.submit("r", TOKENS, params)
     d.set_weights("v2")
     assert d.half.take_prefilled_tokens("r") is None
 
 
-def test_an_update_to_the_same_weights_changes_nothing(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_an_update_to_the_same_weights_changes_nothing(world: World, p: Engine, d: Engine) -> None:
     request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
     d.set_weights("", weights="weights")
     world.settle()
     assert d.read_out(request).valid_tokens == len(TOKENS)
 
 
-def test_a_reset_without_other_weights_forgets_nothing(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_a_reset_without_other_weights_forgets_nothing(world: World, p: Engine, d: Engine) -> None:
     request = d.fetch("r", TOKENS, p.prefill("r", TOKENS))
     assert d.half.reset_cache()
     world.settle()
@@ -162,8 +169,7 @@ def test_a_loan_from_before_is_delivered_to_the_old_weights_only(world: World) -
     assert p.half.num_open_loans == 1, "its consumer may still come"
 
 
-def test_a_prompt_that_was_computed_across_an_update_is_not_lent(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_a_prompt_that_was_computed_across_an_update_is_not_lent(world: World, p: Engine, d: Engine) -> None:
     request = FakeRequest("r", TOKENS, {"do_remote_decode": True})
     block_ids = p.compute_prompt(request)
     p.set_weights("v2")
@@ -172,8 +178,7 @@ def test_a_prompt_that_was_computed_across_an_update_is_not_lent(world: World) -
     assert_delivered(world, p, d)
 
 
-def test_a_peer_that_has_other_weights_rests_for_a_second(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_a_peer_that_has_other_weights_rests_for_a_second(world: World, p: Engine, d: Engine) -> None:
     params = p.prefill("r", TOKENS), p.prefill("s", TOKENS)
     p.set_weights("v2")
     for number, of_request in enumerate(params):
@@ -181,8 +186,7 @@ def test_a_peer_that_has_other_weights_rests_for_a_second(world: World) -> None:
         world.settle()
         assert d.read_out(request).valid_tokens == 0
         world.pass_time(1)
-    assert d.counted("failures") == {"other weights": 2}
-    assert d.counted("peer_failures") == {}
+    assert_no_fault(d, 2)
     world.pass_time(60)  # A peer that is refused gets no message: its loans end by time.
     d.set_weights("v2")
     assert_delivered(world, p, d)
@@ -191,8 +195,9 @@ def test_a_peer_that_has_other_weights_rests_for_a_second(world: World) -> None:
 # --- Admission ---------------------------------------------------------------------------------------
 
 
-def test_a_ticket_of_other_weights_is_computed_and_no_error_of_the_client(world: World) -> None:
-    p, d = world.engine("p"), world.engine("d")
+def test_a_ticket_of_other_weights_is_computed_and_no_error_of_the_client(
+    world: World, p: Engine, d: Engine
+) -> None:
     params = p.prefill("r", TOKENS)
     d.set_weights("v2")
     assert not d.admit(d.submit("r", TOKENS, params))
@@ -259,8 +264,7 @@ def test_an_update_of_p_withdraws_its_streams_at_once(push_world: PushWorld) -> 
     sent = [message for envelope in push_world.wire.carried for message in envelope.messages]
     assert [message.has_new_weights for message in sent if isinstance(message, Failed)] == [True]
     assert d.read_out(request).valid_tokens == 0
-    assert d.counted("failures") == {"other weights": 1}
-    assert d.counted("peer_failures") == {}
+    assert_no_fault(d)
     p.prefill_in_chunks("r", len(TOKENS) - BLOCK)
     assert p.finished["r"] is None
     assert not any(isinstance(m, Announced) for e in push_world.wire.carried for m in e.messages)
@@ -307,8 +311,7 @@ def test_the_ticket_of_a_stream_is_compared_when_it_comes(push_world: PushWorld)
     p.prefill_in_chunks("s", BLOCK, len(TOKENS) - BLOCK)
     push_world.settle()
     assert d.read_out(request).valid_tokens == 0
-    assert d.counted("failures") == {"other weights": 1}
-    assert d.counted("peer_failures") == {}
+    assert_no_fault(d)
     push_world.pass_time(60)
     push_world.assert_whole()
 
@@ -354,7 +357,13 @@ class Interleaving:
         self.num_requests = 0
 
     def act(self, action: str, *arguments: str) -> None:
-        getattr(self, f"_{action}")(*arguments)
+        simple: dict[str, Callable[[], object]] = {
+            "deliver": self.world.wire.deliver,
+            "settle": self.world.settle,
+            "hold": self.world.network.hold,
+            "release": self.world.network.release,
+        }
+        (simple.get(action) or getattr(self, f"_{action}"))(*arguments)
         self._check()
 
     def _check(self) -> None:
@@ -422,18 +431,6 @@ class Interleaving:
 
     def _step(self, name: str) -> None:
         self.engines[name].step()
-
-    def _deliver(self) -> None:
-        self.world.wire.deliver()
-
-    def _settle(self) -> None:
-        self.world.settle()
-
-    def _hold(self) -> None:
-        self.world.network.hold()
-
-    def _release(self) -> None:
-        self.world.network.release()
 
     def _second(self) -> None:
         self.world.now += 1.0

@@ -117,7 +117,11 @@ def test_a_connector_that_the_configuration_names_is_made_or_refused(make_config
     unknown = KVTransferConfig(kv_connector="NoSuchConnector", kv_role="kv_both")
     with pytest.raises(ConfigError, match="NoSuchConnector"):
         LLM(make_config(kv_transfer_config=unknown))
-    filling = KVTransferConfig(kv_connector="BatonDecodeBenchConnector", kv_role="kv_both")
+    filling = KVTransferConfig(
+        kv_connector="DecodeBenchConnector",
+        kv_connector_module_path="examples.decode_bench",
+        kv_role="kv_both",
+    )
     with LLM(make_config(kv_transfer_config=filling)) as llm:
         [completion] = llm.generate([list(range(5, 45))], GREEDY)
     assert completion.num_transferred_tokens > 0

@@ -116,8 +116,12 @@ def test_connectors_see_the_parts_of_a_state(config: EngineConfig) -> None:
 
 
 def test_a_connector_that_cannot_carry_states_is_refused(config: EngineConfig) -> None:
-    transfer = KVTransferConfig(kv_connector="BatonHiddenStatesConnector", kv_role="kv_both")
-    with pytest.raises(ConfigError, match="BatonHiddenStatesConnector cannot carry recurrent states"):
+    transfer = KVTransferConfig(
+        kv_connector="DecodeBenchConnector",
+        kv_connector_module_path="examples.decode_bench",
+        kv_role="kv_both",
+    )
+    with pytest.raises(ConfigError, match="DecodeBenchConnector cannot carry recurrent states"):
         settle_groups(
             msgspec.structs.replace(config, kv_transfer_config=transfer), "baton.assemble:connector_factory"
         )

@@ -29,7 +29,7 @@ from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.client import EngineClient
-from baton.engine.core.weights_update import UpdateFailed, UpdateUnderWay, WeightsUpdate, prepare_update
+from baton.engine.core.weights_update import UpdateFailed, UpdateUnderWay, prepare_update
 from baton.engine.executor import ExecutorDied
 from baton.engine.executor.multiprocess import MultiprocessExecutor
 from baton.engine.llm import LLM, Completion
@@ -44,11 +44,15 @@ PARALLEL = [
     pytest.param(ParallelConfig(), id="one step"),
     pytest.param(IN_FLIGHT, id="two steps in flight", marks=APART),
 ]
+TWO_RANKS = ParallelConfig(tensor_parallel_size=2, executor="multiprocess")
 SHAPE = {"hidden": 64, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 512}
+Folders = dict[str, Path]
+Answers = dict[str, list[list[int]]]  # By version.
+Spoil = Callable[[Path], Any]
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Folders:
     root = tmp_path_factory.mktemp("versions")
     return {
         name: write_checkpoint(root / name, seed=seed, **SHAPE) for name, seed in (("one", 1), ("two", 2))
@@ -67,7 +71,7 @@ def tokens(llm: LLM, prompts: list[list[int]] = PROMPTS) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def fresh(folders: dict[str, Path]) -> dict[str, Callable[[list[int], int], list[int]]]:
+def fresh(folders: Folders) -> dict[str, Callable[[list[int], int], list[int]]]:
     """By version: the tokens of an engine that never had other weights."""
     llms = {name: LLM(config_of(folder)) for name, folder in folders.items()}
 
@@ -84,10 +88,16 @@ def fresh(folders: dict[str, Path]) -> dict[str, Callable[[list[int], int], list
 
 
 @pytest.fixture(scope="module")
-def alone(fresh: dict[str, Callable[[list[int], int], list[int]]]) -> dict[str, list[list[int]]]:
+def alone(fresh: dict[str, Callable[[list[int], int], list[int]]]) -> Answers:
     wanted = {name: [ask(prompt, NUM_TOKENS) for prompt in PROMPTS] for name, ask in fresh.items()}
     assert all(a != b for a, b in zip(wanted["one"], wanted["two"], strict=True))
     return wanted
+
+
+def request_of(request_id: str, prompt: list[int]) -> EngineRequest:
+    return EngineRequest(
+        request_id=request_id, prompt_token_ids=prompt, sampling_params=GREEDY, arrival_time_s=0.0
+    )
 
 
 class Run:
@@ -97,23 +107,11 @@ class Run:
         self.core = llm.core
         self.completions: dict[str, Completion] = {}
 
-    def ask(self, *prompts: list[int], **params: Any) -> list[Completion]:
-        asked = []
-        for prompt in prompts:
-            completion = Completion(f"run-{len(self.completions)}", prompt)
+    def ask(self, *prompts: list[int]) -> list[Completion]:
+        asked = [Completion(f"run-{len(self.completions) + n}", prompt) for n, prompt in enumerate(prompts)]
+        for completion in asked:
             self.completions[completion.request_id] = completion
-            asked.append(completion)
-            self.take(
-                self.core.add_request(
-                    EngineRequest(
-                        request_id=completion.request_id,
-                        prompt_token_ids=prompt,
-                        sampling_params=GREEDY,
-                        arrival_time_s=0.0,
-                        kv_transfer_params=params or None,
-                    )
-                )
-            )
+            self.take(self.core.add_request(request_of(completion.request_id, completion.prompt_token_ids)))
         return asked
 
     def take(self, *outputs: EngineOutput | None) -> None:
@@ -131,24 +129,14 @@ class Run:
             self.step()
         raise AssertionError("it never happens")
 
-    def update(
-        self, folder: Path, version: str | None = None, *, mode: str, timeout_s: float = 600.0
-    ) -> None:
-        self.core.begin_update(
-            prepare_update(self.core.config.model_config, folder, version, mode, timeout_s)
-        )
+    def update(self, folder: Path, *, mode: str, timeout_s: float = 600.0) -> None:
+        self.core.begin_update(prepare_update(self.core.config.model_config, folder, None, mode, timeout_s))
 
     def end_update(self) -> None:
         """Step to the end of the update. Raises its error."""
-        ends: list[Any] = []
-
-        def has_ended() -> bool:
-            if (end := self.core.take_update_end()) is not None:
-                ends.append(end)
-            return bool(ends)
-
-        self.step_until(has_ended)
-        ends[0].check()
+        ends = []
+        self.step_until(lambda: ends.append(self.core.take_update_end()) or ends[-1] is not None)
+        ends[-1].check()
 
     def updated(self, folder: Path, *, mode: str) -> None:
         self.update(folder, mode=mode)
@@ -169,7 +157,7 @@ class Run:
     ids=["compiled", "python layers", "recorded", "no prefix cache"],
 )
 def test_answers_are_those_of_the_version_and_a_rollback_works(
-    folders: dict[str, Path], alone: dict[str, list[list[int]]], fields: dict[str, Any]
+    folders: Folders, alone: Answers, fields: dict[str, Any]
 ) -> None:
     num_threads = torch.get_num_threads()
     try:
@@ -196,7 +184,7 @@ def test_all_that_is_derived_from_weights_is_derived_again(tmp_path: Path, famil
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_wait_ends_requests_with_the_old_weights_and_begins_later_ones_with_the_new(
-    folders: dict[str, Path], alone: dict[str, list[list[int]]], parallel: ParallelConfig
+    folders: Folders, alone: Answers, parallel: ParallelConfig
 ) -> None:
     with LLM(config_of(folders["one"], parallel_config=parallel)) as llm:
         run = Run(llm)
@@ -215,7 +203,7 @@ def test_wait_ends_requests_with_the_old_weights_and_begins_later_ones_with_the_
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_abort_ends_requests_with_what_they_have(
-    folders: dict[str, Path], alone: dict[str, list[list[int]]], parallel: ParallelConfig
+    folders: Folders, alone: Answers, parallel: ParallelConfig
 ) -> None:
     with LLM(config_of(folders["one"], parallel_config=parallel)) as llm:
         run = Run(llm)
@@ -232,7 +220,7 @@ def test_abort_ends_requests_with_what_they_have(
 
 @pytest.mark.parametrize("parallel", PARALLEL)
 def test_keep_goes_on_as_the_new_weights_continue_the_tokens_so_far(
-    folders: dict[str, Path], alone: dict[str, list[list[int]]], fresh: Any, parallel: ParallelConfig
+    folders: Folders, alone: Answers, fresh: Any, parallel: ParallelConfig
 ) -> None:
     with LLM(config_of(folders["one"], parallel_config=parallel)) as llm:
         run = Run(llm)
@@ -253,41 +241,7 @@ def test_keep_goes_on_as_the_new_weights_continue_the_tokens_so_far(
         assert tokens(llm) == alone["two"]  # Also with what the kept requests have left in the cache.
 
 
-def test_a_lent_block_stays_lent_and_is_never_hit_again(
-    folders: dict[str, Path], alone: dict[str, list[list[int]]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(FakeSchedulerHalf, "set_weights", lambda *args: True, raising=False)
-    transfer = KVTransferConfig(kv_connector="Fake", kv_role="kv_both")
-    with LLM(config_of(folders["one"], kv_transfer_config=transfer), FACTORY) as llm:
-        run = Run(llm)
-        (lent,) = run.ask(PROMPTS[0], lend=True)
-        run.end()
-        scheduler = llm.core.scheduler
-        assert scheduler.remote.num_held == 1
-        held = scheduler.kv_cache.get_block_ids(lent.request_id)
-        llm.update_weights(folders["two"])
-        assert scheduler.kv_cache.get_block_ids(lent.request_id) == held
-        (completion,) = llm.generate([PROMPTS[0]], GREEDY)
-        assert completion.num_cached_tokens == 0
-        assert completion.token_ids == alone["two"][0]
-        assert not scheduler.connector.is_retired
-
-
-@pytest.mark.parametrize("answer", [None, False])
-def test_a_connector_that_promises_nothing_is_retired(
-    folders: dict[str, Path], alone: Any, monkeypatch: pytest.MonkeyPatch, answer: bool | None
-) -> None:
-    monkeypatch.setattr(FakeSchedulerHalf, "set_weights", lambda *args: answer, raising=False)
-    transfer = KVTransferConfig(kv_connector="Fake", kv_role="kv_both")
-    with LLM(config_of(folders["one"], kv_transfer_config=transfer), FACTORY) as llm:
-        llm.update_weights(folders["two"])
-        assert llm.core.scheduler.connector.is_retired
-        assert tokens(llm) == alone["two"]
-
-
-def test_the_connector_gets_digest_and_name(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_connector_gets_digest_and_name(folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str | None, str | None]] = []
 
     def note(half: FakeSchedulerHalf, weights: str | None, version: str | None) -> bool:
@@ -308,7 +262,7 @@ def test_the_connector_gets_digest_and_name(
 
 
 def test_an_idle_engine_publishes_that_its_blocks_are_gone(
-    folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+    folders: Folders, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = config_of(
         folders["one"],
@@ -332,12 +286,12 @@ def test_an_idle_engine_publishes_that_its_blocks_are_gone(
 
 
 @pytest.fixture
-def llm(folders: dict[str, Path]) -> Iterator[LLM]:
+def llm(folders: Folders) -> Iterator[LLM]:
     with LLM(config_of(folders["one"])) as llm:
         yield llm
 
 
-def _with_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
+def _with_tensors(folder: Path, change: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     tensors = load_file(folder / "model.safetensors")
     change(tensors)
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -347,31 +301,24 @@ def _other_dtype(folder: Path) -> None:
     _with_tensors(folder, lambda tensors: tensors.update({n: t.bfloat16() for n, t in tensors.items()}))
 
 
-def _other_shape(folder: Path) -> None:
-    _with_tensors(folder, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
-
-
-def _one_missing(folder: Path) -> None:
-    _with_tensors(folder, lambda tensors: tensors.__delitem__("model.norm.weight"))
-
-
-def _one_more(folder: Path) -> None:
-    _with_tensors(folder, lambda tensors: tensors.update({"model.norm.bias": torch.ones(64)}))
-
-
-def _damaged(folder: Path) -> None:
-    content = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(content[:-10])
+def _changed(name: str, value: torch.Tensor | None) -> Spoil:
+    """Sets a tensor, or removes it."""
+    return lambda folder: _with_tensors(
+        folder, lambda tensors: tensors.pop(name) if value is None else tensors.update({name: value})
+    )
 
 
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
         (_other_dtype, "has dtype BF16, that of the loaded weights is F32"),
-        (_other_shape, "has shape"),
-        (_one_missing, "lacks model.norm.weight"),
-        (_one_more, "model.norm.bias"),
-        (_damaged, "damaged"),
+        (_changed("model.norm.weight", torch.ones(65)), "has shape"),
+        (_changed("model.norm.weight", None), "lacks model.norm.weight"),
+        (_changed("model.norm.bias", torch.ones(64)), "model.norm.bias"),
+        (
+            lambda folder: os.truncate(file := folder / "model.safetensors", file.stat().st_size - 10),
+            "damaged",
+        ),
         (lambda folder: write_checkpoint(folder, seed=2, **{**SHAPE, "layers": 3}), "another architecture"),
         (shutil.rmtree, "neither"),
         (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
@@ -379,7 +326,7 @@ def _damaged(folder: Path) -> None:
     ids=["dtype", "shape", "missing", "more", "damaged", "architecture", "no folder", "no weights"],
 )
 def test_a_folder_that_does_not_fit_changes_nothing(
-    llm: LLM, folders: dict[str, Path], alone: Any, tmp_path: Path, spoil: Callable[[Path], Any], message: str
+    llm: LLM, folders: Folders, alone: Answers, tmp_path: Path, spoil: Spoil, message: str
 ) -> None:
     folder = shutil.copytree(folders["two"], tmp_path / "bad")
     spoil(folder)
@@ -399,7 +346,7 @@ def test_a_folder_that_does_not_fit_changes_nothing(
 
 @pytest.mark.parametrize("spoil", [shutil.rmtree, lambda folder: write_checkpoint(folder, seed=3, **SHAPE)])
 def test_a_folder_that_changes_after_its_digest_changes_nothing(
-    llm: LLM, folders: dict[str, Path], alone: Any, tmp_path: Path, spoil: Callable[[Path], Any]
+    llm: LLM, folders: Folders, alone: Answers, tmp_path: Path, spoil: Spoil
 ) -> None:
     folder = shutil.copytree(folders["two"], tmp_path / "changing")
     run = Run(llm)
@@ -411,7 +358,7 @@ def test_a_folder_that_changes_after_its_digest_changes_nothing(
 
 
 def test_an_update_during_an_update_is_refused_and_a_wait_has_an_end(
-    llm: LLM, folders: dict[str, Path], alone: Any
+    llm: LLM, folders: Folders, alone: Answers
 ) -> None:
     run = Run(llm)
     before = run.ask(*PROMPTS)
@@ -430,7 +377,7 @@ def test_an_update_during_an_update_is_refused_and_a_wait_has_an_end(
     "arguments",
     [{"mode": "now"}, {"version": ""}, {"version": "a\nb"}, {"version": "x" * 129}, {"timeout_s": -1.0}],
 )
-def test_arguments_are_checked(llm: LLM, folders: dict[str, Path], arguments: dict[str, Any]) -> None:
+def test_arguments_are_checked(llm: LLM, folders: Folders, arguments: dict[str, Any]) -> None:
     (field,) = arguments
     with pytest.raises(UserError) as caught:
         llm.update_weights(folders["two"], **arguments)
@@ -454,7 +401,7 @@ without_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason
         pytest.param("keep", "ray", marks=without_ray),
     ],
 )
-def test_two_ranks_change_together(folders: dict[str, Path], alone: Any, mode: str, executor: Any) -> None:
+def test_two_ranks_change_together(folders: Folders, alone: Answers, mode: str, executor: Any) -> None:
     parallel = ParallelConfig(tensor_parallel_size=2, executor=executor)
     with LLM(config_of(folders["one"], parallel_config=parallel)) as llm:
         run = Run(llm)
@@ -467,9 +414,8 @@ def test_two_ranks_change_together(folders: dict[str, Path], alone: Any, mode: s
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_a_rank_that_dies_between_reading_and_use_ends_the_engine(folders: dict[str, Path]) -> None:
-    parallel = ParallelConfig(tensor_parallel_size=2, executor="multiprocess")
-    with LLM(config_of(folders["one"], parallel_config=parallel)) as llm:
+def test_a_rank_that_dies_between_reading_and_use_ends_the_engine(folders: Folders) -> None:
+    with LLM(config_of(folders["one"], parallel_config=TWO_RANKS)) as llm:
         executor = llm.core.executor
         assert isinstance(executor, MultiprocessExecutor)
         stage = executor.stage_weights
@@ -487,13 +433,10 @@ def test_a_rank_that_dies_between_reading_and_use_ends_the_engine(folders: dict[
 
 @pytest.mark.slow
 @pytest.mark.processes
-def test_what_one_of_two_ranks_refuses_none_takes(
-    folders: dict[str, Path], alone: Any, tmp_path: Path
-) -> None:
+def test_what_one_of_two_ranks_refuses_none_takes(folders: Folders, alone: Answers, tmp_path: Path) -> None:
     folder = shutil.copytree(folders["two"], tmp_path / "bad")
     _other_dtype(folder)
-    parallel = ParallelConfig(tensor_parallel_size=2, executor="multiprocess")
-    with LLM(config_of(folders["one"], parallel_config=parallel)) as llm:
+    with LLM(config_of(folders["one"], parallel_config=TWO_RANKS)) as llm:
         with pytest.raises(UserError, match="dtype"):
             llm.update_weights(folder)
         assert tokens(llm) == alone["one"]
@@ -501,27 +444,18 @@ def test_what_one_of_two_ranks_refuses_none_takes(
         assert tokens(llm) == alone["two"]
 
 
-def test_the_update_can_be_sent_between_processes(folders: dict[str, Path]) -> None:
-    import msgspec
-
-    update = prepare_update(load_model_config(folders["one"]), folders["two"], "v2", "keep", 1.0)
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(update), type=WeightsUpdate) == update
-
-
 # --- The engine in its own process ------------------------------------------------------------------
 
 
 async def answer(client: EngineClient, request_id: str, prompt: list[int] = PROMPTS[0]) -> list[int]:
-    asked = EngineRequest(
-        request_id=request_id, prompt_token_ids=prompt, sampling_params=GREEDY, arrival_time_s=0.0
-    )
-    return [token async for output in client.generate(asked) for token in output.new_token_ids]
+    outputs = client.generate(request_of(request_id, prompt))
+    return [token async for output in outputs for token in output.new_token_ids]
 
 
 @pytest.mark.slow
 @pytest.mark.processes
 async def test_one_update_at_a_time_and_a_restart_has_the_updated_weights(
-    folders: dict[str, Path], alone: Any
+    folders: Folders, alone: Answers
 ) -> None:
     parallel = ParallelConfig(tensor_parallel_size=2, executor="multiprocess", on_rank_death="restart")
     client = await EngineClient.start(config_of(folders["one"], parallel_config=parallel))

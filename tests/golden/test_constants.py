@@ -10,9 +10,7 @@ import numpy as np
 
 from baton.cli import route, serve, with_parent
 from baton.cli import settings as of_serve
-from baton.connectors.decode_bench.halves import ANSWERED
 from baton.connectors.extra_config import NIXL
-from baton.connectors.hidden_states.settings import OUTPUT_KEY, PATH_KEY
 from baton.connectors.multi.children import KEY as MULTI_KEY
 from baton.connectors.registry import BUILT_IN, ENTRY_POINT_GROUP
 from baton.connectors.shared_storage.settings import CHUNK_TOKENS
@@ -163,8 +161,6 @@ def test_engines() -> None:
             "cached tokens": CACHED_TOKENS,
             "first token": FIRST_TOKEN,
             "tokens of an answer": f"{GIVEN} {NAMES_TOKENS}",
-            "hidden states": f"{PATH_KEY} {OUTPUT_KEY}",
-            "synthetic tokens": ANSWERED,
             "drawn seed": seed_of(7, "request", 0),
             "draws": drawn.tolist(),
         },

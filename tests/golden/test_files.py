@@ -1,17 +1,12 @@
-"""Files that outlive a process: chunks of the shared storage, and hidden states."""
-
-import json
-from pathlib import Path
+"""Files that outlive a process: chunks of the shared storage."""
 
 import pytest
 import torch
 
-from baton.connectors.hidden_states.halves import HiddenStatesWorkerHalf, SaveStates
-from baton.connectors.hidden_states.settings import HiddenStatesSettings
 from baton.connectors.shared_storage.form import FileForm, LayerShape
 from baton.tiers import chunk
 from baton.tiers.chunk_name import ChunkName
-from tests.golden.golden import check_values, literals
+from tests.golden.golden import check_values
 from tests.golden.samples import HASH
 
 LENGTH_BYTES = 8
@@ -36,20 +31,3 @@ def test_chunks_of_stores(monkeypatch: pytest.MonkeyPatch) -> None:
         header, content = split(b"".join(chunk.seal(name, form.entries, body.numpy().data, b"signing key")))
         found |= {kind: header.decode().rstrip(" "), f"{kind}, length": len(header), f"{kind}, body": content}
     check_values("file_of_a_chunk", found)
-
-
-def test_hidden_states(tmp_path: Path) -> None:
-    settings = HiddenStatesSettings(shared_storage_path=str(tmp_path))
-    half = HiddenStatesWorkerHalf(settings, (1, 2), 2, is_first_rank=True)
-    try:
-        states = torch.arange(8, dtype=torch.float32).view(2, 2, 2)
-        half._write(SaveStates(str(tmp_path / "file"), (5, 6), (0,)), states)
-    finally:
-        half.shutdown()
-    header, _ = split((tmp_path / "file").read_bytes())
-    assert json.loads(header) == {
-        "__metadata__": {"layer_ids": "1,2", "final_norm": "applied"},
-        "token_ids": {"dtype": "I64", "shape": [2], "data_offsets": [0, 16]},
-        "hidden_states": {"dtype": "F32", "shape": [2, 2, 2], "data_offsets": [16, 48]},
-    }
-    assert "not applied" in literals("baton/vllm_plugin"), "of vLLM's models"

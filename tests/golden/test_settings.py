@@ -6,8 +6,6 @@ The fields of EngineConfig and SamplingParams are in `engine_fields`, since they
 import msgspec
 
 from baton.cli.settings import SECTIONS, ServeSettings
-from baton.connectors.decode_bench.settings import DecodeBenchSettings
-from baton.connectors.hidden_states.settings import HiddenStatesSettings
 from baton.connectors.offload.settings import LendSettings, OffloadSettings
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
@@ -27,8 +25,6 @@ KINDS: dict[str, type[msgspec.Struct]] = {
     "BatonOffloadConnector": OffloadSettings,
     "lend of BatonOffloadConnector": LendSettings,
     "BatonSharedStorageConnector": StorageSettings,
-    "BatonHiddenStatesConnector": HiddenStatesSettings,
-    "BatonDecodeBenchConnector": DecodeBenchSettings,
     "every connector in vLLM": PluginSettings,
 }
 

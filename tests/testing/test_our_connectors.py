@@ -43,7 +43,7 @@ def test_it_keeps_the_contract(name: str, tmp_path: Path) -> None:
 
 # The tiered connector's children are among the others.
 @pytest.mark.parametrize("caches", KINDS)
-@pytest.mark.parametrize("name", sorted({*BUILT_IN} - {"BatonDecodeBenchConnector", "BatonTieredConnector"}))
+@pytest.mark.parametrize("name", sorted({*BUILT_IN} - {"BatonTieredConnector"}))
 def test_it_keeps_the_contract_with_other_caches(name: str, caches: str, tmp_path: Path) -> None:
     """Caches of unlike widths in one layer, of which every rank has all, and bytes with their scales."""
     verdict = check_enough(

@@ -45,7 +45,7 @@ def test_it_learns_which_keys_return() -> None:
         prompts.append([first + place for place in range(rng.randint(8, 12))])
     learned = num_hits(prompts, make_policy("learned", 400))
     assert learned > 0.7 * 2 * 1900
-    assert max(num_hits(prompts, make_policy(name, 400)) for name in ("lru", "slru")) < 0.1 * learned
+    assert num_hits(prompts, make_policy("lru", 400)) < 0.1 * learned
 
 
 def test_evicted_keys_are_forgotten() -> None:

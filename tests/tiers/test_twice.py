@@ -11,7 +11,7 @@ from baton.tiers.eviction import Eviction, make_policy
 from baton.tiers.policy import EvictionPolicy
 from baton.tiers.twice import TwiceEstimated
 
-POLICIES: list[Eviction] = ["lru", "arc", "slru", "s3fifo", "learned"]
+POLICIES: list[Eviction] = ["lru", "arc", "learned"]
 # A prompt: how many blocks of which chain.
 PROMPTS = st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), max_size=60)
 

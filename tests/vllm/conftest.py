@@ -25,7 +25,6 @@ OTHER_CASTS = frozenset(
         "test_drafts",
         "test_foreign_connectors",
         "test_gpt_oss",
-        "test_hidden_states",
         "test_hybrid",
         "test_multi",
         "test_offload",

@@ -193,18 +193,3 @@ def test_stored_blocks_are_loaded_by_groups(
             assert engine.tokens(prompt) == expected[prompt], len(prompt)
     engine.wait_metric(EXTERNAL_HITS, lambda count: count > before + sum(map(len, ASKED)) / 2)
     assert engine.metric(failures) == 0
-
-
-def test_synthetic_kv_fills_every_group(windows: Site) -> None:
-    """All KV is one number, so both engines answer alike with any layout."""
-    made_up = {"kv_connector": "BatonDecodeBenchConnector", "kv_role": "kv_both", "engine_id": "bench"}
-    plans = VllmPlan("bench", made_up, extra=SIZES), BatonPlan("baton-bench", made_up, SIZES)
-    servers = windows.cast("bench", *plans)
-    bench, baton = (servers[plan.name] for plan in plans)
-    for prompt in ASKED:
-        salt = f"prompt {len(prompt)}"
-        assert bench.tokens(prompt, cache_salt=salt) == baton.tokens(prompt, cache_salt=salt), len(prompt)
-    bench.tokens(ASKED[0][:1])  # Counts arrive with a later step.
-    num_tokens = sum(len(prompt) - 1 for prompt in ASKED)
-    bench.wait_metric("baton:synthetic_tokens_total", lambda count: count == num_tokens)
-    assert "SYNTHETIC" in bench.log()

@@ -2,7 +2,6 @@
 
 import logging
 import select
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,31 +14,20 @@ from vllm.plugins import load_general_plugins
 
 from baton.cli.processes import free_ports
 from baton.core.errors import ConfigError
-from tests.vllm.engines import START_S, Site, VllmPlan, in_company
-from tests.vllm.test_hidden_states import saving
+from tests.vllm.engines import START_S, Site, VllmPlan, transfer
 
 
-@pytest.mark.parametrize(
-    ("name", "expected_text"),
-    [
-        ("decode-bench-in-company", "BatonDecodeBenchConnector cannot be combined with other connectors"),
-        ("hidden-states-of-no-layer", "extract_hidden_states"),
-    ],
-)
-def test_vllm_does_not_start(site: Site, tmp_path: Path, name: str, expected_text: str) -> None:
-    disk = {"shared_storage_path": str(tmp_path)}
-    store = {"kv_connector": "ExampleConnector", "kv_connector_extra_config": disk}
-    bench = {"kv_connector": "BatonDecodeBenchConnector", "kv_role": "kv_both", "engine_id": "bench"}
-    transfer = in_company(bench, store) if "company" in name else saving(tmp_path)
+def test_vllm_does_not_start_with_a_setting_that_is_refused(site: Site) -> None:
     site.cast("refused")
     (port,) = free_ports(1)
-    child = VllmPlan(name, transfer).start(site, port)
+    of_nothing = transfer("BatonOffloadConnector", "kv_both", "offload", extra={"cpu_gib": 0})
+    child = VllmPlan("offload", of_nothing).start(site, port)
     ended, _, _ = select.select([child], [], [], START_S)
     assert ended, child.log_tail()
     log = child.log_path.read_text(errors="replace")
     site.end(child)
     assert "ConfigError: " in log, log[-8000:]
-    assert expected_text in log, log[-8000:]
+    assert "cpu_gib: must be positive" in log, log[-8000:]
 
 
 def test_a_connector_without_a_self_test_is_refused_in_an_unlisted_version_unless_allowed(

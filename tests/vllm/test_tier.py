@@ -35,8 +35,6 @@ def plan(name: str, folder: Path, endpoints: tuple[str, str]) -> VllmPlan:
         "spec_name": "CpuTieringSpec",
         "spec_module_path": "baton.vllm_tier",
         "cpu_bytes_to_use": 1 << 26,
-        "eviction_policy": "S3FifoCachePolicy",
-        "cache_policy_module_path": "baton.vllm_tier",
         "secondary_tiers": [tier],
     }
     endpoint, replay_endpoint = endpoints

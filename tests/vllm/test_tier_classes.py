@@ -1,6 +1,5 @@
-"""`BatonTier`, the eviction policies and the CPU's worker with vLLM's own classes, without an engine."""
+"""`BatonTier` and the CPU's worker with vLLM's own classes, without an engine."""
 
-import random
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,7 +33,6 @@ from vllm.v1.kv_offload.config import (
     OffloadingParallelConfig,
 )
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, TieringOffloadingManager
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -74,9 +72,7 @@ class World:
 
     def __init__(self, name: str, folder: Path, **config: Any) -> None:
         self.region = SharedOffloadRegion(name, NUM_ROWS, None, ROW, ROW)
-        primary = CPUPrimaryTierOffloadingManager(
-            NUM_ROWS, self.region, "S3FifoCachePolicy", "baton.vllm_tier", enable_events=True
-        )
+        primary = CPUPrimaryTierOffloadingManager(NUM_ROWS, self.region, "lru", enable_events=True)
         spec = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=True))
         self.tier = BatonTier(
             spec,
@@ -344,42 +340,6 @@ def test_another_version_of_vllm_is_refused(monkeypatch: pytest.MonkeyPatch, tmp
     rows = memoryview(np.zeros((NUM_ROWS, ROW), np.int8))
     with pytest.raises(ConfigError, match=r"0\.34\.0.*allow_untested_vllm"):
         BatonTier(SimpleNamespace(), rows, "BatonTier", path=str(tmp_path))
-
-
-@pytest.mark.parametrize("store_threshold", [0, 2])
-@pytest.mark.parametrize("name", ["S3FifoCachePolicy", "SlruCachePolicy"])
-def test_a_policy_keeps_what_is_used_and_its_books(name: str, store_threshold: int) -> None:
-    rng = random.Random(20261125)
-    manager = CPUOffloadingManager(8, name, "baton.vllm_tier", store_threshold=store_threshold)
-    policy: Any = manager._policy
-    resident: set[bytes] = set()
-    pinned: list[tuple[bytes, ReqContext]] = []
-    for number in range(2000):
-        context = ReqContext(f"r{number}")
-        manager.on_new_request(context)
-        keys = rng.sample(KEYS, rng.randrange(1, 5))
-        prepared = manager.prepare_store(keys, context)
-        if prepared is not None:
-            evicted = set(prepared.evicted_keys)
-            assert not evicted & ({key for key, _ in pinned} | set(keys))
-            resident = (resident - evicted) | set(prepared.keys_to_store)
-            is_stored = rng.random() < 0.9
-            manager.complete_store(prepared.keys_to_store, context, success=is_stored)
-            if not is_stored:
-                resident -= set(prepared.keys_to_store)
-        for key in rng.sample(sorted(resident), min(2, len(resident))):
-            manager.prepare_load([key], context)
-            pinned.append((key, context))
-        while len(pinned) > 5:
-            key, of = pinned.pop(rng.randrange(len(pinned)))
-            manager.complete_load([key], of)
-        manager.on_request_finished(context)
-        assert {key for key in KEYS if policy.get(key) is not None} == resident
-        policy._drop_admitted()
-        assert len(policy._policy) == len(resident) <= 8
-        if number % 500 == 499:
-            manager.reset_cache()
-            resident, pinned = set(), []
 
 
 def test_a_row_has_the_bytes_of_all_ranks() -> None:

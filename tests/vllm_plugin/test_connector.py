@@ -70,13 +70,13 @@ def test_an_unlisted_vllm_is_refused_without_a_self_test_unless_allowed(
     """Make pull's halves, which wait for the caches, and those of a connector that has no self-test."""
     kind = plugin.BatonPullConnector
     kind(vllm_config(folder, parallel=PARALLEL), roles().SCHEDULER, GROUPS).shutdown()
-    bench = plugin.BatonDecodeBenchConnector
+    without: Any = type("BatonOtherConnector", (kind,), {"_has_self_test": False})
     with pytest.raises(ConfigError, match=rf"{unlisted}.*allow_untested_vllm"):
-        bench(vllm_config(folder, parallel=PARALLEL), roles().SCHEDULER, GROUPS)
+        without(vllm_config(folder, parallel=PARALLEL), roles().SCHEDULER, GROUPS)
     allowed = vllm_config(folder, {"allow_untested_vllm": True}, parallel=PARALLEL)
     with caplog.at_level("WARNING"):
-        bench(allowed, roles().SCHEDULER, GROUPS).shutdown()
-    assert f"vLLM {unlisted} is untested with BatonDecodeBenchConnector" in caplog.text
+        without(allowed, roles().SCHEDULER, GROUPS).shutdown()
+    assert f"vLLM {unlisted} is untested with BatonOtherConnector" in caplog.text
 
 
 def test_a_vllm_that_fits_no_record_is_refused_unless_allowed(

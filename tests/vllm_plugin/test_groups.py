@@ -82,7 +82,7 @@ def test_windows_are_read_in_vllms_order() -> None:
 )
 def test_layers_without_a_cache_of_tokens_are_refused_with_advice(spec: Any, reason: str) -> None:
     with pytest.raises(ConfigError, match=f"{reason}.*--disable-hybrid-kv-cache-manager"):
-        groups_of(groups(FullAttentionSpec(), spec), BLOCK, carries_states=True)
+        groups_of(groups(FullAttentionSpec(), spec), BLOCK)
 
 
 @pytest.mark.usefixtures("plugin")

@@ -34,16 +34,14 @@ def config_of(tp_size: int = 1, **cache: Any) -> Any:
 
 
 def test_a_group_of_states_may_have_another_block_size() -> None:
-    assert groups_of(HYBRID, BLOCK, carries_states=True) == (
+    assert groups_of(HYBRID, BLOCK) == (
         KVCacheGroup((0,), 1, is_state=True),
         KVCacheGroup((1,)),
     )
-    assert groups_of(groups(MambaSpec()), 4096, carries_states=True) == (KVCacheGroup((), 1, is_state=True),)
+    assert groups_of(groups(MambaSpec()), 4096) == (KVCacheGroup((), 1, is_state=True),)
     in_place = groups(MambaSpec(mamba_cache_mode="align", block_size=64), FullAttentionSpec())
     with pytest.raises(ConfigError, match=r"blocks of \[64\] tokens"):
-        groups_of(in_place, BLOCK, carries_states=True)
-    with pytest.raises(ConfigError, match=r"recurrent state .* choose the pull, push, offload or shared"):
-        groups_of(HYBRID, BLOCK)
+        groups_of(in_place, BLOCK)
     keep_one_token_more(HYBRID)  # A state has no token to keep.
 
 

@@ -63,17 +63,9 @@ def our_cases(folder: Path, *, transports: tuple[str, ...] = ("memory",)) -> dic
             break_store=lambda: cut_files(tiered, flips_bits=True),
         ),
         "BatonMultiConnector": ConnectorCase(path="BatonMultiConnector", extra_config=multi, pairing="pull"),
-        "BatonDecodeBenchConnector": ConnectorCase(path="BatonDecodeBenchConnector", speaks_text=False),
-        "BatonHiddenStatesConnector": ConnectorCase(
-            path="BatonHiddenStatesConnector",
-            extra_config={"shared_storage_path": str(folder / "hidden")},
-        ),
     }
     return {
-        # The decode bench refuses int8: it writes numbers, and knows no scales.
-        name: replace(
-            case, plays_latents=True, plays_scales=name != "BatonDecodeBenchConnector", plays_sleep=True
-        )
+        name: replace(case, plays_latents=True, plays_scales=True, plays_sleep=True)
         for name, case in cases.items()
     }
 

@@ -97,7 +97,6 @@ EVERYWHERE = {
     "handoffs of states",
     "host load: error",
     "host memory evicts by learned",
-    "host memory evicts by slru",
     "host memory reset",
     "host store: error",
     "hung steps",

@@ -151,12 +151,12 @@ class Cluster(BaseCluster):
         caches_prefixes = rng.random() < 0.5  # Otherwise all hits are those of host memory.
         offload = OffloadSettings(
             cpu_gib=1.0,
-            eviction=rng.choice(["lru", "arc", "s3fifo"]),
+            eviction=rng.choice(["lru", "arc", "arc"]),
             blocks_per_chunk=1 if self.is_hybrid else rng.choice([1, 1, 2, 3]),
             prompt_only=rng.random() < 0.3,
         )
         # From a generator of its own: other worlds of recorded seeds stay as they are.
-        if (eviction := self.world.rng_of_eviction.choice([None, None, "slru", "learned"])) is not None:
+        if (eviction := self.world.rng_of_eviction.choice([None, None, None, "learned"])) is not None:
             offload = msgspec.structs.replace(offload, eviction=eviction)
         self.world.count(f"host memory evicts by {offload.eviction}")
         return replace(
