@@ -276,6 +276,14 @@ def route(
     ] = None,
     allowed_hosts: Annotated[str, typer.Option(help=ALLOWED_HOSTS_HELP, metavar="NAMES")] = "",
     limits: Annotated[str | None, typer.Option(help=LIMITS_HELP, metavar="JSON")] = None,
+    outlier_detection: Annotated[
+        str,
+        typer.Option(
+            help="When errors eject an engine, with Envoy's names, such as "
+            "'{\"consecutive_5xx\": 5}'; see docs/operations.md.",
+            metavar="JSON",
+        ),
+    ] = "{}",
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help=OTLP_HELP, metavar="URL")] = None,
     access_log: Annotated[
         str | None,
@@ -308,7 +316,13 @@ def route(
     from baton.http.gate import hosts_to_check, is_loopback
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.http.tls import ClientTls, ServerTls, TlsFiles
-    from baton.router.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
+    from baton.router.settings import (
+        AdmissionSettings,
+        LegTimeouts,
+        OutlierDetection,
+        PeerSettings,
+        RouterSettings,
+    )
     from baton.router.shell.access_log import AccessLog
     from baton.router.shell.engine_keys import split_engine_keys
     from baton.router.shell.run import num_workers_for, serve
@@ -320,6 +334,7 @@ def route(
     options = context.params  # Most have the names of the settings.
     wanted = {
         **{name: options[name] for name in RouterSettings.__struct_fields__ if name in options},
+        "outlier_detection": OutlierDetection(),
         "prefill_urls": [url.rstrip("/") for url in prefill or ()],
         "decode_urls": [url.rstrip("/") for url in decode or ()],
         "has_sources": bool(members),
@@ -382,6 +397,9 @@ def route(
         if peer_bind is not None:
             peers = PeerSettings(peer_bind, tuple(peer or ()), next(iter(secrets), ""))
             settings = msgspec.structs.replace(settings, peers=peers)
+        settings = msgspec.structs.replace(
+            settings, outlier_detection=OutlierDetection.from_json(outlier_detection)
+        )
         http = HttpSettings.of(
             HttpLimits.from_json(limits or "{}"),
             api_keys=keys,

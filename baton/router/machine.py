@@ -49,6 +49,7 @@ from baton.router.answers import (
     is_engines_fault,
     is_handed_over,
     prefilled,
+    retry_after_s,
 )
 from baton.router.errors import LegFailure, RouterError, error_event
 from baton.router.event_log import Kind as EventKind
@@ -835,10 +836,12 @@ class Machine:
                     return None
                 if self._answer.is_done:
                     return self._end_answer(event.leg)
+                event.leg.outcome = "broken"
                 return self._resume_or_break("the decode engine ended the stream without [DONE]", event.leg)
             case Failed(failure=failure):
                 self._note_failure(event.leg, failure)
                 if self._answer.is_done:
+                    event.leg.outcome = "200"
                     return self._end_answer(event.leg)  # All that matters had arrived.
                 self._log("decode leg, in the stream: %s", failure)
                 message = f"the decode engine failed in the middle of the answer ({failure.kind})"
@@ -851,10 +854,13 @@ class Machine:
             ready = self._answer.ready(self._lent_in_push)
         except PeerError as error:
             self._log("decode leg, in the stream: %s", error)
+            self._decode.outcome = "broken"
             message = f"the decode engine failed in the middle of the answer ({error})"
             return self._resume_or_break(message, self._decode)
         self._send(ready)
         event = self._answer.take_error()
+        if event is not None:
+            self._decode.outcome = "broken"
         if event is None or self._resume(self._decode, "the decode engine reports an error"):
             return None
         self._send(event)
@@ -1133,7 +1139,7 @@ class Machine:
     def _note_answer(self, leg: Leg, answer: LegAnswer) -> None:
         leg.outcome = str(answer.status)
         leg.weights_id = answer.headers.get(WEIGHTS_HEADER, "")
-        self._view.fleet.note_answer(leg.engine, answer.status, self._now_s)
+        self._view.fleet.note_answer(leg.engine, answer.status, self._now_s, retry_after_s(answer))
         note_answer(leg, answer, self._now_s)
         self._note_computed(leg)
 
@@ -1148,8 +1154,7 @@ class Machine:
                 self._view.admission.on_room()
 
     def _note_failure(self, leg: Leg, failure: LegFailure) -> None:
-        if leg.outcome == "cancelled":
-            leg.outcome = failure.kind
+        leg.outcome = failure.kind
         self._view.fleet.note_failure(leg.engine, failure, self._now_s)
 
     def _again(self) -> None:
@@ -1173,6 +1178,7 @@ class Machine:
     def _on_closed(self, event: Closed) -> None:
         note_closed(event.leg, self._view.fleet.outputs)
         self._note_computed(event.leg)
+        self._view.fleet.note_outcome(event.leg.engine, event.leg.outcome, self._now_s)
         self._view.fleet.note_end(event.leg.engine)
         self._open_legs.remove(event.leg)
         self._count("legs", event.leg.role, event.leg.engine.url, event.leg.outcome)

@@ -20,7 +20,7 @@ import msgspec
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.http.forms import fields_of
-from baton.router.answers import LegAnswer, end_to_end, is_engines_fault
+from baton.router.answers import LegAnswer, end_to_end, is_engines_fault, retry_after_s
 from baton.router.errors import LegFailure, RouterError, error_event
 from baton.router.events import (
     ClientGone,
@@ -207,7 +207,7 @@ class PassThrough:
 
     def _on_opened(self, leg: Leg, answer: LegAnswer, now_s: float) -> Sequence[Effect]:
         leg.outcome = str(answer.status)
-        self._view.fleet.note_answer(leg.engine, answer.status, now_s)
+        self._view.fleet.note_answer(leg.engine, answer.status, now_s, retry_after_s(answer))
         if lacks_path(answer):
             leg.engine.lacks[self._request.path] = now_s + LACKS_S
             self._lacking = answer
@@ -242,6 +242,7 @@ class PassThrough:
         return PATHS[self._request.path].repeats
 
     def _on_closed(self, leg: Leg, now_s: float) -> Sequence[Effect]:
+        self._view.fleet.note_outcome(leg.engine, leg.outcome, now_s)
         self._view.fleet.note_end(leg.engine)
         self._leg = None
         counted = Count("legs", (leg.engine.role, leg.engine.url, leg.outcome))

@@ -57,6 +57,31 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
                 raise ConfigError("must be positive", field=f"probe.{name}")
 
 
+class OutlierDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When errors eject an engine whose /health is good. The names are Envoy's."""
+
+    interval_s: float = 10.0  # The window in which answers count.
+    consecutive_5xx: int = 5  # Also broken streams, timeouts and 429.
+    failure_percentage_threshold: int = 50
+    failure_percentage_request_volume: int = 10  # Answers in the window; with fewer no percentage counts.
+    base_ejection_time_s: float = 2.0  # Doubled when the engine fails again after it.
+    max_ejection_time_s: float = 30.0
+    max_ejection_percent: int = 50  # Of the engines of one role and model. One always stays.
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigError("must be positive", field=f"outlier_detection.{name}")
+
+    @classmethod
+    def from_json(cls, text: str) -> "OutlierDetection":
+        """Decode the settings. Raises ConfigError."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"is not right: {error}", field="outlier_detection") from error
+
+
 ANY_ENGINE, HOST = "*", "{host}"
 
 
@@ -177,6 +202,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     engines_have_own_key: bool = False  # `engine_api_key` is the first of `doors.api_keys`.
     timeouts: LegTimeouts = LegTimeouts()
     probe: ProbeSettings = ProbeSettings()
+    outlier_detection: OutlierDetection = OutlierDetection()
 
     def __post_init__(self) -> None:
         check_urls(self.prefill_urls, "prefill_urls", may_be_empty=self.has_sources)

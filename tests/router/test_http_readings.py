@@ -1,6 +1,6 @@
 """The router reads HTTP/1.1 as stricter implementations do: the same bytes are the same messages, or refused.
 
-requests    the router beside h11 (which uvicorn uses), and behind nginx as reverse proxy
+requests    the router beside h11 (which uvicorn uses), and with nginx as reverse proxy before it
 answers     the router's client beside h11 (which httpx uses)
 """
 
@@ -287,7 +287,7 @@ def test_requests_are_read_as_h11_reads_them(sent: bytes, cuts: list[int]) -> No
     check_reading(asyncio.run(read_by_router(sent, cuts)), read_by_h11(sent), sent)
 
 
-# --- Behind nginx ---------------------------------------------------------------------------------------
+# --- With nginx before the router ---------------------------------------------------------------------------------------
 
 
 NGINX = """
@@ -316,7 +316,7 @@ http {{
 
 
 class Proxied(NamedTuple):
-    """nginx, which lets only /v1/ pass, and the router behind it."""
+    """nginx, which lets only /v1/ pass, and the router after it."""
 
     folder: Path
     door: Door
@@ -351,16 +351,16 @@ async def proxied(folder: Path) -> AsyncIterator[Proxied]:
 
 
 # Bodies that nginx's log shows as they are.
-BEHIND = st.lists(requests(), min_size=1, max_size=3).map(b"".join)
+PROXIED = st.lists(requests(), min_size=1, max_size=3).map(b"".join)
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed (Debian: nginx-light)")
-def test_behind_nginx_the_router_gets_what_nginx_has_passed_on(tmp_path: Path) -> None:
+def test_the_router_after_nginx_gets_what_nginx_has_passed_on(tmp_path: Path) -> None:
     sent: list[bytes] = [*CORPUS]
 
     @settings(max_examples=150, deadline=None)
-    @given(BEHIND)
+    @given(PROXIED)
     def collect(data: bytes) -> None:
         sent.append(data)
 
