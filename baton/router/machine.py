@@ -575,9 +575,11 @@ class Machine:
             leg.outcome, leg.is_broken = outcome.kind, True
             self._note_failure(leg, outcome)
             self._effects.append(Close(leg))
+        leg.has_told = leg.has_told or isinstance(outcome, Prefilled | Complete | Refused | Unable)
         if isinstance(outcome, Prefilled | Complete) and outcome.ticket:
             self._take_loan(leg, outcome.ticket)
         elif isinstance(outcome, FirstTokenRead) and outcome.first.params:
+            leg.has_told = True
             self._take_loan(leg, outcome.first.params)
         if outcome is not None and self._state is not State.BORROWING:
             self._settle_turn(outcome)
@@ -1181,6 +1183,7 @@ class Machine:
         self._view.fleet.note_outcome(event.leg.engine, event.leg.outcome, self._now_s)
         self._view.fleet.note_end(event.leg.engine)
         self._open_legs.remove(event.leg)
+        self._take_back_unseen(event.leg)
         self._count("legs", event.leg.role, event.leg.engine.url, event.leg.outcome)
         if not self._open_legs and self._state is State.CLOSING:
             self._then()
@@ -1203,6 +1206,13 @@ class Machine:
         self._lent, self._lending = (leg.engine, params), leg
         if self._state in (State.CLOSING, State.OVER):
             self._give_back()
+
+    def _take_back_unseen(self, leg: Leg) -> None:
+        """The leg has ended before its answer was read, which may be on its way, with a ticket."""
+        transfer_id = (leg.body.get(PARAMS) or {}).get("transfer_id")
+        is_known = leg.has_told or leg.outcome == "unreachable" or (self._has_come and leg is self._prefill)
+        if leg.role == "prefill" and transfer_id and not is_known:
+            self._effects.append(GiveBack(leg.engine, {"transfer_id": transfer_id}))
 
     def _give_back(self) -> None:
         """No D will come any more. If one has come all the same, P takes nothing away."""

@@ -284,11 +284,11 @@ def _add_admin(app: FastAPI, service: Service) -> None:
     async def take_back(http: Request) -> Response:
         """Take back the KV of an answer that no decode engine will fetch. A hint: always 202.
 
-        The body is the `kv_transfer_params` of that answer.
+        The body is the `kv_transfer_params` of that answer, or of the request without an answer.
         """
         async with service.bodies.read(http.headers, http.receive) as body:
             lent = parse_body(body, Lent)
-        service.engine.take_back({"baton_ticket": lent.checked_ticket})
+        service.engine.take_back(lent.checked)
         return Response(status_code=202)
 
     @app.get("/baton/requests/{request_id:path}")

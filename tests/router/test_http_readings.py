@@ -287,7 +287,7 @@ def test_requests_are_read_as_h11_reads_them(sent: bytes, cuts: list[int]) -> No
     check_reading(asyncio.run(read_by_router(sent, cuts)), read_by_h11(sent), sent)
 
 
-# --- With nginx before the router ---------------------------------------------------------------------------------------
+# --- With nginx before the router -------------------------------------------------------------------------
 
 
 NGINX = """
