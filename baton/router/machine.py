@@ -606,6 +606,10 @@ class Machine:
             case Refused(answer):
                 if self._status is not None:
                     raise RouterError.gateway("the prefill engine refused what another one had begun")
+                if self._consumer is not None and self._consumer.max_model_len != leg.engine.max_model_len:
+                    # The prompt may be too long for P alone. If it is wrong, D refuses it as well.
+                    self._set_prefilled(Prefilled("local", "prefill_failed"))
+                    return False
                 self._send_whole(answer, {})
                 self._finish()
                 return True

@@ -15,6 +15,7 @@ import baton
 from baton.http.settings import HttpSettings
 from baton.router.settings import LegTimeouts
 from tests.event_loop import pass_time, run
+from tests.router.baton_fakes import baton, introduced_system
 from tests.router.fakes import (
     JSON,
     LATER_S,
@@ -323,6 +324,24 @@ async def test_the_clients_error_found_by_prefill_is_passed_on_as_it_is() -> Non
     refused = [answer for answer in answers_got if answer.status_code == 400]
     assert [answer.json() for answer in refused] == [error]
     assert len(decode.calls) == 1
+
+
+@pytest.mark.parametrize("mode", ["pull", "push"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_prompt_that_is_too_long_for_the_prefill_engine_alone_is_computed_by_the_other(
+    mode: Any, stream: bool
+) -> None:
+    error = {"error": {"message": "prompt is too long", "param": "prompt", "code": 400}}
+    prefill = FakeEngine(responds(400, error), introduces_as="p", says_max_model_len=512)
+    decode = baton("d")
+    decode.says_max_model_len = 2048
+    async with introduced_system([prefill], [decode], mode=mode) as s:
+        answer = await s.complete(stream=stream)
+        assert answer.status_code == 200
+        assert prefill.calls, "it was asked"
+        decode.respond = responds(400, error)
+        answer = await s.complete()
+        assert (answer.status_code, answer.json()) == (400, error)
 
 
 # ---- decode fails
