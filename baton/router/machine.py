@@ -1230,7 +1230,8 @@ class Machine:
             return
         handed_over = is_handed_over(answer)
         if handed_over is False:
-            self._note_handoff(engine, "computed")
+            is_late = self._is_pushed and self._prefill in self._open_legs and not self._prefill.has_told
+            self._note_handoff(engine, "late" if is_late else "computed")
             self._give_back()
             return
         if handed_over:

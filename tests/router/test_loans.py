@@ -246,7 +246,9 @@ async def test_a_push_that_d_answers_before_p_has_lent(num_loaded: int) -> None:
         assert (await asking).status_code == 200
         if not num_loaded:
             await p.heard_of_loan.wait()
+        metrics = (await s.client.get("/metrics")).text
     assert p.taken_back == ([] if num_loaded else TICKET)
+    assert ('outcome="late"' in metrics) == (not num_loaded)
 
 
 @pytest.mark.parametrize("was_sent", [False, True])

@@ -118,7 +118,8 @@ class RouterMetrics:
         self.handoffs = counter(
             "baton:router_handoffs",
             "Prompts that a prefill engine had lent, by what the decode engine did: handed_over, computed "
-            "(by itself), refused (the ticket or the introduction), or other_weights (computed, because the "
+            "(by itself), late (computed, because the prefill took longer than it waits), "
+            "refused (the ticket or the introduction), or other_weights (computed, because the "
             "weights of one engine have changed).",
             _HANDOFF_LABELS,
         )
