@@ -15,7 +15,8 @@ import baton
 from baton.http.settings import HttpSettings
 from baton.router.settings import LegTimeouts
 from tests.event_loop import pass_time, run
-from tests.router.baton_fakes import baton, introduced_system
+from tests.router.baton_fakes import baton as speaking
+from tests.router.baton_fakes import introduced_system
 from tests.router.fakes import (
     JSON,
     LATER_S,
@@ -333,7 +334,7 @@ async def test_a_prompt_that_is_too_long_for_the_prefill_engine_alone_is_compute
 ) -> None:
     error = {"error": {"message": "prompt is too long", "param": "prompt", "code": 400}}
     prefill = FakeEngine(responds(400, error), introduces_as="p", says_max_model_len=512)
-    decode = baton("d")
+    decode = speaking("d")
     decode.says_max_model_len = 2048
     async with introduced_system([prefill], [decode], mode=mode) as s:
         answer = await s.complete(stream=stream)
