@@ -24,6 +24,7 @@ from typing import ClassVar
 from baton.core.errors import ConfigError
 from baton.tiers.aligned import PAGE_BYTES, AlignedMemory, whole_pages
 from baton.tiers.chunk_name import is_of_a_store
+from baton.tiers.dates import age_s, is_ahead
 from baton.tiers.store import Parts, Promise, Store, Stored, StoreError, Unusable
 from baton.tiers.whole_file import TEMPORARY_PREFIX, make_folder, write_files
 
@@ -151,8 +152,11 @@ class FileStore(Store):
     def collect(self, now_s: float) -> None:
         for entry in self._entries():
             if entry.name.startswith(TEMPORARY_PREFIX):
-                found = _status(entry)
-                if found is not None and now_s - found.st_mtime > ABANDONED_S:
+                if (found := _status(entry)) is None:
+                    continue
+                if is_ahead(found.st_mtime, now_s):
+                    self.touch(os.path.relpath(entry.path, self.folder), now_s)
+                elif age_s(found.st_mtime, now_s) > ABANDONED_S:
                     _unlink(entry.path)
 
     def close(self) -> None:
