@@ -32,6 +32,7 @@ REMOVED_AT_ONCE = 500  # S3 takes at most 1,000 keys in one request.
 HEADS_AT_ONCE = 64
 FIRST = "0"  # Namespaces have digits and letters. Keys such as "kv//x" and "kv/./x" come before them.
 NO_RANGES = "Received non-partial response"  # obstore's error.
+ARCHIVED = "InvalidObjectState"  # S3's error for an object that lifecycle rules have moved to an archive.
 
 
 class ObjectStore(Store):
@@ -126,7 +127,7 @@ class ObjectStore(Store):
         except FileNotFoundError as error:
             raise Unusable("gone") from error
         except self._errors as error:
-            raise Unusable("io", _told(error)) from error
+            raise _unusable(error) from error
         if len(content) > len(into):
             raise Unusable("corrupt", f"it has {len(content)} bytes, at most {len(into)} are expected")
         into[: len(content)] = memoryview(content)
@@ -151,7 +152,7 @@ class ObjectStore(Store):
                 return
             if "range" in _told(error).lower() and self._ends_before(name, start + nbytes):
                 raise Unusable("corrupt", f"it ends before byte {start + nbytes}") from error
-            raise Unusable("io", _told(error)) from error
+            raise _unusable(error) from error
         if len(content) != nbytes:
             raise Unusable("corrupt", f"it ends before byte {start + nbytes}")
         into[:nbytes] = content
@@ -275,6 +276,10 @@ class ObjectStore(Store):
                     raise StoreError(_told(error)) from error
 
         return await asyncio.gather(*map(size, names))
+
+
+def _unusable(error: Exception) -> Unusable:
+    return Unusable("foreign" if ARCHIVED in str(error) else "io", _told(error))
 
 
 def _told(error: Exception) -> str:
