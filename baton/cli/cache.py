@@ -316,9 +316,8 @@ def _store(where: str, options: Sequence[str] | None) -> Store:
         from baton.tiers.object_store import ObjectStore
 
         pairs = [option.partition("=") for option in options or ()]
-        return ObjectStore(
-            where, {name: value for name, _, value in pairs}, timeout_s=TIMEOUT_S, field="STORE"
-        )
+        named = {name: value for name, _, value in pairs}
+        return ObjectStore(where, named, timeout_s=TIMEOUT_S, field="STORE", options_field="--option")
     if not Path(where).is_dir():
         raise ConfigError(f"{where} is not a folder", field="STORE")
     return FileStore(Path(where))
