@@ -75,9 +75,9 @@ async def test_an_engine_that_does_not_serve_is_not_added() -> None:
         ("add", {"type": "decode", "instance": "http://a:1/v1"}, "instance"),
         ("add", {"type": "decode", "instance": "a:99999"}, "instance"),
         ("add", {"instance": "a:1"}, "type"),
-        ("add", {"type": "both", "instance": "a:1"}, "body"),
+        ("add", {"type": "both", "instance": "a:1"}, "type"),
         ("drain", {"instance": "a:1"}, "instance"),
-        ("add", {"type": "decode"}, "body"),
+        ("add", {"type": "decode"}, "instance"),
     ],
 )
 async def test_orders_that_cannot_be_carried_out(path: str, body: dict[str, str], field: str) -> None:

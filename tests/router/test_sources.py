@@ -211,7 +211,7 @@ async def test_a_missed_heartbeat_drains_the_engine() -> None:
     [
         ({"ttl_s": -1}, "ttl_s"),
         ({"weight": 0}, "weight"),
-        ({"type": "both"}, "body"),
+        ({"type": "both"}, "type"),
         ({"instance": "http://a/?b"}, "instance"),
     ],
 )

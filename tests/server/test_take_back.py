@@ -22,7 +22,7 @@ def test_the_engine_gets_the_ticket(http: httpx.Client, engine: ScriptedEngine) 
         ({"baton_ticket": 1}, "baton_ticket"),
         ({"baton_ticket": ""}, "baton_ticket"),
         ({"baton_ticket": "a" * (MAX_TICKET_CHARS + 1)}, "baton_ticket"),
-        ([], None),
+        ([], "body"),
     ],
 )
 def test_anything_else_is_refused(

@@ -15,14 +15,14 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from baton.core.errors import UserError
-from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
 from baton.http.gate import is_own_origin
+from baton.http.json_body import decode_as
 from baton.http.registration import PATH as REGISTER_PATH
 from baton.http.registration import Registration, check_weight
 from baton.router.fleet import Engine
@@ -45,7 +45,6 @@ METHODS = {
     "/instances/role": "POST",
     REGISTER_PATH: "POST",
 }
-T = TypeVar("T")
 JSON = {"content-type": "application/json"}
 ORDER_HEADER = "x-baton-order"  # Of the page.
 
@@ -239,15 +238,6 @@ def _speeds(engine: Engine) -> Mapping[str, float | None]:
     """As this process has learned them, or another one of this router."""
     speeds = engine.speeds or engine.elsewhere.speeds or Speeds(None, None, None)
     return msgspec.structs.asdict(speeds)
-
-
-def decode_as(body: bytes, kind: type[T]) -> T:
-    """Raises UserError."""
-    try:
-        return decode_json(body, kind)
-    except NotJson as error:
-        wanted = '{"type": "prefill" or "decode", "instance": "host:port"}'
-        raise UserError(f"{error}; expected {wanted}", field="body") from error
 
 
 def _json(value: Mapping[str, Any]) -> Reply:
