@@ -14,7 +14,7 @@ from baton.http.settings import HttpSettings
 from baton.http.tls import TlsFiles
 
 PEER_SECRET_CHARS_MIN = 16
-_NOT_IN_URLS = re.compile(r"[\x00-\x20\x7f]")
+_NOT_IN_URLS = re.compile(r"[\x00-\x20\x7f\\]")
 _ENDPOINT = re.compile(r"tcp://[^\s/]+:(?:\d{1,5}|\*)|ipc://\S+")
 
 EngineKey: TypeAlias = tuple[Role, str]  # The URL has no credentials.
