@@ -225,7 +225,9 @@ class Admin:
                     **_speeds(engine),
                     "breaker": engine.health.breaker(now_s),
                     "weight": round(engine.share(now_s), 3),
-                    "reason": engine.refused or engine.last_error,
+                    "reason": engine.refused or (None if engine.is_up else engine.last_error),
+                    "last_error": engine.last_error,
+                    "last_error_unix_s": engine.last_error_unix_s,
                 }
                 for engine in self._fleet.engines
             ],
