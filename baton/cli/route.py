@@ -10,6 +10,7 @@ Its configuration file is TOML with one table, [route], whose keys are the optio
 Flags override the environment (BATON_ROUTE_MODE=push), which overrides the file, which overrides defaults.
 """
 
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from baton.cli.exposure import exposure_of
 from baton.cli.http_options import (
     ADMIN_API_KEY_ENV,
     ADMIN_API_KEY_HELP,
@@ -34,7 +36,6 @@ from baton.cli.http_options import (
     TLS_CLIENT_CA_HELP,
     TLS_KEY_HELP,
     read_api_keys,
-    warn_if_open,
 )
 from baton.cli.members import MEMBERS_HELP, ROLES, TABLE, read_members, read_route_config, source_of
 from baton.cli.show_config import to_toml
@@ -313,7 +314,7 @@ def route(
     """
     from baton.core.validation import explain
     from baton.http.auth import KeyFiles, read_auth
-    from baton.http.gate import hosts_to_check, is_loopback
+    from baton.http.gate import hosts_to_check
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.http.tls import ClientTls, ServerTls, TlsFiles
     from baton.router.settings import (
@@ -438,7 +439,8 @@ def route(
     if show_config:
         typer.echo(show_route_config(context))
         return
-    warn_if_open(host, http, is_loopback=is_loopback(host))
+    if (exposure := exposure_of(host, http, tls)) is not None:
+        logging.getLogger("baton.cli.route").warning("%s", exposure)
     status = serve(
         settings,
         host=host,

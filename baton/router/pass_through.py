@@ -20,6 +20,7 @@ import msgspec
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.http.forms import fields_of
+from baton.http.json_body import decode_as
 from baton.router.answers import LegAnswer, end_to_end, is_engines_fault, retry_after_s
 from baton.router.errors import LegFailure, RouterError, error_event
 from baton.router.events import (
@@ -101,10 +102,7 @@ class Looked(msgspec.Struct):
 
         An engine's decoder may accept what this one does not, such as NaN. So such a body is refused.
         """
-        try:
-            looked = decode_json(body, cls) if body else cls()
-        except NotJson as error:
-            raise UserError(f"is not a JSON object: {error}", field="body") from error
+        looked = decode_as(body, cls) if body else cls()
         if looked.kv_transfer_params is not None:
             raise UserError("is not for clients on this path; leave it out", field=PARAMS)
         refuse_hidden_params(looked.vllm_xargs)

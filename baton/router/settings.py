@@ -14,6 +14,7 @@ from baton.http.settings import HttpSettings
 from baton.http.tls import TlsFiles
 
 PEER_SECRET_CHARS_MIN = 16
+_NOT_IN_URLS = re.compile(r"[\x00-\x20\x7f\\]")
 _ENDPOINT = re.compile(r"tcp://[^\s/]+:(?:\d{1,5}|\*)|ipc://\S+")
 
 EngineKey: TypeAlias = tuple[Role, str]  # The URL has no credentials.
@@ -261,10 +262,13 @@ def check_url(url: str, field: str) -> None:
     try:
         parts, shown = urlsplit(url), without_credentials(url)
         is_known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        (parts.hostname or "").encode("idna")  # As the resolver does: no empty or long label.
     except ValueError as error:
         raise ConfigError(f"is no URL: {error}; e.g. http://127.0.0.1:8100", field=field) from error
     if not is_known:
         raise ConfigError(f"{shown!r} is no http(s) URL; e.g. http://127.0.0.1:8100", field=field)
+    if not parts.path.isascii() or _NOT_IN_URLS.search(url):
+        raise ConfigError(f"{shown!r} has characters that a URL has not; write %XX for them", field=field)
     if parts.query or parts.fragment or url.endswith("/"):
         raise ConfigError(f"{shown!r} must end before any query and without a slash", field=field)
     if parts.path.endswith("/v1"):

@@ -32,7 +32,7 @@ def test_the_engine_gets_the_transfer_of_an_answer_that_nobody_has(
         ({"transfer_id": ""}, "transfer_id"),
         ({"baton_ticket": "", "transfer_id": "t"}, "baton_ticket"),
         ({"baton_ticket": "a" * (MAX_TICKET_CHARS + 1)}, "baton_ticket"),
-        ([], None),
+        ([], "body"),
     ],
 )
 def test_anything_else_is_refused(

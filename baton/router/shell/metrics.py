@@ -94,6 +94,11 @@ class RouterMetrics:
         self.source_members = gauge(
             "baton:router_source_members", "Members that a source named last.", ["source"]
         )
+        self.source_skipped = gauge(
+            "baton:router_source_skipped_entries",
+            "Entries of a source that cannot be read, and are skipped.",
+            ["source"],
+        )
         self.source_failures = counter(
             "baton:router_source_failures",
             "Times that a source of members could not be read, or was silent.",
