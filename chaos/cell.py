@@ -41,6 +41,7 @@ class Record(msgspec.Struct, kw_only=True):
     rest_s: float | None = None  # From the last answer until all blocks of all pools were free.
     strikes: int | None = None  # Packets that the fault changed, delayed or dropped.
     held: list[str] = []  # What was still in use in pools at the time limit.
+    expired_loans: int = 0  # Where the fault is no reason for them.
     silent_pairs: list[str] = []
     processes_left: list[str] = []
     files_left: int = 0
@@ -58,6 +59,7 @@ class Record(msgspec.Struct, kw_only=True):
             numbers["failed"] = 0 if self.may_fail else self.counts.clear_errors
             found += [f"{number} {name}" for name, number in numbers.items() if number]
         found += [f"held: {', '.join(self.held)}"] if self.held else []
+        found += [f"{self.expired_loans} loans expired"] if self.expired_loans else []
         found += [f"no handoff any more: {', '.join(self.silent_pairs)}"] if self.silent_pairs else []
         found += [f"ended: {', '.join(self.ended)}"] if self.ended else []
         found += [f"processes left: {', '.join(self.processes_left)}"] if self.processes_left else []
@@ -92,7 +94,7 @@ def run_cell(
         warm_s = time.monotonic()
         wait_until(lambda: load.num_ended_since(warm_s) >= WARM_ANSWERS, WARM_MAX_S)
         time.sleep(WARM_S)
-        files_before = system.num_files()
+        files_before, expired_before = system.num_files(), system.num_expired_loans()
         began_s = time.monotonic()
         fault.begin(context)
         time.sleep(fault.lasts_s)
@@ -115,6 +117,8 @@ def run_cell(
     record.held = wait_until_empty(system.not_at_rest, AT_REST_MAX_S)
     if not record.held:
         record.rest_s = time.monotonic() - stopped_s
+    if fault.keeps_loans:
+        record.expired_loans = int(system.num_expired_loans() - expired_before)
     left = wait_until_empty(lambda: orphans(run), END_S)
     record.processes_left = [f"{process.name()} {process.pid}" for process in left]
     record.files_left = max(0, system.num_files() - files_before)

@@ -52,6 +52,7 @@ class Fault:
     open_defects: str = ""  # A known defect that is not fixed yet; shown in the report's table.
     keeps_streams: bool = False  # Other engines continue the streams of those that fail.
     is_planned: bool = False  # No request may fail.
+    keeps_loans: bool = False  # No loan may end by time: engines and network are sound.
     keeps_weights: bool = True  # If false, an answer of that time may be one with the other weights.
     strikes: bool = False  # The switch counts affected packets; with a count of 0 the cell shows nothing.
 
@@ -419,7 +420,11 @@ FAULTS: Sequence[Fault] = (
         is_planned=True,
     ),
     Fault(
-        "disconnects", "8 of 10 clients disconnect within 0.4 s", _set_leave_share(0.8), _set_leave_share(0.0)
+        "disconnects",
+        "8 of 10 clients disconnect within 0.4 s",
+        _set_leave_share(0.8),
+        _set_leave_share(0.0),
+        keeps_loans=True,
     ),
 )
 

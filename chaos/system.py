@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -287,6 +287,14 @@ class System:
             for prefill in self.mode.prefill:
                 handed[f"{prefill}>{decode}"] = samples.get(("kv_peer_bytes_total", prefill), 0.0)
         return handed
+
+    def num_expired_loans(self) -> float:
+        """Count loans that ended by time; those of an engine that does not answer are left out."""
+        expired = 0.0
+        for engine in self.engines.values():
+            with suppress(httpx.HTTPError):
+                expired += engine.samples().get(("kv_loans_expired_total", ""), 0.0)
+        return expired
 
     def not_at_rest(self) -> list[str]:
         """Describe what each engine still holds; empty when all blocks are free."""

@@ -316,9 +316,8 @@ def _store(where: str, options: Sequence[str] | None) -> Store:
         from baton.tiers.object_store import ObjectStore
 
         pairs = [option.partition("=") for option in options or ()]
-        return ObjectStore(
-            where, {name: value for name, _, value in pairs}, timeout_s=TIMEOUT_S, field="STORE"
-        )
+        named = {name: value for name, _, value in pairs}
+        return ObjectStore(where, named, timeout_s=TIMEOUT_S, field="STORE", options_field="--option")
     if not Path(where).is_dir():
         raise ConfigError(f"{where} is not a folder", field="STORE")
     return FileStore(Path(where))
@@ -413,7 +412,9 @@ def _progress(what: str, items: Sequence[T]) -> Iterable[T]:
 def _ago(used_s: float, now_s: float) -> str:
     if used_s == 0:
         return "unknown"
-    age_s = max(0.0, now_s - used_s)
+    from baton.tiers.dates import age_s
+
+    age = age_s(used_s, now_s)
     units: list[tuple[float, str]] = [(86400, "d"), (3600, "h"), (60, "min"), (1, "s")]
-    size, unit = next((each for each in units if age_s >= each[0]), units[-1])
-    return f"{age_s / size:.0f} {unit} ago"
+    size, unit = next((each for each in units if age >= each[0]), units[-1])
+    return f"{age / size:.0f} {unit} ago"

@@ -6,16 +6,20 @@ import importlib.metadata
 import json
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
+import msgspec
 import typer
 
+from baton.cli.exposure import doors_of, open_doors, readable_files
 from baton.cli.http_options import CA_HELP, verifying
 from baton.core.errors import ConfigError
 from baton.core.secret_source import SECRET_ENV
+from baton.http.gate import is_loopback
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -76,6 +80,7 @@ def doctor(
         *look_at_machine(os.environ.get(SECRET_ENV, "")),
         *(look_at_outcome(outcome) for outcome in outcomes),
         *look_at_optional(has_nixl="nixl" in names),
+        *look_at_exposure(os.environ, secret_file),
         *([look_at_peer(peer_pid)] if peer_pid is not None else []),
         *(finding for url in peer or () for finding in look_at_engine(url, our_secret(secret_file), ca)),
     ]
@@ -108,6 +113,27 @@ def look_at_machine(secret: str) -> Iterator[Finding]:
         "no Yama in this kernel" if scope is None else str(scope),
         "" if scope is None or scope <= 1 else "sysctl kernel.yama.ptrace_scope=1, or `local` cannot read",
     )
+
+
+def look_at_exposure(environment: Mapping[str, str], secret_file: str | None) -> Iterator[Finding]:
+    """Look at the server and the secret files that the environment describes to `baton serve`."""
+    from baton.cli.settings import resolve
+
+    try:
+        resolved = resolve({"secret_file": secret_file} if secret_file else {}, environment=environment)
+    except ConfigError as error:
+        # Perhaps they are those of `baton route`.
+        yield Finding("settings in the environment", None, f"baton serve refuses them: {error}")
+        return
+    settings, host = resolved.settings, resolved.settings.host
+    doors = doors_of(host, resolved.http, settings.tls)
+    for door in doors:
+        yield Finding(f"baton serve at {host}", False, *door.split(", because ", 1))
+    if not doors:
+        yield Finding(f"baton serve at {host}", True, "is not open to the network")
+    files = [settings.secret_file, settings.tls_key, *msgspec.structs.astuple(resolved.http.key_files)]
+    for file in readable_files(files):
+        yield Finding("secret file", False, *file.split(": ", 1))
 
 
 def look_at_outcome(outcome: Outcome) -> Finding:
@@ -217,9 +243,13 @@ def look_at_engine(url: str, secret: ClusterSecret | None, ca: Path | None = Non
         try:
             health = client.get(f"{url}/health")
             page = client.get(f"{url}/baton/introduction")
+            models = client.get(f"{url}/v1/models")  # Without a key.
         except httpx.HTTPError as error:
             yield Finding(url, False, "does not answer", f"{type(error).__name__}: {error}")
             return
+    if not is_loopback(urlsplit(url).hostname or ""):
+        for door in open_doors(is_open=models.status_code == 200, has_tls=url.startswith("https")):
+            yield Finding(url, False, *door.split(", because ", 1))
     if health.status_code != 200:
         yield Finding(url, False, f"/health returns {health.status_code}", health.text[:200])
     try:

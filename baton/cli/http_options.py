@@ -1,6 +1,5 @@
 """HTTP options that `baton serve` and `baton route` share, and the reading of API keys."""
 
-import logging
 import ssl
 from collections.abc import Mapping
 from pathlib import Path
@@ -8,15 +7,15 @@ from pathlib import Path
 import msgspec
 import typer
 
+from baton.cli.exposure import API_KEY_ENV as API_KEY_ENV
 from baton.core.errors import ConfigError
 from baton.http.auth import (
     parse_api_keys,
     read_key_file,
 )
-from baton.http.settings import HttpLimits, HttpSettings
+from baton.http.settings import HttpLimits
 from baton.http.tls import TlsFiles
 
-API_KEY_ENV = "BATON_API_KEY"  # Keys that clients must send.
 ADMIN_API_KEY_ENV = "BATON_ADMIN_API_KEY"
 ENGINE_API_KEY_ENV = "BATON_ENGINE_API_KEY"  # Key that the router sends to engines.
 REGISTER_KEY_ENV = "BATON_REGISTER_KEY"  # That opens registrations, at routers where an engine registers.
@@ -54,8 +53,6 @@ OTLP_HELP = (
     "OTEL_EXPORTER_OTLP_ENDPOINT; without any nothing is traced."
 )
 
-logger = logging.getLogger(__name__)
-
 
 def read_api_keys(
     file: str | None, environment: Mapping[str, str], *, variable: str, field: str
@@ -87,12 +84,3 @@ def verifying_own(files: TlsFiles) -> ssl.SSLContext:
     context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
     context.check_hostname = False
     return context
-
-
-def warn_if_open(host: str, http: HttpSettings, *, is_loopback: bool) -> None:
-    if http.is_open and not is_loopback:
-        logger.warning(
-            "every client that reaches %s is served: no API key is set (--api-key-file, %s)",
-            host,
-            API_KEY_ENV,
-        )

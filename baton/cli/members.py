@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any, Literal
 from urllib.parse import SplitResult, parse_qsl, urlsplit
 
 from baton.cli.settings import read_toml
-from baton.core.errors import ConfigError
+from baton.core.errors import ConfigError, UserError
 from baton.http.registration import REDIS_SCHEMES, redis_place
 
 if TYPE_CHECKING:
-    from baton.router.members import Member
+    from baton.router.members import Listing
+    from baton.router.settings import Role
     from baton.router.shell.members import Source
 
 TABLE = "route"
@@ -45,23 +46,27 @@ def read_route_config(path: Path, known: Collection[str]) -> dict[str, Any]:
     return values
 
 
-def read_members(path: Path, known: Collection[str], roles: Collection[str]) -> "frozenset[Member]":
+def read_members(path: Path, known: Collection[str], roles: Collection[str]) -> "Listing":
     """The engines of these roles in the file as it is now. Raises ConfigError."""
-    from baton.router.members import Member
-    from baton.router.settings import check_urls
+    from baton.router.members import Member, read_entries
 
     values = read_route_config(path, known)
-    found: set[Member] = set()
+    entries: list[tuple[str, tuple[Role, Any]]] = []
     for role in ROLES:
         if role not in roles:
             continue
         urls = values.get(role)
-        if not isinstance(urls, list) or not all(isinstance(url, str) for url in urls):
+        if not isinstance(urls, list) or not urls:
             raise ConfigError(f"must be a list of URLs in {path}", field=f"{TABLE}.{role}")
-        urls = [url.rstrip("/") for url in urls]
-        check_urls(urls, f"{TABLE}.{role}")
-        found.update(Member(role, url) for url in urls)
-    return frozenset(found)
+        entries += [(str(url), (role, url)) for url in urls]
+
+    def read(entry: "tuple[Role, Any]") -> tuple[Member]:
+        role, url = entry
+        if not isinstance(url, str):
+            raise UserError("is no URL")
+        return (Member(role, url.rstrip("/")),)
+
+    return read_entries(entries, read)
 
 
 def source_of(text: str) -> "Source | None":

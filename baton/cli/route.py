@@ -10,6 +10,7 @@ Its configuration file is TOML with one table, [route], whose keys are the optio
 Flags override the environment (BATON_ROUTE_MODE=push), which overrides the file, which overrides defaults.
 """
 
+import logging
 import os
 from functools import partial
 from pathlib import Path
@@ -18,6 +19,7 @@ from typing import Annotated, Any
 import msgspec
 import typer
 
+from baton.cli.exposure import exposure_of
 from baton.cli.http_options import (
     ADMIN_API_KEY_ENV,
     ADMIN_API_KEY_HELP,
@@ -34,7 +36,6 @@ from baton.cli.http_options import (
     TLS_CLIENT_CA_HELP,
     TLS_KEY_HELP,
     read_api_keys,
-    warn_if_open,
 )
 from baton.cli.members import MEMBERS_HELP, ROLES, TABLE, read_members, read_route_config, source_of
 from baton.cli.show_config import to_toml
@@ -203,6 +204,9 @@ def route(
     ] = 600.0,
     idle_timeout_s: Annotated[float, typer.Option(help="Limit between two pieces of a stream.")] = 60.0,
     total_timeout_s: Annotated[float, typer.Option(help="Limit for one request with all attempts.")] = 3600.0,
+    keepalive_timeout_s: Annotated[
+        float, typer.Option(help="How long an idle connection to an engine is used; engines keep it longer.")
+    ] = 2.0,
     drain_timeout_s: Annotated[
         float, typer.Option(help="Time for running requests to end after SIGTERM.", min=0)
     ] = 30.0,
@@ -273,6 +277,14 @@ def route(
     ] = None,
     allowed_hosts: Annotated[str, typer.Option(help=ALLOWED_HOSTS_HELP, metavar="NAMES")] = "",
     limits: Annotated[str | None, typer.Option(help=LIMITS_HELP, metavar="JSON")] = None,
+    outlier_detection: Annotated[
+        str,
+        typer.Option(
+            help="When errors eject an engine, with Envoy's names, such as "
+            "'{\"consecutive_5xx\": 5}'; see docs/operations.md.",
+            metavar="JSON",
+        ),
+    ] = "{}",
     otlp_traces_endpoint: Annotated[str | None, typer.Option(help=OTLP_HELP, metavar="URL")] = None,
     access_log: Annotated[
         str | None,
@@ -302,10 +314,16 @@ def route(
     """
     from baton.core.validation import explain
     from baton.http.auth import KeyFiles, read_auth
-    from baton.http.gate import hosts_to_check, is_loopback
+    from baton.http.gate import hosts_to_check
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.http.tls import ClientTls, ServerTls, TlsFiles
-    from baton.router.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
+    from baton.router.settings import (
+        AdmissionSettings,
+        LegTimeouts,
+        OutlierDetection,
+        PeerSettings,
+        RouterSettings,
+    )
     from baton.router.shell.access_log import AccessLog
     from baton.router.shell.engine_keys import split_engine_keys
     from baton.router.shell.run import num_workers_for, serve
@@ -317,6 +335,7 @@ def route(
     options = context.params  # Most have the names of the settings.
     wanted = {
         **{name: options[name] for name in RouterSettings.__struct_fields__ if name in options},
+        "outlier_detection": OutlierDetection(),
         "prefill_urls": [url.rstrip("/") for url in prefill or ()],
         "decode_urls": [url.rstrip("/") for url in decode or ()],
         "has_sources": bool(members),
@@ -379,6 +398,9 @@ def route(
         if peer_bind is not None:
             peers = PeerSettings(peer_bind, tuple(peer or ()), next(iter(secrets), ""))
             settings = msgspec.structs.replace(settings, peers=peers)
+        settings = msgspec.structs.replace(
+            settings, outlier_detection=OutlierDetection.from_json(outlier_detection)
+        )
         http = HttpSettings.of(
             HttpLimits.from_json(limits or "{}"),
             api_keys=keys,
@@ -417,7 +439,8 @@ def route(
     if show_config:
         typer.echo(show_route_config(context))
         return
-    warn_if_open(host, http, is_loopback=is_loopback(host))
+    if (exposure := exposure_of(host, http, tls)) is not None:
+        logging.getLogger("baton.cli.route").warning("%s", exposure)
     status = serve(
         settings,
         host=host,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import msgspec
 import typer
 
+from baton.cli.exposure import exposure_of
 from baton.cli.http_options import (
     ADMIN_API_KEY_HELP,
     ALLOWED_HOSTS_HELP,
@@ -24,7 +25,6 @@ from baton.cli.http_options import (
     TLS_CERT_HELP,
     TLS_CLIENT_CA_HELP,
     TLS_KEY_HELP,
-    warn_if_open,
 )
 from baton.cli.settings import DRAIN_S, REMOVED, Resolved, ServeSettings, resolve
 from baton.core.config import CacheConfig, EngineConfig
@@ -228,7 +228,6 @@ def _serve(resolved: Resolved) -> int:
     from baton.cli.engine_config import CONNECTOR_FACTORY, engine_config
     from baton.engine.core.client import EngineClient, EngineDeadError
     from baton.engine.text.tokenizer import Tokenizer
-    from baton.http.gate import is_loopback
     from baton.server.connector_log import ConnectorLog
     from baton.server.run import EXIT_ENGINE_DIED, Parts, ServeOptions, run
 
@@ -236,10 +235,10 @@ def _serve(resolved: Resolved) -> int:
     logging.basicConfig(
         level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s"
     )
-    if resolved.secret_warning:
-        logging.getLogger("baton.cli.serve").warning(resolved.secret_warning)
+    exposure = exposure_of(settings.host, resolved.http, settings.tls, also=[resolved.secret_warning])
+    if exposure is not None:
+        logging.getLogger("baton.cli.serve").warning("%s", exposure)
     config = engine_config(resolved)
-    warn_if_open(settings.host, resolved.http, is_loopback=is_loopback(settings.host))
     options = ServeOptions(
         settings.host,
         settings.port,

@@ -9,9 +9,10 @@
 400   a header with bytes that are not ASCII
 """
 
+import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import msgspec
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -23,6 +24,7 @@ from baton.http.forms import is_form
 
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _ANY_HOST = "*"
+_ABSOLUTE = re.compile(rb"https?://([^/?#]+)(.*)", re.IGNORECASE)
 
 
 class Checks:
@@ -103,12 +105,28 @@ class Gate:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
+            authority, path = origin_form(scope.get("raw_path") or b"")
+            if authority is not None:
+                headers = [line for line in scope["headers"] if line[0] != b"host"]
+                scope = {**scope, "raw_path": path, "path": unquote(path.decode("latin-1"))}
+                scope["headers"] = [(b"host", authority), *headers]
             try:
                 self._checks.check(scope["method"], scope["path"], ascii_headers(scope["headers"]))
             except ApiError as error:
                 await send_error(send, error)
                 return
         await self._app(scope, receive, send)
+
+
+def origin_form(target: bytes) -> tuple[bytes | None, bytes]:
+    """Return the authority of a target in absolute form, which replaces `Host`, and its path and query.
+
+    Servers have to accept that form (RFC 9112, 3.2.2). None: the target has another form.
+    """
+    whole = _ABSOLUTE.fullmatch(target)
+    if whole is None:
+        return None, target
+    return whole[1], whole[2] if whole[2].startswith(b"/") else b"/" + whole[2]
 
 
 def ascii_headers(raw: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:

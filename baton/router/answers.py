@@ -20,15 +20,15 @@ from baton.router.first_token import FirstToken, FirstTokenReader
 from baton.router.first_tokens import FirstTokens
 from baton.router.fleet import Engine
 from baton.router.legs import PARAMS, LocalReason
+from baton.router.outlier_detection import is_error
 from baton.router.sse import EventSplitter, RawObject, is_done
 from baton.router.token_record import is_engines_error
 
-# Not the client's fault, though in the 4xx range: another engine may have room.
-_RETRYABLE_4XX = frozenset({408, 425, 429})
 # Bytes of P's answer that are decoded whole, which stops the loop for about 15 ms a MiB. From a longer one
 # only the ticket is read, and D says all tokens.
 MAX_KEPT = 2 << 20
 MAX_REST_BYTES = 1 << 20  # Of P's stream after the first token: token counts and [DONE].
+RETRY_AFTER_MAX_S = 60.0
 _NULL = msgspec.Raw(b"null")
 WEIGHTS_HEADER = "x-baton-weights"  # Names those with which the answer begins.
 GIVEN_HEADER = "x-baton-given"  # Tokens of the answer that the engine continues after.
@@ -150,7 +150,14 @@ class _ErrorAnswer(msgspec.Struct):
 
 def is_engines_fault(answer: LegAnswer) -> bool:
     """Another engine may do better."""
-    return answer.status >= 500 or answer.status in _RETRYABLE_4XX
+    return is_error(answer.status)
+
+
+def retry_after_s(answer: LegAnswer) -> float:
+    """How long the engine asks to be left alone (RFC 9110, 10.2.3). 0: it does not ask, or names a date."""
+    text = answer.headers.get("retry-after", "")
+    asks = is_error(answer.status) and text.isdigit() and len(text) < 6
+    return min(float(text), RETRY_AFTER_MAX_S) if asks else 0.0
 
 
 def is_draining(answer: LegAnswer) -> bool:

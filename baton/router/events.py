@@ -174,6 +174,7 @@ class Leg:
     raw: bytes | None = None  # The whole body, instead of `body`.
     is_broken: bool = False  # It sent what is no answer; what follows is not read.
     kv_identity: KVIdentity | None = field(init=False)  # The engine's at the leg's start.
+    has_told: bool = False  # It is known whether this prefill has lent something.
     weights_id: str = field(default="", init=False)  # Names the answer's weights; empty: not known.
 
     def __post_init__(self) -> None:

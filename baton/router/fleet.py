@@ -52,6 +52,7 @@ from baton.router.identity import (
 from baton.router.legs import PREFIX_TOKENS
 from baton.router.members import Member
 from baton.router.notes import Erred, LegFailed, Note, Speeds
+from baton.router.outlier_detection import Answers, is_error, is_outlier, may_eject
 from baton.router.policies import (
     LEAST_COST_S,
     POLICIES,
@@ -130,7 +131,11 @@ class Engine:
     is_leaving: bool = False  # It is removed when it has drained.
     is_removed: bool = False
     is_slow: bool = False  # Much slower than its peers.
-    late_until_s: float = 0.0  # A prompt is late here, and nothing has come from the engine since.
+    # A prompt is late here, or the last answer was an error; nothing else has come from the engine since.
+    late_until_s: float = 0.0
+    rests_until_s: float = 0.0  # Its last `Retry-After`.
+    answers: Answers = field(default_factory=Answers, repr=False)  # To this process.
+    ejection_s: float = 0.0  # How long its last ejection was; 0: it has answered well since.
     admin_port: int | None = None  # Of its /baton/*, as its /health reports; None: the main port.
     url: str = field(init=False)  # Without credentials.
 
@@ -201,9 +206,18 @@ class Engine:
         is_slow = self.is_slow or now_s < self.late_until_s
         return self.health.share(now_s) * (SLOW_SHARE if is_slow else 1.0) * self.weight
 
+    def may_be_asked(self, now_s: float, *, is_again: bool) -> bool:
+        """`is_again`: the request has failed at another engine, and is not to try this one out."""
+        is_on_trial = self.health.breaker(now_s) == "half_open"
+        return self.rests_until_s <= now_s and not (is_again and is_on_trial)
+
+    @property
+    def is_member(self) -> bool:
+        return self.refused is None and self.drain_until_s is None
+
     @property
     def is_eligible(self) -> bool:
-        return self.is_up and self.refused is None and self.drain_until_s is None
+        return self.is_up and self.is_member
 
     @property
     def state(self) -> str:
@@ -267,6 +281,7 @@ class Fleet:
         self.outputs = Rate()  # Tokens of streams, as chunks.
         self._is_push = settings.mode == "push"
         self._probe_settings = settings.probe
+        self._outlier_detection = settings.outlier_detection
         self._admission = settings.admission
         self._aliases = settings.model_aliases
         self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
@@ -295,12 +310,21 @@ class Fleet:
         tried: Sequence[Engine] = (),
         is_fit: Callable[[Engine], bool] = lambda engine: True,
     ) -> Engine | None:
-        """An engine of this role that is up, fit and not in `tried`."""
+        """An engine of this role that is up, fit and not in `tried`.
+
+        One that has asked to be left alone (`Retry-After`) is chosen if there is no other. So is one that is
+        on trial after an ejection, for a request that another engine has failed.
+        """
         engines = self._engines[role]
         self.judge_speeds(now_s)
         are_eligible = [
             self.may_take(engine, request) and engine not in tried and is_fit(engine) for engine in engines
         ]
+        rested = [
+            is_eligible and engine.may_be_asked(now_s, is_again=bool(tried))
+            for engine, is_eligible in zip(engines, are_eligible, strict=True)
+        ]
+        are_eligible = rested if any(rested) else are_eligible
         are_eligible = self._with_room(engines, are_eligible, request.priority)
         candidates = [IDLE] * len(engines)
         if self._policy is choose_least_cost:
@@ -334,6 +358,7 @@ class Fleet:
             for engine in self._engines["decode"]
             if self.may_take(engine, request) and engine not in tried and is_fit(engine)
         ]
+        consumers = [one for one in consumers if one.may_be_asked(now_s, is_again=bool(tried))] or consumers
         producers = [
             engine
             for engine in self._engines["prefill"]
@@ -713,13 +738,46 @@ class Fleet:
 
     # --- Health
 
-    def note_answer(self, engine: Engine, status: int, now_s: float) -> None:
+    def note_answer(self, engine: Engine, status: int, now_s: float, retry_after_s: float = 0.0) -> None:
+        """The head of an answer has come. How the answer ends is noted with `note_outcome`."""
         engine.health.on_answer()
-        engine.late_until_s = 0.0
+        if is_error(status):
+            self.note_late(engine, now_s)
+            engine.rests_until_s = max(engine.rests_until_s, now_s + retry_after_s)
+        else:
+            engine.late_until_s = 0.0
         if status >= 500:
             engine.num_failures += 1
             self.note_error(engine, why := f"answered with status {status}")
             self.tell(Erred(engine.key, why))
+
+    def note_outcome(self, engine: Engine, outcome: str, now_s: float) -> None:
+        """A leg has ended, with a whole answer of this status, or with a failure of this kind."""
+        is_failed = is_error(int(outcome)) if outcome.isdigit() else outcome in ("broken", "timeout")
+        if not is_failed and not outcome.isdigit():
+            return  # The client has left, or the engine was not reached, which its breaker counts.
+        settings, answers = self._outlier_detection, engine.answers
+        answers.note(now_s, is_failed=is_failed)
+        own = answers.tally(now_s, settings.interval_s)
+        on_trial = engine.health.breaker(now_s) == "half_open"
+        if not own.num_failed and not on_trial:
+            engine.ejection_s = 0.0
+        if not is_failed or not engine.is_up:
+            return
+        self.note_late(engine, now_s)
+        pool = [one for one in self._engines[engine.role] if one.is_member and one.names == engine.names]
+        peers = [one for one in pool if one.is_up and one is not engine]
+        tallies = [one.answers.tally(now_s, settings.interval_s) for one in peers]
+        if not may_eject(settings, len(pool), len(peers) + 1) or not is_outlier(
+            settings, own, answers.num_failed_in_row, tallies, on_trial=on_trial
+        ):
+            return
+        longer_s = min(settings.max_ejection_time_s, 2 * engine.ejection_s)
+        engine.ejection_s = longer_s or settings.base_ejection_time_s
+        engine.health.eject(now_s, engine.ejection_s)
+        answers.forget()
+        why = f"{own.num_failed} of {own.num_answers} answers were errors"
+        self._count_against(engine, f"{why}; ejected for {engine.ejection_s:g} s", is_ejected=True)
 
     def note_late(self, engine: Engine, now_s: float) -> None:
         """A prompt is late there. Prompts that leave it must not make it look idle."""
@@ -750,6 +808,7 @@ class Fleet:
                 engine, probe.why, is_ejected=is_changed, is_graceful=probe.kind == "unhealthy"
             )
         elif is_changed:
+            engine.rests_until_s = 0.0
             logger.info("%s engine %s is back", engine.role, engine.url)
         if engine.health.is_silent and not was_silent:
             # It is stopped, or hangs, with its connections open. Its legs would wait for as long.

@@ -146,6 +146,9 @@ class FleetView:
         why = "the decode engine computes what it should load"
         if outcome == "refused":
             why = "the decode engine refuses what the prefill engine signed"
+        if outcome == "late":
+            why = "the prefill engine is overloaded: it computes longer than the decode engine waits"
         if self.pairs.note_computed(producer, consumer, why, now_s):
-            logger.error("%s hands nothing over to %s: %s", producer.url, consumer.url, why)
+            level = logging.WARNING if outcome == "late" else logging.ERROR
+            logger.log(level, "%s hands nothing over to %s: %s", producer.url, consumer.url, why)
             self.fleet.note_event("pair_stopped", consumer, f"of prompts from {producer.url}: {why}")

@@ -5,6 +5,7 @@
     DOWN --healthy probe after the back-off--> UP in slow start
     UP in slow start --`slow_start_s`--> UP
     UP in slow start --any failure--> DOWN, with a longer back-off
+    UP --errors (`eject`)--> DOWN, for as long as it is told
 
 DOWN is an open breaker, slow start is a half-open one. In slow start an engine gets a share of its requests
 that grows from SHARE_FIRST to 1. The back-off has a limit, so that an engine serves within two seconds of its
@@ -83,6 +84,11 @@ class Health:
         self.status, self._retry_at_s = "down", now_s + self._backoff_s
         self.probe_at_s = min(self.probe_at_s, now_s + self._settings.down_every_s)
         return True
+
+    def eject(self, now_s: float, for_s: float) -> None:
+        """Its answers are errors, whatever /health says."""
+        self.status, self._retry_at_s = "down", now_s + for_s
+        self.probe_at_s = min(self.probe_at_s, self._retry_at_s)
 
     def on_probe(self, probe: Probe, now_s: float) -> bool:
         """True: this ejects the engine, or brings it back."""

@@ -28,6 +28,7 @@ class Introduction(msgspec.Struct, frozen=True):
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
     has_states: bool = False  # Some layers have a recurrent state. A vLLM reports it too.
     kv_role: str | None = None
+    text_id: str = ""  # Names tokenizer, chat template and the tokens that end an answer; empty: not known.
     lends: tuple[str, ...] = ()  # Without computing: what it has in "host" memory; all, through its "cache".
 
 

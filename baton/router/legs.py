@@ -27,6 +27,7 @@ from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.core.retention import NEEDS_SESSION, RETENTION, TENANT, parse_retention
 from baton.core.transfer_params import CONTINUE, LEND_STORED
+from baton.http.json_body import decode_as, decode_field
 from baton.tracing.trace_context import HEADERS as TRACE_HEADERS
 
 PARAMS = "kv_transfer_params"
@@ -131,10 +132,10 @@ def parse_body(raw: bytes, aliases: Mapping[str, str] = NO_ALIASES) -> dict[str,
     """
     try:
         str(raw, "utf-8")  # What stays encoded is not checked by the decoder.
-        fields = decode_json(raw, dict[str, msgspec.Raw])
-        body = {name: _look_at(name, value) for name, value in fields.items()}
-    except (NotJson, UnicodeDecodeError) as error:
-        raise UserError(f"is not a JSON object: {error}", field="body") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"is not valid JSON: {error}", field="body") from error
+    fields = decode_as(raw, dict[str, msgspec.Raw])
+    body = {name: _look_at(name, value) for name, value in fields.items()}
     params = body.get(PARAMS)
     if isinstance(params, Mapping) and params.keys() == {RETENTION}:
         parse_retention(params)
@@ -170,9 +171,9 @@ def with_kept(body: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, 
 
 
 def _look_at(name: str, value: msgspec.Raw) -> Any:
-    """Raises NotJson."""
+    """Raises UserError."""
     if name in _ROUTED:
-        return decode_json(value)
+        return decode_field(value, name)
     return None if value == _NULL else value
 
 

@@ -27,16 +27,16 @@ class Return:
     """One loan. `on_answer` or `on_failure` ends each attempt, and may give the outcome."""
 
     engine: Engine
-    ticket: Any
+    lent: Mapping[str, Any]  # A ticket, or the transfer's id.
     num_failures: int = 0
     why: str = ""  # Of the last failure.
 
     @property
     def question(self) -> Question:
         if self.engine.kind == "vllm":
-            body = {**ASKING, PARAMS: {"baton_take_back": self.ticket}}
+            body = {**ASKING, PARAMS: {"baton_take_back": self.lent.get("baton_ticket", self.lent)}}
             return Question(self.engine.address + COMPLETIONS_PATH, "POST", body)
-        return Question(self.engine.admin_address + PATH, "POST", {"baton_ticket": self.ticket})
+        return Question(self.engine.admin_address + PATH, "POST", dict(self.lent))
 
     def on_answer(self, status: int) -> Outcome | None:
         if status < 300:
@@ -56,12 +56,16 @@ class ReturnQueue:
         self._num_under_way = 0
 
     def put(self, engine: Engine, params: Mapping[str, Any]) -> Outcome | None:
-        """`params`: the `kv_transfer_params` of the engine's answer. None: nothing is known yet."""
-        if "baton_ticket" not in params or (engine.kind is None and engine.is_introduced):
+        """None: nothing is known yet.
+
+        `params`: the `kv_transfer_params` of the engine's answer, or of the request without an answer.
+        """
+        name = next((name for name in ("baton_ticket", "transfer_id") if name in params), None)
+        if name is None or (engine.kind is None and engine.is_introduced):
             return None  # Lent by an engine that has no page for this.
         if len(self._waiting) >= QUEUED_MAX:
             return "dropped"
-        self._waiting.append(Return(engine, params["baton_ticket"]))
+        self._waiting.append(Return(engine, {name: params[name]}))
         return None
 
     def take(self) -> Return | None:

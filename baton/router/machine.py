@@ -49,6 +49,7 @@ from baton.router.answers import (
     is_engines_fault,
     is_handed_over,
     prefilled,
+    retry_after_s,
 )
 from baton.router.errors import LegFailure, RouterError, error_event
 from baton.router.event_log import Kind as EventKind
@@ -574,9 +575,11 @@ class Machine:
             leg.outcome, leg.is_broken = outcome.kind, True
             self._note_failure(leg, outcome)
             self._effects.append(Close(leg))
+        leg.has_told = leg.has_told or isinstance(outcome, Prefilled | Complete | Refused | Unable)
         if isinstance(outcome, Prefilled | Complete) and outcome.ticket:
             self._take_loan(leg, outcome.ticket)
         elif isinstance(outcome, FirstTokenRead) and outcome.first.params:
+            leg.has_told = True
             self._take_loan(leg, outcome.first.params)
         if outcome is not None and self._state is not State.BORROWING:
             self._settle_turn(outcome)
@@ -603,6 +606,10 @@ class Machine:
             case Refused(answer):
                 if self._status is not None:
                     raise RouterError.gateway("the prefill engine refused what another one had begun")
+                if self._consumer is not None and self._consumer.max_model_len != leg.engine.max_model_len:
+                    # The prompt may be too long for P alone. If it is wrong, D refuses it as well.
+                    self._set_prefilled(Prefilled("local", "prefill_failed"))
+                    return False
                 self._send_whole(answer, {})
                 self._finish()
                 return True
@@ -835,10 +842,12 @@ class Machine:
                     return None
                 if self._answer.is_done:
                     return self._end_answer(event.leg)
+                event.leg.outcome = "broken"
                 return self._resume_or_break("the decode engine ended the stream without [DONE]", event.leg)
             case Failed(failure=failure):
                 self._note_failure(event.leg, failure)
                 if self._answer.is_done:
+                    event.leg.outcome = "200"
                     return self._end_answer(event.leg)  # All that matters had arrived.
                 self._log("decode leg, in the stream: %s", failure)
                 message = f"the decode engine failed in the middle of the answer ({failure.kind})"
@@ -851,10 +860,13 @@ class Machine:
             ready = self._answer.ready(self._lent_in_push)
         except PeerError as error:
             self._log("decode leg, in the stream: %s", error)
+            self._decode.outcome = "broken"
             message = f"the decode engine failed in the middle of the answer ({error})"
             return self._resume_or_break(message, self._decode)
         self._send(ready)
         event = self._answer.take_error()
+        if event is not None:
+            self._decode.outcome = "broken"
         if event is None or self._resume(self._decode, "the decode engine reports an error"):
             return None
         self._send(event)
@@ -1133,7 +1145,7 @@ class Machine:
     def _note_answer(self, leg: Leg, answer: LegAnswer) -> None:
         leg.outcome = str(answer.status)
         leg.weights_id = answer.headers.get(WEIGHTS_HEADER, "")
-        self._view.fleet.note_answer(leg.engine, answer.status, self._now_s)
+        self._view.fleet.note_answer(leg.engine, answer.status, self._now_s, retry_after_s(answer))
         note_answer(leg, answer, self._now_s)
         self._note_computed(leg)
 
@@ -1148,8 +1160,7 @@ class Machine:
                 self._view.admission.on_room()
 
     def _note_failure(self, leg: Leg, failure: LegFailure) -> None:
-        if leg.outcome == "cancelled":
-            leg.outcome = failure.kind
+        leg.outcome = failure.kind
         self._view.fleet.note_failure(leg.engine, failure, self._now_s)
 
     def _again(self) -> None:
@@ -1173,8 +1184,10 @@ class Machine:
     def _on_closed(self, event: Closed) -> None:
         note_closed(event.leg, self._view.fleet.outputs)
         self._note_computed(event.leg)
+        self._view.fleet.note_outcome(event.leg.engine, event.leg.outcome, self._now_s)
         self._view.fleet.note_end(event.leg.engine)
         self._open_legs.remove(event.leg)
+        self._take_back_unseen(event.leg)
         self._count("legs", event.leg.role, event.leg.engine.url, event.leg.outcome)
         if not self._open_legs and self._state is State.CLOSING:
             self._then()
@@ -1198,6 +1211,13 @@ class Machine:
         if self._state in (State.CLOSING, State.OVER):
             self._give_back()
 
+    def _take_back_unseen(self, leg: Leg) -> None:
+        """The leg has ended before its answer was read, which may be on its way, with a ticket."""
+        transfer_id = (leg.body.get(PARAMS) or {}).get("transfer_id")
+        is_known = leg.has_told or leg.outcome == "unreachable" or (self._has_come and leg is self._prefill)
+        if leg.role == "prefill" and transfer_id and not is_known:
+            self._effects.append(GiveBack(leg.engine, {"transfer_id": transfer_id}))
+
     def _give_back(self) -> None:
         """No D will come any more. If one has come all the same, P takes nothing away."""
         lent, self._lent = self._lent, None
@@ -1210,7 +1230,8 @@ class Machine:
             return
         handed_over = is_handed_over(answer)
         if handed_over is False:
-            self._note_handoff(engine, "computed")
+            is_late = self._is_pushed and self._prefill in self._open_legs and not self._prefill.has_told
+            self._note_handoff(engine, "late" if is_late else "computed")
             self._give_back()
             return
         if handed_over:

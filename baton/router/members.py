@@ -9,6 +9,9 @@
 A source names all of its members each time. One that fails or is silent names nothing, so its last members
 stay. The first source in order decides on the model and weight of a member that several name.
 
+An entry of a source that cannot be read (a label that is missing, an address that is no URL) is skipped, and
+the source's other entries count: `read_entries`. A source that has only such entries has failed.
+
 An order of the administrator holds as long as any source names the engine: an engine that was removed stays
 away until every source has dropped it, or the administrator adds it again. Engines that leave are drained.
 
@@ -18,20 +21,21 @@ must not empty the fleet. They leave when another member of their role has serve
 Pure: time is an argument. `shell/members.py` reads the sources and carries the orders out.
 """
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import inf
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from baton.core.errors import UserError
 from baton.http.registration import Registration
-from baton.router.settings import EngineKey, Role, without_credentials
+from baton.router.settings import EngineKey, Role, check_url, without_credentials
 
 REGISTRATIONS_MAX = 4096  # A key that may only register must not fill the router's memory.
 HELD_S = 15.0  # In which the others of a registry's engines register again, too.
 ADMINISTRATOR = "administrator"
 ROLES: tuple[Role, ...] = ("prefill", "decode")
+Entry = TypeVar("Entry")
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
@@ -59,6 +63,29 @@ def address_in(instance: str) -> str:
 def member_of(registration: Registration) -> Member:
     address = address_in(registration.instance)
     return Member(registration.type, address, registration.model, registration.weight)
+
+
+class Listing(NamedTuple):
+    """All that a source names."""
+
+    members: frozenset[Member]
+    skipped: Mapping[str, str] = {}  # Entries that cannot be read, and why.
+
+
+def read_entries(entries: Iterable[tuple[str, Entry]], read: Callable[[Entry], Iterable[Member]]) -> Listing:
+    """Read each entry by itself. `entries`: with names for the log. `read` raises UserError."""
+    members: set[Member] = set()
+    skipped: dict[str, str] = {}
+    for name, entry in entries:
+        try:
+            found = frozenset(read(entry))
+            for member in found:
+                check_url(member.address, "address")
+        except UserError as error:
+            skipped[name.rpartition("@")[2]] = str(error)  # Without a password.
+        else:
+            members |= found
+    return Listing(frozenset(members), skipped)
 
 
 class Join(NamedTuple):

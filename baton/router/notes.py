@@ -15,7 +15,7 @@ from baton.router.identity import Introduced
 from baton.router.members import Member
 from baton.router.settings import EngineKey
 
-Outcome = Literal["handed_over", "computed", "refused", "other_weights"]
+Outcome = Literal["handed_over", "computed", "late", "refused", "other_weights"]
 
 
 class _Note(msgspec.Struct, frozen=True, array_like=True): ...

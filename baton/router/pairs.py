@@ -39,6 +39,10 @@ def mismatch_of(producer: Engine, consumer: Engine, lent: KVIdentity | None = No
     if kv is not None and lent is not None and (different := differences(kv, lent)):
         what = "other weights" if differs_in_weights_only(kv, lent) else "different models"
         return f"{what}: " + "; ".join(different)
+    if "" not in (ours.text_id, theirs.text_id) and ours.text_id != theirs.text_id:
+        return (
+            "different tokenizers, chat templates, or tokens that end an answer: they read a text differently"
+        )
     if ours.secret_ids is None or theirs.secret_ids is None or ours.secret_ids == theirs.secret_ids:
         return None
     if not theirs.secret_ids or not ours.secret_ids:

@@ -20,7 +20,8 @@ import msgspec
 from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.http.forms import fields_of
-from baton.router.answers import LegAnswer, end_to_end, is_engines_fault
+from baton.http.json_body import decode_as
+from baton.router.answers import LegAnswer, end_to_end, is_engines_fault, retry_after_s
 from baton.router.errors import LegFailure, RouterError, error_event
 from baton.router.events import (
     ClientGone,
@@ -101,10 +102,7 @@ class Looked(msgspec.Struct):
 
         An engine's decoder may accept what this one does not, such as NaN. So such a body is refused.
         """
-        try:
-            looked = decode_json(body, cls) if body else cls()
-        except NotJson as error:
-            raise UserError(f"is not a JSON object: {error}", field="body") from error
+        looked = decode_as(body, cls) if body else cls()
         if looked.kv_transfer_params is not None:
             raise UserError("is not for clients on this path; leave it out", field=PARAMS)
         refuse_hidden_params(looked.vllm_xargs)
@@ -207,7 +205,7 @@ class PassThrough:
 
     def _on_opened(self, leg: Leg, answer: LegAnswer, now_s: float) -> Sequence[Effect]:
         leg.outcome = str(answer.status)
-        self._view.fleet.note_answer(leg.engine, answer.status, now_s)
+        self._view.fleet.note_answer(leg.engine, answer.status, now_s, retry_after_s(answer))
         if lacks_path(answer):
             leg.engine.lacks[self._request.path] = now_s + LACKS_S
             self._lacking = answer
@@ -242,6 +240,7 @@ class PassThrough:
         return PATHS[self._request.path].repeats
 
     def _on_closed(self, leg: Leg, now_s: float) -> Sequence[Effect]:
+        self._view.fleet.note_outcome(leg.engine, leg.outcome, now_s)
         self._view.fleet.note_end(leg.engine)
         self._leg = None
         counted = Count("legs", (leg.engine.role, leg.engine.url, leg.outcome))

@@ -14,6 +14,7 @@ from baton.http.settings import HttpSettings
 from baton.http.tls import TlsFiles
 
 PEER_SECRET_CHARS_MIN = 16
+_NOT_IN_URLS = re.compile(r"[\x00-\x20\x7f\\]")
 _ENDPOINT = re.compile(r"tcp://[^\s/]+:(?:\d{1,5}|\*)|ipc://\S+")
 
 EngineKey: TypeAlias = tuple[Role, str]  # The URL has no credentials.
@@ -31,6 +32,8 @@ class LegTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     first_byte_s: float = 120.0  # Of a streamed answer.
     answer_s: float = 600.0  # The whole of an answer that is not streamed.
     idle_s: float = 60.0  # Between two pieces of a stream; also how long a client may stop reading.
+    # How long a connection to an engine is kept for a next request. vLLM and uvicorn close theirs after 5 s.
+    keepalive_s: float = 2.0
     total_s: float = 3600.0  # One request, all attempts together.
 
     def __post_init__(self) -> None:
@@ -53,6 +56,31 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
         for name in self.__struct_fields__:
             if not getattr(self, name) > 0:
                 raise ConfigError("must be positive", field=f"probe.{name}")
+
+
+class OutlierDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """When errors eject an engine whose /health is good. The names are Envoy's."""
+
+    interval_s: float = 10.0  # The window in which answers count.
+    consecutive_5xx: int = 5  # Also broken streams, timeouts and 429.
+    failure_percentage_threshold: int = 50
+    failure_percentage_request_volume: int = 10  # Answers in the window; with fewer no percentage counts.
+    base_ejection_time_s: float = 2.0  # Doubled when the engine fails again after it.
+    max_ejection_time_s: float = 30.0
+    max_ejection_percent: int = 50  # Of the engines of one role and model. One always stays.
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if not getattr(self, name) > 0:
+                raise ConfigError("must be positive", field=f"outlier_detection.{name}")
+
+    @classmethod
+    def from_json(cls, text: str) -> "OutlierDetection":
+        """Decode the settings. Raises ConfigError."""
+        try:
+            return msgspec.json.decode(text, type=cls)
+        except msgspec.DecodeError as error:
+            raise ConfigError(f"is not right: {error}", field="outlier_detection") from error
 
 
 ANY_ENGINE, HOST = "*", "{host}"
@@ -175,6 +203,7 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     engines_have_own_key: bool = False  # `engine_api_key` is the first of `doors.api_keys`.
     timeouts: LegTimeouts = LegTimeouts()
     probe: ProbeSettings = ProbeSettings()
+    outlier_detection: OutlierDetection = OutlierDetection()
 
     def __post_init__(self) -> None:
         check_urls(self.prefill_urls, "prefill_urls", may_be_empty=self.has_sources)
@@ -233,10 +262,13 @@ def check_url(url: str, field: str) -> None:
     try:
         parts, shown = urlsplit(url), without_credentials(url)
         is_known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        (parts.hostname or "").encode("idna")  # As the resolver does: no empty or long label.
     except ValueError as error:
         raise ConfigError(f"is no URL: {error}; e.g. http://127.0.0.1:8100", field=field) from error
     if not is_known:
         raise ConfigError(f"{shown!r} is no http(s) URL; e.g. http://127.0.0.1:8100", field=field)
+    if not parts.path.isascii() or _NOT_IN_URLS.search(url):
+        raise ConfigError(f"{shown!r} has characters that a URL has not; write %XX for them", field=field)
     if parts.query or parts.fragment or url.endswith("/"):
         raise ConfigError(f"{shown!r} must end before any query and without a slash", field=field)
     if parts.path.endswith("/v1"):

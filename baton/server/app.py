@@ -28,6 +28,7 @@ from baton.engine.core.weights_update import UpdateFailed
 from baton.http.bodies import ClientGone
 from baton.http.errors import RETRY_AFTER_S, ApiError
 from baton.http.gate import Gate
+from baton.http.json_body import decode_as
 from baton.server.chat import ChatWork, admit_chat
 from baton.server.completions import CompletionWork, admit_completion
 from baton.server.http import (
@@ -42,7 +43,7 @@ from baton.server.protocol.chat import ChatCompletion, ChatRequest, plain_messag
 from baton.server.protocol.completion import Completion, CompletionRequest
 from baton.server.protocol.fields import Endpoint
 from baton.server.protocol.lent import Lent
-from baton.server.protocol.parse import parse_body, parse_request
+from baton.server.protocol.parse import parse_request
 from baton.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -276,7 +277,7 @@ def _add_admin(app: FastAPI, service: Service) -> None:
     async def update_weights(http: Request) -> Response:
         """Answer when the engine computes with the new weights. If the client leaves, the update goes on."""
         async with service.bodies.read(http.headers, http.receive) as body:
-            asked = parse_body(body, UpdateWeightsRequest)
+            asked = decode_as(body, UpdateWeightsRequest)
         await service.update_weights(asked)
         return json_response(service.weight_info)
 
@@ -284,11 +285,11 @@ def _add_admin(app: FastAPI, service: Service) -> None:
     async def take_back(http: Request) -> Response:
         """Take back the KV of an answer that no decode engine will fetch. A hint: always 202.
 
-        The body is the `kv_transfer_params` of that answer.
+        The body is the `kv_transfer_params` of that answer, or of the request without an answer.
         """
         async with service.bodies.read(http.headers, http.receive) as body:
-            lent = parse_body(body, Lent)
-        service.engine.take_back({"baton_ticket": lent.checked_ticket})
+            lent = decode_as(body, Lent)
+        service.engine.take_back(lent.checked)
         return Response(status_code=202)
 
     @app.get("/baton/requests/{request_id:path}")

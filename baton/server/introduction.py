@@ -2,6 +2,9 @@
 push.
 """
 
+import hashlib
+from collections.abc import Sequence
+
 import msgspec
 
 from baton.core.config import ClusterSecret, EngineConfig
@@ -11,6 +14,7 @@ from baton.engine.core.client import EngineClient
 SECRET_ID_PURPOSE = "baton.secret_id.1"
 # Enough to tell secrets apart. A guess of the secret costs as much as one of a signature.
 SECRET_ID_BYTES = 8
+TEXT_ID_DIGITS = 32
 
 
 class Introduction(msgspec.Struct, frozen=True):
@@ -28,12 +32,15 @@ class Introduction(msgspec.Struct, frozen=True):
     has_states: bool = False  # Some layers have a recurrent state.
     # What requests with `baton_lend_stored` get: what is in "host" memory; in "cache".
     lends: tuple[str, ...] = ()
+    text_id: str = (
+        ""  # Digest of tokenizer, chat template and the tokens that end an answer; empty: not known.
+    )
 
 
 async def introduce(
-    config: EngineConfig, engine: EngineClient, *, lends: tuple[str, ...] = ()
+    config: EngineConfig, engine: EngineClient, *, lends: tuple[str, ...] = (), tokenizer: str = ""
 ) -> Introduction | None:
-    """Return the introduction; None without a connector."""
+    """Return the introduction; None without a connector. `tokenizer`: its digest."""
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_role is None:
         return None
@@ -49,7 +56,15 @@ async def introduce(
         secret_ids=secret_ids(config.cluster_secret),
         has_states=bool(config.model_config.state_layers),
         lends=lends,
+        text_id=text_id(tokenizer, config.model_config.eos_token_ids),
     )
+
+
+def text_id(tokenizer: str, eos_token_ids: Sequence[int]) -> str:
+    if not tokenizer:
+        return ""
+    named = msgspec.json.encode([tokenizer, sorted(eos_token_ids)])
+    return hashlib.sha256(named).hexdigest()[:TEXT_ID_DIGITS]
 
 
 def secret_ids(secret: ClusterSecret | None) -> tuple[str, ...]:

@@ -129,7 +129,12 @@ async def run(
                     connector_log=parts.connector_log,
                 ),
                 check_params=parts.check_params,
-                introduction=await introduce(config, engine, lends=parts.places_lent),
+                introduction=await introduce(
+                    config,
+                    engine,
+                    lends=parts.places_lent,
+                    tokenizer=tokenizer.digest,
+                ),
                 weights_root=options.weights_root,
             )
             hosts = hosts_to_check(options.host, options.http.allowed_hosts)

@@ -11,5 +11,6 @@ store         interface of what keeps chunks; file_store, object_store, redis_st
 tiers         several stores, the fastest first, as one
 transfers     asynchronous jobs of chunks over stores, on threads; transfer_states has their rules: pure
 sweep         keeps a store within its limits of size and age, and knows its size at the start
+dates         stored dates that are ahead of the clock count as now
 pace          a cap of bandwidth: pure
 """

@@ -3,6 +3,8 @@
     <folder>/<name>                        a value
     <folder>/.../.writing-<name>-<random>  one that is being written; left over if its writer is killed
 
+    <folder>/.../.foreign-<name>-<random>  what had the place of a value or of its folder, and was neither
+
 A file appears under its name complete or not at all (written under another name, synchronised, renamed, the
 folder synchronised). Files are read, never mapped: if a mapped file is truncated, the process is killed.
 
@@ -14,21 +16,26 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import secrets
 import stat
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import ClassVar
 
 from baton.core.errors import ConfigError
 from baton.tiers.aligned import PAGE_BYTES, AlignedMemory, whole_pages
 from baton.tiers.chunk_name import is_of_a_store
+from baton.tiers.dates import age_s, is_ahead
 from baton.tiers.store import Parts, Promise, Store, Stored, StoreError, Unusable
 from baton.tiers.whole_file import TEMPORARY_PREFIX, make_folder, write_files
 
 logger = logging.getLogger(__name__)
 
+FOREIGN_PREFIX = ".foreign-"
+NOT_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ELOOP)
 ABANDONED_S = 900.0  # Longer than a file takes to write; a slower writer fails with an error.
 
 
@@ -108,11 +115,12 @@ class FileStore(Store):
                 yield fileno, status
             finally:
                 os.close(fileno)
-        except FileNotFoundError as error:
-            raise Unusable("gone") from error
         except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise Unusable("foreign", "it is a symbolic link") from error
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise Unusable("gone") from error
+            with suppress(StoreError):  # A socket, or with direct I/O a folder, cannot even be opened.
+                if self._size(name) is None:
+                    raise Unusable("foreign", "it is not a regular file") from error
             raise Unusable("io", str(error)) from error
 
     def write(self, name: str, parts: Parts) -> None:
@@ -122,12 +130,17 @@ class FileStore(Store):
 
     def write_all(self, values: Sequence[tuple[str, Parts]]) -> list[StoreError | None]:
         """Synchronises all of them together."""
-        errors = write_files(
-            [(parts, self.folder / name) for name, parts in values],
+        write = partial(
+            write_files,
             fsync=self._fsync,
             for_group=self._for_group,
             stage=self._stage if self.is_direct else None,
         )
+        files = [(parts, self.folder / name) for name, parts in values]
+        errors = write(files)
+        for number, (name, _) in enumerate(values):
+            if isinstance(errors[number], (FileExistsError, IsADirectoryError)) and self._make_way(name):
+                (errors[number],) = write([files[number]])
         return [None if error is None else StoreError(str(error)) for error in errors]
 
     def remove(self, names: Sequence[str]) -> None:
@@ -151,8 +164,11 @@ class FileStore(Store):
     def collect(self, now_s: float) -> None:
         for entry in self._entries():
             if entry.name.startswith(TEMPORARY_PREFIX):
-                found = _status(entry)
-                if found is not None and now_s - found.st_mtime > ABANDONED_S:
+                if (found := _status(entry)) is None:
+                    continue
+                if is_ahead(found.st_mtime, now_s):
+                    self.touch(os.path.relpath(entry.path, self.folder), now_s)
+                elif age_s(found.st_mtime, now_s) > ABANDONED_S:
                     _unlink(entry.path)
 
     def close(self) -> None:
@@ -160,11 +176,24 @@ class FileStore(Store):
 
     def _size(self, name: str) -> int | None:
         try:
-            return os.stat(self.folder / name, follow_symlinks=False).st_size
-        except (FileNotFoundError, NotADirectoryError):
-            return None
+            found = os.stat(self.folder / name, follow_symlinks=False)
         except OSError as error:
+            if error.errno in NOT_THERE:
+                return None
             raise StoreError(str(error)) from error
+        return found.st_size if stat.S_ISREG(found.st_mode) else None
+
+    def _make_way(self, name: str) -> bool:
+        """Renames a folder that has the place of the value, or a file that has that of its folder."""
+        value = self.folder / name
+        for place in (*[self.folder / parent for parent in reversed(Path(name).parents)], value):
+            if os.path.lexists(place) and place.is_dir() == (place is value):
+                aside = place.with_name(f"{FOREIGN_PREFIX}{place.name}-{secrets.token_hex(8)}")
+                logger.warning("%s has the place of a chunk; it is renamed to %s", place, aside.name)
+                with suppress(OSError):  # The write then fails again.
+                    place.rename(aside)
+                return True
+        return False
 
     def _entries(self) -> Iterator[os.DirEntry[str]]:
         """Files two folders deep. Everything else in the folder is not ours, and stays."""

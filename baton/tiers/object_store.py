@@ -11,10 +11,12 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -32,13 +34,31 @@ REMOVED_AT_ONCE = 500  # S3 takes at most 1,000 keys in one request.
 HEADS_AT_ONCE = 64
 FIRST = "0"  # Namespaces have digits and letters. Keys such as "kv//x" and "kv/./x" come before them.
 NO_RANGES = "Received non-partial response"  # obstore's error.
+CLIENT_OPTION = re.compile(
+    r"((aws|google|azure)_)?(allow_(http|invalid_certificates)|(connect_|read_)?timeout|default_content_type"
+    r"|http[12]_.*|pool_.*|proxy_.*|randomize_addresses|user_agent)",
+    re.IGNORECASE,
+)
+"""obstore's client options. In the options of a store it panics at them."""
+ENDPOINT = re.compile(
+    r"https?://([\w.-]+|\[[\da-f:.]+\])(:(?P<port>\d+))?(/[!-~]*)?", re.IGNORECASE | re.ASCII
+)
+PLAIN = re.compile(r"[\w.-]*", re.ASCII)
+PORT_MAX = 65535
+ARCHIVED = "InvalidObjectState"  # S3's error for an object that lifecycle rules have moved to an archive.
 
 
 class ObjectStore(Store):
     kind: ClassVar[str] = "objects"
 
     def __init__(
-        self, url: str, options: Mapping[str, str] | None = None, *, timeout_s: float, field: str = "url"
+        self,
+        url: str,
+        options: Mapping[str, str] | None = None,
+        *,
+        timeout_s: float,
+        field: str = "url",
+        options_field: str = "options",
     ) -> None:
         """`options`: of the client, named as obstore has them, for example "endpoint", "region".
 
@@ -59,17 +79,11 @@ class ObjectStore(Store):
         if not url.startswith(("file:", "memory:")):
             arguments["client_options"] = {"timeout": limit, "connect_timeout": limit, "allow_http": True}
             arguments["retry_config"] = {"max_retries": MAX_RETRIES, "retry_timeout": limit}
-        if options:
-            arguments["config"] = dict(options)
-        try:
-            self._store: obstore.store.ObjectStore = obstore.store.from_url(url, **arguments)
-        except (*self._errors, ValueError, TypeError) as error:
-            problem = f"is not the URL of an object store: {_told(error)}"
-            raise ConfigError(problem, field=field) from None  # The error shows credentials.
+        self._field, self._options_field = field, options_field
+        self._store = self._made(url, options or {}, arguments)
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()  # By operation, since `take_requests`.
         self.where = without_credentials(url)
-        self._field = field
         self._has_ranges = True  # Until the server has answered a request for a part with the whole.
 
     @property
@@ -92,15 +106,18 @@ class ObjectStore(Store):
         memory = memoryview(bytearray(len(content)))
         is_good = True
         try:
-            if is_written:
-                self.write(name, (content,))
-                self.read(name, memory)
-            is_listed = any(item["path"] == name for batch in self._list("probe") for item in batch)
-            if is_written:
-                self.remove([name])
-                is_good = is_listed and memory == content
-            else:
-                self.sizes([name])
+            with _panics():
+                if is_written:
+                    self.write(name, (content,))
+                    self.read(name, memory)
+                is_listed = any(item["path"] == name for batch in self._list("probe") for item in batch)
+                if is_written:
+                    self.remove([name])
+                    is_good = is_listed and memory == content
+                else:
+                    self.sizes([name])
+        except _Panic as error:
+            raise ConfigError(f"cannot be used: {error}", field=self._options_field) from None
         except (Unusable, StoreError) as error:
             raise ConfigError(f"{self.where} cannot be used: {error}", field=self._field) from error
         if not is_good:
@@ -126,7 +143,7 @@ class ObjectStore(Store):
         except FileNotFoundError as error:
             raise Unusable("gone") from error
         except self._errors as error:
-            raise Unusable("io", _told(error)) from error
+            raise _unusable(error) from error
         if len(content) > len(into):
             raise Unusable("corrupt", f"it has {len(content)} bytes, at most {len(into)} are expected")
         into[: len(content)] = memoryview(content)
@@ -151,7 +168,7 @@ class ObjectStore(Store):
                 return
             if "range" in _told(error).lower() and self._ends_before(name, start + nbytes):
                 raise Unusable("corrupt", f"it ends before byte {start + nbytes}") from error
-            raise Unusable("io", _told(error)) from error
+            raise _unusable(error) from error
         if len(content) != nbytes:
             raise Unusable("corrupt", f"it ends before byte {start + nbytes}")
         into[:nbytes] = content
@@ -195,6 +212,38 @@ class ObjectStore(Store):
 
     def close(self) -> None:
         return
+
+    def _made(
+        self, url: str, options: Mapping[str, str], arguments: Mapping[str, Any]
+    ) -> obstore.store.ObjectStore:
+        """Raises ConfigError. If it is about one option, that is named."""
+        import obstore.store
+
+        for name, value in options.items():
+            if problem := _problem_with(name, value, url):
+                raise ConfigError(problem, field=f"{self._options_field}.{name}")
+
+        errors: tuple[type[Exception], ...] = (*self._errors, ValueError, TypeError)
+
+        def make(config: Mapping[str, str]) -> Any:
+            """Returns the store; or the error's first line, because the others show credentials."""
+            given = {**arguments, "config": config} if config else arguments
+            try:
+                with _panics():
+                    return obstore.store.from_url(url, **given)
+            except errors as error:
+                return _told(error)
+
+        made: obstore.store.ObjectStore | str = make(options)
+        if not isinstance(made, str):
+            return made
+        if made == make({}):
+            raise ConfigError(f"is not the URL of an object store: {made}", field=self._field)
+        for name, value in options.items():
+            others = {other: options[other] for other in options if other != name}
+            if make({name: value}) == made or not isinstance(make(others), str):
+                raise ConfigError(f"cannot be used: {made}", field=f"{self._options_field}.{name}")
+        raise ConfigError(f"cannot be used: {made}", field=self._options_field)
 
     def _ends_before(self, name: str, nbytes: int) -> bool:
         """Of an object of which a part was refused; a server's error need not say why."""
@@ -275,6 +324,45 @@ class ObjectStore(Store):
                     raise StoreError(_told(error)) from error
 
         return await asyncio.gather(*map(size, names))
+
+
+def _problem_with(name: str, value: object, url: str) -> str:
+    """The reason to refuse an option that the client would ignore, or at which it would panic; or ""."""
+    if not isinstance(value, str):
+        return f'must be a string, such as "true", is of type {type(value).__name__}'
+    if url.startswith("file:"):
+        return "is not known; a folder has no options"
+    if CLIENT_OPTION.fullmatch(name):
+        return "is set by Baton, which allows http:// endpoints; set timeout_s for the deadline of a request"
+    kind = name.lower()
+    if "service_account_key" not in kind and not value.isprintable():  # That one is a JSON text.
+        return "has a character that cannot be printed, such as the end of a line"
+    if kind.endswith(("region", "bucket")) and not PLAIN.fullmatch(value):
+        return "may have letters, digits, '.', '_' and '-'"
+    if kind.endswith(("endpoint", "endpoint_url", "base_url")):
+        found = ENDPOINT.fullmatch(value)
+        if found is None or int(found["port"] or 0) > PORT_MAX:
+            return "must be a URL such as http://HOST:9000"
+    return ""
+
+
+class _Panic(ValueError):
+    """The client, which is compiled Rust, has panicked."""
+
+
+@contextmanager
+def _panics() -> Iterator[None]:
+    """Raises _Panic for a panic of the client, which is no Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ == "PanicException":
+            raise _Panic(f"the client cannot use it: {error}") from None
+        raise
+
+
+def _unusable(error: Exception) -> Unusable:
+    return Unusable("foreign" if ARCHIVED in str(error) else "io", _told(error))
 
 
 def _told(error: Exception) -> str:

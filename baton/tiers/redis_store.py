@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 PREFIX = "baton:kv:"
 SCAN_COUNT = 1000
+OTHER_TYPE = "WRONGTYPE"  # The server's error for a key of a list, a hash, and so on.
 
 
 class RedisStore(Store):
@@ -71,16 +72,22 @@ class RedisStore(Store):
         pipeline = self._client.pipeline(transaction=False)
         for name in names:
             pipeline.strlen(PREFIX + name)
+        sizes: list[int | None] = []
         try:
-            return [size or None for size in pipeline.execute()]  # STRLEN is 0 for a missing key.
+            for answer in pipeline.execute(raise_on_error=False):
+                if isinstance(answer, Exception) and OTHER_TYPE not in str(answer):
+                    raise answer
+                # STRLEN is 0 for a missing key. What is no string is not there; a write replaces it.
+                sizes.append(answer if isinstance(answer, int) and answer else None)
         except self._errors as error:
             raise StoreError(str(error)) from error
+        return sizes
 
     def read(self, name: str, into: memoryview) -> int:
         try:
             value = self._client.get(PREFIX + name)
         except self._errors as error:
-            raise Unusable("io", str(error)) from error
+            raise _unusable(error) from error
         if value is None:
             raise Unusable("gone")
         assert isinstance(value, bytes)
@@ -95,7 +102,7 @@ class RedisStore(Store):
             if not value and not self._client.exists(PREFIX + name):
                 raise Unusable("gone")
         except self._errors as error:
-            raise Unusable("io", str(error)) from error
+            raise _unusable(error) from error
         assert isinstance(value, bytes)
         if len(value) != nbytes:
             raise Unusable("corrupt", f"it ends before byte {start + nbytes}")
@@ -138,3 +145,7 @@ class RedisStore(Store):
 
     def close(self) -> None:
         self._client.close()
+
+
+def _unusable(error: Exception) -> Unusable:
+    return Unusable("foreign" if OTHER_TYPE in str(error) else "io", str(error))

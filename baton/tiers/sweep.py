@@ -9,9 +9,9 @@
                   pinned
 
 Of several chunks the one with the lowest priority goes first, of these the least recently used one
-(`Stored.used_s`). Chunks with a priority above 0 have RAISED_SHARE of max_bytes at most; beyond it the first
-ones of them count as if theirs were 0. Priority, TTL and tenant are in the name of a value beside the chunk
-(`Keep`).
+(`Stored.used_s`; a time ahead of now counts as now, see `dates`). Chunks with a priority above 0 have
+RAISED_SHARE of max_bytes at most; beyond it the first ones of them count as if theirs were 0. Priority, TTL
+and tenant are in the name of a value beside the chunk (`Keep`).
 
 All values of a chunk, of every rank and kind of layers, are removed together, because one is of no use
 without the others. A reader that has begun can read a value to its end; one that comes later finds nothing,
@@ -47,7 +47,8 @@ from baton.tiers.chunk_name import (
     namespace_of,
     parse_keep,
 )
-from baton.tiers.store import Store, StoreError, Unusable
+from baton.tiers.dates import Dates, age_s
+from baton.tiers.store import Store, Stored, StoreError, Unusable
 
 logger = logging.getLogger(__name__)
 
@@ -117,9 +118,9 @@ class Chunk:
 
     def is_too_old(self, max_age_s: float | None, now_s: float) -> bool:
         if self.num_keeps == len(self.names):
-            return now_s - self.kept_s > LONE_KEEP_S
-        ages_s = [age_s for age_s in (max_age_s, self.keep.ttl_s) if age_s is not None]
-        return bool(ages_s) and now_s - self.used_s > min(ages_s)
+            return age_s(self.kept_s, now_s) > LONE_KEEP_S
+        limits_s = [limit_s for limit_s in (max_age_s, self.keep.ttl_s) if limit_s is not None]
+        return bool(limits_s) and age_s(self.used_s, now_s) > min(limits_s)
 
     def add_keep(self, keep: Keep, written_s: float) -> None:
         self.keep = keep if not self.num_keeps else self.keep.merged(keep)
@@ -127,14 +128,16 @@ class Chunk:
         self.kept_s = max(self.kept_s, written_s)
 
 
-def sweep(store: Store, limits: Limits, *, now_s: float, own: Collection[str] = ()) -> Swept:
+def sweep(
+    store: Store, limits: Limits, *, now_s: float, own: Collection[str] = (), dates: Dates | None = None
+) -> Swept:
     """`now_s`: since the Unix epoch. `own`: namespaces that the caller uses. If it does not know them yet
-    (empty), no namespace counts as unused.
+    (empty), no namespace counts as unused. `dates`: of the caller's earlier sweeps of this store.
 
     Raises StoreError if the store cannot be scanned.
     """
     store.collect(now_s)
-    found, marks = _look(store)
+    found, marks = _look((dates or Dates()).settle(store, list(store.scan()), now_s))
     if limits.max_bytes is not None:
         _lower(found, int(RAISED_SHARE * limits.max_bytes))
     chunks = sorted(found, key=operator.attrgetter("order"))
@@ -160,7 +163,7 @@ def _mark(store: Store, used: Iterable[str], marks: Mapping[str, float], now_s: 
     values = [
         (mark_of(namespace), (b"in use\n",))
         for namespace in used
-        if now_s - marks.get(namespace, 0.0) > MARK_EVERY_S
+        if age_s(marks.get(namespace, 0.0), now_s) > MARK_EVERY_S
     ]
     for failure in store.write_all(values):
         if failure is not None:
@@ -232,14 +235,14 @@ def _evict(chunks: Iterable[Chunk], store: Store, swept: Swept, num_bytes: int |
 
 def chunks_of(store: Store) -> list[Chunk]:
     """Raises StoreError."""
-    return _look(store)[0]
+    return _look(store.scan())[0]
 
 
-def _look(store: Store) -> tuple[list[Chunk], dict[str, float]]:
-    """All chunks, and the time of each namespace's mark. Raises StoreError."""
+def _look(found: Iterable[Stored]) -> tuple[list[Chunk], dict[str, float]]:
+    """All chunks, and the time of each namespace's mark."""
     chunks: dict[str, Chunk] = {}
     marks: dict[str, float] = {}
-    for stored in store.scan():
+    for stored in found:
         namespace = namespace_of(stored.name)
         if is_mark(stored.name):
             marks[namespace] = stored.used_s
@@ -284,6 +287,7 @@ class Sweeps:
 
     def __init__(self, limited: Iterable[tuple[Store, Limits]]) -> None:
         self._limited = [pair for pair in limited if pair[1] != Limits()]
+        self._dates = [Dates() for _ in self._limited]
         self._is_started = False
 
     def __bool__(self) -> bool:
@@ -296,12 +300,12 @@ class Sweeps:
         start needs no scan.
         """
         total = Swept()
-        for store, limits in self._limited:
+        for (store, limits), dates in zip(self._limited, self._dates, strict=True):
             if not self._is_started and (totals := read_totals(store)) is not None:
                 total += Swept(totals.chunks, totals.bytes)
                 continue
             try:
-                swept = sweep(store, limits, now_s=now_s, own=own)
+                swept = sweep(store, limits, now_s=now_s, own=own, dates=dates)
             except StoreError as error:
                 logger.warning("the sweep of %s failed: %s", store.kind, error)
                 continue

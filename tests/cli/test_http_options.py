@@ -4,10 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from baton.cli.http_options import API_KEY_ENV, read_api_keys, warn_if_open
+from baton.cli.doctor import look_at_exposure
+from baton.cli.exposure import exposure_of
+from baton.cli.http_options import API_KEY_ENV, read_api_keys
 from baton.cli.settings import resolve
 from baton.core.errors import ConfigError
 from baton.http.settings import HttpSettings
+from baton.http.tls import TlsFiles
 
 
 def read(file: Path | None, environment: dict[str, str]) -> tuple[str, ...]:
@@ -43,12 +46,65 @@ def test_a_file_that_others_can_read_is_warned_about(
     assert caplog.text == ""
 
 
-def test_a_server_beyond_loopback_without_keys_is_warned_about(caplog: pytest.LogCaptureFixture) -> None:
-    warn_if_open("0.0.0.0", HttpSettings(api_keys=("key-number-1",)), is_loopback=False)
-    warn_if_open("127.0.0.1", HttpSettings(api_keys=()), is_loopback=True)
-    assert caplog.text == ""
-    warn_if_open("0.0.0.0", HttpSettings(api_keys=()), is_loopback=False)
-    assert "no API key is set" in caplog.text
+KEYS = HttpSettings(api_keys=("key-number-1",))
+
+
+def tls_of(tmp_path: Path, *, mode: int = 0o600, client_ca: str | None = None) -> TlsFiles:
+    key = tmp_path / "tls.key"
+    key.write_text("key")
+    key.chmod(mode)
+    return TlsFiles(cert=str(tmp_path / "cert"), key=str(key), client_ca=client_ca)
+
+
+def test_a_server_beyond_loopback_is_warned_about_once(tmp_path: Path) -> None:
+    tls = tls_of(tmp_path)
+    assert exposure_of("0.0.0.0", KEYS, tls) is None
+    assert exposure_of("127.0.0.1", HttpSettings(), None) is None
+    assert exposure_of("0.0.0.0", HttpSettings(), tls_of(tmp_path, client_ca="ca")) is None
+    no_key, no_tls = exposure_of("0.0.0.0", HttpSettings(), tls), exposure_of("::", KEYS, None)
+    assert no_key is not None
+    assert no_tls is not None
+    assert "every client that reaches the port can send requests" in no_key
+    assert "--api-key-file" in no_key
+    assert "TLS" not in no_key
+    assert "administrator's pages" in no_key
+    of_admin = exposure_of("0.0.0.0", HttpSettings(admin_keys=("key-number-1",)), tls)
+    assert of_admin is not None
+    assert "administrator's pages" not in of_admin
+    assert "everyone on the path can read prompts" in no_tls
+    assert "--tls-cert" in no_tls
+    assert "API key" not in no_tls
+    both = exposure_of("10.0.0.1", HttpSettings(), None, also=[None, "the secret is weak"])
+    assert both is not None
+    assert both.startswith("exposed at 10.0.0.1: every client")
+    assert both.endswith("; the secret is weak")
+
+
+def test_a_tls_key_that_others_can_read_is_warned_about(tmp_path: Path) -> None:
+    found = exposure_of("127.0.0.1", KEYS, tls_of(tmp_path, mode=0o640))
+    assert found is not None
+    assert f"can read {tmp_path}/tls.key (mode 0640): chmod 600" in found
+
+
+def test_the_doctor_lists_open_doors_and_secret_files(tmp_path: Path) -> None:
+    (tmp_path / "keys").write_text("key-number-1")
+    (tmp_path / "secret").write_text("a" * 32)
+    for name, mode in (("keys", 0o644), ("secret", 0o604)):
+        (tmp_path / name).chmod(mode)
+    secret = str(tmp_path / "secret")
+    environment = {"BATON_HOST": "0.0.0.0"}
+    first, second, file = look_at_exposure(environment, secret)
+    assert [one.is_good for one in (first, second, file)] == [False] * 3
+    assert (first.subject, second.subject) == ("baton serve at 0.0.0.0",) * 2
+    assert ("--api-key-file" in first.mend, "--tls-cert" in second.mend) == (True, True)
+    assert (f"can read {secret}" in file.found, file.mend) == (True, f"chmod 600 {secret}")
+    *_, first, second = look_at_exposure({"BATON_API_KEY_FILE": str(tmp_path / "keys")}, secret)
+    assert (first.found, second.found) == (file.found, second.found)
+    (tmp_path / "secret").chmod(0o600)
+    (good,) = look_at_exposure({}, secret)
+    assert (good.is_good, good.found) == (True, "is not open to the network")
+    (bad,) = look_at_exposure({"BATON_PORT": "x"}, None)
+    assert (bad.is_good, "BATON_PORT" in bad.found) == (None, True)
 
 
 def test_serve_takes_keys_hosts_and_limits() -> None:

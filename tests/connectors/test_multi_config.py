@@ -13,6 +13,7 @@ import pytest
 from baton.assemble import connector_factory, make_connector_metrics, make_connector_stats, make_door
 from baton.connectors.counted import Count, CountedStats
 from baton.connectors.multi import BatonMultiConnector, MultiStats, MultiWorkerHalf, children_of
+from baton.connectors.multi.stats import OWN
 from baton.connectors.pull.connector import BatonPullConnector
 from baton.connectors.pull.stats import PullStats
 from baton.connectors.registry import connector_class
@@ -303,7 +304,7 @@ def test_each_child_publishes_its_own_metrics_and_multi_two_about_them(module: M
     assert metrics is not None
     own = {"errors": {"Mine": 2}, "retired": {"Mine": True}}
     broken = {"transfers": "nonsense"}
-    metrics.observe({"BatonMultiConnector": own, "Mine": {}, "NoSuch": {}, "BatonPullConnector": broken})
+    metrics.observe({OWN: own, "Mine": {}, "NoSuch": {}, "BatonPullConnector": broken})
     text = generate_latest(registry).decode()
     assert "baton:kv_transfer_bytes_total" in text
     assert 'baton:kv_child_connector_errors_total{connector="Mine",engine="0"} 2.0' in text

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from baton.connectors.multi import MultiSchedulerHalf, MultiStats, MultiWorkerHalf
+from baton.connectors.multi.stats import OWN
 from baton.contract import (
     BlockRemoved,
     ConnectorDead,
@@ -311,10 +312,10 @@ def test_errors_and_retirement_are_in_the_statistics() -> None:
     stats = world.half.get_kv_connector_stats()
     assert stats is not None
     own = {"errors": {"a": 1, "b": 1}, "retired": {"a": True}}
-    assert stats.to_dict() == {"BatonMultiConnector": own}
+    assert stats.to_dict() == {OWN: own}
     later = world.half.get_kv_connector_stats()
     assert later is not None
-    assert later.to_dict() == {"BatonMultiConnector": {"retired": {"a": True}}}
+    assert later.to_dict() == {OWN: {"retired": {"a": True}}}
 
 
 def test_events_reach_the_child_that_made_them() -> None:
@@ -502,7 +503,7 @@ def test_statistics_are_kept_apart_and_rebuilt_by_name() -> None:
 
     data = stats(2).aggregate(stats(3)).to_dict()
     assert data["BatonPullConnector"]["num_loans"] == 5
-    assert data["BatonMultiConnector"] == {"errors": {"Mine": 2}}
+    assert data[OWN] == {"errors": {"Mine": 2}}
     rebuilt = BatonMultiConnector.build_kv_connector_stats({**data, "NoSuch": {}})
     assert rebuilt is not None
     assert rebuilt.to_dict() == data

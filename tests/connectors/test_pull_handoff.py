@@ -186,9 +186,13 @@ def test_an_untouched_loan_ends_by_time_and_is_counted(world: World) -> None:
     assert p.counted("num_loans") == p.counted("num_expired_loans") == 1
 
 
-def test_a_loan_without_a_consumer_is_taken_back_at_once(world: World) -> None:
+@pytest.mark.parametrize("name", ["baton_ticket", "transfer_id"])
+def test_a_loan_without_a_consumer_is_taken_back_at_once(world: World, name: str) -> None:
     p = world.engine("p")
     params = p.prefill("r", tokens_of(5))
+    params = {name: params[name]}
+    p.half.take_back({"transfer_id": "another"})
+    assert not p.counted("num_loans")
     p.half.take_back(params)
     world.assert_settles_whole()
     p.half.take_back(params)  # Once more: there is nothing left to take.
@@ -196,13 +200,14 @@ def test_a_loan_without_a_consumer_is_taken_back_at_once(world: World) -> None:
     assert p.counted("num_expired_loans") == 0
 
 
-def test_a_loan_that_is_fetched_is_not_taken_back(world: World) -> None:
+@pytest.mark.parametrize("name", ["baton_ticket", "transfer_id"])
+def test_a_loan_that_is_fetched_is_not_taken_back(world: World, name: str) -> None:
     p, d = world.engine("p"), world.engine("d")
     tokens = tokens_of(9)
     params = p.prefill("r", tokens)
     request = d.submit("r", tokens, params)
     world.settle()  # Claimed.
-    p.half.take_back(params)
+    p.half.take_back({name: params[name]})
     d.admit(request)
     world.settle()
     assert d.read_out(request).valid_tokens == len(tokens)

@@ -183,3 +183,25 @@ def test_no_half_character_is_ever_emitted(text: str) -> None:
     assert "\ufffd" not in "".join(pieces)
     assert "".join(pieces) == text
     assert detokenizer.flush() == ""
+
+
+@pytest.mark.parametrize(
+    ("file", "change"),
+    [
+        ("tokenizer_config.json", {"chat_template": "{{ messages[0].content }} other"}),
+        ("tokenizer_config.json", {"bos_token": "<|im_end|>"}),
+        ("tokenizer.json", {"post_processor": None}),
+        ("tokenizer_config.json", {"model_max_length": 7}),
+    ],
+    ids=["template", "bos", "tokenizer", "nothing that changes a text"],
+)
+def test_the_digest_names_what_makes_tokens_of_texts(
+    tokenizer: Tokenizer, checkpoint_of: Callable[[str], Path], tmp_path: Path, file: str, change: Any
+) -> None:
+    for source in checkpoint_of("llama").glob("*token*"):
+        (tmp_path / source.name).write_bytes(source.read_bytes())
+    assert Tokenizer.from_folder(tmp_path).digest == tokenizer.digest
+    content = json.loads((tmp_path / file).read_text())
+    (tmp_path / file).write_text(json.dumps({**content, **change}))
+    is_other = "model_max_length" not in change
+    assert (Tokenizer.from_folder(tmp_path).digest != tokenizer.digest) == is_other

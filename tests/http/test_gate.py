@@ -80,3 +80,45 @@ def test_a_header_that_is_not_ascii_is_400_and_names_it() -> None:
     answer = ask(headers=[(b"X-Name", "é".encode())])
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "x-name"
+
+
+@pytest.mark.parametrize(
+    ("target", "path", "host"),
+    [
+        ("http://localhost/x", "/x", "localhost"),
+        ("HTTPS://127.0.0.1:8000/a%20b", "/a b", "127.0.0.1:8000"),
+        ("http://localhost", "/", "localhost"),
+        ("http:///x", "http:///x", "mine.example"),
+    ],
+)
+def test_a_target_may_have_scheme_and_authority_which_replaces_the_host(
+    target: str, path: str, host: str
+) -> None:
+    """uvicorn passes on the whole target as the path (RFC 9112, 3.2.2)."""
+    scopes: list[Any] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        scopes.append(scope)
+
+    gate = Gate(app, allowed_hosts=["mine.example"])
+    scope = {
+        "type": "http",
+        "method": "GET",
+        "path": target,
+        "raw_path": target.encode(),
+        "query_string": b"q",
+    }
+    asyncio.run(gate({**scope, "headers": [(b"host", b"mine.example")]}, Any, Any))
+    assert [(scope["path"], dict(scope["headers"])[b"host"].decode()) for scope in scopes] == [(path, host)]
+
+
+def test_a_host_in_the_target_is_checked() -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    scope = {"type": "http", "method": "GET", "path": "", "raw_path": b"http://evil.example/x"}
+    headers = [(b"host", b"localhost")]
+    asyncio.run(Gate(Starlette(), allowed_hosts=[])({**scope, "headers": headers}, Any, send))
+    assert sent[0]["status"] == 403

@@ -430,7 +430,9 @@ class World:
         assert self.view.admission is not None
         counts = [row["running"] for row in self.view.admission.snapshot()]
         assert counts == [len(self.others)], "a request's place is free when it has ended"
-        returned = [params["baton_ticket"] for params in self.given_back]
+        returned = [params["baton_ticket"] for params in self.given_back if "baton_ticket" in params]
+        unseen = [params["transfer_id"] for params in self.given_back if "baton_ticket" not in params]
+        assert not self.lent.keys() & {f"of {name}" for name in unseen}, "its ticket is known"
         assert len(set(returned)) == len(returned), "a loan is given back once"
         assert not self.come_for & set(returned), "a loan that is used is not given back"
         kept = self.lent.keys() - self.come_for - set(returned)

@@ -1,12 +1,14 @@
 """Engines that join, drain and leave while the router runs."""
 
 import asyncio
+import time
 from typing import Any
 
 import httpx
 import pytest
 
 from baton.http.settings import HttpSettings
+from baton.router.health import Probe
 from tests.event_loop import pass_time
 from tests.router.fakes import (
     FakeEngine,
@@ -75,9 +77,9 @@ async def test_an_engine_that_does_not_serve_is_not_added() -> None:
         ("add", {"type": "decode", "instance": "http://a:1/v1"}, "instance"),
         ("add", {"type": "decode", "instance": "a:99999"}, "instance"),
         ("add", {"instance": "a:1"}, "type"),
-        ("add", {"type": "both", "instance": "a:1"}, "body"),
+        ("add", {"type": "both", "instance": "a:1"}, "type"),
         ("drain", {"instance": "a:1"}, "instance"),
-        ("add", {"type": "decode"}, "body"),
+        ("add", {"type": "decode"}, "instance"),
     ],
 )
 async def test_orders_that_cannot_be_carried_out(path: str, body: dict[str, str], field: str) -> None:
@@ -156,3 +158,28 @@ async def test_a_key_of_the_router_is_not_passed_on_in_either_header() -> None:
         assert (await s.complete()).status_code == 200
     assert "x-api-key" not in d.calls[0].headers
     assert d.calls[0].headers["authorization"] == "Bearer key-of-engine"
+
+
+async def test_a_fault_is_no_reason_of_an_engine_that_is_back() -> None:
+    d = FakeEngine(answers)
+    async with system([FakeEngine(lends)], [d], **LOCAL) as s:
+
+        async def shown() -> dict[str, Any]:
+            (found,) = [
+                one for one in (await s.client.get("/status")).json()["engines"] if one["type"] == "decode"
+            ]
+            return dict(found)
+
+        engine = s.router.fleet.find(("decode", d.url))
+        assert engine is not None
+        while not engine.is_up:
+            await s.client.get("/health")
+        assert ((await shown())["reason"], (await shown())["last_error"]) == (None, None)
+        s.router.fleet.note_probe(engine, Probe("refused", "/health failed: refused"), 1.0)
+        found = await shown()
+        assert (found["state"], found["reason"]) == ("down", "/health failed: refused")
+        s.router.fleet.note_probe(engine, Probe("healthy"), 2.0)
+        found = await shown()
+        assert (found["state"], found["reason"]) == ("up", None)
+        assert found["last_error"] == "/health failed: refused"
+        assert abs(found["last_error_unix_s"] - time.time()) < 3600

@@ -68,6 +68,7 @@ SMUGGLED = {
     "chunked that is not last": b"transfer-encoding: chunked, gzip\r\n\r\n0\r\n\r\n",
     "chunked twice": b"transfer-encoding: chunked\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
     "an encoding that is nearly chunked": b"transfer-encoding: xchunked\r\n\r\n0\r\n\r\n",
+    "a coding before chunked": b"transfer-encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
     "a space before the colon": b"content-length : 0\r\n\r\n",
     "a folded line": b"x-a: b\r\n content-length: 19\r\ncontent-length: 0\r\n\r\n",
     "a bare LF that ends a line": b"x-a: b\ncontent-length: 19\r\ncontent-length: 0\r\n\r\n",
@@ -80,6 +81,8 @@ SMUGGLED = {
     "a chunk that ends in LF": b"transfer-encoding: chunked\r\n\r\n1\na\n0\n\n",
 }
 
+NOT_IMPLEMENTED = ("an encoding that is nearly chunked", "a coding before chunked")  # RFC 9112, 6.1.
+
 
 @pytest.mark.parametrize("name", SMUGGLED)
 async def test_a_request_that_servers_could_frame_differently_is_refused(name: str) -> None:
@@ -87,8 +90,8 @@ async def test_a_request_that_servers_could_frame_differently_is_refused(name: s
     async with connected() as (s, reader, writer):
         writer.write(POST + JSON + SMUGGLED[name] + SECOND)
         status, _, body = await read_answer(reader)
-        assert status == 400, body
-        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+        assert status == (501 if name in NOT_IMPLEMENTED else 400), body
+        assert "error" in json.loads(body)
         assert await reader.read() == b""
         assert (await s.client.get("/version")).status_code == 200
 
@@ -96,10 +99,11 @@ async def test_a_request_that_servers_could_frame_differently_is_refused(name: s
 @pytest.mark.parametrize(
     "sent",
     [
-        HEALTH + b"host: other\r\n\r\n",
         HEALTH + b"authorization: Bearer a\r\nauthorization: Bearer b\r\n\r\n",
         HEALTH + b"x-a: \xc3\xa9\r\n\r\n",
-        b"GET http://other/health HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET http:///health HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"GET /version#top HTTP/1.1\r\n" + HOST + b"\r\n",
+        b"OPTIONS * HTTP/1.1\r\n" + HOST + b"\r\n",
     ],
 )
 async def test_a_request_whose_end_is_clear_is_refused_alone(sent: bytes) -> None:
@@ -112,6 +116,8 @@ async def test_a_request_whose_end_is_clear_is_refused_alone(sent: bytes) -> Non
 @pytest.mark.parametrize(
     ("sent", "status"),
     [
+        (HEALTH + b"host: other\r\n\r\n", 400),
+        (b"GET /version HTTP/1.1\r\n\r\n", 400),
         (b"\x16\x03\x01\x02\x00\x01\x00\x01", 400),  # TLS.
         (b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n", 400),
         (b"GET /health HTTP/3.0\r\n\r\n", 400),
@@ -221,11 +227,48 @@ async def test_a_body_is_sent_when_it_is_asked_for() -> None:
         assert (await read_answer(reader))[0] == 200
 
 
+OFFER = b"connection: upgrade, http2-settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQCAAAAAAIAAAAA\r\n"
+
+
 async def test_another_protocol_is_not_taken_up() -> None:
     async with connected() as (_, reader, writer):
-        writer.write(HEALTH + b"connection: upgrade\r\nupgrade: h2c\r\n\r\n" + SECOND)
+        writer.write(HEALTH + OFFER + b"\r\n" + SECOND)
         assert b"status" in (await read_answer(reader))[2]
         assert b"version" in (await read_answer(reader))[2]
+
+
+@pytest.mark.parametrize("is_chunked", [False, True])
+async def test_the_body_of_a_request_that_offers_another_protocol_is_its_body(is_chunked: bool) -> None:
+    """Java's HttpClient offers h2c with every first request (RFC 9110, 7.8)."""
+    sent = GOOD.replace(JSON, JSON + OFFER)
+    if is_chunked:
+        head, _, body = sent.partition(b"\r\n\r\n")
+        head = head.replace(b"content-length: %d" % len(body), b"transfer-encoding: chunked")
+        sent = head + b"\r\n\r\n%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    engine = FakeEngine(answers)
+    async with connected(decode=engine) as (_, reader, writer):
+        for _ in range(2):
+            for index in range(len(sent)):
+                writer.write(sent[index : index + 1])
+            writer.write(SECOND)
+            assert b"answer" in (await read_answer(reader))[2]
+            assert b"version" in (await read_answer(reader))[2]
+    assert not engine.calls[-1].headers.keys() & {"upgrade", "http2-settings"}
+
+
+async def test_a_request_may_be_hidden_in_the_body_of_one_that_offers_another_protocol() -> None:
+    hidden = b"POST /instances/remove HTTP/1.1\r\n" + HOST + b"content-length: 0\r\n\r\n"
+    async with connected() as (_, reader, writer):
+        writer.write(POST + JSON + OFFER + b"content-length: %d\r\n\r\n%b" % (len(hidden), hidden) + SECOND)
+        assert (await read_answer(reader))[0] == 400
+        assert b"version" in (await read_answer(reader))[2]
+
+
+async def test_a_target_may_have_scheme_and_authority() -> None:
+    async with connected() as (_, reader, writer):
+        for target in (b"http://localhost/version", b"HTTP://127.0.0.1:8000/version?a=b"):
+            writer.write(b"GET %b HTTP/1.1\r\nhost: attacker.example\r\n\r\n" % target)
+            assert b"version" in (await read_answer(reader))[2]
 
 
 async def test_head_gets_the_length_and_no_body() -> None:

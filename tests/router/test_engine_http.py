@@ -52,12 +52,16 @@ class Heard:
 
 
 class Engine:
-    """Answers each request of each connection with the next of `answers`; None: it never does."""
+    """Answers each request of each connection with the next of `answers`.
+
+    None: it never does. Empty: it closes the connection.
+    """
 
     def __init__(self, answers: list[bytes | None], *, closes: bool) -> None:
         self.answers, self.closes = answers, closes
         self.heads: list[bytes] = []
         self.num_connections = 0
+        self.server: asyncio.Server
         self.writers: list[asyncio.StreamWriter] = []
         self.pool = EnginePool(connect_s=600.0)
         self.origin = Origin("", 0, is_tls=False, path=b"", host_line=b"", authorization=None)
@@ -73,7 +77,7 @@ class Engine:
                     await reader.read()
                     return
                 writer.write(answer)
-                if self.closes:
+                if self.closes or not answer:
                     break
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
@@ -93,7 +97,7 @@ class Engine:
 @asynccontextmanager
 async def engine(*answers: bytes | None, closes: bool = False) -> AsyncIterator[Engine]:
     one = Engine([*answers], closes=closes)
-    server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
+    server = one.server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
     one.origin = origin_of(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}")
     try:
         yield one
@@ -142,10 +146,49 @@ async def test_a_connection_that_carries_more_or_is_to_close_is_not_used_again(a
         assert one.num_connections == 2
 
 
-async def test_the_end_of_the_connection_is_the_end_of_an_answer_without_a_length() -> None:
-    async with engine(OK + b"\r\nto the end", closes=True) as one:
+@pytest.mark.parametrize("version", [b"HTTP/1.0", b"HTTP/1.1"])
+async def test_the_end_of_the_connection_is_the_end_of_a_stream_only(version: bytes) -> None:
+    """JSON without a length may have been cut."""
+    head = version + b" 200 OK\r\ncontent-type: %b\r\n\r\n"
+    async with engine(head % b"text/event-stream; charset=utf-8" + b"data: x", closes=True) as one:
         heard = await one.ask()
-        assert (heard.lost, heard.body) == (None, b"to the end")
+        assert (heard.lost, heard.body) == (None, b"data: x")
+    async with engine(head % b"application/json" + b'{"id": 1, ', closes=True) as one:
+        assert (await one.ask()).lost is not None
+
+
+async def test_a_request_into_a_connection_that_closes_is_sent_once_more() -> None:
+    async with engine(WHOLE, b"", WHOLE) as one:
+        for num_connections in (1, 2):
+            heard = await one.ask()
+            assert (heard.lost, heard.body) == (None, b"ok")
+            assert one.num_connections == num_connections
+        assert len(one.heads) == 3
+
+
+async def test_a_request_is_sent_no_third_time_nor_after_the_first_byte_of_an_answer() -> None:
+    async with engine(WHOLE, b"", b"") as one:
+        await one.ask()
+        heard = await one.ask()
+        assert (heard.lost is not None, heard.was_sent) == (True, True)
+        assert len(one.heads) == 3
+    async with engine(WHOLE, b"HTTP/1.1 200", WHOLE) as one:
+        await one.ask()
+        sending = one.ask()
+        one.closes = True
+        heard = await sending
+        assert heard.lost is not None
+        assert len(one.heads) == 2
+
+
+async def test_a_request_that_is_sent_once_more_to_nobody_was_sent() -> None:
+    async with engine(WHOLE, b"") as one:
+        await one.ask()
+        one.server.close()
+        heard = await one.ask()
+        assert heard.lost is not None
+        assert heard.lost.startswith("cannot connect")
+        assert heard.was_sent
 
 
 @pytest.mark.parametrize(

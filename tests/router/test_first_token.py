@@ -185,10 +185,11 @@ async def test_a_prefill_that_fails_before_its_token_is_tried_elsewhere(mode: st
             await d.saw_disconnect.wait()  # The first decode leg went with its prefill.
             gate.set()
         check_is_one_engines(await asking)
-    ids = [leg["transfer_id"] for leg in (*transfer_params(bad), *transfer_params(good))]
-    assert len(set(ids)) == 2
+    # One that dies on a connection that was used before gets the same leg once more.
+    ids = dict.fromkeys(leg["transfer_id"] for leg in (*transfer_params(bad), *transfer_params(good)))
+    assert len(ids) == 2
     if mode == "push":
-        assert [leg["transfer_id"] for leg in transfer_params(d)] == ids
+        assert [leg["transfer_id"] for leg in transfer_params(d)] == [*ids]
 
 
 def counting(engine: FakeEngine, second_call: asyncio.Event) -> Respond:

@@ -11,6 +11,7 @@ from baton.router.fleet import Engine
 from baton.router.identity import Introduction, Seat, choose_model
 from baton.router.pairs import BACKOFF_FIRST_S, BACKOFF_MAX_S, FAILURES_TO_STOP, Pairs, mismatch_of
 from tests.event_loop import pass_time, run
+from tests.router.baton_fakes import introduced_system
 from tests.router.fakes import Call, FakeEngine, Respond, System, answers, lends, responds, system
 
 REFUSAL = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
@@ -88,6 +89,26 @@ async def test_a_prefill_engine_of_another_model_is_not_asked() -> None:
     assert answer.headers["x-baton-prefill"] == "local"
     assert not p.calls
     assert "model B" in state["engines"]["prefill"][0]["refused"]
+
+
+@pytest.mark.parametrize("texts", [("a", "a"), ("a", "b"), ("", "b"), ("a", "")])
+@pytest.mark.parametrize("mode", ["pull", "push"])
+async def test_engines_that_read_texts_differently_are_no_pair(mode: str, texts: tuple[str, str]) -> None:
+    """Their templates, or what ends an answer, differ: P's first token would not be D's."""
+    p, d = engine(lends, "p"), engine(answers, "d")
+    for one, text_id in zip((p, d), texts, strict=True):
+        one.card = {**one.card, "text_id": text_id}
+    async with introduced_system([p], [d], mode=mode) as s:
+        assert (await s.complete()).status_code == 200
+        pairs = (await s.client.get("/fleet")).json()["pairs"]
+    fits = "" in texts or texts[0] == texts[1]
+    assert bool(p.calls) == fits
+    assert [pair["reason"] for pair in pairs if not pair["usable"]] == ([] if fits else [TEXTS_DIFFER])
+
+
+TEXTS_DIFFER = (
+    "different tokenizers, chat templates, or tokens that end an answer: they read a text differently"
+)
 
 
 @pytest.mark.parametrize(

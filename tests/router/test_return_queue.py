@@ -50,7 +50,7 @@ def test_loans_go_back_in_order_and_never_too_many_at_once(steps: list[bool]) ->
     ],
 )
 def test_an_outcome_comes_after_at_most_two_attempts(answers: list[int | None], outcome: str) -> None:
-    loan = Return(lender(), "signed")
+    loan = Return(lender(), {"baton_ticket": "signed"})
     ends = [loan.on_failure("broken") if status is None else loan.on_answer(status) for status in answers]
     assert ends == [None] * (len(answers) - 1) + [outcome]
     assert len(answers) <= ATTEMPTS

@@ -19,7 +19,7 @@ from baton.cli.members import read_members, source_of
 from baton.cli.processes import free_ports
 from baton.core.errors import ConfigError
 from baton.http.registration import PATH, Registration
-from baton.router.members import HELD_S, Member
+from baton.router.members import HELD_S, Member, read_entries
 from baton.router.shell.members import LOOK_S, Source, SourceFailed
 from baton.router.shell.sources.file import FileSource
 from baton.server.registration import Registrar, place_of
@@ -71,7 +71,7 @@ class Told:
             answer = await self.answers.get()
             if isinstance(answer, str):
                 raise SourceFailed(answer)
-            yield answer
+            yield read_entries(((one.url, one) for one in answer), lambda one: (one,))
 
 
 def metric(s: System, name: str, **labels: str) -> float:
@@ -211,7 +211,7 @@ async def test_a_missed_heartbeat_drains_the_engine() -> None:
     [
         ({"ttl_s": -1}, "ttl_s"),
         ({"weight": 0}, "weight"),
-        ({"type": "both"}, "body"),
+        ({"type": "both"}, "type"),
         ({"instance": "http://a/?b"}, "instance"),
     ],
 )
@@ -331,7 +331,7 @@ async def name_server(folder: Path, *options: str) -> AsyncIterator[tuple[int, a
 async def first_of(source: Source) -> frozenset[Member]:
     found = source.members()
     try:
-        return await anext(found)
+        return (await anext(found)).members
     finally:
         await found.aclose()
 
@@ -344,14 +344,14 @@ async def test_names_are_resolved_again_and_a_name_that_is_gone_changes_nothing(
         source = source_of(f"dns://127.0.0.1:{port}/decode.test?role=decode&port=8200&every_s=1")
         assert source is not None
         found = source.members()
-        assert {one.url for one in await anext(found)} == {
+        assert {one.url for one in (await anext(found)).members} == {
             "http://10.0.0.1:8200",
             "http://10.0.0.2:8200",
             "http://[fd00::1]:8200",
         }
         hosts.write_text("10.0.0.2 decode.test\n")
         process.send_signal(1)
-        while (now := await anext(found)) != {Member("decode", "http://10.0.0.2:8200")}:
+        while (now := (await anext(found)).members) != {Member("decode", "http://10.0.0.2:8200")}:
             assert len(now) > 1
             pass_time(1.0)
         process.kill()

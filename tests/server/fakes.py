@@ -441,6 +441,6 @@ class LiveRouter(LiveLoop):
         return self._url
 
 
-def router_before(engine: LiveServer) -> LiveRouter:
+def router_before(engine: LiveServer, **settings: Any) -> LiveRouter:
     """A router that asks this engine for prefill and decode."""
-    return LiveRouter(RouterSettings(prefill_urls=(engine.url,), decode_urls=(engine.url,)))
+    return LiveRouter(RouterSettings(prefill_urls=(engine.url,), decode_urls=(engine.url,), **settings))

@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from baton.core.config import CacheConfig, ClusterSecret, EngineConfig, KVTransferConfig
-from baton.server.introduction import SECRET_ID_BYTES, Introduction, introduce, secret_ids
+from baton.server.introduction import SECRET_ID_BYTES, Introduction, introduce, secret_ids, text_id
 from tests.server.fakes import MAX_MODEL_LEN, LiveServer, ScriptedEngine, model_config
 
 MODEL = model_config()
@@ -39,6 +39,16 @@ def test_an_engine_with_a_connector_is_introduced(text: str | None) -> None:
     assert asyncio.run(introduce(config(TRANSFER), engine)) == msgspec.structs.replace(
         CARD, introduction=text
     )
+
+
+def test_the_text_side_is_named_by_the_tokenizer_and_what_ends_an_answer() -> None:
+    ids = [text_id("a", (1,)), text_id("b", (1,)), text_id("a", (1, 2)), text_id("", (1,))]
+    assert len(set(ids)) == 4
+    assert text_id("a", (2, 1)) == ids[2]
+    assert ids[3] == "", "it is not known"
+    card = asyncio.run(introduce(config(TRANSFER), ScriptedEngine(introduces_as=None), tokenizer="a"))
+    assert card is not None
+    assert card.text_id == text_id("a", model_config().eos_token_ids)
 
 
 def test_an_engine_without_a_connector_is_not_introduced() -> None:

@@ -15,14 +15,24 @@ def test_the_engine_gets_the_ticket(http: httpx.Client, engine: ScriptedEngine) 
     assert engine.taken_back == [{"baton_ticket": "signed"}]
 
 
+def test_the_engine_gets_the_transfer_of_an_answer_that_nobody_has(
+    http: httpx.Client, engine: ScriptedEngine
+) -> None:
+    answer = http.post("/baton/take_back", json={"do_remote_decode": True, "transfer_id": "t"})
+    assert answer.status_code == 202
+    assert engine.taken_back == [{"transfer_id": "t"}]
+
+
 @pytest.mark.parametrize(
     ("body", "field"),
     [
         ({}, "baton_ticket"),
         ({"baton_ticket": 1}, "baton_ticket"),
         ({"baton_ticket": ""}, "baton_ticket"),
+        ({"transfer_id": ""}, "transfer_id"),
+        ({"baton_ticket": "", "transfer_id": "t"}, "baton_ticket"),
         ({"baton_ticket": "a" * (MAX_TICKET_CHARS + 1)}, "baton_ticket"),
-        ([], None),
+        ([], "body"),
     ],
 )
 def test_anything_else_is_refused(

@@ -7,8 +7,8 @@ import msgspec
 import pytest
 
 from baton.engine.text.chat_template import ChatTemplate
+from baton.http.json_body import decode_as
 from baton.server.protocol.chat import ChatRequest, plain_messages, plain_tools
-from baton.server.protocol.parse import parse_body
 
 # Calls as JSON in tags, results grouped into one turn, thoughts of the last turn only; as Hermes and Qwen do.
 TAGGED = """
@@ -93,7 +93,7 @@ def history(arguments: Any) -> list[dict[str, Any]]:
 
 def rendered(source: str, body: dict[str, Any]) -> str:
     """Render as the server does."""
-    request = parse_body(msgspec.json.encode(body), ChatRequest)
+    request = decode_as(msgspec.json.encode(body), ChatRequest)
     return ChatTemplate(source, {"bos_token": "<s>"}).render(
         plain_messages(request.messages),
         add_generation_prompt=request.add_generation_prompt,

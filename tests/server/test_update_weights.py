@@ -88,8 +88,8 @@ def test_the_request_has_vllms_modes_and_paths_below_the_root(
         ({"folder": "out"}, "folder"),
         ({"folder": "a\0b"}, "folder"),
         ({"version": "v1"}, "folder"),
-        ({"folder": "v2", "mod": "keep"}, None),
-        ([], None),
+        ({"folder": "v2", "mod": "keep"}, "mod"),
+        ([], "body"),
     ],
 )
 def test_other_bodies_are_refused(

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,6 +33,33 @@ SHORT_S = 0.5  # Of a request that meets a fault.
 BUCKET = "bucket"
 LOCAL = ("files", "files, direct", "memory")
 REMOTE = ("moto", "rclone", "redis", "valkey")
+
+
+def _folder_with_a_file(path: Path) -> None:
+    path.mkdir()
+    (path / "file").write_bytes(b"another program's")
+
+
+def _socket(path: Path) -> None:
+    """The name of a socket is bound through its folder, because it has at most 107 bytes."""
+    fileno = os.open(path.parent, os.O_RDONLY)
+    with socket.socket(socket.AF_UNIX) as bound:
+        bound.bind(f"/proc/self/fd/{fileno}/socket")
+    os.close(fileno)
+    path.with_name("socket").rename(path)
+
+
+PLACES: dict[str, Callable[[Path], object]] = {
+    "file": lambda path: path.write_bytes(b"x"),
+    "folder": Path.mkdir,
+    "folder with a file": _folder_with_a_file,
+    "pipe": os.mkfifo,
+    "socket": _socket,
+    "link to a file": lambda path: path.symlink_to(__file__),
+    "link to nothing": lambda path: path.symlink_to("nothing"),
+    "link to itself": lambda path: path.symlink_to(path.name),
+}
+"""Things of other programs that can have the name of a value, or of its folder."""
 
 
 @dataclass(slots=True)
@@ -96,6 +124,31 @@ def name_of(number: int, rank: int = 0) -> str:
 def read(store: Store, name: str, room: int = ROOM) -> bytes:
     memory = AlignedMemory().take(room)[:room]
     return bytes(memory[: store.read(name, memory)])
+
+
+def replace_foreign(store: Store, put: Callable[[str], object], caplog: pytest.LogCaptureFixture) -> None:
+    """`put` gives a chunk's name to something else: a load fails, the next save replaces it, and the store is
+    used all the time.
+    """
+    world = World(store, ObjectStore("memory:///", timeout_s=TIMEOUT_S))  # A store that fails is set aside.
+    put(world.name_of(1))
+    world.transfers.lookup([(1, 0)])
+    world.run()
+    world.transfers.take_ended()
+    world.load("job", (1, 5))
+    assert world.reasons()[0] in ("gone", "foreign", "corrupt")
+    world.fill_stores(1, 2)
+    world.load("job", (1, 5), (2, 6))
+    assert world.reasons() == [None, None]
+    assert world.contents()[5:7] == [2, 3]
+    assert read(store, world.name_of(1)) != read(store, world.name_of(2))
+    assert "is not used" not in caplog.text
+    assert "is not written" not in caplog.text
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, 5000, 2 * ROOM])
+def test_a_foreign_value_is_replaced(store: Store, nbytes: int, caplog: pytest.LogCaptureFixture) -> None:
+    replace_foreign(store, lambda name: store.write(name, (os.urandom(nbytes),)), caplog)
 
 
 def test_jobs_over_each_store(store: Store) -> None:
@@ -383,13 +436,81 @@ def test_a_file_that_shrinks_while_it_is_read_is_corrupt(
         read(store, name_of(1))
 
 
-def test_symbolic_links_and_pipes_are_not_read(tmp_path: Path) -> None:
-    (tmp_path / "secret").write_bytes(b"of another user")
-    (tmp_path / "link").symlink_to(tmp_path / "secret")
-    os.mkfifo(tmp_path / "pipe")
-    for name in ("link", "pipe"):
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("place", sorted({*PLACES} - {"file"}))
+def test_what_is_no_file_is_not_read(tmp_path: Path, place: str, direct: bool) -> None:
+    """Neither is a file read to which a symbolic link leads: it may be another user's."""
+    PLACES[place](tmp_path / "value")
+    with pytest.raises(Unusable, match="foreign"):
+        read(FileStore(tmp_path, direct=direct), "value", 4096)
+
+
+@pytest.mark.parametrize("direct", [False, True])
+@pytest.mark.parametrize("depth", [1, 2, 3])
+@pytest.mark.parametrize("place", sorted(PLACES))
+def test_what_has_the_place_of_a_value_or_of_its_folder_is_replaced(
+    tmp_path: Path, place: str, depth: int, direct: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    store = FileStore(tmp_path / "kv", direct=direct)
+    store.check()
+    if (place, depth) != ("file", 3) and not (place.startswith("folder") and depth < 3):
+        replace_foreign(store, lambda name: _put(PLACES[place], store.folder, name, depth), caplog)
+
+
+def _put(make: Callable[[Path], object], folder: Path, name: str, depth: int) -> None:
+    path = folder.joinpath(*name.split("/")[:depth])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    make(path)
+
+
+def test_a_folder_under_the_name_of_a_value_keeps_its_files(tmp_path: Path) -> None:
+    store = FileStore(tmp_path)
+    _put(PLACES["folder with a file"], tmp_path, name_of(1), 3)
+    store.write(name_of(1), (b"value",))
+    (aside,) = (tmp_path / name_of(1)).parent.glob(".foreign-*")
+    assert (aside / "file").read_bytes() == b"another program's"
+    assert [stored.name for stored in store.scan()] == [name_of(1)]
+
+
+@pytest.mark.parametrize("kind", ["redis", "valkey"])
+@pytest.mark.parametrize("command", ["RPUSH K x", "SADD K x", "HSET K x y", "ZADD K 1 x", "XADD K * x y"])
+def test_a_key_of_another_type_is_replaced(kind: str, command: str, caplog: pytest.LogCaptureFixture) -> None:
+    with redis_server(kind) as server:
+        store = RedisStore(f"redis://127.0.0.1:{server.port}", timeout_s=TIMEOUT_S)
+
+        def put(name: str) -> None:
+            store._client.execute_command(*command.replace("K", f"baton:kv:{name}").split())
+
+        put(name_of(1))
+        memory = memoryview(bytearray(ROOM))
+        for look in (
+            lambda: store.read(name_of(1), memory),
+            lambda: store.read_part(name_of(1), memory, 0, 9),
+        ):
+            with pytest.raises(Unusable, match="foreign"):
+                look()
+        replace_foreign(store, put, caplog)
+
+
+def test_an_object_that_was_moved_to_an_archive_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    import boto3
+
+    with moto_server() as port:
+        make_bucket(port, "archived")
+        options = {**S3_OPTIONS, "endpoint": f"http://127.0.0.1:{port}"}
+        store = ObjectStore("s3://archived/kv", options, timeout_s=TIMEOUT_S)
+        credentials = {f"aws_{name}": S3_OPTIONS[name] for name in ("access_key_id", "secret_access_key")}
+        client = boto3.client(
+            "s3", endpoint_url=options["endpoint"], region_name=options["region"], **credentials
+        )
+
+        def put(name: str) -> None:
+            client.put_object(Bucket="archived", Key=f"kv/{name}", Body=bytes(9000), StorageClass="GLACIER")
+
+        put(name_of(1))
         with pytest.raises(Unusable, match="foreign"):
-            read(FileStore(tmp_path), name)
+            store.read_part(name_of(1), memoryview(bytearray(ROOM)), 0, 9)
+        replace_foreign(store, put, caplog)
 
 
 def test_a_folder_that_cannot_be_read_does_not_hide_the_others(

@@ -64,7 +64,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         cls, vllm_config: host.HostConfig, kv_cache_config: Any
     ) -> KVConnectorSchedulerHalf:
         config = _own(vllm_config)
-        children = _make_all(children_of(config, cls.listed), KVConnectorRole.SCHEDULER, kv_cache_config)
+        children = _make_all(cls.children_of(config), KVConnectorRole.SCHEDULER, kv_cache_config)
         logger.info("connectors in order of preference: %s", ", ".join(name for name, _ in children))
         return MultiSchedulerHalf(
             children,
@@ -76,14 +76,14 @@ class BatonMultiConnector(TwoHalvesOfGroups):
     @classmethod
     def make_worker_half(cls, vllm_config: host.HostConfig, kv_cache_config: Any) -> KVConnectorWorkerHalf:
         config = _own(vllm_config)
-        children = _make_all(children_of(config, cls.listed), KVConnectorRole.WORKER, kv_cache_config)
+        children = _make_all(cls.children_of(config), KVConnectorRole.WORKER, kv_cache_config)
         return MultiWorkerHalf(children, rank=config.parallel_config.rank)
 
     @classmethod
     def make_door(cls, config: EngineConfig) -> Door:
         """Validator of `kv_transfer_params` that applies every child's; any of them can refuse a request."""
         validators: list[Door] = []
-        for child in children_of(config, cls.listed):
+        for child in cls.children_of(config):
             make: Callable[[EngineConfig], Door] | None = getattr(child.connector, "make_door", None)
             if make is not None:
                 validators.append(make(child.config))
@@ -100,11 +100,16 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         """The children's configurations in `kv_connector_extra_config`. Raises ConfigError."""
         return listed_connectors(extra)
 
+    @classmethod
+    def children_of(cls, config: EngineConfig) -> tuple[ChildConfig, ...]:
+        """Raises ConfigError."""
+        return children_of(config, cls.listed)
+
     # --- At configuration time -------------------------------------------------------------------
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: host.HostConfig) -> str | None:
-        return required_layout(children_of(_own(vllm_config), cls.listed))
+        return required_layout(cls.children_of(_own(vllm_config)))
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
@@ -159,7 +164,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
         found = {}
         for child in data or {}:
             name = child.partition("#")[0]
-            if name in registered and name != cls.__name__:
+            if name in registered:
                 by_name = KVTransferConfig(kv_connector=name, kv_role="kv_both")
                 found[child] = connector_class(by_name).build_kv_connector_stats
         return rebuilt(data or {}, found)
@@ -168,8 +173,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
     def make_stats_builder(cls, config: EngineConfig) -> BuildStats:
         """Builds statistics of this engine's children, including those from a module path."""
         builders = {
-            child.name: stats_builder_of(child.connector, child.config)
-            for child in children_of(config, cls.listed)
+            child.name: stats_builder_of(child.connector, child.config) for child in cls.children_of(config)
         }
         return partial(rebuilt, builders=builders)
 
@@ -186,7 +190,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
             metric_types,
             labelnames,
             per_engine_labelvalues,
-            children_of(_own(vllm_config), cls.listed),
+            cls.children_of(_own(vllm_config)),
         )
 
 

@@ -1,8 +1,11 @@
 """Statistics of the children of a Multi connector, each separate, and Multi's own about them.
 
 {"BatonPullConnector": {...}, "Mine": {...},              each child's own `to_dict()`
- "BatonMultiConnector": {"errors": {"Mine": 2},           baton:kv_child_connector_errors_total
-                         "retired": {"Mine": true}}}      baton:kv_child_connector_retired
+ "(own)": {"errors": {"Mine": 2},                         baton:kv_child_connector_errors_total
+           "retired": {"Mine": true}}}                    baton:kv_child_connector_retired
+
+A child that is a Multi connector itself has such a dict, too. The metrics name its children by their path:
+"BatonTieredConnector/BatonOffloadConnector".
 """
 
 from __future__ import annotations
@@ -11,12 +14,14 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self, TypeAlias
+from typing import Any, Final, Self, TypeAlias
 
-from baton.connectors.multi.children import MAIN, ChildConfig
+from baton.connectors.multi.children import ChildConfig
 from baton.contract import KVConnectorPromMetrics, KVConnectorStats
 
 logger = logging.getLogger(__name__)
+
+OWN: Final = "(own)"  # No connector can have this name.
 
 BuildStats: TypeAlias = Callable[[dict[str, Any]], KVConnectorStats | None]
 """A connector's `build_kv_connector_stats`."""
@@ -80,13 +85,13 @@ class MultiStats(KVConnectorStats):
         if self.retired:
             own["retired"] = dict.fromkeys(sorted(self.retired), True)
         parts = {name: stats.to_dict() for name, stats in self.children.items()}
-        return {**parts, MAIN: own} if own else parts
+        return {**parts, OWN: own} if own else parts
 
 
 def rebuilt(data: Mapping[str, Any], builders: Mapping[str, BuildStats]) -> MultiStats:
     """Rebuilds statistics from a `to_dict`. Leaves out children whose builder is missing or raises."""
     stats = MultiStats()
-    own = data.get(MAIN, {})
+    own = data.get(OWN, {})
     stats.errors.update(own.get("errors", {}))
     stats.retired.update(own.get("retired", ()))
     for name, build in builders.items():
@@ -125,30 +130,46 @@ class MultiPromMetrics(KVConnectorPromMetrics):
             documentation="1: this child connector has failed permanently; restart the engine.",
             labelnames=labels,
         )
-        self._children: dict[str, KVConnectorPromMetrics] = {}
-        made: dict[type[Any], KVConnectorPromMetrics | None] = {}
-        for child in children:
-            if child.connector not in made:  # Two children of one class share their series.
-                made[child.connector] = self._make(child)
-            if (metrics := made[child.connector]) is not None:
-                self._children[child.name] = metrics
-            for values in per_engine_labelvalues.values():
-                self._retired.labels(*values, child.name).set(0)
+        self._children: dict[str, KVConnectorPromMetrics] = {}  # By path.
+        self._nested: set[str] = set()  # Paths of children that have children.
+        self._made: dict[type[Any], KVConnectorPromMetrics | None] = {}
+        self._add(children, "")
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
+        self._observe(transfer_stats_data, engine_idx, "")
+
+    def _add(self, children: Sequence[ChildConfig], parent: str) -> None:
+        for child in children:
+            path = parent + child.name
+            for values in self._per_engine_labelvalues.values():
+                self._retired.labels(*values, path).set(0)
+            children_of = getattr(child.connector, "children_of", None)
+            if children_of is not None:
+                self._nested.add(path)
+                self._add(children_of(child.config), f"{path}/")
+                continue
+            if child.connector not in self._made:  # Children of one class share their series.
+                self._made[child.connector] = self._make(child)
+            if (metrics := self._made[child.connector]) is not None:
+                self._children[path] = metrics
+
+    def _observe(self, stats: Mapping[str, Any], engine_idx: int, parent: str) -> None:
         values = self._per_engine_labelvalues[engine_idx]
-        for name, data in transfer_stats_data.items():
-            if name == MAIN:
-                for child, count in data.get("errors", {}).items():
-                    self._errors.labels(*values, child).inc(count)
-                for child in data.get("retired", ()):
-                    self._retired.labels(*values, child).set(1)
-            elif (metrics := self._children.get(name)) is not None:
-                try:
+        own = stats.get(OWN, {})
+        for name, count in own.get("errors", {}).items():
+            self._errors.labels(*values, parent + name).inc(count)
+        for name in own.get("retired", ()):
+            self._retired.labels(*values, parent + name).set(1)
+        for name, data in stats.items():
+            path = parent + name
+            try:
+                if path in self._nested:
+                    self._observe(data, engine_idx, f"{path}/")
+                elif (metrics := self._children.get(path)) is not None:
                     metrics.observe(data, engine_idx)
-                except Exception as error:  # Only this child's numbers are lost.
-                    self._errors.labels(*values, name).inc()
-                    logger.warning("the statistics of %s are not counted: %r", name, error)
+            except Exception as error:  # Only this child's numbers are lost.
+                self._errors.labels(*values, path).inc()
+                logger.warning("the statistics of %s are not counted: %r", path, error)
 
     def _make(self, child: ChildConfig) -> KVConnectorPromMetrics | None:
         try:

@@ -171,7 +171,7 @@ class HostPolicy:
     # {"baton_introduce": true} --> {"baton_kv_identity": {...}}      kv_transfer_params of request, answer
     #                               with "baton_introduction": "..." of a producer that pushes, and
     #                               with "baton_has_states": true for a model with recurrent states
-    # {"baton_take_back": "the ticket of a loan that no consumer will claim"}
+    # {"baton_take_back": "the ticket of a loan that no consumer will claim", or {"transfer_id": its name}}
     answers_by_request: bool = False
     # Takes the prompt's last token from a request that has not run, unless it is the only one.
     truncate_prompt: Callable[[Any], None] = lambda request: request.drop_last_prompt_token()
@@ -417,9 +417,9 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     def _answer(self, asked: dict[str, Any], params: dict[str, Any] | None) -> dict[str, Any] | None:
         """What a router asks by a request; see `HostPolicy.answers_by_request`."""
-        if (ticket := asked.get(TAKE_BACK)) is not None:
+        if (lent := asked.get(TAKE_BACK)) is not None:
             try:
-                self.take_back({"baton_ticket": ticket})
+                self.take_back(lent if isinstance(lent, dict) else {"baton_ticket": lent})
             except BadTransferParams as error:
                 logger.warning("a loan was not taken back: %s", error)
         if params is not None or asked.get(INTRODUCE) is not True:

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -46,7 +47,8 @@ class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_
     """A bucket (`baton.tiers.object_store`)."""
 
     url: str  # s3://bucket/prefix, gs://, az://, file:///, memory:///
-    options: dict[str, str] = {}  # Of the client: credentials, endpoint, region.
+    # Options of the client, as strings: credentials, endpoint, region. An error names the one that is wrong.
+    options: dict[str, Any] = {}
     timeout_s: float = 5.0  # For one request.
     max_gib: float | None = (
         None  # The oldest objects are removed. None: leave it to the bucket's lifecycle rules.

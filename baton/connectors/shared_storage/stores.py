@@ -62,7 +62,13 @@ def _make(tier: StoredTier) -> Store:
         case ObjectsTier():
             from baton.tiers.object_store import ObjectStore
 
-            return ObjectStore(tier.url, tier.options, timeout_s=tier.timeout_s, field=f"{FIELD}.url")
+            return ObjectStore(
+                tier.url,
+                tier.options,
+                timeout_s=tier.timeout_s,
+                field=f"{FIELD}.url",
+                options_field=f"{FIELD}.options",
+            )
         case RedisTier():
             from baton.tiers.redis_store import RedisStore
 

@@ -7,6 +7,7 @@
 Imports neither torch nor transformers: the server starts in a second. Safe to use from several threads.
 """
 
+import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -38,9 +39,12 @@ class Tokenizer:
         self,
         fast: FastTokenizer,
         chat_template: ChatTemplate | None,
+        digest: str = "",
     ) -> None:
+        """`digest`: names the vocabulary and its rules, the template and the special tokens."""
         self._fast = fast
         self.chat_template = chat_template
+        self.digest = digest
         # Bytes of the tokens seen so far: at the beginning of a text, and elsewhere.
         self._bytes: tuple[dict[int, bytes], dict[int, bytes]] = ({}, {})
 
@@ -70,7 +74,9 @@ class Tokenizer:
             settings, read_json(root / "special_tokens_map.json", required=False)
         )
         source = _template_source(root, settings)
-        return cls(fast, ChatTemplate(source, special_tokens) if source is not None else None)
+        named = [hashlib.sha256(content).hexdigest(), source, sorted(special_tokens.items())]
+        digest = hashlib.sha256(msgspec.json.encode(named)).hexdigest()
+        return cls(fast, ChatTemplate(source, special_tokens) if source is not None else None, digest)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of a text. `add_special_tokens`: add those around a text, such as a beginning-of-text

@@ -15,14 +15,14 @@ import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from baton.core.errors import UserError
-from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
 from baton.http.gate import is_own_origin
+from baton.http.json_body import decode_as
 from baton.http.registration import PATH as REGISTER_PATH
 from baton.http.registration import Registration, check_weight
 from baton.router.fleet import Engine
@@ -45,8 +45,8 @@ METHODS = {
     "/instances/role": "POST",
     REGISTER_PATH: "POST",
 }
-T = TypeVar("T")
 JSON = {"content-type": "application/json"}
+INSTANCE_CHARS = 256  # Of a registration that is refused, in the log.
 ORDER_HEADER = "x-baton-order"  # Of the page.
 
 
@@ -56,8 +56,11 @@ class Reply(NamedTuple):
     body: bytes
 
 
-class _Order(msgspec.Struct):
+class _Instance(msgspec.Struct):
     instance: str
+
+
+class _Order(_Instance):
     type: Literal["prefill", "decode"] | None = None
     timeout_s: float | None = None
     model: str | None = None
@@ -89,7 +92,7 @@ class Admin:
                 why = "the fleet is changed with an API key only; start the router with --admin-api-key-file"
                 raise ApiError(403, why, code="no_admin_key")
             if path == REGISTER_PATH:
-                return _json({"message": self._register(decode_as(body, Registration))})
+                return _json({"message": self._register(body)})
             return _json({"message": await self._carry_out(path, decode_as(body, _Order))})
         except UserError as error:
             return refusal(ApiError.of_user(error))
@@ -172,12 +175,19 @@ class Admin:
         assert order.type is not None
         return self._members.change_role(present[0], order.type, timeout_s)
 
-    def _register(self, registration: Registration) -> str:
+    def _register(self, body: bytes) -> str:
         """Raises UserError."""
-        registration.check()
-        member = member_of(registration)
-        check_url(member.address, "instance")
-        self._members.registrations.note(member, registration.ttl_s)
+        instance = "an engine"
+        try:
+            instance = decode_as(body, _Instance).instance
+            registration = decode_as(body, Registration)
+            registration.check()
+            member = member_of(registration)
+            check_url(member.address, "instance")
+            self._members.registrations.note(member, registration.ttl_s)
+        except UserError as error:
+            self._members.registrations.refuse(instance.rpartition("@")[2][:INSTANCE_CHARS], str(error))
+            raise
         return f"Registered for {registration.ttl_s:g} s." if registration.ttl_s else "It leaves."
 
     @property
@@ -197,6 +207,7 @@ class Admin:
             "decode_nodes": nodes["decode"],
             "models": sorted({name for engine in self._fleet.engines for name in engine.names or ()}),
             "updates": self._fleet.updates(),
+            "sources": [msgspec.structs.asdict(one) for one in self._members.sources()],
             "mode": self._settings.mode,
             "policy": self._settings.policy,
             "queues": [] if self._view.admission is None else self._view.admission.snapshot(),
@@ -214,7 +225,9 @@ class Admin:
                     **_speeds(engine),
                     "breaker": engine.health.breaker(now_s),
                     "weight": round(engine.share(now_s), 3),
-                    "reason": engine.refused or engine.last_error,
+                    "reason": engine.refused or (None if engine.is_up else engine.last_error),
+                    "last_error": engine.last_error,
+                    "last_error_unix_s": engine.last_error_unix_s,
                 }
                 for engine in self._fleet.engines
             ],
@@ -239,15 +252,6 @@ def _speeds(engine: Engine) -> Mapping[str, float | None]:
     """As this process has learned them, or another one of this router."""
     speeds = engine.speeds or engine.elsewhere.speeds or Speeds(None, None, None)
     return msgspec.structs.asdict(speeds)
-
-
-def decode_as(body: bytes, kind: type[T]) -> T:
-    """Raises UserError."""
-    try:
-        return decode_json(body, kind)
-    except NotJson as error:
-        wanted = '{"type": "prefill" or "decode", "instance": "host:port"}'
-        raise UserError(f"{error}; expected {wanted}", field="body") from error
 
 
 def _json(value: Mapping[str, Any]) -> Reply:

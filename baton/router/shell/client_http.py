@@ -5,7 +5,11 @@
     Reply           the answer to one request: `start` and `write`, or `refuse`
 
 httptools parses. It refuses requests with two framings, and header lines that other parsers read differently
-(RFC 9112, 11.2); those with two lines of a name that must be single are refused here.
+(RFC 9112, 11.2). Refused here is what it lets pass: two lines of a name that must be single, a transfer
+coding other than chunked, HTTP/1.1 without a host, and tunnels.
+
+An offer to change the protocol (`Upgrade`) is ignored (RFC 9110, 7.8). httptools would stop before the body,
+so the head is parsed again without the offer.
 """
 
 import asyncio
@@ -26,7 +30,7 @@ from baton.http.bodies import Bodies
 from baton.http.connections import Crowd, max_connections
 from baton.http.errors import ApiError
 from baton.http.forms import is_form
-from baton.http.gate import Checks
+from baton.http.gate import Checks, origin_form
 from baton.http.settings import HttpSettings
 from baton.http.tls import BACKLOG, ServerTls, TlsAcceptor, TlsFiles
 from baton.router.shell.timers import TimerWheel
@@ -38,7 +42,18 @@ MAX_EARLY_BYTES = 64 << 10  # Of further requests, while one is being answered.
 LINGER_S = 1.0  # For a client that still sends to read why it was refused.
 REQUEST_ID = "x-request-id"
 DEFECT = "the router has failed; this is a defect of Baton"
-_SINGLE = frozenset({"host", "content-length", "content-type", "authorization", "transfer-encoding"})
+_SINGLE = frozenset(
+    {
+        "host",
+        "content-length",
+        "content-type",
+        "content-encoding",
+        "authorization",
+        "transfer-encoding",
+        "expect",
+    }
+)
+_VERSIONS = ("1.0", "1.1")
 _REASONS = {status.value: status.phrase.encode() for status in HTTPStatus}
 
 
@@ -103,8 +118,6 @@ class Reply:
         elif not self._keeps_alive or self._connection.listener.is_closing:
             self._keeps_alive = False
             lines.append(b"connection: close\r\n")
-        elif self._is_old:
-            lines.append(b"connection: keep-alive\r\n")
         lines.append(b"\r\n")
         self._pending.append(b"".join(lines))
 
@@ -238,8 +251,14 @@ class _Request:
         self.caller = ANYONE
         self.keeps_alive = False
         self.body = bytearray()
-        self.has_head = self.is_whole = False
+        self.has_head = False
         self.refusal: ApiError | None = None
+
+    def head_without_offer(self) -> bytes:
+        """The head as it came, but for `Upgrade`."""
+        lines = [b"%b %b HTTP/%b" % (self.method.encode(), self.target, self.version.encode())]
+        lines += [b"%b: %b" % line for line in self.lines if line[0].lower() != b"upgrade"]
+        return b"\r\n".join([*lines, b"", b""])
 
 
 class _Connection(asyncio.Protocol):
@@ -248,6 +267,8 @@ class _Connection(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
         self._parser = httptools.HttpRequestParser(self)
         self._reading: _Request | None = None
+        self._offering: _Request | None = None  # The head of one that offers another protocol.
+        self._unreadable: ApiError | None = None  # Why what follows a head cannot be read.
         self._queue: deque[_Request] = deque()  # Whole, or refused.
         self._reply: Reply | None = None  # Of the request that is being answered.
         self._num_early = self._num_head_bytes = self._num_unread = 0
@@ -311,11 +332,14 @@ class _Connection(asyncio.Protocol):
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade as upgrade:
-            # To another protocol, which this server does not know: the request is answered as it is.
-            self._parser = httptools.HttpRequestParser(self)
-            return self._feed(data[upgrade.args[0] :])
+            assert self._offering is not None
+            head, self._offering = self._offering.head_without_offer(), None
+            self._parser, self._num_head_bytes = httptools.HttpRequestParser(self), 0
+            return self._feed(head + data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError:
-            raise  # Our fault. The event loop logs it, and ends the connection.
+            if self._unreadable is None:
+                raise  # Our fault. The event loop logs it, and ends the connection.
+            return self._refuse_rest(self._unreadable)
         except httptools.HttpParserError as error:
             return self._refuse_rest(ApiError(400, f"is no HTTP/1.1 request: {error}"))
         if self._num_head_bytes > MAX_HEAD_BYTES and (self._reading is None or not self._reading.has_head):
@@ -354,19 +378,23 @@ class _Connection(asyncio.Protocol):
         request.has_head, self._num_head_bytes = True, 0
         request.method = parser.get_method().decode("latin-1")
         request.version = parser.get_http_version()
-        request.keeps_alive = parser.should_keep_alive()
+        if parser.should_upgrade() and request.method != "CONNECT":
+            self._offering = request
+            return
+        request.keeps_alive = parser.should_keep_alive() and request.version != "1.0"
+        self._unreadable = _why_unreadable(request)
+        if self._unreadable is not None:
+            raise self._unreadable
         try:
             request.headers = _headers_of(request.lines)
+            _read_target(request)
             path = request.target.partition(b"?")[0]
-            if not request.target.isascii() or not path.startswith(b"/"):
-                raise ApiError(400, "the request's target must be a path in ASCII")
             request.caller = self.listener.checks.check(request.method, path.decode(), request.headers)
             self.listener.bodies.check_declared_length(request.headers)
         except ApiError as error:
             request.refusal = error
-            request.keeps_alive = request.keeps_alive and request.method != "CONNECT"
             return
-        expects = request.headers.get("expect", "").lower() == "100-continue"
+        expects = request.headers.get("expect", "").lower() == "100-continue" and request.version != "1.0"
         if expects and self._transport is not None and self._reply is None:
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
@@ -382,14 +410,16 @@ class _Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         assert self._reading is not None
-        self._reading.is_whole = True
-        self._enqueue(self._reading)
+        if self._reading is self._offering:
+            self._reading = None  # Its head is parsed again.
+        else:
+            self._enqueue(self._reading)
 
     # --- Answering, one request after the other
 
     def _advance(self) -> None:
         """Begin to answer, unless an answer is under way; and set the deadline of what is awaited."""
-        while self._reply is None and self._transport is not None and not self._is_lingering:
+        while self._reply is None and not self._is_ending:
             if self._is_full:
                 return  # Answers that a client does not read are not many.
             if self._queue:
@@ -408,6 +438,10 @@ class _Connection(asyncio.Protocol):
                 if has_begun and self._on_late != self._late_header:
                     self._expect(self.listener.settings.header_s, self._late_header)
                 return
+
+    @property
+    def _is_ending(self) -> bool:
+        return self._is_lingering or self._transport is None or self._transport.is_closing()
 
     def _serve(self, request: _Request) -> None:
         self._deadline.cancel()
@@ -471,7 +505,7 @@ class _Connection(asyncio.Protocol):
 
     def _wait(self) -> None:
         """For the next request, now that the answer has been read."""
-        if self._is_lingering or self._transport is None or self._transport.is_closing():
+        if self._is_ending:
             return
         self._num_early = 0
         self._resume_reading()
@@ -555,7 +589,7 @@ def _headers_of(lines: list[tuple[bytes, bytes]]) -> dict[str, str]:
     for raw_name, raw_value in lines:
         if not (raw_name.isascii() and raw_value.isascii()):
             raise ApiError(400, "must be ASCII", param=raw_name.decode("latin-1"), code="bad_header")
-        name, value = raw_name.decode("ascii").lower(), raw_value.decode("ascii")
+        name, value = raw_name.decode("ascii").lower(), raw_value.strip(b" \t").decode("ascii")
         if name not in headers:
             headers[name] = value
         elif name in _SINGLE:
@@ -563,6 +597,32 @@ def _headers_of(lines: list[tuple[bytes, bytes]]) -> dict[str, str]:
         else:
             headers[name] += f", {value}"
     return headers
+
+
+def _why_unreadable(request: _Request) -> ApiError | None:
+    """Why others may read something else after this head."""
+    num_hosts = sum(name.lower() == b"host" for name, _ in request.lines)
+    codings = [value.strip().lower() for name, value in request.lines if name.lower() == b"transfer-encoding"]
+    if request.version not in _VERSIONS:
+        return ApiError(505, "only HTTP/1.1 and HTTP/1.0 are spoken here")
+    if request.method == "CONNECT":
+        return ApiError(400, "there are no tunnels through this server")
+    if codings and request.version == "1.0":
+        return ApiError(400, "does not exist in HTTP/1.0", param="transfer-encoding", code="bad_header")
+    if codings and codings != [b"chunked"]:
+        return ApiError(501, "must be chunked", param="transfer-encoding", code="bad_header")
+    if num_hosts > 1 or (num_hosts == 0 and request.version == "1.1"):
+        return ApiError(400, "must be given once", param="host", code="bad_header")
+    return None
+
+
+def _read_target(request: _Request) -> None:
+    """Keep the path of a target that has scheme and authority. These replace `Host`. Raises ApiError."""
+    authority, target = origin_form(request.target)
+    if authority is not None:
+        request.headers["host"], request.target = authority.decode("latin-1"), target
+    if not target.isascii() or not target.startswith(b"/") or b"#" in target:
+        raise ApiError(400, "the request's target must be a path in ASCII")
 
 
 _date_cache: tuple[int, bytes] = (0, b"")

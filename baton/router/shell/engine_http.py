@@ -4,8 +4,12 @@
 event loop. `Sending.cancel` ends it at any moment: an answer that has not ended costs its connection, and the
 engine aborts the request.
 
+A connection may be closed by the engine while a request is on its way to it. If it was used before, and no
+byte of the answer has come, the request is sent once more on a new connection (RFC 9112, 9.3.1).
+
 httptools parses. It refuses answers with two framings (RFC 9112, 6.3). Bytes after the end of an answer
-belong to no request: their connection is closed.
+belong to no request: their connection is closed. An answer that only the connection's end ends may have been
+cut. So it is accepted for a stream of events alone, whose last event says that it is the last.
 """
 
 import asyncio
@@ -21,10 +25,9 @@ import httptools
 
 from baton.http.tls import ClientTls
 
-# Below the 5 s after which uvicorn closes an idle connection, so that nothing is sent into a closing one.
-KEEPALIVE_S = 2.0
 MAX_HEAD_BYTES = 256 << 10
 _NO_BODY = frozenset({204, 304})
+EVENT_STREAM = "text/event-stream"
 
 
 class Exchange(Protocol):
@@ -107,6 +110,9 @@ class _Connection(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.idle_since_s = 0.0
         self.exchange: Exchange | None = None
+        self._sending: Sending | None = None
+        self._unheard: bytes | None = None  # The request, if it can be sent once more.
+        self._was_used = False
         self._parser = httptools.HttpResponseParser(self)
         self._is_paused = False
         self._reset()
@@ -118,12 +124,14 @@ class _Connection(asyncio.Protocol):
         self._has_head = self._was_head_told = False
         self._pieces: list[bytes] = []
         self._has_ended = False
-        self._is_until_close = self._keeps_alive = False
+        self._is_until_close = self._keeps_alive = self._has_unknown_coding = False
         self._has_more = False  # Bytes after the end of the answer.
 
-    def send(self, data: bytes, exchange: Exchange) -> None:
+    def send(self, data: bytes, exchange: Exchange, sending: "Sending") -> None:
         assert self.transport is not None
-        self.exchange = exchange
+        self.exchange, self._sending = exchange, sending
+        self._unheard = data if self._was_used else None
+        self._was_used = True
         self.transport.write(data)
 
     def pause(self) -> None:
@@ -148,6 +156,7 @@ class _Connection(asyncio.Protocol):
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
+        self._unheard = None
         if self.exchange is None:
             return self.abort()  # An engine that answers without having been asked.
         if not self._has_head:
@@ -160,6 +169,8 @@ class _Connection(asyncio.Protocol):
             if not self._has_ended:
                 return self._lose(f"answered with what is no HTTP/1.1: {error}")
             self._has_more = True
+        if self._has_unknown_coding:
+            return self._lose(f"answered with transfer-encoding: {self._headers['transfer-encoding']}")
         if not self._has_head and self._num_head_bytes > MAX_HEAD_BYTES:
             return self._lose(f"answered with over {MAX_HEAD_BYTES} bytes of headers")
         return self._tell()
@@ -169,7 +180,10 @@ class _Connection(asyncio.Protocol):
         exchange, self.exchange = self.exchange, None
         if exchange is None:
             return
-        if self._is_until_close and exc is None:
+        if self._unheard is not None:
+            assert self._sending is not None
+            self._pool.send_anew(self.origin, self._unheard, self._sending, exchange)
+        elif self._is_until_close and exc is None:
             exchange.on_end()
         else:
             exchange.on_lost(f"connection broke: {exc or 'closed by the engine'}", was_sent=True)
@@ -182,7 +196,7 @@ class _Connection(asyncio.Protocol):
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._has_head:
             return  # Trailers.
-        key, text = name.decode("latin-1").lower(), value.decode("latin-1")
+        key, text = name.decode("latin-1").lower(), value.strip(b" \t").decode("latin-1")
         self._headers[key] = f"{self._headers[key]}, {text}" if key in self._headers else text
 
     def on_headers_complete(self) -> None:
@@ -193,9 +207,12 @@ class _Connection(asyncio.Protocol):
         if self._has_head:
             return
         self._status, self._has_head = status, True
+        if (coding := self._headers.get("transfer-encoding")) is not None:
+            is_old = self._parser.get_http_version() == "1.0"  # Which has no codings (RFC 9112, 6.1).
+            self._has_unknown_coding = coding.lower() != "chunked" or is_old
         self._is_until_close = not (
             "content-length" in self._headers or "transfer-encoding" in self._headers or status in _NO_BODY
-        )
+        ) and self._headers.get("content-type", "").startswith(EVENT_STREAM)
 
     def on_body(self, body: bytes) -> None:
         if not self._has_ended:
@@ -247,7 +264,7 @@ class Sending:
 
     def start(self, connection: _Connection, data: bytes) -> None:
         self._connection, self.was_sent = connection, True
-        connection.send(data, self._exchange)
+        connection.send(data, self._exchange, self)
 
     def cancel(self) -> None:
         """No call of the exchange comes any more. After the answer's end nothing happens."""
@@ -275,10 +292,10 @@ class Sending:
 class EnginePool:
     """All connections of one router to its engines. Used from one event loop; `close` ends them."""
 
-    def __init__(self, *, connect_s: float, tls: ClientTls | None = None) -> None:
+    def __init__(self, *, connect_s: float, keepalive_s: float = 2.0, tls: ClientTls | None = None) -> None:
         """`tls`: of https engines; None: the system's authorities are trusted."""
         self._loop = asyncio.get_running_loop()
-        self._connect_s, self._tls = connect_s, tls
+        self._connect_s, self._keepalive_s, self._tls = connect_s, keepalive_s, tls
         self._idle: dict[Origin, list[_Connection]] = {}  # The one that was used last is at the end.
         self._open: set[_Connection] = set()
         self._connecting: set[asyncio.Task[None]] = set()
@@ -296,10 +313,14 @@ class EnginePool:
                 continue
             sending.start(connection, data)
             return sending
+        self.send_anew(origin, data, sending, exchange)
+        return sending
+
+    def send_anew(self, origin: Origin, data: bytes, sending: "Sending", exchange: Exchange) -> None:
+        """Send the request on a new connection."""
         task = self._loop.create_task(self._connect(origin, data, sending, exchange))
         self._connecting.add(task)
         task.add_done_callback(self._connecting.discard)
-        return sending
 
     async def close(self) -> None:
         for task in list(self._connecting):
@@ -321,12 +342,13 @@ class EnginePool:
                 )
         except (OSError, TimeoutError, UnicodeError) as error:
             if not sending.is_cancelled:
-                exchange.on_lost(f"cannot connect: {str(error) or 'too late'}", was_sent=False)
+                why = f"cannot connect: {str(error) or 'too late'}"
+                exchange.on_lost(why, was_sent=sending.was_sent)
             return
         if sending.is_cancelled:
             self.keep(connection)
         elif connection.transport is None or connection.transport.is_closing():
-            exchange.on_lost("cannot connect: closed by the engine at once", was_sent=False)
+            exchange.on_lost("cannot connect: closed by the engine at once", was_sent=sending.was_sent)
         else:
             sending.start(connection, data)
 
@@ -345,7 +367,7 @@ class EnginePool:
         connection.idle_since_s = self._loop.time()
         self._idle.setdefault(connection.origin, []).append(connection)
         if self._sweep is None:
-            self._sweep = self._loop.call_later(KEEPALIVE_S, self._close_old)
+            self._sweep = self._loop.call_later(self._keepalive_s, self._close_old)
 
     def forget(self, connection: _Connection) -> None:
         self._open.discard(connection)
@@ -353,7 +375,7 @@ class EnginePool:
             self._idle[connection.origin].remove(connection)
 
     def _is_old(self, connection: _Connection) -> bool:
-        return self._loop.time() - connection.idle_since_s > KEEPALIVE_S
+        return self._loop.time() - connection.idle_since_s > self._keepalive_s
 
     def _close_old(self) -> None:
         self._sweep = None
@@ -365,7 +387,7 @@ class EnginePool:
             if not idle:
                 del self._idle[origin]
         if self._idle:
-            self._sweep = self._loop.call_later(KEEPALIVE_S, self._close_old)
+            self._sweep = self._loop.call_later(self._keepalive_s, self._close_old)
 
 
 @functools.cache

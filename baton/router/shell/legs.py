@@ -11,7 +11,14 @@ from baton.router.answers import LegAnswer
 from baton.router.errors import FailureKind, LegFailure
 from baton.router.events import Closed, Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
 from baton.router.settings import RouterSettings
-from baton.router.shell.engine_http import EnginePool, Sending, header_lines, origin_of, request_bytes
+from baton.router.shell.engine_http import (
+    EVENT_STREAM,
+    EnginePool,
+    Sending,
+    header_lines,
+    origin_of,
+    request_bytes,
+)
 from baton.router.shell.engine_keys import EngineKeys
 from baton.router.shell.timers import TimerWheel
 
@@ -118,8 +125,10 @@ class WireLeg:
     # --- Exchange
 
     def on_head(self, status: int, headers: Mapping[str, str]) -> None:
+        if status != 200 and status < 400:  # No engine answers so: what does is no engine.
+            return self._fail(self._failure("broken", f"answered with status {status}"))
         self._status, self._headers = status, headers
-        is_events = headers.get("content-type", "").startswith("text/event-stream")
+        is_events = headers.get("content-type", "").startswith(EVENT_STREAM)
         self._is_stream = is_events and status < 400
 
     def on_data(self, data: bytes) -> None:

@@ -136,6 +136,7 @@ class Live:
             "policy": status["policy"],
             "models": status["models"],
             "updates": status["updates"],
+            "sources": status["sources"],
             "queues": status["queues"],
             "routers": status["routers"],
             "in_flight": self._num_requests(),

@@ -2,16 +2,19 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from contextlib import aclosing
 from math import inf
-from typing import Protocol
+from typing import Literal, Protocol
+
+import msgspec
 
 from baton.core.errors import BatonError, UserError
+from baton.http.registration import TTL_S
 from baton.router.fleet import DRAIN_GRACE_S, Engine, Fleet
-from baton.router.members import ROLES, Hold, Join, Leave, Member, Membership, Order, Registrations
+from baton.router.members import ROLES, Hold, Join, Leave, Listing, Member, Membership, Order, Registrations
 from baton.router.notes import Drains, Joined
-from baton.router.settings import EngineKey, Role, RouterSettings, check_url
+from baton.router.settings import EngineKey, Role, RouterSettings
 from baton.router.shell.metrics import RouterMetrics
 from baton.router.shell.probes import Prober
 
@@ -21,6 +24,7 @@ RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 10.0
 LOOK_S = 1.0  # Between two looks at the registrations' times, and at members that are held.
 _ONE_WAY: dict[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
+REFUSED_MAX = 16  # Registrations that are shown. Clients choose their names.
 OPTIONS, REGISTRATIONS = "options", "registrations"
 
 
@@ -28,12 +32,25 @@ class SourceFailed(BatonError):
     """A source cannot be read now. Its last members stay, and it is read again."""
 
 
+class SourceState(msgspec.Struct):
+    """How a source was read last. degraded: some of its entries cannot be read, the others count."""
+
+    name: str
+    state: Literal["unread", "up", "degraded", "failed"] = "unread"
+    members: int = 0  # That it named last.
+    skipped: Mapping[str, str] = {}  # Entries that cannot be read, and why.
+    reason: str | None = None  # Of a failure.
+
+
 class Source(Protocol):
     name: str
     silent_after_s: float  # A source without a word for so long has failed. inf: it speaks of changes only.
 
-    def members(self) -> AsyncGenerator[frozenset[Member], None]:
-        """All of its members, each time that it knows them anew. Raises SourceFailed, UserError."""
+    def members(self) -> AsyncGenerator[Listing, None]:
+        """All of its members, each time that it knows them anew. Raises SourceFailed, UserError.
+
+        An entry that cannot be read fails by itself: see `read_entries`.
+        """
 
 
 class RegistrationSource:
@@ -43,18 +60,31 @@ class RegistrationSource:
 
     def __init__(self) -> None:
         self._registrations = Registrations()
+        self._refused: dict[str, tuple[str, float]] = {}  # Why, and until when it is shown.
         self._has_changed = asyncio.Event()
 
     def note(self, member: Member, ttl_s: float) -> None:
         if self._registrations.note(member, ttl_s, asyncio.get_running_loop().time()):
             self._has_changed.set()
 
-    async def members(self) -> AsyncGenerator[frozenset[Member], None]:
+    def refuse(self, instance: str, why: str) -> None:
+        """A registration that cannot be read: shown until its next one is due."""
+        self._refused.pop(instance, None)
+        while len(self._refused) >= REFUSED_MAX:
+            del self._refused[next(iter(self._refused))]
+        self._refused[instance] = why, asyncio.get_running_loop().time() + TTL_S
+        self._has_changed.set()
+
+    async def members(self) -> AsyncGenerator[Listing, None]:
         loop = asyncio.get_running_loop()
         while True:
-            if self._registrations.expire(loop.time(), LOOK_S) or self._has_changed.is_set():
+            over = [one for one, (_, until_s) in self._refused.items() if until_s <= loop.time()]
+            for one in over:
+                del self._refused[one]
+            if self._registrations.expire(loop.time(), LOOK_S) or over or self._has_changed.is_set():
                 self._has_changed.clear()
-                yield self._registrations.members
+                skipped = {one: why for one, (why, _) in self._refused.items()}
+                yield Listing(self._registrations.members, skipped)
             try:
                 async with asyncio.timeout(LOOK_S):
                     await self._has_changed.wait()
@@ -93,6 +123,7 @@ class Members:
         self._options = frozenset(Member(role, url) for role in ROLES for url in settings.option_urls(role))
         self._tasks: list[asyncio.Task[None]] = []
         self._timer: asyncio.TimerHandle | None = None
+        self._states = {one.name: SourceState(one.name) for one in self._sources}
 
     def start(self) -> None:
         self._hear(OPTIONS, self._options)
@@ -126,20 +157,16 @@ class Members:
             self._on_fault(why)
 
     async def _watch(self, source: Source) -> None:
-        pause_s, last_why = RETRY_FIRST_S, ""
+        pause_s, state = RETRY_FIRST_S, self._states[source.name]
         while True:
             try:
                 async with aclosing(source.members()) as found:
                     while True:
                         limit_s = source.silent_after_s
                         async with asyncio.timeout(None if limit_s == inf else limit_s):
-                            members = await anext(found)
-                        for member in members:
-                            check_url(member.address, source.name)
-                        if last_why:
-                            logger.info("%s: members can be read again", source.name)
-                        pause_s, last_why = RETRY_FIRST_S, ""
-                        self._hear(source.name, members)
+                            listing = await anext(found)
+                        self._take(listing, state, source is self.registrations)
+                        pause_s = RETRY_FIRST_S
             except StopAsyncIteration:
                 return
             except TimeoutError:
@@ -147,11 +174,30 @@ class Members:
             except (SourceFailed, UserError) as error:
                 why = str(error)
             self._metrics.source_failures.labels(source.name).inc()
-            if why != last_why:
+            if why != state.reason:
                 logger.error("%s: %s; the last members stay", source.name, why)
-            last_why = why
+            state.state, state.reason = "failed", why
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RETRY_MAX_S)
+
+    def _take(self, listing: Listing, state: SourceState, may_be_empty: bool) -> None:
+        """Raises SourceFailed if no entry can be read."""
+        skipped = dict(sorted(listing.skipped.items()))
+        self._metrics.source_skipped.labels(state.name).set(len(skipped))
+        for name, why in skipped.items() - state.skipped.items():
+            logger.warning("%s: the entry %s is skipped: %s", state.name, name, why)
+        state.skipped = skipped
+        if skipped and not listing.members and not may_be_empty:
+            raise SourceFailed("no entry can be read: " + "; ".join(map(": ".join, skipped.items())))
+        if state.reason is not None:
+            logger.info("%s: members can be read again", state.name)
+        state.state, state.reason = "degraded" if skipped else "up", None
+        state.members = len(listing.members)
+        self._hear(state.name, listing.members)
+
+    def sources(self) -> list[SourceState]:
+        """Return the sources that the router reads, for /status."""
+        return list(self._states.values())
 
     # --- Orders
 

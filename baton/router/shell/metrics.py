@@ -94,6 +94,11 @@ class RouterMetrics:
         self.source_members = gauge(
             "baton:router_source_members", "Members that a source named last.", ["source"]
         )
+        self.source_skipped = gauge(
+            "baton:router_source_skipped_entries",
+            "Entries of a source that cannot be read, and are skipped.",
+            ["source"],
+        )
         self.source_failures = counter(
             "baton:router_source_failures",
             "Times that a source of members could not be read, or was silent.",
@@ -118,7 +123,8 @@ class RouterMetrics:
         self.handoffs = counter(
             "baton:router_handoffs",
             "Prompts that a prefill engine had lent, by what the decode engine did: handed_over, computed "
-            "(by itself), refused (the ticket or the introduction), or other_weights (computed, because the "
+            "(by itself), late (computed, because the prefill took longer than it waits), "
+            "refused (the ticket or the introduction), or other_weights (computed, because the "
             "weights of one engine have changed).",
             _HANDOFF_LABELS,
         )

@@ -24,6 +24,7 @@ class Parts:
         self.metrics = RouterMetrics(self.fleet, self.pairs)
         self.pool = EnginePool(
             connect_s=settings.timeouts.connect_s,
+            keepalive_s=settings.timeouts.keepalive_s,
             tls=None
             if settings.engine_ca is None and settings.tls is None
             else ClientTls(settings.engine_ca, settings.tls, field="engine_ca"),

@@ -16,6 +16,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from baton.core.errors import UserError
+from baton.http.json_body import decode_field
 
 logger = logging.getLogger(__name__)
 
@@ -229,12 +230,12 @@ def check_fields(body: dict[str, msgspec.Raw], endpoint: Endpoint) -> None:
         if field is None:
             _log_unknown(name, endpoint)
         elif field.status == "refused":
-            _check_refused(field, bytes(raw))
+            _check_refused(field, raw)
 
 
-def _check_refused(field: Field, raw: bytes) -> None:
-    if len(raw) <= MAX_NEUTRAL_BYTES:
-        value = msgspec.json.decode(raw)
+def _check_refused(field: Field, raw: msgspec.Raw) -> None:
+    if len(memoryview(raw)) <= MAX_NEUTRAL_BYTES:
+        value = decode_field(raw, field.name)  # It may be a number that no double holds.
         if value is None or any(_is_same(value, neutral) for neutral in field.neutral):
             return
     accepted = "".join(f" or {msgspec.json.encode(value).decode()}" for value in field.neutral)

@@ -1,4 +1,6 @@
-"""Body of `/baton/take_back`: the ticket in an answer's `kv_transfer_params`."""
+"""Body of `/baton/take_back`: what leads to a loan that no decode engine will fetch."""
+
+from typing import Any
 
 import msgspec
 
@@ -7,10 +9,18 @@ from baton.core.transfer_params import MAX_TICKET_CHARS
 
 
 class Lent(msgspec.Struct, frozen=True):
-    baton_ticket: str
+    """The ticket in the answer's `kv_transfer_params`, or the `transfer_id` in the request's."""
+
+    baton_ticket: str | None = None
+    transfer_id: str | None = None
 
     @property
-    def checked_ticket(self) -> str:
-        if not 0 < len(self.baton_ticket) <= MAX_TICKET_CHARS:
-            raise UserError(f"must have 1 to {MAX_TICKET_CHARS} characters", field="baton_ticket")
-        return self.baton_ticket
+    def checked(self) -> dict[str, Any]:
+        """Raises UserError."""
+        name = "transfer_id" if self.baton_ticket is None else "baton_ticket"
+        value = getattr(self, name)
+        if value is None:
+            raise UserError("is missing, and so is transfer_id", field="baton_ticket")
+        if not 0 < len(value) <= MAX_TICKET_CHARS:
+            raise UserError(f"must have 1 to {MAX_TICKET_CHARS} characters", field=name)
+        return {name: value}

@@ -297,8 +297,13 @@ class Loans:
     def take_back(self, params: Mapping[str, Any], now: float) -> None:
         """End the loan that these params of an answer lead to, unless a consumer has claimed it.
 
-        Raises BadTransferParams for a ticket that this engine has not signed.
+        A router that has not seen the answer names the transfer alone (`transfer_id`): 128 random bits, which
+        no other party knows. Raises BadTransferParams for a ticket that this engine has not signed.
         """
+        if "baton_ticket" not in params and isinstance(name := params.get("transfer_id"), str):
+            for loan_id in [loan_id for loan_id, lent in self._lent.items() if lent.transfer_id == name]:
+                self._give_up(loan_id, now)
+            return
         if not isinstance(text := params.get("baton_ticket"), str):
             raise BadTransferParams("is missing, or no string", field=TICKET_FIELD)
         ticket = open_ticket(text, self._identity.ticket_key)

@@ -9,7 +9,7 @@ import dns.exception
 import dns.resolver
 from dns.rdtypes.IN.SRV import SRV
 
-from baton.router.members import Member
+from baton.router.members import Listing, Member, read_entries
 from baton.router.settings import Role
 from baton.router.shell.members import SourceFailed
 
@@ -38,14 +38,17 @@ class DnsSource:
         self._host, self._role, self._port, self._scheme, self._model = name, role, port, scheme, model
         self._every_s, self._server = every_s, server
 
-    async def members(self) -> AsyncGenerator[frozenset[Member], None]:
+    async def members(self) -> AsyncGenerator[Listing, None]:
         resolver = self._resolver()
         while True:
             try:
                 places = await (self._services(resolver) if self._port is None else self._hosts(resolver))
             except dns.exception.DNSException as error:
                 raise SourceFailed(f"cannot be resolved: {error}") from error
-            yield frozenset(Member(self._role, f"{self._scheme}://{place}", self._model) for place in places)
+            yield read_entries(
+                ((place, f"{self._scheme}://{place}") for place in places),
+                lambda address: (Member(self._role, address, self._model),),
+            )
             await asyncio.sleep(self._every_s)
 
     def _resolver(self) -> dns.asyncresolver.Resolver:
@@ -71,4 +74,4 @@ class DnsSource:
         """Raises DNSException. Priorities and weights are not used: the router weighs engines itself."""
         answer = await resolver.resolve(self._host, "SRV")
         found = [record for record in answer if isinstance(record, SRV)]
-        return [f"{record.target.to_text(omit_final_dot=True)}:{record.port}" for record in found]
+        return [f"{record.target.to_text(omit_final_dot=True).rstrip('.')}:{record.port}" for record in found]

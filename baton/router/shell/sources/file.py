@@ -6,7 +6,7 @@ from collections.abc import AsyncGenerator, Callable
 from math import inf
 from pathlib import Path
 
-from baton.router.members import Member
+from baton.router.members import Listing
 from baton.router.shell.members import SourceFailed
 
 LOOK_S = 1.0
@@ -17,12 +17,12 @@ class FileSource:
 
     silent_after_s = inf
 
-    def __init__(self, path: Path, read: Callable[[], frozenset[Member]]) -> None:
+    def __init__(self, path: Path, read: Callable[[], Listing]) -> None:
         """`read`: raises UserError for a file that cannot be used."""
         self.name = "file"
         self._path, self._read = path, read
 
-    async def members(self) -> AsyncGenerator[frozenset[Member], None]:
+    async def members(self) -> AsyncGenerator[Listing, None]:
         seen = None
         while True:
             if (now := self._stamp()) != seen:

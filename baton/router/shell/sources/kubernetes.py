@@ -1,6 +1,6 @@
 """Members that Kubernetes names: ready endpoints of services with a role label, from their EndpointSlices."""
 
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator, Iterable, Iterator
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -9,7 +9,8 @@ from kubernetes_asyncio import client, config, watch
 from kubernetes_asyncio.client.exceptions import ApiException
 from kubernetes_asyncio.config.config_exception import ConfigException
 
-from baton.router.members import ROLES, Member
+from baton.core.errors import UserError
+from baton.router.members import ROLES, Listing, Member, read_entries
 from baton.router.settings import Role
 from baton.router.shell.members import SourceFailed
 
@@ -39,7 +40,7 @@ class KubernetesSource:
         self.name = f"kubernetes:{rule.namespace}"
         self.rule, self._configuration = rule, configuration
 
-    async def members(self) -> AsyncGenerator[frozenset[Member], None]:
+    async def members(self) -> AsyncGenerator[Listing, None]:
         try:
             async with client.ApiClient(await self._configured()) as api:
                 while True:
@@ -49,6 +50,8 @@ class KubernetesSource:
             raise SourceFailed(f"the API answers {error.status}: {error.reason}") from error
         except (aiohttp.ClientError, TimeoutError) as error:
             raise SourceFailed(f"the API cannot be reached: {error!r}") from error
+        except ValueError as error:  # The client's library checks required fields, which the API does, too.
+            raise SourceFailed(f"the API's answer cannot be read: {error}") from error
 
     async def _configured(self) -> client.Configuration:
         if self._configuration is not None:
@@ -98,23 +101,27 @@ class KubernetesSource:
                     yield list(slices.values())
 
 
-def members_of(slices: Iterable[Any], rule: Rule) -> frozenset[Member]:
-    """Of V1EndpointSlice. Raises SourceFailed for slices that the rule cannot read."""
-    found: set[Member] = set()
-    for one in slices:
-        roles = _roles_of(one, rule)
-        port = _port_of(one, rule)
-        if port is None:
-            continue  # It has no endpoints yet.
-        for endpoint in one.endpoints or ():
-            # None means ready (discovery.k8s.io/v1). A pod that terminates is not ready.
-            if endpoint.conditions is not None and endpoint.conditions.ready is False:
-                continue
-            # Addresses of one endpoint are alike; consumers use the first one.
-            host = endpoint.addresses[0]
-            host = f"[{host}]" if one.address_type == "IPv6" else host
-            found.update(Member(role, f"{rule.scheme}://{host}:{port}") for role in roles)
-    return frozenset(found)
+def members_of(slices: Iterable[Any], rule: Rule) -> Listing:
+    """`slices`: of V1EndpointSlice."""
+    return read_entries(((one.metadata.name, one) for one in slices), lambda one: _members_in(one, rule))
+
+
+def _members_in(one: Any, rule: Rule) -> Iterator[Member]:
+    """Raises UserError for a slice that the rule cannot read."""
+    roles = _roles_of(one, rule)
+    port = _port_of(one, rule)
+    if port is None:
+        return  # It has no endpoints yet.
+    for endpoint in one.endpoints or ():
+        # None means ready (discovery.k8s.io/v1). A pod that terminates is not ready.
+        if endpoint.conditions is not None and endpoint.conditions.ready is False:
+            continue
+        if not endpoint.addresses:
+            raise UserError("has an endpoint without an address")
+        # Addresses of one endpoint are alike; consumers use the first one.
+        host = endpoint.addresses[0]
+        host = f"[{host}]" if one.address_type == "IPv6" else host
+        yield from (Member(role, f"{rule.scheme}://{host}:{port}") for role in roles)
 
 
 def _roles_of(one: Any, rule: Rule) -> tuple[Role, ...]:
@@ -124,8 +131,7 @@ def _roles_of(one: Any, rule: Rule) -> tuple[Role, ...]:
     found = tuple(role for role in ROLES if role == label)
     if not found:
         allowed = ", ".join((*ROLES, BOTH))
-        why = f"label {rule.role_label} is {label!r}; label its service with one of {allowed}"
-        raise SourceFailed(f"{one.metadata.name}: {why}")
+        raise UserError(f"label {rule.role_label} is {label!r}; label its service with one of {allowed}")
     return found
 
 
@@ -135,5 +141,5 @@ def _port_of(one: Any, rule: Rule) -> int | None:
     if rule.port is not None:
         ports = [port for port in ports if rule.port in (port.name, str(port.port))]
     if len(ports) > 1:
-        raise SourceFailed(f"{one.metadata.name} has {len(ports)} ports; name one with ?port=")
+        raise UserError(f"has {len(ports)} ports; name one with ?port=")
     return ports[0].port if ports else None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from baton.connectors.multi.children import MAIN
+from baton.connectors.multi.stats import OWN
 from baton.connectors.push.announcer import PrefillAnnouncer
 from baton.core.kv_groups import KVCacheGroup, has_states, is_hybrid
 from baton.engine.api import SchedulerStats
@@ -30,7 +30,7 @@ def count_stats(world: World, stats: SchedulerStats, groups: Sequence[KVCacheGro
     parts: dict[str, Any] = stats.kv_connector_stats
     if "transfers" in parts:
         parts = {"handoff": parts}
-    contained.check_children(parts.get(MAIN, {}))
+    contained.check_children(parts.get(OWN, {}))
     if "handoff" in parts:
         _count_handoffs(world, parts["handoff"], groups)
     if "offload" in parts:

@@ -1,0 +1,230 @@
+"""Engines whose /health is good and whose answers are errors: clients hardly see them, and they come back."""
+
+import heapq
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from itertools import count
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from baton.core.errors import ConfigError
+from baton.router.fleet import Engine, Fleet
+from baton.router.health import Probe
+from baton.router.outlier_detection import Tally, is_outlier, may_eject
+from baton.router.policies import RoutedRequest
+from baton.router.settings import OutlierDetection, PolicyName, RouterSettings
+from tests.router.fakes import Call, FakeEngine, answers, lends, responds, system
+
+POLICIES: list[PolicyName] = ["least_in_flight", "round_robin"]
+DETECTION = OutlierDetection()
+SERVICE_S = 1.0
+
+
+@dataclass
+class World:
+    """Requests at a steady rate to decode engines, some of which fail a share of them; one retry each."""
+
+    num_engines: int
+    policy: PolicyName
+    fails: dict[int, float]  # Share of its requests, by engine.
+    outcome: str = "500"
+    seed: int = 0
+    poison: float = 0.0  # Share of the requests that fail on every engine.
+    rate: float = 10.0
+    now_s: float = 0.0
+    num_asked: dict[int, int] = field(default_factory=dict)
+    num_ejections: dict[int, int] = field(default_factory=dict)
+    errors_at_s: list[float] = field(default_factory=list)  # That clients see.
+
+    def __post_init__(self) -> None:
+        urls = tuple(f"http://d{number}:1" for number in range(self.num_engines))
+        self.fleet = Fleet(RouterSettings(prefill_urls=("http://p:1",), decode_urls=urls, policy=self.policy))
+        self.engines = [one for one in self.fleet.engines if one.role == "decode"]
+        self.fleet.on_ejected.append(self._note_ejection)
+        self._rng, self._turns, self._numbers = random.Random(self.seed), count(), count()
+        self._due: list[tuple[float, int, Callable[[], None]]] = []
+
+    def run(self, seconds: float) -> None:
+        ends_s = self.now_s + seconds
+        for number in range(int(seconds * self.rate)):
+            self._after(number / self.rate, self._ask)
+        for second in range(0, int(seconds), 2):
+            self._after(second, self._probe)
+        while self._due and self._due[0][0] <= ends_s:
+            self.now_s, _, act = heapq.heappop(self._due)
+            act()
+
+    def _after(self, delay_s: float, act: Callable[[], None]) -> None:
+        heapq.heappush(self._due, (self.now_s + delay_s, next(self._numbers), act))
+
+    def _probe(self) -> None:
+        for engine in self.engines:
+            self.fleet.note_probe(engine, Probe("healthy"), self.now_s)
+
+    def _ask(self) -> None:
+        is_poison = self._rng.random() < self.poison
+        request, tried = RoutedRequest(next(self._turns)), list[Engine]()
+        for _ in range(2):
+            engine = self.fleet.choose("decode", request, self.now_s, tried=tried)
+            if engine is None:
+                break
+            number = self.engines.index(engine)
+            self.num_asked[number] = self.num_asked.get(number, 0) + 1
+            self.fleet.note_start(engine)
+            if not is_poison and self._rng.random() >= self.fails.get(number, 0.0):
+                self._after(SERVICE_S, lambda engine=engine: self._end(engine, "200"))  # type: ignore[misc]
+                return
+            self._end(engine, self.outcome)
+            tried.append(engine)
+        if not is_poison:
+            self.errors_at_s.append(self.now_s)
+
+    def _end(self, engine: Engine, outcome: str) -> None:
+        self.fleet.note_answer(engine, int(outcome) if outcome.isdigit() else 200, self.now_s)
+        self.fleet.note_outcome(engine, outcome, self.now_s)
+        self.fleet.note_end(engine)
+
+    def _note_ejection(self, engine: Engine) -> None:
+        number = self.engines.index(engine)
+        self.num_ejections[number] = self.num_ejections.get(number, 0) + 1
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(POLICIES),
+    num_engines=st.integers(2, 6),
+    share=st.sampled_from([0.6, 0.9, 1.0]),
+    outcome=st.sampled_from(["500", "503", "429", "broken", "timeout"]),
+)
+def test_an_engine_that_fails_gets_few_requests_and_its_clients_get_others(
+    seed: int, policy: PolicyName, num_engines: int, share: float, outcome: str
+) -> None:
+    world = World(num_engines, policy, {0: share}, outcome, seed)
+    world.run(60.0)
+    assert world.num_ejections.keys() <= {0}
+    assert world.num_asked[0] <= 60  # A tenth; of 600 its share is 100 or more.
+    assert not world.errors_at_s, "another engine has answered"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_half_of_the_engines_may_fail_at_once(policy: PolicyName) -> None:
+    world = World(4, policy, {0: 1.0, 1: 1.0})
+    world.run(40.0)
+    assert world.num_ejections.keys() == {0, 1}
+    assert len(world.errors_at_s) <= sum(world.num_asked[number] for number in (0, 1)) / 2
+    world.errors_at_s.clear()
+    world.run(60.0)
+    assert not world.errors_at_s
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_an_engine_that_is_mended_gets_its_share_again(policy: PolicyName) -> None:
+    world = World(2, policy, {0: 1.0})
+    world.run(60.0)
+    world.fails, world.num_asked = {}, {}
+    world.run(DETECTION.max_ejection_time_s + 60.0)
+    world.num_asked = {}
+    world.run(60.0)
+    assert world.num_asked[0] == pytest.approx(world.num_asked[1], rel=0.3)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(POLICIES),
+    num_engines=st.integers(2, 6),
+    poison=st.sampled_from([0.05, 0.3, 0.9, 1.0]),
+)
+def test_requests_that_fail_on_every_engine_leave_a_fleet_that_serves(
+    seed: int, policy: PolicyName, num_engines: int, poison: float
+) -> None:
+    world = World(num_engines, policy, {}, seed=seed, poison=poison)
+    for _ in range(6):
+        world.run(10.0)
+        assert sum(one.is_up for one in world.engines) * 2 >= num_engines
+    assert not world.errors_at_s, "other requests are answered"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_client_whose_requests_fail_everywhere_ejects_no_engine(policy: PolicyName) -> None:
+    world = World(3, policy, {}, poison=0.5)
+    world.run(120.0)
+    assert not world.num_ejections
+
+
+@given(
+    own=st.builds(Tally, st.integers(1, 50), st.integers(0, 50)),
+    peers=st.lists(st.builds(Tally, st.integers(0, 50), st.integers(0, 50)), max_size=4),
+    in_row=st.integers(0, 9),
+    on_trial=st.booleans(),
+)
+def test_no_engine_is_an_outlier_that_fails_as_its_peers_do(
+    own: Tally, peers: list[Tally], in_row: int, on_trial: bool
+) -> None:
+    own = own._replace(num_failed=min(own.num_failed, own.num_answers))
+    peers = [one._replace(num_failed=min(one.num_failed, one.num_answers)) for one in peers]
+    if is_outlier(DETECTION, own, in_row, peers, on_trial=on_trial):
+        assert own.num_failed
+        asked = [one for one in peers if one.num_answers]
+        assert not asked or min(one.share_failed for one in asked) < own.share_failed / 2
+        assert on_trial or in_row >= 5 or (own.num_answers >= 10 and own.num_failed * 2 >= own.num_answers)
+
+
+@given(st.integers(1, 20), st.data())
+def test_half_of_the_engines_and_at_least_one_stay(num_engines: int, data: st.DataObject) -> None:
+    num_up = data.draw(st.integers(0, num_engines))
+    if may_eject(DETECTION, num_engines, num_up):
+        assert num_up - 1 >= max(1, num_engines / 2)
+
+
+# --- With the router's machine --------------------------------------------------------------------------
+
+
+async def breaks_after_two_tokens(call: Call) -> None:
+    await call.start(200, "text/event-stream")
+    for _ in range(2):
+        await call.piece(b'data: {"choices": [{"text": "x"}]}\n\n')
+    call.cut()
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("status", [500, 429, 503])
+async def test_clients_do_not_see_the_errors_of_one_engine(policy: PolicyName, status: int) -> None:
+    bad, good = FakeEngine(responds(status, {"error": {"message": "no"}})), FakeEngine(answers)
+    async with system([FakeEngine(lends)], [bad, good], policy=policy) as s:
+        statuses = [(await s.complete()).status_code for _ in range(100)]
+    assert statuses == [200] * 100
+    assert len(bad.calls) <= 2 * DETECTION.consecutive_5xx
+
+
+async def test_streams_that_break_after_a_good_head_eject_their_engine() -> None:
+    bad, good = FakeEngine(breaks_after_two_tokens), FakeEngine(answers)
+    async with system([FakeEngine(lends)], [bad, good], policy="round_robin") as s:
+        broken = 0
+        for _ in range(60):
+            broken += b"error" in (await s.complete(stream=True)).content
+    assert 0 < broken <= 2 * DETECTION.consecutive_5xx
+
+
+async def test_an_engine_that_asks_to_be_left_alone_is() -> None:
+    async def refuses(call: Call) -> None:
+        await call.answer(429, {"error": {"message": "too much"}}, retry_after="30")
+
+    busy, other = FakeEngine(refuses), FakeEngine(answers)
+    async with system([FakeEngine(lends)], [busy, other], policy="round_robin") as s:
+        assert {(await s.complete()).status_code for _ in range(20)} == {200}
+        assert len(busy.calls) == 1
+        other.respond = refuses
+        answer = await s.complete()
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "30"), "there is no other engine"
+
+
+def test_the_settings_have_envoys_names_and_are_checked() -> None:
+    assert OutlierDetection.from_json('{"consecutive_5xx": 3}').consecutive_5xx == 3
+    for text in ('{"consecutive_5xx": 0}', '{"consecutive5xx": 3}', "[]", "{"):
+        with pytest.raises(ConfigError, match="outlier_detection"):
+            OutlierDetection.from_json(text)
