@@ -152,6 +152,13 @@ def _set_leave_share(share: float) -> Action:
     return act
 
 
+def _set_failing(status: str) -> Action:
+    def act(context: FaultContext) -> None:
+        context.system.failing.write_text(status)
+
+    return act
+
+
 def _role(name: str) -> str:
     return "a prefill engine" if name in PREFILL else "a decode engine"
 
@@ -409,6 +416,18 @@ FAULTS: Sequence[Fault] = (
         clock_offset_s=-3600,
     ),
     Fault("tiny-pools", "80 blocks: four prompts", _nothing, _nothing, variant=Variant(num_blocks=80)),
+    *(
+        Fault(
+            f"errors-{status}",
+            f"a healthy decode engine answers each request with {status} at once",
+            _set_failing(str(status)),
+            _set_failing(""),
+            lasts_s=8.0,
+            variant=Variant(has_failing=True),
+            is_planned=True,
+        )
+        for status in (500, 429)
+    ),
     Fault(
         "weights",
         "other weights for each engine, one after the other, several times",

@@ -26,6 +26,7 @@ from chaos.rules import FRONT, HTTP_PORT
 HOSTS = (FRONT, *ENGINES)
 ROUTER_PORT = 8000
 SINGLE_PORT = 8001
+FAILING_PORT = 8002
 END_S = 30.0  # Time limit for an ended process to leave nothing. It takes 2 s on a quiet machine.
 LOOK_EVERY_S = 0.05
 PROBE_S = 10.0
@@ -58,6 +59,7 @@ class Variant:
     num_blocks: int = NUM_BLOCKS
     options: tuple[str, ...] = ()  # Options of `baton serve` for all engines.
     has_layer: bool = False  # The engines run with the fault layer.
+    has_failing: bool = False  # The router has a decode engine more, whose answers are errors.
     takes_weights: bool = False  # The engines take other weights below the model's parent folder.
 
 
@@ -198,6 +200,10 @@ class System:
             for name in mode.engines:
                 path = folder / f"layer-{name}"
                 self.layers[name] = Layer(path, library=library, folder=self.disk.folder)
+        self.failing = (
+            folder / "failing"
+        )  # Status of the answers of the engine that fails; empty: it is down.
+        self.failing.write_text("")
         self.model, self.other_model = model, other_model
         self._variant = variant
         self._program = ENGINE_PROGRAMS[mode.kind]
@@ -273,6 +279,11 @@ class System:
         for option, names in (("--prefill", self.mode.prefill), ("--decode", self.mode.decode)):
             for name in names:
                 command += [option, self.engines[name].url]
+        if self._variant.has_failing:
+            host = self.network.addresses[FRONT]
+            program = [sys.executable, "-m", "chaos.failing", host, str(FAILING_PORT), str(self.failing)]
+            self._fleet.start("failing", program, env=self._env)
+            command += ["--decode", f"http://{host}:{FAILING_PORT}"]
         env = {"BATON_ENGINE_API_KEY": self._admin_key} if self._variant.takes_weights else {}
         return self._fleet.start("router", command, env=self._env | env)
 
