@@ -34,6 +34,8 @@ class World:
     seed: int = 0
     poison: float = 0.0  # Share of the requests that fail on every engine.
     rate: float = 10.0
+    fails_after_s: float = 0.0
+    fails_from_load: int = 0  # The engines fail only with so many requests at once.
     now_s: float = 0.0
     num_asked: dict[int, int] = field(default_factory=dict)
     num_ejections: dict[int, int] = field(default_factory=dict)
@@ -65,22 +67,26 @@ class World:
             self.fleet.note_probe(engine, Probe("healthy"), self.now_s)
 
     def _ask(self) -> None:
-        is_poison = self._rng.random() < self.poison
-        request, tried = RoutedRequest(next(self._turns)), list[Engine]()
-        for _ in range(2):
-            engine = self.fleet.choose("decode", request, self.now_s, tried=tried)
-            if engine is None:
-                break
-            number = self.engines.index(engine)
-            self.num_asked[number] = self.num_asked.get(number, 0) + 1
-            self.fleet.note_start(engine)
-            if not is_poison and self._rng.random() >= self.fails.get(number, 0.0):
-                self._after(SERVICE_S, lambda engine=engine: self._end(engine, "200"))  # type: ignore[misc]
-                return
+        self._attempt(RoutedRequest(next(self._turns)), [], is_poison=self._rng.random() < self.poison)
+
+    def _attempt(self, request: RoutedRequest, tried: list[Engine], *, is_poison: bool) -> None:
+        engine = self.fleet.choose("decode", request, self.now_s, tried=tried) if len(tried) < 2 else None
+        if engine is None:
+            if not is_poison:
+                self.errors_at_s.append(self.now_s)
+            return
+        number = self.engines.index(engine)
+        self.num_asked[number] = self.num_asked.get(number, 0) + 1
+        is_loaded = engine.load >= self.fails_from_load
+        self.fleet.note_start(engine)
+        if not is_poison and not (is_loaded and self._rng.random() < self.fails.get(number, 0.0)):
+            return self._after(SERVICE_S, lambda: self._end(engine, "200"))
+
+        def fail() -> None:
             self._end(engine, self.outcome)
-            tried.append(engine)
-        if not is_poison:
-            self.errors_at_s.append(self.now_s)
+            self._attempt(request, [*tried, engine], is_poison=is_poison)
+
+        return self._after(self.fails_after_s, fail)
 
     def _end(self, engine: Engine, outcome: str) -> None:
         self.fleet.note_answer(engine, int(outcome) if outcome.isdigit() else 200, self.now_s)
@@ -108,6 +114,19 @@ def test_an_engine_that_fails_gets_few_requests_and_its_clients_get_others(
     assert world.num_ejections.keys() <= {0}
     assert world.num_asked[0] <= 60  # A tenth; of 600 its share is 100 or more.
     assert not world.errors_at_s, "another engine has answered"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("fails_after_s", "fails_from_load"), [(5.0, 0), (0.0, 3), (2.0, 3)])
+def test_an_engine_may_fail_slowly_or_under_load_only(
+    policy: PolicyName, fails_after_s: float, fails_from_load: int
+) -> None:
+    world = World(3, policy, {0: 1.0}, fails_after_s=fails_after_s, fails_from_load=fails_from_load)
+    world.run(90.0)
+    assert not world.errors_at_s
+    assert world.num_ejections.keys() <= {0}
+    num_failed = world.engines[0].answers.tally(world.now_s, 10.0).num_failed
+    assert num_failed <= 10, "in the last seconds, of a hundred requests"
 
 
 @pytest.mark.parametrize("policy", POLICIES)
