@@ -40,6 +40,7 @@ from baton.cli.http_options import (
 from baton.cli.members import MEMBERS_HELP, ROLES, TABLE, read_members, read_route_config, source_of
 from baton.cli.show_config import to_toml
 from baton.core.errors import ConfigError, UserError
+from baton.core.json_text import NotJson, decode_json
 from baton.tracing import find_endpoint
 
 app = typer.Typer(help="Route requests between prefill and decode engines.")
@@ -320,7 +321,6 @@ def route(
     from baton.router.settings import (
         AdmissionSettings,
         LegTimeouts,
-        OutlierDetection,
         PeerSettings,
         RouterSettings,
     )
@@ -335,7 +335,6 @@ def route(
     options = context.params  # Most have the names of the settings.
     wanted = {
         **{name: options[name] for name in RouterSettings.__struct_fields__ if name in options},
-        "outlier_detection": OutlierDetection(),
         "prefill_urls": [url.rstrip("/") for url in prefill or ()],
         "decode_urls": [url.rstrip("/") for url in decode or ()],
         "has_sources": bool(members),
@@ -347,7 +346,8 @@ def route(
         },
     }
     try:
-        settings = msgspec.convert(wanted, RouterSettings)
+        detection = decode_json(outlier_detection.encode())
+        settings = msgspec.convert(wanted | {"outlier_detection": detection}, RouterSettings)
         sources = [source for text in members or () if (source := source_of(text)) is not None]
         if reread:
             assert config is not None
@@ -398,9 +398,6 @@ def route(
         if peer_bind is not None:
             peers = PeerSettings(peer_bind, tuple(peer or ()), next(iter(secrets), ""))
             settings = msgspec.structs.replace(settings, peers=peers)
-        settings = msgspec.structs.replace(
-            settings, outlier_detection=OutlierDetection.from_json(outlier_detection)
-        )
         http = HttpSettings.of(
             HttpLimits.from_json(limits or "{}"),
             api_keys=keys,
@@ -434,6 +431,8 @@ def route(
     except msgspec.ValidationError as error:
         problem, path = explain(error, RouterSettings)
         raise typer.BadParameter(f"{path.lstrip('.')}: {problem}") from error
+    except NotJson as error:
+        raise typer.BadParameter(f"outlier_detection: {error}") from error
     except UserError as error:
         raise typer.BadParameter(str(error)) from error
     if show_config:

@@ -74,14 +74,6 @@ class OutlierDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
             if not getattr(self, name) > 0:
                 raise ConfigError("must be positive", field=f"outlier_detection.{name}")
 
-    @classmethod
-    def from_json(cls, text: str) -> "OutlierDetection":
-        """Decode the settings. Raises ConfigError."""
-        try:
-            return msgspec.json.decode(text, type=cls)
-        except msgspec.DecodeError as error:
-            raise ConfigError(f"is not right: {error}", field="outlier_detection") from error
-
 
 ANY_ENGINE, HOST = "*", "{host}"
 

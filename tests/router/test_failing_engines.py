@@ -9,8 +9,9 @@ from itertools import count
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
-from baton.core.errors import ConfigError
+from baton.cli.route import app
 from baton.router.fleet import Engine, Fleet
 from baton.router.health import Probe
 from baton.router.outlier_detection import Tally, is_outlier, may_eject
@@ -20,6 +21,7 @@ from tests.router.fakes import Call, FakeEngine, answers, lends, responds, syste
 
 POLICIES: list[PolicyName] = ["least_in_flight", "round_robin"]
 DETECTION = OutlierDetection()
+ROUTE = ["--prefill", "http://p:1", "--decode", "http://d:1", "--outlier-detection"]
 SERVICE_S = 1.0
 
 
@@ -243,7 +245,9 @@ async def test_an_engine_that_asks_to_be_left_alone_is() -> None:
 
 
 def test_the_settings_have_envoys_names_and_are_checked() -> None:
-    assert OutlierDetection.from_json('{"consecutive_5xx": 3}').consecutive_5xx == 3
-    for text in ('{"consecutive_5xx": 0}', '{"consecutive5xx": 3}', "[]", "{"):
-        with pytest.raises(ConfigError, match="outlier_detection"):
-            OutlierDetection.from_json(text)
+    found = CliRunner().invoke(app, [*ROUTE, '{"consecutive_5xx": 3}', "--show-config"])
+    assert found.exit_code == 0, found.output
+    for text in ('{"consecutive_5xx": 0}', '{"consecutive5xx": 3}', "[]", "{", "1e400"):
+        found = CliRunner().invoke(app, [*ROUTE, text, "--show-config"])
+        assert found.exit_code == 2, text
+        assert "outlier_detection" in found.output

@@ -26,7 +26,6 @@ import httptools
 from baton.http.tls import ClientTls
 
 MAX_HEAD_BYTES = 256 << 10
-_NO_BODY = frozenset({204, 304})
 EVENT_STREAM = "text/event-stream"
 
 
@@ -211,7 +210,7 @@ class _Connection(asyncio.Protocol):
             is_old = self._parser.get_http_version() == "1.0"  # Which has no codings (RFC 9112, 6.1).
             self._has_unknown_coding = coding.lower() != "chunked" or is_old
         self._is_until_close = not (
-            "content-length" in self._headers or "transfer-encoding" in self._headers or status in _NO_BODY
+            "content-length" in self._headers or "transfer-encoding" in self._headers
         ) and self._headers.get("content-type", "").startswith(EVENT_STREAM)
 
     def on_body(self, body: bytes) -> None:
