@@ -67,7 +67,7 @@ class OutlierDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     failure_percentage_request_volume: int = 10  # Answers in the window; with fewer no percentage counts.
     base_ejection_time_s: float = 2.0  # Doubled when the engine fails again after it.
     max_ejection_time_s: float = 30.0
-    max_ejection_percent: int = 50  # Of the engines of one role and model. One always stays.
+    max_ejection_percent: int = 50  # Among the engines of one role and model. One always stays.
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

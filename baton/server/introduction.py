@@ -32,9 +32,8 @@ class Introduction(msgspec.Struct, frozen=True):
     has_states: bool = False  # Some layers have a recurrent state.
     # What requests with `baton_lend_stored` get: what is in "host" memory; in "cache".
     lends: tuple[str, ...] = ()
-    text_id: str = (
-        ""  # Digest of tokenizer, chat template and the tokens that end an answer; empty: not known.
-    )
+    # Digest of tokenizer, chat template and the tokens that end an answer; empty: not known.
+    text_id: str = ""
 
 
 async def introduce(

@@ -68,7 +68,7 @@ CASES = [
 ]
 TOO_LARGE = [b"1e400", b"-1e999", b"9" * 400, b"-" + b"9" * 5000, b"1e99999999999999999999"]
 NESTED = [b'{"a": [1e400]}']
-HALVES = [rb'"\ud800"', rb'"\udc00a"', rb'{"\ud800": 1}', rb'["\\\ud83d"]']  # Of surrogate pairs.
+HALVES = [rb'"\ud800"', rb'"\udc00a"', rb'{"\ud800": 1}', rb'["\\\ud83d"]']  # Halves of surrogate pairs.
 
 
 def as_object(fields: Iterable[tuple[str, bytes]]) -> bytes:

@@ -26,7 +26,7 @@ from baton.router.shell.engine_http import EnginePool, Origin, Sending
 from baton.router.shell.engine_http import _Connection as EngineConnection
 from baton.router.shell.timers import TimerWheel
 
-TURNS = 12  # Of the loop; by then all that has arrived is answered.
+TURNS = 12  # After so many of the loop all that has arrived is answered.
 LONG_S = 1e6
 
 

@@ -29,7 +29,7 @@ from tests.router.fakes import FakeEngine, System, answers, lends, system
 from tests.router.test_kubernetes import ApiServer, cluster, slice_of
 from tests.router.test_sources import LOCAL, SERVERS, key_server, metric, urls, wait_until
 
-PORTS = (8201, 8202)  # Of the two entries that can be read.
+PORTS = (8201, 8202)  # The two entries that can be read have these.
 
 
 class World(ABC):

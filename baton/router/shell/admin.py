@@ -46,7 +46,7 @@ METHODS = {
     REGISTER_PATH: "POST",
 }
 JSON = {"content-type": "application/json"}
-INSTANCE_CHARS = 256  # Of a registration that is refused, in the log.
+INSTANCE_CHARS = 256  # The log shows so much of a registration that is refused.
 ORDER_HEADER = "x-baton-order"  # Of the page.
 
 

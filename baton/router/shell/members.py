@@ -39,7 +39,7 @@ class SourceState(msgspec.Struct):
     state: Literal["unread", "up", "degraded", "failed"] = "unread"
     members: int = 0  # That it named last.
     skipped: Mapping[str, str] = {}  # Entries that cannot be read, and why.
-    reason: str | None = None  # Of a failure.
+    reason: str | None = None  # Why it has failed.
 
 
 class Source(Protocol):
