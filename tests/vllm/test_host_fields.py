@@ -5,6 +5,7 @@ import dataclasses
 import enum
 import importlib.util
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -424,31 +425,57 @@ LONGROPE = {
         "original_max_position_embeddings": 1024,
     }
 }
-SHORT, LONG = (
-    ("--hf-overrides", json.dumps(LONGROPE), "--max-model-len", str(length)) for length in (512, 2048)
-)
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
 
 
-def test_kv_of_another_length_is_computed_again(site: Site, tmp_path: Path) -> None:
-    """A longrope model computes other keys with another length, in a handoff and in a folder of chunks."""
+def overrides(**config: object) -> tuple[str, ...]:
+    return ("--max-model-len", "2048", "--hf-overrides", json.dumps(config))
+
+
+LENGTH = ((*overrides(**LONGROPE)[2:], "--max-model-len", "512"), overrides(**LONGROPE))
+BASE = overrides(rope_parameters=PLAIN)
+# Options of P and of D, or of an engine before and after its restart.
+PLAYED = {"length of longrope": LENGTH} | {
+    name: (overrides(**{"rope_parameters": PLAIN, **config}), BASE)
+    for name, config in {
+        "rope_theta": {"rope_parameters": {**PLAIN, "rope_theta": 500.0}},
+        "linear scaling": {"rope_parameters": {**PLAIN, "rope_type": "linear", "factor": 4.0}},
+        "yarn": {
+            "rope_parameters": {
+                **PLAIN,
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            }
+        },
+        "rms_norm_eps": {"rms_norm_eps": 0.5},
+    }.items()
+}
+SAMPLE = [*PLAYED] if os.environ.get("PLAY_ALL") else ["length of longrope"]
+
+
+@pytest.mark.parametrize("change", SAMPLE)
+def test_kv_of_another_configuration_is_computed_again(site: Site, tmp_path: Path, change: str) -> None:
+    """In a handoff, and in a folder of chunks. PLAY_ALL=1 plays all changes, each for two minutes."""
     asked = [prompt for prompt in prompts() if len(prompt) in (300, 384, 500)]
     assert asked
+    before, after = PLAYED[change]
     files = transfer("BatonSharedStorageConnector", "kv_both", "files", extra={"path": str(tmp_path)})
 
     def engine(name: str, options: tuple[str, ...], config: Any) -> Server:
-        return site.cast(name, VllmPlan(name, config, extra=options))[name]
+        return site.cast(f"{name} {change}", VllmPlan(name, config, extra=options))[name]
 
-    stored = [engine("first", SHORT, files).tokens(prompt) for prompt in asked]
-    again = engine("again", LONG, files)
+    stored = [engine("first", before, files).tokens(prompt) for prompt in asked]
+    again = engine("again", after, files)
     answers = [again.tokens(prompt) for prompt in asked]
     assert answers == [again.tokens(prompt, cache_salt="computed here") for prompt in asked]
-    assert answers != stored, "the lengths compute other KV"
+    assert answers != stored, "the configurations compute other KV"
     assert again.metric("baton:storage_loaded_chunks_total") == 0
 
     servers = site.cast(
-        "lengths",
-        VllmPlan("p", transfer("BatonPullConnector", "kv_producer", "p"), extra=SHORT),
-        VllmPlan("d", transfer("BatonPullConnector", "kv_consumer", "d"), extra=LONG),
+        f"pair {change}",
+        VllmPlan("p", transfer("BatonPullConnector", "kv_producer", "p"), extra=before),
+        VllmPlan("d", transfer("BatonPullConnector", "kv_consumer", "d"), extra=after),
     )
     p, d = servers["p"], servers["d"]
     assert [d.tokens(prompt, p.prefill(prompt)) for prompt in asked] == answers
