@@ -64,6 +64,7 @@ class CharacterTokenizer:
     """Token ids are code points; three of them are special."""
 
     chat_template = ChatTemplate(TEMPLATE, {})
+    digest = "characters"
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return [ord(character) for character in text]
