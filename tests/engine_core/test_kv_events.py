@@ -1,6 +1,7 @@
 """KV events on the wire: vLLM's format, numbers without gaps, replay, and correct contents."""
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Any
 
 import msgspec
@@ -12,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
 from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from baton.core.config import CacheConfig, EngineConfig, KVEventsConfig
-from baton.core.errors import ConfigError
+from baton.core.errors import ConfigError, UserError
 from baton.engine.api import SamplingParams
 from baton.engine.core.kv_event_publisher import END, KVEventPublisher
 from baton.engine.llm import LLM
@@ -312,7 +313,8 @@ class Truth(RuleBasedStateMachine):
     def arrive(self, stem: int, length: int, kind: str, max_tokens: int) -> None:
         self.count += 1
         prompt = [1 + (7 * stem + i) % 40 for i in range(length)]
-        self.world.add(f"{self.count}-{kind}", prompt, max_tokens=max_tokens)
+        with suppress(UserError):  # The whole pool could not hold it.
+            self.world.add(f"{self.count}-{kind}", prompt, max_tokens=max_tokens)
 
     @rule(is_bad=st.booleans())
     def step(self, is_bad: bool) -> None:

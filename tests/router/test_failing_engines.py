@@ -114,7 +114,9 @@ def test_an_engine_that_fails_gets_few_requests_and_its_clients_get_others(
     world = World(num_engines, policy, {0: share}, outcome, seed)
     world.run(60.0)
     assert world.num_ejections.keys() <= {0}
-    assert world.num_asked[0] <= 60  # A tenth; of 600 its share is 100 or more.
+    assert world.num_asked[0] <= max(
+        60, 300 / num_engines
+    )  # Half of its share of 600, or a tenth of them all.
     assert not world.errors_at_s, "another engine has answered"
 
 

@@ -31,7 +31,7 @@ def test_loans_go_back_in_order_and_never_too_many_at_once(steps: list[bool]) ->
                 queue.end()
                 under_way -= 1
             while (loan := queue.take()) is not None:
-                given_back.append(loan.ticket)
+                given_back.append(loan.lent["baton_ticket"])
                 under_way += 1
             assert under_way <= 3
             assert len(accepted) - len(given_back) <= 5

@@ -62,7 +62,7 @@ SEEDS = {
     ("push", "probes_told"): 20,
     ("push", "request_mac"): 4,
     ("push", "resumes_short"): 9,
-    ("push", "run"): 695,
+    ("push", "run"): 230,
     ("push", "sender_bound"): 24,
     ("push", "silent_router"): 8,
     ("push", "state_boundary"): 806,
