@@ -25,7 +25,7 @@ class FaultContext:
     system: System
     load: Load
     rng: random.Random
-    num_updates: int = 8  # Of all engines together, where weights change.
+    num_updates: int = 8  # Updates of all engines together, where weights change.
 
     def engine(self, name: str) -> EngineProcess:
         return self.system.engines[name]

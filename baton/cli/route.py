@@ -318,12 +318,7 @@ def route(
     from baton.http.gate import hosts_to_check
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.http.tls import ClientTls, ServerTls, TlsFiles
-    from baton.router.settings import (
-        AdmissionSettings,
-        LegTimeouts,
-        PeerSettings,
-        RouterSettings,
-    )
+    from baton.router.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
     from baton.router.shell.access_log import AccessLog
     from baton.router.shell.engine_keys import split_engine_keys
     from baton.router.shell.run import num_workers_for, serve

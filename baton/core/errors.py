@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from baton.core.reasons import Fault
 
@@ -55,6 +56,17 @@ class PeerError(BatonError):
 
 class TransferError(BatonError):
     """Bytes could not be moved. The request is retried, recomputed or failed by its policy."""
+
+
+@contextmanager
+def panics_as(make: Callable[[str], Exception]) -> Iterator[None]:
+    """Raises `make(message)` for a panic of a library in Rust, which is no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error).__name__ != "PanicException":
+            raise
+        raise make(str(error)) from None
 
 
 def place_of(error: BaseException) -> str:

@@ -130,10 +130,7 @@ async def run(
                 ),
                 check_params=parts.check_params,
                 introduction=await introduce(
-                    config,
-                    engine,
-                    lends=parts.places_lent,
-                    tokenizer=tokenizer.digest,
+                    config, engine, lends=parts.places_lent, tokenizer=tokenizer.digest
                 ),
                 weights_root=options.weights_root,
             )

@@ -16,11 +16,10 @@ import secrets
 import threading
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, ClassVar
 
-from baton.core.errors import ConfigError
+from baton.core.errors import ConfigError, panics_as
 from baton.tiers.chunk_name import is_of_a_store
 from baton.tiers.store import Promise, Store, Stored, StoreError, Unusable, without_credentials
 
@@ -106,7 +105,7 @@ class ObjectStore(Store):
         memory = memoryview(bytearray(len(content)))
         is_good = True
         try:
-            with _panics():
+            with panics_as(_Panic):
                 if is_written:
                     self.write(name, (content,))
                     self.read(name, memory)
@@ -229,7 +228,7 @@ class ObjectStore(Store):
             """Returns the store; or the error's first line, because the others show credentials."""
             given = {**arguments, "config": config} if config else arguments
             try:
-                with _panics():
+                with panics_as(_Panic):
                     return obstore.store.from_url(url, **given)
             except errors as error:
                 return _told(error)
@@ -349,16 +348,8 @@ def _problem_with(name: str, value: object, url: str) -> str:
 class _Panic(ValueError):
     """The client, which is compiled Rust, has panicked."""
 
-
-@contextmanager
-def _panics() -> Iterator[None]:
-    """Raises _Panic for a panic of the client, which is no Exception."""
-    try:
-        yield
-    except BaseException as error:
-        if type(error).__name__ == "PanicException":
-            raise _Panic(f"the client cannot use it: {error}") from None
-        raise
+    def __init__(self, message: str) -> None:
+        super().__init__(f"the client cannot use it: {message}")
 
 
 def _unusable(error: Exception) -> Unusable:

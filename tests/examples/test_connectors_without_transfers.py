@@ -13,7 +13,7 @@ from baton.testing.contract.case import ConnectorCase
 from baton.testing.contract.check import check_connector
 from tests.connectors.engine_world import GREEDY, SETTLE_S, config_of, prompt_of, start_in, three_layers
 
-LAYERS = [0, 1, 3]  # Of three layers: the embeddings, the first output, the last.
+LAYERS = [0, 1, 3]  # A model of three has the embeddings, the first output, and the last.
 
 
 def transfer(name: str, module: str, **extra: Any) -> dict[str, Any]:

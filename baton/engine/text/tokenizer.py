@@ -9,8 +9,7 @@ Imports neither torch nor transformers: the server starts in a second. Safe to u
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 
-from baton.core.errors import BatonError, UserError
+from baton.core.errors import BatonError, UserError, panics_as
 from baton.core.json_text import NotJson, decode_json
 from baton.core.limited_file import read_limited
 from baton.engine.checkpoints.checkpoint import read_json
@@ -62,7 +61,7 @@ class Tokenizer:
         content = read_limited(path, MAX_TOKENIZER_BYTES, field="tokenizer.json")
         _check_growth(content)
         try:
-            with _panics():
+            with panics_as(_panic):
                 fast = FastTokenizer.from_buffer(content)
         except Exception as error:  # The library raises plain Exception for all errors.
             raise UserError(f"cannot be read: {error}", field="tokenizer.json") from error
@@ -85,14 +84,14 @@ class Tokenizer:
         Raises UserError for a string that is no valid text: JSON can contain half of a surrogate pair.
         """
         try:
-            with _panics():
+            with panics_as(_panic):
                 return list(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
         except TypeError as error:
             raise UserError("has half of a surrogate pair, which is no character", field="prompt") from error
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """The text of token ids. Ids beyond the vocabulary have no text; broken characters become U+FFFD."""
-        with _panics():
+        with panics_as(_panic):
             if len(token_ids) > LONG_TOKENS:  # Only `decode_batch` releases the interpreter's lock.
                 [text] = self._fast.decode_batch([list(token_ids)], skip_special_tokens=skip_special_tokens)
                 return str(text)
@@ -148,17 +147,8 @@ class TokenizerPanic(BatonError):
     """The tokenizers library panicked, because of its own bug or a fault of the model folder."""
 
 
-@contextmanager
-def _panics() -> Iterator[None]:
-    """Converts the library's Rust panics, which are not `Exception`s, to TokenizerPanic."""
-    try:
-        yield
-    except Exception:
-        raise
-    except BaseException as error:
-        if type(error).__name__ != "PanicException":
-            raise
-        raise TokenizerPanic(f"the model's tokenizer failed: {error}") from error
+def _panic(message: str) -> TokenizerPanic:
+    return TokenizerPanic(f"the model's tokenizer failed: {message}")
 
 
 class _Steps(msgspec.Struct):

@@ -23,6 +23,7 @@ import zmq
 import zmq.asyncio
 
 from baton.contract.events import AllBlocksCleared, KVEventBatch
+from baton.core.errors import panics_as
 from baton.core.json_text import NotJson, decode_json
 from baton.router.block_index import BlockIndex, Match, home_key, prefix_keys, root_key
 from baton.router.event_feed import Apply, EventFeed, FeedEffect, Forget, Replay
@@ -305,12 +306,9 @@ class IndexProcess:
     def _encode(self, text: str) -> list[int]:
         """Nothing for a text at which the library fails: the engine will say so."""
         try:
-            return list(self._tokenizer.encode(text).ids)
+            with panics_as(ValueError):
+                return list(self._tokenizer.encode(text).ids)
         except Exception:
-            return []
-        except BaseException as error:
-            if type(error).__name__ != "PanicException":  # Of Rust; it is no Exception.
-                raise
             return []
 
 

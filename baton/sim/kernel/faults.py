@@ -41,7 +41,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     pauses: float = 0.0
     drains: float = 0.0  # An engine stops taking requests and ends in order.
     wall_steps: float = 0.0  # The wall clock of the front ends jumps.
-    updates: int = 0  # Of the weights: of one engine, or of all in a row.
+    updates: int = 0  # Number of updates of weights: one engine's, or all engines' in a row.
     # Requests
     abort: float = 0.0
     leg_loss: float = 0.0  # A request or an answer never arrives.
