@@ -138,15 +138,21 @@ async def test_what_is_no_request_ends_its_connection(sent: bytes, status: int) 
         assert await reader.read() == b""
 
 
+TRACED = b"traceparent: 00-1-2-01\r\ntraceparent: 00-3-4-01\r\ntracestate: a=b\r\n"
+
+
 async def test_headers_of_one_name_reach_the_engine_joined_and_trailers_do_not() -> None:
     decode = FakeEngine(answers)
     async with connected(decode=decode) as (_, reader, writer):
-        writer.write(POST + JSON + b"x-tag: a\r\nx-tag: b\r\ntransfer-encoding: chunked\r\n\r\n")
+        writer.write(
+            POST + JSON + b"x-tag: a\r\nx-tag: b\r\n" + TRACED + b"transfer-encoding: chunked\r\n\r\n"
+        )
         writer.write(b"%x\r\n%b\r\n0\r\nx-tag: c\r\nauthorization: Bearer no\r\n\r\n" % (len(BODY), BODY))
         status, _, _ = await read_answer(reader)
         assert status == 200
     (leg,) = decode.calls
     assert leg.headers["x-tag"] == "a, b"
+    assert not leg.headers.keys() & {"traceparent", "tracestate"}, "which of two traces is not known"
     assert "authorization" not in leg.headers
     assert "transfer-encoding" not in leg.headers
 

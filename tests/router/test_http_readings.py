@@ -287,6 +287,12 @@ def test_requests_are_read_as_h11_reads_them(sent: bytes, cuts: list[int]) -> No
     check_reading(asyncio.run(read_by_router(sent, cuts)), read_by_h11(sent), sent)
 
 
+def test_any_number_of_offers_may_come_in_one_piece() -> None:
+    sent = (POST + OFFER + b"content-length: 5\r\n\r\nhello") * 3000
+    read = asyncio.run(read_by_router(sent, []))
+    assert read == [Message("POST", "/v1/a", b"hello")] * 3000
+
+
 # --- With nginx before the router -------------------------------------------------------------------------
 
 

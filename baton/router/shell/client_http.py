@@ -329,13 +329,14 @@ class _Connection(asyncio.Protocol):
     def _feed(self, data: bytes) -> None:
         if self._reading is None or not self._reading.has_head:
             self._num_head_bytes += len(data)
+        rest = memoryview(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade as upgrade:
-            assert self._offering is not None
-            head, self._offering = self._offering.head_without_offer(), None
-            self._parser, self._num_head_bytes = httptools.HttpRequestParser(self), 0
-            return self._feed(head + data[upgrade.args[0] :])
+            while (num_read := self._parse(rest)) is not None:
+                rest = rest[num_read:]  # One piece may have thousands of offers.
+                assert self._offering is not None
+                head, self._offering = self._offering.head_without_offer(), None
+                self._parser, self._num_head_bytes = httptools.HttpRequestParser(self), 0
+                self._parser.feed_data(head)
         except httptools.HttpParserCallbackError:
             if self._unreadable is None:
                 raise  # Our fault. The event loop logs it, and ends the connection.
@@ -344,6 +345,14 @@ class _Connection(asyncio.Protocol):
             return self._refuse_rest(ApiError(400, f"is no HTTP/1.1 request: {error}"))
         if self._num_head_bytes > MAX_HEAD_BYTES and (self._reading is None or not self._reading.has_head):
             return self._refuse_rest(ApiError(431, f"has over {MAX_HEAD_BYTES} bytes of headers"))
+        return None
+
+    def _parse(self, data: memoryview) -> int | None:
+        """None: all is read. Otherwise what was read ends with the head of an offer."""
+        try:
+            self._parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            return int(upgrade.args[0])
         return None
 
     def _refuse_rest(self, error: ApiError) -> None:
@@ -594,8 +603,13 @@ def _headers_of(lines: list[tuple[bytes, bytes]]) -> dict[str, str]:
             headers[name] = value
         elif name in _SINGLE:
             raise ApiError(400, "must be given once", param=name, code="bad_header")
+        elif name == "traceparent":  # Neither counts (W3C Trace Context, 2.3).
+            headers[name] = ""
         else:
             headers[name] += f", {value}"
+    if headers.get("traceparent") == "":
+        del headers["traceparent"]
+        headers.pop("tracestate", None)
     return headers
 
 
