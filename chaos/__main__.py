@@ -27,7 +27,7 @@ from chaos.matrix import (
 )
 from chaos.modes import MODES
 from chaos.report import summary, write_report
-from chaos.soak import plot, run_soak, write_soak_report
+from chaos.soak import FAULT_CYCLE, plot, run_soak, write_soak_report
 
 ROOT = Path(__file__).parents[1]
 WORK = ROOT / ".chaos"
@@ -127,6 +127,10 @@ def report(
 @app.command()
 def soak(
     hours: Annotated[float, typer.Option(help="Hours that the load runs.")] = 2.0,
+    fault: Annotated[
+        list[str] | None,
+        typer.Option(help="Only this fault; repeat for more. With `disconnects` alone no loan may expire."),
+    ] = None,
     mode: Annotated[str, typer.Option(help="Mode of the system, as in the matrix.")] = "pull",
     clients: Annotated[int, typer.Option(min=1, help="Number of concurrent clients.")] = NUM_CLIENTS,
     pause_s: Annotated[
@@ -141,6 +145,7 @@ def soak(
     Exit status 1: a leak or a wrong answer.
     """
     _check_names([mode], [m.name for m in MODES], "mode")
+    faults = _check_names(fault or [], [f.name for f in FAULTS], "fault")
     folder = WORK / f"soak-{os.getpid()}"
     with raising_on_stop_signals(), make_environment(folder, say) as environment:
         outcome, samples = run_soak(
@@ -152,6 +157,7 @@ def soak(
             commit=source_commit(ROOT),
             hang_s=hang_s,
             folder=folder / "system",
+            faults=faults or FAULT_CYCLE,
         )
     plot(samples, SOAK_REPORT.with_suffix(".png"))
     SOAK_REPORT.write_text(write_soak_report(outcome, samples, machine=_machine(), date=_today()))

@@ -64,6 +64,7 @@ class Sample(msgspec.Struct, frozen=True):
     threads: int
     loans: float
     pool_use: float  # Share of the blocks.
+    expired: float = 0.0  # Loans that have ended by time, since the process began.
 
 
 class Outcome(msgspec.Struct, kw_only=True):
@@ -75,6 +76,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     pause_s: float  # Of a client between two requests.
     verdicts: dict[str, int] = {}
     faults: dict[str, int] = {}
+    expired_loans: int = 0
     held: list[str] = []
     processes_left: list[str] = []
     growth: list[str] = []
@@ -86,6 +88,8 @@ class Outcome(msgspec.Struct, kw_only=True):
         found = [f"broken: {self.broken}"] if self.broken else []
         for name in ("wrong", "unclear", "hung"):
             found += [f"{number} {name}"] if (number := self.verdicts.get(name, 0)) else []
+        if all(fault_named(name).keeps_loans for name in self.faults) and self.expired_loans:
+            found.append(f"{self.expired_loans} loans expired")
         found += [f"held: {', '.join(self.held)}"] if self.held else []
         found += [f"processes left: {', '.join(self.processes_left)}"] if self.processes_left else []
         return found + self.growth
@@ -113,6 +117,11 @@ def growth_defects(samples: Sequence[Sample]) -> list[str]:
     return found
 
 
+def num_expired_loans(samples: Sequence[Sample]) -> int:
+    """Count the loans that ended by time, over all processes: each one's last sample has its own."""
+    return int(sum({(sample.name, sample.pid): sample.expired for sample in samples}.values()))
+
+
 def run_soak(
     environment: RunEnvironment,
     *,
@@ -123,6 +132,7 @@ def run_soak(
     commit: str,
     hang_s: float,
     folder: Path,
+    faults: Sequence[str] = FAULT_CYCLE,
 ) -> tuple[Outcome, list[Sample]]:
     """Run the load with faults.
 
@@ -149,7 +159,7 @@ def run_soak(
         load.start()
         context = FaultContext(system, load, random.Random(0))
         cycled = cycle(
-            name for name in FAULT_CYCLE if skip_reason(environment, system.mode, fault_named(name)) is None
+            name for name in faults if skip_reason(environment, system.mode, fault_named(name)) is None
         )
         with (folder / "samples.jsonl").open("ab", buffering=0) as journal:
             while time.monotonic() < ends_s:
@@ -163,7 +173,7 @@ def run_soak(
                 name = next(cycled)
                 outcome.faults[name] = outcome.faults.get(name, 0) + 1
                 _apply_fault(context, name)
-                if outcome.faults[name] == 1 or name == FAULT_CYCLE[-1]:
+                if outcome.faults[name] == 1 or name == faults[-1]:
                     environment.say(
                         f"{(time.monotonic() - began_s) / 3600:.2f} h, {name}: {outcome.verdicts}"
                     )
@@ -172,6 +182,7 @@ def run_soak(
         outcome.held = wait_until_empty(system.not_at_rest, AT_REST_MAX_S)
         left = wait_until_empty(lambda: orphans(environment.run), END_S)
         outcome.processes_left = [f"{process.name()} {process.pid}" for process in left]
+        samples += take_samples(system, time.monotonic() - began_s)
     except Stopped:
         load.abandon()
         raise
@@ -182,6 +193,7 @@ def run_soak(
         system.network.replace_rules(())
         system.stop()
     outcome.growth = growth_defects(samples)
+    outcome.expired_loans = num_expired_loans(samples)
     return outcome, samples
 
 
@@ -226,6 +238,7 @@ def _sample(name: str, pid: int, at_s: float, metrics: Mapping[tuple[str, str], 
         sum(process.num_threads() for process in processes),
         metrics.get(("num_requests_delayed_free", ""), 0.0),
         metrics.get(("kv_cache_usage_perc", ""), 0.0),
+        metrics.get(("kv_loans_expired_total", ""), 0.0),
     )
 
 
@@ -270,7 +283,7 @@ def write_soak_report(outcome: Outcome, samples: Sequence[Sample], *, machine: s
         f"{date}, commit {outcome.commit}, {machine}, {outcome.hours:g} hours. Verdict: **{verdict}**.",
         "",
         f"{outcome.num_clients} clients, {outcome.pause_s:g} s between two requests of one.",
-        f"Answers: {counts}. Faults: {faults}.",
+        f"Answers: {counts}. Faults: {faults}. {outcome.expired_loans} loans expired.",
         "",
         "![RSS, descriptors, threads, loans and pools over time](soak.png)",
         "",

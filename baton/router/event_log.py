@@ -23,6 +23,7 @@ Kind: TypeAlias = Literal[
     "drained",
     "removed",
     "pair_stopped",
+    "model_down",
     "hedge",
     "resume",
     "broken_stream",

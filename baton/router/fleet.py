@@ -7,7 +7,7 @@ refuses must not eject them one by one.
 
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import compress
@@ -134,8 +134,10 @@ class Engine:
     # A prompt is late here, or the last answer was an error; nothing else has come from the engine since.
     late_until_s: float = 0.0
     rests_until_s: float = 0.0  # Its last `Retry-After`.
-    answers: Answers = field(default_factory=Answers, repr=False)  # To this process.
-    ejection_s: float = 0.0  # How long its last ejection was; 0: it has answered well since.
+    # To this process: all of them (None), and by the model that the request names.
+    answers: defaultdict[str | None, Answers] = field(
+        default_factory=lambda: defaultdict(Answers), repr=False
+    )
     admin_port: int | None = None  # Of its /baton/*, as its /health reports; None: the main port.
     url: str = field(init=False)  # Without credentials.
 
@@ -206,10 +208,16 @@ class Engine:
         is_slow = self.is_slow or now_s < self.late_until_s
         return self.health.share(now_s) * (SLOW_SHARE if is_slow else 1.0) * self.weight
 
-    def may_be_asked(self, now_s: float, *, is_again: bool) -> bool:
+    def may_be_asked(self, now_s: float, model: object, *, is_again: bool) -> bool:
         """`is_again`: the request has failed at another engine, and is not to try this one out."""
         is_on_trial = self.health.breaker(now_s) == "half_open"
-        return self.rests_until_s <= now_s and not (is_again and is_on_trial)
+        if self.rests_until_s > now_s or (is_again and is_on_trial):
+            return False
+        return (
+            not isinstance(model, str)
+            or model not in self.answers
+            or not self.answers[model].is_ejected(now_s)
+        )
 
     @property
     def is_member(self) -> bool:
@@ -312,8 +320,9 @@ class Fleet:
     ) -> Engine | None:
         """An engine of this role that is up, fit and not in `tried`.
 
-        One that has asked to be left alone (`Retry-After`) is chosen if there is no other. So is one that is
-        on trial after an ejection, for a request that another engine has failed.
+        One that has asked to be left alone (`Retry-After`) is chosen if there is no other. So is one that
+        answers errors for this model only, and one that is on trial after an ejection, for a request that
+        another engine has failed.
         """
         engines = self._engines[role]
         self.judge_speeds(now_s)
@@ -321,7 +330,7 @@ class Fleet:
             self.may_take(engine, request) and engine not in tried and is_fit(engine) for engine in engines
         ]
         rested = [
-            is_eligible and engine.may_be_asked(now_s, is_again=bool(tried))
+            is_eligible and engine.may_be_asked(now_s, request.model, is_again=bool(tried))
             for engine, is_eligible in zip(engines, are_eligible, strict=True)
         ]
         are_eligible = rested if any(rested) else are_eligible
@@ -358,7 +367,9 @@ class Fleet:
             for engine in self._engines["decode"]
             if self.may_take(engine, request) and engine not in tried and is_fit(engine)
         ]
-        consumers = [one for one in consumers if one.may_be_asked(now_s, is_again=bool(tried))] or consumers
+        consumers = [
+            one for one in consumers if one.may_be_asked(now_s, request.model, is_again=bool(tried))
+        ] or consumers
         producers = [
             engine
             for engine in self._engines["prefill"]
@@ -751,33 +762,57 @@ class Fleet:
             self.note_error(engine, why := f"answered with status {status}")
             self.tell(Erred(engine.key, why))
 
-    def note_outcome(self, engine: Engine, outcome: str, now_s: float) -> None:
-        """A leg has ended, with a whole answer of this status, or with a failure of this kind."""
+    def note_outcome(self, engine: Engine, outcome: str, now_s: float, model: object = None) -> None:
+        """A leg has ended, with a whole answer of this status, or with a failure of this kind.
+
+        `model`: that the request names. An engine may fail for one of its models only.
+        """
         is_failed = is_error(int(outcome)) if outcome.isdigit() else outcome in ("broken", "timeout")
         if not is_failed and not outcome.isdigit():
             return  # The client has left, or the engine was not reached, which its breaker counts.
-        settings, answers = self._outlier_detection, engine.answers
+        if is_failed and engine.is_up:
+            self.note_late(engine, now_s)
+        if why := self._eject_outlier(engine, None, now_s, is_failed=is_failed):
+            engine.health.eject(now_s, engine.answers[None].ejection_s)
+            self._count_against(engine, why, is_ejected=True)
+        elif (
+            isinstance(model, str)
+            and model in (engine.names or ())
+            and (why := self._eject_outlier(engine, model, now_s, is_failed=is_failed))
+        ):
+            logger.warning("%s engine %s, model %s: %s", engine.role, engine.url, model, why)
+            self.note_error(engine, f"model {model}: {why}")
+            self.note_event("model_down", engine, f"{model}: {why}")
+
+    def _eject_outlier(
+        self, engine: Engine, model: str | None, now_s: float, *, is_failed: bool
+    ) -> str | None:
+        """Note an answer for `model` (None: for any). Returns why the engine is ejected for it, if it is."""
+        settings, answers = self._outlier_detection, engine.answers[model]
         answers.note(now_s, is_failed=is_failed)
         own = answers.tally(now_s, settings.interval_s)
-        on_trial = engine.health.breaker(now_s) == "half_open"
+        on_trial = bool(answers.ejection_s) and own.num_answers == 1
+        if model is None:
+            on_trial = engine.health.breaker(now_s) == "half_open"
         if not own.num_failed and not on_trial:
-            engine.ejection_s = 0.0
+            answers.ejection_s = 0.0
         if not is_failed or not engine.is_up:
-            return
-        self.note_late(engine, now_s)
+            return None
         pool = [one for one in self._engines[engine.role] if one.is_member and one.names == engine.names]
-        peers = [one for one in pool if one.is_up and one is not engine]
-        tallies = [one.answers.tally(now_s, settings.interval_s) for one in peers]
+        peers = [
+            one
+            for one in pool
+            if one.is_up and one is not engine and (model is None or not one.answers[model].is_ejected(now_s))
+        ]
+        tallies = [one.answers[model].tally(now_s, settings.interval_s) for one in peers]
         if not may_eject(settings, len(pool), len(peers) + 1) or not is_outlier(
             settings, own, answers.num_failed_in_row, tallies, on_trial=on_trial
         ):
-            return
-        longer_s = min(settings.max_ejection_time_s, 2 * engine.ejection_s)
-        engine.ejection_s = longer_s or settings.base_ejection_time_s
-        engine.health.eject(now_s, engine.ejection_s)
-        answers.forget()
-        why = f"{own.num_failed} of {own.num_answers} answers were errors"
-        self._count_against(engine, f"{why}; ejected for {engine.ejection_s:g} s", is_ejected=True)
+            return None
+        answers.eject(settings, now_s)
+        return (
+            f"{own.num_failed} of {own.num_answers} answers were errors; ejected for {answers.ejection_s:g} s"
+        )
 
     def note_late(self, engine: Engine, now_s: float) -> None:
         """A prompt is late there. Prompts that leave it must not make it look idle."""

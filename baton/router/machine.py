@@ -1184,7 +1184,7 @@ class Machine:
     def _on_closed(self, event: Closed) -> None:
         note_closed(event.leg, self._view.fleet.outputs)
         self._note_computed(event.leg)
-        self._view.fleet.note_outcome(event.leg.engine, event.leg.outcome, self._now_s)
+        self._view.fleet.note_outcome(event.leg.engine, event.leg.outcome, self._now_s, self._routed.model)
         self._view.fleet.note_end(event.leg.engine)
         self._open_legs.remove(event.leg)
         self._take_back_unseen(event.leg)

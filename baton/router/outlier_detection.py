@@ -33,6 +33,8 @@ class Answers:
     """The answers of the last `interval_s`, or failures instead of answers."""
 
     def __init__(self) -> None:
+        self.ejection_s = 0.0  # How long the last ejection was; 0: the answers were good since.
+        self.ejected_until_s = 0.0
         self.num_failed_in_row = 0
         self._noted: deque[tuple[float, bool]] = deque()  # When, and whether it failed.
         self._num_failed = 0
@@ -47,8 +49,14 @@ class Answers:
             self._num_failed -= self._noted.popleft()[1]
         return Tally(len(self._noted), self._num_failed)
 
-    def forget(self) -> None:
-        """What came before an ejection says nothing about the time after it."""
+    def is_ejected(self, now_s: float) -> bool:
+        return now_s < self.ejected_until_s
+
+    def eject(self, settings: OutlierDetection, now_s: float) -> None:
+        """Each ejection is twice as long as the one before. The answers before it say nothing about later."""
+        longer_s = min(settings.max_ejection_time_s, 2 * self.ejection_s)
+        self.ejection_s = longer_s or settings.base_ejection_time_s
+        self.ejected_until_s = now_s + self.ejection_s
         self._noted.clear()
         self._num_failed = self.num_failed_in_row = 0
 

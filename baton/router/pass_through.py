@@ -240,7 +240,7 @@ class PassThrough:
         return PATHS[self._request.path].repeats
 
     def _on_closed(self, leg: Leg, now_s: float) -> Sequence[Effect]:
-        self._view.fleet.note_outcome(leg.engine, leg.outcome, now_s)
+        self._view.fleet.note_outcome(leg.engine, leg.outcome, now_s, self._routed.model)
         self._view.fleet.note_end(leg.engine)
         self._leg = None
         counted = Count("legs", (leg.engine.role, leg.engine.url, leg.outcome))

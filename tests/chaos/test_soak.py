@@ -3,7 +3,15 @@
 import msgspec
 import pytest
 
-from chaos.soak import GROWTH_MAX, SAMPLE_EVERY_S, Outcome, Sample, growth_defects, write_soak_report
+from chaos.soak import (
+    GROWTH_MAX,
+    SAMPLE_EVERY_S,
+    Outcome,
+    Sample,
+    growth_defects,
+    num_expired_loans,
+    write_soak_report,
+)
 
 NUM_SAMPLES = 400
 
@@ -42,6 +50,14 @@ def test_a_restarted_process_is_not_compared_with_the_previous_one() -> None:
         for index in range(NUM_SAMPLES)
     ]
     assert growth_defects(samples) == []
+
+
+def test_expired_loans_are_a_defect_only_where_no_fault_is_their_reason() -> None:
+    samples = [sample(index, pid=pid, expired=index) for pid in (1, 2) for index in range(3)]
+    assert num_expired_loans(samples) == 4
+    for faults, defects in (({"disconnects": 9}, ["4 loans expired"]), ({"disconnects": 1, "kill-d": 1}, [])):
+        outcome = Outcome(hours=1, commit="c", num_clients=1, pause_s=1, faults=faults, expired_loans=4)
+        assert outcome.defects == defects
 
 
 def test_the_report_has_the_verdict() -> None:

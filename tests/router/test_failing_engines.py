@@ -2,6 +2,7 @@
 
 import heapq
 import random
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 from baton.cli.route import app
 from baton.router.fleet import Engine, Fleet
 from baton.router.health import Probe
+from baton.router.identity import ModelCard
 from baton.router.outlier_detection import Tally, is_outlier, may_eject
 from baton.router.policies import RoutedRequest
 from baton.router.settings import OutlierDetection, PolicyName, RouterSettings
@@ -38,6 +40,9 @@ class World:
     rate: float = 10.0
     fails_after_s: float = 0.0
     fails_from_load: int = 0  # The engines fail only with so many requests at once.
+    fails_model: str | None = None  # The engines fail only for this one.
+    shares: dict[str, float] = field(default_factory=lambda: {"a": 1.0})  # Of the requests, by model.
+    num_asked_for: Counter[tuple[int, str]] = field(default_factory=Counter)
     now_s: float = 0.0
     num_asked: dict[int, int] = field(default_factory=dict)
     num_ejections: dict[int, int] = field(default_factory=dict)
@@ -47,6 +52,8 @@ class World:
         urls = tuple(f"http://d{number}:1" for number in range(self.num_engines))
         self.fleet = Fleet(RouterSettings(prefill_urls=("http://p:1",), decode_urls=urls, policy=self.policy))
         self.engines = [one for one in self.fleet.engines if one.role == "decode"]
+        for engine in self.engines:
+            self.fleet.note_identity(engine, None, tuple(ModelCard(model) for model in self.shares))
         self.fleet.on_ejected.append(self._note_ejection)
         self._rng, self._turns, self._numbers = random.Random(self.seed), count(), count()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
@@ -69,7 +76,9 @@ class World:
             self.fleet.note_probe(engine, Probe("healthy"), self.now_s)
 
     def _ask(self) -> None:
-        self._attempt(RoutedRequest(next(self._turns)), [], is_poison=self._rng.random() < self.poison)
+        [model] = self._rng.choices([*self.shares], [*self.shares.values()])
+        request = RoutedRequest(next(self._turns), model=model)
+        self._attempt(request, [], is_poison=self._rng.random() < self.poison)
 
     def _attempt(self, request: RoutedRequest, tried: list[Engine], *, is_poison: bool) -> None:
         engine = self.fleet.choose("decode", request, self.now_s, tried=tried) if len(tried) < 2 else None
@@ -79,20 +88,21 @@ class World:
             return
         number = self.engines.index(engine)
         self.num_asked[number] = self.num_asked.get(number, 0) + 1
-        is_loaded = engine.load >= self.fails_from_load
+        self.num_asked_for[number, request.model] += 1
+        may_fail = engine.load >= self.fails_from_load and self.fails_model in (None, request.model)
         self.fleet.note_start(engine)
-        if not is_poison and not (is_loaded and self._rng.random() < self.fails.get(number, 0.0)):
-            return self._after(SERVICE_S, lambda: self._end(engine, "200"))
+        if not is_poison and not (may_fail and self._rng.random() < self.fails.get(number, 0.0)):
+            return self._after(SERVICE_S, lambda: self._end(engine, "200", request))
 
         def fail() -> None:
-            self._end(engine, self.outcome)
+            self._end(engine, self.outcome, request)
             self._attempt(request, [*tried, engine], is_poison=is_poison)
 
         return self._after(self.fails_after_s, fail)
 
-    def _end(self, engine: Engine, outcome: str) -> None:
+    def _end(self, engine: Engine, outcome: str, request: RoutedRequest) -> None:
         self.fleet.note_answer(engine, int(outcome) if outcome.isdigit() else 200, self.now_s)
-        self.fleet.note_outcome(engine, outcome, self.now_s)
+        self.fleet.note_outcome(engine, outcome, self.now_s, request.model)
         self.fleet.note_end(engine)
 
     def _note_ejection(self, engine: Engine) -> None:
@@ -129,8 +139,37 @@ def test_an_engine_may_fail_slowly_or_under_load_only(
     world.run(90.0)
     assert not world.errors_at_s
     assert world.num_ejections.keys() <= {0}
-    num_failed = world.engines[0].answers.tally(world.now_s, 10.0).num_failed
+    num_failed = world.engines[0].answers[None].tally(world.now_s, 10.0).num_failed
     assert num_failed <= 10, "in the last seconds, of a hundred requests"
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    policy=st.sampled_from(POLICIES),
+    num_engines=st.integers(2, 6),
+    outcome=st.sampled_from(["500", "429", "broken"]),
+)
+def test_an_engine_may_fail_for_one_model_only(
+    seed: int, policy: PolicyName, num_engines: int, outcome: str
+) -> None:
+    world = World(num_engines, policy, {0: 1.0}, outcome, seed, fails_model="b", shares={"a": 0.8, "b": 0.2})
+    world.run(120.0)
+    assert not world.errors_at_s
+    assert not world.num_ejections, "it goes on with the other model"
+    num_here, num_there = (world.num_asked_for[0, model] for model in ("b", "a"))
+    assert num_here <= max(20, 240 / num_engines / 4)
+    assert num_there >= 960 / num_engines / 4
+
+
+def test_an_engine_that_is_mended_for_one_model_gets_it_again() -> None:
+    world = World(2, "round_robin", {0: 1.0}, fails_model="b", shares={"a": 0.8, "b": 0.2})
+    world.run(60.0)
+    world.fails = {}
+    world.run(DETECTION.max_ejection_time_s + 60.0)
+    world.num_asked_for.clear()
+    world.run(60.0)
+    assert world.num_asked_for[0, "b"] == pytest.approx(world.num_asked_for[1, "b"], rel=0.4)
 
 
 @pytest.mark.parametrize("policy", POLICIES)
