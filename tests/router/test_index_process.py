@@ -41,8 +41,8 @@ class Publishers:
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack
 
-    def start(self) -> KVEventPublisher:
-        config = KVEventsConfig(enable_kv_cache_events=True, endpoint=LOCAL, replay_endpoint=LOCAL)
+    def start(self, endpoint: str = LOCAL) -> KVEventPublisher:
+        config = KVEventsConfig(enable_kv_cache_events=True, endpoint=endpoint, replay_endpoint=LOCAL)
         publisher = KVEventPublisher(config, clock=lambda: 0.0)
         self._stack.callback(publisher.close)
         return publisher
@@ -103,6 +103,7 @@ async def fleet(
     decode: Respond = answers,
     others: tuple[KVEventsSource, ...] = (),
     card: dict[str, Any] | None = None,
+    can_replay: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Fleet]:
     """Prefill engines that publish, and a decode engine that is too slow to compute a prompt.
@@ -117,7 +118,7 @@ async def fleet(
         for engine in (*producers, consumer):
             engine.url, engine.prefills = await servers.start(engine), defaultdict(asyncio.Event)
         sources = tuple(
-            KVEventsSource(engine.url, publisher.endpoint, publisher.replay_endpoint)
+            KVEventsSource(engine.url, publisher.endpoint, publisher.replay_endpoint if can_replay else None)
             for engine, publisher in zip(producers, made, strict=True)
         )
         urls = [engine.url for engine in producers]
@@ -233,14 +234,28 @@ async def test_an_engine_that_empties_its_cache_is_asked_for_its_weights(publish
 
 async def test_events_from_before_the_router_are_replayed(publishers: Publishers) -> None:
     class Early(Publishers):
-        def start(self) -> KVEventPublisher:
-            publisher = super().start()
+        def start(self, endpoint: str = LOCAL) -> KVEventPublisher:
+            publisher = super().start(endpoint)
             publisher.publish([stored(PROMPT[:512])])
             return publisher
 
     with ExitStack() as stack:
         async with fleet(Early(stack), 1) as f:
             await f.until_indexed(32)
+
+
+@pytest.mark.parametrize("can_replay", [True, False])
+async def test_an_engine_that_restarts_between_two_probes_has_nothing(
+    publishers: Publishers, can_replay: bool
+) -> None:
+    async with fleet(publishers, 2, can_replay=can_replay) as f:
+        async with asyncio.timeout(WAIT_S):
+            while await f.indexed() != [64, 64]:  # A first event may come before its reader has subscribed.
+                for publisher in f.publishers:
+                    publisher.publish([stored(PROMPT)])
+        f.publishers[0].close()
+        publishers.start(f.publishers[0].endpoint)  # It has no event to publish yet.
+        await f.until_indexed(0, 64)
 
 
 async def test_tenants_have_prefixes_of_their_own(publishers: Publishers) -> None:

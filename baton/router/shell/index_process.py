@@ -125,16 +125,28 @@ class _Source:
         self._replaying: asyncio.Task[None] | None = None
 
     async def follow(self) -> None:
-        with self._context.socket(zmq.SUB) as events:
+        with (
+            self._context.socket(zmq.SUB) as events,
+            events.get_monitor_socket(zmq.EVENT_DISCONNECTED) as disconnects,
+        ):
             events.setsockopt(zmq.IPV6, 1)
             events.setsockopt(zmq.RCVHWM, BATCHES_MAX)
             events.connect(self.source.endpoint)
             events.subscribe(b"")
+            poller = zmq.asyncio.Poller()
+            for one in (events, disconnects):
+                poller.register(one, zmq.POLLIN)
             self.reset()
             num_read = 0
             while True:
-                if not await events.poll(CHECK_S * 1e3):
+                ready = dict(await poller.poll(CHECK_S * 1e3))
+                if disconnects in ready:
+                    # The next one there may be another process, which publishes nothing for now.
+                    await disconnects.recv_multipart()
+                    self.reset()
+                if not ready:
                     self._carry_out(self._feed.check())
+                if events not in ready:
                     continue
                 frames = await events.recv_multipart()
                 if len(frames) == 3 and (batch := self._decode(frames[2])) is not None:
