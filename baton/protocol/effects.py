@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import msgspec
 
-from baton.core.ids import Address, BlockId, LoanId, Pair
+from baton.core.ids import Address, BlockId, LoanId, Pair, TransferId
 from baton.core.reasons import FailureReason
 from baton.protocol.messages import Envelope, Message, pack
 
@@ -127,6 +127,12 @@ class FreeLoan(msgspec.Struct, frozen=True):
     expired: bool  # Not released: D died or was slow, or the router lost the ticket.
 
 
+class Unwanted(msgspec.Struct, frozen=True):
+    """The consumer that waited for what this transfer lends has failed. Free it, unless it is claimed."""
+
+    transfer_id: TransferId
+
+
 # --- Peers ----------------------------------------------------------------------------------------
 
 
@@ -146,7 +152,7 @@ class PeerLost(msgspec.Struct, frozen=True):
 
 
 ConsumerEffect: TypeAlias = Send | StartReads | CancelReads | Deliver | Fail | FreeTarget
-ProducerEffect: TypeAlias = Send | FreeLoan
+ProducerEffect: TypeAlias = Send | FreeLoan | Unwanted
 PeerEffect: TypeAlias = Send | PeerReady | PeerLost
 StreamEffect: TypeAlias = ConsumerEffect | Found | ReadEarly | OpenTicket | Lent
 Effect: TypeAlias = ConsumerEffect | ProducerEffect | PeerEffect

@@ -177,6 +177,8 @@ class Failed(_OfTransfer, frozen=True, tag="failed"):
 class Withdraw(_OfTransfer, frozen=True, tag="withdraw"):
     """D -> P: I no longer wait. Also D's answer to any message about a claim that has ended."""
 
+    has_failed: bool = False  # Nothing will be claimed. Otherwise the claim goes on as a pull, or has ended.
+
 
 # --- Peers ----------------------------------------------------------------------------------------
 

@@ -145,7 +145,11 @@ class PushConsumer:
         if reserved is None:
             return self._fail(stream, FailureReason(FailureCode.LOAN_IN_USE))
         self._forget(stream)
-        return [*reserved[1], self._withdraw(stream), Lent(claim, ticket, stream.unread(self._num_layers))]
+        return [
+            *reserved[1],
+            self._withdraw(stream, has_failed=False),
+            Lent(claim, ticket, stream.unread(self._num_layers)),
+        ]
 
     def refuse(self, claim: int, reason: FailureReason, now: float) -> list[StreamEffect]:
         """The ticket of `OpenTicket` is not valid."""
@@ -249,8 +253,8 @@ class PushConsumer:
         message = Want(stream.transfer_id, stream.claim, stream.prompt_hash, stream.num_tokens)
         return Send(stream.producer, message)
 
-    def _withdraw(self, stream: PushStream) -> Send:
-        return Send(stream.producer, Withdraw(stream.transfer_id, stream.claim))
+    def _withdraw(self, stream: PushStream, *, has_failed: bool) -> Send:
+        return Send(stream.producer, Withdraw(stream.transfer_id, stream.claim, has_failed))
 
     def _heard(
         self, stream: PushStream, message: Working | Announced | Finished | Failed
@@ -350,7 +354,7 @@ class PushConsumer:
         stream.draining = True
         effects: list[StreamEffect] = [Fail(stream.claim, reason)]
         if notify and not stream.producer.is_named_only:
-            effects.insert(0, self._withdraw(stream))
+            effects.insert(0, self._withdraw(stream, has_failed=True))
         return [*effects, *(self._drained(stream) or [CancelReads(stream.claim)])]
 
     def _drained(self, stream: PushStream) -> list[StreamEffect]:

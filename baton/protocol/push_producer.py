@@ -15,12 +15,13 @@ since they were announced.
 """
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from baton.core.ids import Address, PromptHash, TransferId
 from baton.core.timers import Timers
-from baton.protocol.effects import Send
+from baton.protocol.effects import Send, Unwanted
 from baton.protocol.messages import (
     MAX_REASON_CHARS,
     Announced,
@@ -147,13 +148,12 @@ class PushProducer:
 
     # --- Messages and time ------------------------------------------------------------------------
 
-    def receive(self, sender: Address, message: Message, now: float) -> list[Send]:
+    def receive(self, sender: Address, message: Message, now: float) -> Sequence[Send | Unwanted]:
         match message:
             case Want():
                 return [*self.wake(now), *self._wanted(sender, message, now)]
-            case Withdraw(transfer_id, number):
-                self._withdrawn(sender, transfer_id, number)
-                return []
+            case Withdraw():
+                return self._withdrawn(sender, message)
             case _:
                 return []  # Not for a producer.
 
@@ -225,14 +225,17 @@ class PushProducer:
             return number > want.number  # A consumer waits for a transfer once at a time.
         return want.over is not None
 
-    def _withdrawn(self, sender: Address, transfer_id: TransferId, number: int) -> None:
+    def _withdrawn(self, sender: Address, message: Withdraw) -> list[Unwanted]:
+        transfer_id = message.transfer_id
         want = self._wants.get(transfer_id)
-        if want is None or (want.consumer, want.number) != (sender, number):
-            return
+        if want is None or (want.consumer, want.number) != (sender, message.number):
+            return []
         want.over, want.is_withdrawn = "it was withdrawn", True
         prefill = self._prefills.get(transfer_id)
-        if prefill is not None and prefill.ended_at < NEVER:
-            del self._prefills[transfer_id]  # No other consumer may have it; the loan is unaffected.
+        if prefill is None or prefill.ended_at == NEVER:
+            return []
+        del self._prefills[transfer_id]  # No other consumer may have it.
+        return [Unwanted(transfer_id)] if message.has_failed and prefill.ticket is not None else []
 
     def _notify(self, transfer_id: TransferId, now: float) -> list[Send]:
         """Sends the new state to the consumer that waits, if there is one."""

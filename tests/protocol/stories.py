@@ -66,6 +66,7 @@ from baton.protocol.effects import (
     Send,
     StartReads,
     StreamEffect,
+    Unwanted,
     pack_sends,
 )
 from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoute, GroupRoutes
@@ -327,6 +328,8 @@ class Story:
                 return f"{type(effect).__name__} claim {claim}"
             case Fail(claim, reason):
                 return f"Fail claim {claim}: {reason}"
+            case Unwanted(transfer_id):
+                return f"Unwanted {transfer_id}"
             case FreeLoan(loan_id, expired):
                 return f"FreeLoan {self._loan(loan_id)}{' (expired)' if expired else ''}"
             case _:
@@ -342,8 +345,10 @@ class Story:
                 return f"{type(message).__name__} {self._loan(loan_id)} claim {claim}"
             case wire.Want(transfer_id, number, _, num_tokens):
                 return f"Want {transfer_id} number {number}: {num_tokens} tokens"
-            case wire.Working(transfer_id, number) | wire.Withdraw(transfer_id, number):
-                return f"{type(message).__name__} {transfer_id} number {number}"
+            case wire.Working(transfer_id, number):
+                return f"Working {transfer_id} number {number}"
+            case wire.Withdraw(transfer_id, number, has_failed):
+                return f"Withdraw {transfer_id} number {number}{' (failed)' if has_failed else ''}"
             case wire.Announced(transfer_id, number, run, num_tokens, block_ids, tokens, layers, firsts):
                 partial = f", {layers} layer up to {tokens}" if layers else ""
                 places = f" from {', '.join(map(str, firsts))}" if firsts else ""

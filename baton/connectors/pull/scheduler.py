@@ -237,7 +237,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._loans = Loans(
             self._agent.producer, identity, url, public_key, self._intents, self._stats, self._policy.holder
         )
-        self._agent.on_free = self._loans.ended
+        self._agent.on_free, self._agent.on_unwanted = self._loans.ended, self._loans.unwanted
         self._fetches = Fetches(self._agent, identity, self._intents, self._stats, self._control.route)
         make = self._make_announcer
         self.announcer = make(identity, self._agent, self._stats, self._changing) if make else None

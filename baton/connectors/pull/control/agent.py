@@ -20,7 +20,7 @@ from baton.core.identity import CurrentIdentity
 from baton.core.ids import Address, Epoch
 from baton.core.reasons import FailureReason
 from baton.core.timers import Timers
-from baton.protocol.effects import Effect, FreeLoan, PeerLost, Send, StreamEffect, pack_sends
+from baton.protocol.effects import Effect, FreeLoan, PeerLost, Send, StreamEffect, Unwanted, pack_sends
 from baton.protocol.handshake import RankCard, encode_ranks
 from baton.protocol.messages import Envelope, Message
 from baton.protocol.peers import PeerTable, admit
@@ -82,6 +82,7 @@ class PullAgent:
         self.num_effects = 0  # Given to their owners so far.
         # Bound by the owners of loans and of fetches, and by the half that counts faults.
         self.on_free: Callable[[FreeLoan, float], None] = lambda effect, now: None
+        self.on_unwanted: Callable[[Unwanted, float], None] = lambda effect, now: None
         self.on_effect: Callable[[AnyEffect, float], None] = lambda effect, now: None
         self.on_fault: Callable[[], None] = lambda: None
 
@@ -177,6 +178,8 @@ class PullAgent:
                 try:
                     if isinstance(effect, FreeLoan):
                         self.on_free(effect, now)
+                    elif isinstance(effect, Unwanted):
+                        self.on_unwanted(effect, now)
                     else:
                         self.on_effect(effect, now)
                 except Exception:  # A bug of ours costs this effect; what waits for it ends by its deadline.

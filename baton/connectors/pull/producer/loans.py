@@ -30,7 +30,8 @@ from baton.core.errors import BadTransferParams
 from baton.core.ids import Address, BlockId, LoanId, PromptHash, RequestId, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.core.prefilled import PrefilledTokens
-from baton.protocol.effects import FreeLoan
+from baton.core.transfer_params import MAX_TRANSFER_ID_CHARS
+from baton.protocol.effects import FreeLoan, Unwanted
 from baton.protocol.pull_producer import PullProducer
 from baton.protocol.ticket import TICKET_FIELD, Ticket, open_ticket, sign_ticket
 
@@ -39,6 +40,7 @@ logger = logging.getLogger(__name__)
 _LENDABLE: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """vLLM's names of the ends after which the KV of a prompt is complete."""
 
+FOREGONE_MAX = 4096
 _REQUEST_ID_CHARS = 256  # Of a name for logs; a client's may be of any length.
 
 
@@ -100,6 +102,7 @@ class Loans:
         self._stats = stats
         self._holder = holder
         self._lent: dict[LoanId, Lending] = {}
+        self._foregone: dict[str, None] = {}  # Transfers taken back before they were lent, oldest first.
         self._kept: dict[LoanId, int] = {}  # For a next turn; to the number of blocks, oldest first.
         self._ended: list[LoanId] = []  # Not released by the holder yet.
         self.freed: set[str] = set()  # Requests whose blocks are no longer lent, not reported yet.
@@ -128,6 +131,8 @@ class Loans:
             return False, None
         if not isinstance(intent, LendBlocks):
             return self._keep(request, block_ids, now)
+        if intent.transfer_id in self._foregone:
+            return False, None
         num_tokens = min(request.num_prompt_tokens, request.num_computed_tokens)
         held = self._held(block_ids, num_tokens, request.num_computed_tokens)
         if not held or request.prompt_token_ids is None:
@@ -298,11 +303,14 @@ class Loans:
         """End the loan that these params of an answer lead to, unless a consumer has claimed it.
 
         A router that has not seen the answer names the transfer alone (`transfer_id`): 128 random bits, which
-        no other party knows. Raises BadTransferParams for a ticket that this engine has not signed.
+        no other party knows. It may come before the prefill has ended, which then lends nothing. Raises
+        BadTransferParams for a ticket that this engine has not signed.
         """
         if "baton_ticket" not in params and isinstance(name := params.get("transfer_id"), str):
-            for loan_id in [loan_id for loan_id, lent in self._lent.items() if lent.transfer_id == name]:
-                self._give_up(loan_id, now)
+            if not self._take_back_all(name, now) and len(name) <= MAX_TRANSFER_ID_CHARS:
+                self._foregone[name] = None
+                if len(self._foregone) > FOREGONE_MAX:
+                    del self._foregone[next(iter(self._foregone))]
             return
         if not isinstance(text := params.get("baton_ticket"), str):
             raise BadTransferParams("is missing, or no string", field=TICKET_FIELD)
@@ -311,6 +319,17 @@ class Loans:
             raise BadTransferParams("is of another engine", field=TICKET_FIELD)
         if ticket.producer.epoch == self._machine.epoch:  # Else of another connector of this engine, or over.
             self._give_up(ticket.loan_id, now)
+
+    def unwanted(self, effect: Unwanted, now: float) -> None:
+        """The consumer that was to come will not."""
+        self._take_back_all(effect.transfer_id, now)
+
+    def _take_back_all(self, transfer_id: str, now: float) -> bool:
+        """False: nothing is lent under this name."""
+        loans = [one for one, lent in self._lent.items() if lent.transfer_id == transfer_id]
+        for loan_id in loans:
+            self._give_up(loan_id, now)
+        return bool(loans)
 
     def take_back_of(self, request_id: str, now: float) -> None:
         """The same, of the blocks that this request has just lent."""

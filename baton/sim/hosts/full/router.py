@@ -118,6 +118,7 @@ class Router:
         self.settings, self._decode_rate, self._num_workers = plan
         self.on_params, self._on_start = on_params, on_start
         self._next_id = 0
+        self.takes_back_unseen = False  # By their ids, transfers whose answer it has not read.
         self._answers: dict[str, _Answer] = {}
         first = {role: self.settings["pull"].option_urls(role) for role in ROLES}
         self.members = frozenset(Member(role, url) for role in ROLES for url in first[role])
@@ -351,7 +352,7 @@ class Router:
             self._probed.discard(engine)
 
     def _give_back(self, engine: Engine, params: Mapping[str, Any]) -> None:
-        if "baton_ticket" not in params:
+        if "baton_ticket" not in params and not self.takes_back_unseen:
             return
         host = self.cluster.hosts[_name(engine)]
         delay_s = self.world.spread(self.world.faults.leg_delay_s)
