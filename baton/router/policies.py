@@ -20,7 +20,7 @@ from baton.router.settings import PolicyName, Role
 
 # How much busier than the idlest engine the one that holds a prefix may be before the prefix is given up.
 AFFINITY_SLACK = 4
-_GOLDEN_RATIO = 0.618034
+GOLDEN_RATIO = 0.618034  # Its multiples, modulo 1, are spread evenly.
 LEAST_COST_S = 1e-3  # Of any request: in slow start an idle engine costs more than another idle one.
 
 
@@ -56,7 +56,7 @@ def choose_round_robin(states: Sequence[EngineState], request: RoutedRequest) ->
     """The first eligible engine at or after the request's turn."""
     eligible = [index for index, state in enumerate(states) if state.is_eligible]
     # Multiples of the golden ratio spread the turns of a share evenly.
-    luck = request.turn // max(1, len(states)) * _GOLDEN_RATIO % 1.0
+    luck = request.turn // max(1, len(states)) * GOLDEN_RATIO % 1.0
     taking = [index for index in eligible if luck < states[index].share] or eligible
     return min(taking, key=lambda index: (index - request.turn) % len(states), default=None)
 
