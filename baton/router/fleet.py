@@ -257,6 +257,7 @@ def _is_alike(value: float, usual: float) -> bool:
     return usual / ALIKE <= value <= usual * ALIKE
 
 
+IsFit: TypeAlias = Callable[[Engine], bool]
 LoadSeconds: TypeAlias = Callable[[Engine, Engine, int], float]  # P, D, tokens.
 
 
@@ -355,23 +356,14 @@ class Fleet:
         self, engines: Sequence[Engine], are_eligible: Sequence[bool], request: RoutedRequest, now_s: float
     ) -> Engine | None:
         """By the policy. The engines have one role."""
-        candidates = [IDLE] * len(engines)
-        homes: Sequence[Engine] | None = None
+        candidates, homes = [IDLE] * len(engines), set(engines)
         if self._policy is choose_least_cost:
             candidates = self.candidates(engines, request, are_eligible)
         elif self._policy is choose_prefix_affinity and engines:
-            homes = self._pool(engines[0].role, request.model).homes(request.prefix_key)
+            homes = set(self._pool(engines[0].role, request.model).homes(request.prefix_key))
         states = [
-            EngineState(
-                engine.url,
-                is_eligible,
-                engine.load,
-                engine.share(now_s),
-                engine.role,
-                candidate,
-                homes is None or engine in homes,
-            )
-            for engine, is_eligible, candidate in zip(engines, are_eligible, candidates, strict=True)
+            EngineState(one.url, is_eligible, one.load, one.share(now_s), one.role, candidate, one in homes)
+            for one, is_eligible, candidate in zip(engines, are_eligible, candidates, strict=True)
         ]
         index = self._policy(states, request)
         return None if index is None else engines[index]
@@ -379,19 +371,12 @@ class Fleet:
     def _pool(self, role: Role, model: object) -> Pool[Engine]:
         name = model if isinstance(model, str) and model in (self._names or ()) else None
         if (pool := self._pools.get((role, name))) is None:
-            engines = [
-                one for one in self._engines[role] if name is None or one.names is None or name in one.names
-            ]
-            pool = self._pools[role, name] = Pool(engines)
+            serving = [one for one in self._engines[role] if name is None or name in (one.names or (name,))]
+            pool = self._pools[role, name] = Pool(serving)
         return pool
 
     def _shortlist(
-        self,
-        role: Role,
-        request: RoutedRequest,
-        now_s: float,
-        tried: Sequence[Engine],
-        is_fit: Callable[[Engine], bool] = lambda engine: True,
+        self, role: Role, request: RoutedRequest, now_s: float, tried: Sequence[Engine], is_fit: IsFit
     ) -> list[Engine]:
         """A few engines of a large fleet, which may be asked and have room. Empty: look at all of them."""
         if len(self._engines[role]) <= SMALL:
@@ -448,7 +433,7 @@ class Fleet:
         consumers = [
             one for one in consumers if one.may_be_asked(now_s, request.model, is_again=bool(tried))
         ] or consumers
-        producers = self._shortlist("prefill", request, now_s, bad_producers) or [
+        producers = self._shortlist("prefill", request, now_s, bad_producers, lambda one: True) or [
             engine
             for engine in self._engines["prefill"]
             if self.may_take(engine, request) and engine not in bad_producers

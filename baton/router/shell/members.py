@@ -223,8 +223,6 @@ class Members:
                     self._fleet.tell(Joined(member))
                     if known is None:
                         self._prober.watch(engine)
-                    else:
-                        self._prober.wake(engine)
                     self._metrics.member_changes.labels("joined").inc()
                 case Leave(key):
                     if (leaving := self._fleet.find(key)) is not None:
@@ -270,8 +268,6 @@ class Members:
                 why = f"{engine.last_error}; start the engine first"
                 raise UserError(f"{engine.url} does not serve: {why}", field="instance")
             self._prober.watch(engine)
-        else:
-            self._prober.wake(engine)
         self._carry_out(self._membership.add(member, self._loop.time(), self._serving), "the administrator")
         return engine
 

@@ -35,14 +35,10 @@ class Prober:
         self._asker = asker
         self._settings = settings
         self._num_watched = 0
-        self._wakes: dict[Engine, asyncio.Event] = {}
-        fleet.on_ejected.append(self.wake)  # It is probed earlier then.
 
     def stop(self) -> None:
         """`run` ends once the probes in flight have."""
         self._stopping.set()
-        for engine in self._wakes:
-            self.wake(engine)
 
     @property
     def is_stopping(self) -> bool:
@@ -60,23 +56,16 @@ class Prober:
         engine.health.phase = self._num_watched * GOLDEN_RATIO % 1.0
         self._tasks.create_task(self._watch(engine))
 
-    def wake(self, engine: Engine) -> None:
-        """The time of its next probe has changed."""
-        if (wake := self._wakes.get(engine)) is not None:
-            wake.set()
-
     async def _watch(self, engine: Engine) -> None:
-        wake = self._wakes[engine] = asyncio.Event()
         while not self._stopping.is_set() and not engine.is_removed:
             wait_s = engine.health.probe_at_s - asyncio.get_running_loop().time()
             if wait_s <= 0:
                 await self.probe(engine)
                 continue
+            # A request may eject the engine meanwhile, which then is probed earlier.
             with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await wake.wait()
-            wake.clear()
-        del self._wakes[engine]
+                async with asyncio.timeout(min(wait_s, self._settings.down_every_s)):
+                    await self._stopping.wait()
 
     async def probe(self, engine: Engine) -> None:
         result = await self._ask(engine)
