@@ -774,10 +774,12 @@ class Fleet:
             self.note_late(engine, now_s)
         if why := self._eject_outlier(engine, None, now_s, is_failed=is_failed):
             engine.health.eject(now_s, engine.answers[None].ejection_s)
+            engine.answers = defaultdict(Answers, {None: engine.answers[None]})
             self._count_against(engine, why, is_ejected=True)
         elif (
             isinstance(model, str)
-            and model in (engine.names or ())
+            and model in (names := engine.names or ())
+            and len(names) > 1
             and (why := self._eject_outlier(engine, model, now_s, is_failed=is_failed))
         ):
             logger.warning("%s engine %s, model %s: %s", engine.role, engine.url, model, why)
