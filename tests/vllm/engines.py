@@ -145,6 +145,10 @@ class Server:
             return int(self.metric("baton:prompt_tokens_total"))
         return sum(map(int, re.findall(r"Iteration\(\d+\): \d+ context requests, (\d+) context", self.log())))
 
+    def num_requests(self) -> int:
+        """Requests of a vLLM so far. A router introduces itself again by one every ten seconds."""
+        return self.log().count("POST /v1/completions")
+
     def wait_metric(
         self, name: str, is_reached: Callable[[float], bool], *, within_s: float = ANSWER_S, **labels: str
     ) -> float:
@@ -197,13 +201,15 @@ def check_handoffs(
     `num_cached`: the most prompts that D has in its cache after those before them. `padding`: tokens that D's
     vLLM counts in a step beside the prompt's.
     """
-    before, num_computed = d.metric(TRANSFERS), d.num_computed()
+    before, num_computed, num_requests = d.metric(TRANSFERS), d.num_computed(), d.num_requests()
     for prompt in asked:
         assert router.tokens(prompt, cache_salt=router.name) == answer(prompt), len(prompt)
     assert router.metric("baton:router_prefills_total", where="remote") == len(asked)
     assert router.metric("baton:router_prefills_total", where="local") == 0
     d.wait_metric(TRANSFERS, lambda num: num >= before + len(asked) - num_cached)
-    assert d.num_computed() - num_computed == (1 + padding) * len(asked)
+    num_computed = d.num_computed() - num_computed
+    num_requests = d.num_requests() - num_requests if d.is_vllm else len(asked)
+    assert num_computed == (1 + padding) * num_requests, f"D computed {num_computed} tokens"
 
 
 def check_last_token(p: Server, d: Server, asked: Sequence[Prompt], answer: Answer, salt: str) -> None:
