@@ -1,4 +1,4 @@
-"""What decides whether a release of vLLM runs over other kernels, and which tests it skips."""
+"""Releases of vLLM over other kernels: the comparison that admits one, and the tests that it skips."""
 
 from importlib.metadata import version
 from pathlib import Path
