@@ -1,9 +1,10 @@
-# Commands for developers and CI. Each first sets up .venv (test-vllm: .venv-vllm).
+# Commands for developers and CI. Each first sets up .venv (test-vllm: .venv-vllm, or .venv-vllm-0.33.0 with V).
 .PHONY: demo test test-python test-vllm check chaos soak bench format clean
 
 demo:      ; @scripts/demo $(ARGS)
 test:      ; @scripts/test $(ARGS)
-test-vllm: ; @scripts/test-vllm $(ARGS)
+# Over the kernels of .venv-vllm, another release: make test-vllm V=0.33.0
+test-vllm: ; @V=$(V) scripts/test-vllm $(ARGS)
 check:     ; @scripts/check
 chaos:     ; @scripts/chaos $(ARGS)
 soak:      ; @scripts/soak $(ARGS)
