@@ -1,12 +1,15 @@
-# Commands for developers and CI. Each first sets up .venv (test-vllm: .venv-vllm).
-.PHONY: demo test test-python test-vllm check chaos soak bench format clean
+# Commands for developers and CI. Each first sets up .venv (test-vllm: .venv-vllm, or .venv-vllm-0.33.0 with V).
+.PHONY: demo test test-machine test-python test-vllm check chaos soak bench format clean
 
 demo:      ; @scripts/demo $(ARGS)
 test:      ; @scripts/test $(ARGS)
-test-vllm: ; @scripts/test-vllm $(ARGS)
+# Over the kernels of .venv-vllm, another release: make test-vllm V=0.33.0
+test-vllm: ; @V=$(V) scripts/test-vllm $(ARGS)
 check:     ; @scripts/check
 chaos:     ; @scripts/chaos $(ARGS)
 soak:      ; @scripts/soak $(ARGS)
+# Run the tests as on another machine: make test-machine M=avx2, M=load or M=python
+test-machine: ; @scripts/test-machine $(M) $(ARGS)
 # Run the tests with another Python: make test-python V=3.13
 test-python: ; @PYTHON=python$(V) VENV=.venv-$(V) scripts/test $(ARGS)
 bench:     ; @scripts/bench $(ARGS)

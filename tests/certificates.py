@@ -35,6 +35,7 @@ class Authority:
             host = x509.IPAddress(ipaddress.ip_address(name))
         issuer = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, self.name)])
         identifier = x509.AuthorityKeyIdentifier.from_issuer_public_key(self.key.public_key())
+        own_identifier = x509.SubjectKeyIdentifier.from_public_key(key.public_key())
         made = (
             x509.CertificateBuilder(issuer, subject, key.public_key(), x509.random_serial_number())
             .not_valid_before(now - 10 * DAY)
@@ -42,6 +43,9 @@ class Authority:
             .add_extension(x509.BasicConstraints(ca=is_ca, path_length=None), critical=True)
             .add_extension(x509.SubjectAlternativeName([host]), critical=False)
             .add_extension(identifier, critical=False)
+            # Strict verification, the default since Python 3.13, needs both of an authority.
+            .add_extension(own_identifier, critical=False)
+            .add_extension(_usage(is_ca=is_ca), critical=True)
         )
         return made.sign(self.key, hashes.SHA256())
 
@@ -52,6 +56,20 @@ class Authority:
         form = serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
         Path(f"{path}.key").write_bytes(key.private_bytes(serialization.Encoding.PEM, *form))
         return TlsFiles(cert=f"{path}.pem", key=f"{path}.key")
+
+
+def _usage(*, is_ca: bool) -> x509.KeyUsage:
+    return x509.KeyUsage(
+        digital_signature=not is_ca,
+        key_cert_sign=is_ca,
+        crl_sign=is_ca,
+        content_commitment=False,
+        key_encipherment=False,
+        data_encipherment=False,
+        key_agreement=False,
+        encipher_only=False,
+        decipher_only=False,
+    )
 
 
 def context_of(ca: str, own: TlsFiles | None = None) -> ssl.SSLContext:

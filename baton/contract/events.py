@@ -45,6 +45,8 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag="BlockStored
     locality: str | None = None
     ownership: str | None = None
     session_id: str | None = None
+    # Tokens after each block that its hash covers too (vLLM 0.33, with a draft and without a connector).
+    lookahead_token_ids: list[list[int]] | None = None
 
 
 class BlockRemoved(

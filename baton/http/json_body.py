@@ -7,34 +7,25 @@ ms. Numbers and text are cheap; objects, arrays and strings are counted.
 
 import re
 import secrets
-from itertools import accumulate
 from typing import Any, TypeVar
 
 import msgspec
 
 from baton.core.errors import UserError
-from baton.core.json_text import NotJson, decode_json
+from baton.core.json_text import MAX_DEPTH, NotJson, decode_json, depth_of, structure_of
 from baton.core.validation import explain
 
 T = TypeVar("T")
 
-MAX_DEPTH = 100  # Tool schemas have about 20 levels. Deeper ones would exhaust the interpreter's stack later.
 MAX_ITEMS = 1 << 16  # Strings, keys, arrays and objects of one body: about 10 ms.
 MAX_NUMBERS = 1 << 20
 
-_STRING = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
 _FIELD = re.compile(r"^Object (?P<what>missing required|contains unknown) field `(?P<name>[^`]+)`")
 # An escape: a whole surrogate pair, half of one (`half`), or another.
 _ESCAPE = re.compile(
     rb"\\(?:u[dD][89abAB][\da-fA-F]{2}\\u[dD][c-fC-F][\da-fA-F]{2}|(?P<half>u[dD][89a-fA-F][\da-fA-F]{2})|.)",
     re.DOTALL,
 )
-_NOT_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
-_STEP = [0] * 256
-for _byte in b"[{":
-    _STEP[_byte] = 1
-for _byte in b"]}":
-    _STEP[_byte] = -1
 
 
 def is_cheap(raw: bytes) -> bool:
@@ -50,11 +41,10 @@ def check_cost(raw: bytes) -> None:
     """Raise UserError for JSON that is nested too deeply or has too many values."""
     if is_cheap(raw):
         return
-    structure = _STRING.sub(b'"', raw)
-    brackets = structure.translate(None, _NOT_BRACKETS)
-    if max(accumulate(map(_STEP.__getitem__, brackets)), default=0) > MAX_DEPTH:
+    structure = structure_of(raw)
+    if depth_of(structure) > MAX_DEPTH:
         raise UserError(f"is nested too deeply: at most {MAX_DEPTH} levels are allowed", field="body")
-    num_items = structure.count(b'"') + len(brackets) // 2
+    num_items = structure.count(b'"') + structure.count(b"[") + structure.count(b"{")
     if num_items > MAX_ITEMS:
         raise UserError(
             f"has {num_items} strings, arrays and objects; at most {MAX_ITEMS} are allowed",

@@ -843,17 +843,21 @@ class Fleet:
             return  # The client has left, or the engine was not reached, which its breaker counts.
         if is_failed and engine.is_up:
             self.note_late(engine, now_s)
-        if why := self._eject_outlier(engine, None, now_s, is_failed=is_failed):
-            engine.health.eject(now_s, engine.answers[None].ejection_s)
-            self._count_against(engine, why, is_ejected=True)
-        elif (
+        names = engine.names or ()
+        if (
             isinstance(model, str)
-            and model in (engine.names or ())
+            and model in names
+            and len(names) > 1
             and (why := self._eject_outlier(engine, model, now_s, is_failed=is_failed))
         ):
+            engine.answers[None].note(now_s, is_failed=is_failed)
             logger.warning("%s engine %s, model %s: %s", engine.role, engine.url, model, why)
             self.note_error(engine, f"model {model}: {why}")
             self.note_event("model_down", engine, f"{model}: {why}")
+        elif why := self._eject_outlier(engine, None, now_s, is_failed=is_failed):
+            engine.health.eject(now_s, engine.answers[None].ejection_s)
+            engine.answers = defaultdict(Answers, {None: engine.answers[None]})
+            self._count_against(engine, why, is_ejected=True)
 
     def _eject_outlier(
         self, engine: Engine, model: str | None, now_s: float, *, is_failed: bool

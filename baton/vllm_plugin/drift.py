@@ -2,6 +2,7 @@
 
     python -m baton.vllm_plugin.drift FOLDER      compare the vllm package in FOLDER (or the installed one)
     python -m baton.vllm_plugin.drift FOLDER --record 0.34
+    python -m baton.vllm_plugin.drift OLD NEW     compare two packages, with the classes `WATCHED` too
 
 A start compares too (`find_misfits`), and `versions` decides. Parses sources without importing them, so that
 a version can be checked before it is installed. `record/` has one record per version tried. The newest one
@@ -45,6 +46,18 @@ EXTENDED: Final = (
 )
 """Classes that we extend. All members are recorded, because a method that vLLM adds is not forwarded yet."""
 
+WATCHED: Final = (
+    "distributed/kv_events.py:BlockStored",
+    "distributed/kv_events.py:BlockRemoved",
+    "entrypoints/openai/chat_completion/protocol.py:ChatCompletionRequest",
+    "entrypoints/openai/completion/protocol.py:CompletionRequest",
+    "v1/kv_offload/base.py:OffloadingWorker",
+    "v1/kv_offload/cpu/shared_offload_region.py:SharedOffloadRegion",
+    "v1/kv_offload/tiering/base.py:SecondaryTierManager",
+    "v1/kv_offload/tiering/spec.py:TieringOffloadingSpec",
+)
+"""Formats of events and requests, and classes of tiers. No record has them: connectors do not need them."""
+
 
 def describe(package: Path, relied_on: Record | None = None) -> Record:
     """Describe what is `relied_on` (None: the newest record) of the vllm package in this folder."""
@@ -54,7 +67,7 @@ def describe(package: Path, relied_on: Record | None = None) -> Record:
         node = _find(package / path, class_name)
         if node is None:
             described[name] = {} if name in EXTENDED else dict.fromkeys(wanted, MISSING)
-        elif name in EXTENDED:
+        elif name in EXTENDED or name in WATCHED:
             described[name] = members_of(node)
         else:
             known = {**_set_at_first(node), **members_of(node), **_texts_and_bases(node)}
@@ -82,8 +95,16 @@ def misfits(believed: Record, found: Record) -> list[str]:
     return [
         _words(*change)
         for change in _changes(believed, found)
-        if (_breaks_extended if change[0] in EXTENDED else _breaks_used)(*change[1:])
+        if (_breaks_extended if change[0] in (*EXTENDED, *WATCHED) else _breaks_used)(*change[1:])
     ]
+
+
+def compare(old: Path, new: Path) -> list[str]:
+    """Return the differences between two packages. "!" marks those that can break what Baton does."""
+    wanted = load_record(TESTED[-1]) | {name: {} for name in WATCHED}
+    before, now = describe(old, wanted), describe(new, wanted)
+    breaking = set(misfits(before, now))
+    return [f"{'!' if line in breaking else ' '} {line}" for line in differences(before, now)]
 
 
 def find_misfits(package: Path, version: str) -> list[str]:
@@ -216,9 +237,15 @@ def main(arguments: list[str]) -> int:
     if folder is None:
         print("vllm is not installed; give the folder of the package vllm as an argument")
         return 2
-    if not (folder / "__init__.py").is_file():
-        print(f"{folder} has no __init__.py; give the folder of the package vllm")
-        return 2
+    is_pair = len(arguments) == 2 and arguments[1] != "--record"
+    folders = [folder, Path(arguments[1])] if is_pair else [folder]
+    for one in folders:
+        if not (one / "__init__.py").is_file():
+            print(f"{one} has no __init__.py; give the folder of the package vllm")
+            return 2
+    if is_pair:
+        print(*compare(*folders), sep="\n")
+        return 0
     found = describe(folder)
     if arguments[1:2] == ["--record"]:
         RECORDS.mkdir(exist_ok=True)

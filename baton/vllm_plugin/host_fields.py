@@ -82,7 +82,10 @@ _RULES: Final[Mapping[str, _Rule]] = {
     ),
     "no experts": lambda value, model, read: read.experts is None,
     "latent attention": lambda value, model, read: read.latent is not None,
-    "no layer has a state": lambda value, model, read: read is not None and read.state is None,
+    # vLLM resolves "auto" itself on CPUs with AVX512-BF16 only.
+    "no layer has a state, or those of a float32 model": lambda value, model, read: (
+        (value == "auto" and model.dtype == "float32") or (read is not None and read.state is None)
+    ),
     "layers with a state": lambda value, model, read: read.state is not None,
 }
 

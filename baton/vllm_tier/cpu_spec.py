@@ -18,12 +18,19 @@ from vllm.v1.kv_offload.base import OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
+from baton.connectors.extra_config import FIELD
 from baton.core.errors import ConfigError
+from baton.vllm_tier.settings import check_release
 
 
 class CpuTieringSpec(TieringOffloadingSpec):  # type: ignore[misc]  # vLLM is not installed where types are checked.
     _worker: Any
     _scheduler_mmap: Any
+
+    def __init__(self, config: Any) -> None:
+        is_allowed = config.extra_config.get("allow_untested_vllm") is True
+        check_release("CpuTieringSpec", f"{FIELD}.spec_name", is_allowed)
+        super().__init__(config)
 
     def get_worker(self, kv_caches: Any) -> Any:
         if self.config.canonical_layout:
@@ -69,7 +76,8 @@ class CpuWorker(OffloadingWorker):  # type: ignore[misc]  # As above.
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec.block_ids, is_load=False)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
+    def submit_load(self, job_id: int, src_spec: Any, dst_spec: Any, expedited: bool = False) -> bool:
+        """`expedited` (vLLM 0.33): ahead of other loads, which are never waiting here."""
         return self._copy(job_id, dst_spec, src_spec.block_ids, is_load=True)
 
     def get_finished(self) -> list[Any]:

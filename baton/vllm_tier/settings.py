@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Final, Literal
 
 from baton.connectors.extra_config import FIELD
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.core.errors import ConfigError
+from baton.vllm_plugin.versions import release_of
+
+TESTED: Final = ("0.32", "0.33")  # vLLM calls the interfaces experimental.
+
+
+def check_release(name: str, field: str, is_allowed: bool) -> None:
+    """Raise ConfigError in a version of vLLM whose interfaces of tiers are not known."""
+    import vllm
+
+    if release_of(vllm.__version__) not in TESTED and not is_allowed:
+        raise ConfigError(
+            f"this is vLLM {vllm.__version__}, and {name} is tested with {' and '.join(TESTED)} only. "
+            'Install one of these, or set "allow_untested_vllm": true and compare answers first',
+            field=field,
+        )
 
 
 class TierSettings(StorageSettings, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """`BatonTier`: Baton's stores as vLLM's SecondaryTierManager. Runs in the scheduler's process.
 
-Follows `vllm/v1/kv_offload/tiering/base.py` of 0.32.
+Follows `vllm/v1/kv_offload/tiering/base.py` of 0.32 and 0.33.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, ClassVar, Final
 
-import vllm
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import OffloadingConnectorStats
 from vllm.v1.kv_offload.base import (
     Locality,
@@ -39,16 +38,14 @@ from baton.tiers.transfer_states import Ended
 from baton.tiers.transfers import Copy, Transfers
 from baton.vllm_plugin.log import share_log
 from baton.vllm_plugin.settings import PluginSettings
-from baton.vllm_plugin.versions import release_of
 from baton.vllm_tier.identity import naming_of
 from baton.vllm_tier.lookups import Lookups
 from baton.vllm_tier.naming import Naming, any_of
 from baton.vllm_tier.rows import Row, Rows
-from baton.vllm_tier.settings import TierSettings
+from baton.vllm_tier.settings import TierSettings, check_release
 
 logger = logging.getLogger(__name__)
 
-TESTED: Final = "0.32"  # vLLM calls the interface experimental.
 PREFIX: Final = "vllm:kv_offload_baton_"
 COUNTERS: Final = {
     "failed_loads": "Chunks that were found and could not be loaded, by reason.",
@@ -79,12 +76,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
         share_log()
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         plugin, extra = PluginSettings.split(config)
-        if release_of(vllm.__version__) != TESTED and not plugin.allow_untested_vllm:
-            raise ConfigError(
-                f"this is vLLM {vllm.__version__}, and BatonTier is tested with {TESTED} only. Install it, "
-                'or set "allow_untested_vllm": true and compare answers first',
-                field=f"{FIELD}.secondary_tiers",
-            )
+        check_release(tier_type, f"{FIELD}.secondary_tiers", plugin.allow_untested_vllm)
         self._settings = settings = parse_extra(TierSettings, extra)
         self.locality = None if settings.locality is None else Locality(settings.locality)
         naming = naming or naming_of(offloading_spec.config, self.block_size_bytes, plugin)

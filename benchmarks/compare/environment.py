@@ -4,6 +4,7 @@ import json
 import os
 import platform
 import subprocess
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +27,9 @@ def stock_proxies_folder() -> Path | None:
     or None.
     """
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-tests"
-    found = sorted(path.parent for path in cache.glob("vllm-*/toy_proxy.py"))
+    found = sorted(
+        path.parent for path in cache.glob(f"vllm-*-{sys.implementation.cache_tag}-*/toy_proxy.py")
+    )
     return found[-1] if found else None
 
 

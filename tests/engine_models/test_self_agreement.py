@@ -211,9 +211,11 @@ PATHS = {
 
 CHILD = """
 import sys, pytest, torch
+from baton.engine.attention.compiled import LEVELS, MOST_LEVEL
 from baton.engine.models.matmul import is_packable
 capability, is_packed, file = sys.argv[1:]
 assert torch.backends.cpu.get_cpu_capability().lower() == capability
+assert LEVELS[MOST_LEVEL].replace("-", "").lower() == capability
 assert is_packable(torch.empty(1, dtype=torch.bfloat16)) is (is_packed == "True")
 sys.exit(pytest.main([file, "-q", "-p", "no:cacheprovider", "-k", "same_logits and one"]))
 """

@@ -30,7 +30,8 @@ def _parameter(parameter: Any, hint: Any) -> str:
     is_option = parameter.param_type_name == "option"
     names = [*parameter.opts, *parameter.secondary_opts] if is_option else [parameter.metavar or "ARGUMENT"]
     variable = f" or {parameter.envvar}" if parameter.envvar else ""
-    kind = inspect.formatannotation(hint.__origin__)
+    # Python 3.13 names the module where Path stands.
+    kind = inspect.formatannotation(hint.__origin__).replace("pathlib._local.", "pathlib.")
     [info] = hint.__metadata__
     limits = [f" {limit} {value}" for limit in ("min", "max") if (value := getattr(info, limit)) is not None]
     default = str(parameter.default) if isinstance(parameter.default, Path) else parameter.default

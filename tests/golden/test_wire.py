@@ -71,6 +71,7 @@ EVENTS = (
         locality="LOCAL",
         ownership="tier",
         session_id="session",
+        lookahead_token_ids=[[3], [4]],
     ),
     BlockStored(block_hashes=[b"a"], parent_block_hash=None, token_ids=[1], block_size=1),
     BlockRemoved(block_hashes=[b"a"], medium="GPU", group_idx=1, locality="LOCAL", ownership="tier"),

@@ -5,10 +5,12 @@ dependencies, go to a cache outside the tree. Nothing of vLLM is installed, buil
 """
 
 import fcntl
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import tempfile
 from dataclasses import dataclass
@@ -53,7 +55,10 @@ class StockProxies:
 def stock_proxies() -> StockProxies:
     """The proxies, from the cache or from the index. Raises NotFetched."""
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "baton-tests"
-    folder = root / f"vllm-{VERSION}"
+    # Wheels of the dependencies are for one Python and one machine.
+    wanted = hashlib.sha256(repr((SHA256, IMPORTED_BY_THEM)).encode()).hexdigest()[:8]
+    made_for = f"{sys.implementation.cache_tag}-{sysconfig.get_platform()}"
+    folder = root / f"vllm-{VERSION}-{made_for}-{wanted}"
     try:
         root.mkdir(parents=True, exist_ok=True)
         with (root / ".lock").open("w") as lock:

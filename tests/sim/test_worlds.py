@@ -24,7 +24,7 @@ SEEDS = {
     ("pull", "loan_cap"): 136,
     ("pull", "promises"): 32,
     ("pull", "ticket_hash"): 24,
-    ("push", "bound_ops"): 562,
+    ("push", "bound_ops"): 1760,
     ("push", "counters"): 582,
     ("push", "drain_handed"): 1016,
     ("push", "frame_mac"): 23,

@@ -15,6 +15,7 @@ from tests.vllm.engines import SECRET, Server, Site
 from tests.vllm.forking import ForkingFleet
 from tests.vllm.plain import PLAIN, SINGLE, D, P
 from tests.vllm.prompts import Single, ask_single
+from tests.vllm.releases import find_release, lacking_ops
 
 collect_ignore_glob = [] if find_spec("vllm") else ["test_*.py"]
 
@@ -57,6 +58,10 @@ ENVIRONMENT = {
 
 @pytest.hookimpl(trylast=True)  # After the grouping by parameters, which it keeps.
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    lacking = lacking_ops(find_release())
+    for item in items:
+        if ops := lacking.get(item.path.name):
+            item.add_marker(pytest.mark.skip(f"the kernels under this vLLM lack {', '.join(ops)}"))
     items.sort(key=lambda item: (item.path.stem in OTHER_CASTS, item.path.stem == "test_restarts"))
 
 

@@ -25,6 +25,7 @@ from baton.core.identity import KVIdentity
 from baton.engine.checkpoints.architecture import Family
 from baton.engine.checkpoints.families import parse_architecture
 from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.vllm_plugin import host_fields
 from baton.vllm_plugin.host_fields import COMPARED, EXCLUDED, LENGTH_IS_A_LIMIT, NEUTRAL, ROPES
 from baton.vllm_plugin.identity import find_kv_identity
 from baton.vllm_plugin.model_identity import kv_identity_of
@@ -480,3 +481,13 @@ def test_kv_of_another_configuration_is_computed_again(site: Site, tmp_path: Pat
     p, d = servers["p"], servers["d"]
     assert [d.tokens(prompt, p.prefill(prompt)) for prompt in asked] == answers
     assert d.metric("baton:kv_tickets_refused_total") == len(asked)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "value", "is_alike"),
+    [("float32", "auto", True), ("bfloat16", "auto", False), ("bfloat16", "float32", True)],
+)
+def test_states_have_one_name_on_every_cpu(dtype: str, value: str, is_alike: bool) -> None:
+    """vLLM makes float32 of "auto" on CPUs with AVX512-BF16, and leaves it elsewhere."""
+    name = "cache_config.mamba_ssm_cache_dtype"
+    assert host_fields._is_neutral(name, value, host_fields._Model(dtype=dtype)) is is_alike

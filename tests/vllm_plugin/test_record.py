@@ -12,10 +12,13 @@ from baton.vllm_plugin.drift import (
     EXTENDED,
     MISSING,
     RECORDS,
+    WATCHED,
+    compare,
     describe,
     differences,
     find_misfits,
     load_record,
+    main,
     members_of,
     misfits,
 )
@@ -213,6 +216,29 @@ def test_a_version_without_a_record_is_compared_with_the_nearest(
         f"KVConnectorBase_V1.{name}: recorded {load_record('0.33')[BASE][name]}, found not there"
         for name in ("supports_sleep_mode", "unregister_kv_caches")
     ]
+
+
+def test_two_packages_are_compared_with_what_is_watched(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    events, workers = ((name.partition(":")) for name in (WATCHED[0], WATCHED[4]))
+    sources = {
+        "old": ("", "def submit_load(self, job_id): ..."),
+        "new": ("    lookahead_token_ids: int\n", "def submit_load(self, job_id, expedited=False): ..."),
+    }
+    for release, (field, method) in sources.items():
+        for (path, _, name), text in ((events, f"    token_ids: int\n{field}"), (workers, f"    {method}\n")):
+            (tmp_path / release / path).parent.mkdir(parents=True)
+            (tmp_path / release / path).write_text(f"class {name}:\n{text}")
+        (tmp_path / release / "__init__.py").touch()
+    lines = compare(tmp_path / "old", tmp_path / "new")
+    assert lines == [
+        "  BlockStored.lookahead_token_ids: recorded not there, found attribute",
+        "! OffloadingWorker.submit_load: recorded (self, job_id), found (self, job_id, expedited=)",
+    ]
+    assert main([str(tmp_path / "old"), str(tmp_path / "new")]) == 0
+    assert capsys.readouterr().out.splitlines() == lines
+    assert main([str(tmp_path / "old"), str(tmp_path)]) == 2
 
 
 def test_a_package_without_what_we_need_is_described(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ The library is optional: it is built when Baton is installed on a machine with a
 import ctypes
 import functools
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,6 +23,8 @@ logger = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("_decode.so")
 HINT = "run scripts/build-library decode, or install Baton on a machine with a C compiler"
 LEVELS = ("baseline", "AVX2", "AVX-512")  # Sets of instructions, as `numbers.h` numbers them.
+# Torch's limit on its own instructions: the suite can then run as on an older CPU. The CPU may have less.
+MOST_LEVEL = {"default": 0, "avx2": 1}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), len(LEVELS) - 1)
 _FUNCTIONS = (
     "baton_decode_1",
     "baton_rms_norm_2",
@@ -68,7 +71,7 @@ def load_library() -> ctypes.CDLL | None:
 class CompiledDecode:
     """The compiled attention of one model's shape. Computes with one thread."""
 
-    def __init__(self, shape: AttentionShape, library: ctypes.CDLL, *, level: int = len(LEVELS) - 1) -> None:
+    def __init__(self, shape: AttentionShape, library: ctypes.CDLL, *, level: int = MOST_LEVEL) -> None:
         """`level`: index of LEVELS; the CPU may have less."""
         self._shape, self._level = shape, level
         self._run = library.baton_decode_1

@@ -17,7 +17,7 @@ import torch
 
 from baton.core.kv_groups import layer_name
 from baton.engine.attention import AttentionBackend
-from baton.engine.attention.compiled import LEVELS, load_library
+from baton.engine.attention.compiled import MOST_LEVEL, load_library
 from baton.engine.forward_context import ForwardContext
 from baton.engine.models.compiled_rows import are_tables
 from baton.engine.models.kinds import Kind, StepOfKind
@@ -25,7 +25,7 @@ from baton.engine.models.matmul import Product
 
 _TORCH_RELEASE = "2.13."  # Tests run with it. With another release, the layers are computed in Python.
 _LANES = 16  # As in `numbers.h`.
-_LEVEL = len(LEVELS) - 1  # The CPU may have less.
+_LEVEL = MOST_LEVEL
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _TORCH_FUNCTIONS = (
     "aoti_torch_create_tensor_from_blob",

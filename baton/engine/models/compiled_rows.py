@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from baton.engine.attention.compiled import LEVELS, load_library
+from baton.engine.attention.compiled import MOST_LEVEL, load_library
 
 _LANES = 16  # As in `numbers.h`.
-_LEVEL = len(LEVELS) - 1  # The CPU may have less.
+_LEVEL = MOST_LEVEL
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _DTYPES = (torch.float32, torch.bfloat16)
 

@@ -1,4 +1,4 @@
-"""Table of every request field of vLLM 0.32's server, with its status in this server.
+"""Table of every request field of the servers of vLLM 0.32 and 0.33, with its status in this server.
 
     implemented   the request structs of this package have the field
     refused       HTTP 400 for any value but null and the neutral ones
@@ -169,6 +169,7 @@ FIELDS: tuple[Field, ...] = (
         ("thinking_token_budget", "use max_tokens", (-1,)),
         ("spaces_between_special_tokens", "set skip_special_tokens instead", (True,)),
         ("ec_transfer_params", _NO_MEDIA, ({},)),
+        ("return_weight_versions", "ask /weight_info before and after the answer", (False,)),
         ("vllm_xargs", "this server has no custom extensions; leave it out", ({},)),
     ),
     *_refused(

@@ -494,8 +494,11 @@ class _Answer:
     def end(self, outcome: str, message: str = "") -> None:
         if self.ask.outcome is not None:
             return
-        if outcome == "error" and not all(engine.is_up for engine in self.process.fleet.engines):
+        engines = self.process.fleet.engines
+        if outcome == "error" and not all(engine.is_up for engine in engines):
             self.ask.causes.add("an engine is down")
+        if outcome == "error" and not any(engine.role == "decode" for engine in engines):
+            self.ask.causes.add("one decode engine was removed, and the other has another role")
         self._world.count(f"client: {outcome}")
         self._world.note("client", f"{self.ask.name}: {outcome} {message}")
         self.ask.end(outcome, message)
