@@ -49,7 +49,6 @@ from baton.router.answers import (
     is_engines_fault,
     is_handed_over,
     prefilled,
-    prompt_counts,
     retry_after_s,
 )
 from baton.router.errors import LegFailure, RouterError, error_event
@@ -1239,11 +1238,9 @@ class Machine:
             assert self._decode is not None
             sample = (0, 0.0) if self._is_pushed else loaded(self._decode, answer, self._now_s)
             self._note_handoff(engine, "handed_over", *sample)
-        counts = prompt_counts(answer)
-        has_come = counts is None or counts[2] > 0
-        if not has_come or self._lending is not self._prefill:
-            self._give_back()  # D has needed nothing; or P lent for an attempt before this one.
-        self._lent, self._has_come = None, has_come
+        if self._lending is not self._prefill:
+            self._give_back()  # Of an attempt before this one.
+        self._lent, self._has_come = None, True
 
     def _note_handoff(
         self, engine: Engine, outcome: Outcome, num_loaded: int = 0, took_s: float = 0.0
