@@ -27,6 +27,7 @@ ALL = {
     "overload": "benchmarks.fleet.overload",
     "policies": "benchmarks.fleet.real",
     "router": "benchmarks.router.command",
+    "router-size": "benchmarks.router.size",
     "shared-storage": "benchmarks.shared_storage",
     "stalls": "benchmarks.stalls",
     "start": "benchmarks.start",

@@ -10,6 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from heapq import nlargest
 from itertools import compress
 from math import inf
 from statistics import median
@@ -59,10 +60,13 @@ from baton.router.policies import (
     EngineState,
     RoutedRequest,
     choose_least_cost,
+    choose_prefix_affinity,
+    choose_round_robin,
     prefix_holder,
 )
 from baton.router.rates import BusyTime, Line, Rate, outliers
 from baton.router.settings import EngineKey, Role, RouterSettings, check_url, without_credentials
+from baton.router.shortlist import NUM_HOMES, SMALL, Idle, Pool
 
 logger = logging.getLogger(__name__)
 
@@ -253,6 +257,7 @@ def _is_alike(value: float, usual: float) -> bool:
     return usual / ALIKE <= value <= usual * ALIKE
 
 
+IsFit: TypeAlias = Callable[[Engine], bool]
 LoadSeconds: TypeAlias = Callable[[Engine, Engine, int], float]  # P, D, tokens.
 
 
@@ -285,6 +290,9 @@ class Fleet:
             "prefill": [Engine(url, "prefill", Health(settings.probe)) for url in settings.prefill_urls],
             "decode": [Engine(url, "decode", Health(settings.probe)) for url in settings.decode_urls],
         }
+        self._by_key = {engine.key: engine for engine in self.engines}
+        self._pools: dict[tuple[Role, str | None], Pool[Engine]] = {}  # By model; None: of all of them.
+        self._idle = {role: Idle(engines) for role, engines in self._engines.items()}
         self._policy = POLICIES[settings.policy]
         self.outputs = Rate()  # Tokens of streams, as chunks.
         self._is_push = settings.mode == "push"
@@ -294,6 +302,7 @@ class Fleet:
         self._aliases = settings.model_aliases
         self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
         self._models: set[str] = set()  # Without adapters and other names of the same engines.
+        self._adapters: set[str | None] = set()
         self.on_added: list[Callable[[Engine], None]] = []
         self.on_removed: list[Callable[[Engine], None]] = []
         self.on_ejected: list[Callable[[Engine], None]] = []
@@ -326,6 +335,12 @@ class Fleet:
         """
         engines = self._engines[role]
         self.judge_speeds(now_s)
+        if some := self._shortlist(role, request, now_s, tried, is_fit):
+            num_engines = len(self._pool(role, request.model).engines)
+            if self._policy is choose_round_robin and num_engines > SMALL:
+                # The first one of the list has its turn.
+                request = replace(request, turn=request.turn // num_engines * len(some))
+            return self._choose_among(some, [True] * len(some), request, now_s)
         are_eligible = [
             self.may_take(engine, request) and engine not in tried and is_fit(engine) for engine in engines
         ]
@@ -335,15 +350,63 @@ class Fleet:
         ]
         are_eligible = rested if any(rested) else are_eligible
         are_eligible = self._with_room(engines, are_eligible, request.priority)
-        candidates = [IDLE] * len(engines)
+        return self._choose_among(engines, are_eligible, request, now_s)
+
+    def _choose_among(
+        self, engines: Sequence[Engine], are_eligible: Sequence[bool], request: RoutedRequest, now_s: float
+    ) -> Engine | None:
+        """By the policy. The engines have one role."""
+        candidates, homes = [IDLE] * len(engines), set(engines)
         if self._policy is choose_least_cost:
             candidates = self.candidates(engines, request, are_eligible)
+        elif self._policy is choose_prefix_affinity and engines:
+            homes = set(self._pool(engines[0].role, request.model).homes(request.prefix_key))
         states = [
-            EngineState(engine.url, is_eligible, engine.load, engine.share(now_s), role, candidate)
-            for engine, is_eligible, candidate in zip(engines, are_eligible, candidates, strict=True)
+            EngineState(one.url, is_eligible, one.load, one.share(now_s), one.role, candidate, one in homes)
+            for one, is_eligible, candidate in zip(engines, are_eligible, candidates, strict=True)
         ]
         index = self._policy(states, request)
         return None if index is None else engines[index]
+
+    def _pool(self, role: Role, model: object) -> Pool[Engine]:
+        name = model if isinstance(model, str) and model in (self._names or ()) else None
+        if (pool := self._pools.get((role, name))) is None:
+            serving = [one for one in self._engines[role] if name is None or name in (one.names or (name,))]
+            pool = self._pools[role, name] = Pool(serving)
+        return pool
+
+    def _shortlist(
+        self, role: Role, request: RoutedRequest, now_s: float, tried: Sequence[Engine], is_fit: IsFit
+    ) -> list[Engine]:
+        """A few engines of a large fleet, which may be asked and have room. Empty: look at all of them."""
+        if len(self._engines[role]) <= SMALL:
+            return []
+        pool = self._pool(role, request.model)
+        some = pool.draw(request.turn)
+        if self._policy is choose_round_robin and not pool.is_small:
+            some.insert(0, pool.engines[request.turn % len(pool.engines)])
+        elif not pool.is_small:
+            some += self._idle[role].look()
+            if self._policy in (choose_prefix_affinity, choose_least_cost):
+                some += pool.homes(request.prefix_key)
+            some += [one for one in self._holders(request) if one.role == role][:NUM_HOMES]
+        return [
+            one
+            for one in dict.fromkeys(some)
+            if self.may_take(one, request)
+            and one not in tried
+            and is_fit(one)
+            and one.may_be_asked(now_s, request.model, is_again=bool(tried))
+            and (self._has_room(one, request.priority) if role == "prefill" else self._has_place(one))
+        ]
+
+    def _holders(self, request: RoutedRequest) -> Sequence[Engine]:
+        """The engines that have the most of the prompt. All engines of a small fleet."""
+        if not request.cached or len(self._by_key) <= SMALL:
+            return self.engines if request.cached else ()
+        urls = nlargest(SMALL, request.cached, key=lambda url: request.cached[url].num_tokens)
+        found = (self._by_key.get((role, url)) for url in urls for role in self._engines)
+        return [one for one in found if one is not None]
 
     def place(
         self,
@@ -362,7 +425,7 @@ class Fleet:
         """
         if self._policy is not choose_least_cost:
             return None
-        consumers = [
+        consumers = self._shortlist("decode", request, now_s, tried, is_fit) or [
             engine
             for engine in self._engines["decode"]
             if self.may_take(engine, request) and engine not in tried and is_fit(engine)
@@ -370,7 +433,7 @@ class Fleet:
         consumers = [
             one for one in consumers if one.may_be_asked(now_s, request.model, is_again=bool(tried))
         ] or consumers
-        producers = [
+        producers = self._shortlist("prefill", request, now_s, bad_producers, lambda one: True) or [
             engine
             for engine in self._engines["prefill"]
             if self.may_take(engine, request) and engine not in bad_producers
@@ -442,7 +505,7 @@ class Fleet:
         """The most of the prompt that an engine lends; of several, from the idlest. `kv`: of the borrower."""
         loans = [
             loan
-            for one in (self.engines if request.cached else ())
+            for one in self._holders(request)
             if (loan := _loan_of(one, request.cached_at(one.url))) is not None
             and self.may_take(one, request)
             and is_compatible(kv, one.kv_identity)
@@ -488,9 +551,12 @@ class Fleet:
         Where no cache is known to have the prompt, one engine is taken to have the beginning that prompts
         with the same key have in common: among engines that are as busy, they meet at one.
         """
-        usual = self._usual(engines)
+        usual = self._usual(engines, request.turn)
         if request.prefix_key and not any(held.num_tokens for held in request.cached.values()):
-            eligible = compress(engines, are_eligible) if are_eligible is not None else engines
+            eligible = list(compress(engines, are_eligible) if are_eligible is not None else engines)
+            if engines and not (pool := self._pool(engines[0].role, request.model)).is_small:
+                homes = pool.homes(request.prefix_key)
+                eligible = [one for one in eligible if one in homes] or eligible
             holder = prefix_holder([engine.url for engine in eligible], request)
             cached = {holder: Match.in_cache(PREFIX_TOKENS)} if holder is not None else {}
             request = replace(request, cached=cached)
@@ -517,10 +583,12 @@ class Fleet:
             num_stored_tokens,
         )
 
-    def _usual(self, engines: Sequence[Engine]) -> Candidate:
+    def _usual(self, engines: Sequence[Engine], turn: int) -> Candidate:
         """Means of what is known of these engines. Of an engine that is not known, or hardly differs."""
         rates = [rate for one in engines if (rate := one.prefill_rate.value) is not None]
-        rates = rates or [rate for one in self.engines if (rate := one.prefill_rate.value) is not None]
+        if not rates:
+            others = [one for role in self._engines for one in self._pool(role, None).draw(turn)]
+            rates = [rate for one in others if (rate := one.prefill_rate.value) is not None]
         lines = [one.steps for one in engines if one.steps.base_s is not None]
         return Candidate(
             prefill_tokens_per_s=sum(rates) / len(rates) if rates else PREFILL_TOKENS_PER_S,
@@ -532,9 +600,8 @@ class Fleet:
         """Until this engine has computed its queue and so many tokens. None: no engine's speed is known."""
         rate = engine.prefill_rate.value
         if rate is None:
-            known = [
-                one for peer in self._engines[engine.role] if (one := peer.prefill_rate.value) is not None
-            ]
+            peers = self._pool(engine.role, None).draw(engine.num_requests)
+            known = [one for peer in peers if (one := peer.prefill_rate.value) is not None]
             if not known:
                 return None
             rate = median(known)
@@ -651,12 +718,13 @@ class Fleet:
         self._end_leave(engine)
 
     def _note_drained(self, engine: Engine, load_before: int) -> None:
-        if load_before and not engine.load and engine.drain_until_s is not None:
-            self.note_event("drained", engine)
+        if load_before and not engine.load:
+            self._idle[engine.role].add(engine)
+            if engine.drain_until_s is not None:
+                self.note_event("drained", engine)
 
     def find(self, key: EngineKey) -> Engine | None:
-        role, url = key
-        return next((engine for engine in self._engines[role] if engine.url == url), None)
+        return self._by_key.get(key)
 
     # --- The log for operators
 
@@ -693,6 +761,8 @@ class Fleet:
         if known is None:
             known = Engine(member.address, role, Health(self._probe_settings, status="down"))
             self._engines[role].append(known)
+            self._by_key[known.key] = known
+            self._idle[role].add(known)
             logger.info("%s engine %s is added", role, url)
             self.note_event("added", known)
             for hear in self.on_added:
@@ -741,6 +811,7 @@ class Fleet:
             return
         engine.is_removed = True
         self._engines[engine.role].remove(engine)
+        del self._by_key[engine.key]
         logger.info("%s engine %s is removed", engine.role, engine.url)
         self.note_event("removed", engine)
         self._judge()
@@ -941,6 +1012,7 @@ class Fleet:
         kinds report different things. And prefill engines of a model that no decode engine serves. Weights
         may differ: an update is under way.
         """
+        self._pools.clear()
         groups: dict[tuple[Kind, str], list[Seat]] = {}
         for engine in self.engines:
             if (identity := engine.identity) is not None and identity.kv is not None:
@@ -966,6 +1038,8 @@ class Fleet:
                 logger.info("%s engine %s is accepted: it serves %s", engine.role, engine.url, identity)
                 self.note_event("accepted", engine, f"serves {identity}")
             engine.refused = refused
+        cards = [card for engine in self.engines for card in engine.cards or ()]
+        self._adapters = {card.id for card in cards if card.parent is not None}
         decoders = (engine for engine in self._engines["decode"] if engine.refused is None)
         self._models = {engine.identity.name for engine in decoders if engine.identity is not None}
 
@@ -992,8 +1066,8 @@ class Fleet:
 
     def adapter_of(self, request: RoutedRequest) -> str | None:
         """The adapter that the request names. None: it asks the model itself."""
-        cards = (card for engine in self.engines for card in engine.cards or ())
-        return next((one.id for one in cards if one.parent is not None and one.id == request.model), None)
+        model = request.model
+        return model if isinstance(model, str) and model in self._adapters else None
 
     def model_cards(self) -> Sequence[ModelCard] | None:
         """For /v1/models. None: there is at most one model, and any decode engine knows its names."""

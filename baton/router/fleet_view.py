@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Sequence
 
+from baton.core.identity import KVIdentity
 from baton.router.admission import Admission
 from baton.router.block_index import CHUNK_TOKENS
 from baton.router.budget import RetryBudget
@@ -108,12 +109,13 @@ class FleetView:
 
     def has_other_weights(self, consumer: Engine, routed: RoutedRequest) -> bool:
         """Whether its weights are all that keeps this engine from using the prefill engines' KV."""
-        kv, engines = consumer.kv_identity, self.fleet.engines
-        theirs = {
-            one.kv_identity for one in engines if one.role == "prefill" and self.fleet.may_take(one, routed)
-        }
-        is_any_fit = any(is_compatible(kv, one) for one in theirs)
-        return not is_any_fit and any(has_other_weights(kv, one) for one in theirs)
+        kv, theirs = consumer.kv_identity, set[KVIdentity | None]()
+        for one in self.fleet.engines if kv is not None else ():
+            if one.role == "prefill" and one.kv_identity not in theirs and self.fleet.may_take(one, routed):
+                if is_compatible(kv, one.kv_identity):
+                    return False
+                theirs.add(one.kv_identity)
+        return any(has_other_weights(kv, one) for one in theirs)
 
     def note_handoff(
         self,

@@ -43,6 +43,8 @@ class Health:
         self.failures_in_row = 0
         self.silences_in_row = 0
         self.probe_at_s = 0.0
+        # If set, when in each interval it is probed, as a share of the interval.
+        self.phase: float | None = None
         self._backoff_s = 0.0
         self._retry_at_s = 0.0  # Healthy probes before it do not close the breaker.
         self._full_at_s = 0.0  # End of the slow start.
@@ -116,6 +118,10 @@ class Health:
     def _next_probe_s(self, now_s: float) -> float:
         if self.is_up:
             # After a silence the second probe follows at once: the first one has taken its time.
-            return now_s if self.silences_in_row else now_s + self._settings.every_s
+            if self.silences_in_row:
+                return now_s
+            every_s = self._settings.every_s
+            late_s = 0.0 if self.phase is None else (now_s - self.phase * every_s) % every_s
+            return now_s + every_s - late_s
         at_s = now_s + self._settings.down_every_s
         return min(at_s, self._retry_at_s) if now_s < self._retry_at_s else at_s

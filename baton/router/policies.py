@@ -12,24 +12,26 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+import msgspec
+
 from baton.router.block_index import NO_MATCH, Match
 from baton.router.cost import EXPECTED_OUTPUT, IDLE, Candidate, later_s, prefill_s
 from baton.router.settings import PolicyName, Role
 
 # How much busier than the idlest engine the one that holds a prefix may be before the prefix is given up.
 AFFINITY_SLACK = 4
-_GOLDEN_RATIO = 0.618034
+GOLDEN_RATIO = 0.618034  # Its multiples, modulo 1, are spread evenly.
 LEAST_COST_S = 1e-3  # Of any request: in slow start an idle engine costs more than another idle one.
 
 
-@dataclass(frozen=True, slots=True)
-class EngineState:
+class EngineState(msgspec.Struct, frozen=True, gc=False):
     url: str
     is_eligible: bool  # Up, and not tried by this request before.
     in_flight: int = 0
     share: float = 1.0  # Of its usual requests. Less than 1 in slow start, and never 0.
     role: Role = "decode"
     candidate: Candidate = IDLE
+    is_home: bool = True  # Of the request's prefix, which other engines get only if its homes are busy.
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def choose_round_robin(states: Sequence[EngineState], request: RoutedRequest) ->
     """The first eligible engine at or after the request's turn."""
     eligible = [index for index, state in enumerate(states) if state.is_eligible]
     # Multiples of the golden ratio spread the turns of a share evenly.
-    luck = request.turn // max(1, len(states)) * _GOLDEN_RATIO % 1.0
+    luck = request.turn // max(1, len(states)) * GOLDEN_RATIO % 1.0
     taking = [index for index in eligible if luck < states[index].share] or eligible
     return min(taking, key=lambda index: (index - request.turn) % len(states), default=None)
 
@@ -81,11 +83,9 @@ def choose_prefix_affinity(states: Sequence[EngineState], request: RoutedRequest
     if not eligible:
         return None
     busiest = min(states[index].in_flight for index in eligible) + AFFINITY_SLACK
-    weights = {
-        index: _weight(states[index].url, request.prefix_key)
-        for index in eligible
-        if states[index].in_flight <= busiest
-    }
+    free = [index for index in eligible if states[index].in_flight <= busiest]
+    free = [index for index in free if states[index].is_home] or free
+    weights = {index: _weight(states[index].url, request.prefix_key) for index in free}
     # In slow start the prefixes come back one by one: the last bytes of the weight decide when.
     taking = [index for index in weights if int.from_bytes(weights[index][-2:]) < states[index].share * 2**16]
     return max(taking or weights, key=weights.__getitem__)

@@ -33,7 +33,8 @@ class LegTimeouts(msgspec.Struct, frozen=True, kw_only=True):
     answer_s: float = 600.0  # The whole of an answer that is not streamed.
     idle_s: float = 60.0  # Between two pieces of a stream; also how long a client may stop reading.
     # How long a connection to an engine is kept for a next request. vLLM and uvicorn close theirs after 5 s.
-    keepalive_s: float = 2.0
+    # Longer than the time from one probe to the next, which else needs a new connection.
+    keepalive_s: float = 3.0
     total_s: float = 3600.0  # One request, all attempts together.
 
     def __post_init__(self) -> None:

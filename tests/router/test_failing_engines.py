@@ -173,6 +173,20 @@ def test_an_engine_that_is_mended_for_one_model_gets_it_again() -> None:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
+def test_some_of_a_hundred_engines_may_fail_at_once(policy: PolicyName) -> None:
+    failing = dict.fromkeys(range(10), 1.0)
+    world = World(100, policy, failing, rate=200.0)
+    world.run(20.0)
+    assert world.num_ejections.keys() == failing.keys()
+    assert len(world.errors_at_s) <= 10, "requests that two engines have failed, of 4,000"
+    assert max(world.num_asked[number] for number in failing) <= 10, "of 40"
+    world.errors_at_s.clear()
+    world.run(20.0)
+    assert not world.errors_at_s
+    assert max(world.num_asked.values()) <= 1.5 * 80, "no engine gets all requests of those that fail"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 def test_half_of_the_engines_may_fail_at_once(policy: PolicyName) -> None:
     world = World(4, policy, {0: 1.0, 1: 1.0})
     world.run(40.0)

@@ -233,3 +233,14 @@ def test_legs_that_another_engine_can_take_over_are_given_up(has_begun: bool, is
     world.probe(leg.engine, Probe("healthy"))
     world.probe(leg.engine, Probe("refused"))
     assert leg.is_given_up is not (has_begun or is_last)
+
+
+@given(now_s=st.floats(0.0, 1e6), phase=st.integers(0, 99).map(lambda drawn: drawn / 100))
+def test_probes_come_at_the_engines_time_in_each_interval(now_s: float, phase: float) -> None:
+    health, every_s = Health(SETTINGS), SETTINGS.every_s
+    health.phase = phase
+    for _ in range(3):
+        health.on_probe(Probe("healthy"), now_s)
+        assert now_s <= health.probe_at_s <= now_s + every_s
+        now_s = health.probe_at_s + 0.001  # The probe takes some time.
+    assert (now_s - phase * every_s) % every_s == pytest.approx(0.001, abs=1e-6)

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit, urlunsplit
 
@@ -9,7 +10,7 @@ import msgspec
 
 from baton.core.errors import BatonError
 from baton.router.settings import without_credentials
-from baton.router.shell.engine_http import EnginePool, header_lines, origin_of, request_bytes
+from baton.router.shell.engine_http import EnginePool, Origin, header_lines, origin_of, request_bytes
 
 MAX_ANSWER_BYTES = 1 << 20  # An introduction has a few KiB; a list of models with many adapters has more.
 
@@ -25,6 +26,15 @@ class AskFailed(BatonError):
     def __init__(self, message: str, *, is_refused: bool = False) -> None:
         super().__init__(message)
         self.is_refused = is_refused
+
+
+@lru_cache(maxsize=4096)
+def _parse(url: str) -> tuple[Origin, str, str]:
+    """Return also the path, and the URL without its user and password."""
+    parts = urlsplit(url)
+    origin = origin_of(urlunsplit((parts.scheme, parts.netloc, "", "", "")))
+    path = f"{parts.path}?{parts.query}" if parts.query else parts.path or "/"
+    return origin, path, without_credentials(url)
 
 
 class _Question:
@@ -61,11 +71,9 @@ class Asker:
 
     async def ask(self, url: str, *, timeout_s: float, method: str = "GET", body: Any = None) -> Answer:
         """`timeout_s` is of all of it. Raises TimeoutError, AskFailed."""
-        parts = urlsplit(url)
-        origin = origin_of(urlunsplit((parts.scheme, parts.netloc, "", "", "")))
-        path = f"{parts.path}?{parts.query}" if parts.query else parts.path or "/"
+        origin, path, bare_url = _parse(url)
         headers = {} if body is None else {"content-type": "application/json"}
-        key = self._key_for(without_credentials(url))
+        key = self._key_for(bare_url)
         authorization = origin.authorization if key is None else f"Bearer {key}".encode()
         lines = header_lines(headers, authorization)
         content = b"" if body is None else msgspec.json.encode(body)

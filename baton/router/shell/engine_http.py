@@ -291,7 +291,7 @@ class Sending:
 class EnginePool:
     """All connections of one router to its engines. Used from one event loop; `close` ends them."""
 
-    def __init__(self, *, connect_s: float, keepalive_s: float = 2.0, tls: ClientTls | None = None) -> None:
+    def __init__(self, *, connect_s: float, keepalive_s: float = 3.0, tls: ClientTls | None = None) -> None:
         """`tls`: of https engines; None: the system's authorities are trusted."""
         self._loop = asyncio.get_running_loop()
         self._connect_s, self._keepalive_s, self._tls = connect_s, keepalive_s, tls

@@ -12,6 +12,7 @@ from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet import Engine, Fleet
 from baton.router.health import Probe
 from baton.router.notes import Probed
+from baton.router.policies import GOLDEN_RATIO
 from baton.router.settings import ProbeSettings
 from baton.router.shell.asking import Asker, AskFailed
 
@@ -33,6 +34,7 @@ class Prober:
         self._fleet = fleet
         self._asker = asker
         self._settings = settings
+        self._num_watched = 0
 
     def stop(self) -> None:
         """`run` ends once the probes in flight have."""
@@ -49,7 +51,9 @@ class Prober:
             await self._stopping.wait()
 
     def watch(self, engine: Engine) -> None:
-        """Until it is removed."""
+        """Until it is removed. The first probe is at once, later ones are spread over their interval."""
+        self._num_watched += 1
+        engine.health.phase = self._num_watched * GOLDEN_RATIO % 1.0
         self._tasks.create_task(self._watch(engine))
 
     async def _watch(self, engine: Engine) -> None:
