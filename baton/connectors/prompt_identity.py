@@ -65,7 +65,7 @@ class RequestNames:
         return extra_key(
             cache_salt=request.cache_salt,
             adapter=self._adapter_of(request),
-            media=[f"{item.mm_position.offset}:{item.identifier}" for item in media],
+            media=[f"{_place_of(item.mm_position)}:{item.identifier}" for item in media],
             embeds=self._embeds_of(request),
         )
 
@@ -101,6 +101,12 @@ def embeds_digest(embeds: Any, is_token: Sequence[bool] | None) -> str:
     digest = hashlib.sha256(json.dumps(form).encode() + b"\n")
     digest.update(embeds.detach().cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()
+
+
+def _place_of(position: Any) -> str:
+    """Of a vLLM's PlaceholderRange: its tokens, and which of them are replaced (`is_embed`; None: all)."""
+    mask = "" if position.is_embed is None else "".join(map(str, map(int, position.is_embed)))
+    return f"{position.offset}+{position.length}{mask and '/'}{mask}"
 
 
 def _is_set(value: Any) -> bool:

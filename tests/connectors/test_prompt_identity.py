@@ -70,10 +70,14 @@ def is_named(names: RequestNames, request: FakeRequest) -> bool:
 INPUTS = ("cache_salt", "mm_features", "prompt_embeds", "prompt_is_token_ids", "lora_request")
 
 
+LENGTHS = ((1, None), (11, None), (2, (True, True)), (2, (True, False)))
+
+
 @st.composite
 def inputs(draw: st.DrawFn) -> dict[str, Any]:
     """Few values, so that two are often equal, and often differ in one input only."""
-    media = draw(st.lists(st.tuples(st.sampled_from(["1", "11", "a:1"]), st.integers(0, 12)), max_size=2))
+    item = st.tuples(st.sampled_from(["1", "11", "a:1"]), st.integers(0, 12), st.sampled_from(LENGTHS))
+    media = draw(st.lists(item, max_size=2))
     rows = draw(st.sampled_from([None, "zeros", "ones", "flat", "bfloat16"]))
     return {
         "cache_salt": draw(st.sampled_from([None, "", "s", "sa", "ax"])),
@@ -101,8 +105,11 @@ def build(drawn: dict[str, Any], folder: Path) -> Any:
         adapter = Adapter(str(folder / content), name, list(CONTENTS).index(content) + 1)
     embeds = EMBEDS[drawn["prompt_embeds"]]
     media = [
-        SimpleNamespace(identifier=identifier, mm_position=SimpleNamespace(offset=offset))
-        for identifier, offset in drawn["mm_features"]
+        SimpleNamespace(
+            identifier=identifier,
+            mm_position=SimpleNamespace(offset=offset, length=length, is_embed=is_embed),
+        )
+        for identifier, offset, (length, is_embed) in drawn["mm_features"]
     ]
     request: Any = request_of(
         adapter,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 from pathlib import Path
 from types import SimpleNamespace
@@ -70,8 +71,9 @@ OF_ADAPTER = "lora_name lora_int_id lora_path base_model_name load_inplace is_3d
         (SamplingParams.__struct_fields__, OF_SAMPLING.split()),
         (PoolingParams.__struct_fields__, OF_POOLING.split()),
         (LoRARequest.__struct_fields__, OF_ADAPTER.split()),
+        ([field.name for field in dataclasses.fields(PlaceholderRange)], ["offset", "length", "is_embed"]),
     ],
-    ids=["inputs", "request", "core request", "sampling", "pooling", "adapter"],
+    ids=["inputs", "request", "core request", "sampling", "pooling", "adapter", "place"],
 )
 def test_every_field_of_a_request_is_known(found: Any, known: Any) -> None:
     """A new one is named, or gets a reason why it cannot change the KV of given tokens."""
@@ -111,7 +113,11 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 @st.composite
 def drawn_requests(draw: st.DrawFn) -> dict[str, Any]:
     """Few values, so that two requests are often equal."""
-    media = draw(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 3), st.sampled_from("ab")), max_size=2))
+    media = draw(
+        st.lists(
+            st.tuples(st.integers(0, 8), st.integers(1, 3), st.sampled_from("ab"), st.booleans()), max_size=2
+        )
+    )
     return {
         "tokens": draw(st.sampled_from([0, 1])),
         "cache_salt": draw(st.sampled_from([None, "s", "ss"])),
@@ -133,8 +139,13 @@ def request_of(drawn: dict[str, Any], host: Path) -> Request:
         prompt_embeds=None if embeds is None else torch.full((NUM_TOKENS, 2), embeds),
         prompt_is_token_ids=[index < mask for index in range(NUM_TOKENS)] if is_mixed else None,
         mm_features=[
-            MultiModalFeatureSpec(None, "image", name, PlaceholderRange(offset, length))
-            for offset, length, name in drawn["media"]
+            MultiModalFeatureSpec(
+                None,
+                "image",
+                name,
+                PlaceholderRange(offset, length, torch.ones(length, dtype=torch.bool) if is_masked else None),
+            )
+            for offset, length, name, is_masked in drawn["media"]
         ],
         lora_request=None
         if adapter is None
@@ -169,5 +180,7 @@ def test_prompts_that_vllm_tells_apart_have_other_hashes(
     is_same = hash_by(p, first, num_tokens) == hash_by(p, other, num_tokens)
     if first.block_hashes[num_blocks - 1] != other.block_hashes[num_blocks - 1]:
         assert not is_same
+    if changed == "media":
+        assert is_same == (one["media"] == change["media"]), "also where vLLM does not look"
     assert is_same or one != {**one, changed: change[changed]}
     assert hash_by(p, first, num_tokens) == hash_by(d, request_of(one, hosts[1]), num_tokens)
