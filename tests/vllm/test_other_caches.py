@@ -22,6 +22,8 @@ def llama(site_of: Callable[..., Site]) -> Site:
 
 @pytest.fixture(scope="module")
 def engines(llama: Site) -> dict[str, Server]:
+    if not torch.cpu._is_avx512_supported():
+        pytest.skip("vLLM's CPU build has fp8 caches on CPUs with AVX-512 only")
     plans = [VllmPlan("single", None, extra=FP8)]
     for name, role in (("p", "kv_producer"), ("d", "kv_consumer")):
         plans.append(VllmPlan(name, transfer("BatonPushConnector", role, name), extra=FP8))
