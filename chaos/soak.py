@@ -48,8 +48,8 @@ QUARTERS = 4
 
 _PREFACE = (
     "Written by `make soak`; do not edit. A steady load with a fault every half minute; answers are",
-    "checked as in [the chaos matrix](chaos.md). p0 and d0 are killed and restarted; p1, d1 and the router",
-    "run all the time, and the medians of their second and last quarters are compared.",
+    "checked as in [the chaos matrix](chaos.md). Faults may kill p0 and d0; p1, d1 and the router run all",
+    "the time, and the medians of their second and last quarters are compared.",
 )
 
 

@@ -104,9 +104,9 @@ def embeds_digest(embeds: Any, is_token: Sequence[bool] | None) -> str:
 
 
 def _place_of(position: Any) -> str:
-    """Of a vLLM's PlaceholderRange: its tokens, and which of them are replaced (`is_embed`; None: all)."""
-    mask = "" if position.is_embed is None else "".join(map(str, map(int, position.is_embed)))
-    return f"{position.offset}+{position.length}{mask and '/'}{mask}"
+    """Name vLLM's PlaceholderRange: its tokens, and which of them the medium replaces (`is_embed`)."""
+    place, mask = f"{position.offset}+{position.length}", position.is_embed
+    return place if mask is None else f"{place}/{hashlib.sha256(bytes(mask.tolist())).hexdigest()}"
 
 
 def _is_set(value: Any) -> bool:

@@ -43,7 +43,7 @@ class Health:
         self.failures_in_row = 0
         self.silences_in_row = 0
         self.probe_at_s = 0.0
-        # If set, when in each interval it is probed, as a share of the interval.
+        # The moment of a probe in each interval, as a share of it. None: an interval after the last probe.
         self.phase: float | None = None
         self._backoff_s = 0.0
         self._retry_at_s = 0.0  # Healthy probes before it do not close the breaker.

@@ -31,7 +31,7 @@ class EngineState(msgspec.Struct, frozen=True, gc=False):
     share: float = 1.0  # Of its usual requests. Less than 1 in slow start, and never 0.
     role: Role = "decode"
     candidate: Candidate = IDLE
-    is_home: bool = True  # Of the request's prefix, which other engines get only if its homes are busy.
+    is_home: bool = True  # The request's prefix belongs here; other engines get it if its homes are busy.
 
 
 @dataclass(frozen=True, slots=True)

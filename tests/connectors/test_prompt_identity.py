@@ -107,9 +107,11 @@ def build(drawn: dict[str, Any], folder: Path) -> Any:
     media = [
         SimpleNamespace(
             identifier=identifier,
-            mm_position=SimpleNamespace(offset=offset, length=length, is_embed=is_embed),
+            mm_position=SimpleNamespace(
+                offset=offset, length=length, is_embed=None if mask is None else torch.tensor(mask)
+            ),
         )
-        for identifier, offset, (length, is_embed) in drawn["mm_features"]
+        for identifier, offset, (length, mask) in drawn["mm_features"]
     ]
     request: Any = request_of(
         adapter,

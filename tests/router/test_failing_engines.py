@@ -41,7 +41,7 @@ class World:
     fails_after_s: float = 0.0
     fails_from_load: int = 0  # The engines fail only with so many requests at once.
     fails_model: str | None = None  # The engines fail only for this one.
-    shares: dict[str, float] = field(default_factory=lambda: {"a": 1.0})  # Of the requests, by model.
+    shares: dict[str, float] = field(default_factory=lambda: {"a": 1.0})  # Shares of the requests, by model.
     num_asked_for: Counter[tuple[int, str]] = field(default_factory=Counter)
     now_s: float = 0.0
     num_asked: dict[int, int] = field(default_factory=dict)

@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 _LENDABLE: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """vLLM's names of the ends after which the KV of a prompt is complete."""
 
-FOREGONE_MAX = 4096
+FOREGONE_MAX = 4096  # Names; an older one is of a request that has long ended.
 _REQUEST_ID_CHARS = 256  # Of a name for logs; a client's may be of any length.
 
 
