@@ -53,7 +53,7 @@ def main(release: str, sources: Path, kernels: Path) -> int:
     ops = differing_ops((sources / BINDINGS).read_text(), libraries)
     missing = unmet((sources / "requirements/common.txt").read_text(), pins)
     print(
-        f"setup-vllm: vLLM {release}: ops that the kernels lack or have otherwise: {', '.join(ops)}",
+        f"setup-vllm: vLLM {release}: ops that the kernels lack, or whose schema differs: {', '.join(ops)}",
         file=sys.stderr,
     )
     if row is None or missing or sorted(row["differing_ops"]) != ops:
