@@ -11,6 +11,7 @@ from functools import cache
 from pathlib import Path
 
 from baton.core.errors import TransferError
+from baton.core.instructions import most_level
 from baton.transport.spans import Copies, Int64s
 
 LIBRARY = Path(__file__).with_name("_gather.so")
@@ -43,7 +44,7 @@ class Gather:
         loaded = load(library)
         try:
             self._gather = loaded.baton_gather_1
-            best: int = loaded.baton_gather_level()
+            best: int = min(loaded.baton_gather_level(), most_level(LEVELS))
         except AttributeError as error:
             raise unusable("of another version") from error
         assert level is None or 0 <= level <= best, f"this CPU has no {LEVELS[level]}"

@@ -66,9 +66,10 @@ const int64_t baton_structs[] = {
 #include <immintrin.h>
 
 #define SSE_CLMUL __attribute__((target("sse4.1,pclmul")))
+#define AVX2_CLMUL __attribute__((target("avx2,vpclmulqdq,pclmul")))
 #define AVX512_CLMUL __attribute__((target("avx512f,avx512bw,avx512vl,vpclmulqdq,pclmul")))
 
-enum { LEVEL_NONE, LEVEL_CLMUL, LEVEL_AVX512 };
+enum { LEVEL_NONE, LEVEL_CLMUL, LEVEL_AVX2, LEVEL_AVX512 };
 
 /* x^127 + x^126 + x^121 + 1: the polynomial of GCM in its order of bits, without x^128. */
 #define POLYNOMIAL_HIGH 0xc200000000000000
@@ -78,9 +79,11 @@ int baton_ghash_level_1(void)
     __builtin_cpu_init();
     if (!__builtin_cpu_supports("pclmul") || !__builtin_cpu_supports("sse4.1"))
         return LEVEL_NONE;
+    if (!__builtin_cpu_supports("avx2") || !__builtin_cpu_supports("vpclmulqdq"))
+        return LEVEL_CLMUL;
     int wide = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-               __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("vpclmulqdq");
-    return wide ? LEVEL_AVX512 : LEVEL_CLMUL;
+               __builtin_cpu_supports("avx512vl");
+    return wide ? LEVEL_AVX512 : LEVEL_AVX2;
 }
 
 SSE_CLMUL static inline __m128i load_block(const uint8_t *from)
@@ -108,21 +111,54 @@ SSE_CLMUL static __m128i ghash_blocks(__m128i sum, const struct ghash_key *key, 
             __m128i block = _mm_xor_si128(load_block(from + i * BLOCK), sum);
             __m128i power = _mm_loadu_si128((const __m128i *)key->powers[POWERS - group + i]);
             low = _mm_xor_si128(low, _mm_clmulepi64_si128(block, power, 0x00));
-            middle = _mm_xor_si128(middle, _mm_clmulepi64_si128(block, power, 0x01));
-            middle = _mm_xor_si128(middle, _mm_clmulepi64_si128(block, power, 0x10));
             high = _mm_xor_si128(high, _mm_clmulepi64_si128(block, power, 0x11));
+            block = _mm_xor_si128(block, _mm_shuffle_epi32(block, 0x4e));
+            power = _mm_xor_si128(power, _mm_shuffle_epi32(power, 0x4e));
+            middle = _mm_xor_si128(middle, _mm_clmulepi64_si128(block, power, 0x00));
             sum = _mm_setzero_si128();
         }
+        middle = _mm_xor_si128(middle, _mm_xor_si128(low, high)); /* Karatsuba: the sum of the three. */
         sum = ghash_reduce(low, middle, high);
         from += group * BLOCK, blocks -= group;
     }
     return sum;
 }
 
-AVX512_CLMUL static inline __m128i fold_lanes(__m512i lanes)
+AVX2_CLMUL static inline __m128i fold_lanes(__m256i lanes)
 {
-    __m256i half = _mm256_xor_si256(_mm512_castsi512_si256(lanes), _mm512_extracti64x4_epi64(lanes, 1));
-    return _mm_xor_si128(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
+    return _mm_xor_si128(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1));
+}
+
+/* `ghash_blocks` for a multiple of POWERS blocks. */
+AVX2_CLMUL static __m128i
+ghash_groups_avx2(__m128i sum, const struct ghash_key *key, const uint8_t *from, size_t groups)
+{
+    const __m256i reversed =
+        _mm256_broadcastsi128_si256(_mm_set_epi8(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15));
+    for (; groups; groups--, from += POWERS * BLOCK) {
+        __m256i low = _mm256_setzero_si256(), middle = low, high = low;
+        __m256i first = _mm256_zextsi128_si256(sum);
+#pragma GCC unroll 16
+        for (size_t i = 0; i < POWERS / 2; i++) {
+            __m256i power = _mm256_loadu_si256((const __m256i *)key->powers[2 * i]);
+            __m256i block = _mm256_shuffle_epi8(_mm256_loadu_si256((const __m256i *)(from + i * 32)), reversed);
+            block = _mm256_xor_si256(block, first);
+            first = _mm256_setzero_si256();
+            low = _mm256_xor_si256(low, _mm256_clmulepi64_epi128(block, power, 0x00));
+            high = _mm256_xor_si256(high, _mm256_clmulepi64_epi128(block, power, 0x11));
+            block = _mm256_xor_si256(block, _mm256_shuffle_epi32(block, 0x4e));
+            power = _mm256_xor_si256(power, _mm256_shuffle_epi32(power, 0x4e));
+            middle = _mm256_xor_si256(middle, _mm256_clmulepi64_epi128(block, power, 0x00));
+        }
+        middle = _mm256_xor_si256(middle, _mm256_xor_si256(low, high));
+        sum = ghash_reduce(fold_lanes(low), fold_lanes(middle), fold_lanes(high));
+    }
+    return sum;
+}
+
+AVX512_CLMUL static inline __m128i fold_lanes_avx512(__m512i lanes)
+{
+    return fold_lanes(_mm256_xor_si256(_mm512_castsi512_si256(lanes), _mm512_extracti64x4_epi64(lanes, 1)));
 }
 
 /* `ghash_blocks` for a multiple of POWERS blocks. */
@@ -149,8 +185,8 @@ ghash_groups_avx512(__m128i sum, const struct ghash_key *key, const uint8_t *fro
             block = _mm512_xor_si512(block, _mm512_shuffle_epi32(block, 0x4e));
             middle = _mm512_xor_si512(middle, _mm512_clmulepi64_epi128(block, cross[i], 0x00));
         }
-        middle = _mm512_ternarylogic_epi64(middle, low, high, 0x96); /* Karatsuba: the sum of the three. */
-        sum = ghash_reduce(fold_lanes(low), fold_lanes(middle), fold_lanes(high));
+        middle = _mm512_ternarylogic_epi64(middle, low, high, 0x96);
+        sum = ghash_reduce(fold_lanes_avx512(low), fold_lanes_avx512(middle), fold_lanes_avx512(high));
     }
     return sum;
 }
@@ -179,8 +215,9 @@ SSE_CLMUL void baton_ghash_key_1(struct ghash_key *key, const uint8_t *h, int le
 SSE_CLMUL static void ghash_whole_blocks(struct ghash *hash, const uint8_t *from, size_t blocks)
 {
     __m128i sum = _mm_loadu_si128((const __m128i *)hash->sum);
-    if (hash->key->level == LEVEL_AVX512) {
-        sum = ghash_groups_avx512(sum, hash->key, from, blocks / POWERS);
+    if (hash->key->level >= LEVEL_AVX2) {
+        int is_avx2 = hash->key->level == LEVEL_AVX2;
+        sum = (is_avx2 ? ghash_groups_avx2 : ghash_groups_avx512)(sum, hash->key, from, blocks / POWERS);
         from += blocks / POWERS * POWERS * BLOCK, blocks %= POWERS;
     }
     _mm_storeu_si128((__m128i *)hash->sum, ghash_blocks(sum, hash->key, from, blocks));

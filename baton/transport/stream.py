@@ -18,12 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from baton.core.errors import TransferError
+from baton.core.instructions import most_level
 from baton.transport import gather
 from baton.transport.iovec import iovec_array, os_error, receive_segments, send_segments
 
 _BLOCK_BYTES = 16
 _POWERS = 32
-LEVELS = ("none", "PCLMULQDQ", "AVX-512")  # Sets of instructions for GMAC, as `stream.c` numbers them.
+# Sets of instructions for GMAC, as `stream.c` numbers them.
+LEVELS = ("none", "PCLMULQDQ", "AVX2", "AVX-512")
 
 
 class Outcome(IntEnum):
@@ -120,7 +122,7 @@ class Library:
             self._make_key = loaded.baton_ghash_key_1
             self._add = loaded.baton_ghash_add_1
             self._tag = loaded.baton_ghash_tag_1
-            self.ghash_level: int = loaded.baton_ghash_level_1()
+            self.ghash_level = min(int(loaded.baton_ghash_level_1()), most_level(LEVELS))
         except AttributeError as error:
             raise gather.unusable("of another version") from error
         pointer, number = ctypes.c_void_p, ctypes.c_int

@@ -181,3 +181,16 @@ def test_a_library_of_another_version_is_not_used(monkeypatch: pytest.MonkeyPatc
     assert stream.compiled() is None
     assert Direction(KEY, "mac").seal(1, b"").ghash is None
     assert Direction(KEY, "off").seal(1, b"").tag() == NO_TAG
+
+
+@pytest.mark.parametrize(("capability", "most"), [("default", 0), ("avx2", 1), ("avx512", 2), ("", 2)])
+def test_compiled_code_uses_no_later_instructions_than_torch(
+    capability: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordered = ({"none", "memcpy"}, {"PCLMULQDQ", "AVX2"}, {"AVX-512"})
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", capability)
+    used = {gather.Gather(built()).instructions, stream.LEVELS[stream.Library(built()).ghash_level]}
+    assert used <= set().union(*ordered[: most + 1])
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY")
+    of_the_cpu = {gather.Gather(built()).instructions, stream.LEVELS[stream.Library(built()).ghash_level]}
+    assert used == of_the_cpu if of_the_cpu <= set().union(*ordered[: most + 1]) else used != of_the_cpu

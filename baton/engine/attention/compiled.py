@@ -7,7 +7,6 @@ The library is optional: it is built when Baton is installed on a machine with a
 import ctypes
 import functools
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from baton.core.instructions import most_level
 from baton.engine.attention.backend import AttentionShape
 from baton.engine.forward_context import AttentionMetadata, IntArray
 
@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 LIBRARY = Path(__file__).with_name("_decode.so")
 HINT = "run scripts/build-library decode, or install Baton on a machine with a C compiler"
 LEVELS = ("baseline", "AVX2", "AVX-512")  # Sets of instructions, as `numbers.h` numbers them.
-# Torch's limit on its own instructions: the suite can then run as on an older CPU. The CPU may have less.
-MOST_LEVEL = {"default": 0, "avx2": 1}.get(os.environ.get("ATEN_CPU_CAPABILITY", ""), len(LEVELS) - 1)
+MOST_LEVEL = most_level(LEVELS)
 _FUNCTIONS = (
     "baton_decode_1",
     "baton_rms_norm_2",
