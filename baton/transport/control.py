@@ -399,7 +399,7 @@ class ControlChannel:
         socket.setsockopt(zmq.IPV6, 1)
 
     def _receive(self, socket: "zmq.Socket[bytes]", url: str | None, received: list[Received]) -> None:
-        while len(received) < POLL_FRAMES_MAX:
+        for _ in range(POLL_FRAMES_MAX - len(received)):  # Also of malformed ones.
             try:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:
@@ -421,7 +421,7 @@ class ControlChannel:
     def _answer_zap(self) -> None:
         """Answers ZAP requests (RFC 27): accepts only clients that proved to own one of our keys."""
         known = {z85.decode(keys.client_public) for keys in self._keys}
-        while True:
+        for _ in range(POLL_FRAMES_MAX):
             try:
                 route, *request = self._zap.recv_multipart(zmq.NOBLOCK)
                 _, version, request_id, domain, _, _, mechanism, *credentials = request

@@ -27,6 +27,7 @@ WAITING_MAX = 128
 WAITING_SHARE_MAX = 1 / 8
 # Pause after an accept without a free descriptor; ZeroMQ would retry at once and occupy a whole core.
 ACCEPT_AGAIN_S = 1.0
+EVENTS_MAX = 256  # Read at once. Until the pause, ZeroMQ may report failed accepts as fast as they are read.
 _BACKLOG = 128
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BPF_DROP_ALL = bytes((0x06, 0, 0, 0, 0, 0, 0, 0))  # One instruction: return 0.
@@ -86,7 +87,7 @@ class ControlPort:
         or keeps waiting, without a report. `bound_strangers` counts those later. Raises ZMQError.
         """
         now = time.monotonic()
-        while True:
+        for _ in range(EVENTS_MAX):
             try:
                 message = monitor.recv_multipart(zmq.NOBLOCK)[0]
             except zmq.Again:

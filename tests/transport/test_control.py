@@ -4,6 +4,7 @@ import gc
 import os
 import resource
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -312,6 +313,43 @@ def test_a_connection_without_a_free_descriptor_is_accepted_later(open_channel: 
         wait_until(lambda: there.poll(0.05) == [] and not there._listener.is_paused)
     assert here.send(there.url, b"later")
     assert receive(there, here).frame == b"later"
+
+
+class Flood:
+    """A socket from which every read finds one more message."""
+
+    def __init__(self, *parts: bytes) -> None:
+        self.parts = parts
+        self.num_read = 0
+
+    def recv_multipart(self, _flags: int) -> list[bytes]:
+        self.num_read += 1
+        assert self.num_read < 10_000, "the channel reads as long as something comes"
+        return list(self.parts)
+
+    def send_multipart(self, parts: list[bytes]) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("socket_name", "parts"),
+    [
+        ("_monitor", (struct.pack("=HI", zmq.EVENT_ACCEPT_FAILED, 0), b"")),
+        ("_zap", (b"route", b"", b"1.0", b"1", b"baton", b"", b"", b"NULL")),
+        ("_router", (b"route", b"a frame", b"and more")),
+    ],
+)
+def test_a_poll_ends_while_messages_come_as_fast_as_they_are_read(
+    socket_name: str, parts: tuple[bytes, ...], open_channel: OpenChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without descriptors ZeroMQ reports failed accepts without a pause until the channel stops accepting."""
+    channel = open_channel()
+    flood = Flood(*parts)
+    monkeypatch.setattr(channel, socket_name, flood)
+    assert channel.poll(0) == []
+    assert flood.num_read
+    assert bool(channel.counters.pauses) is (socket_name == "_monitor")
+    monkeypatch.undo()
 
 
 def test_strangers_do_not_take_the_descriptors_of_peers(
