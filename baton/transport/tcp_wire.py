@@ -52,8 +52,8 @@ REQUEST_BYTES_MAX = 16 << 20  # A request costs as much of the processor as 1 Mi
 ENCRYPTED_BYTES_MAX = 4 << 20  # Both ends have a buffer of this size for the ciphertext.
 
 REQUEST = struct.Struct("<4sIQ")  # Kind, number of copies, number of the request.
-# Kind, 0, number of the request, zeros. The kernel copies header and bytes into its own pages. On Zen 3 a copy to 1
-# to 31 bytes higher in a page than its source, as after a header of 16, takes five times as long.
+# Kind, 0, number of the request, zeros. The kernel copies header and bytes into its own pages. On Zen 3 a
+# copy to 1 to 31 bytes higher in a page than its source, as after a header of 16, takes five times as long.
 ANSWER = struct.Struct("<4sIQ48x")
 COPY_BYTES = 16
 READ, DATA, FAIL = b"READ", b"DATA", b"FAIL"
