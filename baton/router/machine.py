@@ -137,6 +137,8 @@ class State(Enum):
     CLOSING = "legs are being closed"
     OVER = "nothing is left to do"
 
+    __hash__ = object.__hash__  # Each event looks one up; Enum's own is written in Python.
+
 
 class Machine:
     """`begin`, then `on` for each event; both return effects. `Over` is the last one."""
@@ -206,7 +208,7 @@ class Machine:
 
     def begin(self, now_s: float) -> Sequence[Effect]:
         self._view.retries.note_request(now_s)
-        return self._run(now_s, self._ask_admission)
+        return self._run(now_s, Machine._ask_admission)
 
     def _ask_admission(self) -> None:
         admission, objective = self._view.admission, self._request.objective
@@ -273,13 +275,12 @@ class Machine:
             role = event.leg.role
             if event.leg.is_broken and not isinstance(event, Closed):
                 return ()
-        transition = TABLE.get((self._state, type(event), role), Machine._ignore)
-        return self._run(now_s, lambda: transition(self, event))
+        return self._run(now_s, TABLE.get((self._state, type(event), role), Machine._ignore), event)
 
-    def _run(self, now_s: float, step: Callable[[], None]) -> Sequence[Effect]:
+    def _run(self, now_s: float, step: Callable[..., None], *event: Event) -> Sequence[Effect]:
         self._now_s = now_s
         try:
-            step()
+            step(self, *event)
         except RouterError as error:
             self._refuse(error)
         effects, self._effects = self._effects, []

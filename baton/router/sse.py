@@ -30,12 +30,24 @@ class EventSplitter:
 
     def __init__(self, *, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_event_bytes = max_event_bytes
+        self._alone = b""  # One whole event, before `_pending`: nearly every piece of a stream is one.
         self._pending = bytearray()
         self._num_searched = 0  # Bytes of `_pending` that hold no end of an event.
         self._ended_in_cr = False  # A LF that follows belongs to that line end.
 
     def push(self, chunk: bytes) -> None:
         if not chunk:
+            return
+        if (
+            not self._pending
+            and not self._alone
+            and len(chunk) <= self._max_event_bytes
+            and chunk.endswith(END)
+            and chunk.find(END) == len(chunk) - len(END)
+            and b"\r" not in chunk
+            and not chunk.startswith(b"\n")
+        ):
+            self._alone, self._ended_in_cr = chunk, False
             return
         if self._ended_in_cr and chunk.startswith(b"\n"):
             chunk = chunk[1:]
@@ -46,6 +58,11 @@ class EventSplitter:
 
     def next(self) -> bytes | None:
         """The next whole event with its blank line; None: it has not arrived yet."""
+        if self._alone:
+            event, self._alone = self._alone, b""
+            return event
+        if not self._pending:
+            return None
         if self._pending.startswith(b"\n"):  # More blank lines than one are no events.
             self._pending = self._pending.lstrip(b"\n")
             self._num_searched = 0

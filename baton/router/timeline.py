@@ -111,6 +111,9 @@ class Recorder:
         self._admitted_s: float | None = None
         self._first_byte_s: float | None = None
         self._last_byte_s = 0.0
+        self.gaps_s: list[
+            float
+        ] = []  # Between pieces that went to the client; for the metric, which empties it.
         self._output_tokens: int | None = None
 
     def asked(self, body: dict[str, Any]) -> None:
@@ -139,14 +142,14 @@ class Recorder:
         if (times := self._legs.get(leg)) is not None:
             times.ended_s = now_s - self._received_at_s
 
-    def sent(self, now_s: float) -> float | None:
-        """A piece of the answer went to the client. Return the seconds since the piece before."""
+    def sent(self, now_s: float) -> None:
+        """A piece of the answer went to the client."""
         at_s = now_s - self._received_at_s
-        before_s, self._last_byte_s = self._last_byte_s, at_s
         if self._first_byte_s is None:
             self._first_byte_s = at_s
-            return None
-        return at_s - before_s
+        else:
+            self.gaps_s.append(at_s - self._last_byte_s)
+        self._last_byte_s = at_s
 
     def counted(self, count: Count, now_s: float) -> None:
         if count.metric == "prefills":

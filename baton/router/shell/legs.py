@@ -115,11 +115,14 @@ class WireLeg:
         self._put(Draining(self._leg))
 
     def _expect(self, wait_s: float) -> None:
-        self._wait_s = max(0.0, min(wait_s, self._ends_at_s - self._upstream.wheel.now_s()))
-        self._deadline.set(self._wait_s)
+        now_s = self._upstream.wheel.now_s()
+        at_s = min(now_s + wait_s, self._ends_at_s)
+        self._wait_s = at_s - now_s
+        self._deadline.set_at(at_s, now_s)
 
     def _late(self) -> None:
-        waited = f"for {self._wait_s:.3g} s in a stream" if self._is_open else f"in {self._wait_s:.3g} s"
+        wait_s = max(0.0, self._wait_s)
+        waited = f"for {wait_s:.3g} s in a stream" if self._is_open else f"in {wait_s:.3g} s"
         self._fail(self._failure("timeout", f"no answer {waited}"))
 
     # --- Exchange

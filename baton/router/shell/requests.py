@@ -33,6 +33,7 @@ from baton.router.events import (
     Met,
     Opened,
     Over,
+    Piece,
     Queue,
     Send,
     Stopped,
@@ -53,6 +54,8 @@ from baton.router.shell.metrics import RouterMetrics
 from baton.router.timeline import Recorder
 
 logger = logging.getLogger(__name__)
+
+GAPS_AT_ONCE = 16  # A histogram is cheaper while its code is in the processor's caches.
 
 
 class Requests:
@@ -150,7 +153,9 @@ class RequestDriver:
     def _run(self) -> None:
         while self._events and not self._is_over:
             event, now_s = self._events.popleft(), self._loop.time()
-            if isinstance(event, Closed):
+            if isinstance(event, Piece):
+                pass  # Most events are.
+            elif isinstance(event, Closed):
                 del self._legs[event.leg]
                 self._recorder.leg_ended(event.leg, now_s)
             elif isinstance(event, Opened):
@@ -167,8 +172,9 @@ class RequestDriver:
         match effect:
             case Send(data, is_last):
                 self._reply.write(data, is_last=is_last)
-                if (gap_s := self._recorder.sent(now_s)) is not None:
-                    self._requests.metrics.between_pieces.observe(gap_s)
+                self._recorder.sent(now_s)
+                if is_last or len(self._recorder.gaps_s) >= GAPS_AT_ONCE:
+                    self._observe_gaps()
             case Count():
                 self._requests.metrics.count(effect)
                 self._recorder.counted(effect, now_s)
@@ -234,8 +240,14 @@ class RequestDriver:
             self._hold.cancel()
         for task in self._tasks:
             task.cancel()
+        self._observe_gaps()
         self._recorder.streamed(self._machine.num_output_tokens)
         self._on_over(status)
+
+    def _observe_gaps(self) -> None:
+        for gap_s in self._recorder.gaps_s:
+            self._requests.metrics.between_pieces.observe(gap_s)
+        self._recorder.gaps_s.clear()
 
     def _clear(self) -> None:
         """The machine has failed: leave its engines, and give back what they have lent."""

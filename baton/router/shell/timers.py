@@ -31,7 +31,15 @@ class Deadline:
 
     def set(self, seconds: float) -> None:
         """From now on, instead of the time that was set before."""
-        self._wheel.put(self, seconds)
+        now_s = self._wheel.now_s()
+        self.set_at(now_s + seconds, now_s)
+
+    def set_at(self, at_s: float, now_s: float) -> None:
+        """A deadline that is put off stays in its slot: it is looked at again when that slot's time comes."""
+        self.at_s = at_s
+        slot = int(at_s / TICK_S) + 1
+        if self.slot is None or self.slot > slot:
+            self._wheel.put(self, slot, now_s)
 
     def cancel(self) -> None:
         self.at_s = float("inf")
@@ -39,13 +47,11 @@ class Deadline:
 
 
 class TimerWheel:
-    """Deadlines by slot (Varghese and Lauck, 1987). Used from one event loop.
-
-    A deadline that is put off stays in its slot until the slot's time comes.
-    """
+    """Deadlines by slot (Varghese and Lauck, 1987). Used from one event loop."""
 
     def __init__(self, loop: Clock) -> None:
         self._loop = loop
+        self.now_s = loop.time
         self._slots: dict[int, dict[Deadline, None]] = {}
         self._tick: object | None = None
         self._next = 0  # The first slot whose time has not come.
@@ -53,17 +59,8 @@ class TimerWheel:
     def deadline(self, on_late: Callable[[], None]) -> Deadline:
         return Deadline(self, on_late)
 
-    def now_s(self) -> float:
-        return self._loop.time()
-
-    def put(self, deadline: Deadline, seconds: float) -> None:
-        now_s = self._loop.time()
-        deadline.at_s = now_s + seconds
-        slot = int(deadline.at_s / TICK_S) + 1
-        if deadline.slot is not None:
-            if deadline.slot <= slot:
-                return  # It is looked at again when its present slot's time comes.
-            self.remove(deadline)
+    def put(self, deadline: Deadline, slot: int, now_s: float) -> None:
+        self.remove(deadline)
         self._insert(deadline, slot)
         if self._tick is None:
             self._next = int(now_s / TICK_S)
