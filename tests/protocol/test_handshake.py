@@ -218,6 +218,26 @@ def test_a_lost_hello_is_repeated_a_few_times() -> None:
     assert lost(effects).code is FailureCode.NO_ANSWER
 
 
+def test_two_silent_peers_are_greeted_and_given_up_together() -> None:
+    peers, both = table(), [P, Address(EngineId("q"), Epoch(1))]
+    for address in both:
+        peers.want(address, 0.0)
+    for _ in range(HELLOS_MAX - 1):
+        assert peers.wake(peers.next_deadline) == [Send(address, make_hello(D, MODEL)) for address in both]
+    reason = FailureReason(FailureCode.NO_ANSWER, f"no answer to {HELLOS_MAX} hellos")
+    assert peers.wake(peers.next_deadline) == [PeerLost(address, reason) for address in both]
+    assert not any(peers.is_ready(address) for address in both)
+
+
+def test_changed_weights_part_each_peer_that_does_not_rest() -> None:
+    peers, other = table(), Address(EngineId("q"), Epoch(1))
+    peers.want(P, 0.0)
+    lost(peers.receive(P, Refused(("no room",)), 0.0))
+    peers.want(other, 0.0)
+    assert peers.weights_changed() == [PeerLost(other, FailureReason(FailureCode.OTHER_WEIGHTS))]
+    assert peers.num_open == 1
+
+
 def test_the_back_off_doubles_from_one_second_to_a_minute() -> None:
     peers, now, waits = table(), 0.0, []
     for _ in range(9):

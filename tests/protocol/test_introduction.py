@@ -56,5 +56,22 @@ def test_an_incompatible_engine_is_named() -> None:
     other = msgspec.structs.replace(MODEL, num_layers=3)
     with pytest.raises(BadIntroduction, match="num_layers: ours 3, theirs 2"):
         check_introduction(introduction(), kv_identity=other)
-    with pytest.raises(BadIntroduction, match="3 ranks, which cannot share 4 KV heads"):
-        check_introduction(introduction(tp_size=3), kv_identity=MODEL)
+    check_introduction(introduction(), kv_identity=msgspec.structs.replace(MODEL, dtype="float32"))
+    with pytest.raises(BadIntroduction, match="dtype"):
+        check_introduction(
+            introduction(), kv_identity=msgspec.structs.replace(MODEL, dtype="float32"), converts_dtype=False
+        )
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "tp_size", "can_share"),
+    [(1, 1, True), (1, 4, True), (2, 4, True), (8, 2, True), (4, 3, False), (2, 3, False), (0, 1, False)],
+)
+def test_ranks_share_the_kv_heads_evenly(num_heads: int, tp_size: int, can_share: bool) -> None:
+    model = msgspec.structs.replace(MODEL, num_kv_heads=num_heads)
+    theirs = introduction(tp_size=tp_size, kv_identity=model)
+    if can_share:
+        return check_introduction(theirs, kv_identity=model)
+    with pytest.raises(BadIntroduction, match=f"{tp_size} ranks, which cannot share {num_heads} KV heads"):
+        check_introduction(theirs, kv_identity=model)
+    return None
