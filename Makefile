@@ -1,5 +1,5 @@
 # Commands for developers and CI. Each first sets up .venv (test-vllm: .venv-vllm, or .venv-vllm-0.33.0 with V).
-.PHONY: demo test test-machine test-python test-vllm check chaos soak bench format clean
+.PHONY: demo test test-machine test-python test-vllm check chaos soak mutants bench format clean
 
 demo:      ; @scripts/demo $(ARGS)
 test:      ; @scripts/test $(ARGS)
@@ -8,6 +8,7 @@ test-vllm: ; @V=$(V) scripts/test-vllm $(ARGS)
 check:     ; @scripts/check
 chaos:     ; @scripts/chaos $(ARGS)
 soak:      ; @scripts/soak $(ARGS)
+mutants:   ; @scripts/mutants $(ARGS)
 # Run the tests as on another machine: make test-machine M=avx2, M=load or M=python
 test-machine: ; @scripts/test-machine $(M) $(ARGS)
 # Run the tests with another Python: make test-python V=3.13
@@ -20,4 +21,4 @@ format:
 	@.venv/bin/ruff check --fix .
 
 clean:
-	rm -rf .venv .venv-* .setup.lock .setup-vllm.lock .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv .venv-* .setup.lock .setup-vllm.lock .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis mutants

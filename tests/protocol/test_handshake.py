@@ -218,6 +218,34 @@ def test_a_lost_hello_is_repeated_a_few_times() -> None:
     assert lost(effects).code is FailureCode.NO_ANSWER
 
 
+def test_a_hello_is_repeated_after_a_round_trip_and_counted_anew_after_a_rest() -> None:
+    peers, now = table(), 5.0
+    for _ in range(2):
+        num_hellos = len(peers.want(P, now))
+        while True:
+            assert peers.next_deadline == now + TIMERS.round_trip_max_s
+            now = peers.next_deadline
+            [effect] = peers.wake(now)
+            if isinstance(effect, PeerLost):
+                break
+            num_hellos += 1
+        assert (num_hellos, effect.address) == (HELLOS_MAX, P)
+        now += 60.0
+
+
+def test_a_refusal_says_whose_and_why() -> None:
+    peers = table()
+    peers.want(P, 0.0)
+    reason = FailureReason(FailureCode.REFUSED, "refused by the peer: no room; no time")
+    assert peers.receive(P, Refused(("no room", "no time")), 0.0) == [PeerLost(P, reason)]
+    assert peers.want(P, 0.5) == [PeerLost(P, reason)], "answered from the record"
+    peers.want(P, 1.0)
+    [lost_again] = peers.receive(P, Refused(()), 1.0)
+    assert lost_again == PeerLost(
+        P, FailureReason(FailureCode.REFUSED, "refused by the peer: no reason given")
+    )
+
+
 def test_two_silent_peers_are_greeted_and_given_up_together() -> None:
     peers, both = table(), [P, Address(EngineId("q"), Epoch(1))]
     for address in both:
@@ -250,8 +278,7 @@ def test_the_back_off_doubles_from_one_second_to_a_minute() -> None:
         waits.append(now - since)
         peers.receive(P, Refused(("no room",)), now)  # Answers the Hello after the wait.
         now += 60.0
-    assert waits == sorted(waits)
-    assert (waits[0], waits[-1]) == (1.0, 60.0)
+    assert waits == [1.0, 4.0, 16.0, *[60.0] * 6], "twice as long after each of the two refusals of a turn"
 
 
 def test_a_success_resets_the_back_off() -> None:

@@ -38,17 +38,34 @@ def test_the_size_is_checked_first() -> None:
 
 
 @pytest.mark.parametrize(
-    "change",
+    ("change", "named"),
     [
-        {"address": Address(EngineId(""), Epoch(1))},
-        {"control_url": "x" * 513},
-        {"tp_size": 0},
-        {"block_tokens": 0},
+        ({"version": -1}, "version is -1"),
+        ({"address": Address(EngineId("p"), Epoch(-1))}, "epoch is -1"),
+        ({"address": Address(EngineId(""), Epoch(1))}, "length of engine_id is 0"),
+        ({"control_url": "x" * 513}, "length of control_url is 513"),
+        ({"public_key": bytes(31)}, "length of public_key is 31"),
+        ({"tp_size": 0}, "tp_size is 0"),
+        ({"block_tokens": 0}, "block_tokens is 0"),
     ],
 )
-def test_an_impossible_introduction_cannot_be_made(change: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected"):
+def test_an_impossible_introduction_cannot_be_made(change: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=f"^{named}, expected"):
         introduction(**change)
+
+
+def test_an_introduction_may_have_the_least_of_everything() -> None:
+    least = introduction(
+        version=0, address=Address(EngineId("p"), Epoch(0)), control_url="x", tp_size=1, block_tokens=1
+    )
+    assert least.control_url == "x"
+
+
+def test_a_secret_that_was_replaced_still_opens() -> None:
+    signed = sign_introduction(introduction(), b"o" * 32)
+    assert open_introduction(signed, KEY, b"o" * 32) == introduction()
+    with pytest.raises(BadIntroduction):
+        open_introduction(signed, KEY, b"x" * 32)
 
 
 def test_an_incompatible_engine_is_named() -> None:
