@@ -111,9 +111,7 @@ class Recorder:
         self._admitted_s: float | None = None
         self._first_byte_s: float | None = None
         self._last_byte_s = 0.0
-        self.gaps_s: list[
-            float
-        ] = []  # Between pieces that went to the client; for the metric, which empties it.
+        self.gaps_s: list[float] = []  # Between pieces of the answer, as long as no metric has them.
         self._output_tokens: int | None = None
 
     def asked(self, body: dict[str, Any]) -> None:

@@ -399,7 +399,7 @@ class ControlChannel:
         socket.setsockopt(zmq.IPV6, 1)
 
     def _receive(self, socket: "zmq.Socket[bytes]", url: str | None, received: list[Received]) -> None:
-        for _ in range(POLL_FRAMES_MAX - len(received)):  # Also of malformed ones.
+        for _ in range(POLL_FRAMES_MAX - len(received)):  # Malformed ones count too.
             try:
                 parts = socket.recv_multipart(zmq.NOBLOCK)
             except zmq.Again:

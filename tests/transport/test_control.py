@@ -349,7 +349,7 @@ def test_a_poll_ends_while_messages_come_as_fast_as_they_are_read(
     assert channel.poll(0) == []
     assert flood.num_read
     assert bool(channel.counters.pauses) is (socket_name == "_monitor")
-    monkeypatch.undo()
+    monkeypatch.undo()  # The channel closes its own socket.
 
 
 def test_strangers_do_not_take_the_descriptors_of_peers(
