@@ -44,6 +44,15 @@ def test_a_few_requests_are_always_tried_again() -> None:
         assert budget.take(float(number))
 
 
+def test_a_retry_costs_one_and_a_request_adds_its_share() -> None:
+    budget = RetryBudget()
+    at_start = sum(budget.take(0.0) for _ in range(1_000))
+    for _ in range(1_000):
+        budget.note_request(0.0)
+    assert at_start == PER_S * WINDOW_S
+    assert sum(budget.take(0.0) for _ in range(1_000)) == pytest.approx(1_000 * SHARE, abs=1)
+
+
 def spend(s: System) -> None:
     while s.router._parts.view.retries.take(asyncio.get_running_loop().time()):
         pass
