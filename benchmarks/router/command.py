@@ -7,6 +7,8 @@ front of them, in rounds, so that a change of the machine's speed meets all of t
     16 chunks   each one written in a turn of the event loop of its own
     256 chunks  4 ms apart
     pauses      16 chunks; each client waits 0 to 40 ms before it asks again, so no router is always busy
+    220 KB      long prompts, 20, 100 and 200 at once, from engines that answer at once (llm-d-router #1109)
+    1,000 streams   16 chunks, 200 ms apart, of 1,000 clients at once
 
 Processor time is that of all processes of the router, from the kernel's accounts. Added latency is the
 router's percentile minus that of a client that sends both legs itself. With `MANY` whole answers the memory
@@ -67,6 +69,7 @@ NUM_IDLE = 1_000
 MANY = 100_000
 RESULTS = ROOT / "docs" / "benchmarks" / "router.json"
 PROMPT = "word " * 1_024  # About 5 kB, as a prompt of 1,024 tokens.
+LONG_PROMPT = "word " * 44_000
 
 
 class Workload(NamedTuple):
@@ -74,9 +77,11 @@ class Workload(NamedTuple):
     num_chunks: int  # 0: the answer is not streamed.
     gap_ms: int = 0
     pause_s: float = 0.0
+    num_at_once: int = NUM_AT_ONCE
+    prompt: str = PROMPT
 
     def body(self) -> str:
-        fields = {"model": "fake", "prompt": PROMPT, "max_tokens": self.num_chunks or 16}
+        fields = {"model": "fake", "prompt": self.prompt, "max_tokens": self.num_chunks or 16}
         if self.num_chunks:
             fields |= {"stream": True, "user": f"gap {self.gap_ms}" if self.gap_ms else ""}
         return json.dumps(fields)
@@ -87,6 +92,10 @@ WORKLOADS = {
     "16 chunks": Workload(600, 16),
     "256 chunks": Workload(64, 256, gap_ms=4),
     "pauses": Workload(1_000, 16, pause_s=0.04),
+    "220 KB, 20": Workload(400, 16, num_at_once=20, prompt=LONG_PROMPT),
+    "220 KB, 100": Workload(800, 16, num_at_once=100, prompt=LONG_PROMPT),
+    "220 KB, 200": Workload(1_600, 16, num_at_once=200, prompt=LONG_PROMPT),
+    "1,000 streams": Workload(4_000, 16, gap_ms=200, num_at_once=1_000),
 }
 
 
@@ -239,14 +248,16 @@ def measure(
         port,
         workload.body(),
         workload.num_requests,
-        NUM_AT_ONCE,
+        workload.num_at_once,
         num_events,
         decode_port=decode,
         pause_s=workload.pause_s,
         headers=dict(headers),
         ca=ca,
     )
-    client.run(msgspec.structs.replace(job, num_requests=NUM_AT_ONCE * 4))  # Warm: connections, caches.
+    client.run(
+        msgspec.structs.replace(job, num_requests=workload.num_at_once * 4)
+    )  # Warm: connections, caches.
     before_s = cpu_s(pid) if pid else 0.0
     result = client.run(job)
     spent_s = cpu_s(pid) - before_s if pid else 0.0
@@ -315,13 +326,13 @@ def median(measured: Sequence[Measured]) -> Measured:
 
 
 def table_of(workload: str, measured: Mapping[str, Measured], cpu_of_whole: Mapping[str, float]) -> Table:
-    num_chunks = WORKLOADS[workload].num_chunks
-    table = Table(title=f"{workload}, {NUM_AT_ONCE} at once, median of {ROUNDS} rounds")
+    num_chunks, num_at_once = WORKLOADS[workload].num_chunks, WORKLOADS[workload].num_at_once
+    table = Table(title=f"{workload}, {num_at_once} at once, median of {ROUNDS} rounds")
     for column in ("", "us/request", "us/chunk", "requests/s", "p50 ms", "p99 ms", "+p50 ms", "+p99 ms"):
         table.add_column(column, justify="left" if not column else "right")
     direct = measured[DIRECT]
     for name, one in measured.items():
-        chunk_us = (one.cpu_us - cpu_of_whole[name]) / num_chunks if num_chunks else 0.0
+        chunk_us = (one.cpu_us - cpu_of_whole.get(name, 0.0)) / num_chunks if num_chunks else 0.0
         table.add_row(
             name,
             f"{one.cpu_us:,.0f}" if name != DIRECT else "",
@@ -413,12 +424,17 @@ def plot(
     pyplot.close(figure)
 
 
-def measure_routers(
-    console: Console, client: Client, routers: Mapping[str, tuple[int, int]], prefill: int, decode: int
+def measure_workloads(
+    console: Console,
+    client: Client,
+    routers: Mapping[str, tuple[int, int]],
+    prefill: int,
+    decode: int,
+    workloads: Mapping[str, Workload],
 ) -> dict[str, dict[str, dict[str, float]]]:
     cpu_of_whole: dict[str, float] = {}
     results: dict[str, dict[str, dict[str, float]]] = {}
-    for title, workload in WORKLOADS.items():
+    for title, workload in workloads.items():
         rounds: dict[str, list[Measured]] = {name: [] for name in (DIRECT, *routers)}
         for _ in range(ROUNDS):
             rounds[DIRECT].append(measure(client, workload, prefill, decode=decode))
@@ -432,7 +448,13 @@ def measure_routers(
         for name, one in measured.items():
             if one.num_bad:
                 console.print(f"{name}: {one.num_bad} bad answers")
-    memory = results["memory"] = {}
+    return results
+
+
+def measure_memory(
+    console: Console, client: Client, routers: Mapping[str, tuple[int, int]]
+) -> dict[str, dict[str, float]]:
+    memory: dict[str, dict[str, float]] = {}
     for name, (port, pid) in routers.items():
         memory[name] = {"idle_mib": idle_mib(client, port, pid)}
         console.print(f"{name}: {memory[name]['idle_mib']:.0f} MiB more for {NUM_IDLE:,} idle streams")
@@ -441,7 +463,7 @@ def measure_routers(
             console.print(
                 f"{name}: {memory[name]['growth_mib']:+.1f} MiB from {MANY // 10:,} to {MANY:,} answers"
             )
-    return results
+    return memory
 
 
 def main(arguments: Sequence[str] = ()) -> None:
@@ -449,23 +471,30 @@ def main(arguments: Sequence[str] = ()) -> None:
     parser.add_argument(
         "--features", action="store_true", help="only what features cost; keeps other figures"
     )
-    is_partial = parser.parse_args(list(arguments)).features
+    parser.add_argument(
+        "--workloads", nargs="+", choices=list(WORKLOADS), help="only these; keeps other figures"
+    )
+    asked = parser.parse_args(list(arguments))
+    workloads = {name: WORKLOADS[name] for name in asked.workloads or WORKLOADS}
+    is_whole = not asked.features and not asked.workloads
     console = Console()
     load = f"{os.getloadavg()[0]:.1f}"
     with tempfile.TemporaryDirectory() as made, contextlib.closing(Client()) as client:
         folder = Path(made)
-        if is_partial:
-            found = json.loads(RESULTS.read_text())
-        else:
+        found = {} if is_whole else json.loads(RESULTS.read_text())
+        if not asked.features:
             with running(folder / "routers", ROUTERS) as (started, prefill, decode):
                 for name in ROUTERS.keys() - started.keys():
                     console.print(f"{name} is not installed (scripts/setup-peers); skipped")
-                found = measure_routers(console, client, started, prefill, decode)
-        rounds: Rounds = {title: {} for title in VARIED}
-        for number in range(VARIANT_STARTS):
-            (folder / f"{number}").mkdir()
-            measure_variants(client, folder / f"{number}", rounds)
-    found["variants"] = summarise_variants(console, rounds)
+                found |= measure_workloads(console, client, started, prefill, decode, workloads)
+                if is_whole:
+                    found["memory"] = measure_memory(console, client, started)
+        if not asked.workloads:
+            rounds: Rounds = {title: {} for title in VARIED}
+            for number in range(VARIANT_STARTS):
+                (folder / f"{number}").mkdir()
+                measure_variants(client, folder / f"{number}", rounds)
+            found["variants"] = summarise_variants(console, rounds)
     console.print(f"load average before: {load}")
     RESULTS.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     plot(found, found["variants"], RESULTS.with_suffix(".png"))
