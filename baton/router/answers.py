@@ -18,7 +18,7 @@ from baton.router.cached_tokens import event_with_prefill_hits, with_prefill_hit
 from baton.router.continued_stream import OverlapReader
 from baton.router.first_token import FirstToken, FirstTokenReader
 from baton.router.first_tokens import FirstTokens
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.legs import PARAMS, LocalReason
 from baton.router.outlier_detection import is_error
 from baton.router.sse import EventSplitter, RawObject, is_done

@@ -9,7 +9,7 @@ from baton.router.admission import Ended, Ticket
 from baton.router.answers import LegAnswer, PrefillReader
 from baton.router.block_index import Match
 from baton.router.errors import LegFailure, RouterError
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.identity import has_other_weights
 from baton.router.notes import Outcome
 from baton.router.rates import Window

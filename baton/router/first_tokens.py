@@ -15,7 +15,7 @@ from baton.router.continued_stream import ContinuedSieve, OverlapReader
 from baton.router.errors import RouterError
 from baton.router.exact import can_split, limit_of
 from baton.router.first_token import FirstToken, FirstTokenReader
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.identity import Kind
 from baton.router.kept_token import (
     KeptToken,

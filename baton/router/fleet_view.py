@@ -8,7 +8,9 @@ from baton.router.admission import Admission
 from baton.router.block_index import CHUNK_TOKENS
 from baton.router.budget import RetryBudget
 from baton.router.errors import LegFailure, RouterError
-from baton.router.fleet import Engine, Fleet, Loan
+from baton.router.fleet.choice import Loan
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.hedge import Lateness
 from baton.router.identity import has_other_weights, is_compatible
 from baton.router.late_leg import LateLegs
@@ -33,7 +35,7 @@ class FleetView:
         self.retries = RetryBudget()
         self.admission = None
         if settings.admission is not None:
-            self.admission = Admission(settings.admission, fleet.capacity)
+            self.admission = Admission(settings.admission, fleet.choice.capacity)
         self.new_transfer_id = new_transfer_id
         # Of a prompt that is looked up in the engines' caches. None: there is no index.
         self.look_min_tokens = CHUNK_TOKENS if settings.kv_events else None
@@ -49,7 +51,7 @@ class FleetView:
             prefix_key,
             model,
             num_tokens,
-            num_output_tokens=self.fleet.expected_output,
+            num_output_tokens=self.fleet.choice.expected_output,
             priority=priority,
         )
 
@@ -66,8 +68,8 @@ class FleetView:
         if len(tried) >= attempts:
             return None
         if role == "decode" and not tried:
-            self.fleet.check_model(routed)
-        return self.fleet.choose(role, routed, now_s, tried=tried, is_fit=is_fit)
+            self.fleet.models.check_model(routed)
+        return self.fleet.choice.choose(role, routed, now_s, tried=tried, is_fit=is_fit)
 
     def place(
         self,
@@ -83,15 +85,15 @@ class FleetView:
             or len(bad_producers) >= self.settings.prefill_attempts
         ):
             return None
-        return self.fleet.place(routed, tried, bad_producers, is_fit, now_s, self.pairs.load_s)
+        return self.fleet.choice.place(routed, tried, bad_producers, is_fit, now_s, self.pairs.load_s)
 
     def find_loan(self, consumer: Engine, routed: RoutedRequest, now_s: float) -> Loan | None:
         """What another engine lends, if the consumer had better read it than compute it."""
-        loan = self.fleet.find_loan(routed, consumer.kv_identity)
+        loan = self.fleet.choice.find_loan(routed, consumer.kv_identity)
         if loan is None or self.pairs.why_not(loan.lender, consumer, now_s) is not None:
             return None
-        (candidate,) = self.fleet.candidates([consumer], routed)
-        borrower = self.fleet.with_loan(consumer, candidate, loan, self.pairs.load_s)
+        (candidate,) = self.fleet.choice.candidates([consumer], routed)
+        borrower = self.fleet.choice.with_loan(consumer, candidate, loan, self.pairs.load_s)
         return loan if borrower.num_lent_tokens else None
 
     def no_engine(self, role: Role, failure: LegFailure | None, *, is_tried: bool = False) -> RouterError:
@@ -111,7 +113,11 @@ class FleetView:
         """Whether its weights are all that keeps this engine from using the prefill engines' KV."""
         kv, theirs = consumer.kv_identity, set[KVIdentity | None]()
         for one in self.fleet.engines if kv is not None else ():
-            if one.role == "prefill" and one.kv_identity not in theirs and self.fleet.may_take(one, routed):
+            if (
+                one.role == "prefill"
+                and one.kv_identity not in theirs
+                and self.fleet.models.may_take(one, routed)
+            ):
                 if is_compatible(kv, one.kv_identity):
                     return False
                 theirs.add(one.kv_identity)
@@ -153,4 +159,4 @@ class FleetView:
         if self.pairs.note_computed(producer, consumer, why, now_s):
             level = logging.WARNING if outcome == "late" else logging.ERROR
             logger.log(level, "%s hands nothing over to %s: %s", producer.url, consumer.url, why)
-            self.fleet.note_event("pair_stopped", consumer, f"of prompts from {producer.url}: {why}")
+            self.fleet.roster.note_event("pair_stopped", consumer, f"of prompts from {producer.url}: {why}")

@@ -21,7 +21,7 @@ import msgspec
 
 from baton.core.identity import KVIdentity
 from baton.core.json_text import NotJson, decode_json
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.identity import Identity, Introduced, Introduction, ModelCard
 from baton.router.legs import PARAMS
 

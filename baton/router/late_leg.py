@@ -14,7 +14,7 @@ D's leg waits for the answer. A wrong guess costs time only: one pair of engines
 from collections import defaultdict, deque
 from urllib.parse import urlsplit
 
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.settings import DecodeLegStart
 
 LEAD_SHARE = 0.05  # Of the prefill: what D's spinning may cost it is less than a fifth of that.

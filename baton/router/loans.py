@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.introductions import ASKING, COMPLETIONS_PATH, Question
 from baton.router.legs import PARAMS
 

@@ -34,7 +34,7 @@ def look_for(
     least, salt = view.look_min_tokens, body.get("cache_salt")
     if least is None or shape.num_prompt_tokens < least:
         return None
-    adapter, salt = view.fleet.adapter_of(routed), salt if isinstance(salt, str) else None
+    adapter, salt = view.fleet.models.adapter_of(routed), salt if isinstance(salt, str) else None
     if not is_chat:
         return None if body.get("prompt") is None else Look(body["prompt"], adapter, salt)
     tokenizer = view.choose("decode", routed, [], now_s) if shape.is_text else None

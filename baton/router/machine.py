@@ -83,7 +83,7 @@ from baton.router.events import (
 )
 from baton.router.first_token import FirstToken
 from baton.router.first_tokens import FirstTokens, PrefillAsk, can_follow
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.identity import has_other_weights, is_compatible, is_continued_alike
 from baton.router.learning import (
@@ -215,7 +215,7 @@ class Machine:
         if admission is None:
             return self._look()
         ticket = Ticket(
-            self._view.fleet.pool_of(self._routed),
+            self._view.fleet.models.pool_of(self._routed),
             objective.priority,
             objective.tenant,
             self._request.received_at_s,
@@ -338,7 +338,7 @@ class Machine:
         """Pull or push, now that both engines are known."""
         consumer = self._consumer
         assert consumer is not None
-        if not self._view.fleet.may_take(consumer, self._routed):
+        if not self._view.fleet.models.may_take(consumer, self._routed):
             return self._attempt()  # What it says of itself excludes it.
         if producer is None or self._settings.mode == "pull" or self._first.is_told:
             self._first.choose(producer, consumer, is_push=False)
@@ -474,7 +474,7 @@ class Machine:
         assert first is not None
         if event.transfer_id != self._transfer_id:
             return  # It is of an attempt before this one.
-        self._view.fleet.note_late(first.engine, self._now_s)
+        self._view.fleet.health.note_late(first.engine, self._now_s)
         if self._was_hedged or self._turn is not None:
             return  # A turn is for one engine.
         engine = self._choose_hedge(first)
@@ -501,7 +501,7 @@ class Machine:
         engine = self._view.choose("prefill", self._routed, tried, self._now_s, is_fit)
         if engine is None:
             return None
-        expected_s = self._view.fleet.prefill_s(engine, self._num_to_compute(engine))
+        expected_s = self._view.fleet.choice.prefill_s(engine, self._num_to_compute(engine))
         is_soon = expected_s is not None and expected_s <= self._now_s - first.started_at_s
         return engine if is_soon else None
 
@@ -1054,7 +1054,7 @@ class Machine:
         consumer = self._consumer
         if self._local_reason != "cheaper" or consumer is None:
             return None
-        return consumer if self._view.fleet.may_take(consumer, self._routed) else None
+        return consumer if self._view.fleet.models.may_take(consumer, self._routed) else None
 
     def _why_no_pair(self, producer: Engine, consumer: Engine) -> str | None:
         leg = self._prefill
@@ -1088,7 +1088,7 @@ class Machine:
             keeps_answer=ask.keeps_answer,
         )
         wait_s, num_tokens = self._settings.timeouts.prefill_s, self._num_to_compute(engine)
-        expected_s = self._view.fleet.prefill_s(engine, num_tokens)
+        expected_s = self._view.fleet.choice.prefill_s(engine, num_tokens)
         leg = self._open("prefill", engine, body, wait_s, num_tokens, reader)
         leg.expected_s = expected_s
         return leg
@@ -1146,7 +1146,7 @@ class Machine:
     def _note_answer(self, leg: Leg, answer: LegAnswer) -> None:
         leg.outcome = str(answer.status)
         leg.weights_id = answer.headers.get(WEIGHTS_HEADER, "")
-        self._view.fleet.note_answer(leg.engine, answer.status, self._now_s, retry_after_s(answer))
+        self._view.fleet.health.note_answer(leg.engine, answer.status, self._now_s, retry_after_s(answer))
         note_answer(leg, answer, self._now_s)
         self._note_computed(leg)
 
@@ -1162,7 +1162,7 @@ class Machine:
 
     def _note_failure(self, leg: Leg, failure: LegFailure) -> None:
         leg.outcome = failure.kind
-        self._view.fleet.note_failure(leg.engine, failure, self._now_s)
+        self._view.fleet.health.note_failure(leg.engine, failure, self._now_s)
 
     def _again(self) -> None:
         """Close this attempt's legs, then choose engines anew."""
@@ -1183,9 +1183,11 @@ class Machine:
             then()
 
     def _on_closed(self, event: Closed) -> None:
-        note_closed(event.leg, self._view.fleet.outputs)
+        note_closed(event.leg, self._view.fleet.choice.outputs)
         self._note_computed(event.leg)
-        self._view.fleet.note_outcome(event.leg.engine, event.leg.outcome, self._now_s, self._routed.model)
+        self._view.fleet.health.note_outcome(
+            event.leg.engine, event.leg.outcome, self._now_s, self._routed.model
+        )
         self._view.fleet.note_end(event.leg.engine)
         self._open_legs.remove(event.leg)
         self._take_back_unseen(event.leg)
@@ -1293,7 +1295,7 @@ class Machine:
         self._effects.append(Count(metric, labels, value))
 
     def _report(self, kind: EventKind, engine: Engine | None, why: str) -> None:
-        self._view.fleet.report_event(kind, engine, why, self._request.id)
+        self._view.fleet.roster.report_event(kind, engine, why, self._request.id)
 
     def _log(self, message: str, *values: object) -> None:
         logger.warning("%s: " + message, self._request.id, *values)

@@ -12,7 +12,7 @@ OVERLAP    As CONTINUE, but D's leg left before P had answered: D gives the toke
 
 from enum import Enum, auto
 
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.identity import Kind
 
 

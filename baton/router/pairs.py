@@ -16,7 +16,7 @@ from typing import Any
 
 from baton.core.identity import KVIdentity, differences, differs_in_weights_only
 from baton.router.cost import LOAD_TOKENS_PER_S
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.rates import Line
 
 FAILURES_TO_STOP = 3  # One prompt may be computed for a reason of its own: a lease that lapsed, a full pool.

@@ -40,7 +40,7 @@ from baton.router.events import (
     Stopped,
     StreamEnded,
 )
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.legs import PARAMS, refuse_hidden_params
 from baton.router.machine import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN
@@ -205,7 +205,7 @@ class PassThrough:
 
     def _on_opened(self, leg: Leg, answer: LegAnswer, now_s: float) -> Sequence[Effect]:
         leg.outcome = str(answer.status)
-        self._view.fleet.note_answer(leg.engine, answer.status, now_s, retry_after_s(answer))
+        self._view.fleet.health.note_answer(leg.engine, answer.status, now_s, retry_after_s(answer))
         if lacks_path(answer):
             leg.engine.lacks[self._request.path] = now_s + LACKS_S
             self._lacking = answer
@@ -225,7 +225,7 @@ class PassThrough:
     def _on_failed(self, leg: Leg, failure: LegFailure, now_s: float) -> Sequence[Effect]:
         logger.warning("%s: %s", self._request.path, failure)
         leg.outcome, self._failure = failure.kind, failure
-        self._view.fleet.note_failure(leg.engine, failure, now_s)
+        self._view.fleet.health.note_failure(leg.engine, failure, now_s)
         if self._status is not None:
             broken = Send(error_event("the engine failed in its answer"), is_last=True)
             return self._end(Count("broken_streams"), broken)
@@ -240,7 +240,7 @@ class PassThrough:
         return PATHS[self._request.path].repeats
 
     def _on_closed(self, leg: Leg, now_s: float) -> Sequence[Effect]:
-        self._view.fleet.note_outcome(leg.engine, leg.outcome, now_s, self._routed.model)
+        self._view.fleet.health.note_outcome(leg.engine, leg.outcome, now_s, self._routed.model)
         self._view.fleet.note_end(leg.engine)
         self._leg = None
         counted = Count("legs", (leg.engine.role, leg.engine.url, leg.outcome))

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from baton.router.fleet import Counts, Engine
+from baton.router.fleet.engine import Counts, Engine
 from baton.router.fleet_view import FleetView
 from baton.router.health import Probe, ProbeKind
 from baton.router.identity import Introduced
@@ -71,14 +71,14 @@ class Replica:
                     fleet.end_drain(engine, now_s)
             case Probed(_, kind, why, admin_port):
                 engine.admin_port = admin_port
-                fleet.note_probe(engine, Probe(kind, why), now_s)
+                fleet.health.note_probe(engine, Probe(kind, why), now_s)
             case Introduces(_, found):
-                fleet.note_asked(engine)
-                fleet.note_introduced(engine, found)
+                engine.was_asked = True
+                fleet.models.note_introduced(engine, found)
             case LegFailed(_, why, is_decisive):
-                fleet.note_leg_failed(engine, why, now_s, is_decisive=is_decisive)
+                fleet.health.note_leg_failed(engine, why, now_s, is_decisive=is_decisive)
             case Erred(_, why):
-                fleet.note_error(engine, why)
+                fleet.roster.note_error(engine, why)
 
     def _learn_load(self, num_requests: int, rows: list[EngineLoad]) -> None:
         self.num_requests_elsewhere = num_requests

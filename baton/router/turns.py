@@ -19,7 +19,7 @@ import msgspec
 from baton.core.identity import KVIdentity
 from baton.core.json_text import NotJson, decode_json
 from baton.core.retention import SESSION_CHARS_MAX
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.identity import is_compatible
 from baton.router.legs import PARAMS
 from baton.router.notes import Note, TurnKept, TurnTaken

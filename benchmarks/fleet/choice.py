@@ -17,7 +17,7 @@ from rich.table import Table
 
 from baton.contract.events import BlockStored
 from baton.router.block_index import CHUNK_TOKENS, BlockIndex, prefix_keys, root_key
-from baton.router.fleet import Fleet
+from baton.router.fleet.fleet import Fleet
 from baton.router.pairs import Pairs
 from baton.router.policies import RoutedRequest
 from baton.router.rates import NUM_POINTS
@@ -64,7 +64,7 @@ def main() -> int:
         matched_s = time.perf_counter()
         request = RoutedRequest(number, num_tokens=len(keys) * CHUNK_TOKENS, cached=cached)
         placing_s = time.perf_counter()
-        fleet.place(request, [], [], lambda engine: True, 0.0, pairs.load_s)
+        fleet.choice.place(request, [], [], lambda engine: True, 0.0, pairs.load_s)
         match_s, place_s = matched_s - began_s, time.perf_counter() - placing_s
         for name, seconds in (("match", match_s), ("place", place_s), ("both", match_s + place_s)):
             times[name].append(1e6 * seconds)

@@ -76,13 +76,13 @@ def by_fleet(world: World, request: Request) -> tuple[str | None, str]:
         str(request.keys[:1]).encode(),
         num_tokens=request.num_tokens,
         cached={url_of(name): Match.in_cache(count) for name, count in cached.items() if count},
-        num_output_tokens=fleet.expected_output,
+        num_output_tokens=fleet.choice.expected_output,
         home=request.home,
     )
-    found = fleet.place(routed, [], [], lambda engine: True, world.now_s, world.router.pairs.load_s)
+    found = fleet.choice.place(routed, [], [], lambda engine: True, world.now_s, world.router.pairs.load_s)
     assert found is not None
     consumer, is_alone = found
-    producer = None if is_alone else fleet.choose("prefill", routed, world.now_s)
+    producer = None if is_alone else fleet.choice.choose("prefill", routed, world.now_s)
     return None if producer is None else producer.url.removeprefix("http://"), consumer.url.removeprefix(
         "http://"
     )

@@ -26,7 +26,7 @@ def by_state(name: PolicyName, *, sees_outliers: bool = False) -> Pick:
     def pick(world: World, request: Request, names: Sequence[str]) -> str:
         fleet, routed = world.router.fleet, world.router.routed
         if sees_outliers:
-            fleet.judge_speeds(world.now_s)
+            fleet.choice.judge_speeds(world.now_s)
         states = [
             EngineState(
                 one,
@@ -104,7 +104,9 @@ def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = Tru
         )
 
         def learned(names: Sequence[str]) -> list[cost.Candidate]:
-            found = world.router.fleet.candidates([world.router.routed[name] for name in names], routed)
+            found = world.router.fleet.choice.candidates(
+                [world.router.routed[name] for name in names], routed
+            )
             return [replace(one, num_queued_tokens=0) for one in found] if without == "queue" else found
 
         def load_s(producer: int, consumer: int, num_tokens: int) -> float:
@@ -127,7 +129,7 @@ def by_cost(*, without: str = "", is_learned: bool = True, is_hashed: bool = Tru
         if is_learned:
             found = cost.placements(
                 request.num_tokens,
-                world.router.fleet.expected_output,
+                world.router.fleet.choice.expected_output,
                 learned(world.producers),
                 learned(world.consumers),
                 load_s,

@@ -22,8 +22,9 @@ from baton.router.block_index import NO_MATCH, BlockIndex, Match, home_key, pref
 from baton.router.budget import RetryBudget
 from baton.router.errors import RouterError
 from baton.router.events import Admitted, Event, Leg, tell_ended
-from baton.router.fleet import Counts, Fleet
-from baton.router.fleet import Engine as RoutedEngine
+from baton.router.fleet.engine import Counts
+from baton.router.fleet.engine import Engine as RoutedEngine
+from baton.router.fleet.fleet import Fleet
 from baton.router.hedge import Lateness
 from baton.router.learning import (
     SAMPLE_CHUNKS,
@@ -144,7 +145,7 @@ class Router:
             admission=admission,
         )
         self.fleet, self.pairs = Fleet(settings), Pairs()
-        self.admission = None if admission is None else Admission(admission, self.fleet.capacity)
+        self.admission = None if admission is None else Admission(admission, self.fleet.choice.capacity)
         self.retries, self.lateness = RetryBudget(), Lateness()
         engines = {engine.url: engine for engine in self.fleet.engines}
         self.routed: dict[str, RoutedEngine] = {
@@ -285,7 +286,7 @@ class World:
         if router.admission is None:
             return self._send(router, request, self.now_s, None)
         objective, fleet, arrived_s = request.objective, router.fleet, self.now_s
-        num_output = min(objective.max_output, fleet.expected_output)
+        num_output = min(objective.max_output, fleet.choice.expected_output)
         ticket = Ticket(
             "",
             objective.priority,
@@ -324,14 +325,14 @@ class World:
             nonlocal first_s
             first_s = now_s
             note_answer(prompt.leg, answer(request.num_tokens, num_cached, 0), now_s)
-            router.fleet.note_answer(prompt.leg.engine, 200, now_s)
+            router.fleet.health.note_answer(prompt.leg.engine, 200, now_s)
             prompts.remove(prompt)
             for other in prompts:
                 self.engines[other.name].cancel(other.job)
                 if other.name == first:
                     note_outpaced(other.leg, now_s)
                     other.leg.num_queued_tokens = 0
-                note_closed(other.leg, router.fleet.outputs)
+                note_closed(other.leg, router.fleet.choice.outputs)
                 self._end_prompt(router, other)
             prompts.clear()
             if prompt.expected_s is not None and producer is not None:
@@ -354,7 +355,7 @@ class World:
             if producer is None:
                 self._leave(router, request, ticket)
                 self.seen[first].num_running -= 1
-                note_closed(prompt.leg, router.fleet.outputs)
+                note_closed(prompt.leg, router.fleet.choice.outputs)
                 router.fleet.note_end(prompt.leg.engine)
                 self._note_end(request, first_s, now_s)
 
@@ -387,16 +388,16 @@ class World:
         def on_late() -> None:
             if not prompts:
                 return
-            router.fleet.note_late(first.leg.engine, self.now_s)
+            router.fleet.health.note_late(first.leg.engine, self.now_s)
             cached = {url_of(name): Match.in_cache(count) for name, count in self.cached(request).items()}
             routed = RoutedRequest(
                 self.num_routed, str(request.keys[:1]).encode(), num_tokens=request.num_tokens, cached=cached
             )
-            other = router.fleet.choose("prefill", routed, self.now_s, tried=[first.leg.engine])
+            other = router.fleet.choice.choose("prefill", routed, self.now_s, tried=[first.leg.engine])
             if other is None:
                 return
             num_left = request.num_tokens - routed.cached_at(other.url).num_tokens
-            expected_s = router.fleet.prefill_s(other, num_left)
+            expected_s = router.fleet.choice.prefill_s(other, num_left)
             is_soon = expected_s is not None and expected_s <= late_s
             if not is_soon or not router.retries.take(self.now_s):
                 return
@@ -415,7 +416,7 @@ class World:
     ) -> _Prompt:
         seen = self.seen[name]
         num_left = max(1, request.num_tokens - self.cached(request)[name])
-        expected_s = router.fleet.prefill_s(router.routed[name], num_left)
+        expected_s = router.fleet.choice.prefill_s(router.routed[name], num_left)
         seen.num_queued_tokens += num_left
         seen.num_waiting += 1
         leg = self._begin(router, name, num_left)
@@ -486,7 +487,7 @@ class World:
         def on_end(now_s: float) -> None:
             self._leave(router, request, ticket)
             seen.num_running -= 1
-            note_closed(leg, router.fleet.outputs)
+            note_closed(leg, router.fleet.choice.outputs)
             router.fleet.note_end(leg.engine)
             self._note_end(request, first_s, now_s)
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from baton.router.answers import LegAnswer
 from baton.router.block_index import Match
 from baton.router.events import Closed, Event, Leg, Meet, Met, Opened
-from baton.router.fleet import Fleet
+from baton.router.fleet.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.machine import Machine, Request
 from baton.router.pairs import Pairs

@@ -24,7 +24,7 @@ from baton.core.reasons import FailureCode, Fault
 from baton.engine.api import FinishReason
 from baton.router.answers import Prefilled
 from baton.router.errors import FailureKind
-from baton.router.fleet import Fleet
+from baton.router.fleet.fleet import Fleet
 from baton.router.legs import LocalReason
 from baton.router.notes import Outcome
 from baton.router.pairs import Pairs

@@ -48,7 +48,8 @@ from baton.router.events import (
     StreamEnded,
     tell_ended,
 )
-from baton.router.fleet import Counts, Engine, Fleet
+from baton.router.fleet.engine import Counts, Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.identity import Introduced, Introduction, is_compatible
 from baton.router.learning import settle
@@ -473,7 +474,7 @@ class World:
             kv = replace(KV, version=str(self.versions[engine])) if self.has_versions else None
             card = Introduction(engine.url, "signed", lends=self.lends[engine], kv_identity=kv)
             found = Introduced("baton" if kind == "baton" else "vllm", card, 100, None, None)
-        if self.fleet.note_introduced(engine, found):
+        if self.fleet.models.note_introduced(engine, found):
             self.view.turns.forget(engine)
 
     def _fails(self) -> bool:

@@ -175,10 +175,10 @@ async def test_a_fault_is_no_reason_of_an_engine_that_is_back() -> None:
         while not engine.is_up:
             await s.client.get("/health")
         assert ((await shown())["reason"], (await shown())["last_error"]) == (None, None)
-        s.router.fleet.note_probe(engine, Probe("refused", "/health failed: refused"), 1.0)
+        s.router.fleet.health.note_probe(engine, Probe("refused", "/health failed: refused"), 1.0)
         found = await shown()
         assert (found["state"], found["reason"]) == ("down", "/health failed: refused")
-        s.router.fleet.note_probe(engine, Probe("healthy"), 2.0)
+        s.router.fleet.health.note_probe(engine, Probe("healthy"), 2.0)
         found = await shown()
         assert (found["state"], found["reason"]) == ("up", None)
         assert found["last_error"] == "/health failed: refused"

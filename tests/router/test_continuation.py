@@ -248,7 +248,7 @@ async def test_a_baton_that_prefills_and_a_vllm_that_decodes_go_the_same_way() -
 async def test_one_vllm_does_not_switch_the_first_token_off_for_others(mode: str) -> None:
     p, d, other = baton("p"), baton("d"), vllm()
     async with introduced_system([p], [d, other], mode=mode, policy="round_robin") as s:
-        s.router.fleet._policy = first_eligible
+        s.router.fleet.choice._policy = first_eligible
         got = await stream(s)
     check_is_one_engines(got)
     assert speaker(d).legs[0]["baton_first_token"] is True
@@ -268,7 +268,7 @@ async def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unn
     p, bad, good, baton_d = vllm(introduces=True), vllm(), vllm(), baton("d")
     bad.respond = after(token_seen, dies)
     async with introduced_system([p], [bad, baton_d, good], mode=mode) as s:
-        s.router.fleet._policy = first_eligible
+        s.router.fleet.choice._policy = first_eligible
         check_is_one_engines(await stream(s, shown=token_seen))
     assert not baton_d.calls, "it cannot continue after a token"
     assert vllm_speaker(good).legs[0]["prompt"] == [*IDS, TOKENS[0]]
@@ -309,7 +309,7 @@ async def test_without_another_vllm_p_gives_the_rest() -> None:
     p, d = vllm(), vllm()
     d.respond = dies
     async with introduced_system([p], [d, baton("d")]) as s:
-        s.router.fleet._policy = first_eligible
+        s.router.fleet.choice._policy = first_eligible
         check_is_one_engines(await stream(s))
     assert vllm_speaker(p).legs[-1]["prompt"] == [*IDS, TOKENS[0]]
 
@@ -328,7 +328,7 @@ async def test_a_vllm_that_prefills_is_asked_for_its_introduction_once() -> None
         asked = [len([c for c in engine.calls if c.path == "/v1/completions"]) for engine in (p, d)]
         assert asked == [1, 1], "they report no identity that could change"
         engine = s.router.fleet.engines[0]
-        s.router.fleet.note_probe(engine, Probe("broken", "it did not answer"), 0.0)
+        s.router.fleet.health.note_probe(engine, Probe("broken", "it did not answer"), 0.0)
         await s.router.control.prober.probe(engine)
         assert len(p.calls) == 2, "perhaps it is another process"
 

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.cost import Candidate
-from baton.router.fleet import Counts, Engine
+from baton.router.fleet.engine import Counts, Engine
 from baton.router.legs import PREFIX_TOKENS
 from baton.router.policies import EngineState, RoutedRequest, choose_least_cost
 from tests.router.fakes import Call, FakeEngine, System, answers, lends, system

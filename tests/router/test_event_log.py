@@ -1,7 +1,7 @@
 """The log of what happened in the fleet: bounded, joined, and told once to the coordinator."""
 
 from baton.router.event_log import JOIN_S, TELL_EVERY_S, EventLog, Happened
-from baton.router.fleet import Fleet
+from baton.router.fleet.fleet import Fleet
 from baton.router.health import Probe
 from baton.router.members import Member
 from baton.router.settings import RouterSettings
@@ -71,14 +71,14 @@ def test_a_fleet_logs_what_becomes_of_its_engines() -> None:
     fleet = Fleet(settings, unix_clock=lambda: 7.0)
     engine = fleet.find(("decode", "http://d:1"))
     assert engine is not None
-    fleet.note_probe(engine, Probe("healthy"), 1.0)
-    fleet.note_probe(engine, Probe("refused", "no connection"), 2.0)
-    fleet.note_probe(engine, Probe("healthy"), 9.0)
+    fleet.health.note_probe(engine, Probe("healthy"), 1.0)
+    fleet.health.note_probe(engine, Probe("refused", "no connection"), 2.0)
+    fleet.health.note_probe(engine, Probe("healthy"), 9.0)
     fleet.note_start(engine)
     fleet.drain(engine, 99.0, is_leaving=True)
     fleet.note_end(engine)
     fleet.add(Member("decode", "http://e:1"), 10.0)
-    shown = [(one["kind"], one["engine"], one["why"]) for one in fleet.log.last()]
+    shown = [(one["kind"], one["engine"], one["why"]) for one in fleet.roster.log.last()]
     assert shown == [
         ("up", "http://d:1", ""),
         ("down", "http://d:1", "no connection"),

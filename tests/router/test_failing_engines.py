@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from baton.cli.route import app
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.health import Probe
 from baton.router.identity import ModelCard
 from baton.router.outlier_detection import Tally, is_outlier, may_eject
@@ -53,8 +54,8 @@ class World:
         self.fleet = Fleet(RouterSettings(prefill_urls=("http://p:1",), decode_urls=urls, policy=self.policy))
         self.engines = [one for one in self.fleet.engines if one.role == "decode"]
         for engine in self.engines:
-            self.fleet.note_identity(engine, None, tuple(ModelCard(model) for model in self.shares))
-        self.fleet.on_ejected.append(self._note_ejection)
+            self.fleet.models.note_identity(engine, None, tuple(ModelCard(model) for model in self.shares))
+        self.fleet.health.on_ejected.append(self._note_ejection)
         self._rng, self._turns, self._numbers = random.Random(self.seed), count(), count()
         self._due: list[tuple[float, int, Callable[[], None]]] = []
 
@@ -73,7 +74,7 @@ class World:
 
     def _probe(self) -> None:
         for engine in self.engines:
-            self.fleet.note_probe(engine, Probe("healthy"), self.now_s)
+            self.fleet.health.note_probe(engine, Probe("healthy"), self.now_s)
 
     def _ask(self) -> None:
         [model] = self._rng.choices([*self.shares], [*self.shares.values()])
@@ -81,7 +82,9 @@ class World:
         self._attempt(request, [], is_poison=self._rng.random() < self.poison)
 
     def _attempt(self, request: RoutedRequest, tried: list[Engine], *, is_poison: bool) -> None:
-        engine = self.fleet.choose("decode", request, self.now_s, tried=tried) if len(tried) < 2 else None
+        engine = (
+            self.fleet.choice.choose("decode", request, self.now_s, tried=tried) if len(tried) < 2 else None
+        )
         if engine is None:
             if not is_poison:
                 self.errors_at_s.append(self.now_s)
@@ -101,8 +104,8 @@ class World:
         return self._after(self.fails_after_s, fail)
 
     def _end(self, engine: Engine, outcome: str, request: RoutedRequest) -> None:
-        self.fleet.note_answer(engine, int(outcome) if outcome.isdigit() else 200, self.now_s)
-        self.fleet.note_outcome(engine, outcome, self.now_s, request.model)
+        self.fleet.health.note_answer(engine, int(outcome) if outcome.isdigit() else 200, self.now_s)
+        self.fleet.health.note_outcome(engine, outcome, self.now_s, request.model)
         self.fleet.note_end(engine)
 
     def _note_ejection(self, engine: Engine) -> None:

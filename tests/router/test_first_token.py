@@ -178,7 +178,7 @@ async def test_a_prefill_that_fails_before_its_token_is_tried_elsewhere(mode: st
         speaker(d).gate = gate
         d.respond = counting(d, second_call)
     async with introduced_system([bad, good], [d], mode=mode, policy="round_robin", timeouts=timeouts) as s:
-        s.router.fleet._policy = first_eligible
+        s.router.fleet.choice._policy = first_eligible
         asking = asyncio.create_task(stream(s))
         if mode == "push":
             await second_call.wait()
@@ -241,7 +241,7 @@ async def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unn
     bad.respond = after(token_seen, failure)
     timeouts = LegTimeouts(first_byte_s=LATER_S / 2, prefill_s=LATER_S / 2)  # In push D has both.
     async with introduced_system([p], [bad, good], mode=mode, timeouts=timeouts) as s:
-        s.router.fleet._policy = first_eligible
+        s.router.fleet.choice._policy = first_eligible
         check_is_one_engines(await stream(s, shown=token_seen))
     ids = [leg["transfer_id"] for leg in transfer_params(p)]
     assert len(set(ids)) == len(ids) == 2

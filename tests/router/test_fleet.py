@@ -10,7 +10,8 @@ from starlette.responses import JSONResponse
 from baton.core.errors import ConfigError
 from baton.http.settings import HttpSettings
 from baton.router.errors import LegFailure
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.health import Probe
 from baton.router.policies import RoutedRequest
 from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
@@ -39,14 +40,16 @@ def make_fleet() -> tuple[Fleet, Engine]:
 
 
 def fail(fleet: Fleet, engine: Engine, kind: Any) -> None:
-    fleet.note_failure(engine, LegFailure(kind, engine.url, "why", was_sent=kind != "unreachable"), 0.0)
+    fleet.health.note_failure(
+        engine, LegFailure(kind, engine.url, "why", was_sent=kind != "unreachable"), 0.0
+    )
 
 
 def test_a_refused_connection_ejects_at_once() -> None:
     fleet, engine = make_fleet()
     fail(fleet, engine, "unreachable")
     assert engine.status == "down"
-    chosen = fleet.choose("decode", REQUEST, 0.0)
+    chosen = fleet.choice.choose("decode", REQUEST, 0.0)
     assert chosen is not None
     assert chosen.url == D1
 
@@ -58,7 +61,7 @@ def test_other_failures_eject_only_in_a_row(kind: str) -> None:
         fail(fleet, engine, kind)
         fail(fleet, engine, kind)
         assert engine.is_up
-        fleet.note_answer(engine, 200, 0.0)
+        fleet.health.note_answer(engine, 200, 0.0)
     for _ in range(3):
         fail(fleet, engine, kind)
     assert engine.status == "down"
@@ -68,7 +71,7 @@ def test_other_failures_eject_only_in_a_row(kind: str) -> None:
 def test_answers_of_500_are_counted_but_eject_nobody() -> None:
     fleet, engine = make_fleet()
     for _ in range(10):
-        fleet.note_answer(engine, 500, 0.0)
+        fleet.health.note_answer(engine, 500, 0.0)
     assert engine.is_up
     assert engine.num_failures == 10
     assert engine.last_error == "answered with status 500"
@@ -78,7 +81,7 @@ def test_answers_of_500_are_counted_but_eject_nobody() -> None:
 def test_a_good_probe_readmits() -> None:
     fleet, engine = make_fleet()
     fail(fleet, engine, "unreachable")
-    fleet.note_probe(engine, Probe("healthy"), 0.0)
+    fleet.health.note_probe(engine, Probe("healthy"), 0.0)
     assert engine.status == "up"
     assert engine.health.failures_in_row == 0
 
@@ -95,7 +98,7 @@ def test_an_engine_in_use_is_counted_until_its_leg_ends() -> None:
 def test_nobody_is_chosen_twice_by_one_request() -> None:
     fleet, _ = make_fleet()
     tried: list[Engine] = []
-    while (engine := fleet.choose("decode", REQUEST, 0.0, tried=tried)) is not None:
+    while (engine := fleet.choice.choose("decode", REQUEST, 0.0, tried=tried)) is not None:
         tried.append(engine)
     assert {engine.url for engine in tried} == {D0, D1}
 
@@ -173,7 +176,7 @@ async def test_a_request_is_answered_by_another_engine_when_its_own_is_ejected()
         asking = [asyncio.create_task(s.complete()) for _ in range(2)]
         await hanging.was_called.wait()
         (engine,) = (one for one in s.router.fleet.engines if one.url == hanging.url)
-        s.router.fleet.note_probe(engine, Probe("refused", "gone"), asyncio.get_running_loop().time())
+        s.router.fleet.health.note_probe(engine, Probe("refused", "gone"), asyncio.get_running_loop().time())
         assert {answer.status_code for answer in await asyncio.gather(*asking)} == {200}
         await hanging.saw_disconnect.wait()
     assert len(hanging.calls) == 1

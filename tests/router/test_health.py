@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.errors import LegFailure
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.health import BACKOFF_MAX_S, SHARE_FIRST, Health, Probe
 from baton.router.members import Member
 from baton.router.policies import RoutedRequest
@@ -107,7 +108,7 @@ class World:
         self.fleet = Fleet(RouterSettings(prefill_urls=urls, decode_urls=URLS), unix_clock=lambda: 0.0)
 
     def probe(self, engine: Engine, probe: Probe) -> None:
-        self.fleet.note_probe(engine, probe, self.now_s)
+        self.fleet.health.note_probe(engine, probe, self.now_s)
         if probe.kind == "healthy":
             self.healthy_since_s.setdefault(engine, self.now_s)
         else:
@@ -129,7 +130,7 @@ class World:
 
     def request(self) -> None:
         self.turn += 1
-        engine = self.fleet.choose("decode", RoutedRequest(self.turn), self.now_s)
+        engine = self.fleet.choice.choose("decode", RoutedRequest(self.turn), self.now_s)
         candidates = [other for other in self.fleet.engines if other.role == "decode" and other.is_eligible]
         assert (engine is None) == (not candidates)
         if engine is not None:
@@ -154,7 +155,7 @@ class World:
     def fail(self, leg: Leg, kind: str) -> None:
         self.healthy_since_s.pop(leg.engine, None)
         leg.end()
-        self.fleet.note_failure(leg.engine, LegFailure(kind, "", "why", was_sent=True), self.now_s)
+        self.fleet.health.note_failure(leg.engine, LegFailure(kind, "", "why", was_sent=True), self.now_s)
 
     def check(self) -> None:
         for engine, until_s in self.drains:
@@ -212,7 +213,7 @@ def test_random_histories(steps: list[tuple[str, int, str]]) -> None:
                 world.fail(leg, kind)
             case "answer" if leg is not None:
                 leg.end()
-                world.fleet.note_answer(leg.engine, 200, world.now_s)
+                world.fleet.health.note_answer(leg.engine, 200, world.now_s)
             case "begin" if leg is not None:
                 leg.has_begun = True
         world.check()

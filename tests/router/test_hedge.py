@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from baton.router import fleet, hedge
+from baton.router import hedge
 from baton.router.answers import LegAnswer
 from baton.router.errors import LegFailure
 from baton.router.events import (
@@ -26,7 +26,9 @@ from baton.router.events import (
     Over,
     Send,
 )
-from baton.router.fleet import SLOW_SHARE, Fleet
+from baton.router.fleet import health
+from baton.router.fleet.engine import SLOW_SHARE
+from baton.router.fleet.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.hedge import FACTOR, LEAST_S, NUM_REMEMBERED, Lateness
 from baton.router.identity import Introduction
@@ -143,12 +145,12 @@ def test_predictions_that_are_too_long_and_short_prompts_change_nothing() -> Non
 def test_an_engine_of_unknown_speed_is_taken_to_be_as_fast_as_its_peers() -> None:
     run = Run(known=False)
     p0, p1, p2 = run.fleet.engines[:3]
-    assert run.fleet.prefill_s(p0, 5000) is None
+    assert run.fleet.choice.prefill_s(p0, 5000) is None
     p1.prefill_rate.note(RATE)
     p2.prefill_rate.note(3 * RATE)
-    assert run.fleet.prefill_s(p0, 5000) == pytest.approx(2.5)
+    assert run.fleet.choice.prefill_s(p0, 5000) == pytest.approx(2.5)
     p0.num_queued_tokens = 1000
-    assert run.fleet.prefill_s(p0, 5000) == pytest.approx(3.0)
+    assert run.fleet.choice.prefill_s(p0, 5000) == pytest.approx(3.0)
     assert not Run(known=False).all(Hold)
 
 
@@ -156,7 +158,7 @@ def test_an_engine_that_is_late_gets_less_until_it_answers() -> None:
     run = Run()
     first, _ = run.hedged()
     assert first.engine.share(LATE_S) == SLOW_SHARE
-    assert first.engine.share(LATE_S + fleet.LATE_S) == 1.0
+    assert first.engine.share(LATE_S + health.LATE_S) == 1.0
     run.on(first_token(first), LATE_S + 0.1)
     assert first.engine.share(LATE_S + 0.1) == 1.0
 

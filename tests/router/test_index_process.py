@@ -20,7 +20,7 @@ from baton.engine.core.kv_event_publisher import KVEventPublisher
 from baton.engine.text.tokenizer import Tokenizer
 from baton.router.block_index import home_key, prefix_keys, root_key
 from baton.router.events import Look
-from baton.router.fleet import Counts
+from baton.router.fleet.engine import Counts
 from baton.router.health import Probe
 from baton.router.settings import KVEventsSource, sources_of
 from baton.router.shell import index_client
@@ -321,7 +321,7 @@ async def test_an_engine_that_goes_down_is_forgotten(publishers: Publishers) -> 
         await f.until_indexed(0, 64)
         f.publishers[1].close()
         engine = f.system.router.fleet.engines[1]
-        f.system.router.fleet.note_probe(engine, Probe("refused", "it is away"), 0.0)
+        f.system.router.fleet.health.note_probe(engine, Probe("refused", "it is away"), 0.0)
         await f.until_indexed(0, 0)
 
 

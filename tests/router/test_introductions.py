@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.identity import KVIdentity
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.identity import Identity, Introduced, Introduction, ModelCard
 from baton.router.introductions import COMPLETIONS_PATH, MODELS_PATH, PATH, Answer, introduce
 

@@ -6,7 +6,8 @@ from baton.router.answers import PROMPT_HEADER, LegAnswer
 from baton.router.block_index import Match
 from baton.router.cost import EXPECTED_OUTPUT
 from baton.router.events import Leg
-from baton.router.fleet import Counts, Engine, Fleet
+from baton.router.fleet.engine import Counts, Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.learning import (
     SAMPLE_CHUNKS,
     SAMPLE_EVERY_S,
@@ -92,7 +93,7 @@ def test_what_does_not_show_a_prompt_is_no_speed(fault: str) -> None:
         answer = LegAnswer(503, {}, b"")
     elif fault == "given up":
         other = begin(fleet, engine, 9000, 0.1)
-        note_closed(other, fleet.outputs)
+        note_closed(other, fleet.choice.outputs)
     elif fault == "another process":
         engine.elsewhere = Counts(num_queued_tokens=500)
     end_prompt(fleet, leg, answer, 1.0)
@@ -171,10 +172,10 @@ def test_a_load_beside_prompts_is_no_sample() -> None:
 
 def placed(fleet: Fleet, request: RoutedRequest) -> tuple[str, str]:
     """Where it is computed, and where it is decoded."""
-    found = fleet.place(request, [], [], lambda engine: True, 0.0)
+    found = fleet.choice.place(request, [], [], lambda engine: True, 0.0)
     assert found is not None
     consumer, is_alone = found
-    producer = None if is_alone else fleet.choose("prefill", request, 0.0)
+    producer = None if is_alone else fleet.choice.choose("prefill", request, 0.0)
     return (consumer if producer is None else producer).url, consumer.url
 
 
@@ -212,15 +213,15 @@ def test_what_the_index_knows_counts_more_than_a_prefix() -> None:
 
 def test_the_length_of_answers_is_learned_from_streams() -> None:
     fleet = new_fleet()
-    assert fleet.expected_output == EXPECTED_OUTPUT
+    assert fleet.choice.expected_output == EXPECTED_OUTPUT
     for num_chunks in (10, 40, 40, 0):  # The last one was not streamed.
         leg = begin(fleet, fleet.engines[-1], 0)
         for number in range(num_chunks):
             leg.num_chunks += 1
             if leg.num_chunks == SAMPLE_CHUNKS:
                 note_chunks(leg, float(number))
-        note_closed(leg, fleet.outputs)
-    assert fleet.expected_output == 40
+        note_closed(leg, fleet.choice.outputs)
+    assert fleet.choice.expected_output == 40
 
 
 def test_engines_that_hardly_differ_are_equal() -> None:
@@ -229,5 +230,11 @@ def test_engines_that_hardly_differ_are_equal() -> None:
         engine.prefill_rate.note(rate)
     producers, consumers = fleet.engines[:2], fleet.engines[2:]
     request = RoutedRequest(0, num_tokens=100)
-    assert [one.prefill_tokens_per_s for one in fleet.candidates(producers, request)] == [1000.0, 1000.0]
-    assert [one.prefill_tokens_per_s for one in fleet.candidates(consumers, request)] == [1000.0, 3000.0]
+    assert [one.prefill_tokens_per_s for one in fleet.choice.candidates(producers, request)] == [
+        1000.0,
+        1000.0,
+    ]
+    assert [one.prefill_tokens_per_s for one in fleet.choice.candidates(consumers, request)] == [
+        1000.0,
+        3000.0,
+    ]

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.health import Probe
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings
@@ -280,7 +281,7 @@ async def test_a_turn_that_no_prefill_leg_could_bring(was_sent: bool) -> None:
         address, producer.address = producer.address, dead_url()
         await ask()
         producer.address = address
-        s.router.fleet.note_probe(producer, Probe("healthy"), asyncio.get_running_loop().time())
+        s.router.fleet.health.note_probe(producer, Probe("healthy"), asyncio.get_running_loop().time())
         await ask()
         assert d.taken_back == []
         assert p.calls[-1].body["kv_transfer_params"]["baton_ticket"] == "of D"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from baton.core.identity import KVIdentity
 from baton.router.errors import RouterError
-from baton.router.fleet import Fleet
+from baton.router.fleet.fleet import Fleet
 from baton.router.health import Probe
 from baton.router.identity import Identity, ModelCard
 from baton.router.pairs import mismatch_of
@@ -74,7 +74,7 @@ async def test_the_first_request_finds_out_that_its_model_is_not_served() -> Non
         await met(s)
         for one in s.router.fleet.engines:
             one.was_asked = one.is_introduced = False
-            s.router.fleet.note_identity(one, None)
+            s.router.fleet.models.note_identity(one, None)
         assert (await s.complete(model="c")).status_code == 404
         assert (await s.complete(model="a")).status_code == 200
 
@@ -172,9 +172,9 @@ def test_choices_among_models(known: list[Any], asked: str | None, down: set[int
     for number, (one, (kind, name, model)) in enumerate(zip(fleet.engines, known, strict=True)):
         if name is not None:
             kv = KVIdentity(model, "w", "float32", 2, 2, 8, "0") if kind == "baton" else None
-            fleet.note_identity(one, Identity(kind, name, kv), (ModelCard(name),))
+            fleet.models.note_identity(one, Identity(kind, name, kv), (ModelCard(name),))
         if number in down:
-            fleet.note_probe(one, Probe("refused"), 0.0)
+            fleet.health.note_probe(one, Probe("refused"), 0.0)
     decoders = fleet.engines[2:]
     served = {one.identity.name for one in decoders if one.identity is not None}
     are_all_known = all(one.identity is not None for one in decoders)
@@ -188,12 +188,12 @@ def test_choices_among_models(known: list[Any], asked: str | None, down: set[int
         assert len(accepted) == 1, "one model of each kind and name"
     if len(served) > 1 if asked is None else (are_all_known and asked not in served):
         with pytest.raises(RouterError) as caught:
-            fleet.check_model(request)
+            fleet.models.check_model(request)
         assert caught.value.status == (400 if asked is None else 404)
         return
-    fleet.check_model(request)
-    d = fleet.choose("decode", request, 0.0)
-    candidates = [one for one in decoders if fleet.may_take(one, request)]
+    fleet.models.check_model(request)
+    d = fleet.choice.choose("decode", request, 0.0)
+    candidates = [one for one in decoders if fleet.models.may_take(one, request)]
     assert (d is None) == (not candidates)
     if d is not None:
         assert d.is_up

@@ -6,7 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.fleet import JUDGE_SPEEDS_EVERY_S, SLOW_SHARE, Fleet
+from baton.router.fleet.choice import JUDGE_SPEEDS_EVERY_S
+from baton.router.fleet.engine import SLOW_SHARE
+from baton.router.fleet.fleet import Fleet
 from baton.router.policies import RoutedRequest
 from baton.router.rates import NUM_SAMPLES, OUTLIER_FACTOR, OUTLIER_SAMPLES_MIN, outliers
 from baton.router.settings import PolicyName, RouterSettings
@@ -50,7 +52,7 @@ def chosen(routed: Fleet, now_s: float, count: int = 400) -> list[int]:
     engines = [engine for engine in routed.engines if engine.role == "prefill"]
     counts = [0] * len(engines)
     for turn in range(count):
-        engine = routed.choose("prefill", RoutedRequest(turn), now_s)
+        engine = routed.choice.choose("prefill", RoutedRequest(turn), now_s)
         assert engine is not None
         counts[engines.index(engine)] += 1
     return counts
@@ -64,7 +66,7 @@ def test_equal_engines_under_noise_are_no_outliers(seed: int) -> None:
         gross = rng.choice([0.02, 50.0]) if rng.random() < 0.05 else 1.0
         engine.prefill_rate.note(1e4 * gross * rng.lognormvariate(0.0, 0.5), rng.choice([64, 500, 4096]))
         now_s += JUDGE_SPEEDS_EVERY_S
-        routed.judge_speeds(now_s)
+        routed.choice.judge_speeds(now_s)
         assert not any(one.is_slow for one in routed.engines)
 
 
@@ -98,5 +100,5 @@ def test_an_engine_that_decodes_slowly_is_found_at_equal_load() -> None:
     for engine in decode:
         for load in range(OUTLIER_SAMPLES_MIN):
             engine.steps.note(float(load), 0.2 if engine is decode[1] else 0.01)
-    routed.judge_speeds(1.0)
+    routed.choice.judge_speeds(1.0)
     assert [engine.is_slow for engine in decode] == [False, True, False]

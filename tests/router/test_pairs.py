@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.identity import Introduction, Seat, choose_model
 from baton.router.pairs import BACKOFF_FIRST_S, BACKOFF_MAX_S, FAILURES_TO_STOP, Pairs, mismatch_of
 from tests.event_loop import pass_time, run

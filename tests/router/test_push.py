@@ -94,7 +94,7 @@ async def test_a_prefill_engine_that_is_back_is_asked_who_it_is_now() -> None:
     p, d = baton("p"), baton("d")
     async with introduced_system([p], [d], mode="push") as s:
         engine = s.router.fleet.engines[0]
-        s.router.fleet.note_probe(engine, Probe("broken", "it did not answer"), 0.0)
+        s.router.fleet.health.note_probe(engine, Probe("broken", "it did not answer"), 0.0)
         assert not engine.is_introduced
         await s.complete()
     assert d.calls[-1].body["kv_transfer_params"]["baton_introduction"] == "signed 2"

@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.errors import LegFailure
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.health import Probe
 from baton.router.members import Member
@@ -92,7 +93,7 @@ class Router:
                 self.deliver(number, is_up=False)
 
     def probe(self, engine: Engine, probe: Probe) -> None:
-        self.hub.fleet.note_probe(engine, probe, self.now_s)
+        self.hub.fleet.health.note_probe(engine, probe, self.now_s)
         self.hub.fleet.tell(Probed(engine.key, probe.kind, probe.why, engine.admin_port))
 
     def restart(self, number: int) -> None:
@@ -141,7 +142,7 @@ def carry_out(router: Router, what: str, number: int, index: int) -> None:
         case "fail":
             if (engine := picked(worker.fleet)) is not None:
                 failure = LegFailure("unreachable", engine.url, "it is away", was_sent=False)
-                worker.fleet.note_failure(engine, failure, router.now_s)
+                worker.fleet.health.note_failure(engine, failure, router.now_s)
         case "report":
             router.report(number)
         case "up" | "down":

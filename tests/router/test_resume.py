@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from baton.router.first_tokens import FirstTokens
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.identity import Kind
 from baton.router.kept_token import continuation_body
 from baton.router.token_record import TokenRecord, is_engines_error

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.loans import ATTEMPTS, Return, ReturnQueue
 
 TICKET = {"baton_ticket": "signed"}

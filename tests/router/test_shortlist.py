@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.router import fleet as fleet_module
 from baton.router.block_index import Match
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet import choice as choice_module
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.health import Probe
 from baton.router.identity import ModelCard
 from baton.router.policies import RoutedRequest
@@ -31,8 +32,8 @@ def decoders(fleet: Fleet) -> list[Engine]:
 
 
 def choose(fleet: Fleet, request: RoutedRequest, now_s: float = 0.0) -> Engine:
-    placed = fleet.place(request, [], [], lambda engine: True, now_s)  # By cost only.
-    engine = fleet.choose("decode", request, now_s) if placed is None else placed[0]
+    placed = fleet.choice.place(request, [], [], lambda engine: True, now_s)  # By cost only.
+    engine = fleet.choice.choose("decode", request, now_s) if placed is None else placed[0]
     assert engine is not None
     return engine
 
@@ -70,7 +71,7 @@ def test_queues_are_hardly_longer_than_with_a_look_at_all(
 ) -> None:
     some = p99_queue(policy, utilisation, seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fleet_module, "SMALL", NUM_ENGINES)
+        patch.setattr(choice_module, "SMALL", NUM_ENGINES)
         assert some <= p99_queue(policy, utilisation, seed) + 1
 
 
@@ -85,7 +86,7 @@ def test_an_engine_that_may_be_asked_is_found_though_all_others_may_not(
     for engine in decoders(fleet):
         match data.draw(st.integers(0, 2)) if engine is not left else None:
             case 0:
-                fleet.note_probe(engine, Probe("refused"), 0.0)
+                fleet.health.note_probe(engine, Probe("refused"), 0.0)
             case 1:
                 engine.rests_until_s = 10.0
             case 2:
@@ -103,7 +104,7 @@ def test_round_robin_gives_every_engine_of_a_large_fleet_its_turn() -> None:
 def test_the_turns_of_an_engine_that_is_down_go_to_many() -> None:
     fleet = make_fleet("round_robin", 100)
     down = decoders(fleet)[7]
-    fleet.note_probe(down, Probe("refused"), 0.0)
+    fleet.health.note_probe(down, Probe("refused"), 0.0)
     chosen = Counter(choose(fleet, RoutedRequest(turn)) for turn in range(3_000))
     assert len(chosen) == 99
     assert max(chosen.values()) < 40
@@ -140,8 +141,8 @@ def test_engines_that_are_back_get_few_requests(policy: PolicyName) -> None:
     fleet = make_fleet(policy, 100)
     back = decoders(fleet)[:25]
     for engine in back:
-        fleet.note_probe(engine, Probe("refused"), 0.0)
-        fleet.note_probe(engine, Probe("healthy"), 10.0)
+        fleet.health.note_probe(engine, Probe("refused"), 0.0)
+        fleet.health.note_probe(engine, Probe("healthy"), 10.0)
     for engine in decoders(fleet)[25:]:
         fleet.note_start(engine)
     num = sum(choose(fleet, RoutedRequest(turn, b"%d" % turn), 10.0) in back for turn in range(400))
@@ -154,7 +155,7 @@ def test_a_model_of_few_engines_is_chosen_among_these(policy: PolicyName, num_se
     fleet = make_fleet(policy, 200)
     for number, engine in enumerate(decoders(fleet)):
         name = "rare" if number < num_serving else f"usual-{number % 2}"
-        fleet.note_identity(engine, None, (ModelCard(name),))
+        fleet.models.note_identity(engine, None, (ModelCard(name),))
     chosen = Counter[Engine]()
     for turn in range(400):
         engine = choose(fleet, RoutedRequest(turn, b"%d" % turn, "rare"))

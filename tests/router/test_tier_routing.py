@@ -22,7 +22,8 @@ from baton.router.events import (
     Look,
     Opened,
 )
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.identity import Introduction
 from baton.router.machine import Machine, Request

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from baton.core.identity import KVIdentity
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.identity import Introduced, Introduction, weights_of
 from baton.router.notes import Introduces
 from baton.router.pairs import FAILURES_TO_STOP
@@ -332,11 +333,11 @@ def test_by_cost_engines_of_unlike_versions_are_no_placement(versions: list[str 
     fleet = Fleet(RouterSettings(prefill_urls=urls[0], decode_urls=urls[1], policy="cost"))
     for one, version in zip(fleet.engines, versions, strict=True):
         kv = None if version is None else replace(KV, version=version)
-        fleet.note_introduced(
+        fleet.models.note_introduced(
             one, Introduced("baton", Introduction(one.url, None, kv_identity=kv), None, None, None)
         )
     by_url = {one.url: one for one in fleet.engines}
-    found = fleet.explain(RoutedRequest(turn, b"", num_tokens=1000), lambda *_: 0.0)
+    found = fleet.choice.explain(RoutedRequest(turn, b"", num_tokens=1000), lambda *_: 0.0)
     assert {one["decode"] for one in found} == set(urls[1]), "each decode engine may compute the prompt"
     for one in found:
         if one["prefill"] is not None:
@@ -352,7 +353,7 @@ def test_every_process_of_a_router_learns_an_update() -> None:
         found = Introduced(
             "baton", Introduction("d", None, kv_identity=replace(KV, version=version)), None, None, None
         )
-        is_updated = one.fleet.note_introduced(keeper, found)
+        is_updated = one.fleet.models.note_introduced(keeper, found)
         one.told.append(Introduces(keeper.key, found))
         assert is_updated == (version == "2")
         if is_updated:

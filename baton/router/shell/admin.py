@@ -25,7 +25,7 @@ from baton.http.gate import is_own_origin
 from baton.http.json_body import decode_as
 from baton.http.registration import PATH as REGISTER_PATH
 from baton.http.registration import Registration, check_weight
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.legs import parse_body, shape_of
 from baton.router.lookups import look_for
@@ -125,7 +125,7 @@ class Admin:
                 url: dict(zip(("gpu", "host", "store"), held.by_tier, strict=True))
                 for url, held in routed.cached.items()
             },
-            "candidates": self._fleet.explain(routed, view.pairs.load_s),
+            "candidates": self._fleet.choice.explain(routed, view.pairs.load_s),
         }
 
     async def _carry_out(self, path: str, order: _Order) -> str:
@@ -206,7 +206,7 @@ class Admin:
             "prefill_nodes": nodes["prefill"],
             "decode_nodes": nodes["decode"],
             "models": sorted({name for engine in self._fleet.engines for name in engine.names or ()}),
-            "updates": self._fleet.updates(),
+            "updates": self._fleet.models.updates(),
             "sources": [msgspec.structs.asdict(one) for one in self._members.sources()],
             "mode": self._settings.mode,
             "policy": self._settings.policy,

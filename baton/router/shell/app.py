@@ -347,7 +347,7 @@ class Router:
                 headers |= span.headers
         ends_at_s = incoming.received_at_s + self._settings.timeouts.total_s
         ask = Ask(incoming.method, incoming.target, headers, ends_at_s)
-        if path == "/v1/models" and (cards := self.fleet.model_cards()) is not None:
+        if path == "/v1/models" and (cards := self.fleet.models.model_cards()) is not None:
             reply.whole(200, {**JSON, **reply.extra}, msgspec.json.encode({"object": "list", "data": cards}))
             return self._count_out(200, recorder)
         if path in PASSED:

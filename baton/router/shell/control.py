@@ -11,7 +11,7 @@ import msgspec
 
 from baton.core.json_text import NotJson, decode_json
 from baton.http.errors import ApiError
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.shell import admin, page
 from baton.router.shell.asking import AskFailed
 from baton.router.shell.client_http import DEFECT, Incoming, Reply

@@ -306,7 +306,7 @@ class Coordinator:
                 worker.samples = samples
                 worker.is_collected.set()
             case Happened():
-                self._parts.fleet.log.note(frame, time.time())
+                self._parts.fleet.roster.log.note(frame, time.time())
             case Asks():
                 task = asyncio.create_task(self._answer(worker, frame))
                 self._answering.add(task)

@@ -16,7 +16,7 @@ import msgspec
 
 from baton.core.json_text import NotJson, decode_json
 from baton.router.events import Found, Look
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.settings import KVEventsSource, sources_of
 from baton.router.shell import index_process as wire
 from baton.router.shell.asking import Asker, AskFailed
@@ -123,8 +123,8 @@ class IndexOwner:
 
     def __init__(self, parts: Parts, log_config: Mapping[str, Any]) -> None:
         fleet, self._introducer = parts.fleet, parts.introducer
-        fleet.on_ejected.append(self.reset)
-        fleet.on_updated.append(self._forget_old)
+        fleet.health.on_ejected.append(self.reset)
+        fleet.models.on_updated.append(self._forget_old)
         fleet.on_added.append(self._follow)
         fleet.on_removed.append(self._follow)
         self._fleet = fleet

@@ -4,7 +4,8 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.introductions import CONNECTOR_EVERY_S, introduce
 from baton.router.notes import Introduces
 from baton.router.shell.asking import Asker, AskFailed
@@ -57,7 +58,7 @@ class Introducer:
             # What it reported before still holds: its probe decides whether it lives.
             logger.info("%s did not introduce itself: %s", engine.url, repr(error))
         finally:
-            self._fleet.note_asked(engine)
+            engine.was_asked = True
 
     async def _ask(self, engine: Engine) -> None:
         now_s = asyncio.get_running_loop().time()
@@ -72,7 +73,7 @@ class Introducer:
                 answer = await self._asker.ask(url, timeout_s=self._timeout_s, method=method, body=body)
                 question = dialogue.send(answer)
         except StopIteration as end:
-            is_updated = self._fleet.note_introduced(engine, end.value)
+            is_updated = self._fleet.models.note_introduced(engine, end.value)
             self._fleet.tell(Introduces(engine.key, end.value))
             if is_updated:
                 self.on_updated(engine)

@@ -18,7 +18,7 @@ import msgspec
 import baton
 from baton.router import engine_metrics
 from baton.router.engine_metrics import EngineMetrics, PeerRates
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.latency_history import COLUMN_S, Cumulative, LatencyHistory
 from baton.router.shell.admin import METHODS, Admin
 from baton.router.shell.asking import AskFailed
@@ -96,12 +96,12 @@ class Live:
 
     async def latest(self) -> bytes:
         """The same, with the last columns and events only."""
-        events = self._parts.fleet.log.last(LATEST_EVENTS)
+        events = self._parts.fleet.roster.log.last(LATEST_EVENTS)
         state = {**await self._state(), "latencies": self._history.shown(2), "events": events}
         return msgspec.json.encode(state)
 
     def events(self) -> list[dict[str, Any]]:
-        return self._parts.fleet.log.last()
+        return self._parts.fleet.roster.log.last()
 
     async def _state(self) -> dict[str, Any]:
         async with self._making:

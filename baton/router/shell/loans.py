@@ -5,7 +5,7 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.loans import QUEUED_MAX, Return, ReturnQueue
 from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.metrics import RouterMetrics

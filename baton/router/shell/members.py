@@ -11,7 +11,8 @@ import msgspec
 
 from baton.core.errors import BatonError, UserError
 from baton.http.registration import TTL_S
-from baton.router.fleet import DRAIN_GRACE_S, Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import DRAIN_GRACE_S, Fleet
 from baton.router.members import ROLES, Hold, Join, Leave, Listing, Member, Membership, Order, Registrations
 from baton.router.notes import Drains, Joined
 from baton.router.settings import EngineKey, Role, RouterSettings

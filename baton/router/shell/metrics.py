@@ -12,7 +12,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
 from baton.router.events import Count
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.pairs import Pairs
 from baton.router.timeline import LegTimeline, RequestTimeline
 

@@ -1,7 +1,7 @@
 """The parts of every process of a router, whether it serves requests, watches the engines, or does both."""
 
 from baton.http.tls import ClientTls
-from baton.router.fleet import Fleet
+from baton.router.fleet.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.pairs import Pairs
 from baton.router.settings import RouterSettings

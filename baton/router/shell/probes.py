@@ -9,7 +9,8 @@ import msgspec
 
 from baton.core.errors import BatonError
 from baton.core.json_text import NotJson, decode_json
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.health import Probe
 from baton.router.notes import Probed
 from baton.router.policies import GOLDEN_RATIO
@@ -69,7 +70,7 @@ class Prober:
 
     async def probe(self, engine: Engine) -> None:
         result = await self._ask(engine)
-        self._fleet.note_probe(engine, result, asyncio.get_running_loop().time())
+        self._fleet.health.note_probe(engine, result, asyncio.get_running_loop().time())
         self._fleet.tell(Probed(engine.key, result.kind, result.why, engine.admin_port))
 
     async def _ask(self, engine: Engine) -> Probe:

@@ -38,7 +38,8 @@ from baton.router.events import (
     Send,
     Stopped,
 )
-from baton.router.fleet import Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.learning import settle
 from baton.router.legs import with_context, with_kept
@@ -283,4 +284,4 @@ def report_refusal(fleet: Fleet, error: ApiError, request_id: str) -> None:
     """For operators. What is the client's fault is not."""
     if error.status == 429 or error.status >= 500:
         why = str(error).partition("; try again")[0]  # What follows differs each time.
-        fleet.report_event("refusal", None, f"{error.status}: {why}", request_id)
+        fleet.roster.report_event("refusal", None, f"{error.status}: {why}", request_id)

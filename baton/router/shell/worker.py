@@ -173,7 +173,7 @@ class Worker:
         assert self._router is not None
         self._is_load_due = False
         self._stream.send(self._router.replica.load(self._router.num_requests))
-        for happened in self._router.fleet.log.take_untold(time.time()):
+        for happened in self._router.fleet.roster.log.take_untold(time.time()):
             self._stream.send(happened)
         self._send_load_in(ALIVE_EVERY_S)
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.members import Join, Leave, Member, Membership, Order
 from baton.router.notes import Drains, Joined
 from baton.router.settings import Role

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-from baton.router.fleet import DRAIN_GRACE_S, Engine, Fleet
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import DRAIN_GRACE_S, Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.notes import Drains, Load, Note
 from baton.router.pairs import Pairs
@@ -41,7 +42,7 @@ class Process:
         self.pairs = Pairs()
         self.fleet.on_removed.append(self.pairs.forget)
         self.turns = TurnTable(give_back, self._tell)
-        self.fleet.on_updated.append(self.turns.forget)
+        self.fleet.models.on_updated.append(self.turns.forget)
         self.views = {mode: self.view(mode) for mode in settings}
         self.admission = self.views["pull"].admission  # One for requests of both modes.
         for view in self.views.values():

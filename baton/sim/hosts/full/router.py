@@ -40,7 +40,7 @@ from baton.router.events import (
     tell_ended,
 )
 from baton.router.events import Leg as RouterLeg
-from baton.router.fleet import Engine
+from baton.router.fleet.engine import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.health import Probe
 from baton.router.identity import Introduced, Introduction
@@ -310,7 +310,7 @@ class Router:
         # Worlds without updates are those of engines that report no identity.
         kv = host.half._identity.kv_identity if self.cluster.updates.happen else None
         card = Introduction(host.engine_id, host.half.introduction(), kv_identity=kv, lends=("cache",))
-        self.processes.of(engine).fleet.note_introduced(
+        self.processes.of(engine).fleet.models.note_introduced(
             engine, Introduced("baton", card, 1 << 20, None, None)
         )
 
@@ -343,7 +343,7 @@ class Router:
         world.count(f"probe: {probe.kind}")
         if not self.is_alive or engine.is_removed:
             return
-        self.hub.fleet.note_probe(engine, probe, world.now)
+        self.hub.fleet.health.note_probe(engine, probe, world.now)
         self.hub.fleet.tell(Probed(engine.key, probe.kind, probe.why, None))
         end_s = UPDATES_END_S if self.cluster.updates.happen else PROBES_END_S
         if (world.now < end_s or not engine.is_up) and engine in self._probed:

@@ -1,0 +1,1 @@
+"""The engines of a fleet, and the choice among them."""
