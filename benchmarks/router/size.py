@@ -21,10 +21,10 @@ from baton.router.block_index import Match
 from baton.router.events import Closed, Event, Leg, Meet, Met, Opened
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet_view import FleetView
-from baton.router.machine import Machine, Request
 from baton.router.pairs import Pairs
 from baton.router.policies import POLICIES, RoutedRequest
 from baton.router.rates import NUM_POINTS
+from baton.router.request.machine import Machine, Request
 from baton.router.settings import PolicyName, RouterSettings
 from baton.router.turns import TurnTable
 

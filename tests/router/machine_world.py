@@ -53,8 +53,8 @@ from baton.router.fleet.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.identity import Introduced, Introduction, is_compatible
 from baton.router.learning import settle
-from baton.router.machine import LEG_EVENTS, Machine, Request, State
 from baton.router.pairs import Pairs
+from baton.router.request.machine import LEG_EVENTS, Machine, Request, State
 from baton.router.settings import AdmissionSettings, RouterSettings
 from baton.router.sse import EventSplitter, data_of
 from baton.router.turns import Turn, TurnTable

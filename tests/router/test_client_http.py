@@ -358,7 +358,7 @@ async def test_a_defect_of_the_router_costs_one_request(monkeypatch: pytest.Monk
     async with connected(decode=decode) as (s, reader, writer):
         for name in ("begin", "on"):
             with monkeypatch.context() as patch:
-                patch.setattr(f"baton.router.machine.Machine.{name}", lambda *_: 1 / 0)
+                patch.setattr(f"baton.router.request.machine.Machine.{name}", lambda *_: 1 / 0)
                 writer.write(GOOD)
                 assert (await read_answer(reader))[0] == 500
         with monkeypatch.context() as patch:

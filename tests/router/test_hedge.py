@@ -33,8 +33,8 @@ from baton.router.fleet_view import FleetView
 from baton.router.hedge import FACTOR, LEAST_S, NUM_REMEMBERED, Lateness
 from baton.router.identity import Introduction
 from baton.router.learning import note_outpaced
-from baton.router.machine import Machine, Request
 from baton.router.pairs import Pairs
+from baton.router.request.machine import Machine, Request
 from baton.router.settings import RouterSettings
 from baton.router.turns import Turn, TurnTable
 from tests.router.baton_fakes import baton, introduced_system, speaker, stream

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 
-from baton.router import machine, pairs
+from baton.router import pairs
 from baton.router.answers import DecodeAnswer, FirstTokenRead, LegAnswer
 from baton.router.events import ClientGone, Close, Doubt
 from baton.router.first_tokens import FirstTokens, Given
-from baton.router.machine import TABLE, Machine, State
+from baton.router.request import engines, machine
+from baton.router.request.engines import Engines
+from baton.router.request.lending import Lending
+from baton.router.request.machine import TABLE, Machine, State
 from baton.router.token_record import TokenRecord
 from baton.router.turns import Turn
 from tests.router.machine_world import World
@@ -102,20 +105,18 @@ def _keep_used_loan(self: Machine, engine: Any, answer: Any) -> None:
     pass
 
 
-def _late_loan_is_kept(self: Machine, leg: Any, params: Mapping[str, Any]) -> None:
-    self._lent, self._lending = (leg.engine, params), leg
+def _late_loan_is_kept(self: Lending, leg: Any, params: Any, **_: bool) -> None:
+    self._lent, self._lender = (leg.engine, params), leg
 
 
-def _forget_older_loan(self: Machine, leg: Any, params: Mapping[str, Any]) -> None:
-    if self._state not in (State.CLOSING, State.OVER):
+def _forget_older_loan(self: Lending, leg: Any, params: Any, *, is_wanted: bool, is_over: bool) -> None:
+    if not is_over:
         self._lent = None
-    TAKE_LOAN(self, leg, params)
+    TAKE_LOAN(self, leg, params, is_wanted=is_wanted, is_over=is_over)
 
 
-def _any_loan_counts(self: Machine, leg: Any, params: Mapping[str, Any]) -> None:
-    self._prefill, before = leg, self._prefill
-    TAKE_LOAN(self, leg, params)
-    self._prefill = before
+def _any_loan_counts(self: Lending, leg: Any, params: Any, *, is_wanted: bool, is_over: bool) -> None:
+    TAKE_LOAN(self, leg, params, is_wanted=True, is_over=is_over)
 
 
 def _tell_late_token(self: Machine, event: Any) -> None:
@@ -185,17 +186,17 @@ RESUME_AFTER = FirstTokens.resume_after
 RECORD_EVENT = TokenRecord.event
 ON_DECODE_FAILED = Machine._on_decode_failed
 ON_CLIENT_GONE = Machine._on_client_gone
-TAKE_LOAN = Machine._take_loan
+TAKE_LOAN = Lending.take
 TELL_FIRST = Machine._tell_first
 END_HEDGE = Machine._end_hedge
 
 MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
-    "nothing is given back": (Machine, "_give_back", lambda self: setattr(self, "_lent", None)),
-    "a loan that comes late is kept": (Machine, "_take_loan", _late_loan_is_kept),
-    "a second loan replaces the first": (Machine, "_take_loan", _forget_older_loan),
+    "nothing is given back": (Lending, "take_back", lambda self: setattr(self, "_lent", None)),
+    "a loan that comes late is kept": (Lending, "take", _late_loan_is_kept),
+    "a second loan replaces the first": (Lending, "take", _forget_older_loan),
     "a used loan is given back": (Machine, "_note_loaded", _keep_used_loan),
-    "a turn is forgotten": (Machine, "_leave_turn", lambda self: None),
-    "a loan of the slower of two prefill engines counts": (Machine, "_take_loan", _any_loan_counts),
+    "a turn is forgotten": (Lending, "leave_turn", lambda self, now_s: None),
+    "a loan of the slower of two prefill engines counts": (Lending, "take", _any_loan_counts),
     "the tokens of both prefill engines are shown": (Machine, "_on_late_prefill", _tell_late_token),
     "a hedge that fails ends the first leg": (Machine, "_end_hedge", _forget_first_leg),
     "the next attempt does not wait for legs": (Machine, "_close", _without_a_wait_for_legs),
@@ -218,8 +219,8 @@ MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "a request that is too late goes on": (Machine, "_on_rejected", lambda self, event: self._look()),
     "engines with other weights are a pair": (pairs, "differences", lambda *_: []),
     "a turn goes to an engine with other weights": (Turn, "fits", lambda self, kv: True),
-    "a stream is continued with other weights": (machine, "is_continued_alike", lambda *_: True),
-    "an engine with other weights follows the first token": (Machine, "_is_alike", lambda self, one: True),
+    "a stream is continued with other weights": (engines, "is_continued_alike", lambda *_: True),
+    "an engine with other weights follows the first token": (Engines, "_is_alike", lambda self, one: True),
     "other weights are a pair's fault": (Doubt, "has_other_weights", False),
     "a request that has waited gets two places": (Machine, "_on_admitted", _admitted_again),
 }

@@ -26,10 +26,10 @@ from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet_view import FleetView
 from baton.router.identity import Introduction
-from baton.router.machine import Machine, Request
 from baton.router.pairs import Pairs
 from baton.router.policies import RoutedRequest
 from baton.router.rates import Rate
+from baton.router.request.machine import Machine, Request
 from baton.router.settings import KVEventsSource, RouterSettings
 from baton.router.turns import TurnTable
 from tests.router.machine_world import KV

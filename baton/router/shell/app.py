@@ -23,14 +23,14 @@ from baton.http.forms import is_form
 from baton.http.rate_limits import RateLimits
 from baton.http.watched_files import WatchedFiles
 from baton.http.workers import WorkerPool
-from baton.router import machine
 from baton.router.admission import NO_OBJECTIVE, objective_of
 from baton.router.answers import end_to_end
 from baton.router.errors import RouterError
 from baton.router.legs import CHARS_PER_TOKEN, parse_body, shape_of, take_kept, without_alias
-from baton.router.machine import SHUTTING_DOWN, Machine
 from baton.router.pass_through import FORM_PATHS, PATHS, Looked, Passed, PassThrough, read_form
 from baton.router.replica import Replica
+from baton.router.request import machine
+from baton.router.request.machine import SHUTTING_DOWN, Machine
 from baton.router.settings import RouterSettings
 from baton.router.shell.access_log import AccessLog
 from baton.router.shell.admin import not_allowed

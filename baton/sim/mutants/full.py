@@ -28,7 +28,7 @@ from baton.router.events import Leg
 from baton.router.first_token import FirstToken
 from baton.router.first_tokens import Given
 from baton.router.fleet_view import FleetView
-from baton.router.machine import Machine, Request
+from baton.router.request.machine import Machine, Request
 from baton.router.members import Membership, Order
 from baton.router.notes import Note, Probed
 from baton.router.peers import Peers
@@ -266,8 +266,9 @@ def _keep_computed(engine: Engine) -> None:
 class _FollowsAny(Machine):
     """An answer is continued by an engine whose answer names other weights."""
 
-    def _has_other_weights(self, leg: Leg) -> bool:
-        return False
+    def __init__(self, view: FleetView, request: Request) -> None:
+        super().__init__(view, request)
+        self._engines.has_other_weights = lambda leg: False  # type: ignore[method-assign]
 
 
 # --- The router ------------------------------------------------------------------------------------

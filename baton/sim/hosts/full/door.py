@@ -186,7 +186,7 @@ class Door:
         self._answer.on(Opened(self._leg, answer))
 
     def _count_refused(self, answer: LegAnswer) -> None:
-        giver, weights_id = self._answer.machine._giver, answer.headers.get(WEIGHTS_HEADER, "")
+        giver, weights_id = self._answer.machine._engines.giver, answer.headers.get(WEIGHTS_HEADER, "")
         is_other = giver is not None and bool(weights_id) and weights_id != giver.weights_id
         self._world.count("a continued stream of other weights", is_other and GIVEN_HEADER in answer.headers)
 

@@ -45,10 +45,10 @@ from baton.router.fleet_view import FleetView
 from baton.router.health import Probe
 from baton.router.identity import Introduced, Introduction
 from baton.router.learning import settle
-from baton.router.machine import Machine, Request
 from baton.router.members import ROLES, Member
 from baton.router.notes import Probed
 from baton.router.policies import POLICIES, RoutedRequest
+from baton.router.request.machine import Machine, Request
 from baton.router.settings import AdmissionSettings, LegTimeouts, RouterSettings
 from baton.router.sse import EventSplitter, data_of
 from baton.sim.hosts.full.clients import Ask

@@ -29,6 +29,7 @@ from enum import Enum
 from typing import Any, Literal
 
 from baton.core.errors import PeerError
+from baton.core.identity import KVIdentity
 from baton.router import sse
 from baton.router.admission import NO_OBJECTIVE, Objective, Ticket
 from baton.router.answers import (
@@ -65,7 +66,6 @@ from baton.router.events import (
     Event,
     Failed,
     Found,
-    GiveBack,
     Head,
     Hold,
     HoldOver,
@@ -82,10 +82,10 @@ from baton.router.events import (
     StreamEnded,
 )
 from baton.router.first_token import FirstToken
-from baton.router.first_tokens import FirstTokens, PrefillAsk, can_follow
+from baton.router.first_tokens import FirstTokens, PrefillAsk
 from baton.router.fleet.engine import Engine
 from baton.router.fleet_view import FleetView
-from baton.router.identity import has_other_weights, is_compatible, is_continued_alike
+from baton.router.identity import has_other_weights
 from baton.router.learning import (
     SAMPLE_CHUNKS,
     loaded,
@@ -95,11 +95,12 @@ from baton.router.learning import (
     note_outpaced,
     note_start,
 )
-from baton.router.legs import PARAMS, LocalReason, push_params, shape_of, stored_body
+from baton.router.legs import PARAMS, push_params, shape_of, stored_body
 from baton.router.lookups import look_for
 from baton.router.notes import Outcome
+from baton.router.request.engines import Engines
+from baton.router.request.lending import Lending
 from baton.router.settings import Role
-from baton.router.turns import Turn
 
 logger = logging.getLogger(__name__)
 
@@ -152,26 +153,20 @@ class Machine:
         self._then: Callable[[], None] = self._attempt  # After MEETING or CLOSING.
         self._shape = shape = shape_of(request.body)
         model, priority = request.body.get("model"), request.objective.priority
-        self._routed = view.route(shape.prefix_key, model, shape.num_prompt_tokens, priority)
-        self._num_prompt_tokens = shape.num_prompt_tokens
-        self._local_reason = shape.direct_reason  # Or of this attempt: "cheaper".
-        if self._local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
-            self._local_reason = "short_prompt"
+        routed = view.route(shape.prefix_key, model, shape.num_prompt_tokens, priority)
+        local_reason = shape.direct_reason
+        if local_reason is None and shape.num_prompt_tokens < self._settings.min_prefill_tokens:
+            local_reason = "short_prompt"
         self._first = FirstTokens(
             request.body,
             is_chat=request.is_chat,
             is_text=shape.is_text,
-            may_split=self._settings.first_token and self._local_reason is None,
+            may_split=self._settings.first_token and local_reason is None,
             may_resume=self._settings.resumes > 0 and shape.direct_reason is None,
         )
+        self._engines = Engines(view, self._first, routed, local_reason, self._lent_by)
         self._ticket: Ticket | None = None  # Until the request ends.
-        self._consumer: Engine | None = None  # Of this attempt.
-        self._tried: list[Engine] = []  # To decode.
-        self._bad_producers: list[Engine] = []
-        self._may_retry_prefill = True  # The budget of retries has allowed it so far.
         self._num_refused_introductions = 0
-        self._broken: list[Engine] = []  # That have failed in this stream.
-        self._giver: Leg | None = None  # Whose tokens the client has, and another leg continues.
         self._prefilled: Prefilled | None = None
         self._failures: dict[Role, LegFailure] = {}  # The last one of each role.
         self._prefill: Leg | None = None  # The last one of either role.
@@ -183,13 +178,8 @@ class Machine:
         self._transfer_id = ""
         self._push_params: Mapping[str, Any] = {}  # For a decode leg that leaves with the prefill leg.
         self._is_pushed = False  # The decode leg left with the prefill leg.
-        self._lent: tuple[Engine, Mapping[str, Any]] | None = None  # Until a D has come for it.
-        self._lending: Leg | None = None  # That has lent it.
+        self._lending = Lending(view.turns, request.session, self._emit)
         self._producer: Engine | None = None  # Of what the running decode leg is to load.
-        self._has_come = False  # The D of the running decode leg, for what P lends.
-        self._turn: Turn | None = None  # That the last answer of this session left, until a P has it.
-        self._is_turn_out = False  # In a prefill leg whose outcome is not known.
-        self._was_turn_sent = False  # In a prefill leg that failed or was closed: its P may have it.
         self._is_first_counted = False
         self._answer: DecodeAnswer | None = None  # D's stream, once it has begun ...
         self._head = EVENT_STREAM  # ... with this status and these headers.
@@ -206,6 +196,9 @@ class Machine:
             return known
         return leg.num_chunks_before + leg.num_chunks  # One chunk, one token: the engine names none.
 
+    def _emit(self, effect: Effect) -> None:
+        self._effects.append(effect)
+
     def begin(self, now_s: float) -> Sequence[Effect]:
         self._view.retries.note_request(now_s)
         return self._run(now_s, Machine._ask_admission)
@@ -215,13 +208,13 @@ class Machine:
         if admission is None:
             return self._look()
         ticket = Ticket(
-            self._view.fleet.models.pool_of(self._routed),
+            self._view.fleet.models.pool_of(self._engines.routed),
             objective.priority,
             objective.tenant,
             self._request.received_at_s,
             self._request.received_at_s + objective.ttft_s,
-            self._num_prompt_tokens,
-            min(objective.max_output, self._routed.num_output_tokens),
+            self._engines.routed.num_tokens,
+            min(objective.max_output, self._engines.routed.num_output_tokens),
         )
         try:
             displaced = admission.ask(ticket, self._now_s)
@@ -254,8 +247,8 @@ class Machine:
 
     def _look(self) -> None:
         body, is_chat, look = self._request.body, self._request.is_chat, None
-        if self._local_reason is None:
-            look = look_for(self._view, body, self._shape, self._routed, self._now_s, is_chat=is_chat)
+        if self._engines.local_reason is None:
+            look = look_for(self._view, body, self._shape, self._engines.routed, self._now_s, is_chat=is_chat)
         if look is None:
             return self._attempt()
         self._state = State.LOOKING
@@ -263,10 +256,9 @@ class Machine:
         return None
 
     def _on_found(self, event: Found) -> None:
-        self._num_prompt_tokens = event.num_tokens or self._num_prompt_tokens
-        self._routed = replace(
-            self._routed, num_tokens=self._num_prompt_tokens, cached=event.cached, home=event.home
-        )
+        routed = self._engines.routed
+        num_tokens = event.num_tokens or routed.num_tokens
+        self._engines.routed = replace(routed, num_tokens=num_tokens, cached=event.cached, home=event.home)
         self._attempt()
 
     def on(self, event: Event, now_s: float) -> Sequence[Effect]:
@@ -293,27 +285,14 @@ class Machine:
 
     def _attempt(self) -> None:
         # D is chosen before the prefill: without a decode engine there is nothing to prefill for.
-        self._consumer = consumer = self._place() or self._choose_consumer()
+        is_open = self._prefilled is None and self._status is None
+        consumer = self._engines.place(self._now_s, is_open=is_open) or self._choose_consumer()
+        self._engines.consumer = consumer
         if consumer is None:
             raise self._view.no_engine("decode", self._failures.get("decode"))
         if consumer.role == "prefill":
-            self._local_reason = "no_decode_engine"
+            self._engines.local_reason = "no_decode_engine"
         self._meet(consumer, self._find_producer)
-
-    def _place(self) -> Engine | None:
-        """By cost: the decode engine, which may be the one to compute the prompt. None: choose by role."""
-        if self._local_reason == "cheaper":
-            self._local_reason = None
-        if self._prefilled is not None or self._local_reason is not None or self._status is not None:
-            return None
-        is_fit = self._first.can_continue
-        found = self._view.place(self._routed, self._tried, self._bad_producers, is_fit, self._now_s)
-        if found is None:
-            return None
-        consumer, is_alone = found
-        if is_alone:
-            self._local_reason = "cheaper"
-        return consumer
 
     def _meet(self, engine: Engine, then: Callable[[], None], *, is_again: bool = False) -> None:
         if engine.is_up and (is_again or not engine.was_asked):
@@ -326,19 +305,19 @@ class Machine:
         self._then()
 
     def _find_producer(self) -> None:
-        assert self._consumer is not None
-        if self._prefilled is not None or self._local_reason is not None:
+        assert self._engines.consumer is not None
+        if self._prefilled is not None or self._engines.local_reason is not None:
             return self._choose_way(None)
-        producer = self._choose_producer(self._consumer)
+        producer = self._choose_producer()
         if producer is None or producer.was_asked:
             return self._choose_way(producer)
         return self._meet(producer, self._find_producer)  # It may turn out not to fit.
 
     def _choose_way(self, producer: Engine | None) -> None:
         """Pull or push, now that both engines are known."""
-        consumer = self._consumer
+        consumer = self._engines.consumer
         assert consumer is not None
-        if not self._view.fleet.models.may_take(consumer, self._routed):
+        if not self._view.fleet.models.may_take(consumer, self._engines.routed):
             return self._attempt()  # What it says of itself excludes it.
         if producer is None or self._settings.mode == "pull" or self._first.is_told:
             self._first.choose(producer, consumer, is_push=False)
@@ -355,7 +334,7 @@ class Machine:
         if card is None or card.introduction is None or self._first.needs_no_decode:
             self._first.choose(producer, consumer, is_push=False)
             return self._pull()
-        hold_s = self._view.late_legs.hold_s(producer, consumer, self._num_prompt_tokens)
+        hold_s = self._view.late_legs.hold_s(producer, consumer, self._engines.routed.num_tokens)
         self._transfer_id = self._view.new_transfer_id()
         self._push_params = push_params(
             self._transfer_id,
@@ -374,14 +353,14 @@ class Machine:
     def _on_hold_over(self, event: HoldOver) -> None:
         if event.transfer_id != self._transfer_id:
             return  # It is of an attempt before this one.
-        producer, consumer = self._producer, self._consumer
+        producer, consumer = self._producer, self._engines.consumer
         if producer is None or consumer is None or self._why_no_pair(producer, consumer) is None:
             self._push("late")  # Else an update has parted them; D begins after P, as in pull.
 
     def _push(self, when: Literal["at_once", "late"]) -> None:
-        assert self._consumer is not None
+        assert self._engines.consumer is not None
         self._count("pushes", when)
-        self._open_decode(self._consumer, self._push_params, is_pushed=True)
+        self._open_decode(self._engines.consumer, self._push_params, is_pushed=True)
         self._state = State.PUSHING
 
     # --- Prefill -------------------------------------------------------------------------------------
@@ -389,22 +368,21 @@ class Machine:
     def _pull(self) -> None:
         if self._prefilled is not None:
             return self._after_prefill()
-        if self._local_reason is not None:
+        if self._engines.local_reason is not None:
             return self._borrow_or_compute()
         return self._next_producer()
 
     def _borrow_or_compute(self) -> None:
         """D computes the prompt, after what another engine lends of it. That is asked for once."""
-        assert self._local_reason is not None
-        consumer, loan = self._placed_consumer, None
-        if consumer is not None and not self._has_borrowed:
-            loan = self._view.find_loan(consumer, self._routed, self._now_s)
+        assert self._engines.local_reason is not None
+        loan = None if self._has_borrowed else self._engines.find_loan(self._now_s)
         if loan is None:
-            self._set_prefilled(Prefilled("local", self._why_alone))
+            self._set_prefilled(Prefilled("local", self._engines.why_alone))
             return self._after_prefill()
         self._has_borrowed = True
         reader = PrefillReader(reads_first_token=False, shows_token_ids=False, keeps_answer=False)
-        self._producer, self._has_come = loan.lender, False
+        self._producer = loan.lender
+        self._lending.begin_leg()
         body = stored_body(
             self._request.body, self._view.new_transfer_id() if loan.is_through_cache else None
         )
@@ -414,7 +392,7 @@ class Machine:
 
     def _on_loan(self, event: Opened | Piece | StreamEnded | Failed) -> None:
         """BORROWING: whatever the engine answers, D goes on."""
-        assert self._local_reason is not None
+        assert self._engines.local_reason is not None
         if isinstance(event, Failed) and event.failure.kind == "timeout":
             event.failure.is_noted = True  # BORROW_S is the router's patience; the engine may only be busy.
         outcome = self._read_prefill(event)
@@ -427,11 +405,11 @@ class Machine:
         if isinstance(outcome, Prefilled) and is_lent:
             self._set_prefilled(outcome)
         else:
-            self._set_prefilled(Prefilled("local", self._why_alone))
+            self._set_prefilled(Prefilled("local", self._engines.why_alone))
         self._after_prefill()
 
     def _next_producer(self) -> None:
-        producer = self._choose_producer(self._consumer)
+        producer = self._choose_producer()
         if producer is not None and not producer.was_asked:
             return self._meet(producer, self._next_producer)
         if producer is not None:
@@ -439,27 +417,13 @@ class Machine:
             self._open_prefill(producer)
             self._state = State.PREFILLING
             return self._wait_till_late()
-        assert self._consumer is not None
-        reason = self._why_none_fits(self._consumer)
+        assert self._engines.consumer is not None
+        reason = self._engines.why_none_fits(self._engines.consumer, self._now_s)
         if self._settings.on_prefill_failure == "fail" and reason != "other_weights":
             failure = self._failures.get("prefill")
-            raise self._view.no_engine("prefill", failure, is_tried=bool(self._bad_producers))
+            raise self._view.no_engine("prefill", failure, is_tried=bool(self._engines.bad_producers))
         self._set_prefilled(Prefilled("local", reason))
         return self._after_prefill()
-
-    @property
-    def _why_alone(self) -> LocalReason:
-        """Where no prefill engine is to be asked. By cost, that also holds where all have other weights."""
-        assert self._local_reason is not None
-        consumer = self._placed_consumer
-        is_other = consumer is not None and self._view.has_other_weights(consumer, self._routed)
-        return "other_weights" if is_other else self._local_reason
-
-    def _why_none_fits(self, consumer: Engine) -> LocalReason:
-        """No prefill engine is left for this decode engine."""
-        if self._bad_producers or self._choose_producer(None) is None:
-            return "prefill_failed"
-        return "other_weights" if self._view.has_other_weights(consumer, self._routed) else "no_pair"
 
     def _wait_till_late(self) -> None:
         """Start the timer of `_on_late`."""
@@ -475,9 +439,9 @@ class Machine:
         if event.transfer_id != self._transfer_id:
             return  # It is of an attempt before this one.
         self._view.fleet.health.note_late(first.engine, self._now_s)
-        if self._was_hedged or self._turn is not None:
+        if self._was_hedged or self._lending.has_turn:
             return  # A turn is for one engine.
-        engine = self._choose_hedge(first)
+        engine = self._engines.choose_hedge(first, self._now_s)
         if engine is None:
             return
         if not self._view.retries.take(self._now_s):
@@ -487,23 +451,6 @@ class Machine:
         self._report("hedge", first.engine, f"a prompt is late; {engine.url} computes it as well")
         ask = self._first.prefill_ask(engine, self._view.new_transfer_id())
         self._hedge = self._send_prefill(engine, ask, ask.body)
-
-    def _choose_hedge(self, first: Leg) -> Engine | None:
-        """Another P, which is expected to take no longer than the first one has taken already."""
-        consumer = self._consumer
-        assert consumer is not None
-
-        def is_fit(engine: Engine) -> bool:
-            is_alike = engine.was_asked and engine.kind == first.engine.kind  # The same mode.
-            return is_alike and self._why_no_pair(engine, consumer) is None
-
-        tried = [*self._bad_producers, first.engine]
-        engine = self._view.choose("prefill", self._routed, tried, self._now_s, is_fit)
-        if engine is None:
-            return None
-        expected_s = self._view.fleet.choice.prefill_s(engine, self._num_to_compute(engine))
-        is_soon = expected_s is not None and expected_s <= self._now_s - first.started_at_s
-        return engine if is_soon else None
 
     def _end_hedge(self, leg: Leg, *, is_failed: bool) -> None:
         """One of two prefill legs has its outcome. If it failed, the other one is waited for, else closed."""
@@ -540,11 +487,11 @@ class Machine:
         if self._prefilled is None:
             if self._state is State.PUSHING:
                 assert self._decode is not None
-                self._tried.remove(self._decode.engine)  # It was not at fault.
+                self._engines.tried.remove(self._decode.engine)  # It was not at fault.
             return self._again()
         if self._state is State.HELD:
-            assert self._consumer is not None
-            self._first.choose(event.leg.engine, self._consumer, is_push=False)
+            assert self._engines.consumer is not None
+            self._first.choose(event.leg.engine, self._engines.consumer, is_push=False)
             return self._after_prefill()
         self._state = State.DECODING
         assert self._decode is not None
@@ -583,7 +530,7 @@ class Machine:
             leg.has_told = True
             self._take_loan(leg, outcome.first.params)
         if outcome is not None and self._state is not State.BORROWING:
-            self._settle_turn(outcome)
+            self._lending.settle_turn(outcome)
         return outcome
 
     def _on_late_prefill(self, event: Opened | Piece | StreamEnded | Failed) -> None:
@@ -598,16 +545,19 @@ class Machine:
             case LegFailure():
                 self._log("prefill leg: %s", outcome)
                 self._failures["prefill"] = outcome
-                self._bad_producers.append(leg.engine)
+                self._engines.bad_producers.append(leg.engine)
                 return False
             case Unable(reason):
                 self._log("prefill leg: %s %s", leg.engine.url, reason)
-                self._bad_producers.append(leg.engine)
+                self._engines.bad_producers.append(leg.engine)
                 return False
             case Refused(answer):
                 if self._status is not None:
                     raise RouterError.gateway("the prefill engine refused what another one had begun")
-                if self._consumer is not None and self._consumer.max_model_len != leg.engine.max_model_len:
+                if (
+                    self._engines.consumer is not None
+                    and self._engines.consumer.max_model_len != leg.engine.max_model_len
+                ):
                     # The prompt may be too long for P alone. If it is wrong, D refuses it as well.
                     self._set_prefilled(Prefilled("local", "prefill_failed"))
                     return False
@@ -617,15 +567,15 @@ class Machine:
         if self._state is State.PREFILLING and leg.expected_s is not None:
             self._view.lateness.note(leg.expected_s, duration_s)
         if leg.was_alone:
-            self._view.late_legs.note(leg.engine, self._num_prompt_tokens, duration_s)
+            self._view.late_legs.note(leg.engine, self._engines.routed.num_tokens, duration_s)
         match outcome:
             case Complete(answer):
                 self._send_whole(answer, {"x-baton-prefill": "remote"})
                 self._finish()
                 return True
-            case FirstTokenRead() if self._has_other_weights(leg):
+            case FirstTokenRead() if self._engines.has_other_weights(leg):
                 # The client has the token of an earlier prefill, and P was updated since.
-                self._give_back()
+                self._lending.take_back()
                 self._set_prefilled(Prefilled("local", "other_weights"))
             case FirstTokenRead(head, first):
                 if first.is_last or leg.is_as_chosen:
@@ -643,10 +593,10 @@ class Machine:
     def _pay_for_retry(self, outcome: LegFailure | Unable) -> None:
         """An error or a timeout of P may mean that it has too much to do. Without a budget D prefills."""
         is_free = outcome.kind != "timeout" if isinstance(outcome, LegFailure) else outcome.is_free
-        if is_free or self._choose_producer(self._consumer) is None or self._view.retries.take(self._now_s):
+        if is_free or self._choose_producer() is None or self._view.retries.take(self._now_s):
             return
         self._count("retries_refused")
-        self._may_retry_prefill = False
+        self._engines.may_retry_prefill = False
 
     def _end_with(self, leg: Leg) -> None:
         """P's first token is the last one: token counts and [DONE] follow."""
@@ -677,7 +627,7 @@ class Machine:
         One that is to compute the prompt itself, because of what it has, stays.
         """
         assert self._prefilled is not None
-        engine = self._placed_consumer or self._choose_consumer(
+        engine = self._engines.placed_consumer or self._choose_consumer(
             self._producer if self._prefilled.ticket else None
         )
         if self._tell_kept_answer(engine):
@@ -687,7 +637,7 @@ class Machine:
         if self._prefilled.ticket and self._producer and self._why_no_pair(self._producer, engine):
             assert self._prefill is not None
             is_other = has_other_weights(engine.kv_identity, self._prefill.kv_identity)
-            self._give_back()
+            self._lending.take_back()
             self._set_prefilled(Prefilled("local", "other_weights" if is_other else "no_pair"))
         self._first.settle(engine)
         self._open_decode(engine, self._prefilled.ticket, is_pushed=False)
@@ -724,13 +674,13 @@ class Machine:
             reader = DecodeAnswer(self._first, leg.engine)
             body = reader.whole(answer.body, self._lent_in_push)
             self._send_whole(answer, {"x-baton-prefill": where}, body=body)
-            self._keep_turn(leg, reader)
+            self._lending.keep_turn(leg, reader, self._now_s)
             return self._finish()
         num_given = self._first.num_given if leg.engine.kind == "baton" else 0
         if num_given and answer.headers.get(GIVEN_HEADER) != str(num_given):
             why = "it does not continue answers; it is of an older version"
             return self._on_decode_failed(Failed(leg, _broken(leg, why)))
-        if self._has_other_weights(leg):
+        if self._engines.has_other_weights(leg):
             # An update that this router did not know of is no fault. The client has tokens of other weights.
             self._log("%s has other weights than the engine that began the answer", leg.engine.url)
             self._prefilled = None
@@ -739,17 +689,12 @@ class Machine:
         self._state = State.COMPARING
         return self._compare(leg, answer.body)
 
-    def _has_other_weights(self, leg: Leg) -> bool:
-        """Whether the answer is known to be of other weights than those of the tokens that the client has."""
-        giver = self._giver
-        return giver is not None and "" not in (ids := {giver.weights_id, leg.weights_id}) and len(ids) > 1
-
     def _take_refusal(self, engine: Engine, answer: LegAnswer) -> None:
         what = "introduction" if self._is_pushed else "ticket"
         self._log("%s refused the %s: %r", engine.url, what, answer.body)
         self._note_handoff(engine, "refused")
-        self._give_back()
-        self._tried.remove(engine)
+        self._lending.take_back()
+        self._engines.tried.remove(engine)
         if not self._is_pushed:
             self._set_prefilled(Prefilled("local", "ticket_refused"))  # Once: no ticket is left to refuse.
             return self._again()
@@ -777,7 +722,7 @@ class Machine:
             raise self._view.no_engine("decode", failure)
         if self._is_pushed or failure.was_sent:
             if self._is_pushed:
-                self._give_back()
+                self._lending.take_back()
             self._prefilled = None  # The ticket may be in use; a new dispatch gets a new one.
         return self._again()
 
@@ -808,7 +753,9 @@ class Machine:
             case False:
                 self._count("first_tokens", "no")
                 self._set_prefilled(Prefilled("local", "engines_disagree"))
-                self._tried.remove(leg.engine)  # It computes as it should, and can continue after P's token.
+                self._engines.tried.remove(
+                    leg.engine
+                )  # It computes as it should, and can continue after P's token.
                 return self._again()
             case True:
                 self._count("first_tokens", "yes")
@@ -890,27 +837,20 @@ class Machine:
         `is_planned`: D could go on. Only another decode engine takes its place then.
         """
         given = self._first.given()
-        if given is None or (not is_planned and len(self._broken) >= self._settings.resumes):
+        if given is None or (not is_planned and len(self._engines.broken) >= self._settings.resumes):
             return False
         if leg.is_outdated:
             return False  # What the client has may be of two versions; no engine has both.
-
-        def is_fit(engine: Engine) -> bool:
-            is_other = engine is not leg.engine and engine not in self._broken
-            is_alike = is_continued_alike(engine.kv_identity, leg.kv_identity)
-            return is_other and is_alike and can_follow(given, engine)
-
-        roles: tuple[Role, ...] = ("decode",) if is_planned else ("decode", "prefill")
-        if not any(self._view.choose(role, self._routed, [], self._now_s, is_fit) for role in roles):
+        if not self._engines.can_be_followed(leg, given, self._now_s, is_planned=is_planned):
             return False
         self._first.resume_after(given)
-        self._giver = leg
+        self._engines.giver = leg
         if not is_planned:
-            self._broken.append(leg.engine)
+            self._engines.broken.append(leg.engine)
         self._count("resumed_streams", "planned" if is_planned else "broken")
         self._report("resume", leg.engine, why)
-        self._prefilled, self._tried, self._bad_producers = None, [], []
-        self._may_retry_prefill = True
+        self._prefilled = None
+        self._engines.forget_failures()
         self._again()
         return True
 
@@ -985,7 +925,7 @@ class Machine:
             raise
         if not is_for_client:
             return self._count("first_tokens", "yes")
-        self._giver = giver
+        self._engines.giver = giver
         self._begin_answer(head, {"x-baton-prefill": where})
         return self._send(first.events)
 
@@ -998,7 +938,7 @@ class Machine:
         told = self._first.take_kept_answer(self._prefilled.answer if is_fit else None, consumer)
         if told is None:
             return False
-        self._giver = giver
+        self._engines.giver = giver
         self._begin_answer(EVENT_STREAM, {"x-baton-prefill": "remote"})
         self._send(told.events, is_last=told.is_last)
         return told.is_last
@@ -1009,76 +949,35 @@ class Machine:
 
     # --- Engines -------------------------------------------------------------------------------------
 
-    def _choose_producer(self, consumer: Engine | None) -> Engine | None:
-        """One that can hand over to this decode engine; None: to any."""
-        if not self._may_retry_prefill:
-            return None
-
-        def is_fit(producer: Engine) -> bool:
-            return consumer is None or self._why_no_pair(producer, consumer) is None
-
-        return self._view.choose("prefill", self._routed, self._bad_producers, self._now_s, is_fit)
-
     def _choose_consumer(self, producer: Engine | None = None) -> Engine | None:
-        """`producer`: one that it can hand over to, if there is such a one."""
-        choose, now_s = self._view.choose, self._now_s
+        return self._engines.choose_consumer(
+            self._now_s, has_begun=self._status is not None, producer=producer
+        )
 
-        def can_continue(consumer: Engine) -> bool:
-            is_left = consumer not in self._broken and self._is_alike(consumer)
-            return is_left and self._first.can_continue(consumer)
-
-        def is_fit(consumer: Engine) -> bool:
-            return can_continue(consumer) and (
-                producer is None or self._why_no_pair(producer, consumer) is None
-            )
-
-        engine = choose("decode", self._routed, self._tried, now_s, is_fit)
-        engine = engine or choose("decode", self._routed, self._tried, now_s, can_continue)
-        if engine is None and self._status is not None:
-            # The answer has begun. A prefill engine can decode as well, though others wait for it.
-            tried = [engine for engine in self._tried if engine.role == "prefill"]
-            engine = choose("prefill", self._routed, tried, now_s, can_continue)
-        return engine
-
-    def _is_alike(self, consumer: Engine) -> bool:
-        """Whether what this engine adds to the client's tokens is of the same weights."""
-        giver = self._giver
-        if giver is None:
-            return True
-        compare = is_continued_alike if self._first.is_resumed else is_compatible
-        return compare(consumer.kv_identity, giver.kv_identity)
-
-    @property
-    def _placed_consumer(self) -> Engine | None:
-        """Of a placement without a prefill engine, as long as this engine can be used."""
-        consumer = self._consumer
-        if self._local_reason != "cheaper" or consumer is None:
-            return None
-        return consumer if self._view.fleet.models.may_take(consumer, self._routed) else None
+    def _choose_producer(self) -> Engine | None:
+        return self._engines.choose_producer(self._engines.consumer, self._now_s)
 
     def _why_no_pair(self, producer: Engine, consumer: Engine) -> str | None:
+        return self._engines.why_no_pair(producer, consumer, self._now_s)
+
+    def _lent_by(self, producer: Engine) -> KVIdentity | None:
         leg = self._prefill
-        is_lent = leg is not None and leg.engine is producer
-        is_lent = is_lent and (self._prefilled is not None or leg in self._open_legs)
-        lent = leg.kv_identity if is_lent and leg is not None else None
-        return self._view.pairs.why_not(producer, consumer, self._now_s, lent)
+        if leg is None or leg.engine is not producer:
+            return None
+        return leg.kv_identity if self._prefilled is not None or leg in self._open_legs else None
 
     # --- Legs ----------------------------------------------------------------------------------------
 
     def _open_prefill(self, engine: Engine) -> None:
-        if self._bad_producers:
+        if self._engines.bad_producers:
             self._count("retries", "prefill")
         ask = self._first.prefill_ask(engine, self._transfer_id)
         body = ask.body
         if PARAMS in body:
-            kv, turns = engine.kv_identity, self._view.turns
-            self._turn = turn = self._turn or turns.take(self._request.session, self._now_s, kv)
-            self._was_turn_sent = self._was_turn_sent or self._is_turn_out
-            self._is_turn_out = False
-            if turn is not None and turn.fits(kv):
-                self._is_turn_out = True
-                body = {**body, PARAMS: {**turn.params, **body[PARAMS]}}
-        self._producer, self._has_come = engine, False
+            turn = self._lending.params_of_turn(engine.kv_identity, self._now_s)
+            body = {**body, PARAMS: {**turn, **body[PARAMS]}}
+        self._producer = engine
+        self._lending.begin_leg()
         self._prefill = self._send_prefill(engine, ask, body)
 
     def _send_prefill(self, engine: Engine, ask: PrefillAsk, body: Mapping[str, Any]) -> Leg:
@@ -1087,25 +986,28 @@ class Machine:
             shows_token_ids=self._first.shows_token_ids,
             keeps_answer=ask.keeps_answer,
         )
-        wait_s, num_tokens = self._settings.timeouts.prefill_s, self._num_to_compute(engine)
+        wait_s, num_tokens = self._settings.timeouts.prefill_s, self._engines.num_to_compute(engine)
         expected_s = self._view.fleet.choice.prefill_s(engine, num_tokens)
         leg = self._open("prefill", engine, body, wait_s, num_tokens, reader)
         leg.expected_s = expected_s
         return leg
 
     def _open_decode(self, engine: Engine, params: Mapping[str, Any] | None, *, is_pushed: bool) -> None:
-        if self._tried:
+        if self._engines.tried:
             self._count("retries", "decode")
-        self._tried.append(engine)
-        self._has_come, self._is_pushed = False, is_pushed
+        self._engines.tried.append(engine)
+        self._is_pushed = is_pushed
+        self._lending.begin_leg()
         timeouts = self._settings.timeouts
         wait_s = timeouts.first_byte_s if self._first.is_stream else timeouts.answer_s
         if is_pushed:
             wait_s += timeouts.prefill_s  # D waits for P as well.
-        num_tokens = self._num_to_compute(engine) if params is None else 0
-        if params is not None and self._has_borrowed and self._local_reason is not None:
+        num_tokens = self._engines.num_to_compute(engine) if params is None else 0
+        if params is not None and self._has_borrowed and self._engines.local_reason is not None:
             num_lent = params.get("remote_num_tokens")
-            num_tokens = max(0, self._num_prompt_tokens - (num_lent if isinstance(num_lent, int) else 0))
+            num_tokens = max(
+                0, self._engines.routed.num_tokens - (num_lent if isinstance(num_lent, int) else 0)
+            )
         body = self._first.decode_body(engine, params)
         self._decode = self._open("decode", engine, body, wait_s, num_tokens)
 
@@ -1121,7 +1023,7 @@ class Machine:
         """`num_tokens`: that the engine has to compute."""
         was_alone = not engine.load
         num_before = engine.queued_tokens
-        priority = self._routed.priority
+        priority = self._engines.routed.priority
         leg = Leg(
             role,
             engine,
@@ -1150,9 +1052,6 @@ class Machine:
         note_answer(leg, answer, self._now_s)
         self._note_computed(leg)
 
-    def _num_to_compute(self, engine: Engine) -> int:
-        return max(0, self._num_prompt_tokens - self._routed.cached_at(engine.url).num_tokens)
-
     def _note_computed(self, leg: Leg) -> None:
         num_tokens, leg.num_queued_tokens = leg.num_queued_tokens, 0
         if num_tokens:
@@ -1171,9 +1070,9 @@ class Machine:
 
     def _finish(self) -> None:
         if self._answer is not None and self._decode is not None:
-            self._keep_turn(self._decode, self._answer)
-        self._give_back()
-        self._leave_turn()
+            self._lending.keep_turn(self._decode, self._answer, self._now_s)
+        self._lending.take_back()
+        self._lending.leave_turn(self._now_s)
         self._close(self._end)
 
     def _close(self, then: Callable[[], None]) -> None:
@@ -1186,11 +1085,11 @@ class Machine:
         note_closed(event.leg, self._view.fleet.choice.outputs)
         self._note_computed(event.leg)
         self._view.fleet.health.note_outcome(
-            event.leg.engine, event.leg.outcome, self._now_s, self._routed.model
+            event.leg.engine, event.leg.outcome, self._now_s, self._engines.routed.model
         )
         self._view.fleet.note_end(event.leg.engine)
         self._open_legs.remove(event.leg)
-        self._take_back_unseen(event.leg)
+        self._lending.take_back_unseen(event.leg, is_last=event.leg is self._prefill)
         self._count("legs", event.leg.role, event.leg.engine.url, event.leg.outcome)
         if not self._open_legs and self._state is State.CLOSING:
             self._then()
@@ -1200,32 +1099,16 @@ class Machine:
         self._state = State.OVER
         self._effects.append(Over(self._status, self._error))
 
-    # --- What P lends, and what D keeps --------------------------------------------------------------
+    # --- What P lends ---------------------------------------------------------------------------------
 
     def _take_loan(self, leg: Leg, params: Mapping[str, Any]) -> None:
         """P has lent: also if the request has ended meanwhile."""
-        if leg not in (self._prefill, self._hedge):
-            self._effects.append(GiveBack(leg.engine, params))  # Another P was faster.
-            return
-        if self._has_come:
-            return  # D had the blocks before P's leg ended.
-        self._give_back()
-        self._lent, self._lending = (leg.engine, params), leg
-        if self._state in (State.CLOSING, State.OVER):
-            self._give_back()
-
-    def _take_back_unseen(self, leg: Leg) -> None:
-        """The leg has ended before its answer was read, which may be on its way, with a ticket."""
-        transfer_id = (leg.body.get(PARAMS) or {}).get("transfer_id")
-        is_known = leg.has_told or leg.outcome == "unreachable" or (self._has_come and leg is self._prefill)
-        if leg.role == "prefill" and transfer_id and not is_known:
-            self._effects.append(GiveBack(leg.engine, {"transfer_id": transfer_id}))
-
-    def _give_back(self) -> None:
-        """No D will come any more. If one has come all the same, P takes nothing away."""
-        lent, self._lent = self._lent, None
-        if lent is not None:
-            self._effects.append(GiveBack(*lent))
+        self._lending.take(
+            leg,
+            params,
+            is_wanted=leg in (self._prefill, self._hedge),
+            is_over=self._state in (State.CLOSING, State.OVER),
+        )
 
     def _note_loaded(self, engine: Engine, answer: LegAnswer) -> None:
         """D has begun to answer: it has loaded what P lent, or will never do so."""
@@ -1235,15 +1118,13 @@ class Machine:
         if handed_over is False:
             is_late = self._is_pushed and self._prefill in self._open_legs and not self._prefill.has_told
             self._note_handoff(engine, "late" if is_late else "computed")
-            self._give_back()
+            self._lending.take_back()
             return
         if handed_over:
             assert self._decode is not None
             sample = (0, 0.0) if self._is_pushed else loaded(self._decode, answer, self._now_s)
             self._note_handoff(engine, "handed_over", *sample)
-        if self._lending is not self._prefill:
-            self._give_back()  # Of an attempt before this one.
-        self._lent, self._has_come = None, True
+        self._lending.note_used(self._prefill)
 
     def _note_handoff(
         self, engine: Engine, outcome: Outcome, num_loaded: int = 0, took_s: float = 0.0
@@ -1256,32 +1137,6 @@ class Machine:
             return
         self._count("handoffs", self._producer.url, engine.url, outcome)
         self._view.note_handoff(self._producer, engine, outcome, self._now_s, num_loaded, took_s)
-
-    def _keep_turn(self, leg: Leg, answer: DecodeAnswer) -> None:
-        if answer.kept_params is not None:
-            turn = Turn(leg.engine, answer.kept_params, leg.kv_identity)
-            # One of old weights is given back.
-            self._view.turns.put(None if turn.is_old else self._request.session, turn, self._now_s)
-
-    def _settle_turn(self, outcome: PrefillOutcome | LegFailure) -> None:
-        if not self._is_turn_out:
-            return
-        self._is_turn_out = False
-        match outcome:
-            case LegFailure():
-                self._was_turn_sent = self._was_turn_sent or outcome.was_sent
-            case Prefilled() | Complete() | FirstTokenRead():
-                self._turn = None  # This P has come for it.
-
-    def _leave_turn(self) -> None:
-        """Of the last answer's blocks, if no P has come for them."""
-        turn, self._turn = self._turn, None
-        if turn is None:
-            return
-        if self._was_turn_sent or self._is_turn_out:
-            self._effects.append(GiveBack(turn.keeper, turn.params))
-        else:
-            self._view.turns.put(self._request.session, turn, self._now_s)
 
     def _set_prefilled(self, prefilled: Prefilled) -> None:
         self._prefilled = prefilled

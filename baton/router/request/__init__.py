@@ -1,0 +1,1 @@
+"""One completion on its way through the router, as state machines without I/O."""
