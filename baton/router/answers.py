@@ -30,6 +30,7 @@ MAX_KEPT = 2 << 20
 MAX_REST_BYTES = 1 << 20  # Of P's stream after the first token: token counts and [DONE].
 RETRY_AFTER_MAX_S = 60.0
 _NULL = msgspec.Raw(b"null")
+VLLM_PAUSED = "Generation is paused."
 WEIGHTS_HEADER = "x-baton-weights"  # Names those with which the answer begins.
 GIVEN_HEADER = "x-baton-given"  # Tokens of the answer that the engine continues after.
 PROMPT_HEADER = "x-baton-prompt"  # Tokens of the prompt: all, cached in this engine, loaded from another.
@@ -140,6 +141,7 @@ class _Counted(msgspec.Struct):
 
 
 class _ErrorBody(msgspec.Struct):
+    message: str | None = None
     param: str | None = None
     code: str | int | None = None
 
@@ -160,14 +162,24 @@ def retry_after_s(answer: LegAnswer) -> float:
     return min(float(text), RETRY_AFTER_MAX_S) if asks else 0.0
 
 
-def is_draining(answer: LegAnswer) -> bool:
-    """The engine ends in order and takes no new requests: it is not overloaded."""
+def is_closed(answer: LegAnswer) -> bool:
+    """The engine takes no new requests for now, on purpose: it is neither broken nor overloaded.
+
+    One of ours drains; a vLLM (since 0.33) pauses for an update of its weights, and names that in the message
+    only (`_reject_add_while_paused` of vllm/v1/engine/core.py).
+    """
     if answer.status != 503:
         return False
     try:
-        return decode_json(answer.body, _ErrorAnswer).error.code == "draining"
+        error = decode_json(answer.body, _ErrorAnswer).error
     except NotJson:
         return False
+    return error.code == "draining" or (error.message or "").startswith(VLLM_PAUSED)
+
+
+def outcome_of(answer: LegAnswer) -> str:
+    """A leg's outcome (`baton:router_legs`). That of an engine that is closed counts against none."""
+    return "closed" if is_closed(answer) else str(answer.status)
 
 
 def blames_params(answer: LegAnswer) -> bool:
@@ -230,7 +242,7 @@ def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = Fa
     `is_kept`: the answer goes into the outcome.
     """
     if is_engines_fault(answer) or blames_params(answer):
-        is_free = is_draining(answer) or blames_params(answer)
+        is_free = is_closed(answer) or blames_params(answer)
         return Unable(f"answered with {answer.status}", is_free)
     if answer.status != 200:
         return Refused(answer)

@@ -21,7 +21,7 @@ from baton.core.errors import UserError
 from baton.core.json_text import NotJson, decode_json
 from baton.http.forms import fields_of
 from baton.http.json_body import decode_as
-from baton.router.answers import LegAnswer, end_to_end, is_engines_fault, retry_after_s
+from baton.router.answers import LegAnswer, end_to_end, is_engines_fault, outcome_of, retry_after_s
 from baton.router.errors import LegFailure, RouterError, error_event
 from baton.router.events import (
     ClientGone,
@@ -204,7 +204,7 @@ class PassThrough:
         return self._view.no_engine("decode", self._failure, is_tried=bool(self._tried))
 
     def _on_opened(self, leg: Leg, answer: LegAnswer, now_s: float) -> Sequence[Effect]:
-        leg.outcome = str(answer.status)
+        leg.outcome = outcome_of(answer)
         self._view.fleet.health.note_answer(leg.engine, answer.status, now_s, retry_after_s(answer))
         if lacks_path(answer):
             leg.engine.lacks[self._request.path] = now_s + LACKS_S

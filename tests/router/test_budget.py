@@ -1,12 +1,14 @@
 """The budget of retries, and what a request gets when it is spent."""
 
 import asyncio
+import re
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.budget import PER_S, SHARE, WINDOW_S, RetryBudget
+from baton.router.settings import OutlierDetection
 from tests.router.baton_fakes import baton, introduced_system
 from tests.router.fakes import FakeEngine, System, dies, responds
 
@@ -58,18 +60,35 @@ def spend(s: System) -> None:
         pass
 
 
-@pytest.mark.parametrize("code", ["busy", "draining"])
-async def test_without_a_budget_the_client_gets_the_engines_error(code: str) -> None:
-    busy = FakeEngine(responds(503, {"error": {"message": "no", "code": code}}), introduces_as="d0")
+# vLLM's answer while it is paused (0.33).
+PAUSED = {"message": "Generation is paused. Please retry after it resumes.", "code": 503}
+DRAINING = {"message": "no", "code": "draining"}
+BUSY = {"message": "no", "code": "busy"}
+
+
+@pytest.mark.parametrize("error", [BUSY, DRAINING, PAUSED], ids=["busy", "draining", "paused"])
+async def test_without_a_budget_the_client_gets_the_engines_error(error: dict[str, object]) -> None:
+    busy = FakeEngine(responds(503, {"error": error}), introduces_as="d0")
     async with introduced_system([baton("p")], [baton("d1"), busy], policy="round_robin") as s:
         spend(s)
         answer = await s.complete()
         metrics = (await s.client.get("/metrics")).text
-    if code == "draining":
+    if error is not BUSY:
         assert answer.status_code == 200
     else:
         assert (answer.status_code, answer.json()["error"]["code"]) == (503, "busy")
         assert "retries_refused_total 1.0" in metrics
+
+
+async def test_an_engine_that_is_paused_is_not_ejected() -> None:
+    """A trainer pauses a vLLM while it changes the weights. Afterwards it is as good as before."""
+    paused = FakeEngine(responds(503, {"error": PAUSED}), introduces_as="d0")
+    async with introduced_system([baton("p")], [baton("d1"), paused], policy="round_robin") as s:
+        for _ in range(4 * OutlierDetection().consecutive_5xx):
+            assert (await s.complete()).status_code == 200
+        metrics = (await s.client.get("/metrics")).text
+        assert all(one.is_up for one in s.router.fleet.engines)
+    assert re.search(r'router_legs_total\{.*outcome="closed".*\} [1-9]', metrics)
 
 
 async def test_a_dead_engine_costs_no_retry() -> None:

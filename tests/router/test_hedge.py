@@ -39,7 +39,7 @@ from baton.router.settings import RouterSettings
 from baton.router.turns import Turn, TurnTable
 from tests.router.baton_fakes import baton, introduced_system, speaker, stream
 from tests.router.fakes import System, responds
-from tests.router.test_budget import spend
+from tests.router.test_budget import BUSY, DRAINING, PAUSED, spend
 from tests.router.test_continuation import check_is_one_engines
 
 RATE = 1000.0  # Tokens a second.
@@ -350,9 +350,9 @@ def test_a_timeout_takes_from_the_budget_and_a_death_does_not() -> None:
 
 
 async def test_a_prefill_engine_that_drains_costs_no_retry() -> None:
-    for code, num_asked in (("draining", 1), ("busy", 0)):
+    for error, num_asked in ((DRAINING, 1), (PAUSED, 1), (BUSY, 0)):
         gone = baton("p0")
-        gone.respond = responds(503, {"error": {"message": "no", "code": code}})
+        gone.respond = responds(503, {"error": error})
         p1 = baton("p1")
         # Round robin begins with the second one.
         async with introduced_system([p1, gone], [baton("d")], policy="round_robin") as s:

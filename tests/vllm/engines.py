@@ -27,6 +27,7 @@ from tests.vllm.forking import ForkingFleet
 SECRET = "5ecret-of-the-vllm-tests-0123456789"
 START_S = 900.0  # A start takes half a minute on an idle machine, ten minutes on an overloaded one.
 ANSWER_S = 120.0
+PAUSED = "Generation is paused."
 ROUTER_START_S = 60.0
 # All engines share this host, where the router would hold back a vLLM's decode leg.
 ROUTER_MODES = {
@@ -97,6 +98,10 @@ class Server:
 
     def tokens(self, prompt: Sequence[int], params: Any = None, **fields: Any) -> list[int]:
         answer = self.complete(prompt, params, **fields)
+        deadline_s = time.monotonic() + ANSWER_S
+        # vLLM refuses requests while it is paused, since 0.33. Before it let them wait.
+        while answer.status_code == 503 and PAUSED in answer.text and time.monotonic() < deadline_s:
+            answer = self.complete(prompt, params, **fields)
         assert answer.status_code == 200, f"{self.name}: {answer.text}\n{self.child.log_tail()}"
         token_ids: list[int] = answer.json()["choices"][0]["token_ids"]
         return token_ids

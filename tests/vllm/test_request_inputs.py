@@ -56,7 +56,7 @@ OF_SAMPLING = """
 # They say what is made of the last hidden states. `extra_kwargs` may be an input: such requests are unnamed.
 OF_POOLING = """
     use_activation dimensions step_tag_id returned_token_ids task requires_token_ids skip_reading_prefix_cache
-    late_interaction_params extra_kwargs output_kind
+    late_interaction_params late_chunking_params extra_kwargs output_kind
 """
 # The name is hashed, the id and the path lead to the files, which are hashed, as the flag is.
 OF_ADAPTER = "lora_name lora_int_id lora_path base_model_name load_inplace is_3d_lora_weight"

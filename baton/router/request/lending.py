@@ -1,4 +1,4 @@
-"""What one request leaves with engines: P's loan until a D has come for it, and the session's turn.
+"""Lending of one request: P's loan until a D has come for it, and the turn of the session.
 
     P's answer --take--> lent --note_used--> (D has come)
                           +---take_back----> TakeBack, once

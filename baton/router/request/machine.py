@@ -46,9 +46,10 @@ from baton.router.answers import (
     Unable,
     blames_params,
     end_to_end,
-    is_draining,
+    is_closed,
     is_engines_fault,
     is_handed_over,
+    outcome_of,
     prefilled,
     retry_after_s,
 )
@@ -656,7 +657,7 @@ class Machine:
         if is_refused:
             return self._take_refusal(leg.engine, answer)
         is_params_fault = blames_params(answer)  # Of what the router adds without a ticket.
-        is_free = is_params_fault or is_draining(answer)
+        is_free = is_params_fault or is_closed(answer)
         if (is_engines_fault(answer) or is_params_fault) and self._may_ask_another(is_free=is_free):
             self._log("%s answered with %d", leg.engine.url, answer.status)
             self._prefilled = None
@@ -1046,7 +1047,7 @@ class Machine:
         return leg
 
     def _note_answer(self, leg: Leg, answer: LegAnswer) -> None:
-        leg.outcome = str(answer.status)
+        leg.outcome = outcome_of(answer)
         leg.weights_id = answer.headers.get(WEIGHTS_HEADER, "")
         self._view.fleet.health.note_answer(leg.engine, answer.status, self._now_s, retry_after_s(answer))
         note_answer(leg, answer, self._now_s)

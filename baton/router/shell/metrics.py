@@ -46,7 +46,7 @@ class RouterMetrics:
         self.waiting = gauge("baton:router_waiting", "Of these, requests in the router's queue.")
         self.legs = counter(
             "baton:router_legs",
-            "Legs to engines by outcome: an HTTP status, unreachable, broken, timeout or cancelled.",
+            "Legs to engines by outcome: an HTTP status, closed, unreachable, broken, timeout or cancelled.",
             _LEG_LABELS,
         )
         self.prefills = counter(
