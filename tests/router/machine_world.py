@@ -54,7 +54,7 @@ from baton.router.fleet_view import FleetView
 from baton.router.identity import Introduced, Introduction, is_compatible
 from baton.router.learning import settle
 from baton.router.pairs import Pairs
-from baton.router.request.machine import LEG_EVENTS, Machine, Request, State
+from baton.router.request.machine import LEG_EVENTS, TABLE, Machine, Request, State
 from baton.router.settings import AdmissionSettings, RouterSettings
 from baton.router.sse import EventSplitter, data_of
 from baton.router.turns import Turn, TurnTable
@@ -138,8 +138,25 @@ class Client:
         return ["".join(tokens[: self.num_tokens]) for tokens in (TOKENS, OTHERS)]
 
 
+class StrictMachine(Machine):
+    """Fails by an event without a row, and by a state that its row does not have."""
+
+    def on(self, event: Event, now_s: float) -> Sequence[Effect]:
+        before, leg = self._state, getattr(event, "leg", None)
+        effects = super().on(event, now_s)
+        if leg is None or not leg.is_broken or isinstance(event, Closed):
+            row = TABLE[before, type(event), leg.role if leg is not None else None]
+            assert self._state in row.to, f"{type(event).__name__} in {before.name} led to {self._state.name}"
+        return effects
+
+    def _report_unexpected(self, event: Event) -> None:
+        raise AssertionError(f"{type(event).__name__} in {self._state.name}")
+
+
 class World:
-    def __init__(self, seed: int, machine: type[Machine] = Machine, *, is_healthy: bool = False) -> None:
+    def __init__(
+        self, seed: int, machine: type[Machine] = StrictMachine, *, is_healthy: bool = False
+    ) -> None:
         self.rng = rng = random.Random(seed)
         self.rng_of_hedges = random.Random(f"hedge {seed}")
         self.rng_of_loans = random.Random(f"loans {seed}")

@@ -19,14 +19,15 @@ answered meanwhile, the rest goes as in pull. The client gets nothing before D's
 token, which P may give (`modes`). After that only an engine that can continue the answer is asked, and only
 for the rest (`first_tokens`). If P's first token ends the answer, P's answer is the answer.
 
-`TABLE` has the transitions. An event of a leg that has been closed changes nothing.
+`TABLE` has the transitions, and the states that may follow each. An event of a leg that has been closed
+changes nothing.
 """
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 from baton.core.errors import PeerError
 from baton.core.identity import KVIdentity
@@ -268,7 +269,11 @@ class Machine:
             role = event.leg.role
             if event.leg.is_broken and not isinstance(event, Closed):
                 return ()
-        return self._run(now_s, TABLE.get((self._state, type(event), role), Machine._ignore), event)
+        transition = TABLE.get((self._state, type(event), role))
+        if transition is None:
+            self._report_unexpected(event)
+            return ()
+        return self._run(now_s, transition.step, event)
 
     def _run(self, now_s: float, step: Callable[..., None], *event: Event) -> Sequence[Effect]:
         self._now_s = now_s
@@ -280,7 +285,11 @@ class Machine:
         return effects
 
     def _ignore(self, event: Event) -> None:
-        pass
+        """The event comes too late."""
+
+    def _report_unexpected(self, event: Event) -> None:
+        """No row of TABLE: a fault of ours, which costs this request nothing. The tests fail by it."""
+        logger.error("%s: unexpected %s in %s", self._request.id, type(event).__name__, self._state.name)
 
     # --- An attempt: engines, then legs --------------------------------------------------------------
 
@@ -1162,40 +1171,107 @@ def _broken(leg: Leg, why: str) -> LegFailure:
 
 
 LEG_EVENTS = (Opened, Piece, StreamEnded, Failed, Draining, Closed)
-_S = State
-_LATE = (_S.DECODING, _S.COMPARING, _S.RELAYING, _S.CLOSING, _S.OVER)
-_UNDER_WAY = tuple(state for state in State if state is not State.OVER)
 
-TABLE: Mapping[tuple[State, type, Role | None], Callable[[Machine, Any], None]] = {
-    (_S.QUEUED, Admitted, None): Machine._on_admitted,
-    (_S.QUEUED, Rejected, None): Machine._on_rejected,
-    (_S.LOOKING, Found, None): Machine._on_found,
-    (_S.MEETING, Met, None): Machine._on_met,
-    (_S.HELD, HoldOver, None): Machine._on_hold_over,
-    (_S.PREFILLING, HoldOver, None): Machine._on_late,
-    **{
-        (state, event, "prefill"): Machine._on_prefill
-        for state in (_S.PREFILLING, _S.HELD, _S.PUSHING)
-        for event in (Opened, Piece, StreamEnded, Failed)
-    },
-    **{(_S.BORROWING, event, "prefill"): Machine._on_loan for event in (Opened, Piece, StreamEnded, Failed)},
-    **{(_S.ENDING, event, "prefill"): Machine._on_ending for event in (Piece, StreamEnded, Failed)},
-    (_S.ENDING, Opened, "prefill"): Machine._on_late_prefill,
-    **{
-        (state, event, "prefill"): Machine._on_late_prefill
-        for state in _LATE
-        for event in (Opened, Piece, StreamEnded, Failed)
-    },
-    **{(state, Opened, "decode"): Machine._on_decode_opened for state in (_S.PUSHING, _S.DECODING)},
-    **{
-        (state, Failed, "decode"): Machine._on_decode_failed
-        for state in (_S.PUSHING, _S.DECODING, _S.COMPARING)
-    },
-    (_S.COMPARING, Piece, "decode"): Machine._on_compared_piece,
-    (_S.COMPARING, StreamEnded, "decode"): Machine._on_compared_end,
-    **{(_S.RELAYING, event, "decode"): Machine._on_relayed for event in (Piece, StreamEnded, Failed)},
-    (_S.RELAYING, Draining, "decode"): Machine._on_draining,
-    **{(state, Closed, role): Machine._on_closed for state in State for role in ("prefill", "decode")},
-    **{(state, ClientGone, None): Machine._on_client_gone for state in _UNDER_WAY},
-    **{(state, Stopped, None): Machine._on_stopped for state in _UNDER_WAY},
+
+class Transition(NamedTuple):
+    step: Callable[[Machine, Any], None]
+    to: frozenset[State]  # The states that may follow.
+
+
+_S = State
+_Key = tuple[State, type, Role | None]
+_ANSWER = (Opened, Piece, StreamEnded, Failed)
+_UNDER_WAY = tuple(state for state in State if state is not State.OVER)
+_WITH_LEGS = tuple(state for state in _UNDER_WAY if state not in (State.QUEUED, State.LOOKING))
+# The states after engines are chosen, by an attempt that may find none.
+_ATTEMPT = (_S.MEETING, _S.PREFILLING, _S.BORROWING, _S.HELD, _S.PUSHING, _S.DECODING, _S.CLOSING, _S.OVER)
+
+
+def _rows(
+    states: Iterable[State],
+    events: Iterable[type],
+    role: Role | None,
+    step: Callable[[Machine, Any], None],
+    *to: State,
+    stays: bool = False,
+) -> dict[_Key, Transition]:
+    """`stays`: the state may also stay."""
+    return {
+        (state, event, role): Transition(step, frozenset((*to, state) if stays else to))
+        for state in states
+        for event in events
+    }
+
+
+def _late_rows() -> dict[_Key, Transition]:
+    """Events that come too late to change anything: the state has moved on since what they answer."""
+    late = _rows(State, (HoldOver,), None, Machine._ignore, stays=True)
+    # P's first token ends an answer that was pushed: D's leg is not read any more.
+    late |= _rows((_S.CLOSING, _S.ENDING), _ANSWER, "decode", Machine._ignore, stays=True)
+    late |= _rows((_S.CLOSING, _S.OVER), (Admitted, Rejected, Found, Met), None, Machine._ignore, stays=True)
+    late |= _rows((_S.OVER,), (ClientGone, Stopped), None, Machine._ignore, stays=True)
+    for role in get_args(Role):
+        late |= _rows(State, (Draining,), role, Machine._ignore, stays=True)
+    return late
+
+
+# An event without a row is a fault of ours.
+TABLE: Mapping[_Key, Transition] = {
+    **_late_rows(),
+    **_rows((_S.QUEUED,), (Admitted,), None, Machine._on_admitted, _S.LOOKING, *_ATTEMPT),
+    **_rows((_S.QUEUED,), (Rejected,), None, Machine._on_rejected, _S.OVER),
+    **_rows((_S.LOOKING,), (Found,), None, Machine._on_found, *_ATTEMPT),
+    **_rows((_S.MEETING,), (Met,), None, Machine._on_met, *_ATTEMPT),
+    **_rows((_S.HELD,), (HoldOver,), None, Machine._on_hold_over, _S.PUSHING, stays=True),
+    **_rows((_S.PREFILLING,), (HoldOver,), None, Machine._on_late, stays=True),
+    **_rows((_S.PREFILLING,), _ANSWER, "prefill", Machine._on_prefill, _S.ENDING, *_ATTEMPT),
+    **_rows(
+        (_S.HELD, _S.PUSHING),
+        _ANSWER,
+        "prefill",
+        Machine._on_prefill,
+        *(_S.DECODING, _S.ENDING, _S.CLOSING),
+        stays=True,
+    ),
+    **_rows((_S.BORROWING,), _ANSWER, "prefill", Machine._on_loan, _S.DECODING, _S.CLOSING, stays=True),
+    **_rows((_S.ENDING,), _ANSWER[1:], "prefill", Machine._on_ending, _S.CLOSING, stays=True),
+    **_rows((_S.ENDING,), (Opened,), "prefill", Machine._on_late_prefill, stays=True),
+    **_rows(
+        (_S.DECODING, _S.COMPARING, _S.RELAYING, _S.CLOSING, _S.OVER),
+        _ANSWER,
+        "prefill",
+        Machine._on_late_prefill,
+        stays=True,
+    ),
+    **_rows(
+        (_S.PUSHING, _S.DECODING),
+        (Opened,),
+        "decode",
+        Machine._on_decode_opened,
+        *(_S.COMPARING, _S.RELAYING, _S.CLOSING),
+    ),
+    **_rows(
+        (_S.PUSHING, _S.DECODING, _S.COMPARING),
+        (Failed,),
+        "decode",
+        Machine._on_decode_failed,
+        _S.CLOSING,
+    ),
+    **_rows(
+        (_S.COMPARING,),
+        (Piece,),
+        "decode",
+        Machine._on_compared_piece,
+        *(_S.RELAYING, _S.CLOSING),
+        stays=True,
+    ),
+    **_rows((_S.COMPARING,), (StreamEnded,), "decode", Machine._on_compared_end, _S.CLOSING),
+    **_rows((_S.RELAYING,), _ANSWER[1:], "decode", Machine._on_relayed, _S.CLOSING, stays=True),
+    **_rows((_S.RELAYING,), (Draining,), "decode", Machine._on_draining, _S.CLOSING, stays=True),
+    **_rows(_WITH_LEGS, (Closed,), "prefill", Machine._on_closed, stays=True),
+    **_rows(_WITH_LEGS, (Closed,), "decode", Machine._on_closed, stays=True),
+    **_rows((_S.CLOSING,), (Closed,), "prefill", Machine._on_closed, *_ATTEMPT),
+    **_rows((_S.CLOSING,), (Closed,), "decode", Machine._on_closed, *_ATTEMPT),
+    **_rows(_UNDER_WAY, (ClientGone,), None, Machine._on_client_gone, _S.CLOSING, _S.OVER),
+    **_rows(_UNDER_WAY, (Stopped,), None, Machine._on_stopped, _S.CLOSING, _S.OVER),
 }
