@@ -1,14 +1,14 @@
 """A queue of requests in front of the engines: caps, priorities, shares and early refusals. Pure.
 
-An engine that has much to do answers all requests late, in the order of arrival. So only so many are
-let in as the caps of the engines allow. The others wait here, and go in this order:
+An engine that has much to do answers all requests late, in the order of arrival. So the router admits only
+as many requests as the caps of the engines allow. The others wait here, and go in this order:
 
     1. the least `priority` of the request's body, as in vLLM: less is earlier
     2. the tenant that was served the least: start-time fair queueing (Goyal et al., 1996), with weights. A
        request costs its prompt and twice its answer, in tokens (Sheng et al., 2024, have these weights)
-    3. the earliest deadline, which is the first token's
+    3. the earliest deadline of a first token
 
-No request goes before the one that is next: else a long prompt would never fit.
+No request overtakes the next one in this order: else a long prompt would never fit.
 
 A request is refused with 429 and Retry-After if its first token is predicted to be later than its deadline
 (Mooncake's early rejection), if its deadline passes while it waits, or if the queue is full and none in it
@@ -32,12 +32,12 @@ from baton.router.errors import RouterError
 from baton.router.rates import Rate
 from baton.router.settings import AdmissionSettings
 
-OUTPUT_WEIGHT = 2.0  # Of an answer's token, compared with one of the prompt.
+OUTPUT_WEIGHT = 2.0  # Cost of a token of the answer, compared with one of the prompt.
 RETRY_AFTER_MAX_S = 60
 PRIORITY_MAX = 2**31 - 1
 TENANT_CHARS_MAX = 256
 TTFT_HEADER = "x-slo-ttft-ms"
-TENANTS_MAX = 4096  # Of a pool, whose share is remembered.
+TENANTS_MAX = 4096  # Tenants of a pool whose served tokens are remembered.
 
 
 class Objective(NamedTuple):
@@ -46,7 +46,7 @@ class Objective(NamedTuple):
     priority: int = 0
     tenant: str = ""
     ttft_s: float = inf
-    max_output: float = inf  # Tokens.
+    max_output: float = inf  # Tokens of the answer at most.
 
 
 NO_OBJECTIVE = Objective()
@@ -55,11 +55,11 @@ NO_OBJECTIVE = Objective()
 def objective_of(
     settings: AdmissionSettings, body: Mapping[str, Any], headers: Mapping[str, str], tenant: str = ""
 ) -> Objective:
-    """Raises UserError.
+    """The objective in a request's body and headers. Raises UserError.
 
-    `tenant`: named by the client's key or token. Else a header that a gateway sets names it, or it is the API
-    key. llm-d's header
-    `x-slo-ttft-ms` is the time to the first token that the client can use.
+    `tenant`: the name that the client's key or token has. If it is empty, a header that a gateway sets names
+    the tenant, or the API key stands for it. llm-d's header `x-slo-ttft-ms` is the time in which the client
+    needs the first token.
     """
     priority = body.get("priority")
     if priority is None:
@@ -96,31 +96,31 @@ def _seconds(text: str) -> float:
 
 
 class Capacity(NamedTuple):
-    """Of a pool's engines, all together."""
+    """Room that the engines of a pool have, all together."""
 
     num_requests: float = inf
-    num_requests_elsewhere: int = 0  # In other processes.
+    num_requests_elsewhere: int = 0  # Requests that other processes of this router have at the engines.
     num_with_room: float = inf  # Engines that have fewer tokens to compute than their cap.
-    num_queued_tokens: int = 0  # That all of them compute before a new prompt.
+    num_queued_tokens: int = 0  # Tokens that all of them compute before a new prompt.
     num_computing: int = 1  # Engines that compute prompts.
-    tokens_per_s: float | None = None  # Of one of them. None: not known.
+    tokens_per_s: float | None = None  # Prefill speed of one engine. None: not known.
 
 
 @dataclass(slots=True, eq=False)
 class Ticket:
-    """One request's place in the queue, and later among the requests that are let in."""
+    """One request's place in the queue, and later among the admitted requests."""
 
     pool: str
     priority: int
     tenant: str
     arrived_s: float
-    deadline_s: float  # Of the first token.
-    num_tokens: int  # Of the prompt.
-    num_output: float  # Tokens, expected.
-    # Gets `Admitted` or `Rejected`. Set by the one that carries out the machine's effects.
+    deadline_s: float  # When the first token is due.
+    num_tokens: int  # Tokens of the prompt.
+    num_output: float  # Tokens of the answer, as expected.
+    # Callback that gets `Admitted` or `Rejected`. The executor of the machine's effects sets it.
     tell: Callable[[Any], None] = field(default=lambda event: None, repr=False)
     is_waiting: bool = False
-    admitted_s: float | None = None  # None: it holds no place among the requests.
+    admitted_s: float | None = None  # None: the request is not admitted.
 
     @property
     def cost(self) -> float:
@@ -128,7 +128,7 @@ class Ticket:
 
 
 class Ended(NamedTuple):
-    """A ticket need not wait any more. `error`: it is refused."""
+    """A ticket does not wait any more. `error`: why it is refused; None: it is admitted."""
 
     ticket: Ticket
     error: RouterError | None
@@ -138,11 +138,11 @@ class _Pool:
     """Tickets of the requests to one model."""
 
     def __init__(self) -> None:
-        self.num_requests = 0  # That are admitted, and have not ended.
-        self.starting: dict[Ticket, None] = {}  # Those of them that no engine has got yet.
-        self.held_s = Rate()  # From admission to the request's end.
-        self.served: dict[str, float] = {}  # By tenant: tokens, over its share.
-        self.clock = 0.0  # Of `served`: that of the tenant admitted last.
+        self.num_requests = 0  # Requests that are admitted and have not ended.
+        self.starting: dict[Ticket, None] = {}  # Admitted requests that no engine has yet.
+        self.held_s = Rate()  # Seconds from admission to the request's end.
+        self.served: dict[str, float] = {}  # Tokens that each tenant got, divided by its share.
+        self.clock = 0.0  # Virtual time of the fair queue: start tag of the request admitted last.
         self.queues: dict[int, dict[str, list[tuple[float, int, Ticket]]]] = {}
         self.num_waiting = 0
         self._numbers = itertools.count()
@@ -158,7 +158,7 @@ class _Pool:
         heapq.heappush(tenants.setdefault(ticket.tenant, []), entry)
 
     def next(self) -> Ticket | None:
-        """That goes first. It stays in the queue."""
+        """The ticket that goes first. It stays in the queue."""
         if not self.num_waiting:
             return None
         tenants = self.queues[min(self.queues)]
@@ -193,7 +193,7 @@ class _Pool:
             waiting = [entry[2] for queue in tenants.values() for entry in queue]
             total = len(waiting), sum(one.num_tokens for one in waiting)
             if priority == ticket.priority:
-                # In turn with the others, for each of its own tenant that waits.
+                # The tenants take turns: each waiting request of its own tenant costs it one round.
                 own = [entry[2] for entry in tenants.get(ticket.tenant, [])]
                 num_turns = len(tenants) + (not own)
                 fair = (
@@ -206,17 +206,20 @@ class _Pool:
 
 
 class Admission:
-    """Not thread-safe: of the router's loop.
+    """Queues of all pools. Not thread-safe: only the router's loop uses it.
 
-    Call `pump` after `on_room`, when `wakes_at_s` has come, and now and then: engines come and go.
+    Call `pump` after `on_room`, at `wakes_at_s`, and now and then, because engines come and go.
     """
 
     def __init__(self, settings: AdmissionSettings, capacity: Callable[[str, int], Capacity | None]) -> None:
-        """`capacity`: of a pool, for a priority. None: it has no engine, and there is nothing to wait for."""
+        """`capacity`: the function from pool and priority to the pool's capacity.
+
+        It returns None for a pool without an engine. A request to such a pool does not wait.
+        """
         self._settings, self._capacity = settings, capacity
         self._shares = dict(settings.shares)
         self._pools: dict[str, _Pool] = {}
-        self._deadlines: list[tuple[float, int, Ticket]] = []  # Also of some that do not wait any more.
+        self._deadlines: list[tuple[float, int, Ticket]] = []  # Some of these do not wait any more.
         self._numbers = itertools.count()
         self.on_room: Callable[[], None] = lambda: None
 
@@ -232,7 +235,7 @@ class Admission:
         return self._deadlines[0][0] if self._deadlines else inf
 
     def ask(self, ticket: Ticket, now_s: float) -> list[Ended] | None:
-        """Admit a new request, and return None; or let it wait, and return those that it displaces.
+        """Admit a new request, and return None; or let it wait, and return the tickets that it displaces.
 
         Raises RouterError.
         """
@@ -261,7 +264,7 @@ class Admission:
         return displaced
 
     def pump(self, now_s: float) -> list[Ended]:
-        """Admit those for which there is room now, and refuse those that are too late."""
+        """Admit the tickets for which there is room now, and refuse those that are too late."""
         ended = []
         while self.wakes_at_s <= now_s:
             late = heapq.heappop(self._deadlines)[2]
@@ -300,7 +303,7 @@ class Admission:
         self.on_room()
 
     def snapshot(self) -> list[Mapping[str, Any]]:
-        """For operators."""
+        """Running and waiting requests of each pool, for operators."""
         return [
             {
                 "pool": name,
@@ -342,7 +345,7 @@ def _has_room(pool: _Pool, capacity: Capacity) -> bool:
 
 
 def _wait_s(pool: _Pool, capacity: Capacity, ticket: Ticket) -> float:
-    """Predicted time to the first token. Of what is not known yet, nothing."""
+    """Predicted time to the first token. A part that is not known yet counts as 0."""
     num_ahead, num_tokens_ahead = pool.ahead_of(ticket)
     num_running = pool.num_requests + capacity.num_requests_elsewhere
     prefill_s = slot_s = 0.0
@@ -359,7 +362,7 @@ def _wait_s(pool: _Pool, capacity: Capacity, ticket: Ticket) -> float:
 
 
 def _busy(why: str, wait_s: float) -> RouterError:
-    """`wait_s`: after which a request like this one is expected to be served in time."""
+    """`wait_s`: time after which a request like this one is expected to be served in time."""
     retry_after_s = min(max(1, ceil(wait_s)), RETRY_AFTER_MAX_S)
     return RouterError(
         429, f"the engines are busy: {why}; try again in {retry_after_s} s", retry_after_s=retry_after_s

@@ -24,20 +24,20 @@ from baton.router.outlier_detection import is_error
 from baton.router.sse import EventSplitter, RawObject, is_done
 from baton.router.token_record import is_engines_error
 
-# Bytes of P's answer that are decoded whole, which stops the loop for about 15 ms a MiB. From a longer one
-# only the ticket is read, and D says all tokens.
+# Bytes of P's answer that are decoded whole, which stops the loop for about 15 ms a MiB. From a longer answer
+# only the ticket is read, and D gives all tokens.
 MAX_KEPT = 2 << 20
-MAX_REST_BYTES = 1 << 20  # Of P's stream after the first token: token counts and [DONE].
+MAX_REST_BYTES = 1 << 20  # Bytes of P's stream after the first token: token counts and [DONE].
 RETRY_AFTER_MAX_S = 60.0
 _NULL = msgspec.Raw(b"null")
 VLLM_PAUSED = "Generation is paused."
-WEIGHTS_HEADER = "x-baton-weights"  # Names those with which the answer begins.
-GIVEN_HEADER = "x-baton-given"  # Tokens of the answer that the engine continues after.
+WEIGHTS_HEADER = "x-baton-weights"  # Names the weights with which the answer begins.
+GIVEN_HEADER = "x-baton-given"  # Tokens of the answer after which the engine continues.
 PROMPT_HEADER = "x-baton-prompt"  # Tokens of the prompt: all, cached in this engine, loaded from another.
 _PROMPT_COUNTS = re.compile(r"total=(\d{1,9}); local=(\d{1,9}); transferred=(\d{1,9})")
 
 
-# RFC 9110, 7.6.1, and what belongs to one connection or is set anew on each hop.
+# Headers of RFC 9110, 7.6.1, and others that belong to one connection or are set anew on each hop.
 _PER_HOP = frozenset(
     {
         "connection",
@@ -71,7 +71,7 @@ def end_to_end(headers: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True)
 class LegAnswer:
-    """`body`: the whole answer, or the first piece of a stream."""
+    """An engine's answer to a leg. `body`: the whole answer, or the first piece of a stream."""
 
     status: int
     headers: Mapping[str, str]
@@ -86,12 +86,12 @@ class Prefilled:
     where: Literal["remote", "local"]
     reason: LocalReason | Literal[""] = ""  # Why local.
     ticket: dict[str, Any] | None = None
-    answer: Mapping[str, Any] | None = None  # P's, of one token, if it was asked to be read for it.
+    answer: Mapping[str, Any] | None = None  # P's answer of one token, if its token is wanted.
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """P's 4xx: what the client asked for cannot be done by any engine."""
+    """P's 4xx: no engine can do what the client asks for."""
 
     answer: LegAnswer
 
@@ -101,15 +101,15 @@ class Complete:
     """P's first token is the whole answer, which was not to be streamed."""
 
     answer: LegAnswer
-    ticket: dict[str, Any] | None = None  # P has lent all the same.
+    ticket: dict[str, Any] | None = None  # What P has lent although no engine needs it.
 
 
 @dataclass(frozen=True, slots=True)
 class Unable:
-    """This engine could not; another may."""
+    """This engine could not compute the prompt; another may."""
 
     reason: str
-    is_free: bool = False  # It is not overloaded: it drains, or engines disagree.
+    is_free: bool = False  # The engine is not overloaded: it drains, or engines disagree.
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class _ErrorAnswer(msgspec.Struct):
 
 
 def is_engines_fault(answer: LegAnswer) -> bool:
-    """Another engine may do better."""
+    """Whether another engine may do better."""
     return is_error(answer.status)
 
 
@@ -163,9 +163,9 @@ def retry_after_s(answer: LegAnswer) -> float:
 
 
 def is_closed(answer: LegAnswer) -> bool:
-    """The engine takes no new requests for now, on purpose: it is neither broken nor overloaded.
+    """Whether the engine takes no new requests for now, on purpose: it is neither broken nor overloaded.
 
-    One of ours drains; a vLLM (since 0.33) pauses for an update of its weights, and names that in the message
+    A Baton engine drains; a vLLM (since 0.33) pauses for an update of its weights, and names that in the message
     only (`_reject_add_while_paused` of vllm/v1/engine/core.py).
     """
     if answer.status != 503:
@@ -183,7 +183,9 @@ def outcome_of(answer: LegAnswer) -> str:
 
 
 def blames_params(answer: LegAnswer) -> bool:
-    """A 400 that names what we put in: engines disagree (role, model, secret), the client cannot mend it."""
+    """Whether a 400 names what the router put in: engines disagree (role, model, secret), which is no fault
+    of the client.
+    """
     if answer.status != 400:
         return False
     try:
@@ -194,7 +196,7 @@ def blames_params(answer: LegAnswer) -> bool:
 
 
 def is_handed_over(answer: LegAnswer) -> bool | None:
-    """Whether D has loaded what P lent. None: it does not report it, or needed little of it.
+    """Whether D has loaded what P lent. None: D does not report it, or needed little of the loan.
 
     Baton's engines report in a header what they did with the prompt, because a stream's usage comes last, if
     at all.
@@ -236,7 +238,7 @@ def prompt_counts(answer: LegAnswer) -> tuple[int, int, int] | None:
 
 
 def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = False) -> PrefillOutcome:
-    """Of an answer that was not streamed. Raises PeerError.
+    """The meaning of an answer that was not streamed. Raises PeerError.
 
     `may_be_complete`: P was asked for the client's own answer, as far as its first token.
     `is_kept`: the answer goes into the outcome.
@@ -269,9 +271,9 @@ def prefilled(ticket: dict[str, Any] | None, answer: Mapping[str, Any] | None = 
 
 
 class PrefillReader:
-    """Reads P's answer until its meaning is known, and for a stream also its end, into `rest`.
+    """Reads P's answer until its meaning is known, and a stream to its end, into `rest`.
 
-    Every method returns the meaning when it is known, once. Raises PeerError for what is no answer.
+    Each method returns the outcome once, as soon as it is known. Raises PeerError for what is no answer.
     """
 
     def __init__(self, *, reads_first_token: bool, shows_token_ids: bool, keeps_answer: bool) -> None:
@@ -283,7 +285,7 @@ class PrefillReader:
         self._is_known = False
         self.is_done = False  # [DONE] has come.
         self._rest = bytearray()
-        self.rest: bytes | None = None  # After the first token: token counts and [DONE].
+        self.rest: bytes | None = None  # The stream after the first token: token counts and [DONE].
         self.lent: Mapping[str, Any] | None = None  # `kv_transfer_params` of P's answer.
 
     def open(self, answer: LegAnswer) -> PrefillOutcome | None:
@@ -316,7 +318,7 @@ class PrefillReader:
         outcome: PrefillOutcome | None = None
         while (event := self._events.next()) is not None:
             if self.is_done:
-                continue  # What an engine sends after [DONE] is for no client.
+                continue  # No client gets what an engine sends after [DONE].
             if self._is_known:
                 self._rest += event
                 self.is_done = is_done(event)
@@ -330,9 +332,10 @@ class PrefillReader:
 
 
 class DecodeAnswer:
-    """D's answer, event by event; what it keeps for a next turn, and P's cache hits, are taken care of.
+    """D's answer, event by event, on its way to the client.
 
-    `compare`, until it returns True; then `push` and `ready`.
+    It takes out the params for the next turn, and adds P's cache hits to the usage. Call `compare` until it
+    returns True; then `push` and `ready`.
     """
 
     def __init__(self, first: FirstTokens, consumer: Engine) -> None:
@@ -340,9 +343,9 @@ class DecodeAnswer:
         self._record = first.record
         self._sieve = first.sieve_of_decode(consumer)
         self._events = EventSplitter()
-        self._lent: Mapping[str, Any] | None = None  # By P, in push.
-        self.found: FirstToken | bool | None = None  # What the comparison has found.
-        self.is_done = False  # [DONE] has come out.
+        self._lent: Mapping[str, Any] | None = None  # What P has lent, in push.
+        self.found: FirstToken | bool | None = None  # D's first token, or whether D gave P's token.
+        self.is_done = False  # [DONE] has been returned.
         self._has_erred = False
         self._error: bytes | None = None
 
@@ -355,7 +358,7 @@ class DecodeAnswer:
         return with_prefill_hits(self._sieve.whole(body), lent)
 
     def compare(self, data: bytes) -> bool:
-        """True: the first token is found in `found`, or nothing is to be compared. Raises PeerError."""
+        """True: the first token is in `found`, or nothing is to be compared. Raises PeerError."""
         self._events.push(data)
         if self._reader is None:
             return True

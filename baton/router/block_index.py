@@ -8,7 +8,7 @@ Engines hash their blocks in ways of their own (vLLM's depend on PYTHONHASHSEED)
 the token ids of the events itself, in a chain over blocks of the engine's size; engines with blocks of one
 size share keys. Adapter and salt begin the chain, so prompts of two tenants never match.
 
-What the index says is a prediction: an engine that lacks a block computes it.
+A match is a prediction: an engine that lacks a block computes it.
 """
 
 from array import array
@@ -27,7 +27,7 @@ from baton.contract.events import (
 )
 
 CHUNK_TOKENS = 256  # A chunk counts when its last block is there.
-HOME_TOKENS = 2048  # More than most system prompts have: else all prompts had one home.
+HOME_TOKENS = 2048  # More tokens than most system prompts have: else all prompts would have one home.
 ENGINES_MAX = 512
 _KEY_BYTES = 8
 # An entry is one integer: key, the number of the block in its prompt, and the tiers that have it.
@@ -39,17 +39,15 @@ _POSITION_MASK = (1 << _POSITION_BITS) - 1
 
 
 class Match(NamedTuple):
-    """Tokens of a prompt, from its beginning, that an engine has in its GPU cache; there or in host memory;
-    in any tier.
-    """
+    """Tokens of a prompt, from its beginning, that an engine has."""
 
-    num_gpu_tokens: int
-    num_host_tokens: int
-    num_tokens: int
+    num_gpu_tokens: int  # Tokens in the GPU cache.
+    num_host_tokens: int  # Tokens in the GPU cache or in host memory.
+    num_tokens: int  # Tokens in any tier.
 
     @classmethod
     def in_cache(cls, num_tokens: int) -> "Match":
-        """All of them are in the GPU cache."""
+        """A match whose tokens are all in the GPU cache."""
         return cls(num_tokens, num_tokens, num_tokens)
 
     @property
@@ -87,7 +85,7 @@ def prefix_keys(token_ids: Sequence[int], block_size: int, root: int) -> list[in
 
 
 def home_key(keys: Sequence[int], block_size: int) -> int:
-    """Equal for prompts whose first HOME_TOKENS are equal. 0: for prompts of less than a chunk."""
+    """A key that is equal for prompts whose first HOME_TOKENS are equal. 0: the prompt has no whole chunk."""
     num_chunks = max(1, HOME_TOKENS // (blocks_per_chunk(block_size) * block_size))
     return keys[min(num_chunks, len(keys)) - 1] if keys else 0
 
@@ -103,7 +101,7 @@ def _hash(*parts: bytes) -> int:
 class _Engine:
     def __init__(self, bit: int) -> None:
         self.bit = bit
-        # For the blocks whose fastest tier is this one: also in every plane of the slower tiers.
+        # Bits of a block, by its fastest tier: in the plane of that tier and in the plane of each slower one.
         self.bits_of = [
             sum(1 << bit + plane * ENGINES_MAX for plane in range(fastest, _NUM_TIERS))
             for fastest in range(_NUM_TIERS)
@@ -112,26 +110,27 @@ class _Engine:
         self.block_size: int | None = None
         self.group: int | None = None  # The KV-cache group whose blocks are counted.
         self.entries: dict[ExternalBlockHash, int] = {}
-        self.was_cleared = False  # Since its weights changed last.
+        self.was_cleared = False  # The engine has cleared its cache since its weights changed last.
 
 
 class BlockIndex:
-    """Not thread-safe. Engines have names, such as their URLs."""
+    """Index of the blocks of all engines. Not thread-safe. Engines have names, such as their URLs."""
 
     def __init__(self) -> None:
         self._engines: dict[str, _Engine] = {}
         self._free_bits = list(range(ENGINES_MAX - 1, -1, -1))
-        # By key: a plane of bits for each tier; a bit is an engine that has it there or in a faster one.
+        # Holders of each key: a plane of bits for each tier. A bit stands for an engine that has the prefix
+        # in that tier or in a faster one.
         self._holders: dict[int, int] = {}
-        self._all_bits = 0  # Of all engines.
+        self._all_bits = 0  # Bits of all engines, in all planes.
 
     def num_blocks(self, name: str) -> int:
-        """Of an engine, in all tiers together."""
+        """Blocks of an engine, in all tiers together."""
         engine = self._engines.get(name)
         return 0 if engine is None else len(engine.entries)
 
     def block_sizes(self) -> Mapping[str, int]:
-        """Of the engines that have reported blocks."""
+        """Block sizes of the engines that have reported blocks."""
         return {
             name: engine.block_size for name, engine in self._engines.items() if engine.block_size is not None
         }
@@ -139,7 +138,7 @@ class BlockIndex:
     # --- Events
 
     def apply(self, name: str, events: Iterable[KVCacheEvent]) -> None:
-        """Events that make no sense, such as a block after an unknown one, change nothing."""
+        """Apply an engine's events. Senseless ones, such as a block after an unknown one, change nothing."""
         engine = self._engines.get(name)
         if engine is None:
             if not self._free_bits:
@@ -158,7 +157,7 @@ class BlockIndex:
                     engine.was_cleared = True
 
     def forget(self, name: str) -> None:
-        """The engine is gone, or events were lost."""
+        """Forget an engine that is gone, or whose events were lost."""
         engine = self._engines.pop(name, None)
         if engine is not None:
             self._clear(engine)
@@ -166,7 +165,10 @@ class BlockIndex:
             self._free_bits.append(engine.bit)
 
     def forget_old(self, name: str) -> None:
-        """The engine has other weights. What it has stored since it cleared its cache is of these."""
+        """Forget the blocks of an engine's old weights.
+
+        The blocks that it has stored since it cleared its cache are of the new weights, and stay.
+        """
         if (engine := self._engines.get(name)) is not None:
             if not engine.was_cleared:
                 self._clear(engine)
@@ -227,7 +229,7 @@ class BlockIndex:
             self._note(engine, entry >> _KEY_SHIFT, entry >> _NUM_TIERS & _POSITION_MASK, 0)
 
     def _note(self, engine: _Engine, key: int, position: int, tiers: int) -> None:
-        """A block of the engine is in these tiers now."""
+        """Note that a block of the engine is in these tiers now."""
         assert engine.block_size is not None
         if (position + 1) % blocks_per_chunk(engine.block_size):
             return
@@ -240,12 +242,12 @@ class BlockIndex:
             self._holders.pop(key, None)
 
     def match(self, keys: Sequence[int], block_size: int) -> dict[str, Match]:
-        """For each engine with blocks of this size that has the beginning of the prompt.
+        """The match of each engine with blocks of this size that has the beginning of the prompt.
 
-        `keys`: of `prefix_keys`. Takes 100 ns for each key.
+        `keys`: the result of `prefix_keys`. Takes 100 ns for each key.
         """
         holders, alive = self._holders.get, self._all_bits
-        lengths: dict[int, int] = {}  # In chunks, by bit.
+        lengths: dict[int, int] = {}  # Chunks of the prompt that each bit's engine has in a row.
         for number, key in enumerate(keys):
             left = alive & holders(key, 0)
             if left != alive:
@@ -278,7 +280,10 @@ def _tier_of(medium: str | None) -> int:
 
 
 def _salt_in(extra: tuple[Any, ...] | None, adapter: str | None) -> str | None:
-    """Of a first block: the adapter, (id, offset) of media, the salt, digests of embeddings, as in vLLM."""
+    """The salt in the extra keys of a first block.
+
+    vLLM orders them: the adapter, (id, offset) of media, the salt, digests of embeddings.
+    """
     texts = [part for part in extra or () if isinstance(part, str)]
     if adapter is not None and texts[:1] == [adapter]:
         texts = texts[1:]

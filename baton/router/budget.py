@@ -1,13 +1,13 @@
-"""Budget of retries: a token bucket, so that retries do not add to the load of engines that have too much.
+"""Budget of retries: a token bucket, so that retries do not add to the load of overloaded engines.
 
-Each request adds SHARE of a retry, and each second PER_S. A retry after an answer of 5xx or 429, or after a
-timeout, takes one: such engines are often overloaded. A retry after an engine's death takes none, since the
-engine's requests have to be answered elsewhere in any case. (Finagle's RetryBudget; Envoy's retry budgets.)
+Each request adds SHARE of a retry, and each second adds PER_S. A retry after an answer of 5xx or 429, or
+after a timeout, takes one: such engines are often overloaded. A retry after an engine's death takes none,
+because other engines have to answer its requests in any case. (Finagle's RetryBudget; Envoy's retry budgets.)
 """
 
 SHARE = 0.2
 PER_S = 3.0
-WINDOW_S = 10.0  # What is not used within this time is lost.
+WINDOW_S = 10.0  # Retries that are not used within this time are lost.
 
 
 class RetryBudget:
@@ -20,7 +20,7 @@ class RetryBudget:
         self._left += SHARE
 
     def take(self, now_s: float) -> bool:
-        """Whether there may be a retry now."""
+        """Take one retry from the budget. False: none is left."""
         self._pass_time(now_s)
         if self._left < 1.0:
             return False
@@ -28,7 +28,7 @@ class RetryBudget:
         return True
 
     def _pass_time(self, now_s: float) -> None:
-        """What is left decays, so that a quiet hour does not pay for a storm."""
+        """Let the unused budget decay, so that a quiet hour does not pay for a storm of retries."""
         passed_s = max(0.0, now_s - self._at_s)
         self._at_s = max(self._at_s, now_s)
         kept = max(0.0, 1.0 - passed_s / WINDOW_S)

@@ -1,10 +1,10 @@
-"""`cached_tokens` of a request in push: the prompt tokens that D or P had in its cache.
+"""`cached_tokens` of a request in push: the prompt tokens that D or P had in their caches.
 
     usage of D's answer + kv_transfer_params of P's answer --> usage for the client
 
-In pull, D computes the number from P's params. In push, D's leg leaves before P has answered, so D reports
-the hits of its own cache only, and the router adds P's. The router does not wait for P: if P has not answered
-when D sends its usage, D's number stands.
+D computes the number from P's params in pull. D's leg leaves before P has answered in push, so D reports the
+hits of its own cache only, and the router adds P's. The router does not wait for P: if P has not answered
+when D sends its usage, D's number stays.
 """
 
 from collections.abc import Mapping
@@ -22,7 +22,7 @@ _MARK = b'"transferred_tokens"'  # Only final usages of Baton's engines have it.
 
 
 def with_prefill_hits(body: bytes, lent: Mapping[str, Any] | None) -> bytes:
-    """D's whole answer for the client. `lent`: the params of P's answer in a push, as far as it is there."""
+    """D's whole answer for the client. `lent`: the params of P's answer in a push, if it has come."""
     counted = count_prefill_hits(body, lent) if lent else None
     return body if counted is None else msgspec.json.encode(counted)
 
@@ -44,7 +44,7 @@ def count_prefill_hits(text: bytes, lent: Mapping[str, Any]) -> RawObject | None
         details = decode_json(usage[_DETAILS], dict[str, int])
         own, transferred = details["cached_tokens"], details["transferred_tokens"]
     except (BadTransferParams, NotJson, KeyError):
-        return None  # Not as Baton's engines write it.
+        return None  # The answer is not in the form of Baton's engines.
     details["cached_tokens"] = cached_tokens(own, transferred, at_prefill)
     usage[_DETAILS] = msgspec.Raw(msgspec.json.encode(details))
     return {**answer, "usage": msgspec.Raw(msgspec.json.encode(usage))}

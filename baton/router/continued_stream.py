@@ -1,7 +1,7 @@
 """D's stream for a client that has the first token already, from P (see `kept_token`).
 
 ContinuedSieve   D continued after P's token: its stream becomes the rest of the answer
-OverlapReader    D gives the token too, because it began before P had answered: its token is left out
+OverlapReader    D gives the token too, because it began before P had answered: the client does not get D's
 """
 
 from collections.abc import Mapping
@@ -15,10 +15,10 @@ _USAGE = b'"usage"'
 
 
 class ContinuedSieve(TurnSieve):
-    """Makes D's stream the rest of an answer that has begun."""
+    """Turns D's stream into the rest of an answer that has begun."""
 
     def __init__(self, num_given: int) -> None:
-        """`num_given`: tokens of the answer that D takes for prompt."""
+        """`num_given`: tokens of the answer that D counts as prompt."""
         super().__init__()
         self._num_given = num_given
         self._is_at_start = True
@@ -35,17 +35,17 @@ class ContinuedSieve(TurnSieve):
                 return b""
             self._is_at_start = False
             if (choice := choice_of(chunk)) is not None:
-                choice.pop("prompt_token_ids", None)  # The client has them, and without the first token.
+                choice.pop("prompt_token_ids", None)  # The client has the ids, without the first token.
         if isinstance(usage := chunk.get("usage"), dict):
             chunk["usage"] = _of_one_answer(usage, self._num_given)
         return sse_event(chunk)
 
 
 class OverlapReader:
-    """D's whole answer to a client that has the first token: look at events until D has given it.
+    """Reads D's stream until D has given the first token, which the client has already.
 
-    `left_over` is then the rest of that event for the client, if D has given more than the token. The texts
-    are compared: D's begins with P's.
+    It compares the texts: D's has to begin with P's. If the last event has more than the token, `left_over`
+    is the rest of that event for the client.
     """
 
     def __init__(self, kept: KeptToken) -> None:
@@ -55,13 +55,13 @@ class OverlapReader:
         self.left_over = b""
 
     def look_at(self, event: bytes) -> bool | None:
-        """Whether D gives the same; None: not known yet."""
+        """Whether D gives the same token; None: not known yet."""
         return self._compare(chunk_of(event)) if data_of(event) else None  # A comment.
 
     def _compare(self, chunk: dict[str, Any] | None) -> bool | None:
         choice = choice_of(chunk)
         if chunk is None or choice is None:
-            return False  # An end, or an error.
+            return False  # The stream has ended, or has an error.
         part = choice.get("delta") if self._kept.is_chat else choice
         if not isinstance(part, dict):
             return False
@@ -93,7 +93,7 @@ def _is_opening(chunk: Mapping[str, Any]) -> bool:
 
 
 def _of_one_answer(usage: Mapping[str, Any], num_given: int) -> dict[str, Any]:
-    """What D took for the end of its prompt is the beginning of the answer."""
+    """Usage that counts the given tokens as answer, where D counted them as prompt."""
     counts = dict(usage)
     if isinstance(counts.get("prompt_tokens"), int):
         counts["prompt_tokens"] -= num_given

@@ -1,6 +1,7 @@
 """Reads an engine's /metrics: its caches, and the KV that it has received.
 
-vLLM and Baton's engines use the same names with other prefixes. Lines of other metrics cost one look each.
+vLLM and Baton's engines use the same names with different prefixes. Lines of other metrics are skipped
+after one comparison.
 """
 
 import re
@@ -42,7 +43,7 @@ _PEER = re.compile(r'(?:^|,)peer="((?:[^"\\]|\\.)*)"')
 
 @dataclass(slots=True)
 class PeerCounts:
-    """Of one producer of KV, since the engine's start."""
+    """Transfers from one producer of KV, since the engine's start."""
 
     num_transfers: float = 0.0
     num_bytes: float = 0.0
@@ -51,11 +52,14 @@ class PeerCounts:
 
 @dataclass(slots=True)
 class EngineMetrics:
-    """Counters are since the engine's start, in tokens where not named otherwise. None: not reported."""
+    """Metrics of one engine. None: not reported.
+
+    Counters are since the engine's start, in tokens unless their names have another unit.
+    """
 
     num_running: float | None = None
     num_waiting: float | None = None
-    gpu_usage: float | None = None  # Share of the KV blocks, 0 to 1; of the fullest rank.
+    gpu_usage: float | None = None  # Used share of the KV blocks of the fullest rank, 0 to 1.
     host_usage: float | None = None
     storage_bytes: float | None = None
     num_prompt_tokens: float | None = None
@@ -67,11 +71,11 @@ class EngineMetrics:
     num_offload_hit: float | None = None
     num_storage_looked_up: float | None = None
     num_storage_found: float | None = None
-    peers: dict[str, PeerCounts] = field(default_factory=dict)  # By the producer's engine id.
+    peers: dict[str, PeerCounts] = field(default_factory=dict)  # The key is the producer's engine id.
 
 
 def read_metrics(text: str) -> EngineMetrics:
-    """Lines that are no samples, and values that are no finite numbers, are skipped."""
+    """Read the metrics of one page. It skips lines that are no samples, and values that are not finite."""
     found = EngineMetrics()
     for line in text.splitlines():
         if not line.startswith(PREFIXES) or (match := _LINE.match(line)) is None:
@@ -103,7 +107,7 @@ class PeerRates:
 
 
 def rates_between(before: EngineMetrics, now: EngineMetrics, seconds: float) -> Mapping[str, PeerRates]:
-    """By the producer's engine id. A counter that falls has begun anew with the engine."""
+    """Rates of each producer, by its engine id. A counter that falls has begun anew with the engine."""
     rates = {}
     for peer, counts in now.peers.items():
         old = before.peers.get(peer, PeerCounts())
@@ -116,7 +120,10 @@ def rates_between(before: EngineMetrics, now: EngineMetrics, seconds: float) -> 
 
 
 def shown(before: EngineMetrics | None, now: EngineMetrics, seconds: float) -> dict[str, Any]:
-    """For operators. Hit rates are since `before`, or of all time if nothing was looked up since."""
+    """Rates and gauges for operators.
+
+    Hit rates are since `before`, or since the engine's start if nothing was looked up since `before`.
+    """
     old = before or EngineMetrics()
     return {
         "running": now.num_running,

@@ -1,4 +1,4 @@
-"""Errors of the router's own, in OpenAI's form."""
+"""Errors of the router itself, in OpenAI's form."""
 
 from typing import Literal
 
@@ -11,7 +11,7 @@ __all__ = ["ClientGone", "LegFailure", "RouterError", "error_event"]
 
 
 class RouterError(ApiError):
-    """Ends one request with an HTTP status of the router's own."""
+    """An error that ends one request with an HTTP status that the router chooses."""
 
     @classmethod
     def gateway(cls, message: str) -> "RouterError":
@@ -27,11 +27,12 @@ class RouterError(ApiError):
 
 
 def error_event(message: str, *, status: int = 502) -> bytes:
-    """The end of a stream that broke: an error that clients raise, then the mark that they wait for."""
+    """The end of a broken stream: an error that clients raise, then the [DONE] that they wait for."""
     return sse_event(RouterError(status, message).body()) + b"data: [DONE]\n\n"
 
 
-# ejected: the engine was ejected or removed meanwhile. too_large: a whole answer is over the router's limit.
+# ejected: the engine was ejected or removed during the leg. too_large: a whole answer is over the router's
+# limit.
 FailureKind = Literal["unreachable", "broken", "timeout", "ejected", "too_large"]
 
 
@@ -45,4 +46,4 @@ class LegFailure(BatonError):
         super().__init__(f"{url}: {message}")
         self.kind: FailureKind = kind
         self.was_sent = was_sent
-        self.is_noted = False  # Counted against its engine.
+        self.is_noted = False  # The failure is counted against its engine.

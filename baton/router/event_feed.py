@@ -1,12 +1,12 @@
-"""One engine's stream of KV events: which batches count, which are asked for again, when to begin anew.
+"""One engine's stream of KV events: applies batches in order, asks for missing ones, and begins anew.
 
     engine --numbered batches--> live ---+
            --batches from a number on--> replayed --+--> Apply, Forget, Replay
 
-A batch that is missed may have removed a block. It is asked for again; batches that follow wait meanwhile. If
-the engine has it no more, all that is known of the engine is forgotten. Numbers that begin again are a new
-engine's. An engine that does not answer, and sends nothing meanwhile, is not believed any more: its last
-batches may be missing. Pure: the transport is `shell/index_process.py`.
+A missing batch may have removed a block. The router asks for it again, and holds the batches that follow. If
+the engine does not have it any more, the router forgets all blocks of the engine. Numbers that begin again
+belong to a new engine. The router also forgets the blocks of an engine that neither answers nor sends events
+meanwhile, because its last batches may be missing. Pure: the transport is `shell/index_process.py`.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from typing import TypeAlias
 
 from baton.contract.events import KVCacheEvent
 
-HELD_MAX = 10_000  # Batches that wait for a replay; vLLM keeps as many for one.
+HELD_MAX = 10_000  # Batches that wait for a replay; vLLM keeps as many to replay.
 
 Batch: TypeAlias = Sequence[KVCacheEvent]
 
@@ -27,7 +27,7 @@ class Apply:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """All blocks of the engine."""
+    """Forget all blocks of the engine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +43,19 @@ FeedEffect: TypeAlias = Apply | Forget | Replay
 class EventFeed:
     def __init__(self, *, can_replay: bool) -> None:
         self._can_replay = can_replay
-        self._next = 0  # All batches before this one have been applied, or can be missed.
+        self._next = 0  # Number of the next batch. Those before it are applied or given up.
         self._last_live: int | None = None
         self._held: list[tuple[int, Batch]] = []
         self._is_replaying = False
         self.num_lost = 0  # Times that batches were missing for good.
 
     def begin(self) -> list[FeedEffect]:
-        """At the first connection, and whenever the engine may be another one."""
+        """Begin anew: call it at the first connection, and when the engine may be a new one."""
         self._next, self._last_live, self._held = 0, None, []
         return [Forget(), *self.check()]
 
     def check(self) -> list[FeedEffect]:
-        """From time to time: the last batch may be the one that is missing."""
+        """Ask for a replay; call it from time to time, because the last batch may be missing."""
         if not self._can_replay or self._is_replaying:
             return []
         self._is_replaying = True
@@ -80,17 +80,17 @@ class EventFeed:
         return self._take(number, batch)
 
     def on_replay_end(self, *, is_complete: bool) -> list[FeedEffect]:
-        """All have come; or the engine has not answered in time."""
+        """End a replay. `is_complete`: all batches have come; else the engine has not answered in time."""
         self._is_replaying = False
         held, self._held = self._held, []
         if not is_complete and not held:
-            self._next, self._last_live = 0, None  # If it answers later, it is asked for all that it has.
+            self._next, self._last_live = 0, None  # The next replay asks for all batches that it has.
             return [Forget()]
         return [effect for number, batch in held for effect in self._take(number, batch)]
 
     def _take(self, number: int, batch: Batch) -> list[FeedEffect]:
         if number < self._next:
-            return []  # It has come already.
+            return []  # This batch has come already.
         is_lost = number > self._next
         self._next = number + 1
         if not is_lost:

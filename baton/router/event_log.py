@@ -1,4 +1,4 @@
-"""Log of what happened in the fleet, and why: the last entries, for operators.
+"""Log of the last events in the fleet, with their reasons, for operators.
 
 Equal entries within JOIN_S are one entry with a count, so a flood of refusals does not push out the rest.
 Pure: the time is an argument.
@@ -16,9 +16,9 @@ Kind: TypeAlias = Literal[
     "up",
     "slow",
     "down",
-    "refused",  # Because of its model.
+    "refused",  # The engine gets no requests because of its model.
     "accepted",
-    "updated",  # It has other weights.
+    "updated",  # The engine has other weights.
     "draining",
     "drained",
     "removed",
@@ -27,7 +27,7 @@ Kind: TypeAlias = Literal[
     "hedge",
     "resume",
     "broken_stream",
-    "refusal",  # Of a request.
+    "refusal",  # The router has refused a request.
 ]
 EngineKey: TypeAlias = tuple[Role, str]
 
@@ -38,18 +38,18 @@ WHY_MAX_CHARS = 400
 
 
 class Happened(msgspec.Struct, frozen=True, array_like=True, tag="Happened"):
-    """Something that a request has met in a worker process; the coordinator logs it."""
+    """An event that a request has met in a worker process; the coordinator logs it."""
 
     kind: Kind
     engine: EngineKey | None
     why: str
-    request_id: str | None = None  # Of the last one.
+    request_id: str | None = None  # Request of the last of `count` events.
     count: int = 1
 
 
 class Entry(msgspec.Struct):
     number: int
-    unix_s: float  # Of the first of `count`.
+    unix_s: float  # Time of the first of `count` events.
     last_unix_s: float
     kind: Kind
     role: Role | None
@@ -98,7 +98,7 @@ class EventLog:
                 del self._last[old_key]
 
     def report(self, happened: Happened, unix_s: float) -> None:
-        """`note` it, and keep it for `take_untold`: only this process has seen it."""
+        """Note an event that only this process has seen, and keep it for `take_untold`."""
         self.note(happened, unix_s)
         key = happened.kind, happened.engine, happened.why
         before = self._untold.get(key)
@@ -108,13 +108,16 @@ class EventLog:
         self._untold[key] = msgspec.structs.replace(happened, count=count)
 
     def take_untold(self, unix_s: float) -> list[Happened]:
-        """For the coordinator; nothing within TELL_EVERY_S of the last call that returned something."""
+        """Take the events that the coordinator does not know yet.
+
+        Returns nothing within TELL_EVERY_S of the last call that returned something.
+        """
         if not self._untold or 0.0 <= unix_s - self._told_unix_s < TELL_EVERY_S:
             return []
         untold, self._untold, self._told_unix_s = list(self._untold.values()), {}, unix_s
         return untold
 
     def last(self, num_max: int = EVENTS_MAX) -> list[dict[str, Any]]:
-        """The oldest of them first."""
+        """The last entries, oldest first."""
         entries = list(self._entries)[-num_max:] if num_max else []
         return [msgspec.structs.asdict(entry) for entry in entries]

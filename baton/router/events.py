@@ -20,12 +20,12 @@ from baton.router.settings import Role
 
 @dataclass(frozen=True, slots=True)
 class Met:
-    """The engine has been asked what it is, and has answered or not."""
+    """The router has asked the engine for its introduction. The engine may not have answered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A leg's answer is there: whole, or the first piece of its stream."""
+    """A leg's answer has come: the whole answer, or the first piece of its stream."""
 
     leg: "Leg"
     answer: LegAnswer
@@ -41,7 +41,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class StreamEnded:
-    """In order."""
+    """A leg's stream has ended in order."""
 
     leg: "Leg"
 
@@ -54,7 +54,7 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Draining:
-    """The leg's engine drains. The leg may stay; it is better continued elsewhere."""
+    """The leg's engine drains. The leg may go on, but another engine should continue its answer."""
 
     leg: "Leg"
 
@@ -68,7 +68,9 @@ class Closed:
 
 @dataclass(frozen=True, slots=True)
 class HoldOver:
-    """The time of this transfer's `Hold` is up: of the decode leg in push, of the prefill leg in pull."""
+    """The time of this transfer's `Hold` is over. It delays the decode leg in push, and times the prefill leg
+    in pull.
+    """
 
     transfer_id: str
 
@@ -80,15 +82,15 @@ class ClientGone:
 
 @dataclass(frozen=True, slots=True)
 class Stopped:
-    """The router shuts down, and this request's time is up."""
+    """The router shuts down, and the time that this request had to end is over."""
 
 
 @dataclass(frozen=True, slots=True)
 class Found:
     """The answer to `Look`."""
 
-    num_tokens: int  # Of the prompt; 0: not known.
-    cached: Mapping[str, Match]  # What an engine has of it, by its URL.
+    num_tokens: int  # Tokens of the prompt; 0: not known.
+    cached: Mapping[str, Match]  # Cached tokens of the prompt at each engine, by URL.
     home: int = 0  # See `block_index.home_key`.
 
 
@@ -125,9 +127,9 @@ Event: TypeAlias = (
 
 @dataclass(frozen=True, slots=True)
 class Queue:
-    """Let the request wait: its ticket's `tell` is to bring `Admitted` or `Rejected`.
+    """Let the request wait until its ticket's `tell` brings `Admitted` or `Rejected`.
 
-    `displaced`: others that do not wait any more, to be told.
+    `displaced`: tickets that do not wait any more. Their requests have to be told.
     """
 
     ticket: Ticket
@@ -136,20 +138,20 @@ class Queue:
 
 @dataclass(frozen=True, slots=True)
 class Meet:
-    """Ask the engine what it is, unless that is under way; then `Met`."""
+    """Ask the engine for its introduction, unless that is under way; then report `Met`."""
 
     engine: Engine
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """Ask which engines have the beginning of this prompt; then `Found`, soon and in any case."""
+    """Ask which engines have the beginning of this prompt; then report `Found`, soon and in any case."""
 
-    prompt: Any  # As in the request's body; None: of a chat, which `tokenizer` gives token ids.
+    prompt: Any  # The prompt in the request's body; None: `tokenizer` turns a chat into token ids.
     adapter: str | None
     salt: str | None
     tokenizer: Engine | None = None
-    chat: Mapping[str, Any] = field(default_factory=dict)  # For its /tokenize.
+    chat: Mapping[str, Any] = field(default_factory=dict)  # Body for /tokenize.
 
 
 @dataclass(slots=True, eq=False)
@@ -159,22 +161,22 @@ class Leg:
     role: Role
     engine: Engine
     body: Mapping[str, Any]
-    wait_s: float  # For a whole answer, or for the first piece of a stream.
+    wait_s: float  # Time limit for a whole answer, or for the first piece of a stream.
     started_at_s: float
     was_alone: bool  # The engine had no other request at the leg's start.
-    num_queued_tokens: int = 0  # Of its prompt, until the engine has computed it or is left.
-    num_tokens_before: int = 0  # Of other prompts, that the engine had to compute at the leg's start.
-    expected_s: float | None = None  # From the start to the end of its prompt; None: not known.
-    num_chunks: int = 0  # Of its stream, since `window` began.
-    num_chunks_before: int = 0  # That one.
-    window: Window | None = None  # Of a sample of its stream.
+    num_queued_tokens: int = 0  # Prompt tokens in the engine's queue; 0 when computed, or when the leg ends.
+    num_tokens_before: int = 0  # Tokens of other prompts in the engine's queue at the leg's start.
+    expected_s: float | None = None  # Predicted time from the start to the first token; None: not known.
+    num_chunks: int = 0  # Chunks of its stream since the start of `window`.
+    num_chunks_before: int = 0  # Chunks of its stream before the start of `window`.
+    window: Window | None = None  # Beginning of the running sample of its stream.
     reader: PrefillReader | None = None
     priority: int = 0
-    outcome: str = "cancelled"  # For the metrics.
+    outcome: str = "cancelled"  # Label in the metrics.
     raw: bytes | None = None  # The whole body, instead of `body`.
-    is_broken: bool = False  # It sent what is no answer; what follows is not read.
+    is_broken: bool = False  # The engine sent no valid answer; the router does not read the rest.
     kv_identity: KVIdentity | None = field(init=False)  # The engine's at the leg's start.
-    has_told: bool = False  # It is known whether this prefill has lent something.
+    has_told: bool = False  # The answer has told whether this prefill has lent something.
     weights_id: str = field(default="", init=False)  # Names the answer's weights; empty: not known.
 
     def __post_init__(self) -> None:
@@ -182,12 +184,12 @@ class Leg:
 
     @property
     def is_outdated(self) -> bool:
-        """The engine's weights have changed since: the leg may have KV and tokens of both."""
+        """Whether the engine's weights have changed since: the leg may have KV and tokens of both."""
         return self.kv_identity is not None and self.kv_identity != self.engine.kv_identity
 
     @property
     def is_as_chosen(self) -> bool:
-        """The answer is of the weights that the engine was chosen for, as far as is known."""
+        """Whether the answer comes from the weights that the engine was chosen for, as far as is known."""
         if self.is_outdated:
             return False
         return self.kv_identity is None or self.weights_id in ("", self.kv_identity.weights_id)
@@ -195,14 +197,14 @@ class Leg:
 
 @dataclass(frozen=True, slots=True)
 class Close:
-    """Leave the engine, which aborts what it still does for the leg; then `Closed`."""
+    """Close the leg: the engine aborts what it still does for it; then report `Closed`."""
 
     leg: Leg
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Report `HoldOver` after so many seconds. The transfer may have ended by then."""
+    """Report `HoldOver` after so many seconds, even if the transfer has ended by then."""
 
     seconds: float
     transfer_id: str
@@ -218,7 +220,7 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Send:
-    """Bytes of the client's answer. `is_last`: all of it is sent."""
+    """Bytes of the client's answer. `is_last`: they end it."""
 
     data: bytes
     is_last: bool = False
@@ -226,7 +228,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class GiveBack:
-    """Tell the engine that no other engine will come for what it keeps."""
+    """Take a loan back: tell the engine that no other engine will come for what it keeps."""
 
     engine: Engine
     params: Mapping[str, Any]
@@ -234,9 +236,10 @@ class GiveBack:
 
 @dataclass(frozen=True, slots=True)
 class Doubt:
-    """D has not used what P has lent. Ask both engines what they are; then `settle`.
+    """D has not used what P has lent. Ask both engines for their introductions; then `settle`.
 
-    An update of weights keeps D from it, as long as the router does not know of the update. It is no fault.
+    D cannot use the loan if the weights of one engine were updated and the router does not know of it yet.
+    That is no fault.
     """
 
     lent: Leg
@@ -245,7 +248,7 @@ class Doubt:
 
     @property
     def has_other_weights(self) -> bool:
-        """As far as the engines are known by now."""
+        """Whether unlike weights kept D from the loan, as far as the engines are known by now."""
         is_outdated = self.lent.is_outdated or self.used.is_outdated
         return is_outdated or has_other_weights(self.lent.kv_identity, self.used.kv_identity)
 
@@ -261,7 +264,7 @@ class Count:
 
 @dataclass(frozen=True, slots=True)
 class Over:
-    """The request has ended and its legs are closed. `error`: nothing was sent, and this is to be."""
+    """The request has ended and its legs are closed. `error`: the answer, if nothing was sent before."""
 
     status: int | None
     error: RouterError | None = None
@@ -271,6 +274,6 @@ Effect: TypeAlias = Queue | Look | Meet | Leg | Close | Hold | Head | Send | Giv
 
 
 def tell_ended(ended: Sequence[Ended]) -> None:
-    """Bring requests the news that they do not wait any more."""
+    """Tell requests that they do not wait any more."""
     for ticket, error in ended:
         ticket.tell(Admitted() if error is None else Rejected(error))

@@ -1,17 +1,17 @@
 """Requests whose answer two engines may give one after the other: P the first token, D the rest.
 
-The two parts equal the answer of one engine only if nothing in the request looks back at *output*, which D
-takes for prompt: no stop strings, seeds, output penalties, grammars. The lists have the fields that are known
-to be harmless; with any other field D gives all tokens.
+The two parts equal the answer of one engine only if no field of the request depends on earlier *output*,
+because D counts that output as prompt. Stop strings, seeds, output penalties and grammars depend on it. The
+lists have the fields that are known to be harmless; with any other field D gives all tokens.
 """
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
-DEFAULT_MAX_TOKENS = 16  # Of OpenAI's completions; a chat has none.
+DEFAULT_MAX_TOKENS = 16  # Default of OpenAI's completions; a chat has none.
 
-# Fields that do not change how a token follows from those before it, and fields that do, but look at prompt
-# and output alike.
+# Fields that do not change how a token follows from the tokens before it, and fields that treat prompt and
+# output alike.
 _HARMLESS = frozenset(
     {
         "model",
@@ -46,7 +46,7 @@ _HARMLESS = frozenset(
         "return_token_ids",
     }
 )
-# Fields that ask for nothing with these values, and are not harmless with others.
+# Fields that have no effect with these values, and are not harmless with others.
 _IDLE: Mapping[str, Sequence[Any]] = {
     "n": (1,),
     "best_of": (1,),
@@ -70,9 +70,9 @@ _IDLE: Mapping[str, Sequence[Any]] = {
 def can_split(body: Mapping[str, Any], *, is_chat: bool) -> bool:
     """Whether two engines that answer one after the other give the answer of one."""
     if body.get("stream") is not True or limit_of(body, is_chat=is_chat) is None:
-        return False  # A limit of D's own would count from D's first token.
+        return False  # D would apply its own limit from D's first token on.
     if body.get("seed") is not None and body.get("temperature") != 0:
-        return False  # D's draws would begin again.
+        return False  # D would draw from the beginning of the seed's sequence.
     if not _is_count(body.get("min_tokens", 0) or 0):
         return False
     options = body.get("stream_options")
@@ -85,7 +85,7 @@ def can_split(body: Mapping[str, Any], *, is_chat: bool) -> bool:
 
 
 def limit_of(body: Mapping[str, Any], *, is_chat: bool) -> int | None:
-    """The most tokens that the client wants."""
+    """The most tokens that the client wants; None: it names no valid limit."""
     if is_chat:
         limit = body.get("max_completion_tokens")
         limit = body.get("max_tokens") if limit is None else limit

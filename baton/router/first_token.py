@@ -1,11 +1,11 @@
-"""The first token in a stream of events, found, and made fit for the client. Events in, values out.
+"""Finder of the first token in a stream of events, for the client. Events in, values out.
 
     data: {opening}                                 chat only: the role
-    data: {..., "token_ids": [5], ...}              the event that is looked for
-    data: {...} ... data: [DONE]                    the rest, which is left as it is
+    data: {..., "token_ids": [5], ...}              the event with the first token
+    data: {...} ... data: [DONE]                    the rest, which stays as it is
 
 An engine that is asked for its first token (`baton_first_token`) names the token's id in its event, so that
-two engines' can be compared. What the client did not ask for is taken out again here.
+the router can compare the tokens of two engines. This module removes the id if the client did not ask for it.
 """
 
 from dataclasses import dataclass
@@ -18,22 +18,22 @@ from baton.core.json_text import NotJson, decode_json
 from baton.router.legs import PARAMS
 from baton.router.sse import RawObject, data_of, is_done, sse_event
 
-# Before and with the first token: an echoed prompt, and its token ids.
+# Size of the events up to the first token: they may have an echoed prompt, and its token ids.
 MAX_OPENING_BYTES = 32 << 20
-_SHOWN = ("delta", "text", "finish_reason", "logprobs")  # What of a choice decides.
+_SHOWN = ("delta", "text", "finish_reason", "logprobs")  # Fields that decide whether a choice is shown.
 _NULL, _EMPTY = msgspec.Raw(b"null"), msgspec.Raw(b"[]")
 
 
 @dataclass(frozen=True, slots=True)
 class FirstToken:
     token_ids: tuple[int, ...]
-    events: bytes  # For the client: all up to the token's. May be empty, if there is nothing to show yet.
-    is_last: bool  # The answer ends with it.
+    events: bytes  # Events for the client, up to the token's. Empty if there is nothing to show yet.
+    is_last: bool  # The answer ends with this token.
     params: dict[str, Any] | None  # `kv_transfer_params`.
 
 
 class FirstTokenReader:
-    """Look at one event after the other until one says the first token."""
+    """Reads one event after the other until one has the first token."""
 
     def __init__(self, *, shows_token_ids: bool) -> None:
         self._shows_token_ids = shows_token_ids
@@ -49,7 +49,7 @@ class FirstTokenReader:
         return None
 
     def _first_of(self, event: bytes) -> FirstToken | None:
-        """Decodes what it looks at and nothing else: an echoed prompt may have many megabytes."""
+        """Decode only the fields that it uses: an echoed prompt may have many megabytes."""
         if not (data := data_of(event)):
             return None  # A comment.
         if is_done(event):
@@ -81,7 +81,10 @@ class FirstTokenReader:
 
 
 def _has_something_to_show(choice: dict[str, Any]) -> bool:
-    """As an engine decides it without a request for ids: text may be held back with the first token."""
+    """Whether an engine sends an event for this choice if no ids are asked for.
+
+    An engine may hold the text of the first token back.
+    """
     delta = choice["delta"]
     text = delta.get("content") if isinstance(delta, dict) else choice["text"]
     return bool(text or choice["finish_reason"] or choice["logprobs"])

@@ -1,10 +1,10 @@
-"""The tokens of one answer that several engines give, one after the other: what each is asked for. No I/O.
+"""The tokens of one answer that several engines give in turn, and the bodies that ask for them. No I/O.
 
-`choose` takes the mode of a pair of engines, which says where the first token comes from. It may change until
-a token has been sent to the client. From then on the rest comes from an engine that can continue the answer,
-whatever fails. A token is sent once: an engine that gives it again has to agree, or is told to continue after
-it. When a stream breaks, `given` is what the client has of it; after `resume_after` the bodies ask for the
-rest.
+`choose` chooses the mode of a pair of engines, which decides where the first token comes from. The mode may
+change until a token has been sent to the client. From then on only an engine that can continue the answer
+gives the rest, whatever fails. The client gets each token once: an engine that gives it again has to agree,
+or is told to continue after it. When a stream breaks, `given` is the part that the client has. After
+`resume_after` the bodies ask for the rest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -47,7 +47,7 @@ class PrefillAsk:
     """The body of a prefill leg, and how its answer is read."""
 
     body: dict[str, Any]
-    reads_first_token: bool = False  # P is an engine of ours, and streams its first token.
+    reads_first_token: bool = False  # P is a Baton engine, and streams its first token.
     keeps_answer: bool = False  # P's whole answer holds the first token.
 
 
@@ -61,9 +61,9 @@ class Told:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """What the client has of an answer whose stream broke.
+    """The part of an answer that the client has when the stream breaks.
 
-    `kind`: of the engines that gave it. `has_begun`: the client has an event, perhaps without a token.
+    `kind`: the kind of engines that gave it. `has_begun`: the client has an event, perhaps without a token.
     """
 
     kind: Kind
@@ -73,7 +73,7 @@ class Given:
 
 
 def can_follow(given: Given, engine: Engine) -> bool:
-    """Whether this engine gives just the rest."""
+    """Whether this engine can give the rest, and only the rest."""
     return engine.kind == "baton" if given.kind == "baton" else can_continue(engine)
 
 
@@ -87,32 +87,33 @@ class FirstTokens:
         may_split: bool,
         may_resume: bool = False,
     ) -> None:
-        """`may_split`: into P's first token and the rest. `may_resume`: where a stream breaks."""
+        """`may_split`: P may give the first token. `may_resume`: another engine may continue the stream."""
         self._body = dict(body)
         self._seeded = with_seed(body)
         self._is_chat = is_chat
         self._may_verify = may_split and is_one_answer(body)
-        # D is given a chat in tokens to continue it, which vLLM takes for chats of text only.
+        # D gets a chat as tokens to continue it. vLLM accepts that for chats of text only.
         is_exact = is_text and can_split(body, is_chat=is_chat)
         self._may_continue = self._may_verify and is_exact
         self._may_resume_vllm = may_resume and is_exact
         is_alone = is_one_answer(body) and not body.get("echo")
         self._may_resume = may_resume and body.get("stream") is True and is_alone
         self._mode = FirstTokenMode.WHOLE
-        self._first: FirstToken | None = None  # As the client has it ...
-        self._kept: KeptToken | None = None  # ... from either kind of engine.
+        # The first token that the client has: `_first` from a Baton engine, `_kept` from P's whole answer.
+        self._first: FirstToken | None = None
+        self._kept: KeptToken | None = None
         self._given: Given | None = None
-        self._record: TokenRecord | None = None  # Of the running decode leg's stream.
+        self._record: TokenRecord | None = None  # Tokens of the running decode leg's stream.
         self.is_stream = body.get("stream") is True
 
     @property
     def is_told(self) -> bool:
-        """The client has what D has to continue after."""
+        """Whether the client has tokens after which D has to continue."""
         return self._kept is not None or self._given is not None
 
     @property
     def is_resumed(self) -> bool:
-        """A stream has broken, and what follows is the rest of it."""
+        """Whether a stream has broken and the rest of it follows."""
         return self._given is not None
 
     @property
@@ -121,16 +122,16 @@ class FirstTokens:
 
     @property
     def needs_no_decode(self) -> bool:
-        """P's token is all that is wanted."""
+        """Whether P's token is the whole answer."""
         return self._mode is not FirstTokenMode.WHOLE and is_one_token(self._body)
 
     @property
     def takes_prefills_token(self) -> bool:
-        """The answer goes on after the token that P samples."""
+        """Whether the answer continues after the token that P samples."""
         return self._mode is not FirstTokenMode.WHOLE and not self.is_told
 
     def can_continue(self, engine: Engine) -> bool:
-        """Whether this decode engine can give what is left of the answer."""
+        """Whether this decode engine can give the rest of the answer."""
         if self._given is not None:
             return can_follow(self._given, engine)
         if self.is_told:
@@ -153,7 +154,7 @@ class FirstTokens:
             )
 
     def settle(self, consumer: Engine) -> None:
-        """After a prefill, when D is known."""
+        """Settle the mode after a prefill, when D is known."""
         if self._mode is FirstTokenMode.VERIFY and self._first is None and consumer.kind != "baton":
             self._mode = FirstTokenMode.WHOLE
 
@@ -198,7 +199,7 @@ class FirstTokens:
 
     @property
     def _told_ids(self) -> list[int]:
-        """What the client has of the answer when a decode leg begins, or when its stream does."""
+        """Tokens of the answer that the client has when a decode leg begins, or when its stream begins."""
         if self._given is not None:
             return list(self._given.token_ids)
         if self._kept is not None:
@@ -214,9 +215,9 @@ class FirstTokens:
     # --- P's token -----------------------------------------------------------------------------------
 
     def take(self, first: FirstToken) -> bool:
-        """Note the first token of an engine of ours. True: it is for the client. False: the client has it.
+        """Note the first token of a Baton engine. True: send it to the client. False: the client has it.
 
-        Raises RouterError if the client has another one.
+        Raises RouterError if the client has another token.
         """
         if self._first is None:
             self._first = first
@@ -228,7 +229,7 @@ class FirstTokens:
         return False
 
     def take_kept_answer(self, answer: Mapping[str, Any] | None, consumer: Engine | None) -> Told | None:
-        """The token in P's whole answer, if the client can be shown it. None: D gives it."""
+        """The token in P's whole answer, if the client can get it from P. None: D gives it."""
         if (
             answer is None
             or self.is_told
@@ -248,7 +249,7 @@ class FirstTokens:
     # --- D's stream ----------------------------------------------------------------------------------
 
     def reader_of_decode(self) -> FirstTokenReader | OverlapReader | None:
-        """How the first token in D's stream is found. None: the client gets the stream from its beginning."""
+        """Reader of the first token in D's stream. None: the client gets the stream from its beginning."""
         if self.continues_after_told:
             return None
         if self._mode is FirstTokenMode.VERIFY and self.is_stream:
@@ -259,18 +260,18 @@ class FirstTokens:
 
     @property
     def continues_after_told(self) -> bool:
-        """D's stream is the rest of an answer that has begun."""
+        """Whether D's stream is the rest of an answer that has begun."""
         return self._mode is FirstTokenMode.CONTINUE and self.is_told
 
     @property
     def num_given(self) -> int:
-        """Tokens of the answer that an engine of ours is told to continue after."""
+        """Tokens of the answer after which a Baton engine is told to continue."""
         return len(self._told_ids) if self.continues_after_told else 0
 
     def sieve_of_decode(self, consumer: Engine) -> TurnSieve:
         if not self.continues_after_told or (self._given is not None and not self._given.has_begun):
             return TurnSieve()
-        # An engine of ours counts the tokens that it was given, vLLM takes them for prompt.
+        # A Baton engine counts the tokens that it was given as answer, vLLM counts them as prompt.
         return ContinuedSieve(0 if consumer.kind == "baton" else len(self._told_ids))
 
     @property
@@ -283,7 +284,7 @@ class FirstTokens:
 
     @property
     def is_finished(self) -> bool:
-        """The client has all tokens and the finish reason."""
+        """Whether the client has all tokens and the finish reason."""
         is_first_last = self._first is not None and self._first.is_last
         return is_first_last or (self._record is not None and self._record.is_finished)
 
@@ -293,13 +294,13 @@ class FirstTokens:
 
     @property
     def record(self) -> TokenRecord | None:
-        """Of the running decode leg's stream. None: it cannot be resumed."""
+        """Record of the running decode leg's stream. None: it cannot be resumed."""
         return self._record
 
     def given(self) -> Given | None:
-        """What the client has now, of D's stream and before it. None: no engine can give just the rest.
+        """The part of the answer that the client has now. None: no engine can give only the rest.
 
-        An engine of ours takes the tokens as output of its own. vLLM takes them for prompt, so its text must
+        A Baton engine takes the tokens as output of its own. vLLM takes them as prompt, so the text must
         not end inside a character.
         """
         record = self._record
@@ -316,16 +317,16 @@ class FirstTokens:
         token_ids = [*told_ids, *record.token_ids[:num_new]]
         limit = limit_of(self._body, is_chat=self._is_chat)
         if limit is not None and len(token_ids) >= limit:
-            return None  # The engine has not ended the answer where it should.
+            return None  # The engine has not ended the answer at its limit.
         return Given(kind, has_begun, token_ids, prompt)
 
     def resume_after(self, given: Given) -> None:
-        """Another engine is asked for the rest."""
+        """Ask another engine for the rest from now on."""
         self._given, self._mode, self._record = given, FirstTokenMode.CONTINUE, None
 
     @property
     def _origin(self) -> Kind | None:
-        """Of what the client has."""
+        """Kind of the engines that gave what the client has."""
         if self._given is not None:
             return self._given.kind
         return "vllm" if self._kept is not None else None

@@ -1,4 +1,4 @@
-"""A request's view of the fleet: engines to choose from, and what earlier requests have learned."""
+"""A request's view of the fleet: engines to choose from, and what the router learned from other requests."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -37,14 +37,14 @@ class FleetView:
         if settings.admission is not None:
             self.admission = Admission(settings.admission, fleet.choice.capacity)
         self.new_transfer_id = new_transfer_id
-        # Of a prompt that is looked up in the engines' caches. None: there is no index.
+        # Least tokens of a prompt that the router looks up in the engines' caches. None: there is no index.
         self.look_min_tokens = CHUNK_TOKENS if settings.kv_events else None
         self._num_routed = 0
 
     def route(
         self, prefix_key: bytes, model: object = None, num_tokens: int = 0, priority: int = 0
     ) -> RoutedRequest:
-        """`model`: of the request's body, as it is. `num_tokens`: of its prompt."""
+        """`model`: the value in the request's body. `num_tokens`: tokens of its prompt."""
         self._num_routed += 1
         return RoutedRequest(
             self._num_routed,
@@ -79,7 +79,7 @@ class FleetView:
         is_fit: Callable[[Engine], bool],
         now_s: float,
     ) -> tuple[Engine, bool] | None:
-        """By cost: the decode engine, and whether it computes the prompt itself. None: choose by role."""
+        """The decode engine of least cost, and whether it computes the prompt. None: choose by role."""
         if (
             len(tried) >= self.settings.decode_attempts
             or len(bad_producers) >= self.settings.prefill_attempts
@@ -88,7 +88,7 @@ class FleetView:
         return self.fleet.choice.place(routed, tried, bad_producers, is_fit, now_s, self.pairs.load_s)
 
     def find_loan(self, consumer: Engine, routed: RoutedRequest, now_s: float) -> Loan | None:
-        """What another engine lends, if the consumer had better read it than compute it."""
+        """The loan of another engine, if the consumer reads it faster than it computes the prompt."""
         loan = self.fleet.choice.find_loan(routed, consumer.kv_identity)
         if loan is None or self.pairs.why_not(loan.lender, consumer, now_s) is not None:
             return None
@@ -110,7 +110,7 @@ class FleetView:
         return RouterError.gateway(f"the {role} engine failed before the first byte of an answer")
 
     def has_other_weights(self, consumer: Engine, routed: RoutedRequest) -> bool:
-        """Whether its weights are all that keeps this engine from using the prefill engines' KV."""
+        """Whether this engine cannot use the prefill engines' KV only because of its weights."""
         kv, theirs = consumer.kv_identity, set[KVIdentity | None]()
         for one in self.fleet.engines if kv is not None else ():
             if (
@@ -132,7 +132,10 @@ class FleetView:
         num_loaded: int = 0,
         took_s: float = 0.0,
     ) -> None:
-        """What D did with a prompt that P had lent; if it has loaded it, how many tokens in which time."""
+        """Note what D did with a prompt that P had lent, and tell the router's other processes.
+
+        `num_loaded`: tokens that D has loaded, in `took_s`; 0: there is no sample.
+        """
         self.learn_handoff(producer, consumer, outcome, now_s, num_loaded, took_s)
         self.fleet.tell(Handoff(producer.key, consumer.key, outcome, num_loaded, took_s))
 
@@ -145,7 +148,7 @@ class FleetView:
         num_loaded: int = 0,
         took_s: float = 0.0,
     ) -> None:
-        """Of this process, or of another one of this router."""
+        """Learn from a handoff of this process, or of another process of this router."""
         if num_loaded:
             self.pairs.note_load(producer, consumer, num_loaded, took_s)
         if outcome == "handed_over":

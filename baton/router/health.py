@@ -5,7 +5,7 @@
     DOWN --healthy probe after the back-off--> UP in slow start
     UP in slow start --`slow_start_s`--> UP
     UP in slow start --any failure--> DOWN, with a longer back-off
-    UP --errors (`eject`)--> DOWN, for as long as it is told
+    UP --errors (`eject`)--> DOWN, for the given time
 
 DOWN is an open breaker, slow start is a half-open one. In slow start an engine gets a share of its requests
 that grows from SHARE_FIRST to 1. The back-off has a limit, so that an engine serves within two seconds of its
@@ -43,10 +43,10 @@ class Health:
         self.failures_in_row = 0
         self.silences_in_row = 0
         self.probe_at_s = 0.0
-        # The moment of a probe in each interval, as a share of it. None: an interval after the last probe.
+        # Moment of the probe in each interval, as a share of it. None: one interval after the last probe.
         self.phase: float | None = None
         self._backoff_s = 0.0
-        self._retry_at_s = 0.0  # Healthy probes before it do not close the breaker.
+        self._retry_at_s = 0.0  # Healthy probes before this time do not close the breaker.
         self._full_at_s = 0.0  # End of the slow start.
 
     @property
@@ -76,7 +76,7 @@ class Health:
             self.failures_in_row = self.silences_in_row = 0
 
     def on_failure(self, now_s: float, *, is_decisive: bool) -> bool:
-        """A leg failed, or a probe. True: this ejects the engine."""
+        """A leg or a probe failed. True: this failure ejects the engine."""
         self.failures_in_row += 1
         is_decisive = is_decisive or self.failures_in_row >= self._settings.failures_to_eject
         if not self.is_up or not (is_decisive or self.breaker(now_s) == "half_open"):
@@ -88,12 +88,12 @@ class Health:
         return True
 
     def eject(self, now_s: float, for_s: float) -> None:
-        """Its answers are errors, whatever /health says."""
+        """Eject the engine because its answers are errors, even if /health is good."""
         self.status, self._retry_at_s = "down", now_s + for_s
         self.probe_at_s = min(self.probe_at_s, self._retry_at_s)
 
     def on_probe(self, probe: Probe, now_s: float) -> bool:
-        """True: this ejects the engine, or brings it back."""
+        """Note the result of a probe. True: it ejects the engine, or brings it back."""
         was_up = self.is_up
         match probe.kind:
             case "healthy":
@@ -117,7 +117,7 @@ class Health:
 
     def _next_probe_s(self, now_s: float) -> float:
         if self.is_up:
-            # After a silence the second probe follows at once: the first one has taken its time.
+            # The second probe follows at once after a silence, because the first one took a whole timeout.
             if self.silences_in_row:
                 return now_s
             every_s = self._settings.every_s

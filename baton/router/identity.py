@@ -17,19 +17,21 @@ _DIGITS = re.compile(r"[0-9a-f]{32,}")
 
 
 class Introduction(msgspec.Struct, frozen=True):
-    """What an engine reports of its connector and its model."""
+    """An engine's report of its connector and its model."""
 
     engine_id: str
-    introduction: str | None  # Signed, for other engines; None: nothing can be pushed from here.
-    max_model_len: int | None = None  # This and the rest are reported by Baton's engines only.
+    introduction: str | None  # The signed text for other engines; None: this engine cannot push.
+    max_model_len: int | None = None  # Only Baton's engines report this field and the following ones.
     served_model_name: str | None = None
-    kv_identity: KVIdentity | None = None  # A vLLM reports it too. None: it does not.
-    secret_ids: tuple[str, ...] | None = None  # Of the secret that it signs with, then of others it accepts.
+    kv_identity: KVIdentity | None = None  # A vLLM may report it too. None: not reported.
+    secret_ids: tuple[str, ...] | None = None  # Secret that it signs with, then the others that it accepts.
     lost_links: dict[str, int] = {}  # Data connections that broke, by the engine id of the peer.
-    has_states: bool = False  # Some layers have a recurrent state. A vLLM reports it too.
+    has_states: bool = False  # Some layers have a recurrent state. A vLLM may report it too.
     kv_role: str | None = None
     text_id: str = ""  # Names tokenizer, chat template and the tokens that end an answer; empty: not known.
-    lends: tuple[str, ...] = ()  # Without computing: what it has in "host" memory; all, through its "cache".
+    # Loans of cached tokens that it grants: "host": from host memory; "cache": from all tiers, through its
+    # GPU cache.
+    lends: tuple[str, ...] = ()
 
 
 class ModelCard(msgspec.Struct, frozen=True):
@@ -40,12 +42,12 @@ class ModelCard(msgspec.Struct, frozen=True):
     created: Any = None
     owned_by: str | None = None
     root: Any = None
-    parent: Any = None  # Of an adapter: the name of its model.
+    parent: Any = None  # Name of the model of an adapter.
     max_model_len: int | None = None
 
 
 class Identity(NamedTuple):
-    """The model that an engine serves, as far as it reports it."""
+    """The model that an engine serves, as far as the engine reports it."""
 
     kind: Kind
     name: str
@@ -58,29 +60,29 @@ class Identity(NamedTuple):
 
 
 def weights_of(kv: KVIdentity) -> str:
-    """For operators: the version's name, or the first digits of the digest."""
+    """Name of the weights for operators: their version, or the first digits of their digest."""
     return _DIGITS.sub(lambda found: found[0][:12], kv.version or kv.weights)
 
 
 def is_compatible(ours: KVIdentity | None, theirs: KVIdentity | None) -> bool:
-    """Whether one engine may use the KV of the other. Where one is not known, the engines find it out."""
+    """Whether one engine may use the KV of the other. If an identity is not known, the engines compare."""
     return ours is None or theirs is None or not differences(ours, theirs)
 
 
 def has_other_weights(ours: KVIdentity | None, theirs: KVIdentity | None) -> bool:
-    """Whether this is all that keeps one engine from the other's KV."""
+    """Whether one engine cannot use the other's KV only because of its weights."""
     return ours is not None and theirs is not None and differs_in_weights_only(ours, theirs)
 
 
 def is_continued_alike(ours: KVIdentity | None, theirs: KVIdentity | None) -> bool:
-    """Whether one engine may continue what the other has begun to answer. One that is not known may not."""
+    """Whether one engine may continue an answer of the other. An engine that is not known may not."""
     return ours == theirs or (ours is not None and theirs is not None and not differences(ours, theirs))
 
 
 class Introduced(NamedTuple):
-    """What an engine has turned out to be."""
+    """Result of the questions to an engine."""
 
-    kind: Kind | None  # None: not known, or another one.
+    kind: Kind | None  # None: not known, or another kind.
     introduction: Introduction | None
     max_model_len: int | None
     identity: Identity | None
@@ -95,7 +97,10 @@ class Seat(NamedTuple):
 
 
 def choose_model(seats: Sequence[Seat], incumbent: str | None) -> str | None:
-    """What most decode engines serve; among equals most engines, the incumbent, the first seat."""
+    """The model that most decode engines serve.
+
+    Among equals it is the one that most engines serve, then the incumbent, then that of the first seat.
+    """
     models = list(dict.fromkeys(seat.model for seat in seats))
     return max(
         models,

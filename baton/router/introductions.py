@@ -1,15 +1,15 @@
-"""Questions that find out what an engine is, and what its answers mean. A generator asks them, without I/O.
+"""Questions that identify an engine, and the meaning of its answers. A generator asks them, without I/O.
 
     GET  /baton/introduction    Baton's own engines: their connector's signed introduction
     GET  /v1/models             others, when there is no such page: names of a model and its adapters
     POST /v1/completions        a vLLM: one token, for its connector's introduction and KV identity,
-                                which its `kv_transfer_params` have; vLLM's servers have no page of ours
+                                which its `kv_transfer_params` have; vLLM's servers have no page of Baton's
 
-An introduction names one process, with the weights that it has. So Baton's engines are asked again with every
-probe of their health, and an introduction is forgotten as soon as an engine fails: a successor introduces
-itself. The completion is a step of a vLLM's model: one that reports an identity is asked again every
-CONNECTOR_EVERY_S, and when its KV events report that its cache was emptied. The names are asked for with
-every probe.
+An introduction names one process, with the weights that it has. So the router asks Baton's engines again with
+every probe of their health. It forgets an introduction as soon as an engine fails, because a new process
+introduces itself anew. The completion costs a vLLM a step of its model. So the router asks a vLLM that has an
+identity every CONNECTOR_EVERY_S, and when its KV events report that its cache was emptied. It asks for the
+names with every probe.
 """
 
 import logging
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 PATH = "/baton/introduction"
 MODELS_PATH = "/v1/models"
 COMPLETIONS_PATH = "/v1/completions"
-ASKING = {"prompt": [1], "max_tokens": 1, "temperature": 0}  # A vLLM's connector is reached by requests only.
+ASKING = {"prompt": [1], "max_tokens": 1, "temperature": 0}  # Only requests reach a vLLM's connector.
 CONNECTOR_EVERY_S = 10.0
 
 
@@ -64,9 +64,9 @@ class _Card(Introduction, frozen=True):
 
 
 def introduce(engine: Engine, *, asks_connector: bool = False) -> Dialogue:
-    """Yields questions. Returns what the engine is; None: it cannot answer now.
+    """Yield questions, and return what the engine is. None: it cannot answer now.
 
-    `asks_connector`: of a vLLM that has introduced itself.
+    `asks_connector`: ask the connector again of a vLLM that has introduced itself.
     """
     if engine.kind == "vllm" and engine.is_introduced:
         return (yield from _introduce_again(engine, asks_connector=asks_connector))
@@ -91,7 +91,7 @@ def introduce(engine: Engine, *, asks_connector: bool = False) -> Dialogue:
 
 
 def _introduce_again(engine: Engine, *, asks_connector: bool) -> Dialogue:
-    """A vLLM, whose adapters and weights may have changed."""
+    """Ask a vLLM again, because its adapters and weights may have changed."""
     models = _decode(engine, (yield Question(engine.address + MODELS_PATH)), _Models)
     cards = tuple(models.data) if models is not None else ()
     model, introduction = _model_of(cards), engine.introduction
@@ -103,7 +103,7 @@ def _introduce_again(engine: Engine, *, asks_connector: bool) -> Dialogue:
 
 
 def _model_of(cards: tuple[ModelCard, ...] | None) -> ModelCard | None:
-    """None: this is no vLLM."""
+    """The model of a vLLM. None: this is no vLLM."""
     return next((card for card in cards or () if card.owned_by == "vllm"), None)
 
 
@@ -113,7 +113,7 @@ def _named(model: ModelCard, introduction: Introduction | None) -> Identity | No
 
 
 def _ask_connector(engine: Engine) -> Generator[Question, Answer, Introduction | None]:
-    """What it answered before, if it cannot answer now. None: it has no connector of Baton's."""
+    """Ask a vLLM's connector. If it cannot answer now, its last answer counts. None: it is not Baton's."""
     asking = {**ASKING, PARAMS: {"baton_introduce": True}}
     answer = yield Question(engine.address + COMPLETIONS_PATH, "POST", asking)
     if answer[0] != 200:
@@ -130,14 +130,14 @@ def _ask_connector(engine: Engine) -> Generator[Question, Answer, Introduction |
 
 
 def _identity_of(card: Introduction) -> Identity | None:
-    """None: an engine of an older version, which does not report it."""
+    """The identity in a Baton engine's introduction. None: an older version does not report it."""
     if card.kv_identity is None or card.served_model_name is None:
         return None
     return Identity("baton", card.served_model_name, card.kv_identity)
 
 
 def _read_identity(engine: Engine, value: Any) -> KVIdentity | None:
-    """None: it is not reported, or has parts that this router does not know, and so cannot compare."""
+    """The reported KV identity. None: it is not reported, or has fields that this router cannot compare."""
     if value is None:
         return None
     try:
@@ -153,7 +153,7 @@ def _read_identity(engine: Engine, value: Any) -> KVIdentity | None:
 
 @lru_cache(maxsize=256)
 def _warn(url: str, why: str) -> None:
-    """Once: an engine is asked with every probe."""
+    """Log a warning once, because the router asks an engine with every probe."""
     logger.warning("%s: the identity of its KV cannot be read, and is not compared: %s", url, why)
 
 
@@ -161,7 +161,7 @@ Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 
 
 def _decode(engine: Engine, answer: Answer, kind: type[Decoded]) -> Decoded | None:
-    """None: it is something else."""
+    """The answer's body, decoded. None: it is something else."""
     status, body = answer
     if status != 200:
         return None

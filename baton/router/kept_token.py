@@ -1,4 +1,4 @@
-"""The first token out of P's whole answer, and D's continuation after it: for engines like vLLM.
+"""The first token in P's whole answer, and D's continuation after it: for engines like vLLM.
 
     client's body --kept_body--> P             one token, with the ids of prompt and token
     P's answer    --read_kept--> KeptToken --opening--> client
@@ -22,14 +22,14 @@ PromptIds: TypeAlias = Sequence[int] | msgspec.Raw  # Raw: a JSON array that is 
 
 @dataclass(frozen=True, slots=True)
 class KeptToken:
-    """P's whole answer, and the one token of it."""
+    """P's whole answer, and its one token."""
 
     answer: Mapping[str, Any]
     is_chat: bool
     text: str
     token_id: int
     prompt_token_ids: Sequence[int]
-    finish_reason: str | None  # None: the answer continues after it.
+    finish_reason: str | None  # None: the answer continues after the token.
     stop_reason: Any
 
     @property
@@ -41,7 +41,7 @@ def kept_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
     leg = prefill_body(body, transfer_id, continues=True)
     leg["return_token_ids"] = True
     if (body.get("max_completion_tokens") or body.get("max_tokens")) == 1:
-        del leg[PARAMS]  # It is the whole answer: no engine would fetch what P lends.
+        del leg[PARAMS]  # P gives the whole answer: no engine would fetch what P lends.
     if body.get("min_tokens"):
         leg["min_tokens"] = 1  # The first token, too, must not end the answer.
     return leg
@@ -50,9 +50,9 @@ def kept_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any]:
 def read_kept(
     answer: Mapping[str, Any], body: Mapping[str, Any], *, is_chat: bool, max_model_len: int | None
 ) -> KeptToken | None:
-    """None: D gives all tokens, because this one cannot be shown, or D cannot continue after it.
+    """The token of P's answer. None: it cannot be shown, or D cannot continue after it; D gives all tokens.
 
-    `max_model_len`: of the engine that is to continue.
+    `max_model_len`: the limit of the engine that has to continue.
     """
     choice = choice_of(answer)
     if choice is None:
@@ -65,8 +65,8 @@ def read_kept(
         return None
     if finish == "stop" or limit == 1:
         return KeptToken(answer, is_chat, text, token_id, prompt, finish, choice.get("stop_reason"))
-    # An incomplete character is held back, and a special token has no text: only the engine that gives the
-    # whole answer shows these right. A request that is too long for D is for D to refuse.
+    # Engines hold an incomplete character back, and a special token has no text: only the engine that gives
+    # the whole answer shows these correctly. D has to refuse a request that is too long for it.
     if finish != "length" or not text or text.endswith("\ufffd"):
         return None
     if max_model_len is None or len(prompt) + limit > max_model_len:
@@ -75,7 +75,7 @@ def read_kept(
 
 
 def opening(kept: KeptToken, body: Mapping[str, Any]) -> bytes:
-    """The events for the client."""
+    """Events that give the token to the client."""
     shows_ids = bool(body.get("return_token_ids"))
     choice: dict[str, Any] = {
         "index": 0,
@@ -99,7 +99,7 @@ def opening(kept: KeptToken, body: Mapping[str, Any]) -> bytes:
 
 
 def ending(kept: KeptToken, body: Mapping[str, Any]) -> bytes:
-    """After a token that is the last one."""
+    """Events that end the stream after a token that is the last one."""
     usage = b""
     if (body.get("stream_options") or {}).get("include_usage"):
         usage = sse_event({**_head(kept), "choices": [], "usage": kept.answer.get("usage")})
@@ -114,9 +114,9 @@ def continuation_body(
     *,
     is_chat: bool,
 ) -> dict[str, Any]:
-    """For vLLM, which is to continue after these tokens of the answer.
+    """Body for a vLLM that has to continue after these tokens of the answer.
 
-    `params`: where D finds the KV of the prompt; None: it computes it.
+    `params`: where D finds the KV of the prompt; None: D computes it.
     """
     leg = {key: value for key, value in body.items() if key != PARAMS}
     limit, num_given = limit_of(body, is_chat=is_chat), len(token_ids)
@@ -135,7 +135,7 @@ def continuation_body(
     else:
         ids = [*prompt, *token_ids]
     if is_chat:
-        # vLLM's way to give a chat's prompt in tokens; taken out again before anything else sees it.
+        # vLLM takes a chat's prompt in tokens from these params, and removes it before it uses them.
         leg[PARAMS] = {**(params or {}), "prompt_token_ids": ids}
         return leg
     leg["prompt"] = ids
@@ -158,7 +158,7 @@ def _text_of(choice: Mapping[str, Any], *, is_chat: bool) -> str | None:
 
 
 def _prompt_of(answer: Mapping[str, Any], choice: Mapping[str, Any]) -> list[int] | None:
-    """Of the choice in completions, of the answer in chats."""
+    """Token ids of the prompt: a field of the choice in completions, of the answer in chats."""
     ids = choice.get("prompt_token_ids") or answer.get("prompt_token_ids")
     return ids if ids and _are_ids(ids) else None
 

@@ -1,7 +1,6 @@
 """Counts of latencies over time, for a heat map: columns of COLUMN_S, rows by the buckets of a histogram.
 
-Pure. It is fed with cumulative counts, as often or as rarely as its owner likes; a counter that falls has
-begun anew.
+Pure. Its owner passes cumulative counts, at any intervals; a counter that falls has begun anew.
 """
 
 from collections import deque
@@ -13,10 +12,10 @@ NUM_COLUMNS = 180
 
 
 class Cumulative(NamedTuple):
-    """A histogram since the start of its process. The last count is of what is above all bounds."""
+    """A histogram since the start of its process. The last count is that of values above all bounds."""
 
     bounds_s: Sequence[float]
-    counts: Sequence[float]  # One more than there are bounds; each of its own bucket alone.
+    counts: Sequence[float]  # Counts of single buckets, one more than bounds.
 
 
 class LatencyHistory:
@@ -27,7 +26,7 @@ class LatencyHistory:
         self._columns: deque[tuple[float, dict[str, list[int]]]] = deque(maxlen=NUM_COLUMNS)
 
     def note(self, found: Mapping[str, Cumulative], unix_s: float) -> None:
-        """What was counted since the last call goes to the column of this time."""
+        """Add the counts since the last call to the column of this time."""
         start_unix_s = unix_s - unix_s % COLUMN_S
         if not self._columns or self._columns[-1][0] < start_unix_s:
             self._columns.append((start_unix_s, {}))
@@ -45,7 +44,7 @@ class LatencyHistory:
             column[name] = [a + b for a, b in zip(old, new, strict=True)]
 
     def shown(self, num_columns: int = NUM_COLUMNS) -> dict[str, Any]:
-        """The last columns that have been begun; a time without one was not counted."""
+        """The last columns. A time without a column was not counted."""
         columns = list(self._columns)[-num_columns:]
         return {
             "column_s": COLUMN_S,

@@ -1,9 +1,9 @@
-"""Samples of engines' speeds, from the legs of requests: pure, time is an argument.
+"""Samples of engines' speeds, from the legs of requests. Pure: time is an argument.
 
 prefill   tokens that an engine has computed, and the time in which it was busy with prompts
-decode    time of a step, from SAMPLE_CHUNKS chunks of a stream while no prompt is computed there
-wire      tokens that D has loaded, and its leg's time to the first byte; in pull only: in push, KV moves
-          while P computes it
+decode    time of a step, from SAMPLE_CHUNKS chunks of a stream while the engine computes no prompt
+wire      tokens that D has loaded, and its leg's time to the first byte; in pull only, because KV moves
+          while P computes it in push
 """
 
 from baton.router.answers import LegAnswer, num_computed, num_transferred
@@ -13,12 +13,12 @@ from baton.router.notes import Outcome
 from baton.router.rates import SAMPLE_TOKENS_MAX, Rate, Window
 
 SAMPLE_CHUNKS = 16
-SAMPLE_EVERY_S = 0.25  # At most one of an engine, so that its samples are of different loads.
+SAMPLE_EVERY_S = 0.25  # Least time between two samples of an engine, so that they are of different loads.
 LOADED_TOKENS_MIN = 64
 
 
 def note_start(leg: Leg, now_s: float, *, shows_first: bool) -> None:
-    """A leg begins; its tokens are not counted in its engine's queue yet.
+    """Note that a leg begins. Its tokens are not counted in its engine's queue yet.
 
     `shows_first`: its answer begins with the first token.
     """
@@ -31,7 +31,7 @@ def note_start(leg: Leg, now_s: float, *, shows_first: bool) -> None:
 
 
 def note_answer(leg: Leg, answer: LegAnswer, now_s: float) -> None:
-    """A leg's answer has begun. Its tokens are in its engine's queue still."""
+    """Note that a leg's answer has begun. Its tokens are still counted in its engine's queue."""
     if not leg.num_queued_tokens:
         return
     engine = leg.engine
@@ -46,9 +46,9 @@ def note_answer(leg: Leg, answer: LegAnswer, now_s: float) -> None:
 
 
 def note_outpaced(leg: Leg, now_s: float) -> None:
-    """Another engine has computed the prompt first. This one is at most as fast as its queue shows.
+    """Another engine has computed the prompt first. This engine is at most as fast as its queue shows.
 
-    Without this sample an engine whose prompts are always hedged would be taken to be as fast as its peers.
+    An engine whose prompts are always hedged would count as fast as its peers without this sample.
     """
     num_tokens, took_s = leg.num_tokens_before + leg.num_queued_tokens, now_s - leg.started_at_s
     if took_s > 0.0:
@@ -56,7 +56,7 @@ def note_outpaced(leg: Leg, now_s: float) -> None:
 
 
 def note_closed(leg: Leg, outputs: Rate) -> None:
-    """`outputs`: lengths of streams."""
+    """Note that a leg has ended. `outputs`: the lengths of streams."""
     if leg.num_queued_tokens:
         leg.engine.busy.spoil()
     if leg.role == "decode":
@@ -64,7 +64,7 @@ def note_closed(leg: Leg, outputs: Rate) -> None:
 
 
 def note_chunks(leg: Leg, now_s: float) -> None:
-    """SAMPLE_CHUNKS or more have come since the last call."""
+    """Note a sample of decode steps. SAMPLE_CHUNKS or more chunks have come since the last call."""
     engine, before, num_chunks = leg.engine, leg.window, leg.num_chunks
     now = Window(now_s, engine.load, not engine.queued_tokens)
     leg.window, leg.num_chunks = now, 0
@@ -77,7 +77,7 @@ def note_chunks(leg: Leg, now_s: float) -> None:
 
 
 def loaded(leg: Leg, answer: LegAnswer, now_s: float) -> tuple[int, float]:
-    """Tokens that D has loaded, and the seconds that it took. (0, 0.0): no sample."""
+    """Tokens that D has loaded, and the time of the load in seconds. (0, 0.0): no sample."""
     num_tokens, engine = num_transferred(answer), leg.engine
     took_s = now_s - leg.started_at_s - engine.steps.at(engine.load)
     if num_tokens < LOADED_TOKENS_MIN or took_s <= 0.0 or leg.num_tokens_before or engine.queued_tokens:
@@ -86,7 +86,7 @@ def loaded(leg: Leg, answer: LegAnswer, now_s: float) -> tuple[int, float]:
 
 
 def settle(view: FleetView, doubt: Doubt, now_s: float) -> Outcome:
-    """Both engines have been asked what they are. Unlike weights are no fault of the pair."""
+    """Settle a doubt after both engines were asked again. Unlike weights are no fault of the pair."""
     if doubt.has_other_weights:
         return "other_weights"
     view.note_handoff(doubt.lent.engine, doubt.used.engine, doubt.outcome, now_s)

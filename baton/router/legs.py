@@ -1,4 +1,4 @@
-"""The bodies of the two legs, made from the client's: pure functions of JSON.
+"""The bodies of the two legs, made from the client's body: pure functions of JSON.
 
     pull    client's body --prefill_body--> P   one token, not streamed, do_remote_decode, a transfer id
             P's answer    --read_prefill--> params
@@ -6,9 +6,9 @@
 
     push    both at once, with one transfer id; D's params are `push_params`, which name P
 
-    continuation   D of ours gets the client's body, and OUTPUT_TOKEN_IDS: what the client has of the answer
+    continuation   a Baton D gets the client's body, and OUTPUT_TOKEN_IDS: the tokens that the client has
 
-    first token    P gets `first_token_body`, which is the client's whole: P stops by itself after one token
+    first token    P gets `first_token_body`, the client's whole body: P stops by itself after one token
 
 Addresses and tickets come from engines only: a body that brings its own is refused.
 """
@@ -35,11 +35,11 @@ FIRST_TOKEN = "baton_first_token"
 TOKEN_IDS = "baton_token_ids"
 OUTPUT_TOKEN_IDS = "baton_output_token_ids"
 SEED_BITS = 63  # Seeds are signed 64-bit numbers.
-PREFIX_CHARS = 1024  # Of the prompt's beginning: what "begins alike" means to the affinity policy.
+PREFIX_CHARS = 1024  # Characters that are equal in prompts that "begin alike", for the affinity policy.
 PREFIX_TOKENS = 256
-CHARS_PER_TOKEN = 4  # A guess, good enough for a threshold.
+CHARS_PER_TOKEN = 4  # An estimate, good enough for a threshold.
 
-# The fields that routing looks at, besides the prompt. They are decoded, and encoded anew for each leg.
+# The fields that routing reads, besides the prompt. They are decoded, and encoded anew for each leg.
 _ROUTED = frozenset(
     {
         PARAMS,
@@ -76,9 +76,9 @@ _ROUTED = frozenset(
 )
 _NULL = msgspec.Raw(b"null")
 _IDS = re.compile(rb"\[\s*\d")
-_FIRST_IDS_BYTES = 16 << 10  # More than PREFIX_TOKENS ids and white space between them.
+_FIRST_IDS_BYTES = 16 << 10  # Enough for PREFIX_TOKENS ids and white space between them.
 
-# Meaningless or harmful on a leg that computes one token which no client reads.
+# Fields that are meaningless or harmful on a leg that computes one token, which no client reads.
 _NOT_FOR_PREFILL = frozenset(
     {
         "stream_options",
@@ -93,7 +93,7 @@ _NOT_FOR_PREFILL = frozenset(
 )
 
 
-# Why a prompt is computed where it is decoded. A label of `baton:router_prefills`.
+# Reasons why a decode engine computes the prompt. A label of `baton:router_prefills`.
 LocalReason = Literal[
     "several_prompts",
     "prompt_logprobs",
@@ -112,26 +112,26 @@ LocalReason = Literal[
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """What routing looks at."""
+    """Properties of a request that routing uses."""
 
-    num_prompt_tokens: int  # Exact for token ids, a guess for text.
+    num_prompt_tokens: int  # Exact for token ids, an estimate for text.
     prefix_key: bytes
-    direct_reason: LocalReason | None  # Why this request cannot be handed over, if it cannot.
-    is_text: bool  # Not a chat with images or other media.
+    direct_reason: LocalReason | None  # Why this request cannot be handed over; None: it can.
+    is_text: bool  # The request is no chat with images or other media.
 
 
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})
 
 
 def parse_body(raw: bytes, aliases: Mapping[str, str] = NO_ALIASES) -> dict[str, Any]:
-    """`aliases`: of models. Raises UserError naming the field.
+    """Parse a client's body. `aliases`: other names of models. Raises UserError naming the field.
 
-    What routing does not look at stays as the client wrote it (`msgspec.Raw`), and so do prompt and
+    Fields that routing does not read stay as the client wrote them (`msgspec.Raw`), and so do prompt and
     messages: the legs carry these bytes. Decoding and encoding 2^20 token ids for each leg would stop the
     event loop for 100 ms.
     """
     try:
-        str(raw, "utf-8")  # What stays encoded is not checked by the decoder.
+        str(raw, "utf-8")  # The decoder does not check fields that stay encoded.
     except UnicodeDecodeError as error:
         raise UserError(f"is not valid JSON: {error}", field="body") from error
     fields = decode_as(raw, dict[str, msgspec.Raw])
@@ -148,16 +148,17 @@ def parse_body(raw: bytes, aliases: Mapping[str, str] = NO_ALIASES) -> dict[str,
 
 
 def refuse_hidden_params(xargs: object) -> None:
-    """`xargs`: a client's `vllm_xargs`. Raises UserError."""
+    """Refuse transfer params in a client's `vllm_xargs`. Raises UserError."""
     if isinstance(xargs, Mapping) and xargs.get(PARAMS) is not None:
         raise UserError("is set by the router, never by a client; leave it out", field=f"vllm_xargs.{PARAMS}")
 
 
 def take_kept(body: dict[str, Any], *, session: str | None, tenant: str) -> dict[str, Any]:
-    """Takes what the engines' tiers are to keep out of a parsed body: params of all its legs. Raises
-    UserError.
+    """Take the retention and tenant for the engines' tiers out of a parsed body, as params for all its legs.
 
-    `session`: of the header. `tenant`: that a key or token names; or "".
+    Raises UserError.
+
+    `session`: the session in the header. `tenant`: the tenant that a key or token names; or "".
     """
     kept = body.pop(PARAMS, None) or {}
     if parse_retention(kept).ends_session and not session and body.get("session_id") is None:
@@ -166,7 +167,7 @@ def take_kept(body: dict[str, Any], *, session: str | None, tenant: str) -> dict
 
 
 def with_kept(body: Mapping[str, Any], kept: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`kept`: as `take_kept` returned it."""
+    """The body with the result of `take_kept` in its params."""
     return {**body, PARAMS: {**kept, **(body.get(PARAMS) or {})}} if kept else body
 
 
@@ -182,7 +183,7 @@ class _Named(msgspec.Struct):
 
 
 def without_alias(raw: bytes, aliases: Mapping[str, str]) -> bytes:
-    """The body with the name that engines know its model by. As it is, if it is no object."""
+    """The body with the engines' name of its model. A body that is no object stays as it is."""
     if not aliases:
         return raw
     try:
@@ -195,23 +196,23 @@ def without_alias(raw: bytes, aliases: Mapping[str, str]) -> bytes:
 
 
 def _first_ids(prompt: msgspec.Raw) -> list[Any]:
-    """Of a long prompt: as many as routing looks at."""
+    """The first token ids of a prompt: at least as many as routing reads."""
     text = bytes(memoryview(prompt)[: _FIRST_IDS_BYTES + 1])
     if len(text) > _FIRST_IDS_BYTES:
         text = text.rpartition(b",")[0] + b"]"
     try:
         return list(decode_json(text, list[Any]))
     except NotJson:
-        return []  # The engine refuses it.
+        return []  # The engine refuses this prompt.
 
 
 def new_transfer_id() -> str:
-    """128 random bits: new for every dispatch, retries included."""
+    """128 random bits. Every attempt has a new one, retries included."""
     return secrets.token_hex(16)
 
 
 def prefill_body(body: Mapping[str, Any], transfer_id: str, *, continues: bool = False) -> dict[str, Any]:
-    """`continues`: the answer goes on after the token that P samples."""
+    """The body of a prefill leg. `continues`: the answer continues after the token that P samples."""
     leg = {key: value for key, value in body.items() if key not in _NOT_FOR_PREFILL}
     leg |= {"stream": False, "n": 1, "max_tokens": 1}
     if "max_completion_tokens" in body:
@@ -222,9 +223,9 @@ def prefill_body(body: Mapping[str, Any], transfer_id: str, *, continues: bool =
 
 
 def stored_body(body: Mapping[str, Any], transfer_id: str | None) -> dict[str, Any]:
-    """For an engine that is to lend what it has of the prompt, and to compute nothing.
+    """Body that asks an engine to lend the tokens of the prompt that it has, and to compute nothing.
 
-    `transfer_id`: of a loan through its cache; None: a loan of its host memory.
+    `transfer_id`: the id of a loan through the engine's cache; None: a loan from its host memory.
     """
     leg = prefill_body(body, transfer_id or "")
     params = leg[PARAMS] if transfer_id is not None else {}
@@ -239,7 +240,7 @@ def first_token_body(body: Mapping[str, Any], transfer_id: str) -> dict[str, Any
 def push_params(
     transfer_id: str, *, engine_id: str, introduction: str, continues: bool = False
 ) -> dict[str, Any]:
-    """`continues`: as in P's leg."""
+    """Params of D's leg in a push. `continues`: the same value as in P's leg."""
     params = {
         "do_remote_prefill": True,
         "do_remote_decode": False,
@@ -251,19 +252,22 @@ def push_params(
 
 
 def with_seed(body: Mapping[str, Any]) -> dict[str, Any]:
-    """Two engines draw the same token only from the same seed; a client that sent none has one drawn."""
+    """The body with a seed, because two engines draw the same token only from the same seed.
+
+    A seed of the client stays. Temperature 0 needs none.
+    """
     if body.get("seed") is not None or body.get("temperature") == 0:
         return dict(body)
     return {**body, "seed": secrets.randbits(SEED_BITS)}
 
 
 def is_one_answer(body: Mapping[str, Any]) -> bool:
-    """Whether its first token can come from elsewhere than the rest."""
+    """Whether the request has one answer, whose first token can come from another engine than the rest."""
     return body.get("n") in (None, 1) and body.get("best_of") in (None, 1)
 
 
 def is_one_token(body: Mapping[str, Any]) -> bool:
-    """P's answer is all that is wanted."""
+    """Whether P's answer is the whole answer."""
     return (body.get("max_completion_tokens") or body.get("max_tokens")) == 1
 
 
@@ -275,15 +279,16 @@ def decode_body(body: Mapping[str, Any], ticket: Mapping[str, Any] | None) -> di
 
 
 def with_context(body: Mapping[str, Any], headers: Mapping[str, str]) -> Mapping[str, Any]:
-    """With the trace context of the leg's headers in its params: a vLLM that makes no spans of its own hides
-    headers from its connector.
+    """The body with the trace context of the leg's headers in its params.
+
+    A vLLM that makes no spans of its own hides headers from its connector.
     """
     context = {name: headers[name] for name in TRACE_HEADERS if name in headers}
     return {**body, PARAMS: {**body[PARAMS], **context}} if context and body.get(PARAMS) else body
 
 
 def shape_of(body: Mapping[str, Any]) -> Shape:
-    """Never raises: what is malformed is for an engine to refuse, in its own words."""
+    """The shape of a request. Never raises: an engine refuses a malformed request, in its own words."""
     messages, prompt = _decoded(body.get("messages")), body.get("prompt")
     if isinstance(prompt, msgspec.Raw) and _IDS.match(prompt):
         key = _key(body, repr(_first_ids(prompt)[:PREFIX_TOKENS]))
@@ -314,7 +319,7 @@ def _direct_reason(body: Mapping[str, Any], prompt: Any) -> LocalReason | None:
     if isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(part, int) for part in prompt):
         return "several_prompts"  # A ticket is for one prompt.
     if body.get("prompt_logprobs") is not None or (body.get("echo") and body.get("logprobs") is not None):
-        return "prompt_logprobs"  # They need the prompt to be computed where they are asked for.
+        return "prompt_logprobs"  # Only the engine that computes the prompt has its logprobs.
     return None
 
 

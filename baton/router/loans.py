@@ -1,8 +1,7 @@
-"""Loans on their way back: tells an engine that no decode engine will come for what it has lent.
+"""Loans that the router takes back: tells an engine that no decode engine will come for what it has lent.
 
-Best effort: an engine that does not hear of it takes its blocks back when their time is up, and one whose
-blocks have been claimed meanwhile lends them on. A vLLM, whose server has no page of ours, is told by a
-request of one token.
+Best effort: a loan of an engine that does not hear of it ends with its lease, and a loan that was claimed
+meanwhile goes on. The router tells a vLLM by a request of one token, because its server has no page for it.
 """
 
 from collections import deque
@@ -15,8 +14,8 @@ from baton.router.introductions import ASKING, COMPLETIONS_PATH, Question
 from baton.router.legs import PARAMS
 
 PATH = "/baton/take_back"
-ATTEMPTS = 2  # The second one after a connection that the engine was about to close.
-RETURNS_MAX = 256  # At once.
+ATTEMPTS = 2  # The second attempt follows one on a connection that the engine was about to close.
+RETURNS_MAX = 256  # Loans that the router takes back at the same time.
 QUEUED_MAX = 8192  # Loans that wait for their turn; more than requests can be in flight.
 
 Outcome = Literal["returned", "failed", "dropped"]
@@ -24,12 +23,15 @@ Outcome = Literal["returned", "failed", "dropped"]
 
 @dataclass(slots=True, eq=False)
 class Return:
-    """One loan. `on_answer` or `on_failure` ends each attempt, and may give the outcome."""
+    """One loan that the router takes back.
+
+    `on_answer` or `on_failure` ends each attempt, and may give the outcome.
+    """
 
     engine: Engine
-    lent: Mapping[str, Any]  # A ticket, or the transfer's id.
+    lent: Mapping[str, Any]  # The ticket, or the transfer's id.
     num_failures: int = 0
-    why: str = ""  # Of the last failure.
+    why: str = ""  # Reason of the last failure.
 
     @property
     def question(self) -> Question:
@@ -42,10 +44,10 @@ class Return:
         if status < 300:
             return "returned"
         outcome = self.on_failure(f"status {status}")
-        return outcome if status >= 500 else "failed"  # It would refuse it again.
+        return outcome if status >= 500 else "failed"  # The engine would refuse it again.
 
     def on_failure(self, why: str) -> Outcome | None:
-        """None: try again."""
+        """Note a failed attempt. None: try again."""
         self.num_failures, self.why = self.num_failures + 1, why
         return "failed" if self.num_failures >= ATTEMPTS else None
 
@@ -56,20 +58,20 @@ class ReturnQueue:
         self._num_under_way = 0
 
     def put(self, engine: Engine, params: Mapping[str, Any]) -> Outcome | None:
-        """None: nothing is known yet.
+        """Queue a loan to take back. None: the outcome is not known yet.
 
         `params`: the `kv_transfer_params` of the engine's answer, or of the request without an answer.
         """
         name = next((name for name in ("baton_ticket", "transfer_id") if name in params), None)
         if name is None or (engine.kind is None and engine.is_introduced):
-            return None  # Lent by an engine that has no page for this.
+            return None  # The lender has no page for this.
         if len(self._waiting) >= QUEUED_MAX:
             return "dropped"
         self._waiting.append(Return(engine, {name: params[name]}))
         return None
 
     def take(self) -> Return | None:
-        """The next loan to give back now. Its end is noted with `end`."""
+        """The next loan to take back now. Call `end` when it has an outcome."""
         if not self._waiting or self._num_under_way >= RETURNS_MAX:
             return None
         self._num_under_way += 1

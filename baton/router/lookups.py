@@ -1,4 +1,4 @@
-"""The look into the engines' caches that a request is worth."""
+"""Lookup of a request's prompt in the engines' caches, if the prompt is long enough."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,7 +8,7 @@ from baton.router.fleet_view import FleetView
 from baton.router.legs import Shape
 from baton.router.policies import RoutedRequest
 
-# Of a chat: what makes its prompt, and /tokenize takes.
+# Fields of a chat that make its prompt, and that /tokenize takes.
 TOKENIZED = (
     "model",
     "messages",
@@ -30,7 +30,7 @@ def look_for(
     *,
     is_chat: bool,
 ) -> Look | None:
-    """None: the request is routed without the caches. Raises RouterError as `FleetView.choose`."""
+    """The lookup for a request. None: it needs none. Raises RouterError as `FleetView.choose`."""
     least, salt = view.look_min_tokens, body.get("cache_salt")
     if least is None or shape.num_prompt_tokens < least:
         return None

@@ -1,4 +1,4 @@
-"""Members that the fleet should have: what several sources name, merged into orders.
+"""Members that the fleet should have: merges the names of several sources into orders.
 
     options --------\
     file ------------\
@@ -6,19 +6,19 @@
     registrations ---/
     administrator --/
 
-A source names all of its members each time. One that fails or is silent names nothing, so its last members
-stay. The first source in order decides on the model and weight of a member that several name.
+A source names all of its members each time. The last members of a source that fails or is silent stay. The
+first source in order decides on the model and weight of a member that several sources name.
 
-An entry of a source that cannot be read (a label that is missing, an address that is no URL) is skipped, and
-the source's other entries count: `read_entries`. A source that has only such entries has failed.
+`read_entries` skips an entry that cannot be read (a label is missing, an address is no URL), and reads the
+source's other entries. A source that has only such entries has failed.
 
-An order of the administrator holds as long as any source names the engine: an engine that was removed stays
-away until every source has dropped it, or the administrator adds it again. Engines that leave are drained.
+An order of the administrator is valid as long as any source names the engine: a removed engine does not come
+back until every source has dropped it, or the administrator adds it again. Engines that leave are drained.
 
-The last members of a role that serve never leave because of a source: a registry that has lost its contents
+The last serving members of a role never leave because of a source: a registry that has lost its contents
 must not empty the fleet. They leave when another member of their role has served for HELD_S.
 
-Pure: time is an argument. `shell/members.py` reads the sources and carries the orders out.
+Pure: time is an argument. `shell/members.py` reads the sources and executes the orders.
 """
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -31,19 +31,19 @@ from baton.core.errors import UserError
 from baton.http.registration import Registration
 from baton.router.settings import EngineKey, Role, check_url, without_credentials
 
-REGISTRATIONS_MAX = 4096  # A key that may only register must not fill the router's memory.
-HELD_S = 15.0  # In which the others of a registry's engines register again, too.
+REGISTRATIONS_MAX = 4096  # The holder of a key that may only register must not fill the router's memory.
+HELD_S = 15.0  # Time in which the other engines of a registry register again, too.
 ADMINISTRATOR = "administrator"
 ROLES: tuple[Role, ...] = ("prefill", "decode")
 Entry = TypeVar("Entry")
 
 
 class Member(msgspec.Struct, frozen=True, array_like=True):
-    """An engine in one role. One that serves in both roles is two members."""
+    """An engine in one role. An engine that serves in both roles is two members."""
 
     role: Role
-    address: str  # Its root URL, perhaps with credentials.
-    model: str | None = None  # That it serves, if it does not report names.
+    address: str  # The engine's root URL, perhaps with credentials.
+    model: str | None = None  # Name of its model, if it does not report names.
     weight: float = 1.0  # Share of requests, compared with 1 of the others.
 
     @property
@@ -56,7 +56,7 @@ class Member(msgspec.Struct, frozen=True, array_like=True):
 
 
 def address_in(instance: str) -> str:
-    """Of `host:port` or a URL."""
+    """The root URL of an instance that is named as `host:port` or by a URL."""
     return (instance if "://" in instance else f"http://{instance}").rstrip("/")
 
 
@@ -66,14 +66,14 @@ def member_of(registration: Registration) -> Member:
 
 
 class Listing(NamedTuple):
-    """All that a source names."""
+    """All members that a source names."""
 
     members: frozenset[Member]
-    skipped: Mapping[str, str] = {}  # Entries that cannot be read, and why.
+    skipped: Mapping[str, str] = {}  # Entries that cannot be read, with the reasons.
 
 
 def read_entries(entries: Iterable[tuple[str, Entry]], read: Callable[[Entry], Iterable[Member]]) -> Listing:
-    """Read each entry by itself. `entries`: with names for the log. `read` raises UserError."""
+    """Read each entry by itself. `entries`: names for the log, and entries. `read` raises UserError."""
     members: set[Member] = set()
     skipped: dict[str, str] = {}
     for name, entry in entries:
@@ -82,26 +82,26 @@ def read_entries(entries: Iterable[tuple[str, Entry]], read: Callable[[Entry], I
             for member in found:
                 check_url(member.address, "address")
         except UserError as error:
-            skipped[name.rpartition("@")[2]] = str(error)  # Without a password.
+            skipped[name.rpartition("@")[2]] = str(error)  # A name may be a URL: its password is left out.
         else:
             members |= found
     return Listing(frozenset(members), skipped)
 
 
 class Join(NamedTuple):
-    """New, or changed."""
+    """Add a member, or change it."""
 
     member: Member
 
 
 class Leave(NamedTuple):
-    """To be drained, and then forgotten."""
+    """Drain a member, and then forget it."""
 
     key: EngineKey
 
 
 class Hold(NamedTuple):
-    """No source names it, but it is one of the last of its role that serve."""
+    """Keep a member that no source names, because it is one of the last serving members of its role."""
 
     key: EngineKey
 
@@ -111,16 +111,16 @@ Order: TypeAlias = Join | Leave | Hold
 
 class Membership:
     def __init__(self, sources: Sequence[str] = (), first: Iterable[Member] = ()) -> None:
-        """`sources`: the first one decides where several name an engine. `first`: already in the fleet."""
+        """`sources`: the first one decides if several name an engine. `first`: the fleet's members so far."""
         self._named: dict[str, frozenset[Member]] = dict.fromkeys((ADMINISTRATOR, *sources), frozenset())
         self._removed: set[EngineKey] = set()
-        self._roles: dict[str, Role] = {}  # By URL, as the administrator has changed them.
+        self._roles: dict[str, Role] = {}  # Roles that the administrator has changed, by URL.
         self._current = {member.key: member for member in first}
-        self._held: dict[EngineKey, float] = {}  # Until when. inf: they are the last ones.
+        self._held: dict[EngineKey, float] = {}  # When each may leave. inf: it is one of the last.
 
     @property
     def members(self) -> Collection[Member]:
-        """Those that the fleet has by now, without those that drain."""
+        """The members that the fleet has now, without those that drain."""
         return self._current.values()
 
     @property
@@ -129,7 +129,7 @@ class Membership:
 
     @property
     def held_until_s(self) -> float:
-        """When the next one may leave. inf: none may, until others serve."""
+        """When the next held member may leave. inf: none may, until others serve."""
         return min(self._held.values(), default=inf)
 
     def named_by(self, source: str) -> int:
@@ -140,14 +140,17 @@ class Membership:
     def hear(
         self, source: str, members: Iterable[Member], now_s: float, serving: Collection[EngineKey]
     ) -> list[Order]:
-        """All members that this source names now. `serving`: the engines that can get requests."""
+        """Take all members that this source names now. `serving`: the engines that can get requests."""
         self._named[source] = frozenset(members)
         return self.look(now_s, serving)
 
     def look(
         self, now_s: float, serving: Collection[EngineKey], *, ordered: Collection[EngineKey] = ()
     ) -> list[Order]:
-        """Again and again while any are held. `ordered`: may leave even as the last ones of their role."""
+        """Compute the orders. Call it repeatedly while members are held.
+
+        `ordered`: members that may leave even as the last ones of their role.
+        """
         wanted = self._wanted()
         orders: list[Order] = [
             Join(member) for key, member in wanted.items() if self._current.get(key) != member
@@ -157,7 +160,7 @@ class Membership:
             stay = [key for key in wanted if key[0] == role]
             others_serve = any(key in serving for key in stay)
             gone = [key for key in self._current if key[0] == role and key not in wanted]
-            # One that does not serve is only kept if there would be none at all.
+            # A member that does not serve is only kept if its role would have none without it.
             last = {key for key in gone if not others_serve and (key in serving or not stay)} - {*ordered}
             orders += self._let_go(gone, last, ordered, now_s)
         for key in wanted:
@@ -196,14 +199,14 @@ class Membership:
     # --- The administrator
 
     def add(self, member: Member, now_s: float, serving: Collection[EngineKey]) -> list[Order]:
-        """Also one that was removed."""
+        """Add a member by an order of the administrator, also one that was removed."""
         self._removed.discard(member.key)
         self._roles.pop(member.url, None)
         named = [one for one in self._named[ADMINISTRATOR] if one.key != member.key]
         return self.hear(ADMINISTRATOR, [*named, member], now_s, serving)
 
     def remove(self, key: EngineKey, now_s: float, serving: Collection[EngineKey]) -> list[Order]:
-        """Until every source has dropped it."""
+        """Remove an engine until every source has dropped it."""
         self._named[ADMINISTRATOR] = frozenset(
             one for one in self._named[ADMINISTRATOR] if (self._roles.get(one.url, one.role), one.url) != key
         )
@@ -211,7 +214,7 @@ class Membership:
         return self.look(now_s, serving, ordered=[key])
 
     def change_role(self, url: str, role: Role, now_s: float, serving: Collection[EngineKey]) -> list[Order]:
-        """Of an engine that a source names, in whatever role; until every source has dropped it."""
+        """Change the role of an engine until every source has dropped it, whatever role a source names."""
         self._removed = {key for key in self._removed if key[1] != url}
         self._roles[url] = role
         return self.look(now_s, serving, ordered=[(other, url) for other in ROLES if other != role])
@@ -222,7 +225,7 @@ def _order(member: Member) -> tuple[str, str, str, float]:
 
 
 class Registrations:
-    """Engines that have registered, each until its time is over."""
+    """Engines that have registered, each until its registration expires."""
 
     def __init__(self) -> None:
         self._ends_at_s: dict[EngineKey, tuple[Member, float]] = {}
@@ -233,7 +236,10 @@ class Registrations:
         return frozenset(member for member, _ in self._ends_at_s.values())
 
     def note(self, member: Member, ttl_s: float, now_s: float) -> bool:
-        """`ttl_s`: 0, if it leaves. True: the members have changed. Raises UserError for too many."""
+        """Note a registration. True: the members have changed. Raises UserError for too many.
+
+        `ttl_s`: time to the end of the registration; 0: the engine leaves.
+        """
         if ttl_s > 0 and member.key not in self._ends_at_s and len(self._ends_at_s) >= REGISTRATIONS_MAX:
             raise UserError(f"{REGISTRATIONS_MAX} engines are registered already", field="instance")
         before = self._ends_at_s.pop(member.key, None)
@@ -242,9 +248,10 @@ class Registrations:
         return (before is None or before[0] != member) if ttl_s > 0 else before is not None
 
     def expire(self, now_s: float, next_s: float) -> bool:
-        """Called at least every `next_s` seconds. True: the members have changed.
+        """Drop expired registrations. True: the members have changed.
 
-        A router that stood still could not hear its engines meanwhile. It gives them that time.
+        Call it at least every `next_s` seconds. A router that stood still could not hear its engines
+        meanwhile. It extends their registrations by that time.
         """
         late_s = 0.0 if self._looks_at_s is None else max(0.0, now_s - self._looks_at_s)
         self._looks_at_s = now_s + next_s

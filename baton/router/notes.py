@@ -1,8 +1,8 @@
-"""Notes between the processes of one router, about what one of them has seen or has been ordered to do.
+"""Notes between the processes of one router, about events that one of them has seen and orders that it got.
 
-A note is told once it has been applied where it comes from. Notes of one process arrive in their order; notes
-of different processes may cross. What differs between processes thereby lasts until the next probe, and costs
-a choice that is not the best, never a wrong answer.
+A process sends a note after it has applied the note itself. Notes of one process arrive in their order; notes
+of different processes may cross. Differences between processes last until the next probe. They can cost a
+choice that is not the best, never a wrong answer.
 """
 
 from typing import Any, Literal, TypeAlias
@@ -22,7 +22,7 @@ class _Note(msgspec.Struct, frozen=True, array_like=True): ...
 
 
 class Joined(_Note, frozen=True, tag="Joined"):
-    """An engine has become a member, again if it drains, or as a member has changed."""
+    """An engine has become a member, has become one again while it drains, or its member has changed."""
 
     member: Member
 
@@ -52,7 +52,7 @@ class LegFailed(_Note, frozen=True, tag="LegFailed"):
 
 
 class Erred(_Note, frozen=True, tag="Erred"):
-    """An answer of 500 and above, which is not a failure of the engine's health."""
+    """An answer with status 500 or above, which is not a failure of the engine's health."""
 
     engine: EngineKey
     why: str
@@ -64,7 +64,7 @@ class Handoff(_Note, frozen=True, tag="Handoff"):
     producer: EngineKey
     consumer: EngineKey
     outcome: Outcome
-    num_loaded: int = 0  # Tokens, of a sample of the pair's speed; 0: there is none.
+    num_loaded: int = 0  # Tokens that D has loaded in `took_s`; 0: there is no sample.
     took_s: float = 0.0
 
 
@@ -80,27 +80,27 @@ class TurnTaken(_Note, frozen=True, tag="TurnTaken"):
 
 
 class Speeds(msgspec.Struct, frozen=True, array_like=True):
-    """Of an engine, as one process has learned them. None: it has not."""
+    """Speeds of an engine that one process has learned. None: not learned."""
 
     prefill_tokens_per_s: float | None
-    step_s: float | None  # Of an answer that runs alone.
-    token_s: float | None  # That one more answer adds to each step.
+    step_s: float | None  # Time of a step with one answer only.
+    token_s: float | None  # Time that one more answer adds to each step.
 
 
 class EngineLoad(msgspec.Struct, frozen=True, array_like=True):
     engine: EngineKey
     in_flight: int
-    num_requests: int  # This and the rest: since the process has started.
-    num_failures: int
-    num_heard: int  # Pieces of answers.
-    num_queued_tokens: int  # Of prompts that the engine has still to compute.
+    num_requests: int  # Requests since the start of the process.
+    num_failures: int  # Failures since the start of the process.
+    num_heard: int  # Pieces of answers since the start of the process.
+    num_queued_tokens: int  # Prompt tokens that the engine has still to compute.
     speeds: Speeds | None = None
 
 
 class Load(_Note, frozen=True, tag="Load"):
-    """Of one process; or of all others together, when it comes from the coordinator."""
+    """Load of one process. A load from the coordinator is the sum of all other processes."""
 
-    num_requests: int  # Of clients, in flight.
+    num_requests: int  # Clients' requests in flight.
     engines: list[EngineLoad]
 
 

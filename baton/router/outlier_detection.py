@@ -1,8 +1,8 @@
 """Answers of one engine over a sliding window, and whether they make it an outlier among its peers.
 
-After Envoy's outlier detection, whose names the settings have (`OutlierDetection`). An engine is compared
-with its peers, because a request that fails on every engine is no engine's fault. A few engines always stay:
-a fleet that fails as a whole is not ejected as a whole.
+It follows Envoy's outlier detection, and the settings have Envoy's names (`OutlierDetection`). The router
+compares an engine with its peers, because a request that fails on every engine is no engine's fault. It never
+ejects all engines: a fleet that fails as a whole goes on serving.
 """
 
 from collections import deque
@@ -12,7 +12,7 @@ from typing import NamedTuple
 from baton.router.settings import OutlierDetection
 
 _ERRORS_4XX = frozenset({408, 425, 429})  # Not the client's fault, though in the 4xx range.
-TIMES_PEERS = 2.0  # So many times the peers' share of failures, at least.
+TIMES_PEERS = 2.0  # Least ratio of an outlier's share of failures to its peers' share.
 
 
 def is_error(status: int) -> bool:
@@ -30,13 +30,13 @@ class Tally(NamedTuple):
 
 
 class Answers:
-    """The answers of the last `interval_s`, or failures instead of answers."""
+    """Answers of one engine, and failures instead of answers, in a sliding window."""
 
     def __init__(self) -> None:
-        self.ejection_s = 0.0  # How long the last ejection was; 0: the answers were good since.
+        self.ejection_s = 0.0  # Length of the last ejection; 0: the answers were good since.
         self.ejected_until_s = 0.0
         self.num_failed_in_row = 0
-        self._noted: deque[tuple[float, bool]] = deque()  # When, and whether it failed.
+        self._noted: deque[tuple[float, bool]] = deque()  # Time of each answer, and whether it failed.
         self._num_failed = 0
 
     def note(self, now_s: float, *, is_failed: bool) -> None:
@@ -53,7 +53,7 @@ class Answers:
         return now_s < self.ejected_until_s
 
     def eject(self, settings: OutlierDetection, now_s: float) -> None:
-        """Each ejection is twice as long as the one before. The answers before it say nothing about later."""
+        """Eject the engine for twice as long as the last time, and drop the answers before the ejection."""
         longer_s = min(settings.max_ejection_time_s, 2 * self.ejection_s)
         self.ejection_s = longer_s or settings.base_ejection_time_s
         self.ejected_until_s = now_s + self.ejection_s
@@ -64,9 +64,9 @@ class Answers:
 def is_outlier(
     settings: OutlierDetection, own: Tally, num_failed_in_row: int, peers: Sequence[Tally], *, on_trial: bool
 ) -> bool:
-    """Whether an engine whose last answer failed answers much worse than its peers.
+    """Whether an engine whose last answer failed has many more failures than its peers.
 
-    `on_trial`: it is back from an ejection, and one failure will do.
+    `on_trial`: the engine is back from an ejection, and one failure is enough.
     """
     is_bad = (
         on_trial
@@ -81,5 +81,5 @@ def is_outlier(
 
 
 def may_eject(settings: OutlierDetection, num_engines: int, num_up: int) -> bool:
-    """Whether one engine fewer of so many that are up leaves enough of all `num_engines`."""
+    """Whether enough of all `num_engines` stay up without one of the `num_up` engines."""
     return num_up > 1 and 100 * (num_up - 1) >= (100 - settings.max_ejection_percent) * num_engines

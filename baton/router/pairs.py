@@ -1,11 +1,11 @@
 """Pairs of prefill and decode engines that hand over to each other.
 
     mismatch_of   why two engines cannot hand over, by their introductions
-    Pairs         what pairs did. A pair that hands nothing over is not used for a while: D computes alone.
+    Pairs         outcomes of pairs. A pair that hands nothing over is stopped for a while: D computes alone.
 
         USED --FAILURES_TO_STOP prompts in a row that D computed itself--> STOPPED
         STOPPED --back-off over--> USED, and the next failure stops it for twice as long
-        any --a prompt was handed over--> USED, without a memory of failures
+        any --a prompt was handed over--> USED, and all failures are forgotten
 
 Time is an argument. Nothing here knows HTTP.
 """
@@ -19,16 +19,16 @@ from baton.router.cost import LOAD_TOKENS_PER_S
 from baton.router.fleet.engine import Engine
 from baton.router.rates import Line
 
-FAILURES_TO_STOP = 3  # One prompt may be computed for a reason of its own: a lease that lapsed, a full pool.
+FAILURES_TO_STOP = 3  # A single failure may have its own reason: a lease that expired, a full pool.
 BACKOFF_FIRST_S = 5.0
 BACKOFF_MAX_S = 300.0
-LEAST_TOKENS_GAP = 256.0  # Of two loads, to tell what one more token takes.
+LEAST_TOKENS_GAP = 256.0  # Least difference of two loads from which the router learns the time of a token.
 
 
 def mismatch_of(producer: Engine, consumer: Engine, lent: KVIdentity | None = None) -> str | None:
-    """None: they match, or one of them does not say enough to compare (an engine of another kind).
+    """Why two engines cannot hand over. None: they match, or one of them does not report enough to compare.
 
-    `lent`: of the KV that the producer has lent; its weights may have changed since.
+    `lent`: identity of the KV that the producer has lent; the producer's weights may have changed since.
     """
     if consumer.names and producer.names and set(consumer.names).isdisjoint(producer.names):
         return "different models: they have no name in common"
@@ -53,7 +53,7 @@ def mismatch_of(producer: Engine, consumer: Engine, lent: KVIdentity | None = No
 
 
 def new_load_line() -> Line:
-    """Seconds from D's leg to its answer, without the step that gives the token, by loaded tokens."""
+    """Line of load times by loaded tokens: seconds from D's leg to its answer, without the decode step."""
     return Line(1 / LOAD_TOKENS_PER_S, LEAST_TOKENS_GAP)
 
 
@@ -63,20 +63,20 @@ class PairState:
     num_computed: int = 0  # Prompts that D computed although P had lent them.
     failures_in_row: int = 0
     stopped_until_s: float = 0.0
-    backoff_s: float = 0.0  # Of the last stop; 0: it was never stopped since it last handed over.
+    backoff_s: float = 0.0  # Length of the last stop; 0: no stop since the last handoff.
     why: str | None = None
     loads: Line = field(default_factory=new_load_line)
 
 
 class Pairs:
-    """Not thread-safe: of the router's loop."""
+    """Outcomes and load times of all pairs. Not thread-safe: only the router's loop uses it."""
 
     def __init__(self) -> None:
         self._states: dict[tuple[Engine, Engine], PairState] = {}
-        self._loads = new_load_line()  # Of all pairs, for one that is not known.
+        self._loads = new_load_line()  # Loads of all pairs, for a pair without loads of its own.
 
     def load_s(self, producer: Engine, consumer: Engine, num_tokens: int) -> float:
-        """For D to load so many tokens from P, as learned from the pair's loads, or from those of all."""
+        """Time in which D loads so many tokens from P, learned from the pair's loads, or from all pairs'."""
         state = self._states.get((producer, consumer))
         loads = self._loads if state is None or state.loads.base_s is None else state.loads
         return loads.at(num_tokens) if num_tokens else 0.0
@@ -88,7 +88,7 @@ class Pairs:
     def why_not(
         self, producer: Engine, consumer: Engine, now_s: float, lent: KVIdentity | None = None
     ) -> str | None:
-        """None: the pair may be used. `lent`: see `mismatch_of`."""
+        """Why the pair may not be used now. None: it may. `lent`: see `mismatch_of`."""
         if (mismatch := mismatch_of(producer, consumer, lent)) is not None:
             return mismatch
         state = self._states.get((producer, consumer))
@@ -100,7 +100,7 @@ class Pairs:
         state.failures_in_row, state.backoff_s, state.stopped_until_s, state.why = 0, 0.0, 0.0, None
 
     def note_computed(self, producer: Engine, consumer: Engine, why: str, now_s: float) -> bool:
-        """D computed what P had lent. True: the pair is stopped by this."""
+        """Note that D computed a prompt that P had lent. True: this failure stops the pair."""
         state = self._state(producer, consumer)
         state.num_computed += 1
         state.failures_in_row += 1
@@ -118,7 +118,7 @@ class Pairs:
             del self._states[pair]
 
     def snapshot(self, engines: Sequence[Engine], now_s: float) -> list[dict[str, Any]]:
-        """Of the pairs that did something, or that cannot."""
+        """State of the pairs that had a handoff or a failure, or that cannot hand over, for operators."""
         shown = []
         for producer in (engine for engine in engines if engine.role == "prefill"):
             for consumer in (engine for engine in engines if engine.role == "decode"):
@@ -146,7 +146,7 @@ class Pairs:
 
 
 def _load_speed(loads: Line) -> dict[str, float | None]:
-    """For operators. None: not learned."""
+    """Learned speed of a pair's loads, for operators. None: not learned."""
     is_known = loads.base_s is not None
     rate = 1 / loads.slope_s if is_known and loads.slope_s else None
     return {"load_base_s": loads.base_s, "load_tokens_per_s": rate}

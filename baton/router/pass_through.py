@@ -7,8 +7,9 @@
     it has no such path                             another engine; this one is not asked again for LACKS_S
     it failed in a stream                           an error event and [DONE]
 
-Only the paths of `PATHS` are passed through: others of an engine are its operator's (`/metrics`, `/sleep`,
-`/v1/load_lora_adapter`, `/baton/*`). An engine is not asked which paths it has: its first 404 shows it.
+Only the paths of `PATHS` are passed through: other paths of an engine are for its operator (`/metrics`,
+`/sleep`, `/v1/load_lora_adapter`, `/baton/*`). The router does not ask an engine which paths it has: the
+first 404 shows that it lacks one.
 """
 
 import logging
@@ -53,7 +54,7 @@ _NOT_FOUND = (404, 405)
 
 class Path(NamedTuple):
     method: str = "POST"
-    repeats: bool = True  # Whether the request may reach two engines: it changes nothing there.
+    repeats: bool = True  # The request may reach two engines, because it changes nothing there.
     takes_forms: bool = False
 
 
@@ -62,7 +63,7 @@ PATHS = {
     "/tokenize": Path(),
     "/detokenize": Path(),
     "/v1/embeddings": Path(),
-    "/v1/responses": Path(repeats=False),  # It may be stored.
+    "/v1/responses": Path(repeats=False),  # The engine may store the response.
     "/v1/messages": Path(repeats=False),
     "/v1/score": Path(),
     "/score": Path(),
@@ -79,7 +80,7 @@ FORM_PATHS = frozenset(path for path, passed in PATHS.items() if passed.takes_fo
 
 
 class Passed(NamedTuple):
-    """`body`: JSON, a form, or empty."""
+    """A request to pass through. `body`: JSON, a form, or empty."""
 
     id: str
     path: str
@@ -89,7 +90,7 @@ class Passed(NamedTuple):
 
 
 class Looked(msgspec.Struct):
-    """What is looked at in the body."""
+    """Fields of the body that the router reads."""
 
     model: Any = None
     stream: Any = None
@@ -98,9 +99,10 @@ class Looked(msgspec.Struct):
 
     @classmethod
     def of_json(cls, body: bytes) -> "Looked":
-        """Raises UserError: some of these paths take addresses and tickets, too.
+        """Read a body of JSON. Raises UserError.
 
-        An engine's decoder may accept what this one does not, such as NaN. So such a body is refused.
+        A body with transfer params is refused, because some of these paths take addresses and tickets. A body
+        that is no valid JSON (such as NaN) is refused, because an engine's decoder may accept it.
         """
         looked = decode_as(body, cls) if body else cls()
         if looked.kv_transfer_params is not None:
@@ -110,7 +112,7 @@ class Looked(msgspec.Struct):
 
 
 def read_form(body: bytes, content_type: str, aliases: Mapping[str, str]) -> tuple[bytes, Looked]:
-    """Return the form with the name that engines know its model by. Raises UserError for what is no form."""
+    """Return the form with the engines' name of its model. Raises UserError if the body is no form."""
     fields = fields_of(body, content_type)
     model = fields.get("model")
     stream = fields["stream"].text.strip().lower() in ("true", "1") if "stream" in fields else None
@@ -123,9 +125,9 @@ def read_form(body: bytes, content_type: str, aliases: Mapping[str, str]) -> tup
 
 
 class PassThrough:
-    """`begin`, then `on` for each event; both return effects. `Over` is the last one."""
+    """Machine of one request. Call `begin`, then `on` for each event; both return effects, `Over` last."""
 
-    num_output_tokens: int | None = None  # Not known.
+    num_output_tokens: int | None = None  # None: not known.
 
     def __init__(self, view: FleetView, request: Passed) -> None:
         self._view, self._request, self.request_id = view, request, request.id
@@ -133,11 +135,11 @@ class PassThrough:
         self._wait_s = timeouts.first_byte_s if looked.stream is True else timeouts.answer_s
         self._routed = view.route(b"", looked.model)
         self._tried: list[Engine] = []
-        self._leg: Leg | None = None  # That is open.
+        self._leg: Leg | None = None  # The open leg.
         self._error: RouterError | None = None
-        self._lacking: LegAnswer | None = None  # Of an engine without the path.
+        self._lacking: LegAnswer | None = None  # Answer of an engine without the path.
         self._failure: LegFailure | None = None
-        self._status: int | None = None  # Of the client's answer, once it has begun.
+        self._status: int | None = None  # Status of the client's answer; None: it has not begun.
         self._is_ending = False
 
     def begin(self, now_s: float) -> Sequence[Effect]:
@@ -192,7 +194,7 @@ class PassThrough:
         def has_path(engine: Engine) -> bool:
             return engine.lacks.get(self._request.path, 0.0) <= now_s
 
-        # Engines without the path are no attempts.
+        # Engines without the path do not count as attempts.
         tried = [engine for engine in self._tried if has_path(engine)]
         return self._view.choose("decode", self._routed, tried, now_s, has_path)
 
@@ -247,7 +249,7 @@ class PassThrough:
         return (counted, *(self._over() if self._is_ending else self._attempt(now_s)))
 
     def _end(self, *effects: Effect) -> Sequence[Effect]:
-        """After them the leg closes, if it has not."""
+        """End the request with these effects. The leg closes after them, if it is still open."""
         self._is_ending = True
         return effects
 
@@ -265,7 +267,7 @@ class _NotFound(msgspec.Struct):
 
 
 def lacks_path(answer: LegAnswer) -> bool:
-    """Whether a 404 or 405 means the path, not the model: by the texts of FastAPI and Baton."""
+    """Whether a 404 or 405 is about the path, not about the model, by the texts of FastAPI and Baton."""
     if answer.status not in _NOT_FOUND:
         return False
     try:

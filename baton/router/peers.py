@@ -1,11 +1,11 @@
-"""Other routers of the same engines: what each has reported of its load, and the messages between routers.
+"""Other routers of the same engines: the load that each has reported, and the messages between routers.
 
     router --Message: its load, the turns that it keeps or takes--> every other router
 
-A message is authenticated with a secret that all routers have (HMAC-SHA256, RFC 2104), numbered, and dated,
-so that an old one is not heard again. It is not encrypted. Messages may be lost: loads are repeated, and a
-turn that is not known, or taken twice, costs a prompt that is computed. A router that is silent for SILENT_S
-counts as dead: its requests are no load any more.
+A message is authenticated with a secret that all routers have (HMAC-SHA256, RFC 2104). It has a number and a
+time, so that a router drops an old one that comes again. It is not encrypted. Messages may be lost: loads are
+repeated, and an engine computes the prompt of a turn that is not known or was taken twice. A router that is
+silent for SILENT_S counts as dead: its requests are no load any more.
 """
 
 import hashlib
@@ -22,7 +22,7 @@ from baton.router.replica import sum_of
 from baton.router.settings import EngineKey
 
 SILENT_S = 1.0
-LATE_MAX_S = 30.0  # Between two hosts' clocks, and on the way.
+LATE_MAX_S = 30.0  # Largest difference between two hosts' clocks, with the time on the way.
 PEERS_MAX = 32
 TAG_BYTES = hashlib.sha256().digest_size
 
@@ -30,8 +30,8 @@ PeerNote: TypeAlias = Load | TurnKept | TurnTaken
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True):
-    router: str  # Random, for each start of a router.
-    number: int  # Of its messages.
+    router: str  # Random name of one start of a router.
+    number: int  # Counts the messages of the router.
     unix_s: float
     notes: list[PeerNote]
 
@@ -62,30 +62,30 @@ def unseal(data: bytes, secret: bytes, unix_s: float) -> Message:
 class _Peer:
     number: int = 0
     heard_at_s: float = 0.0
-    heard: list[EngineLoad] = field(default_factory=list)  # Of its last load, as it came.
+    heard: list[EngineLoad] = field(default_factory=list)  # Rows of its last load, unchanged.
     load: Load = field(default_factory=lambda: Load(0, []))
 
 
 class News(NamedTuple):
-    """Of one message."""
+    """What is new in one message."""
 
     turns: Sequence[TurnKept | TurnTaken] = ()
-    is_new: bool = False  # The router was not known: it has not been told of the turns that are kept here.
+    is_new: bool = False  # The router was not known: it does not know the turns of this router yet.
     has_new_load: bool = False
 
 
 class Peers:
-    """Of one router. Not thread-safe."""
+    """The peers of one router. Not thread-safe."""
 
     def __init__(self, router: str, secret: bytes) -> None:
         self._router, self._secret = router, secret
-        self._number = 0  # Of this router's messages.
+        self._number = 0  # Number of this router's last message.
         self._peers: dict[str, _Peer] = {}
-        self._silent: dict[str, _Peer] = {}  # Forgotten, except for the number of the last message.
-        self._engines: set[EngineKey] = set()  # That a router has ever asked.
+        self._silent: dict[str, _Peer] = {}  # Silent routers, for the numbers of their last messages.
+        self._engines: set[EngineKey] = set()  # Engines that any router has ever asked.
 
     def write(self, notes: list[PeerNote], unix_s: float) -> bytes:
-        """The next message to all of them."""
+        """The next message to all peers."""
         self._number += 1
         return seal(Message(self._router, self._number, unix_s, notes), self._secret)
 
@@ -96,10 +96,10 @@ class Peers:
     def hear(self, message: Message, now_s: float) -> News:
         """Raises PeerError."""
         if message.router == self._router:
-            return News()  # Its own, from a peer that it is connected to twice over.
+            return News()  # A message of this router that came back.
         known = self._peers.get(message.router) or self._silent.get(message.router)
         if known is not None and message.number <= known.number:
-            return News()  # It was here already, by another way, or is late.
+            return News()  # This message came before, by another way, or is late.
         is_new = message.router not in self._peers
         if is_new and len(self._peers) >= PEERS_MAX:
             raise PeerError(f"more than {PEERS_MAX} routers")
@@ -125,18 +125,18 @@ class Peers:
         silent = [name for name, peer in self._peers.items() if now_s - peer.heard_at_s > SILENT_S]
         for name in silent:
             self._silent[name] = self._peers.pop(name)
-        # Until then one of its messages may come late, or again.
+        # The number of a silent router stays as long as its messages may come late, or again.
         for name in [name for name, one in self._silent.items() if now_s - one.heard_at_s > 2 * LATE_MAX_S]:
             del self._silent[name]
         return bool(silent)
 
     def load(self) -> Load:
-        """What all of them ask of the engines. Their clients do not count against this router's limit."""
+        """The sum of all peers' loads. Their clients do not count against this router's limit."""
         idle = Load(0, [EngineLoad(engine, 0, 0, 0, 0, 0) for engine in sorted(self._engines)])
         return Load(0, sum_of([idle, *(peer.load for peer in self._peers.values())]).engines)
 
     def snapshot(self, now_s: float) -> list[Mapping[str, Any]]:
-        """For operators."""
+        """The peers that are not silent, for operators."""
         return [
             {
                 "router": name,
@@ -148,5 +148,5 @@ class Peers:
 
 
 def _waiting(row: EngineLoad) -> EngineLoad:
-    """Without what has been: that is for each router's own statistics."""
+    """The row without counts of the past, which are for each router's own statistics."""
     return EngineLoad(row.engine, row.in_flight, 0, 0, 0, row.num_queued_tokens)

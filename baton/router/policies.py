@@ -18,17 +18,17 @@ from baton.router.block_index import NO_MATCH, Match
 from baton.router.cost import EXPECTED_OUTPUT, IDLE, Candidate, later_s, prefill_s
 from baton.router.settings import PolicyName, Role
 
-# How much busier than the idlest engine the one that holds a prefix may be before the prefix is given up.
+# Requests that the holder of a prefix may have more than the idlest engine, before another engine is chosen.
 AFFINITY_SLACK = 4
-GOLDEN_RATIO = 0.618034  # Its multiples, modulo 1, are spread evenly.
-LEAST_COST_S = 1e-3  # Of any request: in slow start an idle engine costs more than another idle one.
+GOLDEN_RATIO = 0.618034  # Multiples of it, modulo 1, are spread evenly.
+LEAST_COST_S = 1e-3  # Added to each cost, so that an idle engine costs more in slow start than another one.
 
 
 class EngineState(msgspec.Struct, frozen=True, gc=False):
     url: str
-    is_eligible: bool  # Up, and not tried by this request before.
+    is_eligible: bool  # The engine is up, and this request has not tried it before.
     in_flight: int = 0
-    share: float = 1.0  # Of its usual requests. Less than 1 in slow start, and never 0.
+    share: float = 1.0  # Share of its usual requests that it gets. Less than 1 in slow start, and never 0.
     role: Role = "decode"
     candidate: Candidate = IDLE
     is_home: bool = True  # The request's prefix belongs here; other engines get it if its homes are busy.
@@ -38,9 +38,9 @@ class EngineState(msgspec.Struct, frozen=True, gc=False):
 class RoutedRequest:
     turn: int  # Counts the router's requests.
     prefix_key: bytes = b""  # Equal for prompts that begin alike.
-    model: object = None  # As the client has written it; None: the request names none.
-    num_tokens: int = 0  # Of its prompt; for text a guess.
-    cached: Mapping[str, Match] = field(default_factory=dict)  # What engines have of it, by URL.
+    model: object = None  # Value in the client's body; None: the request names no model.
+    num_tokens: int = 0  # Tokens of its prompt; an estimate for text.
+    cached: Mapping[str, Match] = field(default_factory=dict)  # Cached tokens of it, by URL.
     num_output_tokens: float = EXPECTED_OUTPUT
     priority: int = 0  # Less is more urgent.
     home: int = 0  # See `block_index.home_key`.
@@ -86,7 +86,7 @@ def choose_prefix_affinity(states: Sequence[EngineState], request: RoutedRequest
     free = [index for index in eligible if states[index].in_flight <= busiest]
     free = [index for index in free if states[index].is_home] or free
     weights = {index: _weight(states[index].url, request.prefix_key) for index in free}
-    # In slow start the prefixes come back one by one: the last bytes of the weight decide when.
+    # Prefixes come back one by one in slow start: the last bytes of the weight decide when.
     taking = [index for index in weights if int.from_bytes(weights[index][-2:]) < states[index].share * 2**16]
     return max(taking or weights, key=weights.__getitem__)
 

@@ -1,4 +1,4 @@
-"""Speeds of engines and of pairs, learned from the requests that pass. Strange samples change little.
+"""Speeds of engines and of pairs, learned from the router's requests. Outliers change little.
 
 Rate       the median of the last samples, by their weight
 Line       seconds as a base and a slope: of a decode step by the answers that run, of a load by its tokens
@@ -11,24 +11,24 @@ from math import inf
 from statistics import median
 from typing import NamedTuple
 
-NUM_SAMPLES = 31  # Of a rate.
-NUM_POINTS = 48  # Of a line.
-BASE_POINTS_MIN = 4  # Fewer say nothing.
-SLOPE_PAIRS_MIN = 8  # Of points that are far enough apart.
-SLOPE_SHARE = 0.2  # Of a newly fitted slope: one window of samples says little about it.
-SAMPLE_TOKENS_MIN = 64  # A shorter prompt takes no longer than its request.
-SAMPLE_TOKENS_MAX = 4096  # So many are a sample, also if the engine stays busy.
+NUM_SAMPLES = 31  # Samples of a rate.
+NUM_POINTS = 48  # Points of a line.
+BASE_POINTS_MIN = 4  # Least points to fit a base.
+SLOPE_PAIRS_MIN = 8  # Least pairs of points that are far enough apart, to fit a slope.
+SLOPE_SHARE = 0.2  # Weight of a newly fitted slope: one window of samples tells little about it.
+SAMPLE_TOKENS_MIN = 64  # Least tokens of a sample: the time of a shorter prompt is that of its request.
+SAMPLE_TOKENS_MAX = 4096  # Tokens that are a sample even if the engine stays busy.
 
 
-OUTLIER_SAMPLES_MIN = 16  # Of a rate that is compared with others'.
-OUTLIER_FACTOR = 4.0  # So much slower than the median of its peers an outlier is.
+OUTLIER_SAMPLES_MIN = 16  # Least samples of a rate that is compared with others.
+OUTLIER_FACTOR = 4.0  # An outlier is slower than the median by at least this factor.
 OUTLIER_PEERS_MIN = 2
 
 
 def outliers(speeds: Sequence[float | None]) -> list[bool]:
-    """Which of these engines are much slower than their peers: at most a third of them.
+    """Whether each engine is much slower than its peers; at most a third of them are.
 
-    None: not known. (Envoy's outlier detection compares success rates of a cluster's hosts in this way.)
+    None in `speeds`: not known. (Envoy's outlier detection compares success rates of hosts in this way.)
     """
     known = [speed for speed in speeds if speed is not None]
     if len(known) <= OUTLIER_PEERS_MIN:
@@ -39,7 +39,7 @@ def outliers(speeds: Sequence[float | None]) -> list[bool]:
 
 
 class Window(NamedTuple):
-    """The beginning of a sample of a stream."""
+    """Beginning of a sample of a stream."""
 
     since_s: float
     num_running: int
@@ -58,7 +58,7 @@ class Rate:
 
     @property
     def settled(self) -> float | None:
-        """The value, from enough samples to be compared with others'."""
+        """The value, if it has enough samples to be compared with others."""
         return self.value if len(self._samples) >= OUTLIER_SAMPLES_MIN else None
 
     def note(self, sample: float, weight: float = 1.0) -> None:
@@ -87,14 +87,14 @@ class Line:
         self._points: deque[tuple[float, float]] = deque(maxlen=NUM_POINTS)
 
     def note(self, x: float, seconds: float) -> None:
-        """Takes time in proportion to NUM_POINTS. What is no positive time is dropped."""
+        """Note a point, in time proportional to NUM_POINTS. Drop a time that is not positive."""
         if not (0.0 < seconds < inf and 0.0 <= x < inf):
             return
         self._points.append((x, seconds))
         if len(self._points) < BASE_POINTS_MIN:
             return
         ordered = sorted(self._points)
-        # Each point is in one pair only, so a strange one spoils one slope.
+        # Each point is in one pair only, so an outlier spoils one slope only.
         pairs = zip(ordered, ordered[(len(ordered) + 1) // 2 :], strict=False)
         slopes = [
             (late_s - early_s) / (far - near)
@@ -104,16 +104,16 @@ class Line:
         if len(slopes) >= SLOPE_PAIRS_MIN:
             self.slope_s += SLOPE_SHARE * (max(0.0, median(slopes)) - self.slope_s)
         base_s = median(seconds - self.slope_s * x for x, seconds in ordered)
-        if base_s < 0.0:  # The slope alone is more than all that was seen.
+        if base_s < 0.0:  # The slope alone gives longer times than the points have.
             self.slope_s = median(seconds / x for x, seconds in ordered if x > 0.0)
         self.base_s = max(0.0, base_s)
 
     def at(self, x: float) -> float:
-        """Seconds; without points those of the slope alone."""
+        """Seconds at `x`. Without points the base is 0."""
         return (self.base_s or 0.0) + self.slope_s * x
 
     def speed_at(self, x: float) -> float | None:
-        """1 / seconds, from enough points to be compared with others'."""
+        """1 / seconds at `x`, if there are enough points to be compared with others."""
         seconds = self.at(x)
         return 1.0 / seconds if len(self._points) >= OUTLIER_SAMPLES_MIN and seconds > 0.0 else None
 
@@ -129,14 +129,14 @@ class BusyTime:
         self._num_tokens = 0
 
     def start(self, now_s: float, *, is_idle: bool) -> None:
-        """A prompt leaves for the engine, which has no other one to compute if `is_idle`."""
+        """Note that a prompt leaves for the engine. `is_idle`: the engine has no other one to compute."""
         if is_idle:
             self._since_s, self._num_tokens = now_s, 0
 
     def end(self, num_tokens: int, now_s: float, *, is_last: bool) -> tuple[float, int] | None:
-        """A prompt of so many tokens is computed. Return a sample in tokens per second and its weight.
+        """Note that a prompt is computed. Return a sample in tokens per second, and its weight.
 
-        Short prompts weigh less: a part of their time is that of a step without any.
+        Short prompts weigh less, because a part of their time is that of a step without a prompt.
         """
         self._num_tokens += num_tokens
         least = SAMPLE_TOKENS_MIN if is_last else SAMPLE_TOKENS_MAX
@@ -147,5 +147,8 @@ class BusyTime:
         return sample
 
     def spoil(self) -> None:
-        """How long a prompt takes is not known: it is given up, or its answer shows only its own end."""
+        """Drop the running sample, because the time of a prompt is not known.
+
+        Its leg was closed early, or its answer does not show when the prompt was computed.
+        """
         self._since_s = None

@@ -1,9 +1,9 @@
-"""One process's copy of what the processes of a router know, kept in step by notes.
+"""One process's copy of the state that the processes of a router share. Notes keep the copies equal.
 
     worker --its notes--> coordinator --to the other workers--> worker
-    coordinator --probes, introductions, orders, the load of the others--> worker
+    coordinator --probes, introductions, orders, the load of the other workers--> worker
 
-Pure: notes and time are arguments. `shell/frames.py` moves them.
+Pure: notes and time are arguments. `shell/frames.py` moves the notes.
 """
 
 from collections.abc import Iterable
@@ -39,7 +39,7 @@ class Replica:
         self.num_requests_elsewhere = 0
 
     def apply(self, note: Note, now_s: float) -> None:
-        """A note of another process. One about an engine that is not known here any more changes nothing."""
+        """Apply a note of another process. A note about an engine that is not known here changes nothing."""
         fleet, find = self._fleet, self._fleet.find
         match note:
             case Joined(member):
@@ -84,7 +84,7 @@ class Replica:
         self.num_requests_elsewhere = num_requests
         named = {row.engine for row in rows}
         for known in self._fleet.engines:
-            if known.key not in named:  # The others have removed it, and have no request there.
+            if known.key not in named:  # The other processes have removed it, and have no request there.
                 none = known.elsewhere._replace(in_flight=0, num_queued_tokens=0)
                 self._fleet.note_elsewhere(known, none)
         for row in rows:
@@ -100,7 +100,7 @@ class Replica:
                 self._fleet.note_elsewhere(engine, counts)
 
     def load(self, num_requests: int) -> Load:
-        """Of this process alone."""
+        """The load of this process alone."""
         rows = [
             EngineLoad(
                 one.key,
@@ -116,7 +116,7 @@ class Replica:
         return Load(num_requests, rows)
 
     def history(self, now_s: float) -> list[Note]:
-        """What a process has missed that starts now, with the engines of the settings."""
+        """Notes that a new process needs, which starts with the engines of the settings."""
         fleet, settings = self._fleet, self._view.settings
         first: set[EngineKey] = {("prefill", without_credentials(url)) for url in settings.prefill_urls}
         first |= {("decode", without_credentials(url)) for url in settings.decode_urls}
@@ -143,7 +143,7 @@ class Replica:
 
 
 class Loads:
-    """The loads of the router's processes, in the coordinator. Counts of a process outlive it."""
+    """The loads of the router's processes, in the coordinator. The counts of an ended process stay."""
 
     def __init__(self) -> None:
         self._loads: dict[int, Load] = {}
@@ -153,12 +153,12 @@ class Loads:
         self._loads[process] = load
 
     def end(self, process: int) -> None:
-        """The process has ended, and its requests with it."""
+        """Note that a process has ended, and its requests with it."""
         for row in self._loads.pop(process, Load(0, [])).engines:
             _add(self._ended, msgspec.structs.replace(row, in_flight=0, num_queued_tokens=0, speeds=None))
 
     def beside(self, process: int | None) -> Load:
-        """Of all processes but this one."""
+        """The load of all processes except this one."""
         loads = [load for name, load in self._loads.items() if name != process]
         return sum_of([Load(0, list(self._ended.values())), *loads])
 
@@ -184,6 +184,6 @@ def _add(total: dict[EngineKey, EngineLoad], row: EngineLoad) -> None:
             before.num_failures + row.num_failures,
             before.num_heard + row.num_heard,
             before.num_queued_tokens + row.num_queued_tokens,
-            before.speeds or row.speeds,  # They are alike: one engine.
+            before.speeds or row.speeds,  # Processes learn similar speeds of one engine.
         )
     )

@@ -19,21 +19,22 @@ _ENDPOINT = re.compile(r"tcp://[^\s/]+:(?:\d{1,5}|\*)|ipc://\S+")
 
 EngineKey: TypeAlias = tuple[Role, str]  # The URL has no credentials.
 Mode = Literal["pull", "push"]  # push: both legs start at once, and KV moves while it is computed.
-# Of a push. late: when P has answered, or shortly before; auto: late for a vLLM on its producer's host.
+# When the decode leg of a push starts. late: when P has answered, or shortly before; auto: late for a vLLM on
+# its producer's host.
 DecodeLegStart = Literal["auto", "at_once", "late"]
 PolicyName = Literal["least_in_flight", "round_robin", "prefix_affinity", "cost"]
 
 
 class LegTimeouts(msgspec.Struct, frozen=True, kw_only=True):
-    """Every wait of the router ends; these say when."""
+    """Time limits of the router's waits. Every wait has one."""
 
     connect_s: float = 2.0
     prefill_s: float = 120.0  # The whole prefill leg, queueing at the engine included.
-    first_byte_s: float = 120.0  # Of a streamed answer.
+    first_byte_s: float = 120.0  # Time to the first byte of a streamed answer.
     answer_s: float = 600.0  # The whole of an answer that is not streamed.
-    idle_s: float = 60.0  # Between two pieces of a stream; also how long a client may stop reading.
-    # How long a connection to an engine is kept for a next request. vLLM and uvicorn close theirs after 5 s.
-    # Longer than the time from one probe to the next, which else needs a new connection.
+    idle_s: float = 60.0  # Time between two pieces of a stream; also the time that a client may stop reading.
+    # How long the router keeps a connection to an engine for a next request. vLLM and uvicorn close theirs
+    # after 5 s. It is longer than the time between two probes, so that a probe needs no new connection.
     keepalive_s: float = 3.0
     total_s: float = 3600.0  # One request, all attempts together.
 
@@ -48,10 +49,10 @@ class ProbeSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     every_s: float = 2.0
     timeout_s: float = 2.0
-    down_every_s: float = 0.5  # Of an engine that is down, which is used soon after it is back.
-    failures_to_eject: int = 3  # In a row. A refused connection needs no second one.
-    silences_to_eject: int = 2  # Probes in a row without an answer. Then its legs are given up, too.
-    slow_start_s: float = 3.0  # An engine that is back gets a share of its requests that grows this long.
+    down_every_s: float = 0.5  # Probe interval of a down engine: it serves soon after it is back.
+    failures_to_eject: int = 3  # Failures in a row. One refused connection is enough.
+    silences_to_eject: int = 2  # Probes in a row without an answer. Then its legs are closed, too.
+    slow_start_s: float = 3.0  # Time in which the share of requests of a returned engine grows to 1.
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -63,12 +64,12 @@ class OutlierDetection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     """When errors eject an engine whose /health is good. The names are Envoy's."""
 
     interval_s: float = 10.0  # The window in which answers count.
-    consecutive_5xx: int = 5  # Also broken streams, timeouts and 429.
+    consecutive_5xx: int = 5  # Failed answers in a row. Broken streams, timeouts and 429 count, too.
     failure_percentage_threshold: int = 50
     failure_percentage_request_volume: int = 10  # Answers in the window; with fewer no percentage counts.
     base_ejection_time_s: float = 2.0  # Doubled when the engine fails again after it.
     max_ejection_time_s: float = 30.0
-    max_ejection_percent: int = 50  # Among the engines of one role and model. One always stays.
+    max_ejection_percent: int = 50  # Share of the engines of one role and model. One always stays.
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -82,9 +83,9 @@ ANY_ENGINE, HOST = "*", "{host}"
 class KVEventsSource(msgspec.Struct, frozen=True):
     """Where an engine publishes its KV events (vLLM's `--kv-events-config`)."""
 
-    url: str  # The engine's, without credentials; ANY_ENGINE: of each that no other source names.
-    endpoint: str  # ZeroMQ's, such as tcp://10.0.0.7:5557; HOST in it is that of an engine's URL.
-    replay_endpoint: str | None = None  # Without one, a lost event costs all that is known of the engine.
+    url: str  # The engine's URL, without credentials; ANY_ENGINE: each engine that no other source names.
+    endpoint: str  # ZeroMQ endpoint, such as tcp://10.0.0.7:5557; HOST stands for that of an engine's URL.
+    replay_endpoint: str | None = None  # None: the router forgets an engine's blocks when an event is lost.
 
     def __post_init__(self) -> None:
         for endpoint in (self.endpoint, self.replay_endpoint):
@@ -107,7 +108,7 @@ class KVEventsSource(msgspec.Struct, frozen=True):
 
 
 def sources_of(named: Sequence[KVEventsSource], urls: Iterable[str]) -> tuple[KVEventsSource, ...]:
-    """Of engines that have a source of their own, and of those of `urls` that have none."""
+    """Sources of engines that have one of their own, and of the other engines in `urls`."""
     sources = {one.url: one for one in named}
     any_engine = sources.pop(ANY_ENGINE, None)
     if any_engine is not None:
@@ -118,9 +119,9 @@ def sources_of(named: Sequence[KVEventsSource], urls: Iterable[str]) -> tuple[KV
 class PeerSettings(msgspec.Struct, frozen=True):
     """Other routers of the same engines. They share loads and sessions."""
 
-    bind: str  # ZeroMQ's endpoint on which this router publishes, such as tcp://10.0.0.1:5600.
-    routers: tuple[str, ...]  # Those of the others.
-    secret: str  # That all of them have.
+    bind: str  # ZeroMQ endpoint on which this router publishes, such as tcp://10.0.0.1:5600.
+    routers: tuple[str, ...]  # Endpoints of the other routers.
+    secret: str  # Secret that all of the routers have.
 
     def __post_init__(self) -> None:
         for endpoint in (self.bind, *self.routers):
@@ -135,14 +136,14 @@ class PeerSettings(msgspec.Struct, frozen=True):
 class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
     """A queue in the router: no engine gets more than it can do soon. See `baton.router.admission`."""
 
-    max_tokens: int = 0  # Uncomputed prompt tokens with which an engine gets no other prompt; 0: no cap.
+    max_tokens: int = 0  # Uncomputed prompt tokens from which on an engine gets no other prompt; 0: no cap.
     max_running: int = 0  # Requests of a decode engine at once; 0: no cap.
     max_waiting: int = 1024  # Requests that wait; more get 429.
-    ttft_s: float = 60.0  # A request whose first token is predicted later gets 429. So long one may wait.
-    by_priority: bool = False  # Engines compute urgent prompts first: what is less urgent does not count.
-    least_priority: int = 0  # Least, and thus earliest, value of `priority` that clients may name.
-    tenant_header: str | None = None  # That names the tenant; a gateway must set it. None: by API key.
-    shares: tuple[tuple[str, float], ...] = ()  # Of tenants, compared with 1 of all others.
+    ttft_s: float = 60.0  # Longest wait. A request whose first token is predicted later gets 429.
+    by_priority: bool = False  # Engines compute urgent prompts first: less urgent prompts do not count.
+    least_priority: int = 0  # Least, and thus most urgent, value of `priority` that clients may name.
+    tenant_header: str | None = None  # Header that names the tenant; a gateway must set it. None: by API key.
+    shares: tuple[tuple[str, float], ...] = ()  # Shares of tenants, compared with 1 of all others.
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "max_running"):
@@ -162,37 +163,37 @@ class AdmissionSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
-    prefill_urls: tuple[str, ...]  # Of the start. Others join and leave; see `baton.router.members`.
+    prefill_urls: tuple[str, ...]  # Engines at the start. Others join and leave; see `baton.router.members`.
     decode_urls: tuple[str, ...]
     has_sources: bool = False  # Engines also come from elsewhere, or may come by registration only.
-    reread_roles: tuple[Role, ...] = ()  # Whose engines are in a file that is read again when it changes.
-    model_aliases: dict[str, str] = {}  # Other names of models, by alias.
+    reread_roles: tuple[Role, ...] = ()  # Roles whose engines come from a file that the router rereads.
+    model_aliases: dict[str, str] = {}  # Names of models, by alias.
     mode: Mode = "pull"
     decode_leg: DecodeLegStart = "auto"
-    first_token: bool = True  # From the prefill engine at once, where all engines concerned are Baton's.
+    first_token: bool = True  # The prefill engine gives the first token, where the engines can do that.
     policy: PolicyName = "least_in_flight"
     on_prefill_failure: Literal["local", "fail"] = "local"  # local: the decode engine prefills by itself.
     min_prefill_tokens: int = 0  # Shorter prompts (estimated) go straight to a decode engine; 0: none does.
     prefill_attempts: int = 2
     decode_attempts: int = 2
     resumes: int = 2  # Times that another decode engine continues a stream whose engine fails; 0: never.
-    hedge_prefill: bool = True  # In pull: a prompt that is late at one prefill engine goes to another, too.
-    kv_events: tuple[KVEventsSource, ...] = ()  # For the policy `cost`.
+    hedge_prefill: bool = True  # A prompt that is late at a prefill engine goes to another, too (in pull).
+    kv_events: tuple[KVEventsSource, ...] = ()  # Sources of KV events, for the policy `cost`.
     peers: PeerSettings | None = None
     admission: AdmissionSettings | None = None  # None: every request goes to the engines at once.
-    tokenizer: str | None = None  # Folder with tokenizer.json: to find prompts that are texts in the caches.
-    max_answer_bytes: int = 32 << 20  # Of an answer that is not streamed: it is held whole.
-    drain_timeout_s: float = 30.0  # For running requests to end, once the router is told to stop.
-    max_requests: int = 4096  # In flight at once; more get 503.
+    tokenizer: str | None = None  # Folder with tokenizer.json, to look texts up in the engines' caches.
+    max_answer_bytes: int = 32 << 20  # Limit of an answer that is not streamed: the router holds it whole.
+    drain_timeout_s: float = 30.0  # Time that running requests have to end, when the router is told to stop.
+    max_requests: int = 4096  # Requests in flight at once; more get 503.
     doors: HttpSettings = HttpSettings()
-    tls: TlsFiles | None = None  # Of both ports, and for https engines that ask. None: HTTP without TLS.
+    tls: TlsFiles | None = None  # TLS of both ports, and for https engines that ask. None: HTTP without TLS.
     engine_ca: str | None = None  # PEM file of the authorities of https engines; None: the system's.
     checked_hosts: tuple[str, ...] | None = None  # None: any Host header is served; see `baton.http.gate`.
     otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
-    access_log: str | None = None  # File that gets a line of JSON for each request; "-": standard output.
-    engine_api_key: str | None = None  # For requests to engines; None: the client's own key is passed on.
-    engine_api_keys: tuple[tuple[str, str], ...] = ()  # Of single engines, by URL.
-    engine_key_file: str | None = None  # Has both, and is read again when it changes.
+    access_log: str | None = None  # File with a line of JSON for each request; "-": standard output.
+    engine_api_key: str | None = None  # Key for requests to engines; None: the client's own key is passed on.
+    engine_api_keys: tuple[tuple[str, str], ...] = ()  # Keys of single engines, by URL.
+    engine_key_file: str | None = None  # File with both kinds of keys, read again when it changes.
     engines_have_own_key: bool = False  # `engine_api_key` is the first of `doors.api_keys`.
     timeouts: LegTimeouts = LegTimeouts()
     probe: ProbeSettings = ProbeSettings()
@@ -228,14 +229,14 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("must not be negative", field="min_prefill_tokens")
 
     def option_urls(self, role: Role) -> tuple[str, ...]:
-        """Of engines that stay members for as long as the router runs."""
+        """URLs of engines that stay members as long as the router runs."""
         if role in self.reread_roles:
             return ()
         return self.prefill_urls if role == "prefill" else self.decode_urls
 
 
 def without_credentials(url: str) -> str:
-    """For logs, metrics, errors and `/fleet`."""
+    """The URL without user and password, for logs, metrics, errors and `/fleet`."""
     parts = urlsplit(url)
     return urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
 
@@ -251,11 +252,11 @@ def check_urls(urls: Sequence[str], field: str, *, may_be_empty: bool = False) -
 
 
 def check_url(url: str, field: str) -> None:
-    """Raises ConfigError if this is not an engine's root."""
+    """Check that a URL is an engine's root. Raises ConfigError."""
     try:
         parts, shown = urlsplit(url), without_credentials(url)
         is_known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        (parts.hostname or "").encode("idna")  # As the resolver does: no empty or long label.
+        (parts.hostname or "").encode("idna")  # The resolver does this, too: no empty or long label.
     except ValueError as error:
         raise ConfigError(f"is no URL: {error}; e.g. http://127.0.0.1:8100", field=field) from error
     if not is_known:

@@ -2,12 +2,12 @@
 
     drawn   at random: a choice among a few of them is nearly as good as one among all (M. Mitzenmacher, The
             Power of Two Choices in Randomized Load Balancing, 2001)
-    idle    without a request, the one that was looked at longest ago first: at high load a draw often has
+    idle    without a request, the one that was looked at longest ago first: a draw at high load often has
             none (Y. Lu et al., Join-Idle-Queue, 2011)
-    homes   of the prompt's prefix: the next ones on a ring of hashes (D. Karger et al., Consistent Hashing
-            and Random Trees, 1997). An engine that goes away moves only its own prefixes
+    homes   for the prompt's prefix: the next ones on a ring of hashes (D. Karger et al., Consistent Hashing
+            and Random Trees, 1997). An engine that leaves moves only its own prefixes
 
-The draw is a function of the request's turn. The routers' processes have unlike turns, so they do not send
+The draw is a function of the request's turn. The routers' processes have different turns, so they do not send
 their requests to the same engine.
 """
 
@@ -20,13 +20,13 @@ from hashlib import blake2b
 from itertools import islice
 from typing import Generic, Protocol, TypeVar
 
-SMALL = 16  # So many engines of a role and model are all looked at.
+SMALL = 16  # Largest pool of which all engines are looked at.
 NUM_DRAWN, NUM_IDLE, NUM_HOMES = 8, 4, 4
-_NUM_POINTS = 8  # On the ring, for each engine.
+_NUM_POINTS = 8  # Points of each engine on the ring.
 
 
 class Listed(Protocol):
-    """What a shortlist reads of an engine."""
+    """Attributes of an engine that a shortlist reads."""
 
     url: str
     is_removed: bool
@@ -46,14 +46,14 @@ class Pool(Generic[Engine]):
         self.is_small = len(engines) <= SMALL
 
     def draw(self, turn: int) -> list[Engine]:
-        """Some may be there twice. All of a small pool."""
+        """Engines drawn at random, some perhaps twice; all engines of a small pool."""
         if self.is_small:
             return list(self.engines)
         numbers = array("H", blake2b(turn.to_bytes(8, signed=True), digest_size=2 * NUM_DRAWN).digest())
         return [self.engines[number % len(self.engines)] for number in numbers]
 
     def homes(self, prefix_key: bytes) -> Sequence[Engine]:
-        """The engines at which prompts with this prefix meet. All of a small pool."""
+        """The engines that get the prompts with this prefix; all engines of a small pool."""
         if self.is_small:
             return self.engines
         start = bisect(self._ring, (int.from_bytes(blake2b(prefix_key, digest_size=8).digest()), 0))
@@ -62,7 +62,7 @@ class Pool(Generic[Engine]):
 
     @cached_property
     def _ring(self) -> list[tuple[int, int]]:
-        """Points, and the numbers of their engines."""
+        """Points in order, with the indices of their engines."""
         hashes = [blake2b(one.url.encode(), digest_size=8 * _NUM_POINTS).digest() for one in self.engines]
         return sorted((point, number) for number, found in enumerate(hashes) for point in array("Q", found))
 
@@ -77,7 +77,7 @@ class Idle(Generic[Engine]):
         self._engines[engine] = None
 
     def look(self) -> list[Engine]:
-        """Some that have none now. The others that were looked at are dropped."""
+        """Some engines that have no request now. It drops the engines that have one, or are removed."""
         found = []
         for engine in list(islice(self._engines, NUM_IDLE)):
             if engine.load or engine.is_removed:

@@ -4,8 +4,8 @@
       queue                        in the router, if the request waited there
       prefill, decode              client: one for each leg, above the engine's `llm_request`
 
-Names of attributes: OpenTelemetry's conventions for GenAI, vLLM's (`vllm.tracing.SpanAttributes`), and those
-of llm-d's routing sidecar (`llm_d.pd_proxy.*`).
+The attributes have names of OpenTelemetry's conventions for GenAI, of vLLM (`vllm.tracing.SpanAttributes`),
+and of llm-d's routing sidecar (`llm_d.pd_proxy.*`).
 """
 
 from baton.router.timeline import LegTimeline, RequestTimeline
@@ -17,7 +17,7 @@ _MS = 1e3
 
 
 def spans_of(timeline: RequestTimeline) -> list[Span]:
-    """Empty if the request is not sampled."""
+    """The spans of a request. Empty if it is not sampled."""
     ref = timeline.span
     if ref is None:
         return []

@@ -1,12 +1,12 @@
-"""Server-sent events: the one parser of engines' streams, and the encoding of our own events.
+"""Server-sent events: the parser of engines' streams, and the encoder of the router's own events.
 
     EventSplitter    bytes, cut anywhere --push--> next: one whole event at a time
     data_of          the data of an event: its `data:` lines
     sse_event        an event of one JSON value
 
 Lines end with CRLF, LF or CR, and a blank line ends an event (WHATWG HTML, 9.2.5). The splitter returns every
-event with LF line ends, whatever the engine sent, so that its users look for LF only. A stream that breaks
-inside an event never shows its client half a JSON object.
+event with LF line ends, whatever the engine sent, so that its users look for LF only. A client never gets
+half a JSON object from a stream that breaks inside an event.
 """
 
 from collections.abc import Mapping
@@ -17,22 +17,25 @@ import msgspec
 from baton.core.errors import PeerError
 from baton.core.json_text import NotJson, decode_json
 
-END = b"\n\n"  # Of an event.
+END = b"\n\n"  # Blank line that ends an event.
 DONE = b"[DONE]"  # The data of OpenAI's last event.
 DONE_EVENT = b"data: [DONE]" + END
 MAX_EVENT_BYTES = 32 << 20  # The longest body that a client may send, echoed as one event.
 
-RawObject = dict[str, msgspec.Raw]  # An object whose members are decoded only where they are looked at.
+RawObject = dict[str, msgspec.Raw]  # An object whose members are decoded only when they are read.
 
 
 class EventSplitter:
-    """Not thread-safe. Raises PeerError for an event of more than `max_event_bytes`."""
+    """Splits a stream into events. Not thread-safe.
+
+    Raises PeerError for an event of more than `max_event_bytes`.
+    """
 
     def __init__(self, *, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max_event_bytes = max_event_bytes
-        self._alone = b""  # One whole event, before `_pending`: nearly every piece of a stream is one.
+        self._alone = b""  # One whole event, before `_pending`. Nearly every piece of a stream is one.
         self._pending = bytearray()
-        self._num_searched = 0  # Bytes of `_pending` that hold no end of an event.
+        self._num_searched = 0  # Bytes at the start of `_pending` that hold no end of an event.
         self._ended_in_cr = False  # A LF that follows belongs to that line end.
 
     def push(self, chunk: bytes) -> None:
@@ -63,7 +66,7 @@ class EventSplitter:
             return event
         if not self._pending:
             return None
-        if self._pending.startswith(b"\n"):  # More blank lines than one are no events.
+        if self._pending.startswith(b"\n"):  # Further blank lines are no events.
             self._pending = self._pending.lstrip(b"\n")
             self._num_searched = 0
         found = self._pending.find(END, self._num_searched)
@@ -78,13 +81,13 @@ class EventSplitter:
         return None
 
     def finish(self) -> None:
-        """The stream has ended in order. What is left is incomplete and dropped, except [DONE]."""
+        """Note that the stream has ended in order. Drop an incomplete event, except [DONE]."""
         last = bytes(self._pending.strip(b"\n")) + END
         self._pending = bytearray(last if is_done(last) else b"")
 
 
 def data_of(event: bytes) -> bytes:
-    """Of a whole event; empty for a comment."""
+    """The data of a whole event; empty for a comment."""
     lines = (line.removeprefix(b"data:") for line in event.split(b"\n") if line.startswith(b"data:"))
     return b"\n".join(line.removeprefix(b" ") for line in lines)
 
@@ -98,7 +101,7 @@ def sse_event(value: Any) -> bytes:
 
 
 def chunk_of(event: bytes) -> dict[str, Any] | None:
-    """None: a comment, [DONE], or no JSON object."""
+    """The chunk in an event. None: it is a comment, [DONE], or no JSON object."""
     try:
         return decode_json(data_of(event), dict[str, Any])
     except NotJson:
@@ -106,7 +109,7 @@ def chunk_of(event: bytes) -> dict[str, Any] | None:
 
 
 def choice_of(chunk: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """Of a chunk that has exactly one."""
+    """The choice of a chunk that has exactly one; else None."""
     choices = (chunk or {}).get("choices")
     choice = choices[0] if isinstance(choices, list) and len(choices) == 1 else None
     return choice if isinstance(choice, dict) else None

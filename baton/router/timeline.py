@@ -1,8 +1,8 @@
-"""Timeline of one request: one frozen value, made of the events and effects of its machine. Pure.
+"""Timeline of one request: a frozen value made from the events and effects of its machine. Pure.
 
     events and effects --> Recorder --> RequestTimeline --> GET /requests, access log, spans, metrics
 
-It has neither prompts nor answers. Times are seconds after the arrival of the whole request.
+A timeline has no text of prompts or answers. Times are seconds after the arrival of the whole request.
 """
 
 from collections import deque
@@ -19,13 +19,13 @@ from baton.router.settings import Role
 from baton.tracing.trace_context import SpanRef
 
 RECENT_MAX = 256  # Requests that one process remembers.
-MARKS_MAX = 64  # Of one request.
-MODEL_CHARS_MAX = 128  # Of a client's text.
+MARKS_MAX = 64  # Marks of one request.
+MODEL_CHARS_MAX = 128  # A client chooses the text.
 _NOT_MARKED = frozenset({"legs", "prefills", "first_byte_seconds", "prefill_seconds", "queue_seconds"})
 
 
 class Mark(msgspec.Struct, frozen=True):
-    """Something that happened once: a counter `baton:router_NAME` of the request, with its labels."""
+    """An event of the request: an increment of the counter `baton:router_NAME`, with its labels."""
 
     at_s: float
     name: str
@@ -33,40 +33,39 @@ class Mark(msgspec.Struct, frozen=True):
 
 
 class LegTimeline(msgspec.Struct, frozen=True):
-    """A request to one engine. None: it has not come to this."""
+    """A request to one engine. None for a time: it has not come yet."""
 
     role: Role
     engine: str  # URL, without credentials.
     sent_s: float
     answered_s: float | None  # The whole answer is there, or the first piece of the stream.
     ended_s: float | None
-    outcome: str  # As in `baton:router_legs`; empty while the leg runs.
-    # Tokens of the prompt, in this engine's cache, and loaded from another one, if the engine reports them.
-    prompt_tokens: int | None = None
-    cached_tokens: int | None = None
-    loaded_tokens: int | None = None
-    span_id: str = ""  # Of its span, if the request is sampled.
+    outcome: str  # Label in `baton:router_legs`; empty while the leg runs.
+    prompt_tokens: int | None = None  # None here and below: the engine does not report it.
+    cached_tokens: int | None = None  # Prompt tokens that were in this engine's cache.
+    loaded_tokens: int | None = None  # Prompt tokens that it loaded from another engine.
+    span_id: str = ""  # Id of the leg's span; empty: the request is not sampled.
 
 
 class RequestTimeline(msgspec.Struct, frozen=True):
     id: str
     method: str
     path: str
-    model: str  # As the client names it.
+    model: str  # Name in the client's request.
     is_stream: bool
-    arrived_at_s: float  # Since 1970.
-    status: int | None  # That the client got; 499: it went away; None: the request runs.
+    arrived_at_s: float  # Seconds since 1970.
+    status: int | None  # Status that the client got; 499: it went away; None: the request runs.
     prefill: str  # Where the prompt was computed: remote, local; empty: nowhere.
     reason: str  # Why local; see `baton:router_prefills`.
     prompt_tokens: int | None  # None: no engine has reported them.
     output_tokens: int | None
-    admitted_s: float | None  # It left the router's queue; None: it did not wait there.
+    admitted_s: float | None  # When it left the router's queue; None: it did not wait there.
     first_byte_s: float | None
     last_byte_s: float | None
-    ended_s: float  # Of a request that runs: until now.
+    ended_s: float  # The present time for a request that runs.
     legs: tuple[LegTimeline, ...] = ()
     marks: tuple[Mark, ...] = ()
-    span: SpanRef | None = None  # Of this request, if it is sampled.
+    span: SpanRef | None = None  # Span of this request; None: it is not sampled.
 
 
 class _LegTimes:
@@ -100,7 +99,7 @@ class Recorder:
         arrived_at_s: float,
         span: SpanRef | None,
     ) -> None:
-        """`span`: None if the request is not traced."""
+        """`span`: the span of the request; None: it is not traced."""
         self.request_id, self._method, self._path = request_id, method, path
         self._received_at_s, self._arrived_at_s = received_at_s, arrived_at_s
         self.span = span
@@ -111,7 +110,7 @@ class Recorder:
         self._admitted_s: float | None = None
         self._first_byte_s: float | None = None
         self._last_byte_s = 0.0
-        self.gaps_s: list[float] = []  # Between pieces of the answer, as long as no metric has them.
+        self.gaps_s: list[float] = []  # Seconds between pieces of the answer that no metric has yet.
         self._output_tokens: int | None = None
 
     def asked(self, body: dict[str, Any]) -> None:
@@ -141,7 +140,7 @@ class Recorder:
             times.ended_s = now_s - self._received_at_s
 
     def sent(self, now_s: float) -> None:
-        """A piece of the answer went to the client."""
+        """Note that a piece of the answer went to the client."""
         at_s = now_s - self._received_at_s
         if self._first_byte_s is None:
             self._first_byte_s = at_s
@@ -167,7 +166,7 @@ class Recorder:
             self._output_tokens = num_tokens
 
     def timeline(self, status: int | None, now_s: float) -> RequestTimeline:
-        """`status`: None while the request runs."""
+        """The timeline up to now. `status`: None while the request runs."""
         legs = tuple(_leg_timeline(times, is_running=status is None) for times in self._legs.values())
         prompts = [leg.prompt_tokens for leg in legs if leg.prompt_tokens is not None]
         is_sampled = self.span is not None and self.span.is_sampled
@@ -210,7 +209,7 @@ def _leg_timeline(times: _LegTimes, *, is_running: bool) -> LegTimeline:
 
 
 def _completion_tokens(body: bytes) -> int | None:
-    """None: the answer does not report them."""
+    """Tokens of a whole answer. None: the answer does not report them."""
     try:
         usage = decode_json(body, _Whole).usage
     except NotJson:
@@ -219,7 +218,7 @@ def _completion_tokens(body: bytes) -> int | None:
 
 
 class RecentRequests:
-    """Requests that run, and the last ones that have ended; of both at most `num_max`, oldest first."""
+    """Running requests, and the last ones that have ended; at most `num_max` of each, oldest first."""
 
     def __init__(self, num_max: int = RECENT_MAX) -> None:
         self._num_max = num_max
@@ -234,8 +233,9 @@ class RecentRequests:
         self._ended.append(timeline)
 
     def find(self, request_id: str | None, now_s: float) -> list[RequestTimeline]:
-        """Those with this id, which a client may have sent twice. None: all that have ended, and those that
-        have run for longest.
+        """The requests with this id, which a client may have sent twice.
+
+        None: all that have ended, and those that have run for longest.
         """
         running = [one for one in self._running if request_id in (None, one.request_id)]
         found = [one.timeline(None, now_s) for one in running[: self._num_max]]
@@ -243,5 +243,5 @@ class RecentRequests:
 
 
 def latest_first(parts: Iterable[Sequence[RequestTimeline]]) -> list[RequestTimeline]:
-    """Of several processes, by the time of arrival."""
+    """Timelines of several processes, latest arrival first."""
     return sorted(chain.from_iterable(parts), key=lambda one: one.arrived_at_s, reverse=True)

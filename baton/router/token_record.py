@@ -1,9 +1,9 @@
 """Record of the tokens that a client has from one engine's stream, for the engine that may continue it.
 
-    engine's event, with token ids --event--> the client's event, without them unless the client asked
+    engine's event, with token ids --event--> the client's event, without ids unless the client asked
                                    +--------> `token_ids`, `is_finished`, `is_complete`
 
-Engines of ours name the ids because the leg asks for `baton_token_ids`, vLLM because of `return_token_ids`.
+Baton's engines name the ids because the leg asks for `baton_token_ids`, vLLM because of `return_token_ids`.
 """
 
 import re
@@ -49,14 +49,14 @@ class _Failed(msgspec.Struct):
 
 
 class TokenRecord:
-    """Of one stream with one choice.
+    """Tokens of one stream with one choice.
 
-    `num_shown` counts the tokens whose text the client has in full: later ones have shown nothing yet, or a
-    part of a character.
+    `num_shown` counts the tokens whose whole text the client has: the tokens after them have no text yet, or
+    end inside a character.
     """
 
     def __init__(self, kind: Kind, *, shows_token_ids: bool) -> None:
-        """`kind`: of the engine."""
+        """`kind`: the kind of the engine."""
         self.kind = kind
         self._shows_token_ids = shows_token_ids
         self.token_ids = array("q")
@@ -64,7 +64,7 @@ class TokenRecord:
         self.num_events = 0
         self.prompt_token_ids: msgspec.Raw | None = None  # A JSON array, if the engine has sent it.
         self.is_complete = True  # Every token of the stream is recorded.
-        self.is_finished = False  # The event with the finish reason has come by.
+        self.is_finished = False  # The event with the finish reason has come.
 
     def event(self, event: bytes) -> bytes:
         """Note the tokens of a whole event, and return it for the client."""
@@ -85,7 +85,7 @@ class TokenRecord:
             (ids for ids in (choice.prompt_token_ids, chunk.prompt_token_ids) if ids != _NULL), None
         )
         if prompt is not None:
-            self.prompt_token_ids = msgspec.Raw(bytes(prompt))  # Without the rest of the event.
+            self.prompt_token_ids = msgspec.Raw(bytes(prompt))  # A copy does not hold the whole event.
         if self._shows_token_ids or (choice.token_ids is None and prompt is None):
             return event
         stripped, num_found = _IDS.subn(b"", event, 1)
@@ -96,7 +96,7 @@ class TokenRecord:
         if delta is not None:
             text = delta.content
             if delta.reasoning or delta.reasoning_content or delta.tool_calls:
-                is_alone = False  # How another engine would go on depends on more than the tokens.
+                is_alone = False  # Another engine cannot continue these from the tokens alone.
         if not is_alone or (choice.token_ids is None and (text or choice.finish_reason)):
             self.is_complete = False
         self.token_ids.extend(choice.token_ids or ())
@@ -106,18 +106,18 @@ class TokenRecord:
 
 
 def is_engines_error(event: bytes) -> bool:
-    """An engine reports that it cannot go on, and the client is not to blame."""
+    """Whether an event reports that the engine cannot go on, by no fault of the client."""
     if b'"error"' not in event:
         return False
     try:
         error = decode_json(data_of(event), _Failed).error
     except NotJson:
-        return False  # The text mentions it.
+        return False  # The word is in the text.
     return not (isinstance(error.code, int) and 400 <= error.code < 500)
 
 
 def _without_ids(data: bytes, event: bytes) -> bytes:
-    """However the engine writes its JSON."""
+    """The event without ids, whatever form the engine's JSON has."""
     try:
         chunk = decode_json(data, RawObject)
         choices = decode_json(chunk["choices"], list[RawObject])

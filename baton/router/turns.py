@@ -5,8 +5,9 @@
     next prefill leg of that session <---------------+    once
 
 Engines that are not set up for turns send no such params. A client never gets the params, which are addresses
-of engines. They go to an engine that may use the keeper's KV. It verifies them, by signature and prompt, and
-computes what it cannot fetch. What a keeper has kept is forgotten when its weights change.
+of engines. They go to an engine that may use the keeper's KV. That engine verifies them, by signature and
+prompt, and computes the blocks that it cannot fetch. The router forgets the turns of a keeper when the
+keeper's weights change.
 """
 
 from collections import OrderedDict
@@ -25,8 +26,8 @@ from baton.router.legs import PARAMS
 from baton.router.notes import Note, TurnKept, TurnTaken
 from baton.router.sse import RawObject, data_of, sse_event
 
-TURNS_MAX = 4096  # Sessions; the one that was heard of longest ago goes first.
-KEPT_S = 480.0  # Engines keep blocks for so long by default; what has gone meanwhile is computed.
+TURNS_MAX = 4096  # Sessions at most; the one whose turn is oldest leaves first.
+KEPT_S = 480.0  # Default time for which engines keep blocks. Engines compute blocks that are gone by then.
 
 _MARK = f'"{PARAMS}"'.encode()
 
@@ -34,34 +35,40 @@ _MARK = f'"{PARAMS}"'.encode()
 class Turn(NamedTuple):
     keeper: Engine  # The decode engine that keeps the blocks.
     params: dict[str, Any]
-    kv_identity: KVIdentity | None = None  # What the blocks were computed by; None: not known.
+    kv_identity: KVIdentity | None = None  # Identity of the blocks' KV; None: not known.
 
     @property
     def is_old(self) -> bool:
-        """The keeper has other weights now."""
+        """Whether the keeper has other weights now."""
         return self.kv_identity is not None and self.kv_identity != self.keeper.kv_identity
 
     def fits(self, kv: KVIdentity | None) -> bool:
-        """`kv`: of the engine that is to fetch it."""
+        """Whether an engine with this identity may fetch it."""
         return not self.is_old and is_compatible(kv, self.kv_identity)
 
 
 def session_of(name: str | None, tenant: str) -> str | None:
-    """The session in a `TurnTable`. Two tenants may choose one name. `tenant`: of a key or token, or ""."""
+    """Key of a session in a `TurnTable`, because two tenants may choose one name.
+
+    `tenant`: the tenant of a key or token, or "".
+    """
     if not name or not tenant or len(name) > SESSION_CHARS_MAX:
         return name
     return blake2b(f"{tenant}\0{name}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
 
 
 class TurnTable:
-    """Not thread-safe. A turn that no prefill leg will bring is given back to its keeper."""
+    """Turns of sessions. Not thread-safe.
+
+    It takes a turn back from its keeper if no prefill leg will fetch it.
+    """
 
     def __init__(
         self,
         give_back: Callable[[Engine, dict[str, Any]], None],
         tell: Callable[[Note], None] = lambda note: None,
     ) -> None:
-        """`tell`: the other processes of this router, which keep copies."""
+        """`tell`: sends a note to the other processes of this router, which have copies of the table."""
         self._give_back = give_back
         self._tell = tell
         self._kept: OrderedDict[str, tuple[float, Turn]] = OrderedDict()
@@ -79,7 +86,10 @@ class TurnTable:
         self._tell(TurnKept(session, turn.keeper.key, turn.params, turn.kv_identity))
 
     def take(self, session: str | None, now_s: float, kv: KVIdentity | None = None) -> Turn | None:
-        """Once: a ticket is good for one fetch. `kv`: of the engine that is to fetch it; else it stays."""
+        """Take the turn of a session out: a ticket is valid for one fetch.
+
+        `kv`: identity of the engine that has to fetch it. A turn that does not fit it stays.
+        """
         until, turn = self._kept.get(session or "", (0.0, None))
         if turn is None:
             return None
@@ -94,7 +104,7 @@ class TurnTable:
         return turn
 
     def forget(self, keeper: Engine) -> None:
-        """Give back what the engine has kept with other weights than it has now."""
+        """Take back the turns that the engine has kept with other weights than it has now."""
         for session, turn in self.kept():
             if turn.keeper is keeper and turn.is_old:
                 del self._kept[session]
@@ -102,7 +112,10 @@ class TurnTable:
                 self._tell(TurnTaken(session))
 
     def learn(self, session: str, turn: Turn | None, now_s: float) -> None:
-        """From another process: it has put this turn, or taken the last one. It gives back, not this one."""
+        """Learn that another process has put this turn, or taken the last one.
+
+        That process takes replaced turns back, this one does not.
+        """
         self._kept.pop(session, None)
         if turn is not None:
             self._kept[session] = (now_s + KEPT_S, turn)
@@ -114,7 +127,7 @@ class TurnTable:
 
 
 class TurnSieve:
-    """Of one answer. `params` are set when they have come by."""
+    """Takes the router's params out of one answer. `params`: those of a kept turn, once they have come."""
 
     def __init__(self) -> None:
         self.params: dict[str, Any] | None = None
@@ -124,24 +137,24 @@ class TurnSieve:
         return body if found is None else msgspec.json.encode(found)
 
     def event(self, event: bytes) -> bytes:
-        """A whole event."""
+        """A whole event for the client."""
         found = self._sift(data_of(event)) if _MARK in event else None
         return event if found is None else sse_event(found)
 
     def _sift(self, text: bytes) -> RawObject | None:
-        """The same without what is the router's; None if there is nothing in it.
+        """The answer without the router's params. None: it has none.
 
-        Only the params are decoded: an answer may have many megabytes, and all clients wait meanwhile.
+        It decodes only the params: an answer may have many megabytes, and all clients wait meanwhile.
         """
         if _MARK not in text:
             return None
         try:
             parts = decode_json(text, RawObject)
             if PARAMS not in parts:
-                return None  # The text mentions them.
+                return None  # The word is in the text.
             params = decode_json(parts.pop(PARAMS))
         except NotJson:
-            return None  # The client gets it as it is, as without a router.
+            return None  # The client gets the answer unchanged.
         if isinstance(params, Mapping) and params.get("do_remote_decode") is True:
             self.params = dict(params)
         return parts
