@@ -29,7 +29,7 @@ from baton.contract import host
 logger = logging.getLogger(__name__)
 
 FILES: Final = (
-    "adapter_config.json",  # With rank and scaling.
+    "adapter_config.json",  # The rank and the scaling.
     "adapter_model.bin",
     "adapter_model.pt",
     "adapter_model.safetensors",
@@ -59,13 +59,13 @@ class Adapters:
     def __init__(self, compute: Callable[[Callable[[], None]], None]) -> None:
         self._compute = compute
         self._lock = threading.Lock()
-        self._loaded: dict[int, _Loaded] = {}  # By id.
-        self._states: dict[str, _State] = {}  # By path: of its first load.
+        self._loaded: dict[int, _Loaded] = {}  # Loaded adapters by id.
+        self._states: dict[str, _State] = {}  # State of the files at the first load, by path of the adapter.
         self._digests: dict[_State, str] = {}
         self._requests: WeakKeyDictionary[host.Request, _Loaded] = WeakKeyDictionary()
 
     def loading(self, adapter: Any) -> None:
-        """The host is about to load it, unless it has it. `adapter`: vLLM's LoRARequest."""
+        """The host is about to load the adapter, unless it has it. `adapter`: vLLM's LoRARequest."""
         with self._lock:
             self._load(adapter, anew=adapter.load_inplace)
 

@@ -18,7 +18,7 @@ class BackgroundLoads(NoLayerHooks):
 
     def __init__(self, groups: Sequence[KVCacheGroup]) -> None:
         self._has_tables = has_tables(groups)
-        self._received: set[str] = set()  # For this step's report, failed loads included.
+        self._received: set[str] = set()  # Requests for this step's report, failed loads included.
         self._failed: set[str] = set()
         self._invalid_blocks: set[int] = set()
 

@@ -18,7 +18,7 @@ from baton.contract import KVConnectorPromMetrics, KVConnectorStats
 
 
 class Count(NamedTuple):
-    name: str  # In Prometheus.
+    name: str  # The name in Prometheus.
     text: str
 
 

@@ -49,7 +49,7 @@ class ObservedConnector(TwoHalvesOfGroups):
 
 
 class IdentityConnector(ObservedConnector):
-    """Its halves need nothing but an identity, which it reads from the engine's configuration."""
+    """Connector whose halves need only an identity, which it reads from the engine's configuration."""
 
     scheduler_kind: ClassVar[Callable[..., KVConnectorSchedulerHalf]]
     worker_kind: ClassVar[Callable[..., KVConnectorWorkerHalf]]

@@ -32,7 +32,7 @@ class EventGroup:
 
     index: int | None = None
     kind: str | None = None
-    window: int | None = None  # In tokens.
+    window: int | None = None  # Length of the sliding window in tokens.
 
 
 NameBlocks: TypeAlias = Callable[[host.Request, range], BlockNames]
@@ -70,8 +70,8 @@ class StoreEvents:
         self._groups = tuple(groups)
         self._chunks_max = chunks_max
         self._events: list[KVCacheEvent] = []
-        self._announced: dict[bytes, list[ExternalBlockHash]] = {}  # By chunk.
-        self._num_chunks: Counter[ExternalBlockHash] = Counter()  # By block.
+        self._announced: dict[bytes, list[ExternalBlockHash]] = {}  # Announced blocks by chunk.
+        self._num_chunks: Counter[ExternalBlockHash] = Counter()  # Number of announced chunks by block.
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the chunk was reported as stored, and not as removed since."""

@@ -32,7 +32,7 @@ _INHERITED: Final = ("engine_id", "kv_load_failure_policy", "kv_buffer_device")
 
 @dataclass(frozen=True, slots=True)
 class ChildConfig:
-    name: str  # Its `kv_connector`; with a number appended if the name is not the first of its kind.
+    name: str  # The child's `kv_connector`, with a number appended if an earlier child has the same one.
     connector: type[KVConnectorBase_V1]
     config: EngineConfig  # The engine's, with the child's `kv_transfer_config`.
 
@@ -47,7 +47,7 @@ Listed: TypeAlias = Callable[[Mapping[str, Any]], list[Any]]
 
 
 def listed_connectors(extra: Mapping[str, Any]) -> list[Any]:
-    """As `Listed`, for vLLM's form."""
+    """Finds the children's configurations in vLLM's form (`Listed`). Raises ConfigError."""
     for key in extra:
         if key != KEY:
             raise ConfigError(

@@ -57,7 +57,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
     all children support them (`supports_groups`).
     """
 
-    prefers_longest: ClassVar[bool] = False  # Of the matches; otherwise the first.
+    prefers_longest: ClassVar[bool] = False  # The longest match wins; False: the first one.
 
     @classmethod
     def make_scheduler_half(

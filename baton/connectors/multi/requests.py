@@ -38,7 +38,8 @@ class RequestCalls:
         self._block_tokens = block_tokens
         self._prefers_longest = prefers_longest
         self._excluded: dict[str, set[int]] = {}  # Children that failed for a request; not queried.
-        self._begun: list[list[str]] = [[] for _ in children]  # Since `take_loads`.
+        # Requests whose load started since `take_loads`.
+        self._begun: list[list[str]] = [[] for _ in children]
         self._sync_blocks: list[set[int]] = [set() for _ in children]
 
     def announce(self, request: host.Request) -> None:
@@ -160,7 +161,7 @@ class RequestCalls:
             child.contain("take_back", partial(child.half.take_back, of_child))
 
     def take_loads(self, child: Child) -> tuple[list[str], set[int]]:
-        """Since the last call: (requests whose load started, blocks to load synchronously in the step)."""
+        """Requests whose load started since the last call, and blocks to load synchronously in the step."""
         begun, self._begun[child.position] = self._begun[child.position], []
         sync_blocks, self._sync_blocks[child.position] = self._sync_blocks[child.position], set()
         return begun, sync_blocks

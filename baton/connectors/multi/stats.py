@@ -130,7 +130,7 @@ class MultiPromMetrics(KVConnectorPromMetrics):
             documentation="1: this child connector has failed permanently; restart the engine.",
             labelnames=labels,
         )
-        self._children: dict[str, KVConnectorPromMetrics] = {}  # By path.
+        self._children: dict[str, KVConnectorPromMetrics] = {}  # Metrics of the children, by path.
         self._nested: set[str] = set()  # Paths of children that have children.
         self._made: dict[type[Any], KVConnectorPromMetrics | None] = {}
         self._add(children, "")
@@ -179,6 +179,6 @@ class MultiPromMetrics(KVConnectorPromMetrics):
                 list(self._labelnames),
                 dict(self._per_engine_labelvalues),
             )
-        except Exception:  # For example, metric names that are taken.
+        except Exception:  # A metric name may be taken, for example.
             logger.exception("%s cannot publish its metrics", child.name)
             return None

@@ -103,7 +103,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
         self._rank = rank
         self._begun: MultiMetadata | None = None  # The current step.
         self._loader: dict[str, int] = {}  # Position of the child that must report a request as received.
-        self._invalid_blocks: set[int] = set()  # For this step's report.
+        self._invalid_blocks: set[int] = set()  # Blocks for this step's report.
 
     @property
     def children(self) -> tuple[KVConnectorWorkerHalf, ...]:

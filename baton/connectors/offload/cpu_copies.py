@@ -34,7 +34,7 @@ class CpuCopies(Copies):
         self._loading: set[int] = set()
         self._ended: list[CopyEnd] = []
         self._death: BaseException | None = None
-        self._loads: Jobs | None = None  # Its thread is started for the first load.
+        self._loads: Jobs | None = None  # The loading thread is started for the first load.
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         self._wake = wake

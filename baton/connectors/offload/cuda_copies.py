@@ -41,7 +41,8 @@ class _Copying:
     began: torch.cuda.Event
     ended: torch.cuda.Event
     nbytes: int
-    indices: list[torch.Tensor]  # In pinned memory; kept until the device has read them.
+    # Row and block indices in pinned memory, kept until the device has read them.
+    indices: list[torch.Tensor]
 
     @property
     def has_ended(self) -> bool:
@@ -138,7 +139,7 @@ class CudaCopies(Copies):
                 copying.ended.record(lane.stream)
         except Exception as error:  # Only this job fails.
             logger.exception("a copy to or from host memory failed")
-            lane.stream.synchronize()  # After this no copy touches memory any more.
+            lane.stream.synchronize()  # Once the stream is idle, no copy touches memory any more.
             self._failed.append(CopyEnd(job, error=f"{type(error).__name__}: {error}"))
             return
         self._open[job] = copying

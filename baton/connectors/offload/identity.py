@@ -27,10 +27,10 @@ class OffloadIdentity:
     """Configuration of one half. Raises ConfigError if the memory cannot hold a single chunk."""
 
     settings: OffloadSettings
-    rank: int  # Among all ranks of the engine; 0 for the scheduler half.
+    rank: int  # Rank among all ranks of the engine; 0 for the scheduler half.
     num_ranks: int
     block_tokens: int
-    block_bytes: int  # Of one block on one rank, for all layers of its group.
+    block_bytes: int  # Bytes of one block on one rank, for all layers of its group.
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # A chunk has blocks of each group.
     # A host need not name its weights: a process keeps its rows for itself, so only changes count.
     current: CurrentIdentity = field(default_factory=lambda: CurrentIdentity(_UNNAMED))
@@ -38,7 +38,7 @@ class OffloadIdentity:
     is_producer: bool = True  # May store.
     is_consumer: bool = True  # May load.
     names: RequestNames = WITHOUT_ADAPTERS  # What the host's requests are computed from.
-    lender: EngineIdentity | None = None  # Of the producer that lends slots; None: nothing is lent.
+    lender: EngineIdentity | None = None  # The producer that lends slots; None: nothing is lent.
 
     def __post_init__(self) -> None:
         if has_states(self.groups) and self.settings.blocks_per_chunk != 1:

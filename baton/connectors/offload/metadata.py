@@ -17,7 +17,7 @@ from baton.contract import AllRanks, FailedOf, KVConnectorMetadata, RankReport
 
 @dataclass(frozen=True, slots=True)
 class StoreBlocks:
-    """After the step has computed them, copy each block to its row."""
+    """Copy each block to its row after the step has computed the blocks."""
 
     job: int
     block_ids: tuple[int, ...]

@@ -26,10 +26,11 @@ class Prompt:
     _: KW_ONLY
     block_tokens: int
     blocks_per_chunk: int
-    root: BlockHash  # Before the first block; it names the weights.
+    root: BlockHash  # Parent hash of the first block; it names the weights.
     extra: bytes | None = b""  # Hashed with the tokens; see `RequestNames`. None: the prompt cannot be named.
-    hashes: list[BlockHash] = field(default_factory=list)  # Of full blocks, as far as they were needed.
-    keys: list[BlockHash] = field(default_factory=list)  # Of full chunks, as far as they were needed.
+    # Hashes of full blocks, as far as they were needed.
+    hashes: list[BlockHash] = field(default_factory=list)
+    keys: list[BlockHash] = field(default_factory=list)  # Keys of full chunks, as far as they were needed.
     key_set: set[BlockHash] = field(default_factory=set)
     tables: tuple[list[int], ...] = ()  # See `HasTables`.
     num_seen_chunks: int = 0  # Chunks stored, found stored, or given up for now.

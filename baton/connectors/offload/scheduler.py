@@ -76,7 +76,8 @@ class _Store:
     prompt: Prompt
     chunks: list[int]  # Indices in the prompt, ascending.
     entries: list[Entry[BlockHash]]
-    with_state: dict[int, Entry[BlockHash]] = field(default_factory=dict)  # By chunk: they get their states.
+    # Entries that also get a state, by chunk.
+    with_state: dict[int, Entry[BlockHash]] = field(default_factory=dict)
     pinned: list[Entry[BlockHash]] = field(default_factory=list)  # Stored before, without the state.
 
 
@@ -110,10 +111,10 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self._reports = RankCombiner(OffloadReport, identity.num_ranks)
         self._prompts: dict[str, Prompt] = {}
         self._num_jobs = 0
-        self._stores: dict[int, _Store] = {}  # By job; some rank may still be copying.
+        self._stores: dict[int, _Store] = {}  # Open stores by job; some rank may still be copying.
         self._loads: dict[int, _Load] = {}
-        self._failed_loads: list[int] = []  # For the next step: loads under way that end as failed.
-        self._due_loads: list[LoadBlocks] = []  # For the next step.
+        self._failed_loads: list[int] = []  # Loads under way that end as failed; for the next step.
+        self._due_loads: list[LoadBlocks] = []  # Loads for the next step.
         self._due_fence: set[int] = set()
         self._stats = OffloadStats()
         self._lender = SlotLender(identity.lender, self._index) if identity.lender is not None else None
@@ -139,7 +140,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         return self._identity.block_tokens * self._chunk_blocks
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
-        """Between steps only loans end."""
+        """Binds the wake to the lender: only loans end between steps."""
         return self._lender is None or self._lender.half.bind_wake(wake)
 
     def set_xfer_handshake_metadata_pp_aware(
@@ -261,13 +262,13 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
             if (prompt := self._prompts.get(request_id)) is not None:
                 self._due_fence |= prompt.open_stores
         if self._is_hybrid:
-            self._due_fence |= self._stores.keys()  # Their blocks may have left a window.
+            self._due_fence |= self._stores.keys()  # The blocks of these stores may have left a window.
         fence = tuple(sorted(job for job in self._due_fence if job in self._stores))
         loads = tuple(self._due_loads)
         failed, self._failed_loads = tuple(self._failed_loads), []
         self._due_fence, self._due_loads = set(), []
         if self._lender is not None:
-            self._lender.half.build_connector_meta(scheduler_output)  # It has no orders for ranks.
+            self._lender.half.build_connector_meta(scheduler_output)  # The lender has no orders for ranks.
         stores = tuple(self._plan_stores(scheduler_output)) if self._identity.is_producer else ()
         return OffloadMetadata(fence, loads, stores, failed)
 
@@ -377,12 +378,12 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self._retainer.act_for(prompt.retention, self._clock())
 
     def _loadable_end(self, request: host.Request) -> int:
-        """Whole blocks; at least one token is left to compute, for its logits."""
+        """End of the loadable tokens: whole blocks, and at least one token is left to compute its logits."""
         size = self._identity.block_tokens
         return (request.num_tokens - 1) // size * size
 
     def _count_hits_with_twice_the_memory(self, prompt: Prompt) -> None:
-        """As `hit_tokens`, for the last match that the host asked for. Takes states as stored."""
+        """Counts `twice_hit_tokens` for the last match that the host asked for; takes states as stored."""
         num_found = self._policy.num_found_by_twice(prompt.asked_keys)
         prompt.asked_keys = ()
         if num_found:
@@ -414,7 +415,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         end = min(num_computed + num_scheduled, request.num_tokens)
         if self._identity.settings.prompt_only:
             end = min(end, request.num_prompt_tokens)
-        # After a rollback by the host chunks are computed again, so they are checked again.
+        # Chunks are computed again after a rollback by the host, so they are checked again.
         first = min(prompt.num_seen_chunks, num_computed // self._chunk_tokens)
         num_chunks = end // self._chunk_tokens
         if first >= num_chunks:

@@ -19,9 +19,9 @@ GIB = 1 << 30
 
 
 class LendSettings(PullSettings, frozen=True, kw_only=True):
-    """Of the control channel and the transports by which other engines read host memory, as in pull."""
+    """Control channel and transports by which other engines read host memory, as in pull."""
 
-    share_max: float = 0.5  # Of the slots; beyond it nothing is lent.
+    share_max: float = 0.5  # Share of the slots; beyond it nothing is lent.
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -32,7 +32,8 @@ class OffloadSettings(msgspec.Struct, frozen=True, kw_only=True):
     cpu_gib: float  # Host memory of one engine, shared by its ranks. Allocated at start.
     eviction: Eviction = "lru"
     prompt_only: bool = False  # Store prompts only, not answers.
-    tenant_max_share: float | None = None  # Of the slots, for the chunks of one tenant; None: no limit.
+    # Share of the slots that chunks of one tenant may take; None: no limit.
+    tenant_max_share: float | None = None
     blocks_per_chunk: int = 1  # Blocks stored and evicted together: fewer keys, coarser hits.
     shutdown_timeout_s: float = 5.0  # How long `shutdown` waits for copies.
     lend: dict[str, Any] | None = None  # LendSettings. None: other engines cannot read the memory.

@@ -44,12 +44,12 @@ class OffloadWorkerHalf(BackgroundLoads):
         self._make_copies = make_copies or copies_of
         self._copies: Copies | None = None  # Set when the cache is registered.
         self._lender: PullWorkerHalf | None = None  # Lets other engines read the rows.
-        self._due_stores: list[StoreBlocks] = []  # Of this step.
+        self._due_stores: list[StoreBlocks] = []  # Stores of this step.
         self._stores: set[int] = set()  # Running.
         # Running stores whose blocks may be overwritten meanwhile, and loads of what is no longer valid.
         self._spoilt: set[int] = set()
         self._loads: dict[int, LoadBlocks] = {}
-        self._report = OffloadReport(rank=identity.rank)  # Of this step.
+        self._report = OffloadReport(rank=identity.rank)  # Report of this step.
         self._stats = OffloadStats()
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:

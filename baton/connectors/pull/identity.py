@@ -23,7 +23,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     engine_id: EngineId
     current: CurrentIdentity
     tp_size: int
-    tp_rank: int  # Of this process; 0 in the scheduler's.
+    tp_rank: int  # Rank of this process; 0 in the scheduler's.
     block_tokens: int
     is_producer: bool
     is_consumer: bool
@@ -31,17 +31,17 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
     raises_user_errors: bool  # The host turns a UserError of a hook into that request's error.
     secret: ClusterSecret | None
     settings: PullSettings
-    does_push: bool = False  # Its connector understands introductions.
-    pp_rank: int = 0  # Of this process. The embedded engine has one stage; a host that has more says so.
+    does_push: bool = False  # The connector understands introductions.
+    pp_rank: int = 0  # Rank of this process. The embedded engine has one stage; a host that has more says so.
     pp_size: int = 1
     has_host_mirror: bool = False  # Peers see a copy of the cache in host memory (`host_mirror`).
-    # Of the layers that this rank registers, by their place in that order; by default one, which has all.
+    # Groups of the layers that this rank registers. By default one group has all layers.
     groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)
-    # Of the caches that the host has described, by layer name. By default all have keys and values.
+    # Specs of the caches that the host has described, by layer name. By default all have keys and values.
     # A layout has the dtypes of the tensors instead.
     cache_specs: Mapping[str, CacheSpec] = {}
-    state_parts: tuple[StatePart, ...] = ()  # Of one layer's recurrent state, for the whole model.
-    state_alignment: int = ALIGNMENT  # Of the parts, in bytes.
+    state_parts: tuple[StatePart, ...] = ()  # Parts of one layer's recurrent state, for the whole model.
+    state_alignment: int = ALIGNMENT  # Alignment of the parts, in bytes.
     draft: str = ""  # Content digest of the draft model of speculative decoding; empty: none.
     schedules_ahead: bool = False  # The host puts a step together while an earlier one still computes.
     names: RequestNames = WITHOUT_ADAPTERS  # What the host's requests are computed from.
@@ -54,7 +54,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
         *,
         does_push: bool = False,
     ) -> EngineIdentity:
-        """Of the embedded engine, in which a UserError fails one request only."""
+        """Identity in the embedded engine, in which a UserError fails one request only."""
         transfer = config.kv_transfer_config
         if transfer is None:
             raise ConfigError("is required", field="kv_transfer_config")
@@ -104,7 +104,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank(self) -> int:
-        """Of this process, among all ranks of the engine."""
+        """Rank of this process among all ranks of the engine."""
         return self.pp_rank * self.tp_size + self.tp_rank
 
     @property
@@ -114,7 +114,7 @@ class EngineIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def previous_ticket_key(self) -> bytes | None:
-        """Of the secret that is being replaced: accepted, and signs nothing."""
+        """Ticket key of the secret that is being replaced: it is accepted, and signs nothing."""
         if self.secret is None or self.secret.previous is None:
             return None
         return self.secret.derive_all(TICKET_KEY_PURPOSE)[1]

@@ -55,7 +55,7 @@ class FetchStream(msgspec.Struct, frozen=True):
 
     introduction: Introduction
     transfer_id: TransferId | None  # None: derived from the request's id.
-    continues: bool = False  # With P's token. False: of a model with states all tokens but the last.
+    continues: bool = False  # P's token is used. False: a model with states fetches all tokens but the last.
 
 
 class FetchByName(msgspec.Struct, frozen=True):
@@ -154,7 +154,7 @@ class TransferIntents:
 
     def __init__(self, identity: EngineIdentity) -> None:
         self._identity = identity
-        self._parsed: dict[str, TransferIntent | BadTransferParams | None] = {}  # By request id.
+        self._parsed: dict[str, TransferIntent | BadTransferParams | None] = {}  # Intents by request id.
 
     def params_of(self, request: host.Request) -> TransferIntent | None:
         """Raises BadTransferParams, each time, for params that are refused."""
@@ -205,7 +205,7 @@ def check_fetch(fetch: FetchIntent, request: host.Request, identity: EngineIdent
                 converts_dtype=identity.settings.convert_dtype,
             )
         case FetchByName():
-            pass  # Its producer is checked when it answers.
+            pass  # The producer is checked when it answers.
 
 
 def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity) -> None:
@@ -228,7 +228,7 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
             f"has cache groups with windows {_shown(ticket.windows)}, this engine has "
             f"{_shown(identity.windows)}; set hybrid_kv_cache alike on both",
         )
-    has_tables = identity.has_block_tables or len(ticket.block_ids) > 1  # On either side.
+    has_tables = identity.has_block_tables or len(ticket.block_ids) > 1  # Tables on either side count.
     if has_tables and ticket.block_tokens != identity.block_tokens and (windows | our_windows) - {None}:
         raise BadTicket(
             Fault.LAYOUT,
@@ -257,7 +257,7 @@ def check_offer(ticket: Ticket, request: host.Request, identity: EngineIdentity)
 
 
 def _windows(of: Ticket | EngineIdentity) -> frozenset[int | None]:
-    """Of the groups of layers with tokens."""
+    """Windows of the groups of layers with tokens."""
     return frozenset(window for group, window in enumerate(of.windows) if group not in of.state_groups)
 
 

@@ -100,7 +100,7 @@ class LayerReporter:
     def __init__(self, tp_rank: int) -> None:
         self._tp_rank = tp_rank
         self._order: LayerReportOrder | None = None
-        self._num_layers = 0  # Of this step, computed.
+        self._num_layers = 0  # Computed layers of this step.
         self._socket: socket.socket | None = None
         self._launched: Jobs | None = None  # Layers on a GPU; its thread is started for the first.
         self._is_dead = False
@@ -152,6 +152,6 @@ class LayerReporter:
         self._send(order, num_layers)
 
     def _fall_silent(self, error: BaseException) -> None:
-        """From now on progress is announced at the end of each step."""
+        """Announce progress at the end of each step from now on."""
         self._is_dead = True
         logger.error("layers are no longer reported within a step", exc_info=error)

@@ -59,7 +59,7 @@ class ReadBlocks:
     first_token: int
     num_tokens: int  # 0 moves nothing; with `is_last` it says that nothing more will come.
     local_blocks: tuple[int, ...]
-    remote_blocks: tuple[int, ...]  # Of P's own size; as far as is known.
+    remote_blocks: tuple[int, ...]  # Blocks of P's own size; as far as they are known.
     layers: tuple[int, int] | None = None  # Half-open, in P's order; None: all of them.
     is_last: bool = True
     groups: GroupPair | None = None  # Only layers of both, whose tables are given.
@@ -80,7 +80,7 @@ class ZeroDrafts:
     """
 
     layers: tuple[str, ...]
-    block_ids: tuple[tuple[int, ...], ...]  # Of each cache group.
+    block_ids: tuple[tuple[int, ...], ...]  # Blocks of each cache group.
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,10 +96,11 @@ Order: TypeAlias = MeetPeer | LosePeer | ReadBlocks | EndReads | ZeroDrafts | Fa
 
 @dataclass(frozen=True, slots=True)
 class PullMetadata(KVConnectorMetadata):
-    orders: tuple[Order, ...] = ()  # To be carried out in this order; ranks pick what is theirs.
+    orders: tuple[Order, ...] = ()  # Orders to be carried out in this sequence; each rank picks its own.
     wants_report: bool = False  # Report even if it is empty: a host may drop empty outputs.
-    step: int = 0  # To be repeated in the report; 0: not counted.
-    held_blocks: tuple[int, ...] = ()  # That requests new in this step found computed; for a host mirror.
+    step: int = 0  # Number to be repeated in the report; 0: the step is not counted.
+    # Blocks that requests new in this step found computed; for a host mirror.
+    held_blocks: tuple[int, ...] = ()
     layer_reports: LayerReportOrder | None = None  # None: computed layers are not reported.
 
 
@@ -113,8 +114,8 @@ class ReadEnd(msgspec.Struct, frozen=True):
     pair: Pair
     ok: bool  # Every part was.
     nbytes: int = 0
-    duration_s: float = 0.0  # From post to end, the rank's clock; of all parts together.
-    num_descriptors: int = 0  # Before adjacent ones were merged.
+    duration_s: float = 0.0  # Time from post to end, by the rank's clock; of all parts together.
+    num_descriptors: int = 0  # Descriptors before adjacent ones were merged.
     transport: str = ""  # Empty: it was never posted.
     error: str = ""
 
@@ -124,13 +125,13 @@ class LostLink:
     """A connection to a peer's rank broke, other than by the peer's orderly end."""
 
     producer: str  # Engine id.
-    rank: int  # Of ours that had it.
-    number: int  # Of the link among those that the rank has lost: no two records are equal.
+    rank: int  # Our rank that had the link.
+    number: int  # Number of the link among those that the rank has lost: no two records are equal.
 
 
 @dataclass(kw_only=True)
 class PullWorkerReport(RankReport):
-    step: NotCombined[int] = 0  # That this rank has computed, with all before it.
+    step: NotCombined[int] = 0  # The last step that this rank has computed, with all before it.
     ended: AnyRank[set[ReadEnd] | None] = None  # Each pair belongs to one rank; the machine waits for all.
     lost_links: AnyRank[set[LostLink] | None] = None
     card: NotCombined[RankCard | None] = None  # The cache is registered anew: the host has slept.

@@ -72,7 +72,7 @@ class ControlPort(Protocol):
     """What drives the agent. The real one is a ControlThread."""
 
     num_bad_frames: int
-    public_key: bytes  # Of this process.
+    public_key: bytes  # Public key of this process.
 
     @property
     def url(self) -> str: ...
@@ -142,7 +142,7 @@ class IdleWait(Protocol):
 
     def take(self) -> None: ...
     def end(self) -> None:
-        """From any thread: something has arrived."""
+        """End a wait, because something has arrived. On any thread."""
 
 
 class Traces(Protocol):
@@ -164,7 +164,8 @@ class HostPolicy:
 
     holder: BlockHolder | None = None  # Keeps lent blocks; None: the host does, because of `delay_free`.
     traces: Traces | None = None
-    idle_wait: IdleWait | None = None  # For a host that steps without pause while a request waits for a load.
+    # Waits for a host that steps without pause while a request waits for a load.
+    idle_wait: IdleWait | None = None
     # The host ends with what `build_connector_meta` raises: without the control thread, prompts are computed.
     survives_dead_control: bool = False
     # Routers have no other way to the half than a request:
@@ -221,7 +222,8 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._machines, self._make_announcer = machines, announcer
         self._awaited: set[str] = set()  # Requests that the host has parked until their load is reported.
         self._mirrors_blocks = identity.has_host_mirror and identity.is_producer
-        self._new_cards: dict[int, RankCard] = {}  # Of ranks whose host has slept, until all have reported.
+        # Cards of ranks whose host has slept, until all have reported.
+        self._new_cards: dict[int, RankCard] = {}
         self._is_shut_down = False
         self._open(epoch if epoch is not None else self._key.epoch)
 
@@ -242,7 +244,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         make = self._make_announcer
         self.announcer = make(identity, self._agent, self._stats, self._changing) if make else None
         self._bad_frames_counted = 0
-        self._is_retired = False  # Without a control thread: nothing is fetched or lent.
+        self._is_retired = False  # The control thread has died: nothing is fetched or lent.
         self._control.start()
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
@@ -485,7 +487,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         if has_woken and not self._awaited and not self.num_open_fetches:
             self._reopen()
         if has_orders:
-            self._wake_host()  # They go with the next step.
+            self._wake_host()  # The orders go with the next step.
 
     def has_pending_block_frees(self) -> bool:
         """Asked when an allocation has failed: what is released here is free for the next one."""
@@ -577,18 +579,18 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         return ControlThread(agent, lock, channel, self._key, self._clock, on_effects=self._effects_happened)
 
     def _effects_happened(self) -> None:
-        """On the control thread: a peer, or the time, has changed something."""
+        """Runs on the control thread after a peer, or the time, has changed something."""
         with self._lock:
             self._order_rank()
         self._wake_host()
 
     def _wake_host(self) -> None:
-        """From any thread: a step would find something to carry out."""
+        """Tell the host that a step would find something to carry out. On any thread."""
         if self._wake is not None:
             self._wake()
 
     def _pass_on(self) -> None:
-        """On the engine's thread, with the lock held: what has been decided since the last call."""
+        """Pass on what has been decided since the last call. On the engine's thread, with the lock held."""
         if self._policy.holder is not None:
             self._loans.release_ended()
         self._order_rank()
@@ -677,7 +679,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
             self._policy.idle_wait.take()
 
     def _retire(self, error: ConnectorDead) -> None:
-        """Without a control thread no lease is renewed: end what depends on it."""
+        """End all loans and fetches: without a control thread no lease is renewed."""
         if self._is_retired:
             return
         self._is_retired = True

@@ -25,9 +25,9 @@ LOOPBACK = "127.0.0.1"
 class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A decode engine keeps what it has computed for the next turn's prefill. Needs kv_both on both sides."""
 
-    ttl_s: float = 480.0  # From the end of an answer to the next question.
+    ttl_s: float = 480.0  # Time from the end of an answer to the next question.
     min_tokens: int = 64  # Fewer are computed faster than fetched.
-    pool_share_max: float = 0.5  # Of the blocks; beyond it the oldest are given up.
+    pool_share_max: float = 0.5  # Share of the blocks; beyond it the oldest are given up.
 
     def __post_init__(self) -> None:
         if not self.ttl_s > 0:
@@ -40,20 +40,22 @@ class TurnSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     host: str = LOOPBACK  # Where the control channel and the data servers listen.
-    port: int = 0  # Of the control channel; 0: any free one. Peers learn it from tickets.
+    port: int = 0  # Port of the control channel; 0: any free one. Peers learn it from tickets.
     advertise_host: str | None = (
         None  # The address for peers, if `host` is not reachable: NAT, or host 0.0.0.0.
     )
     advertise_port: int = 0  # What peers dial for the control channel; 0: the port that it listens on.
-    # Of the tcp transport: rank r listens on data_port + r. 0: each rank takes any free port.
+    # Port of the tcp transport: rank r listens on data_port + r. 0: each rank takes any free port.
     data_port: int = 0
-    # What peers dial for it, if a proxy or NAT stands between: rank r is reached at data_advertise_port + r.
+    # What peers dial for `data_port` through a proxy or NAT: they reach rank r at data_advertise_port + r.
     data_advertise_host: str | None = None  # None: advertise_host, or host.
     data_advertise_port: int = 0  # 0: the port that the rank listens on.
-    # Those that this engine offers; as a reader it prefers the first. None: what works here, best first.
+    # Transports that this engine offers; as a reader it prefers the first. None: all that work here, best
+    # first.
     transports: tuple[str, ...] | None = None
-    # Of the tcp transport: "mac" notices changed bytes, "encrypt" also hides them, "off" (loopback only) does
-    # neither. None: "mac" on the loopback, "encrypt" beyond it. The stronger setting of both ends holds.
+    # Protection of the tcp transport: "mac" notices changed bytes, "encrypt" also hides them, "off" (loopback
+    # only) does neither. None: "mac" on the loopback, "encrypt" beyond it. The stronger setting of both ends
+    # holds.
     integrity: Integrity | None = None
     convert_dtype: bool = True  # Read caches of another dtype, with a declared loss; false: refuse them.
     timers: Timers = Timers()
@@ -85,7 +87,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
         return False
 
     def tcp_options(self, rank: int) -> TcpOptions:
-        """Of this rank. Raises ConfigError if its port is above 65535."""
+        """Options of this rank. Raises ConfigError if its port is above 65535."""
         return TcpOptions(
             host=self.host,
             port=self.data_port + rank if self.data_port else 0,

@@ -108,7 +108,7 @@ class PullWorkerHalf(BackgroundLoads):
         self._given_run_in_background = run_in_background
         self._find_packing = find_packing
         self._find_drafts = find_drafts
-        self._drafts: dict[str, tuple[int, torch.Tensor]] = {}  # By layer: its cache group, its cache.
+        self._drafts: dict[str, tuple[int, torch.Tensor]] = {}  # Cache group and cache, by layer.
         self._empty_step_wait_s = empty_step_wait_s
         self._reporter = reporter(identity.tp_rank) if reporter is not None else None
         self._layer_index: dict[str, int] = {}
@@ -121,9 +121,10 @@ class PullWorkerHalf(BackgroundLoads):
         self._caches: dict[str, torch.Tensor] = {}  # What is registered: of the host, or its mirror.
         self._is_asleep = False  # The host has taken the cache's memory away.
         self._ended_by_sleep: list[ReadEnd] = []
-        self._new_card: RankCard | None = None  # Since the host woke up; not reported yet.
+        self._new_card: RankCard | None = None  # Card since the host woke up; not reported yet.
         self.mirror: HostMirror | None = None
-        self._forward_context: host.ForwardContext | None = None  # Of this step, for the mirror.
+        # Forward context of this step, for the mirror.
+        self._forward_context: host.ForwardContext | None = None
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         assert self._links is None, "registered once"
@@ -336,7 +337,7 @@ class PullWorkerHalf(BackgroundLoads):
         return ended if self.mirror is None else [self._landed(end, self.mirror) for end in ended]
 
     def _landed(self, end: ReadEnd, mirror: HostMirror) -> ReadEnd:
-        """On the device too: only then it is an end."""
+        """Copies a read to the device too; only then it has ended."""
         try:
             if end.ok:
                 mirror.load(end.claim)
@@ -405,7 +406,7 @@ class PullWorkerHalf(BackgroundLoads):
         )
 
     def _run_and_wake(self, job: Callable[[], None]) -> None:
-        """In the background: how it ended is for a step to see."""
+        """Runs the job in the background. A step sees how it ended."""
 
         def run() -> None:
             try:
@@ -416,6 +417,6 @@ class PullWorkerHalf(BackgroundLoads):
         (self._given_run_in_background or self._background.run)(run)
 
     def _wake_host(self) -> None:
-        """From any thread: a step would find the end of a read."""
+        """Tell the host that a step would find the end of a read. On any thread."""
         if self._wake is not None:
             self._wake()

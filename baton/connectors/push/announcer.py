@@ -136,7 +136,7 @@ class PrefillAnnouncer:
                 self._end_streams(now)
 
     def layers_done(self, rank: int, step: int, num_layers: int) -> None:
-        """On the thread that receives reports of computed layers, while the step goes on."""
+        """Announces layers during a step, on the thread that receives reports of computed layers."""
         with self._changing as now:
             try:
                 self._prefills.layers_done(rank, step, num_layers, now)
@@ -148,7 +148,7 @@ class PrefillAnnouncer:
             self._layer_reports.close(timeout_s)
 
     def _end_streams(self, now: float) -> None:
-        """After an exception, a bug of ours. Loans and leases do not depend on streams, and go on."""
+        """Ends all streams after a bug of ours. Loans and leases do not depend on streams, and go on."""
         logger.exception("streaming failed; running prefills are no longer announced")
         self._stats.count_failure(FailureCode.INTERNAL)
         self._prefills.fail_all("the producer lost count of what is ready", now)

@@ -38,10 +38,10 @@ from baton.protocol.messages import BlockTables
 class _Prefill:
     transfer_id: TransferId
     num_prompt_tokens: int
-    first_blocks: tuple[
-        int, ...
-    ]  # Of each KV-cache group: the first that stays until the prompt is computed.
-    tables: list[list[int]] = field(default_factory=list)  # Of each KV-cache group, from token 0 on.
+    # Index, in each KV-cache group, of the first block that stays until the prompt is computed.
+    first_blocks: tuple[int, ...]
+    # Block ids of each KV-cache group, from token 0 on.
+    tables: list[list[int]] = field(default_factory=list)
     num_ready: int = 0  # Tokens of this run, as announced.
     is_computing: bool = False
 
@@ -50,10 +50,12 @@ class _Prefill:
 class _Step:
     """A step in flight: how far it takes each prompt."""
 
-    reaches: list[tuple[str, _Prefill, int]] = field(default_factory=list)  # Tokens, once it is done.
-    begun: list[tuple[_Prefill, int]] = field(default_factory=list)  # And what the host calls computed.
-    written: set[int] = field(default_factory=set)  # Blocks whose content it computes, or a part of it.
-    writes_others: bool = False  # It writes blocks of requests whose tables are not known here too.
+    # Request id, prefill, and number of its tokens that are computed once the step is done.
+    reaches: list[tuple[str, _Prefill, int]] = field(default_factory=list)
+    # Prefills that begin, and the number of tokens that the host calls computed.
+    begun: list[tuple[_Prefill, int]] = field(default_factory=list)
+    written: set[int] = field(default_factory=set)  # Blocks that the step computes, in whole or in part.
+    writes_others: bool = False  # The step also writes blocks of requests whose tables are not known here.
     layers_by_rank: dict[int, int] = field(default_factory=dict)
     num_layers: int = 0  # Computed by every rank, as announced.
 
@@ -62,11 +64,11 @@ class Prefills:
     """Prefills that consumers may read along, and the steps in flight. Calls need the agent's lock.
 
     Args:
-        agent: its machine `prefills` is told what is ready.
+        agent: the agent whose machine `prefills` is told what is ready.
         block_tokens: tokens of a block.
-        num_ranks: that report each step and each layer.
+        num_ranks: number of ranks that report each step and each layer.
         groups: KV-cache groups of the layers; by default all layers share one table.
-        host_schedules_ahead: it puts a step together while an earlier one computes.
+        host_schedules_ahead: the host puts a step together while an earlier one computes.
     """
 
     def __init__(
@@ -85,8 +87,8 @@ class Prefills:
         self._groups = groups
         self._is_hybrid = is_hybrid(groups)
         self._host_schedules_ahead = host_schedules_ahead
-        self._prefills: dict[str, _Prefill] = {}  # By request id.
-        self._steps: dict[int, _Step] = {}  # In flight, oldest first.
+        self._prefills: dict[str, _Prefill] = {}  # Prefills by request id.
+        self._steps: dict[int, _Step] = {}  # Steps in flight, oldest first.
 
     def expect(self, request_id: str, transfer_id: TransferId, num_prompt_tokens: int) -> None:
         firsts = tuple(
@@ -96,7 +98,7 @@ class Prefills:
         self._prefills[request_id] = _Prefill(transfer_id, num_prompt_tokens, firsts)
 
     def fail_all(self, reason: str, now: float) -> None:
-        """What is known here cannot be relied on any more: consumers that wait compute by themselves."""
+        """Fail all prefills, because their state is not reliable any more. Consumers that wait compute."""
         for prefill in self._prefills.values():
             self._agent.carry_out(self._machine.failed(prefill.transfer_id, reason, now), now)
         self._prefills.clear()
@@ -218,12 +220,8 @@ class Prefills:
         work.reaches.append((request_id, prefill, end))
 
     def _without_states(self, tables: Sequence[Sequence[int]]) -> list[Sequence[int]]:
-        return [
-            () if group.is_state else table
-            for group, table in zip(
-                self._groups, tables, strict=False
-            )  # Without new blocks there is no table.
-        ]
+        # A request without new blocks has no table.
+        return [() if group.is_state else table for group, table in zip(self._groups, tables, strict=False)]
 
     def _write(self, work: _Step, tables: Iterable[Sequence[int]], num_computed: int, end: int) -> None:
         size = self._block_tokens
@@ -231,9 +229,9 @@ class Prefills:
             work.written.update(table[num_computed // size : -(-end // size)])
 
     def _num_filled(self, prefill: _Prefill, num_computed: int) -> int:
-        """How many of the tokens that the host calls computed no step in flight has still to compute."""
+        """Number of tokens that the host calls computed, up to the first that a step in flight computes."""
         if any(work.writes_others for work in self._steps.values()):
-            return 0  # It may share unknown blocks; they are announced when this step is done.
+            return 0  # The prefill may share unknown blocks, which are announced when that step is done.
         last = -(-num_computed // self._block_tokens)
         for table, first in zip(prefill.tables, prefill.first_blocks, strict=True):
             for index in range(first, min(last, len(table))):

@@ -37,7 +37,7 @@ class Offer:
     """What a producer has or will have for the request. Verified."""
 
     producer: Address
-    num_tokens: int  # Of the prompt, from its start.
+    num_tokens: int  # Tokens of the prompt, from its start.
     transfer_id: TransferId
     ticket: Ticket | None = None  # None: of a stream, until the producer has sent it.
     min_tokens: int = 1  # Fewer are not worth a fetch.
@@ -49,25 +49,25 @@ class Fetch:
     state: State
     offer: Offer | None = None  # None: refused.
     claim: int = 0  # Number of the claim in the machines.
-    request: host.Request | None = None  # Of a stream, until its ticket has been checked.
+    request: host.Request | None = None  # The request of a stream, until its ticket has been checked.
     covers_prompt: bool = False  # The ticket is of the whole prompt, and its prefilled tokens are not taken.
     first_token: int = 0  # Tokens before it were here already.
     num_moved_tokens: int = 0
     tables: tuple[tuple[int, ...], ...] = ()  # Our blocks of each KV-cache group, from token 0 on.
-    moved_blocks: tuple[int, ...] = ()  # Of them, those that are read into, of all groups.
+    moved_blocks: tuple[int, ...] = ()  # Blocks of all groups that are read into.
     group_routes: GroupRoutes = ONE_TABLE
     early: list[Part] = field(default_factory=list)  # Ordered while the prefill ran, in the run that counts.
     unread: tuple[Part, ...] | None = None  # Parts of the loan not read yet; None: everything missing here.
     # Times in seconds; 0.0: not yet.
     claimed_at: float = 0.0
     ready_at: float = 0.0  # The producer's ranks are known.
-    fetched_at: float = 0.0  # Its blocks are allocated.
+    fetched_at: float = 0.0  # Blocks of the request are allocated.
     started_at: float = 0.0  # The first read was ordered.
     read_at: float = 0.0  # The last end of a read so far was reported.
-    reads_early: bool = False  # Its announced parts are being read.
-    is_started: bool = False  # Its loan is being read.
+    reads_early: bool = False  # Announced parts are being read.
+    is_started: bool = False  # The loan is being read.
     is_unused: bool = False  # Released before anything was fetched. This is no failure.
-    failed_early: bool = False  # Before any block was allocated for it.
+    failed_early: bool = False  # The fetch failed before any block was allocated for it.
     failure: FailureCode | None = None  # The first.
     is_finished: bool = False  # The host has ended the request.
     read_ends: list[ReadEnd] = field(default_factory=list)
@@ -142,7 +142,7 @@ def failure_record_of(fetch: Fetch, code: FailureCode, now: float) -> dict[str, 
 
 
 def times_of(fetch: Fetch, now: float) -> dict[str, float]:
-    """On the clock of the scheduler half, in seconds; 0.0: it has not come to this."""
+    """Times of a fetch in seconds, on the clock of the scheduler half; 0.0: the event has not happened."""
     return {
         "claimed_s": fetch.claimed_at,
         "ready_s": fetch.ready_at,

@@ -92,8 +92,9 @@ class Fetches:
         self._requests = requests
         self._stats = stats
         self._route = route
-        self._fetches: dict[str, Fetch] = {}  # By request id, until the host has finished it.
-        self._claims: dict[int, Fetch] = {}  # Until delivered, or free of running reads.
+        # Fetches by request id, until the host has finished the request.
+        self._fetches: dict[str, Fetch] = {}
+        self._claims: dict[int, Fetch] = {}  # Fetches by claim, until delivered or free of running reads.
         self.orders = RankOrders()
         self._reads = ReadStart(agent, identity, self.orders)
         # Requests whose blocks are filled, or free of reads that could fill them; not reported yet.
@@ -141,7 +142,7 @@ class Fetches:
         fetch = self._fetches.get(request_id)
         if fetch is None or fetch.offer is None:
             return 0
-        # Under policy "fail" an early failure is promised too, so that the host learns of it as of any other.
+        # Policy "fail" also promises tokens for an early failure: the host learns of it as of any other.
         must_fail = fetch.failed_early and not self._identity.recomputes_failed_loads
         if fetch.state is not State.RESERVED and not must_fail:
             return 0
@@ -173,7 +174,7 @@ class Fetches:
             return
         assert fetch is not None, "tokens that were never promised"
         fetch.aim(block_ids, num_external_tokens, self._identity)
-        if fetch.state is State.ENDED:  # It failed before. The host waits for its end all the same.
+        if fetch.state is State.ENDED:  # The fetch failed before. The host still waits for its end.
             fetch.failed_early = False
             self.orders.fail_load(request_id, fetch.moved_blocks)
             return
@@ -183,12 +184,12 @@ class Fetches:
         self._reads.start_if_ready(fetch, now)
 
     def give_up(self, request_id: str, block_ids: Sequence[Sequence[int]], now: float) -> None:
-        """After a bug of ours in `allocated`: report a failed load, because the host waits for an end."""
+        """Report a failed load after a bug of ours in `allocated`, because the host waits for an end."""
         fetch = self._fetches.get(request_id)
         if fetch is not None:
             fetch.failure = fetch.failure or FailureCode.INTERNAL
         if fetch is not None and fetch.state is State.FETCHING:
-            self._abort(fetch.claim, now)  # Its end leads to the report.
+            self._abort(fetch.claim, now)  # The end of the fetch leads to the report.
             return
         if fetch is not None and fetch.state is State.RESERVED:
             self._release_unused(fetch, now)
@@ -210,7 +211,7 @@ class Fetches:
         for claim in list(self._claims):
             self._abort(claim, now, FailureCode.OTHER_WEIGHTS)
         for fetch in self._fetches.values():
-            fetch.covers_prompt = False  # Its prefilled tokens are those of the old weights.
+            fetch.covers_prompt = False  # The prefilled tokens are those of the old weights.
             if fetch.request_id in self.received:
                 self.received.discard(fetch.request_id)
                 self._fail(fetch, FailureReason(FailureCode.OTHER_WEIGHTS), now)

@@ -43,8 +43,8 @@ class RankOrders:
 
     def __init__(self) -> None:
         self.pending: list[Order] = []
-        self._cards: dict[Address, tuple[RankCard, ...]] = {}  # Of peers that are ready.
-        # Of them, those from which something has been read: pairs of ranks, and routes of their groups.
+        self._cards: dict[Address, tuple[RankCard, ...]] = {}  # Cards of peers that are ready.
+        # Pairs of ranks, and routes of groups, for the peers from which something has been read.
         self.plans: dict[Address, tuple[tuple[Pair, ...], GroupRoutes]] = {}
         self._known_to_ranks: set[Address] = set()
 
@@ -91,7 +91,7 @@ class RankOrders:
         self._read(fetch, pairs, part, remote_blocks, is_last=False)
 
     def zero_drafts(self, fetch: Fetch, layers: tuple[str, ...], identity: EngineIdentity) -> None:
-        """Before the first read of the fetch."""
+        """Zero these layers before the first read of the fetch."""
         blocks = tuple(blocks_from(fetch.first_token, [table], identity) for table in fetch.tables)
         self.pending.append(ZeroDrafts(layers, blocks))
 
@@ -149,7 +149,7 @@ class RankOrders:
 
 
 class ReadPlanner:
-    """Through which pairs of ranks, and which block tables, the KV of a producer gets here.
+    """Plans the pairs of ranks, and the block tables, through which the KV of a producer gets here.
 
     Args:
         rotation: engines with different numbers read the same data from different replicated ranks.
@@ -165,7 +165,7 @@ class ReadPlanner:
         self._own_layouts = list(layouts)
 
     def pairs(self, ranks: Sequence[RankCard]) -> tuple[Pair, ...]:
-        """Of a producer's ranks and ours. Raises PlanError."""
+        """Pairs of a producer's ranks and ours. Raises PlanError."""
         theirs = [card.layout for card in ranks]
         return plan_pairs_of_layouts(theirs, self._own_layouts, rotation=self._rotation)
 
@@ -176,7 +176,7 @@ class ReadPlanner:
         return tuple(sorted(unfilled_drafts([card.layout for card in ranks], self._own_layouts)))
 
     def group_routes(self, ranks: Sequence[RankCard]) -> GroupRoutes:
-        """Through which tables the layers move. Raises PlanError."""
+        """Tables through which the layers move. Raises PlanError."""
         theirs = [card.layout for card in ranks]
         if not self._identity.has_block_tables and not any(
             layer.group for layout in theirs for layer in layout.caches
@@ -211,7 +211,7 @@ class ReadStart:
         self.planner = ReadPlanner(identity, rotation=agent.address.epoch)
 
     def open_ticket(self, fetch: Fetch, text: str, now: float) -> None:
-        """Of a stream. The machine checks that it is for the blocks that were announced."""
+        """Open the ticket of a stream. The machine checks that it is for the blocks that were announced."""
         assert fetch.request is not None, "a stream ends once"
         request, fetch.request = fetch.request, None
         streams, identity = self._agent.streams, self._identity
@@ -263,7 +263,8 @@ class ReadStart:
         if has_windows and block_tokens != ours:
             text = f"blocks of another size, {block_tokens} tokens and not {ours}: windows need the same"
             reason = FailureReason(FailureCode.BLOCK_SIZE_MISMATCH, text)
-            self._agent.carry_out(streams.refuse(fetch.claim, reason, now), now)  # As its ticket would be.
+            # The ticket would be refused, too.
+            self._agent.carry_out(streams.refuse(fetch.claim, reason, now), now)
             return
         effects = streams.ready(
             fetch.claim,

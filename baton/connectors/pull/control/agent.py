@@ -127,7 +127,7 @@ class PullAgent:
     # --- Owners of machines ----------------------------------------------------------------------
 
     def announce(self, cards: list[RankCard]) -> None:
-        """From now on peers can read the memory of these ranks."""
+        """Let peers read the memory of these ranks from now on."""
         self.peers.announce(encode_ranks(cards))
 
     def carry_out(self, effects: Iterable[AnyEffect], now: float) -> None:

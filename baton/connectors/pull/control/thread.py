@@ -38,7 +38,7 @@ from baton.transport.threads import join_all, start_owned_thread
 logger = logging.getLogger(__name__)
 
 SLEEP_MAX_S = 60.0
-GOODBYE_S = 0.05  # For the last frames to leave; a peer that misses them waits for its deadline.
+GOODBYE_S = 0.05  # Time for the last frames to leave; a peer that misses them waits for its deadline.
 ROUTES_MAX = 4096  # Peers whose route is remembered; the one unused for longest is forgotten first.
 RESTARTS_MAX = 5
 RESTARTS_S = 60.0
@@ -81,7 +81,7 @@ class ControlThread:
         self._thread: threading.Thread | None = None
         self._sleeps_until = float("inf")
         self.num_bad_frames = 0  # Malformed or forged.
-        self.num_forged_frames = 0  # Of them: not written by the sender that they name.
+        self.num_forged_frames = 0  # Bad frames that were not written by the sender that they name.
         self.public_key = key.public
 
     @property
@@ -93,7 +93,7 @@ class ControlThread:
         self._thread = start_owned_thread("baton-control", self._run, on_death=self._note_death)
 
     def route(self, peer: Address, url: str, public_key: bytes | None) -> None:
-        """With the lock held: where a peer listens, from its signed ticket.
+        """Remember where a peer listens, from its signed ticket. Needs the lock.
 
         Raises BadTransferParams for a key that is not the peer's. None: the peer is only named.
         """
@@ -105,12 +105,12 @@ class ControlThread:
         self._remember(peer, _Way(url, public_key))
 
     def flush(self) -> None:
-        """With the lock held: wake the thread if it sleeps on something to send, or beyond a deadline."""
+        """Wake the thread if it sleeps on something to send, or beyond a deadline. Needs the lock."""
         if self._agent.has_envelopes or self._agent.next_deadline < self._sleeps_until:
             self._channel.wake()
 
     def raise_if_dead(self) -> None:
-        """For the owner, each step: without this thread no lease is kept."""
+        """Called by the owner in each step: without this thread no lease is renewed."""
         if self._death is not None:
             raise ConnectorDead("the control thread of the pull connector died") from self._death
 
@@ -176,7 +176,8 @@ class ControlThread:
             logger.log(level, "dropped a control frame, number %d: %s", self.num_bad_frames, error)
             return
         envelope, way = opened.envelope, _Way(route, opened.public_key)
-        if not opened.is_proved:  # For another incarnation of this engine: only that is answered.
+        # The frame is for another incarnation of this engine: only that is answered.
+        if not opened.is_proved:
             _, answers = admit(self._agent.address, envelope)
             for answer in pack_sends(self._agent.address, answers):
                 self._send(answer, way)
@@ -193,8 +194,10 @@ class ControlThread:
                 self._has_news |= self._agent.num_effects > num_effects
 
     def _believed(self, messages: Iterable[Message], route: Destination) -> Iterable[Message]:
-        """Without each Stranger about an engine that is reached by another route: only the process that
-        listens there knows that the engine is gone."""
+        """Drops each Stranger about an engine that is reached by another route.
+
+        Only the process that listens there knows that the engine is gone.
+        """
         for message in messages:
             if isinstance(message, Stranger):
                 way = self._ways.get(message.about)

@@ -41,7 +41,7 @@ _LENDABLE: Final = frozenset({"FINISHED_LENGTH_CAPPED", "FINISHED_STOPPED"})
 """vLLM's names of the ends after which the KV of a prompt is complete."""
 
 FOREGONE_MAX = 4096  # Names; an older one is of a request that has long ended.
-_REQUEST_ID_CHARS = 256  # Of a name for logs; a client's may be of any length.
+_REQUEST_ID_CHARS = 256  # Length of a request id in logs; a client's may be of any length.
 
 
 class BlockHolder(Protocol):
@@ -65,7 +65,7 @@ class BlockHolder(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Lending:
-    """Of an open loan."""
+    """Record of an open loan."""
 
     request_id: str
     transfer_id: TransferId
@@ -103,7 +103,8 @@ class Loans:
         self._holder = holder
         self._lent: dict[LoanId, Lending] = {}
         self._foregone: dict[str, None] = {}  # Transfers taken back before they were lent, oldest first.
-        self._kept: dict[LoanId, int] = {}  # For a next turn; to the number of blocks, oldest first.
+        # Number of blocks of each loan that is kept for a next turn, oldest first.
+        self._kept: dict[LoanId, int] = {}
         self._ended: list[LoanId] = []  # Not released by the holder yet.
         self.freed: set[str] = set()  # Requests whose blocks are no longer lent, not reported yet.
         self.num_pool_blocks: int | None = None  # None: the host has not reported it.
@@ -252,7 +253,7 @@ class Loans:
     def _held(
         self, tables: Sequence[Sequence[int]], num_tokens: int, num_computed: int
     ) -> tuple[tuple[BlockId, ...], ...]:
-        """Of each group, the blocks that tokens after the first `num_tokens` need. Empty: cannot be lent."""
+        """Blocks of each group that tokens after the first `num_tokens` need. Empty: they cannot be lent."""
         if self._identity.state_groups and num_tokens != num_computed:
             return ()  # The states are those after other tokens.
         size = self._identity.block_tokens
@@ -275,7 +276,7 @@ class Loans:
             self._ended.append(loan_id)
         lending = self._lent.pop(loan_id, None)
         if lending is None:
-            return  # Its ticket was never made.
+            return  # The ticket of this loan was never made.
         if self._holder is None:
             self.freed.add(lending.request_id)
         was_kept = self._kept.pop(loan_id, None) is not None
@@ -286,7 +287,7 @@ class Loans:
             logger.warning("loan %d expired: no consumer released it", loan_id.counter)
 
     def release_ended(self) -> bool:
-        """On the engine's thread: let the holder release the blocks of ended loans. False: there are none."""
+        """Let the holder release the blocks of ended loans, on the engine's thread. False: there are none."""
         if not self._ended:
             return False
         ended, self._ended = self._ended, []
@@ -407,6 +408,6 @@ def loan_record(lending: Lending, outcome: str, now: float) -> dict[str, Any]:
 
 
 def _name_for_logs(request_id: str) -> RequestId:
-    """Without half a surrogate pair, which is no valid text outside of Python."""
+    """Escapes half a surrogate pair, which is no valid text outside of Python."""
     shown = request_id[:_REQUEST_ID_CHARS].encode("utf-8", "backslashreplace").decode()
     return RequestId(shown[:_REQUEST_ID_CHARS])

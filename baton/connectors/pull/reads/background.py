@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 Job = Callable[[], None]
 
-JOBS_MAX = 64  # At once. Each waits for a peer, for some seconds at most.
+JOBS_MAX = 64  # Jobs that run at once. Each waits for a peer, for some seconds at most.
 
 
 class Background:
@@ -34,7 +34,7 @@ class Background:
         self._is_closed = False
 
     def run(self, job: Job) -> None:
-        """From any thread; after `close`, drops the job. Raises RuntimeError if no thread can be started."""
+        """Runs the job, or drops it after `close`. On any thread. RuntimeError: no thread can be started."""
         with self._lock:
             if self._is_closed:
                 return

@@ -1,4 +1,4 @@
-"""From the tensors that a host registers to the layout that peers plan with."""
+"""Makes the layout that peers plan with, from the tensors that a host registers."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def layout_of(
     of_states = {name: cache for name, cache in kv_caches.items() if is_of_states(cache)}
     caches = {name: with_heads(cache) for name, cache in kv_caches.items() if name not in of_states}
     num_blocks = len(next(iter(kv_caches.values())))
-    regions: dict[int, tuple[int, Region]] = {}  # By address: (index, region).
+    regions: dict[int, tuple[int, Region]] = {}  # Index and region, by address.
     layers, states = [], []
     for name, cache in (caches | of_states).items():
         storage = cache.untyped_storage()
@@ -125,7 +125,7 @@ def with_heads(cache: torch.Tensor) -> torch.Tensor:
 
 
 def _spec_of(name: str, cache: torch.Tensor, identity: EngineIdentity, packing: str) -> CacheSpec:
-    """As the host describes the cache, with the tensor's dtype."""
+    """Spec of the cache as the host describes it, with the tensor's dtype."""
     specs = identity.cache_specs
     if name in specs:
         spec = specs[name]

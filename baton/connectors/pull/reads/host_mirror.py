@@ -34,7 +34,7 @@ class HostMirror:
         self.caches = _like(kv_caches)
         self._copy: CopyBlocksOp | None = None
         self._lock = threading.Lock()  # Orders may come between steps.
-        self._expected: dict[int, set[int]] = {}  # By claim: blocks that its reads write.
+        self._expected: dict[int, set[int]] = {}  # Blocks that the reads of a claim write, by claim.
 
     def bind(self, copy_operation: CopyBlocksOp) -> None:
         self._copy = copy_operation

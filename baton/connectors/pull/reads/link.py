@@ -76,7 +76,7 @@ class Attempts:
 @dataclass(slots=True, eq=False)
 class Link:
     key: LinkKey
-    cards: tuple[RankCard, ...]  # Of all the producer's ranks.
+    cards: tuple[RankCard, ...]  # Cards of all the producer's ranks.
     ready: Ready | None = None
     connected_at: float = 0.0
     is_lost: bool = False
@@ -128,7 +128,7 @@ class LinkOpener:
 
     layout: RankLayout  # Ours.
     transports: Mapping[str, Transport]
-    order: Sequence[str]  # Of preference.
+    order: Sequence[str]  # Names of transports, in the order of preference.
     converts_dtype: bool
     can_stage: bool
 
@@ -174,7 +174,7 @@ class Job:
 
 
 class ReadPosting:
-    """Without a staged reader, reads that need one fail."""
+    """Begins reads over a link. A read that needs a staged reader fails if there is none."""
 
     def __init__(self, layout: RankLayout, operations: Operations, staged: StagedReader | None) -> None:
         self._layout = layout
@@ -182,7 +182,7 @@ class ReadPosting:
         self._staged = staged
 
     def begin(self, link: Link, ready: Ready, read: Read) -> Job | None:
-        """With the lock of the operations held. Returns what is left to do in the background."""
+        """Begins one read. Returns what is left to do in the background. Needs the operations' lock."""
         order = read.order
         if states := link.states_of(order, self._layout):
             return self._begin_states(link, ready, read, states)
@@ -262,7 +262,7 @@ class ReadPosting:
         spans: list[Spans] = []
         try:
             spans = [ready.prepare(piece.shape, layers) for piece in pieces]
-        except Exception as error:  # The border of one read: whatever it is, its claim hears of it.
+        except Exception as error:  # Whatever the error is, only this read fails.
             read.fail(link.explain(error))
         with self._operations.changed:
             self._post(link, ready, read, pieces, spans)
@@ -287,7 +287,7 @@ class ReadPosting:
                 ),
                 Wire(ready, read, self._operations),
             )
-        except Exception as error:  # As above.
+        except Exception as error:  # Whatever the error is, only this read fails.
             read.fail(link.explain(error))
         with self._operations.changed:
             read.duration_s = time.monotonic() - started_at

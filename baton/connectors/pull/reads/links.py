@@ -47,7 +47,7 @@ class PeerLinks:
         converts_dtype: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Without a staged reader, peers that need one are peers that cannot be read."""
+        """A peer that needs a staged reader cannot be read if `staged` is None."""
         self._clock = clock
         self._rank = layout.pp_rank * layout.tp_size + layout.tp_rank
         self._run_in_background = run_in_background
@@ -57,9 +57,9 @@ class PeerLinks:
         self._changed = self._operations.changed  # The lock of everything here.
         self._cards: dict[Address, tuple[RankCard, ...]] = {}
         self._links: dict[LinkKey, Link] = {}
-        self._attempts: dict[LinkKey, Attempts] = {}  # Of links that have failed.
+        self._attempts: dict[LinkKey, Attempts] = {}  # Attempts of links that have failed.
         self._num_lost = 0
-        self.lost: list[LostLink] = []  # Since the last `take_lost`.
+        self.lost: list[LostLink] = []  # Links that were lost since the last `take_lost`.
 
     def meet(self, producer: Address, cards: tuple[RankCard, ...]) -> None:
         with self._changed:
@@ -111,7 +111,7 @@ class PeerLinks:
     def take_ended(self) -> list[ReadEnd]:
         """Reads that have ended since the last call. Never blocks."""
         if not (self._links or self._operations.parts or self._operations.ended):
-            return []  # Of an engine that reads from no peer, in each step.
+            return []  # An engine that reads from no peer returns here in each step.
         with self._changed:
             ended = self._operations.take_ended()
             self._drop_lost_links()
@@ -127,7 +127,7 @@ class PeerLinks:
     def has_news(self) -> bool:
         """Whether a read is open, or a link was lost. Never blocks."""
         if not (self._links or self._operations.parts or self._operations.ended or self.lost):
-            return False  # Of an engine that reads from no peer, in each step.
+            return False  # An engine that reads from no peer returns here in each step.
         with self._changed:
             self._drop_lost_links()
             return bool(self._operations.parts or self._operations.ended or self.lost)
@@ -272,7 +272,7 @@ class PeerLinks:
                 job()
 
     def _begin_contained(self, link: Link, ready: Ready, read: Read) -> Job | None:
-        """With the lock held. A fault of ours costs this read: the others of the link wait for it as well."""
+        """Begins one read. A fault of ours fails only this read of those that wait. Needs the lock."""
         try:
             return self._posting.begin(link, ready, read)
         except Exception as error:

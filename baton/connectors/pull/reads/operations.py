@@ -29,7 +29,7 @@ from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transpo
 
 LOOK_AGAIN_S = 0.2  # A waiting thread is woken earlier by what it waits for.
 PREPARED_MAX = 2048
-WHOLE_STATE: Final = Shape(0, 0, 0)  # Of the one block of a state, which has no tokens.
+WHOLE_STATE: Final = Shape(0, 0, 0)  # Shape of the one block of a state, which has no tokens.
 
 
 class Spans(NamedTuple):
@@ -65,7 +65,8 @@ class Ready:
         self._local = local
         self._remote = remote
         self._lock = threading.Lock()
-        self._whole: dict[Shape, Spans] = {}  # Of all layers, and of the shapes that every long prompt has.
+        # Spans of all layers, for the shapes that every long prompt has.
+        self._whole: dict[Shape, Spans] = {}
         self._others: dict[Hashable, Spans] = {}
 
     def find(self, shape: Shape, layers: tuple[str, ...]) -> Spans | None:
@@ -110,7 +111,7 @@ class Parts:
     pair: Pair
     is_complete: bool = False  # No part will follow.
     num_open: int = 0
-    error: str | None = None  # Of the first part that failed. None: none has.
+    error: str | None = None  # Error of the first part that failed. None: none has.
     nbytes: int = 0
     duration_s: float = 0.0
     num_descriptors: int = 0
@@ -151,7 +152,7 @@ class Read:
 
     @property
     def stopped_by(self) -> str | None:
-        """Its own error, or that of its claim. None: it goes on."""
+        """Error of the read, or of its claim. None: the read goes on."""
         return self.error if self.error is not None else self.parts.error
 
     def fail(self, error: str) -> None:
@@ -165,10 +166,11 @@ class Operations:
 
     def __init__(self, transports: Mapping[str, Transport]) -> None:
         self.changed = threading.Condition()
-        self.parts: dict[tuple[int, Pair], Parts] = {}  # By claim and pair, until they have ended.
+        self.parts: dict[tuple[int, Pair], Parts] = {}  # Parts by claim and pair, until they have ended.
         self.ended: list[ReadEnd] = []  # Not taken yet.
         self._transports = transports
-        self._running: dict[tuple[str, OpId], tuple[Read, int]] = {}  # With its descriptors.
+        # Read and number of descriptors of each operation.
+        self._running: dict[tuple[str, OpId], tuple[Read, int]] = {}
         self._watched: set[str] = set()  # Transports that a background thread sleeps on.
 
     def post(
@@ -235,7 +237,7 @@ class Operations:
             transport.cancel(op)
 
     def wait(self, transport: Transport, op: OpId) -> None:
-        """Without the lock. Returns when the operation has ended, well or not."""
+        """Returns when the operation has ended, well or not. Call it without the lock."""
         name = transport.name
         while True:
             with self.changed:

@@ -1,9 +1,9 @@
-"""From a peer's slots in a staging buffer to ours in the cache: another order, other blocks, another dtype.
+"""Copies a peer's slots in a staging buffer to ours in the cache: another order, blocks or dtype.
 
 Both sides are described by a `RankLayout`; a view `[blocks, tokens, heads, numbers]` of either is all that
-the copy needs, so every combination goes the same way. Numbers that the target's dtype cannot say are rounded
-to the nearest; those beyond its range become its largest, since an infinity in a cache would spread. What
-that costs has been declared when the peer was met.
+the copy needs, so every combination goes the same way. Numbers that the target's dtype cannot represent are
+rounded to the nearest; those beyond its range become its largest, since an infinity in a cache would spread.
+The loss has been declared when the peer was met.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from baton.connectors.pull.reads.cache_layout import with_heads
 from baton.core.layout import FORMATS, PLANES, CacheSpec, NumberFormat, RankLayout
 from baton.protocol.layout_checks import heads_of, slot_bytes_of, token_stride_of
 
-_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # By itemsize: dtypes that every operation knows.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}  # Dtypes that every operation knows, by itemsize.
 
 
 class SlotMemory:
@@ -110,7 +110,7 @@ def convert(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         return values.contiguous()
     largest = _format_of(dtype).largest
     if largest < _format_of(values.dtype).largest:
-        # In float32, where the limit itself is a number; a NaN stays one.
+        # Clamp in float32, where the limit itself is a number; a NaN stays one.
         values = values.to(torch.float32).clamp(-largest, largest)
     return values.to(dtype).contiguous()
 

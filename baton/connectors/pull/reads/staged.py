@@ -32,9 +32,9 @@ IN_FLIGHT_MAX = 2
 class StagedOrder:
     """One part of a claim, as far as one pair of ranks is concerned."""
 
-    peer: Hashable  # Whose reads take turns at the staging buffer.
+    peer: Hashable  # The peer whose reads take turns at the staging buffer.
     remote: RankLayout
-    share: Share  # Of the layers that this part moves.
+    share: Share  # Share of the layers that this part moves.
     first_token: int
     num_tokens: int
     local_table: Sequence[int]
@@ -54,7 +54,7 @@ class Wire:
         self._operations = operations
 
     def prepare(self, key: Hashable, make_spans: Callable[[], Sequence[CopySpan]]) -> Spans:
-        """As the transport does, once for each key."""
+        """Prepares spans as the transport does, once for each key."""
         return self._ready.prepare_other(key, make_spans)
 
     def post(self, spans: Spans, local_blocks: Sequence[int], remote_blocks: Sequence[int]) -> OpId:
@@ -66,7 +66,7 @@ class Wire:
             )
 
     def wait(self, op: OpId) -> None:
-        """Until it has ended. Raises TransferError if it has failed."""
+        """Waits until the operation has ended. Raises TransferError if it has failed."""
         self._operations.wait(self._ready.transport, op)
         with self._operations.changed:
             self._raise_if_failed()
@@ -91,14 +91,14 @@ class _Flight:
     op: OpId
     part: int
     chunk: StagedChunk
-    blocks: range  # Of the remote table.
+    blocks: range  # Blocks in the remote table.
 
 
 class StagedReader:
     def __init__(self, cache: SlotMemory, staging: Staging) -> None:
         self._cache = cache
         self._staging = staging
-        self._region = len(cache.layout.regions)  # It is registered after them.
+        self._region = len(cache.layout.regions)  # The buffer is registered after the regions of the cache.
 
     @classmethod
     def of_caches(cls, layout: RankLayout, kv_caches: dict[str, torch.Tensor]) -> StagedReader:
@@ -107,7 +107,7 @@ class StagedReader:
 
     @property
     def region(self) -> Region:
-        """To be registered after the regions of the cache."""
+        """Region of the staging buffer, to be registered after the regions of the cache."""
         return self._staging.region
 
     def read(self, order: StagedOrder, wire: Wire) -> None:
@@ -147,7 +147,7 @@ class StagedReader:
     def _post(
         self, order: StagedOrder, wire: Wire, part: int, layers: tuple[str, ...], blocks: range
     ) -> _Flight:
-        """As many of these blocks as there is room for."""
+        """Posts a read of as many of these blocks as there is room for."""
         try:
             chunk = plan_chunk(
                 order.remote,

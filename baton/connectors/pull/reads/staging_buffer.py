@@ -39,7 +39,7 @@ class Staging:
         self.part_bytes = nbytes // num_parts
         self.region = Region(self.memory.data_ptr(), nbytes, str(self.memory.device))
         self._free = list(range(num_parts))
-        self._borrowed: dict[int, Hashable] = {}  # To the peer that has it.
+        self._borrowed: dict[int, Hashable] = {}  # The peer that has a part, by part.
         self._changed = threading.Condition()
 
     def offset_of(self, part: int) -> int:
