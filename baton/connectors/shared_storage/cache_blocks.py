@@ -29,7 +29,7 @@ class CacheBlocks:
         self._layers = layers
         self._gather = copy_library()
         self._device = next(iter(layers[0].values())).device
-        # On a CPU, of caches whose blocks have the order of the file.
+        # Rows of caches on a CPU whose blocks have the order of the file.
         self._rows = {
             name: _rows_of(cache)
             for of_group in layers

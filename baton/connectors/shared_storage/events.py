@@ -23,13 +23,13 @@ from baton.connectors.shared_storage.prompts import Prompt
 from baton.connectors.store_events import StoreEvents
 from baton.contract.events import KVCacheEvent
 
-EVENT_CHUNKS_MAX = 1 << 16  # That one engine follows, for each kind of layers.
+EVENT_CHUNKS_MAX = 1 << 16  # Chunks that one engine follows, for each kind of layers.
 
 
 @dataclass(slots=True)
 class _Save:
     prompt: Prompt
-    index: int  # Of the chunk.
+    index: int  # Index of the chunk in the prompt.
     tail: int
     is_valid: bool = True
 
@@ -39,13 +39,13 @@ class Sighting(NamedTuple):
 
     key: bytes
     kind: int
-    chunk: int  # Its index in the prompt.
+    chunk: int  # Index of the chunk in the prompt.
     tail: int
     is_stored: bool
 
 
 class ChunkEvents:
-    """Thread-safe are `looking_up` and `sweeping`; the scheduler's thread calls the other methods."""
+    """Only `looking_up` and `sweeping` are thread-safe; the scheduler's thread calls the other methods."""
 
     def __init__(self, of_kinds: Sequence[StoreEvents]) -> None:
         """`of_kinds`: for each kind of layers, its events."""
@@ -53,7 +53,7 @@ class ChunkEvents:
         self._saves: dict[SaveId, _Save] = {}
         self._lock = threading.Lock()  # Guards the fields below.
         self._seen: list[tuple[Prompt, list[Sighting]]] = []
-        self._evicted: set[bytes] = set()  # Since the last `take`.
+        self._evicted: set[bytes] = set()  # Chunks evicted since the last `take`.
         self._num_sweeps = self._num_clears = 0
         self._last_evicted: frozenset[bytes] = frozenset()
         self._is_sweeping = False

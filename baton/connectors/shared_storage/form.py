@@ -19,7 +19,7 @@ import torch
 from baton.core.errors import ConfigError
 
 SECTIONS_MAX = 8
-SECTION_BYTES_MIN = 256 << 10  # Of an average section: each costs a request to the store.
+SECTION_BYTES_MIN = 256 << 10  # Bytes of an average section: each costs a request to the store.
 
 _DTYPES = {
     torch.float64: "F64",
@@ -61,7 +61,7 @@ class FileForm:
         if any(layer.nbytes % width for layer in layers.values()):
             in_order.sort(key=lambda item: (-item[1].dtype.itemsize, item[0]))
         starts = [0, *accumulate(layer.nbytes for _, layer in in_order)]
-        self.nbytes = starts.pop()  # Of the body.
+        self.nbytes = starts.pop()  # Bytes of the body.
         self._layers = [
             (name, layer, slice(start, start + layer.nbytes))
             for start, (name, layer) in zip(starts, in_order, strict=True)
@@ -69,10 +69,10 @@ class FileForm:
         num_sections = max(1, min(SECTIONS_MAX, self.nbytes // SECTION_BYTES_MIN))
         if in_order != list(layers.items()):
             num_sections = 1
-        # Equally large, but each begins with a layer.
+        # Sections are about equally large, but each begins with a layer.
         firsts = {start * num_sections // self.nbytes: start for start in reversed(starts)}
         self.section_ends = (*sorted(firsts.values())[1:], self.nbytes)
-        self.entries = {  # As in safetensors.
+        self.entries = {  # Entries as in safetensors.
             name: {
                 "dtype": _DTYPES[layer.dtype],
                 "shape": layer.shape,

@@ -40,13 +40,13 @@ NAMESPACE_BYTES = 16
 class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
     current: CurrentIdentity
     num_ranks: int
-    rank: int  # Of this process; 0 in the scheduler's.
+    rank: int  # Rank of this process; 0 in the scheduler's.
     block_tokens: int
     saves: bool  # kv_producer, kv_both.
     loads: bool  # kv_consumer, kv_both.
     secret: ClusterSecret | None
     settings: StorageSettings
-    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Of layers; by default one group of all.
+    groups: tuple[KVCacheGroup, ...] = (KVCacheGroup(()),)  # Groups of layers; by default one group has all.
     publishes_events: bool = False
     names: RequestNames = WITHOUT_ADAPTERS  # What the host's requests are computed from.
 
@@ -100,7 +100,7 @@ class StorageIdentity(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def chunk_tokens(self) -> int:
-        """Of a model with recurrent states those of a block, since steps end with blocks, not with chunks."""
+        """Tokens of a chunk. With recurrent states a chunk is one block, since steps end with blocks."""
         if has_states(self.groups):
             return self.block_tokens
         return self.settings.chunk_tokens_of(self.block_tokens)

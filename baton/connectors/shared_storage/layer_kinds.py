@@ -31,7 +31,7 @@ class LayerKind:
 
     @property
     def window_of_files(self) -> int | None:
-        """As in `ChunkName`: a recurrent state, of window 1, has files of its own."""
+        """Window in `ChunkName`: a recurrent state, of window 1, has files of its own."""
         return STATE if self.is_state else self.window
 
     @property

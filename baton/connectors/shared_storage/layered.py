@@ -33,16 +33,16 @@ class LayeredLoad:
             for section, (layer, nbytes) in enumerate(sections_of(part))
         )
         self.pieces = [replace(order.parts[place], section=section) for _, place, section, _ in pieces]
-        self.places = [place for _, place, _, _ in pieces]  # Of each piece, in the prompt.
+        self.places = [place for _, place, _, _ in pieces]  # Place of each piece in the prompt.
         self._left = {
             piece: (layer, nbytes) for piece, (layer, _, _, nbytes) in zip(self.pieces, pieces, strict=True)
         }
         self._nbytes_left = sum(nbytes for *_, nbytes in pieces)
         self._nbytes = self._nbytes_left
         self._lock = threading.Lock()
-        self.is_arriving = False  # Its request need not wait any more.
-        self.is_reported = False  # To the scheduler half.
-        self.usable_s: float | None = None  # Since when steps may read its blocks.
+        self.is_arriving = False  # The request need not wait for the load any more.
+        self.is_reported = False  # The scheduler half has been told.
+        self.usable_s: float | None = None  # Time from which steps may read the load's blocks.
 
     @property
     def is_complete(self) -> bool:

@@ -28,7 +28,7 @@ class SaveChunk:
     """Copy of whole blocks for one file. The step computes all of their tokens."""
 
     key: bytes
-    block_ids: tuple[int, ...]  # Of each group of the kind in turn, equally many.
+    block_ids: tuple[int, ...]  # Blocks of each group of the kind in turn, equally many.
     kind: int = 0  # Index in the identity's `layer_kinds`.
     tail: int = 0  # Blocks of the tail that this is; 0: it is a chunk.
 
@@ -42,7 +42,7 @@ class ChunkPart:
     """Last blocks of one file. Earlier ones are in the prefix cache already, or outside every window."""
 
     key: bytes
-    block_ids: tuple[int, ...]  # As in SaveChunk.
+    block_ids: tuple[int, ...]  # Blocks as in SaveChunk.
     kind: int = 0
     tail: int = 0
     section: int | None = None  # Only this one of the file.

@@ -33,10 +33,11 @@ class Lookup:
     """Result of a lookup, written by the lookup thread."""
 
     deadline_s: float
-    is_cancelled: bool = False  # Of a hint that does not count any more: nothing need be looked up.
+    is_cancelled: bool = False  # The hint does not count any more: nothing need be looked up.
     num_stored: int | None = None  # Chunks, from the first one on; None: not known yet.
     tail: int = 0  # Blocks of the stored tail after them.
-    places: list[list[Place | None]] = field(default_factory=list)  # By chunk and kind; then the tail's.
+    # Places by chunk and kind; then the tail's.
+    places: list[list[Place | None]] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -57,7 +58,7 @@ class Prompt:
     num_declined: int = 0  # Tokens that could be loaded, and that are computed because that is faster.
     retention: Retention = PLAIN
     is_stale: bool = False  # The weights have changed since: nothing is loaded or saved.
-    saved_keys: dict[bytes, None] = field(default_factory=dict)  # Of this request's own saves.
+    saved_keys: dict[bytes, None] = field(default_factory=dict)  # Keys of this request's own saves.
 
     def extend_keys(self) -> list[BlockHash]:
         """Returns the keys of all full chunks of the tokens known so far."""

@@ -53,7 +53,7 @@ class ReadAhead:
             return is_new
 
     def keep(self, chunk: Chunk, body: memoryview) -> None:
-        """Of a chunk that was read. It is not kept if nothing wants it any more."""
+        """Keeps a chunk that was read, unless nothing wants it any more."""
         with self._lock:
             if (entry := self._entries.get(chunk)) is not None:
                 entry.body = body
@@ -81,7 +81,7 @@ class ReadAhead:
         return [chunk for owner in list(self._of_owner) for chunk in self.forget(owner)]
 
     def drop(self, chunk: Chunk) -> None:
-        """Of a chunk that could not be read."""
+        """Drops a chunk that could not be read."""
         with self._lock:
             if chunk in self._entries:
                 self._drop(chunk)

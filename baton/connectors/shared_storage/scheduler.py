@@ -89,12 +89,13 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._tiers = make_tiers(settings.stored_tiers, clock)
         self._tiers.check(is_written=identity.saves)
         self._wake: Callable[[], None] = lambda: None
-        self._layouts: dict[int, str] = {}  # By rank.
-        self._namespaces: tuple[str, ...] = ()  # Of the current secret, and of the previous one.
+        self._layouts: dict[int, str] = {}  # Layouts by rank.
+        self._namespaces: tuple[str, ...] = ()  # Namespaces of the current secret, and of the previous one.
         self._prompts: dict[str, Prompt] = {}
         self._step = 0
         self._loads: list[LoadChunks] = []
-        self._in_flight: dict[int, list[tuple[str, int]]] = {}  # By step: (request, chunk) that it copies.
+        # The (request, chunk) pairs that a step copies, by step.
+        self._in_flight: dict[int, list[tuple[str, int]]] = {}
         self._write: list[int] = []
         self._drop: list[int] = []
         self._reports = RankCombiner(StorageReport, identity.num_ranks)
@@ -106,7 +107,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._readers_free_s = float("-inf")  # When the ranks' readers end what they were told, as predicted.
         self._waiting: dict[str, Prompt] = {}  # Requests and hints whose lookup has not ended.
         self._ahead: dict[str, float] = {}  # Those whose chunks ranks read ahead; since when.
-        self._hints: dict[str, float] = {}  # Until when the next prompt may come.
+        self._hints: dict[str, float] = {}  # Times until which the next prompt may come, by hint.
         self._num_hints = 0
         self._forget: list[str] = []
         self._cancel: set[str] = set()  # Requests whose load is of other weights, for the next step.
@@ -133,7 +134,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     def set_xfer_handshake_metadata_pp_aware(
         self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
     ) -> None:
-        # With several connectors the host may pass another one's; the ranks' reports then have the layouts.
+        # The host may pass another connector's metadata; the ranks' reports then have the layouts.
         for handshake in metadata.values():
             if isinstance(handshake, StorageHandshake):
                 self._learn_layout(handshake.rank, handshake.layout)
@@ -295,7 +296,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         """Chunks of the prompts that still wait, and whose lookup has ended."""
         now = self._clock()
         for new in output.scheduled_new_reqs:
-            if new.req_id not in self._usable:  # Its load has ended, if it had one.
+            if new.req_id not in self._usable:  # The load of this request has ended, if it had one.
                 self._end_reading_ahead(new.req_id)
         for hint in [hint for hint, deadline_s in self._hints.items() if deadline_s <= now]:
             self._end_reading_ahead(hint)
@@ -470,7 +471,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._in_flight.clear()
 
     def _retain(self, prompt: Prompt, keeper: Keeper) -> None:
-        """As `baton.tiers.retaining` says for host memory. The stores that have limits keep it (`Keep`)."""
+        """Retains chunks as `baton.tiers.retaining` does in host memory. Stores with limits write `Keep`."""
         asked = prompt.retention
         found = [key for key in prompt.keys[: prompt.num_saved] if key not in prompt.saved_keys]
         self._sessions.used(asked.session, found)
@@ -545,7 +546,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     ) -> tuple[int, int]:
         """Chunks that can be loaded, and blocks of the tail after them. Adds to `seen`. Raises StoreError."""
         kinds = {kind: number for number, kind in enumerate(self._kinds)}
-        places: list[list[Place | None]] = []  # By chunk and kind.
+        places: list[list[Place | None]] = []  # Places by chunk and kind.
         while len(places) < len(keys):
             batch = self._locate(keys[len(places) : len(places) + LOOKUP_CHUNKS], namespaces)
             places += batch
@@ -572,10 +573,9 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         return num_stored, tail
 
     def _locate(self, keys: list[BlockHash], namespaces: tuple[str, ...]) -> list[list[Place | None]]:
-        """For each chunk and kind, the slowest place of a rank's value; None: a rank has none in any
-        namespace.
+        """Finds the slowest place of a rank's value, for each chunk and kind.
 
-        Raises StoreError.
+        None: a rank has no value in any namespace. Raises StoreError.
         """
         ranks, windows = range(self._identity.num_ranks), [kind.window_of_files for kind in self._kinds]
         found = self._tiers.locate(
@@ -645,7 +645,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
 def _events_of(
     identity: StorageIdentity, name_blocks: NameBlocks, groups: Sequence[EventGroup] | None
 ) -> list[StoreEvents]:
-    """For each kind of layers. The embedded engine reports groups if it has several."""
+    """Events of each kind of layers. The embedded engine reports groups if it has several."""
     if groups is None:
         several = len(identity.groups) > 1
         groups = [EventGroup(index if several else None) for index in range(len(identity.groups))]

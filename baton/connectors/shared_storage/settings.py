@@ -25,14 +25,15 @@ class FilesTier(msgspec.Struct, frozen=True, kw_only=True, tag="files", tag_fiel
 
     path: str  # Created if it does not exist.
     max_gib: float | None = None  # Size of all files under `path`, from any engine; None: no limit.
-    max_age_s: float | None = None  # Since a file was written or last used; None: no limit.
-    tenant_max_share: float | None = None  # Of max_gib, for the chunks of one tenant; None: no limit.
-    # Since any engine with limits on the store used a namespace, a model with its layout and secret. Then a
-    # sweep removes the namespace's chunks. At least a day; None: they stay.
+    max_age_s: float | None = None  # Age since a file was written or last used; None: no limit.
+    # Share of max_gib that chunks of one tenant may take; None: no limit.
+    tenant_max_share: float | None = None
+    # Time since any engine with limits on the store used a namespace, which is a model with its layout and
+    # secret. After this time a sweep removes the namespace's chunks. At least a day; None: they stay.
     unused_namespaces_s: float | None = None
-    write_max_mib_s: float | None = None  # Of one engine; None: no limit.
+    write_max_mib_s: float | None = None  # Write rate of one engine; None: no limit.
     fsync: bool = True  # Survive a crash of the machine, not only of the process.
-    direct: bool = False  # Around the page cache, where the file system allows it.
+    direct: bool = False  # Direct I/O, without the page cache, where the file system allows it.
     # Files and folders are created for their owner only (0600, 0700), or also for its group (0660, 0770).
     group_access: bool = False
 
@@ -49,13 +50,13 @@ class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_
     url: str  # s3://bucket/prefix, gs://, az://, file:///, memory:///
     # Options of the client, as strings: credentials, endpoint, region. An error names the one that is wrong.
     options: dict[str, Any] = {}
-    timeout_s: float = 5.0  # For one request.
+    timeout_s: float = 5.0  # Timeout of one request.
     max_gib: float | None = (
         None  # The oldest objects are removed. None: leave it to the bucket's lifecycle rules.
     )
     max_age_s: float | None = None
-    tenant_max_share: float | None = None  # As in FilesTier.
-    unused_namespaces_s: float | None = None  # As in FilesTier.
+    tenant_max_share: float | None = None  # The same as in FilesTier.
+    unused_namespaces_s: float | None = None  # The same as in FilesTier.
     write_max_mib_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -67,9 +68,9 @@ class RedisTier(msgspec.Struct, frozen=True, kw_only=True, tag="redis", tag_fiel
     """A Redis or Valkey server, which evicts by its own `maxmemory-policy` (`baton.tiers.redis_store`)."""
 
     url: str  # redis://, rediss://, unix://
-    timeout_s: float = 2.0  # For one command.
-    ttl_s: float | None = None  # Since a value was written or last used; None: no limit.
-    write_max_mib_s: float | None = None  # As in FilesTier.
+    timeout_s: float = 2.0  # Timeout of one command.
+    ttl_s: float | None = None  # Time since a value was written or last used; None: no limit.
+    write_max_mib_s: float | None = None  # The same as in FilesTier.
 
     def __post_init__(self) -> None:
         _positive(self, "timeout_s", "ttl_s", "write_max_mib_s")

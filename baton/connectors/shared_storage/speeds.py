@@ -69,16 +69,17 @@ class Line:
             latency = mean_y - slope * mean_x
             if slope >= 0 and latency >= 0:
                 return latency + slope * amount
-        return amount * self._xy / self._xx  # As if there were no latency.
+        return amount * self._xy / self._xx  # The estimate without a latency.
 
 
 class Speeds:
     def __init__(self, num_stores: int, num_threads: int) -> None:
-        """`num_threads`: that read for one rank."""
+        """`num_threads`: number of threads that read for one rank."""
         self._stores = [Line() for _ in range(num_stores)]
         self._prefill = Line()
         self._num_threads = num_threads
-        self._planned: dict[int, tuple[int, float]] = {}  # By step: tokens, and when it was planned.
+        # Tokens of a step and the time when it was planned, by step.
+        self._planned: dict[int, tuple[int, float]] = {}
         self._last_result_s = -math.inf
 
     def note_reads(self, reads: Iterable[Read], now_s: float) -> None:

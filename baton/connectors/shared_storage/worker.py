@@ -70,10 +70,10 @@ class StorageWorkerHalf(BackgroundLoads):
         self._keys = identity.signing_keys
         self._namespaces: tuple[str, ...] = ()  # One for each key.
         self._blocks: tuple[CacheBlocks, ...] = ()  # One for each kind of layers.
-        self._tails: dict[int, CacheBlocks] = {}  # By number of blocks.
+        self._tails: dict[int, CacheBlocks] = {}  # Blocks of tails, by number of blocks.
         self._layout = ""
         self._wake: Callable[[], None] = lambda: None
-        self._staged: dict[int, list[Copy[Part]]] = {}  # By step; not approved yet.
+        self._staged: dict[int, list[Copy[Part]]] = {}  # Copies by step; not approved yet.
         self._copied: set[int] = set()  # Steps, for the next report.
         self._ahead = ReadAhead(settings.prefetch_max_mib * MIB)
         self._tiers = make_tiers(settings.stored_tiers, clock, num_writers=identity.num_ranks)
@@ -89,17 +89,19 @@ class StorageWorkerHalf(BackgroundLoads):
             on_end=self._job_ended,
             clock=clock,
         )
-        self._layers: dict[str, int] = {}  # By name of a cache: its place in the order of layers.
+        self._layers: dict[str, int] = {}  # Place in the order of layers, by name of a cache.
         self._loading: set[str] = set()  # Requests.
-        self._layered: dict[str, LayeredLoad] = {}  # By request; until their end.
+        self._layered: dict[str, LayeredLoad] = {}  # Loads by request, until their end.
         self._awaited: dict[str, LayeredLoad] = {}  # Those that this step may read before they are complete.
-        self._wait_left_s = 0.0  # Of this step.
+        self._wait_left_s = 0.0  # Time that this step may still wait, in seconds.
         self._waited: set[int] = set()  # Places of this step's layers.
         # Loads that are refused, with the reason: a step may have read blocks that were not filled yet, or
         # the weights have changed.
         self._unproven: dict[str, str] = {}
         self._arriving: set[str] = set()  # Ended before they were reported.
-        self._failed_loads: set[str] = set()  # For our scheduler half, as those below.
+        self._failed_loads: set[str] = (
+            set()
+        )  # Failed loads for our scheduler half, which also gets the fields below.
         self._ended_saves: set[SaveId] = set()
         self._failed_saves: set[SaveId] = set()
         self._lost: set[tuple[bytes, int]] = set()
@@ -267,9 +269,9 @@ class StorageWorkerHalf(BackgroundLoads):
             del self._awaited[load.order.request_id]
 
     def _end_waiting(self, metadata: StorageMetadata) -> None:
-        """After the forward pass. A step that has not waited for every layer may have read anything.
+        """Ends the step's waits. A step that has not waited for every layer may have read anything.
 
-        Without a forward pass the load goes on, but not for long: its blocks cannot be taken back before.
+        Without a forward pass the load goes on, but not for long: its blocks cannot be freed before it ends.
         """
         now = self._clock()
         for load in list(self._awaited.values()):
@@ -279,7 +281,7 @@ class StorageWorkerHalf(BackgroundLoads):
                 self._give_up(load)
 
     def _give_up(self, load: LayeredLoad) -> None:
-        """Afterwards no thread writes to its blocks. They are reported as invalid with this step."""
+        """Ends a load. No thread writes to its blocks any more; this step reports them as invalid."""
         request_id = load.order.request_id
         del self._awaited[request_id]
         self._unproven.setdefault(request_id, "timeout")
@@ -288,7 +290,7 @@ class StorageWorkerHalf(BackgroundLoads):
     # --- Jobs that end ---------------------------------------------------------------------------
 
     def _job_ended(self, kind: Kind) -> None:
-        """From any thread."""
+        """Wakes the host for a load, or for a save with events, that has ended. On any thread."""
         if kind == "load" or (kind == "store" and self._identity.publishes_events):
             self._wake()
 
@@ -410,7 +412,7 @@ class StorageWorkerHalf(BackgroundLoads):
         ]
 
     def _place_of(self, part: Part) -> slice | None:
-        """Of the part's section in the body, if it is one."""
+        """Place of the part's section in the body, if the part is one."""
         if isinstance(part, SaveChunk) or part.section is None:
             return None
         return sections_of(self._blocks_of(part).form.section_ends)[part.section]
