@@ -16,7 +16,7 @@ class AlignedMemory(threading.local):
         self._memory = _allocate(PAGE_BYTES)
 
     def take(self, nbytes: int) -> memoryview:
-        """At least `nbytes` bytes, a multiple of the page size, until this thread's next call."""
+        """Memory of at least `nbytes` bytes, in whole pages. It is valid until this thread's next call."""
         if len(self._memory) < nbytes:
             self._memory = _allocate(whole_pages(nbytes))
         return memoryview(self._memory)[: whole_pages(nbytes)]
@@ -36,7 +36,7 @@ class AlignedPool:
         self._nbytes = PAGE_BYTES
 
     def take(self, nbytes: int) -> mmap.mmap:
-        """At least `nbytes` bytes, not initialised."""
+        """Memory of at least `nbytes` bytes, not initialised."""
         with self._lock:
             size = whole_pages(nbytes)
             if self._nbytes < size:
@@ -49,7 +49,7 @@ class AlignedPool:
         return _allocate(size)
 
     def give_back(self, memory: mmap.mmap) -> None:
-        """After the last use of what `take` returned."""
+        """Returns memory to the pool after its last use."""
         with self._lock:
             if len(memory) == self._nbytes and len(self._free) < self._num_kept:
                 self._free.append(memory)

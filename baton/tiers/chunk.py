@@ -55,7 +55,7 @@ NONCE_BYTES = 12
 _PIECE_BYTES = 256 << 10
 _UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)  # What msgspec raises for bytes.
 
-Entries = Mapping[str, Mapping[str, Any]]  # Of each tensor, as safetensors has them.
+Entries = Mapping[str, Mapping[str, Any]]  # Entry of each tensor, as in safetensors.
 
 
 class _Header(msgspec.Struct):

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SUFFIX = ".safetensors"
-PIN_SUFFIX = ".pin"  # Of a value beside those of a chunk, which sweeps then keep.
+PIN_SUFFIX = ".pin"  # Suffix of a value that makes sweeps keep the chunk beside it.
 KEEP_SUFFIX = ".keep"
-MARK = "00/in-use.mark"  # Of a namespace; beside the chunks, and as deep in the store.
+MARK = "00/in-use.mark"  # A namespace's mark, beside its chunks and as deep in the store.
 STATE = 0
-"""Instead of a window: the layers have a recurrent state."""
+"""Value of `window` for layers with a recurrent state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,10 +19,10 @@ class ChunkName:
     namespace: str
     key: bytes  # Hash of the prefix up to the chunk's end.
     rank: int
-    window: int | None = None  # Of the layers whose blocks the value holds; or STATE.
+    window: int | None = None  # Window of the layers whose blocks the value holds; or STATE.
 
     def __str__(self) -> str:
-        """As stores name it."""
+        """The name that stores use."""
         digits = self.key.hex()
         kind = "" if self.window is None else f".w{self.window}"
         return f"{self.namespace}/{digits[:2]}/{digits}.{self.rank}{kind}{SUFFIX}"
@@ -44,7 +44,7 @@ class Keep:
     """What a request asks of the sweeps for its chunks, in the name of a value beside each of them."""
 
     priority: int = 0  # -100 to 100; the lowest goes first.
-    ttl_s: int | None = None  # Since the last use; None: not given.
+    ttl_s: int | None = None  # Time to keep it after the last use; None: not given.
     tenant: str = ""  # Digest in hex, of the one that stored the chunk; "": none, or several.
 
     def name_of(self, chunk: str) -> str:
@@ -53,7 +53,7 @@ class Keep:
         return f"{chunk}.{self.priority}.{ttl}.{self.tenant}{KEEP_SUFFIX}"
 
     def raised(self) -> Keep:
-        """For chunks that the request uses and has not stored, so that it harms no other request."""
+        """The retention for chunks that a request uses and did not store. It cannot harm other requests."""
         return Keep(max(0, self.priority))
 
     def without_tenant(self) -> Keep:
@@ -108,7 +108,7 @@ def is_of_a_store(name: str) -> bool:
 
 
 def is_value(name: str) -> bool:
-    """Of the names of a store: neither a pin nor a keep."""
+    """Whether a name in a store is a chunk's value: neither a pin nor a keep."""
     return name.endswith(SUFFIX)
 
 

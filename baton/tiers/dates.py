@@ -16,7 +16,7 @@ from baton.tiers.store import Store, Stored, StoreError
 
 AHEAD_S: Final = 60.0
 """The clocks of hosts differ by less, and dates this far ahead are soon past. They stay as they are."""
-STEP_S: Final = 1e-6  # Between values that count as now; so they keep their order.
+STEP_S: Final = 1e-6  # Step between values that count as now; so they keep their order.
 
 
 def age_s(dated_s: float, now_s: float) -> float:

@@ -62,7 +62,7 @@ class FileStore(Store):
         self._for_group = for_group
         self.is_direct = direct  # False after `check` if the file system has no direct I/O.
         self._field = field
-        self._staging = AlignedMemory()  # Of threads that write with direct I/O.
+        self._staging = AlignedMemory()  # Memory of threads that write with direct I/O.
 
     @property
     def promise(self) -> Promise:
@@ -232,7 +232,7 @@ def _files(folder: str, depth: int) -> Iterator[os.DirEntry[str]]:
             if depth and entry.is_dir(follow_symlinks=False):
                 try:
                     yield from _files(entry.path, depth - 1)
-                except OSError as error:  # It was removed meanwhile, or is another user's.
+                except OSError as error:  # The folder was removed meanwhile, or is another user's.
                     logger.debug("could not look into %s: %s", entry.path, error)
             elif not depth and entry.is_file(follow_symlinks=False):
                 yield entry

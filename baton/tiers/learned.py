@@ -29,8 +29,8 @@ Group: TypeAlias = tuple[object, ...]
 
 HORIZON = 8  # Ages up to so many times the capacity are learned.
 AGES_PER_OCTAVE, FIRST_OCTAVE = 2, -4
-LEARN_EVERY = 1 / 8  # Of the capacity, in uses.
-KEPT_SHARE = 0.97  # Of the counts, each time.
+LEARN_EVERY = 1 / 8  # Uses between two updates, as a share of the capacity.
+KEPT_SHARE = 0.97  # Share of the counts that remains at each update.
 PRIOR_KEYS = 20.0  # Weight of the next coarser group in a group's rates.
 SHARED_USES = 8  # A key with more uses is a common beginning, and its branches do not supersede each other.
 RATE_MAX = 0.95
@@ -65,7 +65,7 @@ class _Block(Generic[K]):
         self.begin()
 
     def begin(self) -> None:
-        """It is new, or was not used for longer than is remembered."""
+        """Resets a block that is new, or was not used for longer than is remembered."""
         parent = self.parent
         self.uses = 0
         self.branch = 0  # Number of keys before it that were used before, when it was new.
@@ -91,7 +91,7 @@ class Learned(EvictionPolicy[K]):
         self._now = 0  # Uses of all keys.
         self._blocks: dict[K, _Block[K]] = {}  # Held and remembered.
         self._num_held = 0
-        # Leaves by group: (last use, order of pushes, block). An entry is outdated if it is not the block's.
+        # Leaves by group: (last use, order of pushes, block). An entry is outdated if its block has a newer.
         self._leaves: defaultdict[Group, list[tuple[int, int, _Block[K]]]] = defaultdict(list)
         self._num_pushes = 0
         # Groups with leaves: (value and last use of the oldest leaf, a tie-breaker, group); may be outdated.
@@ -100,7 +100,7 @@ class Learned(EvictionPolicy[K]):
         num_ages = AGES_PER_OCTAVE * (HORIZON.bit_length() - 1 - FIRST_OCTAVE) + 1
         octaves = (FIRST_OCTAVE + number / AGES_PER_OCTAVE for number in range(num_ages))
         self._ages = [0, *sorted({max(1, int(capacity * 2**octave)) for octave in octaves})]
-        # For each age: blocks that reach it next, oldest first, with the use from which the age counts.
+        # Blocks that reach each age next, oldest first, with the use from which the age counts.
         self._waiting: list[deque[tuple[int, _Block[K]]]] = [deque() for _ in self._ages]
         self._reached: defaultdict[Group, list[float]] = defaultdict(self._zeros)
         self._used: defaultdict[Group, list[float]] = defaultdict(self._zeros)
@@ -301,7 +301,7 @@ class Learned(EvictionPolicy[K]):
             while waiting and waiting[0][0] <= self._now - self._ages[place]:
                 since, block = waiting.popleft()
                 if block.last != since:
-                    continue  # It was used again.
+                    continue  # The block was used again.
                 self._reached[block.group][place] += 1
                 if place + 1 < len(self._ages):
                     self._waiting[place + 1].append((since, block))

@@ -71,7 +71,7 @@ class ObjectStore(Store):
                 "needs the package obstore: pip install 'kv-baton[objects]'", field=field
             ) from error
         self._errors: tuple[type[Exception], ...] = (obstore.exceptions.BaseError, OSError)
-        self._no_path = obstore.exceptions.InvalidPathError  # For a key such as "a//b".
+        self._no_path = obstore.exceptions.InvalidPathError  # Error for a key such as "a//b".
         self._skipped: set[str] = set()  # Folders that the log has named.
         limit = timedelta(seconds=timeout_s)
         arguments: dict[str, Any] = {}
@@ -81,9 +81,9 @@ class ObjectStore(Store):
         self._field, self._options_field = field, options_field
         self._store = self._made(url, options or {}, arguments)
         self._lock = threading.Lock()
-        self._requests: Counter[str] = Counter()  # By operation, since `take_requests`.
+        self._requests: Counter[str] = Counter()  # Number of requests by operation, since `take_requests`.
         self.where = without_credentials(url)
-        self._has_ranges = True  # Until the server has answered a request for a part with the whole.
+        self._has_ranges = True  # False once the server has answered a request for a part with the whole.
 
     @property
     def promise(self) -> Promise:
@@ -245,7 +245,7 @@ class ObjectStore(Store):
         raise ConfigError(f"cannot be used: {made}", field=self._options_field)
 
     def _ends_before(self, name: str, nbytes: int) -> bool:
-        """Of an object of which a part was refused; a server's error need not say why."""
+        """Whether an object ends before a part that was refused; a server's error need not say why."""
         try:
             (size,) = self.sizes([name])
         except StoreError:
@@ -334,7 +334,7 @@ def _problem_with(name: str, value: object, url: str) -> str:
     if CLIENT_OPTION.fullmatch(name):
         return "is set by Baton, which allows http:// endpoints; set timeout_s for the deadline of a request"
     kind = name.lower()
-    if "service_account_key" not in kind and not value.isprintable():  # That one is a JSON text.
+    if "service_account_key" not in kind and not value.isprintable():  # A service account key is a JSON text.
         return "has a character that cannot be printed, such as the end of a line"
     if kind.endswith(("region", "bucket")) and not PLAIN.fullmatch(value):
         return "may have letters, digits, '.', '_' and '-'"

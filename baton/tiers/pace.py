@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-BURST_S = 1.0  # As much as this time at the full rate may go at once after a pause.
+BURST_S = 1.0  # Burst after a pause: what the full rate lets through in this time, in seconds.
 
 
 class TokenBucket:

@@ -39,7 +39,7 @@ class RedisStore(Store):
             self._client: Redis = redis.Redis.from_url(
                 url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=None
             )
-        except ValueError:  # It may show a part of the password.
+        except ValueError:  # The error may show a part of the password.
             raise ConfigError(
                 "is not the URL of a Redis server, such as redis://:PASSWORD@HOST:6379/0; special characters "
                 "in a password, such as /, are percent-encoded",

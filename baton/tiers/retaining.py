@@ -161,7 +161,7 @@ class RetainingPolicy(EvictionPolicy[K]):
     # --- Choice ----------------------------------------------------------------------------------
 
     def _first_ended(self, can_leave: Callable[[K], bool]) -> K | None:
-        passed: list[tuple[float, int, K]] = []  # In use; they are tried again.
+        passed: list[tuple[float, int, K]] = []  # Entries of keys in use; they are tried again.
         victim = None
         while victim is None and self._ends and self._ends[0][0] <= self._retainer.now_s:
             entry = heapq.heappop(self._ends)
@@ -202,7 +202,7 @@ class RetainingPolicy(EvictionPolicy[K]):
         self._hold(key, _Held(priority, ttl_s, held.tenant))
 
     def _hold(self, key: K, held: _Held) -> None:
-        """From now on. The key has no `_Held`."""
+        """Holds a key that has no `_Held`, from now on."""
         if held.priority > 0 and self._num_raised >= self._num_raised_max and not self._lower(held.priority):
             held.priority = 0
             if key not in self._policy:
@@ -242,7 +242,7 @@ class RetainingPolicy(EvictionPolicy[K]):
         return held is not None and held.ends_s == end[0]
 
     def _forget(self, key: K) -> None:
-        """Its retention, and the key itself if it is not in the policy."""
+        """Forgets the retention of a key, and the key itself if it is not in the policy."""
         held = self._held.pop(key, None)
         if held is None:
             return

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 class _Opened:
     name: str
     store: int
-    nbytes: int  # Of the header.
+    nbytes: int  # Bytes of the header.
     header: SealedHeader
 
 
@@ -102,7 +102,7 @@ class SectionReader:
 
     def _check_unchanged(self, opened: _Opened) -> None:
         """Raises Unusable if the value has another header now, so that a good one is not removed."""
-        into = AlignedMemory().take(opened.nbytes)[: opened.nbytes]  # For direct I/O.
+        into = AlignedMemory().take(opened.nbytes)[: opened.nbytes]  # Aligned memory for direct I/O.
         store = self._tiers.stores[opened.store]
         store.read_part(opened.name, into, 0, opened.nbytes)
         if into != opened.header.content:

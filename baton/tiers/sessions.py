@@ -15,14 +15,16 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-KEYS_MAX = 1 << 17  # Of all sessions. What was stored first is forgotten first, and is then shared.
+# Keys of all sessions. The key that was stored first is forgotten first, and is then shared.
+KEYS_MAX = 1 << 17
 
 
 class Sessions(Generic[K]):
     def __init__(self, keys_max: int = KEYS_MAX) -> None:
         self._keys_max = keys_max
         self._owners: OrderedDict[K, str] = OrderedDict()
-        self._owned: defaultdict[str, dict[K, None]] = defaultdict(dict)  # In the order of storing.
+        # Keys of each session, in the order of storing.
+        self._owned: defaultdict[str, dict[K, None]] = defaultdict(dict)
 
     def stored(self, session: str, keys: Iterable[K]) -> None:
         """`session`: "" for a request without one."""

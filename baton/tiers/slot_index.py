@@ -65,7 +65,7 @@ class SlotIndex(Generic[K]):
         return num_found
 
     def num_found_to_state(self, keys: Sequence[K]) -> int:
-        """As `num_found`, up to the last key whose entry has a recurrent state."""
+        """Number of keys as `num_found`, up to the last one whose entry has a recurrent state."""
         ends = (end for end in range(self.num_found(keys), 0, -1) if self._entries[keys[end - 1]].has_state)
         return next(ends, 0)
 

@@ -20,7 +20,7 @@ Fault: TypeAlias = Literal["gone", "corrupt", "foreign", "io"]
 Parts: TypeAlias = Sequence[bytes | memoryview]
 
 
-# Of a URL: perhaps user and password; where it leads; perhaps a query, which may have a signature.
+# Parts of a URL: user and password, if any; the target; a query, if any, which may have a signature.
 _URL = re.compile(r"://(?:\S*@)?([^\s?]*)(?:\?\S*)?")
 
 
@@ -55,9 +55,9 @@ class Promise:
     """What a store guarantees. docs/tiers.md has the table."""
 
     survives_process: bool  # A value that was written is there after the end of the process that wrote it.
-    survives_power_loss: bool  # And after a crash of the machine.
+    survives_power_loss: bool  # A value is also there after a crash of the machine.
     has_time_of_use: bool  # `touch` has an effect, so the least recently used value can be evicted.
-    evicts_itself: bool  # It removes values without being asked.
+    evicts_itself: bool  # The store removes values without being asked.
     several_hosts: bool  # Hosts other than this one can read what is written.
 
 

@@ -72,7 +72,7 @@ class Limits:
 
     max_bytes: int | None = None
     max_age_s: float | None = None
-    tenant_max_bytes: int | None = None  # Of the chunks of each tenant.
+    tenant_max_bytes: int | None = None  # Limit for the chunks of each tenant.
     unused_namespaces_s: float | None = None
 
 
@@ -113,7 +113,7 @@ class Chunk:
 
     @property
     def order(self) -> tuple[int, float]:
-        """Of eviction, the first to go is the smallest."""
+        """Order of eviction: the smallest goes first."""
         return self.keep.priority, self.used_s
 
     def is_too_old(self, max_age_s: float | None, now_s: float) -> bool:
@@ -264,7 +264,7 @@ def read_totals(store: Store) -> Totals | None:
     """What the last sweep counted, of any engine. None: no sweep has ended yet, or the value cannot be
     used.
     """
-    memory = AlignedMemory().take(TOTALS_BYTES_MAX)  # For direct I/O.
+    memory = AlignedMemory().take(TOTALS_BYTES_MAX)  # Aligned memory for direct I/O.
     try:
         totals = msgspec.json.decode(memory[: store.read(TOTALS, memory)], type=Totals)
     except (Unusable, msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -318,7 +318,7 @@ class Sweeps:
     def keep(self, chunks: Sequence[str], keep: Keep) -> None:
         """Notes for all sweeps, of any engine, what a request asks for its chunks. `chunks`: `chunk_of`."""
         for store, limits in self._limited:
-            # Without quotas the tenant need not be known, and most chunks need no value beside them.
+            # The tenant need not be known without quotas, and most chunks need no value beside them.
             wanted = keep if limits.tenant_max_bytes is not None else keep.without_tenant()
             if wanted == NO_KEEP:
                 continue

@@ -52,7 +52,7 @@ class Written:
     """Outcome of a write, by the kind of store."""
 
     done: list[str] = field(default_factory=list)
-    failed: dict[str, str] = field(default_factory=dict)  # With the error.
+    failed: dict[str, str] = field(default_factory=dict)  # Error by kind of store.
     had: bool = False  # A store had it already.
 
     @property
@@ -84,7 +84,7 @@ class Tiers:
         self._unwritten_until_s = list(self._skipped_until_s)
 
     def check(self, *, is_written: bool = True) -> None:
-        """As `Store.check`. What is read from a slower store is written to the faster ones."""
+        """Checks all stores. All but the slowest must be writable, because reads are copied to them."""
         for store in self.stores:
             store.check(is_written=is_written or store is not self.stores[-1])
 
@@ -93,7 +93,7 @@ class Tiers:
         return [place is not None for place in self.locate(names)]
 
     def locate(self, names: Sequence[str]) -> list[Place | None]:
-        """As `find`: the fastest store that has each value."""
+        """Fastest store that has each value. Raises StoreError if all stores fail."""
         found: list[Place | None] = [None] * len(names)
         errors: list[StoreError] = []
         for index, store in self._asked():
@@ -158,7 +158,7 @@ class Tiers:
         return written
 
     def write_all(self, values: Sequence[tuple[str, Parts]], *, below: int | None = None) -> list[Written]:
-        """As `write`, for several values. Returns the outcome of each."""
+        """Writes several values like `write`. Returns the outcome of each."""
         outcomes = [Written() for _ in values]
         for index, store in self._asked(is_write=True):
             if below is not None and index >= below:
@@ -192,7 +192,7 @@ class Tiers:
                     self._skip(index, error)
 
     def take_requests(self) -> Mapping[str, int]:
-        """As the stores', of all of them."""
+        """Requests of all stores since the last call, by operation."""
         return sum((Counter(store.take_requests()) for store in self.stores), Counter())
 
     def close(self) -> None:

@@ -47,7 +47,7 @@ class Outcome(Generic[C]):
 class Ended(Generic[C]):
     job_id: Hashable
     kind: Kind
-    outcomes: tuple[Outcome[C], ...]  # In the order of the job's chunks.
+    outcomes: tuple[Outcome[C], ...]  # Outcomes in the order of the job's chunks.
     seconds: float
 
 
@@ -58,11 +58,11 @@ class Job(Generic[C]):
     chunks: Sequence[C]
     begun_s: float
     deadline_s: float
-    # Of each chunk in a prefix. After one that fails, those at its place and after it are of no use. Empty:
-    # each counts alone.
+    # Place of each chunk in a prefix. If a chunk fails, chunks at its place and later ones are of no use.
+    # Empty: each chunk counts alone.
     places: Sequence[int]
     left: set[int]  # Indices of chunks that are neither done nor failed.
-    copying: set[int] = field(default_factory=set)  # Of these, the ones whose copy runs.
+    copying: set[int] = field(default_factory=set)  # Chunks of `left` whose copy runs.
     outcomes: dict[int, Outcome[C]] = field(default_factory=dict)
     given_up: Reason | None = None
 
@@ -70,11 +70,12 @@ class Job(Generic[C]):
 class TransferStates(Generic[C]):
     def __init__(self, num_readers: int, backlog_max_bytes: int) -> None:
         self.ended: list[Ended[C]] = []
-        self.backlog_bytes = 0  # Of copies that wait to be written.
+        self.backlog_bytes = 0  # Bytes of copies that wait to be written.
         self._num_readers = num_readers
         self._backlog_max_bytes = backlog_max_bytes
         self._jobs: dict[Job[C], None] = {}
-        self._busy: dict[int, tuple[Job[C], Sequence[int], float]] = {}  # By thread; with its deadline.
+        # Job, chunks and deadline of each thread that works.
+        self._busy: dict[int, tuple[Job[C], Sequence[int], float]] = {}
 
     # --- Jobs ------------------------------------------------------------------------------------
 
@@ -150,7 +151,7 @@ class TransferStates(Generic[C]):
         return index in job.left
 
     def end_copy(self, job: Job[C], index: int, now: float) -> None:
-        """Of a chunk that is yet to be written."""
+        """Ends the copy of a chunk that is yet to be written."""
         job.copying.discard(index)
         if job.given_up is not None:
             self.settle(job, index, Outcome(job.chunks[index], job.given_up), now)

@@ -48,11 +48,11 @@ LOG_UNWRITTEN_EVERY_S = 30.0
 OLDER_BY_S = 0.001
 # Chunks that are synchronised together, and their bytes. Each may be an open file meanwhile.
 WRITTEN_AT_ONCE, WRITTEN_BYTES_MAX = 16, 64 * MIB
-WAIT_S = 0.05  # Between two looks at the deadlines while `drain` waits.
+WAIT_S = 0.05  # Time between two looks at the deadlines while `drain` waits.
 
 
 class Threads(Protocol):
-    """As `baton.connectors.jobs.Jobs`."""
+    """Threads that run jobs, such as `baton.connectors.jobs.Jobs`."""
 
     @property
     def is_dead(self) -> bool: ...
@@ -65,21 +65,21 @@ class TransferSettings(msgspec.Struct, frozen=True, kw_only=True):
     backlog_max_mib: int = 1024  # Copies of one rank that wait to be written; further ones are not saved.
     encrypt: bool = False  # AES-GCM with a key derived from the cluster secret, which is then required.
     lookup_timeout_s: float = 1.0  # How long a prompt waits for its lookup; then it is computed.
-    load_timeout_s: float = 60.0  # For one prompt; then it is computed.
-    # For one chunk. A read that takes longer hangs, and its prompt is computed. While all readers hang, no
-    # prompt waits for a chunk.
+    load_timeout_s: float = 60.0  # Time for the load of one prompt; then it is computed.
+    # Time for one chunk. A read that takes longer hangs, and its prompt is computed. While all readers hang,
+    # no prompt waits for a chunk.
     read_timeout_s: float = 5.0
-    shutdown_timeout_s: float = 5.0  # To finish writing.
+    shutdown_timeout_s: float = 5.0  # Time to finish writing.
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """`names`: under which the chunk may be stored, with the keys that sign it. The first is written."""
+    """`names`: names that the chunk may have in a store, and keys that sign it. The first is written."""
 
     names: Sequence[tuple[ChunkName, bytes]]
     entries: Entries
-    nbytes: int  # Of the body.
-    ends: Sequence[int] = ()  # Of the sections in the body; by default it is one section.
+    nbytes: int  # Bytes of the body.
+    ends: Sequence[int] = ()  # Ends of the sections in the body; by default it is one section.
     section: int | None = None  # The only one that is loaded; None: all.
 
 
@@ -109,11 +109,11 @@ class _Piece(Generic[C]):
     index: int
     install: Move[C]
     used_s: float  # Time of use that the store notes, since the Unix epoch.
-    sections: dict[ChunkName, SectionReader]  # Of the job's chunks that are read by sections.
+    sections: dict[ChunkName, SectionReader]  # Readers of the job's chunks that are read by sections.
 
 
 class Transfers(Generic[C]):
-    """Its methods are for the caller's thread. `form_of`, `held`, `on_end` and moves run on any thread."""
+    """Call the methods on one thread. `form_of`, `held`, `on_end` and moves run on any thread."""
 
     def __init__(
         self,
@@ -144,11 +144,11 @@ class Transfers(Generic[C]):
         self._held = held
         self._on_end = on_end
         self._clock = clock
-        self._memory = AlignedMemory()  # Of the readers.
-        self._bodies = AlignedPool(WRITTEN_AT_ONCE)  # Of the copies.
+        self._memory = AlignedMemory()  # Memory of the readers.
+        self._bodies = AlignedPool(WRITTEN_AT_ONCE)  # Memory of the copies.
         self._changed = threading.Condition()  # Guards the states.
         self._states: TransferStates[C] = TransferStates(settings.io_threads, settings.backlog_max_mib * MIB)
-        self._num_unwritten = 0  # Since the last log line; used by the writer's thread.
+        self._num_unwritten = 0  # Chunks not written since the last log line; used by the writer's thread.
         self._logged_unwritten_s = -inf
 
     # --- Jobs ------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class Transfers(Generic[C]):
         try:
             self._fill(copy, fill)
         except BaseException:
-            self.drop([copy])  # It would count to the backlog for ever.
+            self.drop([copy])  # The copy would count to the backlog for ever.
             raise
         return copy
 
@@ -295,7 +295,7 @@ class Transfers(Generic[C]):
         self._give_up_all("load", "ahead", "store", "promote")
         with self._changed:
             while self._states.running("load", "ahead", "store", "promote"):
-                self._changed.wait(WAIT_S)  # For copies, which are between memory and memory.
+                self._changed.wait(WAIT_S)  # Waits for copies, which are between memory and memory.
         self._tiers.close()
 
     # --- Lookups and loads, on threads -----------------------------------------------------------
@@ -370,7 +370,7 @@ class Transfers(Generic[C]):
                 self.store(None, [copy], below=store)
 
     def _read_section(self, form: Form, sections: dict[ChunkName, SectionReader]) -> Read[memoryview]:
-        """As `_read`, of one section."""
+        """Reads and proves one section of a chunk, in this thread's memory. Raises Unusable."""
         assert form.section is not None
         new = SectionReader(self._tiers, form.names, form.entries, form.ends)
         return sections.setdefault(form.names[0][0], new).read(form.section, self._memory)
@@ -496,5 +496,5 @@ def _refuse(
 
 
 def _bytes(memory: memoryview) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    """For copies that free the interpreter."""
+    """Array for copies that free the interpreter."""
     return np.frombuffer(memory, np.uint8)

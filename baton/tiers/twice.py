@@ -34,7 +34,7 @@ class TwiceEstimated(EvictionPolicy[K]):
         self._policy = make(capacity)
         self._one_in = max(1, 2 * capacity // sampled_keys)
         self._twice = make(max(1, 2 * capacity // self._one_in))
-        # Of each key that is held: the last key before it in its prompt that is sampled.
+        # Last sampled key before each held key in its prompt.
         self._sampled_before: dict[K, K | None] = {}
         self._carried = 0  # Keys that an earlier estimate has left for the next one; may be negative.
 
