@@ -75,7 +75,7 @@ def plan_conversion(
 class StagedChunk(NamedTuple):
     """Some layers of P's blocks, packed without gaps: the content of a staging buffer at one time."""
 
-    layout: RankLayout  # Of the buffer; its heads are exactly those of the share.
+    layout: RankLayout  # Layout of the buffer; its heads are exactly those of the share.
     layers: tuple[str, ...]
 
     @property

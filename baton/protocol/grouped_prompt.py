@@ -90,7 +90,7 @@ class GroupedPrompt(msgspec.Struct, frozen=True):
     def needed(
         self, block_ids: BlockTables, first_blocks: Sequence[int], end_token: int
     ) -> BlockTables | None:
-        """For each route, the ids of P's blocks that it needs.
+        """Ids of P's blocks that each route needs.
 
         `block_ids` lists P's blocks by group, from the block indices `first_blocks` on. None if a token that
         moves before `end_token` has no block.

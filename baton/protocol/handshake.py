@@ -19,7 +19,7 @@ from baton.protocol.plan import check_layout
 PROTOCOL_VERSION = 8
 MAX_RANKS = 4096
 MAX_TRANSPORTS = 16
-MAX_ENDPOINT_BYTES = 1 << 16  # Of one transport of one rank.
+MAX_ENDPOINT_BYTES = 1 << 16  # Size of the endpoint of one transport of one rank.
 
 
 class RankCard(msgspec.Struct, frozen=True):
@@ -27,8 +27,8 @@ class RankCard(msgspec.Struct, frozen=True):
 
     tp_rank: int
     layout: RankLayout
-    endpoints: dict[str, bytes]  # By transport name, in the order of the owner's preference.
-    epoch: Epoch = Epoch(0)  # Of the process that holds this memory; its endpoints are bound to it.
+    endpoints: dict[str, bytes]  # Endpoints by transport name, in the order of the owner's preference.
+    epoch: Epoch = Epoch(0)  # Epoch of the process that holds this memory; its endpoints are bound to it.
 
 
 _encoder = msgspec.msgpack.Encoder()

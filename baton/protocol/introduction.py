@@ -26,8 +26,8 @@ class BadIntroduction(BadSignedToken):
 class Introduction(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True, kw_only=True):
     version: int = INTRODUCTION_VERSION
     address: Address
-    control_url: str  # Of its control channel.
-    public_key: bytes  # Of its process, as in a ticket.
+    control_url: str  # URL of the engine's control channel.
+    public_key: bytes  # Key of the engine's process, as in a ticket.
     kv_identity: KVIdentity
     tp_size: int
     block_tokens: int

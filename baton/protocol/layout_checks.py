@@ -24,10 +24,11 @@ MAX_REGIONS = 4096
 MAX_LAYERS = 4096
 MAX_NAME_CHARS = 256
 MAX_BLOCKS = 2**32
-MAX_PARTS = 64  # Of one layer's state.
+MAX_PARTS = 64  # Parts of one layer's state.
 MAX_UNITS = 1 << 16
 MAX_BLOCK_TOKENS = 1 << 16
-MAX_STATE_BLOCK_TOKENS = 1 << 24  # Without tokens in blocks: in vLLM a block of one state has max_model_len.
+# Limit for a block of one state, which holds no tokens: in vLLM its block_tokens are max_model_len.
+MAX_STATE_BLOCK_TOKENS = 1 << 24
 ADDRESS_SPACE = 2**64
 
 
@@ -143,7 +144,7 @@ def _check_state(state: StateLayout, layout: RankLayout) -> None:
     if len({part.name for part in state.parts}) != len(state.parts):
         raise PeerError(f"layout: {where}two parts have the same name")
     end = 0
-    for part in state.parts:  # In the order in which they lie in a block.
+    for part in state.parts:  # Parts are listed in the order in which they lie in a block.
         _check_range(where + "length of a part's name", len(part.name), 1, MAX_NAME_CHARS)
         _check_range(where + "length of a part's dtype", len(part.dtype), 1, MAX_NAME_CHARS)
         _check_range(f"{where}num_units of {part.name}", part.num_units, 1, MAX_UNITS)

@@ -27,13 +27,13 @@ from baton.core.transfer_params import (
     MAX_TRANSFER_ID_CHARS,
 )
 
-WIRE_VERSION = 2  # Of the frame and of every message in it.
+WIRE_VERSION = 2  # Version of the frame and of every message in it.
 MAX_FRAME_BYTES = 1 << 22  # A Welcome of 64 ranks with 128 layers each is about 0.6 MiB.
-MAX_MESSAGES = 4096  # In one frame.
-MAX_PAYLOAD_BYTES = 3 << 20  # Of a Welcome.
+MAX_MESSAGES = 4096  # Messages in one frame.
+MAX_PAYLOAD_BYTES = 3 << 20  # Size of the payload of a Welcome.
 MAX_REASONS = 32
 MAX_REASON_CHARS = 512
-MAX_LISTED_BLOCKS = 1 << 18  # Of one Announced: a prompt of four million tokens in blocks of 16.
+MAX_LISTED_BLOCKS = 1 << 18  # Blocks in one Announced: a prompt of four million tokens in blocks of 16.
 MAX_LAYERS = 4096
 PROMPT_HASH_BYTES = 32
 PUBLIC_KEY_BYTES = 32  # X25519.
@@ -166,7 +166,7 @@ class Failed(_OfTransfer, frozen=True, tag="failed"):
     """P -> D: this prefill will never be ready; do not wait."""
 
     reason: str
-    has_new_weights: bool = False  # It began with older weights than P has now, and is of no use to anyone.
+    has_new_weights: bool = False  # The prefill began with older weights than P has now, and is of no use.
 
     def __post_init__(self) -> None:
         _check_transfer(self.transfer_id, self.number)

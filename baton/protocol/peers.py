@@ -58,7 +58,7 @@ class _Peer:
     num_hellos: int = 0
     num_failures: int = 0
     rests_until: float = -NEVER
-    reason: FailureReason | None = None  # Of the last failure.
+    reason: FailureReason | None = None  # Reason for the last failure.
     welcome: Welcome | None = None
     ranks: tuple[RankCard, ...] = ()
 
@@ -88,13 +88,13 @@ class PeerTable:
         self._payload = payload
 
     def weights_changed(self) -> list[PeerEffect]:
-        """Ours have: what was agreed on with peers is for the old ones. They are greeted anew when wanted."""
+        """Drop what peers have agreed on for our old weights. They are greeted anew when wanted."""
         effects: list[PeerEffect] = []
         for address, peer in list(self._peers.items()):
             if peer.state != "resting":
                 effects.append(PeerLost(address, FailureReason(FailureCode.OTHER_WEIGHTS)))
             elif peer.reason is None or peer.reason.code is not FailureCode.OTHER_WEIGHTS:
-                continue  # It rests for a reason that the weights do not change.
+                continue  # The peer rests for a reason that the weights do not change.
             del self._peers[address]
         return effects
 

@@ -172,7 +172,7 @@ def plan_shares(local: RankLayout, remotes: Mapping[int, RankLayout]) -> dict[in
             offered = heads_of(theirs[layer.name], remote)
             heads = [head for head in heads_of(layer, local) if head in offered]
             still_open = open_heads[layer.name]
-            # Of two replicas that are named for the same heads, only the first is read.
+            # Only the first of two replicas that are named for the same heads is read.
             if not heads or still_open.isdisjoint(heads):
                 continue
             if not still_open.issuperset(heads):

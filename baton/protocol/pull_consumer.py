@@ -153,7 +153,8 @@ class PullConsumer:
                 if sent_at is None:
                     return []  # A duplicate.
                 fetch.silent_since = NEVER
-                if fetch.completed_at is None:  # After it each round trip is latency.
+                # Once all reads have ended, ask again at once: the request waits for the answer.
+                if fetch.completed_at is None:
                     fetch.next_renew = max(fetch.next_renew, fetch.renewed_at + self._timers.renew_every_s)
                 fetch.held_until = max(fetch.held_until, self._believed_until(sent_at, ttl_s))
                 return self._settle(fetch)
@@ -207,7 +208,8 @@ class PullConsumer:
         if fetch.draining:
             return self._drained(fetch)
         if not fetch.is_void:
-            return self._fail(fetch, read_failed(pair, error))  # It ended without having been cancelled.
+            # The read ended without having been cancelled.
+            return self._fail(fetch, read_failed(pair, error))
         if fetch.early or fetch.to_start is None:
             return []
         pairs, fetch.to_start = fetch.to_start, None
@@ -228,7 +230,7 @@ class PullConsumer:
         return Send(fetch.producer, Renew(fetch.loan_id, fetch.claim, self._num_renewals))
 
     def _gives_up_at(self, fetch: _Fetch) -> float:
-        # After all reads a live producer is sure to answer one of several renewals within silence_s.
+        # Once all reads have ended, a live producer answers one of several renewals within silence_s.
         waits_since, completed_at = fetch.silent_since, fetch.completed_at
         if completed_at is not None and completed_at < waits_since:
             waits_since = completed_at

@@ -130,7 +130,7 @@ class PushConsumer:
         """
         stream = self._streams.get(claim)
         if stream is None or stream.draining or stream.finished is None:
-            return []  # It has failed in the meantime.
+            return []  # The stream has failed in the meantime.
         if (wrong := self._mismatch(stream, ticket)) is not None:
             return self._fail(stream, FailureReason(wrong))
         reserved = self._pull.reserve(
@@ -165,7 +165,7 @@ class PushConsumer:
             return self._drained(stream)
         if stream.is_clearing:
             return self._read_on(stream)
-        return self._fail(stream, read_failed(pair, error))  # It ended without having been cancelled.
+        return self._fail(stream, read_failed(pair, error))  # The read ended without having been cancelled.
 
     def abort(self, claim: int, now: float, code: FailureCode = FailureCode.ABORTED) -> list[StreamEffect]:
         stream = self._streams.get(claim)

@@ -273,6 +273,6 @@ class PushProducer:
     def _prefill_ends(self, transfer_id: TransferId) -> float:
         prefill, want = self._prefills[transfer_id], self._wants.get(transfer_id)
         if prefill.ended_at == NEVER:
-            return NEVER  # It computes until the engine reports its end.
+            return NEVER  # P computes until the engine reports the end of the prefill.
         heard_at = want.heard_at if want is not None else -NEVER
         return max(prefill.ended_at, heard_at) + self._timers.hold_s

@@ -54,7 +54,7 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 @dataclass(frozen=True, slots=True)
 class OpenedFrame:
     envelope: Envelope
-    public_key: bytes  # Of the sender: its epoch is the hash of this key.
+    public_key: bytes  # Key of the sender: its epoch is the hash of this key.
     is_proved: bool  # The sender wrote it for this process. False: for another incarnation.
 
 
@@ -89,7 +89,7 @@ class ProcessKey:
         return self.sign_body(encode_envelope(envelope), target_key)
 
     def sign_body(self, body: bytes, target_key: bytes | None) -> bytes:
-        """As `sign`, for a body that need not be an envelope."""
+        """Signs a body that need not be an envelope."""
         mac = b"" if target_key is None else hmac.digest(self._pair_key(target_key), body, "sha256")
         frame = _encoder.encode(_Frame(WIRE_VERSION, self.public, mac, body))
         assert len(frame) <= MAX_FRAME_BYTES, f"a frame of {len(frame)} bytes"

@@ -48,7 +48,7 @@ P = TypeVar("P", bound=SignedToken)
 _encoder = msgspec.msgpack.Encoder()
 _text_decoder = msgspec.msgpack.Decoder(tuple[bytes, bytes])
 _head_decoder = msgspec.msgpack.Decoder(_Head)
-_STANDARD = bytes.maketrans(b"-_", b"+/")  # From the characters of base64url.
+_STANDARD = bytes.maketrans(b"-_", b"+/")  # Translation from the characters of base64url.
 _MALFORMED = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 

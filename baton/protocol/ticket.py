@@ -43,8 +43,8 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     version: int = TICKET_VERSION
     producer: Address
-    control_url: str  # Of P's control channel.
-    public_key: bytes  # Of P's process; the epoch of its address is a hash of it.
+    control_url: str  # URL of P's control channel.
+    public_key: bytes  # Key of P's process; the epoch of its address is a hash of it.
     loan_id: LoanId
     transfer_id: TransferId
     request_id: RequestId  # P's id of the request; for logs.
@@ -54,14 +54,14 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
     # One list per cache group, the same on every rank. Each ends with the block of the last token; blocks
     # that lie wholly before a group's window are left out.
     block_ids: tuple[tuple[BlockId, ...], ...]
-    windows: tuple[int | None, ...] = (None,)  # Of each group. With the model they define the group's layers.
+    # Window of each group. With the model they define the group's layers.
+    windows: tuple[int | None, ...] = (None,)
     # Tokens whose KV is held, from the start of the prompt. Every state is that after exactly these.
     num_tokens: int
     prompt_hash: PromptHash  # Covers exactly these tokens, and all else that their KV depends on.
     prefilled: PrefilledTokens | None = None  # The tokens that P has sampled after them.
-    state_groups: tuple[
-        int, ...
-    ] = ()  # Groups of layers with a recurrent state: one block, and a window of 1.
+    # Groups of layers with a recurrent state: one block, and a window of 1.
+    state_groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         check_range("version", self.version, 0, U64_MAX)
@@ -94,7 +94,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields
 
     @property
     def first_blocks(self) -> tuple[int, ...]:
-        """For each group, the index of the first block that is named."""
+        """Index of the first block that is named, for each group."""
         num_blocks = -(-self.num_tokens // self.block_tokens)
         return tuple(num_blocks - len(held) for held in self.block_ids)
 

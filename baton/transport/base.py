@@ -31,9 +31,9 @@ class Completion:
     op: OpId
     ok: bool
     nbytes: int
-    duration_s: float  # From post to end, by this process's clock.
-    error: str | None = None  # For logs; set when not ok.
-    way: str = ""  # Of the peer, see there.
+    duration_s: float  # Time from post to end, by this process's clock.
+    error: str | None = None  # Text for logs; set when not ok.
+    way: str = ""  # The peer's `way`.
 
 
 class PeerHandle(ABC):

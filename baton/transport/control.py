@@ -150,7 +150,7 @@ class ControlChannel:
     def _open(self) -> None:
         self._context.set(zmq.MAX_SOCKETS, PEERS_MAX + 16)
         for cpu in range(os.cpu_count() or 1):
-            # Its I/O thread would otherwise inherit the one core that a host such as vLLM pins its worker to.
+            # Free ZeroMQ's I/O thread from the one core that a host such as vLLM pins its worker to.
             self._context.set(zmq.THREAD_AFFINITY_CPU_ADD, cpu)
         self._poller = zmq.Poller()
         self._poller.register(self._wake_fd, zmq.POLLIN)

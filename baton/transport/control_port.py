@@ -32,9 +32,9 @@ _BACKLOG = 128
 _SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # asm-generic/socket.h
 _BPF_DROP_ALL = bytes((0x06, 0, 0, 0, 0, 0, 0, 0))  # One instruction: return 0.
 
-# Without EVENT_HANDSHAKE_FAILED_PROTOCOL: libzmq 4.3.5 also reports it for a frame that does not decrypt. The
-# report overwrites the error number, so that libzmq takes the bad frame for a full queue and never reads from
-# that connection again.
+# EVENT_HANDSHAKE_FAILED_PROTOCOL is left out: libzmq 4.3.5 also reports it for a frame that does not decrypt.
+# The report overwrites the error number, so that libzmq takes the bad frame for a full queue and never reads
+# from that connection again.
 _FAILED_HANDSHAKE = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 WATCHED = (
     zmq.EVENT_ACCEPTED
@@ -147,7 +147,7 @@ def _listen(host: str, port: int) -> sockets.socket:
     listener = sockets.socket(family, kind, protocol)
     try:
         listener.setblocking(False)  # ZeroMQ shares this flag.
-        listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)  # As ZeroMQ itself does.
+        listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)  # ZeroMQ sets this option too.
         if family == sockets.AF_INET6:
             listener.setsockopt(sockets.IPPROTO_IPV6, sockets.IPV6_V6ONLY, 0)
         listener.bind(address)

@@ -58,7 +58,7 @@ class CudaIpcTransport(ThreadedReader[CudaIpcPeer]):
     """Transport of one rank. Thread-safe."""
 
     name = "cuda_ipc"
-    num_threads = 1  # It only launches copies and waits for them.
+    num_threads = 1  # The thread only launches copies and waits for them.
     batch_copies_max = 1024
     batch_bytes_max = 256 << 20  # About 0.1 ms of device memory bandwidth.
 
@@ -72,7 +72,7 @@ class CudaIpcTransport(ThreadedReader[CudaIpcPeer]):
         """Raises TransferError if there is no CUDA driver or device."""
         super().__init__(address, on_completion=on_completion)
         self._driver = driver if driver is not None else CudaDriver()
-        self._uuids: dict[bytes, int] = {}  # Of the devices of our regions.
+        self._uuids: dict[bytes, int] = {}  # Numbers of the devices of our regions, by UUID.
         self._lock = threading.Lock()
         self._peers: set[CudaIpcPeer] = set()
 

@@ -14,7 +14,7 @@ from baton.core.errors import TransferError
 class HostProcess(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A process, as its own host and pid namespace identify it."""
 
-    boot_id: str  # Of the running kernel: equal in every container of one machine.
+    boot_id: str  # Boot id of the running kernel: equal in every container of one machine.
     pid_namespace: int
     pid: int
     start_ticks: int  # Start time of the process, in clock ticks since boot.

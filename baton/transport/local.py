@@ -216,8 +216,10 @@ class LocalTransport(ThreadedReader[LocalPeer]):
                 may_populate = any(peer.mapped is not None and peer.mapped.populate_step() for peer in mapped)
 
     def _sleep(self, woken: int, timeout_s: float) -> bool:
-        """Until a peer is lost or added, an owner ends, or the time has passed. Returns whether one of the
-        first three happened."""
+        """Sleeps until a peer is lost or added, an owner ends, or the time has passed.
+
+        Returns whether one of the first three happened.
+        """
         poll = select.poll()
         poll.register(woken, select.POLLIN)
         with self._changed:

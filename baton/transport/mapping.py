@@ -36,7 +36,7 @@ _MAP_FAILED = ctypes.c_void_p(-1).value
 _STAT_BLOCK_BYTES = 512
 _POPULATE_STEP_BYTES = 16 << 20  # About 1 ms.
 
-# Through ctypes, because Python's `mmap` holds the interpreter's lock while it unmaps gigabytes.
+# Call libc through ctypes, because Python's `mmap` holds the interpreter's lock while it unmaps gigabytes.
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (
@@ -56,9 +56,9 @@ class SharedMapping(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     address: int
     nbytes: int
-    fd: int  # Of the file, in the owner's process.
+    fd: int  # File descriptor in the owner's process.
     inode: int
-    offset: int  # Of the mapping in the file.
+    offset: int  # Offset of the mapping in the file.
 
     def covers(self, region: Region) -> bool:
         return self.address <= region.address and region.address + region.nbytes <= self.address + self.nbytes
@@ -119,8 +119,8 @@ class MappedOwner:
 
     endpoint: HostEndpoint
     pidfd: int
-    mapped: dict[SharedMapping, int]  # Their addresses in this process.
-    _populated: dict[SharedMapping, int] = field(default_factory=dict)  # Bytes, of each from its start.
+    mapped: dict[SharedMapping, int]  # Addresses of the mappings in this process.
+    _populated: dict[SharedMapping, int] = field(default_factory=dict)  # Bytes from each mapping's start.
 
     def here(self, region: Region) -> Region:
         """The owner's region by its address in this process. Without any bytes if it is not mapped, because

@@ -26,7 +26,7 @@ from baton.transport.spans import Copies, PreparedSpans, SpanTable, check_region
 class MemoryEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     engine_id: str
     epoch: int
-    number: int  # Of the registration; several ranks of one engine share an address.
+    number: int  # Number of the registration; several ranks of one engine share an address.
     regions: tuple[Region, ...]
 
 

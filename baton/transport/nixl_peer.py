@@ -103,7 +103,7 @@ class NixlCounters:
     read_bytes: int = 0
     requests: int = 0
     pieces: int = 0  # NIXL's number of descriptors, after merging adjacent ones.
-    transfer_s: float = 0.0  # From NIXL's own telemetry.
+    transfer_s: float = 0.0  # Transfer time by NIXL's own telemetry.
 
 
 @dataclass(frozen=True)

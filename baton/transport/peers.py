@@ -44,7 +44,7 @@ class ActivePeer(PeerHandle):
 
     @abstractmethod
     def close(self, reason: str) -> None:
-        """After this returns, nothing writes into our blocks for this peer."""
+        """Ends the connection. When this returns, nothing writes into our blocks for this peer."""
 
 
 P = TypeVar("P", bound=ActivePeer)

@@ -65,7 +65,7 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
 
     @abstractmethod
     def _read_batch(self, peer: PeerT, batch: Copies) -> None:
-        """On a thread of the pool. Raises TransferError; the destination's content is then undefined."""
+        """Reads on a thread of the pool. Raises TransferError, after which the destination is undefined."""
 
     def _start_threads(self) -> None:
         """Called with the first peer, because an owner needs no threads. Raises TransferError if closed."""
@@ -111,7 +111,7 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
             self._wake()
 
     def _wake(self) -> None:
-        """With the lock held: a peer was lost, or the transport closed. For threads of a subclass."""
+        """Wakes threads of a subclass if a peer was lost or the transport closed. Needs the lock."""
 
     def _wait_quiet(self, peer: PeerT) -> None:
         """Waits until no thread copies for this peer any more. Call it after `_lose`."""
@@ -146,7 +146,7 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
                 self._read_batch(reading.peer, batch)
             except TransferError as failure:
                 error = str(failure)
-            except Exception as bug:  # It costs this peer only: the thread also serves others.
+            except Exception as bug:  # The error costs this peer only: the thread also serves others.
                 logger.exception("a read from %s failed", reading.peer.address.engine_id)
                 error = f"a fault of this engine: {bug!r}"
             if error is not None:

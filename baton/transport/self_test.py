@@ -40,7 +40,7 @@ class Outcome:
     name: str
     gb_per_s: float | None
     error: str | None = None
-    way: str = ""  # Of the peer (`PeerHandle.way`).
+    way: str = ""  # The peer's `way` (`PeerHandle.way`).
 
 
 def self_test(names: Sequence[str]) -> list[Outcome]:
@@ -110,7 +110,7 @@ def _content() -> "np.ndarray[tuple[int], np.dtype[np.uint8]]":
 
 def _own(pipe: Connection, names: tuple[str, ...]) -> None:
     memory = _content()
-    with contextlib.suppress(OSError):  # As the embedded engine's cache.
+    with contextlib.suppress(OSError):  # Memory like the embedded engine's cache.
         sealed = np.frombuffer(allocate_sealed(TOTAL_BYTES, "baton-self-test"), dtype=np.uint8)
         sealed[:] = memory
         memory = sealed

@@ -54,7 +54,7 @@ PEERS_MAX = 512  # Connections after their handshake.
 STRANGERS_MAX = 32  # Connections in their handshake, which takes a peer one round trip.
 BACKLOG = 128
 SEND_STALL_S = 10  # A reader that takes longer for one answer, at any rate, is disconnected.
-ACCEPT_RETRY_S = 0.1  # After running out of file descriptors or threads.
+ACCEPT_RETRY_S = 0.1  # Pause after running out of file descriptors or threads.
 CLOSE_TIMEOUT_S = 10.0
 
 
@@ -196,7 +196,7 @@ class TcpOwner:
             connection.sock.close()
 
     def _lose_listener(self, error: BaseException) -> None:
-        """After a bug of ours the transport keeps its peers, and the kernel refuses new ones."""
+        """Keeps the peers after a bug of ours; the kernel refuses new ones."""
         self._listener.close()
 
 
@@ -210,7 +210,7 @@ class _Requests:
         self._session = session
         self._table = table
         self._counters = counters
-        self._number = 0  # Of the last request.
+        self._number = 0  # Number of the last request.
         self._header = Scratch.of(ANSWER.size)
         self._tag = Scratch.of(TAG_BYTES)
         self._stream = Stream(sock)

@@ -52,7 +52,7 @@ from baton.transport.threads import join_all, start_owned_thread
 logger = logging.getLogger(__name__)
 
 REQUESTS_PER_LANE = 2  # One being answered, one waiting at the owner.
-CHUNK_BYTES_MIN = 256 << 10  # With less, a request costs more than a second lane gains.
+CHUNK_BYTES_MIN = 256 << 10  # A smaller request costs more than a second lane gains.
 STALL_S = 10.0  # An owner that takes longer for one answer of at most 16 MiB counts as gone.
 CLOSE_TIMEOUT_S = 10.0
 _SCRAP_BYTES = 256 << 10
@@ -69,12 +69,12 @@ def chunk_bytes_for(total_bytes: int, num_lanes: int, bytes_max: int) -> int:
 class _Chunk:
     """One request in flight on a lane."""
 
-    number: int  # Of the request.
+    number: int  # Number of the request.
     reading: Reading[Copies]
     copies: Copies
     header: Scratch
     tag: Scratch
-    target: Message  # For the whole answer, from header to tag.
+    target: Message  # Message for the whole answer, from header to tag.
     opening: Opening
     is_second_try: bool = False
     discarded: bool = False

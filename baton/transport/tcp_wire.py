@@ -45,9 +45,9 @@ TOKEN_BYTES = 32
 NONCE_BYTES = 32
 HELLO_BYTES_MAX = 4096
 PROOFS_MAX = 4  # One for each valid secret; at most two are valid at a time.
-HANDSHAKE_TIMEOUT_S = 5.0  # At the reader: to connect, and for all messages.
-ADMIT_TIMEOUT_S = 3.0  # At the owner: a peer answers within a round trip.
-COPIES_MAX = 1022  # In one request; with the answer's header and tag it fills one iovec array.
+HANDSHAKE_TIMEOUT_S = 5.0  # Time at the reader to connect, and for all messages.
+ADMIT_TIMEOUT_S = 3.0  # Time at the owner: a peer answers within a round trip.
+COPIES_MAX = 1022  # Copies in one request; with the answer's header and tag they fill one iovec array.
 REQUEST_BYTES_MAX = 16 << 20  # A request costs as much of the processor as 1 MiB of its answer.
 ENCRYPTED_BYTES_MAX = 4 << 20  # Both ends have a buffer of this size for the ciphertext.
 

@@ -35,7 +35,7 @@ def start_owned_thread(
         free_affinity(cpus)
         try:
             run()
-        except BaseException as error:  # Its owner must learn of every kind of end.
+        except BaseException as error:  # The owner must learn of every kind of end.
             logger.exception("thread %s died", name)
             on_death(error)
 
