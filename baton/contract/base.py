@@ -342,7 +342,7 @@ class KVConnectorWorkerHalf(ABC):
         return None
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
-        """As `KVConnectorSchedulerHalf.bind_wake`, for operations that end between steps."""
+        """The same as `KVConnectorSchedulerHalf.bind_wake`, for operations that end between steps."""
         return False
 
     # --- Step ----------------------------------------------------------------------------------
@@ -356,7 +356,7 @@ class KVConnectorWorkerHalf(ABC):
         return True
 
     def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
-        """In a step, before the metadata is bound. Waits for saves whose source will be overwritten."""
+        """Waits for saves whose source will be overwritten. Called before the step's metadata is bound."""
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         self._connector_metadata = connector_metadata
@@ -516,7 +516,7 @@ class SupportsHMA(ABC):
     def request_finished_all_groups(
         self, request: host.Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """As `request_finished`, with one list of block ids per group. Called instead of it."""
+        """Called instead of `request_finished`, with one list of block ids per group."""
 
 
 def supports_hma(connector: Any) -> bool:

@@ -110,7 +110,8 @@ class KVEventAggregator:
         if num_workers <= 0:
             raise ValueError(f"num_workers must be positive, is {num_workers}")
         self._num_workers = num_workers
-        self._events: dict[bytes, tuple[KVCacheEvent, int]] = {}  # By content, in order of first mention.
+        # Events by content, in order of first mention.
+        self._events: dict[bytes, tuple[KVCacheEvent, int]] = {}
 
     def add_events(self, events: Iterable[KVCacheEvent]) -> None:
         """Adds one rank's events. An event that is repeated within a call counts once."""

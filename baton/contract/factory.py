@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from baton.core.config import EngineConfig
 
 FIELD = "connector_factory"
-DEFAULT_FACTORY = "baton.assemble:connector_factory"  # By name: the engine imports no connector.
+# The factory is imported by name, so the engine imports no connector.
+DEFAULT_FACTORY = "baton.assemble:connector_factory"
 
 
 @runtime_checkable

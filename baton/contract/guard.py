@@ -35,7 +35,7 @@ class Guard:
     passes_user_errors: ClassVar[bool] = True  # Raised by methods of `Scope.REQUEST`.
 
     def __init__(self, name: str = "the connector") -> None:
-        self.name = name  # For the log.
+        self.name = name  # Name for the log.
         self.num_errors = 0  # Exceptions and impossible answers, since start.
         self.error: str | None = None  # First error of this step, or since the last step.
         self.loads_failed = False  # This step's loads cannot be trusted.
@@ -90,9 +90,9 @@ class SchedulerGuard(Guard):
         super().__init__(name)
         self.half = half  # Receives the calls.
         self.is_retired = False
-        self._owned = half  # To be shut down.
+        self._owned = half  # The half to be shut down.
         self._num_errors_taken = 0
-        self._num_bad_steps = 0  # In a row.
+        self._num_bad_steps = 0  # Number of bad steps in a row.
 
     def defines(self, method: str) -> bool:
         """False: the half has the contract's default, which has no effect."""

@@ -136,5 +136,5 @@ def own_worker(rank: KVConnectorWorkerHalf) -> KVConnectorWorkerHalf:
 
 
 def own_scheduler(half: KVConnectorSchedulerHalf) -> KVConnectorSchedulerHalf:
-    """As `own_worker`."""
+    """The half that answers the calls of `half`, or `half` (`own_worker`)."""
     return half.scheduler_half if isinstance(half, TwoHalves) and _forwards_all(type(half)) else half

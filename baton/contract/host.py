@@ -66,10 +66,10 @@ class KVConnectorBlockState(Protocol):
 
     @property
     def boundary_state_offloads(self) -> dict[str, list[tuple[int, int, int]]]:
-        """By request: (group, block id, tokens).
+        """Boundary states by request: (group, block id, tokens).
 
-        From the end of this step's forward pass to the end of the step the block has the group's recurrent
-        state after so many tokens of the request. Block tables do not tell, because a host overwrites
+        The block has the group's recurrent state after so many tokens of the request, from the end of this
+        step's forward pass to the end of the step. Block tables do not tell, because a host overwrites
         states and moves them.
         """
 
@@ -138,8 +138,8 @@ class ForwardContext(Protocol):
 
     @property
     def attn_metadata(self) -> Any:
-        """By layer name; None in a dummy run and in a step without tokens."""
+        """Metadata by layer name; None in a dummy run and in a step without tokens."""
 
     @property
     def no_compile_layers(self) -> Any:
-        """By layer name; an attention layer has `kv_cache`."""
+        """Layers by name; an attention layer has `kv_cache`."""
