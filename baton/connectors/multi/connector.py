@@ -152,7 +152,7 @@ class BatonMultiConnector(TwoHalvesOfGroups):
 
     @classmethod
     def places_lent(cls, kv_transfer_config: host.KVTransferConfigLike) -> frozenset[str]:
-        """Those of the children."""
+        """Places that the children lend."""
         assert isinstance(kv_transfer_config, KVTransferConfig)
         children = transfers_of(kv_transfer_config, cls.listed)
         return frozenset().union(*(places_lent_by(connector, transfer) for transfer, connector in children))

@@ -152,7 +152,7 @@ class MultiSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._requests.call_all("take_back", lambda child: child.half.take_back(kv_transfer_params))
 
     def reset_cache(self) -> bool:
-        # A list, or a child would not be asked after one that cannot.
+        # The list makes `all` ask every child, also after one that cannot reset its cache.
         return all([child.contain("reset_cache", child.half.reset_cache) for child in self._children])
 
     def set_weights(self, weights: str | None, version: str | None) -> bool:

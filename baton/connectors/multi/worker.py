@@ -135,7 +135,7 @@ class MultiWorkerHalf(KVConnectorWorkerHalf):
     # --- Step: before and during the forward pass -----------------------------------------------------------
 
     def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
-        """If a child does, or the scheduler half reports about loads, the host calls all children."""
+        """True if a child takes part, or if the scheduler half reports about loads."""
         assert isinstance(connector_metadata, MultiMetadata)
         parts = connector_metadata.parts
         answers = [

@@ -28,7 +28,7 @@ class SlotLender:
     """Called on the engine's thread only.
 
     Args:
-        identity: of the producer that the lender is; its settings are LendSettings.
+        identity: identity of the producer that the lender is; its settings are LendSettings.
         half: makes the producer; a test replaces it.
     """
 
@@ -55,7 +55,7 @@ class SlotLender:
     ) -> tuple[int, dict[str, Any]] | None:
         """Lends the first of these chunks, as far as they are ready and the share of the slots allows it.
 
-        `keys`: of the chunks of the prompt, from its beginning. Returns the number of tokens and the
+        `keys`: keys of the prompt's chunks, from its beginning. Returns the number of tokens and the
         `kv_transfer_params` that lead to them; None: nothing is lent.
         """
         found = self._index.pin(keys[: self._index.num_found(keys)])
@@ -75,7 +75,7 @@ class SlotLender:
         return None if params is None else (num_lent * chunk_tokens, params)
 
     def _num_within_share(self, entries: Sequence[Entry[BlockHash]]) -> int:
-        """A slot that several consumers read counts once."""
+        """Number of entries that may be lent. A slot that several consumers read counts once."""
         lent = {entry for of_loan in self._lent.values() for entry in of_loan}
         for number, entry in enumerate(entries):
             lent.add(entry)
@@ -91,7 +91,7 @@ class SlotLender:
         raise AssertionError("slots belong to no block pool")
 
     def hold(self, loan_id: LoanId, block_ids: Sequence[int]) -> None:
-        """The slots that are being lent; `block_ids` are their rows."""
+        """Holds the slots that are being lent; `block_ids` are their rows."""
         assert self._offered is not None
         self._lent[loan_id], self._offered = self._offered, None
 

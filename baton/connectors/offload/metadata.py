@@ -44,7 +44,7 @@ class OffloadMetadata(KVConnectorMetadata):
 
 @dataclass(kw_only=True)
 class OffloadReport(RankReport):
-    """Job numbers."""
+    """Numbers of jobs that have ended or failed."""
 
     stored: AllRanks[set[int] | None] = None
     failed_stores: Annotated[set[int] | None, FailedOf("stored")] = None

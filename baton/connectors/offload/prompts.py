@@ -35,7 +35,7 @@ class Prompt:
     tables: tuple[list[int], ...] = ()  # See `HasTables`.
     num_seen_chunks: int = 0  # Chunks stored, found stored, or given up for now.
     num_local_tokens: int = 0  # The engine's own hit when it last asked for a match.
-    asked_keys: Sequence[BlockHash] = ()  # Those that it asked for then, until blocks are allocated.
+    asked_keys: Sequence[BlockHash] = ()  # Keys of that match, until blocks are allocated.
     open_stores: set[int] = field(default_factory=set)  # Jobs that read its blocks.
     is_stale: bool = False  # The weights have changed since: nothing is loaded, stored or lent.
 

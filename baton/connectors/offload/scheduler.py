@@ -190,7 +190,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         keys = prompt.keys_between(first, end)
         tables = [table[first // size : end // size] for table in blocks.get_block_ids()]
         entries = self._index.pin(keys)
-        if entries is None:  # Unexpected: it was found earlier in this step.
+        if entries is None:  # Unexpected: the chunks were found earlier in this step.
             logger.error("the chunks that request %s was to load are gone", request.request_id)
             self.fail_load(request.request_id, tuple(block for table in tables for block in table))
             return
@@ -295,7 +295,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
 
     def get_kv_connector_stats(self) -> OffloadStats | None:
         if self._lender is not None:
-            self._lender.half.get_kv_connector_stats()  # Else its records would add up.
+            self._lender.half.get_kv_connector_stats()  # The lender's records would add up otherwise.
         self._stats.note_usage(self._index.num_slots - self._index.num_free, self._index.num_slots)
         return self._stats.take()
 
@@ -518,7 +518,7 @@ class OffloadSchedulerHalf(FinishesByFirstGroup):
         self._announce(prompt, found)
 
     def _announce(self, prompt: Prompt, chunks: Iterable[int]) -> None:
-        """Chunks that can be found. Those that were announced are left out."""
+        """Reports chunks as stored, except those that were reported before."""
         if self._identity.publishes_events:
             size = self._chunk_blocks
             self._events.stored(

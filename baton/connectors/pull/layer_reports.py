@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _REPORT = struct.Struct("<16sIQI")  # Key, rank, step, number of layers.
-_ABSTRACT = "\0"  # Linux' namespace of sockets without a file: no file is left, however we end.
+_ABSTRACT = "\0"  # Linux's namespace of sockets without a file: a killed process leaves none.
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class LayerReportReceiver:
             if self._is_closing:
                 return
             if len(frame) != _REPORT.size:
-                continue  # Not from our processes.
+                continue  # The datagram is not from our processes.
             key, rank, step, num_layers = _REPORT.unpack(frame)
             if hmac.compare_digest(key, self._key):
                 self._on_report(rank, step, num_layers)
@@ -92,7 +92,7 @@ class LayerReportReceiver:
 
 
 class LayerReporter:
-    """A rank's side. On a CPU a computed layer is reported at once, in some ten microseconds.
+    """Reports a rank's layers. On a CPU a computed layer is reported at once, in some ten microseconds.
 
     On a GPU a launched layer is not computed yet: there, a thread waits for the device.
     """

@@ -29,7 +29,7 @@ class PullHandshake(KVConnectorHandshakeMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MeetPeer:
-    """Where its ranks' memory lies; before the first read from it."""
+    """Where the memory of a peer's ranks lies. It precedes the first read from the peer."""
 
     address: Address
     cards: tuple[RankCard, ...]
@@ -37,7 +37,7 @@ class MeetPeer:
 
 @dataclass(frozen=True, slots=True)
 class LosePeer:
-    """Disconnect from it; reads that are still running end with an error."""
+    """Disconnect from a peer; reads that are still running end with an error."""
 
     address: Address
 
@@ -57,12 +57,12 @@ class ReadBlocks:
     producer: Address
     pairs: tuple[Pair, ...]
     first_token: int
-    num_tokens: int  # 0 moves nothing; with `is_last` it says that nothing more will come.
+    num_tokens: int  # 0 moves nothing; with `is_last` nothing more will come.
     local_blocks: tuple[int, ...]
     remote_blocks: tuple[int, ...]  # Blocks of P's own size; as far as they are known.
     layers: tuple[int, int] | None = None  # Half-open, in P's order; None: all of them.
     is_last: bool = True
-    groups: GroupPair | None = None  # Only layers of both, whose tables are given.
+    groups: GroupPair | None = None  # Only layers of both groups, whose tables are given.
     is_tail: bool = True  # Ends with the claim's last token: the rest of its block is unused.
 
 
@@ -112,7 +112,7 @@ class ReadEnd(msgspec.Struct, frozen=True):
 
     claim: int
     pair: Pair
-    ok: bool  # Every part was.
+    ok: bool  # Every part has succeeded.
     nbytes: int = 0
     duration_s: float = 0.0  # Time from post to end, by the rank's clock; of all parts together.
     num_descriptors: int = 0  # Descriptors before adjacent ones were merged.

@@ -69,7 +69,7 @@ def boot_clock() -> float:
 
 
 class ControlPort(Protocol):
-    """What drives the agent. The real one is a ControlThread."""
+    """Drives the agent. In production it is a ControlThread."""
 
     num_bad_frames: int
     public_key: bytes  # Public key of this process.
@@ -118,7 +118,7 @@ class Announcer(Protocol):
 
 
 class Changing:
-    """The half's lock, and the time; after it the control thread sends what there is to send."""
+    """Holds the half's lock, and gives the time. At its end the control thread sends what is queued."""
 
     def __init__(self, lock: threading.Lock, clock: Callable[[], float], control: ControlPort) -> None:
         self._lock, self._clock, self._control = lock, clock, control
@@ -153,7 +153,7 @@ class Traces(Protocol):
         """See `PullStats.on_record`."""
 
     def scheduled(self, num_scheduled_tokens: Mapping[str, int], now: float) -> None:
-        """A step begins. By request id."""
+        """A step begins. `num_scheduled_tokens`: by request id."""
 
     def close(self) -> None: ...
 
@@ -218,7 +218,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         self._intents = TransferIntents(identity)
         self._reports = RankCombiner(PullWorkerReport, identity.num_ranks)
         self._make_control = control or self._control_thread
-        self._control_wakes = control is None  # Another's owner steps when it sees fit.
+        self._control_wakes = control is None  # The owner of another control steps by itself.
         self._machines, self._make_announcer = machines, announcer
         self._awaited: set[str] = set()  # Requests that the host has parked until their load is reported.
         self._mirrors_blocks = identity.has_host_mirror and identity.is_producer
@@ -564,7 +564,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
 
     @cached_property
     def _key(self) -> ProcessKey:
-        """Made when it is used: a `control` with an `epoch` of its own has another."""
+        """Key of this process, made at its first use: a `control` with its own `epoch` has another one."""
         return ProcessKey()
 
     def _control_thread(self, agent: PullAgent, lock: threading.Lock) -> ControlPort:
@@ -608,7 +608,7 @@ class PullSchedulerHalf(KVConnectorSchedulerHalf, SupportsHMA):
         for rank, of_rank in ranks:
             if of_rank.card is not None:
                 self._new_cards[rank] = of_rank.card
-                self._loans.drain(now)  # A ticket of now would lead to memory that is not there any more.
+                self._loans.drain(now)  # A ticket signed now would lead to memory that is gone.
         for link in combined.lost_links or ():
             self._stats.add_for("lost_links", link.producer)
         for end in sorted(combined.ended or (), key=lambda end: (end.claim, end.pair)):  # A set has no order.

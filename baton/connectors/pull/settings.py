@@ -62,7 +62,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
     # Let the host keep a block of all layers in one piece, where it can: fewer and longer runs to read.
     cross_layer_blocks: bool = False
     turns: TurnSettings | None = None  # None: nothing is kept for a next turn.
-    shutdown_timeout_s: float = 5.0  # What `shutdown` of a half waits for its threads.
+    shutdown_timeout_s: float = 5.0  # How long `shutdown` of a half waits for its threads.
     raises_user_errors: bool | None = None  # None: as the host can bear (see PullSchedulerHalf).
 
     def __post_init__(self) -> None:
@@ -78,7 +78,7 @@ class PullSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ConfigError("is needed when host is a wildcard address", field=f"{FIELD}.advertise_host")
 
     def url_of_peer(self, host: str, port: int) -> str | None:
-        """The control url of a peer whom a client has named, if clients may: here they may not."""
+        """The control URL of a peer that a client has named; None, because clients may not name one here."""
         return None
 
     @property

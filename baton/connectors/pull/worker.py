@@ -116,9 +116,9 @@ class PullWorkerHalf(BackgroundLoads):
         # Wakes the host, or a step that waits.
         self._wake: Callable[[], None] | None = self._has_news.set if empty_step_wait_s else None
         self._transports: Mapping[str, Transport] = {}
-        self._links: PeerLinks | None = None  # Once the cache is registered.
+        self._links: PeerLinks | None = None  # None until the cache is registered.
         self._card: RankCard | None = None
-        self._caches: dict[str, torch.Tensor] = {}  # What is registered: of the host, or its mirror.
+        self._caches: dict[str, torch.Tensor] = {}  # Registered caches: the host's, or the mirror's.
         self._is_asleep = False  # The host has taken the cache's memory away.
         self._ended_by_sleep: list[ReadEnd] = []
         self._new_card: RankCard | None = None  # Card since the host woke up; not reported yet.
@@ -202,7 +202,7 @@ class PullWorkerHalf(BackgroundLoads):
             self._ended_by_sleep += self._take_ended()
 
     def restore_kv_caches(self) -> None:
-        """Register the same caches anew. No endpoint or ticket of before leads to the memory."""
+        """Register the same caches anew. No earlier endpoint or ticket leads to the memory."""
         if not self._is_asleep:
             return
         assert self._card is not None
@@ -236,10 +236,12 @@ class PullWorkerHalf(BackgroundLoads):
 
     def bind_wake(self, wake: Callable[[], None]) -> bool:
         self._wake = wake
-        return self._given_transports is None  # Others' may not say when a read has ended.
+        return self._given_transports is None  # Given transports may not report the end of a read.
 
     def take_order(self, order: Order) -> None:
-        """An order that need not wait for a step: any but a FailedLoad. From any thread, one at a time.
+        """Carry out an order that need not wait for a step: any but a FailedLoad.
+
+        On any thread, one order at a time.
 
         Never blocks. A failure ends this claim only, and its end is reported.
         """
@@ -286,7 +288,7 @@ class PullWorkerHalf(BackgroundLoads):
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
     ) -> None:
-        index = self._layer_index.get(layer_name)  # None: of a layer with a state.
+        index = self._layer_index.get(layer_name)  # None: the layer has a state.
         if self._reporter is not None and index is not None:
             self._reporter.layer_computed(index, kv_layer)
 

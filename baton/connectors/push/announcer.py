@@ -37,7 +37,7 @@ class PrefillAnnouncer:
     """An `Announcer`. `identity.settings` are PushSettings.
 
     Args:
-        agent: its machine `prefills` is driven from here.
+        agent: the agent whose machine `prefills` is driven from here.
         changing: takes the half's lock, for the thread that receives reports of layers.
         layer_reports: makes what receives these reports.
     """
@@ -122,7 +122,7 @@ class PrefillAnnouncer:
             return metadata
         order = None
         if self._layer_reports is not None:
-            # Even if no consumer has asked yet. The router sends both legs of a request at once, and a step
+            # Ask for reports even if no consumer waits yet. The router sends both legs at once, and a step
             # that computes a whole prompt has often begun when the consumer's question arrives.
             self._layer_reports.raise_if_dead()
             order = self._layer_reports.order(self._num_steps)

@@ -152,7 +152,7 @@ class Prefills:
         return True
 
     def step_done(self, step: int, now: float) -> None:
-        """Every rank has reported it."""
+        """Every rank has reported the step."""
         if not self._steps:
             return
         for done in [number for number in self._steps if number <= step]:
@@ -208,7 +208,7 @@ class Prefills:
         end: int,
         now: float,
     ) -> None:
-        """The same, for a request that was in a step before. `fresh`: new blocks of its tables."""
+        """Like `_start`, for a request that was in a step before. `fresh`: new blocks of its tables."""
         if (prefill := self._prefills.get(request_id)) is None:
             work.writes_others = True
             return
@@ -270,7 +270,7 @@ class Prefills:
     def _announce(
         self, prefill: _Prefill, num_tokens: int, now: float, *, num_layers: int | None = None
     ) -> None:
-        """`num_layers`: of the tokens up to `num_tokens` only so many layers are ready; None: all."""
+        """`num_layers`: number of layers that are ready for the tokens up to `num_tokens`; None: all."""
         reached = self._whole(prefill, num_tokens)
         if reached <= prefill.num_ready or (blocks := self._blocks(prefill, reached)) is None:
             return

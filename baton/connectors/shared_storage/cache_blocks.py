@@ -45,11 +45,11 @@ class CacheBlocks:
         )
 
     def of_tail(self, num_blocks: int) -> CacheBlocks:
-        """The same layers, of less blocks than a chunk."""
+        """The same layers, for tails of fewer blocks than a chunk."""
         return CacheBlocks(replace(self.kind, chunk_blocks=num_blocks), self._layers)
 
     def copy_out(self, block_ids: Sequence[int], body: torch.Tensor) -> None:
-        """`body`: of a file, on the CPU."""
+        """`body`: body of a file, on the CPU."""
         gathered = body if self._device.type == "cpu" else self.form.new_body(self._device)
         stored = self.form.layers_of(gathered)
         for of_group, ids in self._by_group(block_ids):
@@ -63,7 +63,7 @@ class CacheBlocks:
             body.copy_(gathered)
 
     def copy_in(self, body: torch.Tensor, block_ids: Sequence[int], section: slice | None = None) -> None:
-        """`body`: of a file, or only this section of it.
+        """`body`: body of a file, or only this section of it.
 
         `block_ids`: for its last blocks; earlier ones are already present.
         """
@@ -114,7 +114,7 @@ def _row_copies(
 
 
 def _copy_runs(source: Bytes, from_rows: Sequence[int], target: Bytes, to_rows: Sequence[int]) -> None:
-    """Three times as fast as indexing, for blocks that are adjacent."""
+    """Copies runs of adjacent blocks, which is three times as fast as indexing."""
     check_ids(from_rows, len(source))
     check_ids(to_rows, len(target))
     for first, place, count in runs(from_rows, to_rows):
@@ -124,7 +124,7 @@ def _copy_runs(source: Bytes, from_rows: Sequence[int], target: Bytes, to_rows: 
 def blocks_of_kinds(
     kv_caches: Mapping[str, torch.Tensor], identity: StorageIdentity
 ) -> tuple[CacheBlocks, ...]:
-    """One for each kind of the identity. `kv_caches`: by name, in the order of layers."""
+    """CacheBlocks for each kind of the identity. `kv_caches`: by name, in the order of layers."""
     names, several = list(kv_caches), len(identity.groups) > 1
     of_groups = [
         # A single group has all caches, of which a layer may have two.

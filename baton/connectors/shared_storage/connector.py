@@ -35,7 +35,7 @@ class BatonSharedStorageConnector(IdentityConnector):
     def supports_groups(
         cls, kv_transfer_config: host.KVTransferConfigLike, groups: Sequence[KVCacheGroup]
     ) -> bool:
-        """All of them, also those of layers with a recurrent state."""
+        """All groups are supported, also those of layers with a recurrent state."""
         return True
 
     @classmethod

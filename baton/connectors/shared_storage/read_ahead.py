@@ -35,7 +35,7 @@ class ReadAhead:
 
     @property
     def nbytes(self) -> int:
-        """Reserved."""
+        """Bytes that are reserved."""
         return self._nbytes
 
     def want(self, owner: str, chunk: Chunk, nbytes: int) -> bool:

@@ -78,7 +78,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         name_blocks: NameBlocks = own_names,
         event_groups: Sequence[EventGroup] | None = None,
     ) -> None:
-        """`name_blocks`, `event_groups`: of a host that names blocks differently, for KV events.
+        """`name_blocks`, `event_groups`: for KV events of a host that names blocks differently.
 
         Raises ConfigError if a store cannot be used.
         """
@@ -106,7 +106,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._speeds = Speeds(len(self._tiers.stores), settings.io_threads)
         self._readers_free_s = float("-inf")  # When the ranks' readers end what they were told, as predicted.
         self._waiting: dict[str, Prompt] = {}  # Requests and hints whose lookup has not ended.
-        self._ahead: dict[str, float] = {}  # Those whose chunks ranks read ahead; since when.
+        self._ahead: dict[str, float] = {}  # Times since which ranks read ahead, by request or hint.
         self._hints: dict[str, float] = {}  # Times until which the next prompt may come, by hint.
         self._num_hints = 0
         self._forget: list[str] = []
@@ -267,7 +267,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
     def _note_hint(self, tokens: Sequence[int], cache_salt: str | None) -> None:
         """A prompt with these tokens will come."""
         self._num_hints += 1
-        name = f"hint {self._num_hints}"  # No request has this id: a host's have no space.
+        name = f"hint {self._num_hints}"  # No request has this id: a host's ids have no space.
         identity = self._identity
         hinted = HintedRequest(name, tokens, cache_salt)
         prompt = Prompt(
@@ -358,7 +358,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         else:
             combined = StorageReport()
         ended = connector_output.finished_recving or set()
-        # The blocks of a request that ended before it arrived are no other's.
+        # No other request has the blocks of a request that ended before it arrived.
         arriving = {
             request_id
             for request_id in (combined.arriving or set()) - ended

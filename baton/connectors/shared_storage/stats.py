@@ -70,7 +70,7 @@ class StorageStats(CountedStats):
     }
 
     def add_requests(self, requests: Mapping[str, int]) -> None:
-        """`requests`: by operation."""
+        """`requests`: number of requests by operation."""
         for operation, count in requests.items():
             self.add_for("requests", operation, count)
 

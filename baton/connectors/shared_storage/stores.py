@@ -30,7 +30,7 @@ class Keeper(Jobs):
         self._is_full = False
 
     def put(self, job: Job) -> None:
-        """`job`: of one request. It is dropped while KEEPS_MAX others wait for a slow store."""
+        """`job`: job of one request. It is dropped while KEEPS_MAX others wait for a slow store."""
         was_full, self._is_full = self._is_full, self.num_waiting >= KEEPS_MAX
         if not self._is_full:
             super().put(job)

@@ -99,9 +99,8 @@ class StorageWorkerHalf(BackgroundLoads):
         # the weights have changed.
         self._unproven: dict[str, str] = {}
         self._arriving: set[str] = set()  # Ended before they were reported.
-        self._failed_loads: set[str] = (
-            set()
-        )  # Failed loads for our scheduler half, which also gets the fields below.
+        # Failed loads for our scheduler half, which also gets the fields below.
+        self._failed_loads: set[str] = set()
         self._ended_saves: set[SaveId] = set()
         self._failed_saves: set[SaveId] = set()
         self._lost: set[tuple[bytes, int]] = set()
@@ -418,12 +417,12 @@ class StorageWorkerHalf(BackgroundLoads):
         return sections_of(self._blocks_of(part).form.section_ends)[part.section]
 
     def _held(self, part: Part) -> memoryview | None:
-        """What was read ahead."""
+        """Body of a chunk that was read ahead."""
         body = self._ahead.find((part.key, part.kind))
         return body if body is None or (place := self._place_of(part)) is None else body[place]
 
     def _form_of(self, part: Part) -> Form:
-        """Named under the current key, then under the previous one."""
+        """Form of a part, with its name under the current key, then under the previous one."""
         blocks, rank = self._blocks_of(part), self._identity.rank
         window = blocks.kind.window_of_files
         names = [ChunkName(namespace, part.key, rank, window) for namespace in self._namespaces]

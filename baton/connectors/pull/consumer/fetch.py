@@ -39,7 +39,7 @@ class Offer:
     producer: Address
     num_tokens: int  # Tokens of the prompt, from its start.
     transfer_id: TransferId
-    ticket: Ticket | None = None  # None: of a stream, until the producer has sent it.
+    ticket: Ticket | None = None  # None: the producer of a stream has not sent it yet.
     min_tokens: int = 1  # Fewer are not worth a fetch.
 
 
@@ -68,7 +68,7 @@ class Fetch:
     is_started: bool = False  # The loan is being read.
     is_unused: bool = False  # Released before anything was fetched. This is no failure.
     failed_early: bool = False  # The fetch failed before any block was allocated for it.
-    failure: FailureCode | None = None  # The first.
+    failure: FailureCode | None = None  # The first failure.
     is_finished: bool = False  # The host has ended the request.
     read_ends: list[ReadEnd] = field(default_factory=list)
 

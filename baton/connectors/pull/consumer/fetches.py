@@ -166,7 +166,7 @@ class Fetches:
     def allocated(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_external_tokens: int, now: float
     ) -> None:
-        """`block_ids`: of each group; a group with a window has null blocks before the window."""
+        """`block_ids`: block ids of each group; a group with a window has null blocks before the window."""
         fetch = self._fetches.get(request_id)
         if num_external_tokens == 0:
             if fetch is not None and fetch.state is State.RESERVED:
@@ -321,7 +321,8 @@ class Fetches:
         self._fetches[fetch.request_id] = self._claims[fetch.claim] = fetch
         self._agent.carry_out(effects, now)
         assert fetch.offer is not None
-        if not fetch.offer.producer.is_named_only:  # Then it is greeted when it has answered.
+        # A producer that is only named is greeted when it has answered.
+        if not fetch.offer.producer.is_named_only:
             self._agent.greet(fetch.offer.producer, now)
         if self.orders.cards_of(fetch.offer.producer) is not None:
             fetch.ready_at = fetch.ready_at or now

@@ -1,4 +1,4 @@
-"""When the reads of a fetch begin, and what D's scheduler half orders the ranks to do.
+"""Start of a fetch's reads, and orders of D's scheduler half to its ranks.
 
     a ticket, or an announcement of a stream    the ticket of a stream is opened and checked here
     blocks to fill                              allocated: FETCHING
@@ -101,7 +101,7 @@ class RankOrders:
         self.pending.append(EndReads(fetch.claim))
 
     def fail_load(self, request_id: str, block_ids: tuple[int, ...]) -> None:
-        """`block_ids`: ours, of all groups, that are not filled."""
+        """`block_ids`: our blocks of all groups that are not filled."""
         self.pending.append(FailedLoad(request_id, block_ids))
 
     # --- What leaves -----------------------------------------------------------------------------
@@ -111,7 +111,7 @@ class RankOrders:
         return orders
 
     def take_urgent(self) -> tuple[Order, ...]:
-        """Those that need not wait for a step; the others stay."""
+        """Takes the orders that need not wait for a step; the others stay."""
         urgent = tuple(order for order in self.pending if not isinstance(order, FailedLoad))
         self.pending = [order for order in self.pending if isinstance(order, FailedLoad)]
         return urgent
@@ -227,7 +227,7 @@ class ReadStart:
             self._agent.carry_out(streams.accept(fetch.claim, ticket, now), now)
 
     def start_if_ready(self, fetch: Fetch, now: float) -> None:
-        """Call it when any of the three has come. Reads start once."""
+        """Call it when the ticket, the blocks or the peer have come. Reads start once, when all are there."""
         assert fetch.offer is not None
         producer = fetch.offer.producer
         ranks = self._orders.cards_of(producer)
@@ -256,7 +256,7 @@ class ReadStart:
             self._read_early(fetch, pairs, ranks[0].layout.block_tokens, now)
 
     def _read_early(self, fetch: Fetch, pairs: tuple[Pair, ...], block_tokens: int, now: float) -> None:
-        """`block_tokens`: the producer's."""
+        """`block_tokens`: tokens of the producer's blocks."""
         fetch.reads_early = True
         streams, ours = self._agent.streams, self._identity.block_tokens
         has_windows = any(route.window is not None and not route.is_state for route in fetch.group_routes)

@@ -57,8 +57,8 @@ class PullAgent:
 
     Args:
         address: engine id and epoch of this process.
-        identity: of this engine's KV; peers with another one are refused.
-        timers: of all machines, seconds.
+        identity: identity of this engine's KV; peers with another one are refused.
+        timers: timers of all machines, in seconds.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class PullAgent:
         self.carry_out(self.peers.want(peer, now), now)
 
     def weights_changed(self, now: float) -> None:
-        """Ours. What is fetched has been aborted before."""
+        """Our weights have changed. All fetches have been aborted before."""
         self.carry_out(self.peers.weights_changed(), now)
 
     def lose(self, peer: Address, reason: FailureReason, now: float) -> None:

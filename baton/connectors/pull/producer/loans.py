@@ -79,7 +79,7 @@ class Loans:
     Args:
         machine: the protocol's producer; it decides when a loan ends.
         control_url: where consumers reach this engine, for tickets.
-        public_key: of this process, for tickets.
+        public_key: public key of this process, for tickets.
         requests: the intents of open requests.
         holder: keeps lent blocks; None: the host does, because it is asked to (`delay_free`).
     """
@@ -117,7 +117,7 @@ class Loans:
         """Lend the blocks of a finished request, if its params ask for it.
 
         Args:
-            block_ids: of each KV-cache group, from token 0 on.
+            block_ids: block ids of each KV-cache group, from token 0 on.
 
         Returns:
             Whether the host has to keep the blocks, and the `kv_transfer_params` of the answer.
@@ -318,11 +318,11 @@ class Loans:
         ticket = open_ticket(text, self._identity.ticket_key)
         if ticket.producer.engine_id != self._identity.engine_id:
             raise BadTransferParams("is of another engine", field=TICKET_FIELD)
-        if ticket.producer.epoch == self._machine.epoch:  # Else of another connector of this engine, or over.
+        if ticket.producer.epoch == self._machine.epoch:  # Otherwise it is another connector's, or over.
             self._give_up(ticket.loan_id, now)
 
     def unwanted(self, effect: Unwanted, now: float) -> None:
-        """The consumer that was to come will not."""
+        """The consumer of a loan will not come."""
         self._take_back_all(effect.transfer_id, now)
 
     def _take_back_all(self, transfer_id: str, now: float) -> bool:
@@ -333,7 +333,7 @@ class Loans:
         return bool(loans)
 
     def take_back_of(self, request_id: str, now: float) -> None:
-        """The same, of the blocks that this request has just lent."""
+        """Take back the blocks that this request has just lent."""
         for loan_id in [loan_id for loan_id, of in self._lent.items() if of.request_id == request_id]:
             self._give_up(loan_id, now)
 

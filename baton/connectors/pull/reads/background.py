@@ -64,7 +64,7 @@ class Background:
         while job is not None:
             try:
                 job()
-            except Exception:  # The border of one job: the next ones still run.
+            except Exception:  # Only this job ends: the next ones still run.
                 logger.exception("a job in thread %s failed", self._name)
             job = self._next()
 

@@ -41,9 +41,9 @@ def layout_of(
     """Tensors `[num_blocks, kv_heads, block_tokens, content]`, in whichever order their strides say.
 
     Also `[num_blocks, block_tokens, content]`: one head, and `[num_blocks, bytes]`: recurrent states, with
-    the parts that `identity` names. Those of one storage share a region. `group_of`: of each layer, in an
-    engine with several groups. `packing`: of keys and values, if the host's description names none. `drafts`:
-    layers of the draft model. Raises ConfigError for a cache whose blocks are not what a plan can describe.
+    the parts that `identity` names. Tensors of one storage share a region. `group_of`: group of each layer,
+    in an engine with several groups. `packing`: packing of keys and values, if the host's description names
+    none. `drafts`: layers of the draft model. Raises ConfigError for a cache that a plan cannot describe.
     """
     if not kv_caches:
         raise ConfigError("has no layers", field=FIELD)

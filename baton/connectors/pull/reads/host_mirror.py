@@ -1,9 +1,9 @@
-"""A device's KV cache once more, in host memory, for wires that reach only that (`kv_buffer_device: cpu`).
+"""Copy of a device's KV cache for transports that reach only host memory (`kv_buffer_device: cpu`).
 
     end of each step   device --blocks that it computed--> mirror     then peers may read them there
     end of a read      device <--blocks that it brought--- mirror     then the request may go on
 
-What a peer may read is in the mirror before anybody is told of it: the blocks that the step wrote, and those
+What a peer may read is in the mirror before any peer is told of it: the blocks that the step wrote, and those
 that its new requests found computed (hits, other connectors' loads). Only a producer does that. The copies
 are the host's (`set_host_xfer_buffer_ops`), and the step waits for them.
 """
@@ -40,7 +40,7 @@ class HostMirror:
         self._copy = copy_operation
 
     def save(self, group_metadata: Iterable[Any], held_blocks: Iterable[int]) -> None:
-        """What the step wrote, by its slots in each KV-cache group, and `held_blocks`."""
+        """Copies what the step wrote, by its slots in each KV-cache group, and `held_blocks`."""
         blocks = set(held_blocks)
         for metadata in group_metadata:
             blocks.update(np.unique(np.asarray(metadata.slot_mapping) // self._block_tokens).tolist())
@@ -56,7 +56,7 @@ class HostMirror:
             self._expected.setdefault(order.claim, set()).update(order.local_blocks[first:end])
 
     def load(self, claim: int) -> None:
-        """Everything that the claim has read so far. Again, where another rank's share of it ends later."""
+        """Copies all that the claim has read so far, and again if another rank's share ends later."""
         with self._lock:
             order = sorted(self._expected.get(claim, ()))
         if order:

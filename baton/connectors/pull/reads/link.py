@@ -39,14 +39,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.25
-RETRY_MAX_S = 5.0  # So an engine that is back on the network is read from within that time.
+RETRY_MAX_S = 5.0  # An engine that is back on the network is read from within this time.
 STEADY_S = 10.0  # A link that lived longer is no sign of a peer that is dead or a network that fails.
 
 
 class LinkKey(NamedTuple):
     producer: Address
     source: int  # The producer's rank.
-    sources: tuple[int, ...]  # All that we read from for a claim: the shares depend on them.
+    sources: tuple[int, ...]  # All ranks that we read from for a claim: the shares depend on them.
 
 
 @dataclass(slots=True)
@@ -126,7 +126,7 @@ class Link:
 class LinkOpener:
     """Connects a link, and plans what is read over it. Takes round trips: never on a step."""
 
-    layout: RankLayout  # Ours.
+    layout: RankLayout  # Our rank's layout.
     transports: Mapping[str, Transport]
     order: Sequence[str]  # Names of transports, in the order of preference.
     converts_dtype: bool
@@ -268,7 +268,7 @@ class ReadPosting:
             self._post(link, ready, read, pieces, spans)
 
     def _read_staged(self, link: Link, ready: Ready, read: Read, layers: tuple[str, ...]) -> None:
-        # Here, since it imports torch, which only a rank with a staged reader has loaded.
+        # Imported here, since it imports torch, which only a rank with a staged reader has loaded.
         from baton.connectors.pull.reads.staged import StagedOrder, Wire
 
         assert self._staged is not None

@@ -101,7 +101,7 @@ class PeerLinks:
                     link.ready.transport.disconnect(link.ready.peer)
 
     def fail(self, order: ReadBlocks, reason: str) -> None:
-        """A fault of ours kept it from being begun: its pairs end, as soon as nothing of them runs."""
+        """End the pairs of an order that a fault of ours kept from being begun, once nothing of them runs."""
         with self._changed:
             for pair in order.pairs:
                 if pair.consumer_rank == self._rank:
@@ -249,7 +249,7 @@ class PeerLinks:
         try:
             ready = self._opener.open(link)
         except Exception as error:
-            # Whatever went wrong went wrong with this peer: its reads fail, the rank goes on.
+            # Whatever the error is, it concerns this peer: its reads fail, the rank goes on.
             with self._changed:
                 attempts = self._attempts.setdefault(link.key, Attempts())
                 attempts.failed(self._clock())

@@ -188,7 +188,7 @@ class Operations:
         return op
 
     def parts_of(self, claim: int, pair: Pair) -> Parts:
-        """Made when it is asked for first."""
+        """Parts of a claim and pair. They are made at the first call."""
         return self.parts.setdefault((claim, pair), Parts(claim, pair))
 
     def end(self, read: Read) -> None:
@@ -252,7 +252,7 @@ class Operations:
                 with self.changed:
                     self._watched.discard(name)
                     self._take(name, transport.poll())
-                    self.changed.notify_all()  # The next one sleeps on it.
+                    self.changed.notify_all()  # Another thread may sleep on the transport now.
 
     def _take(self, name: str, completions: Sequence[Completion]) -> None:
         for completion in completions:

@@ -1,4 +1,4 @@
-"""One part of a claim through the staging buffer: P's blocks into it as they are, from there into ours.
+"""Reads one part of a claim through the staging buffer: P's blocks as they are, then converted into ours.
 
     post chunk 0
     post chunk 1, wait for chunk 0, convert it
@@ -111,7 +111,7 @@ class StagedReader:
         return self._staging.region
 
     def read(self, order: StagedOrder, wire: Wire) -> None:
-        """Raises TransferError; then nothing of it writes any more, and the target holds anything."""
+        """Raises TransferError; then the read writes no more, and the target's content is undefined."""
         block_tokens = order.remote.block_tokens
         check_tables(
             order.last_token,
@@ -168,7 +168,7 @@ class StagedReader:
             raise
 
     def _land(self, flights: deque[_Flight], order: StagedOrder, table: torch.Tensor, wire: Wire) -> None:
-        """Wait for the oldest, and convert what it brought."""
+        """Wait for the oldest flight, and convert what it brought."""
         flight = flights[0]
         wire.wait(flight.op)
         # |  block  |  block  |  block  |      of the remote table, in the buffer
