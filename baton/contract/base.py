@@ -379,8 +379,8 @@ class KVConnectorWorkerHalf(ABC):
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Called before a layer's attention. Blocks until the layer's synchronous loads are complete.
 
-        Also of the loads that arrive layer by layer (`KVConnectorOutput.arriving_recving`). A replay of a
-        recorded step calls no hook.
+        It also blocks for loads that arrive layer by layer (`KVConnectorOutput.arriving_recving`). A replay
+        of a recorded step calls no hook.
         """
 
     @abstractmethod

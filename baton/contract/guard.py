@@ -46,7 +46,7 @@ class Guard:
     ) -> T:
         """Returns the result of `call`, or if it raises: `otherwise`, by default the method's safe answer.
 
-        `request_id`: for the log. Re-raises a UserError of a method that may refuse a request.
+        `request_id`: id for the log. Re-raises a UserError of a method that may refuse a request.
         """
         try:
             return call()
@@ -127,7 +127,7 @@ class SchedulerGuard(Guard):
         return None
 
     def retire(self) -> None:
-        """Calls it no more. Blocks that it holds stay held, because readers may still use them."""
+        """Stops calling the half. Blocks that it holds stay held, because readers may still use them."""
         self.is_retired = True
         self.half = NullSchedulerHalf()
 

@@ -131,10 +131,10 @@ def _forwards_all(kind: type[TwoHalves]) -> bool:
 
 
 def own_worker(rank: KVConnectorWorkerHalf) -> KVConnectorWorkerHalf:
-    """What answers the calls of `rank`: the half to which a connector forwards all of them, or `rank`."""
+    """The half that answers the calls of `rank`: the one to which a connector forwards them, or `rank`."""
     return rank.worker_half if isinstance(rank, TwoHalves) and _forwards_all(type(rank)) else rank
 
 
 def own_scheduler(half: KVConnectorSchedulerHalf) -> KVConnectorSchedulerHalf:
-    """The half that answers the calls of `half`, or `half` (`own_worker`)."""
+    """The half that answers the calls of `half`: the one to which a connector forwards them, or `half`."""
     return half.scheduler_half if isinstance(half, TwoHalves) and _forwards_all(type(half)) else half

@@ -52,7 +52,7 @@ _SIGNER = TokenSigner(
 
 
 def sign_introduction(introduction: Introduction, key: bytes | None) -> str:
-    """`key`: of the cluster; None: unsigned."""
+    """`key`: key of the cluster; None: unsigned."""
     return _SIGNER.sign(introduction, key)
 
 

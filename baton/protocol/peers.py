@@ -40,8 +40,8 @@ PEERS_MAX = 1024
 def admit(own_address: Address, envelope: Envelope) -> tuple[tuple[Message, ...], list[Send]]:
     """The messages for this incarnation, and the answer to send if the envelope is for another one.
 
-    What was meant for a predecessor MUST NOT reach a machine. Its sender gets a Stranger, unless all its
-    messages are Strangers: two engines would otherwise answer each other for ever.
+    A message to an earlier process at this address MUST NOT reach a state machine. Its sender gets a
+    Stranger, unless all its messages are Strangers: two engines would otherwise answer each other for ever.
     """
     if envelope.target == own_address:
         return envelope.messages, []

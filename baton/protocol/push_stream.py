@@ -21,7 +21,7 @@ class PushStream:
     producer: Address
     prompt_hash: PromptHash
     num_tokens: int
-    block_tokens: int | None  # P's; None until it is known.
+    block_tokens: int | None  # P's block size; None until it is known.
     give_up_at: float
     heard_at: float
     next_want: float

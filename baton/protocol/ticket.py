@@ -108,14 +108,14 @@ _SIGNER = TokenSigner(Ticket, BadTicket, version=TICKET_VERSION, max_chars=MAX_T
 
 
 def sign_ticket(ticket: Ticket, key: bytes | None) -> str:
-    """`key`: of the cluster; None: unsigned, so that any process could have made it."""
+    """`key`: key of the cluster; None: unsigned, so that any process could have made it."""
     return _SIGNER.sign(ticket, key)
 
 
 def open_ticket(text: str, key: bytes | None, previous_key: bytes | None = None) -> Ticket:
     """Raises BadTicket: verifies size and schema, then version, then signature.
 
-    `previous_key`: of the secret that is being replaced; it is accepted too.
+    `previous_key`: key of the secret that is being replaced; it is accepted too.
     """
     return _SIGNER.open(text, key, previous_key)
 

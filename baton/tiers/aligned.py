@@ -23,7 +23,7 @@ class AlignedMemory(threading.local):
 
 
 class AlignedPool:
-    """Memory that one thread takes and another gives back. Pieces that are kept have the size of the largest.
+    """Memory that one thread takes and another returns. Pieces that are kept have the size of the largest.
 
     What needs half of that or less gets memory of its own size: many tails of chunks may wait to be written.
     """

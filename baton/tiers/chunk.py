@@ -97,7 +97,7 @@ def seal(
 ) -> tuple[bytes, memoryview]:
     """Returns header and body to write. `body`: bytes, contiguous. It is copied only if it is encrypted.
 
-    `ends`: of the sections in `body`, ascending; by default it is one section.
+    `ends`: ends of the sections in `body`, ascending; by default it is one section.
     """
     ends = ends or (len(body),)
     salt = secrets.token_bytes(SALT_BYTES)

@@ -94,7 +94,7 @@ def mark_of(namespace: str) -> str:
 
 
 def namespace_of(name: str) -> str:
-    """`name`: of any value of a store."""
+    """`name`: name of any value of a store."""
     return name.partition("/")[0]
 
 

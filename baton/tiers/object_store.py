@@ -59,9 +59,9 @@ class ObjectStore(Store):
         field: str = "url",
         options_field: str = "options",
     ) -> None:
-        """`options`: of the client, named as obstore has them, for example "endpoint", "region".
+        """`options`: options of the client, named as obstore has them, for example "endpoint", "region".
 
-        `timeout_s`: of one request, its retries included. Raises ConfigError.
+        `timeout_s`: timeout of one request, its retries included. Raises ConfigError.
         """
         try:
             import obstore.exceptions

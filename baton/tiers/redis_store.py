@@ -28,7 +28,7 @@ class RedisStore(Store):
     kind: ClassVar[str] = "redis"
 
     def __init__(self, url: str, *, timeout_s: float, ttl_s: float | None = None, field: str = "url") -> None:
-        """`timeout_s`: of one command. Raises ConfigError for a wrong URL, and if `redis` is missing."""
+        """`timeout_s`: timeout of one command. Raises ConfigError for a wrong URL or a missing `redis`."""
         try:
             import redis
         except ImportError as error:

@@ -44,7 +44,7 @@ class _Held:
 
 
 class Retainer(Generic[K]):
-    """Makes the policies of one tier, and says for which request the next calls are."""
+    """Makes the policies of one tier, and holds the retention that the next calls use."""
 
     def __init__(
         self,
@@ -75,8 +75,8 @@ class Retainer(Generic[K]):
 
 
 class RetainingPolicy(EvictionPolicy[K]):
-    """Keys with priority 0 are in the policy, whose capacity is what the others leave. These are in order of
-    use here, so that no choice has to look at keys that cannot leave.
+    """Keys with priority 0 are in the policy, whose capacity is what the others leave. The others are kept
+    here in order of use, so that no choice has to look at keys that cannot leave.
     """
 
     def __init__(self, policy: EvictionPolicy[K], retainer: Retainer[K]) -> None:
@@ -88,8 +88,8 @@ class RetainingPolicy(EvictionPolicy[K]):
         self._num_raised_max = int(retainer.raised_share * policy.capacity)
         self._num_raised = 0  # Keys with a priority above 0.
         self._held: dict[K, _Held] = {}
-        # The least recently used key comes first. Of priorities other than 0; and of tenants, if there are
-        # quotas.
+        # Keys of each priority other than 0, and of each tenant if there are quotas. The least recently used
+        # key comes first.
         self._of_priority: dict[int, OrderedDict[K, None]] = {}
         self._of_tenant: dict[str, OrderedDict[K, None]] = {}
         self._ends: list[tuple[float, int, K]] = []  # Heap; an entry counts if it has the key's `ends_s`.

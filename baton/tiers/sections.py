@@ -41,7 +41,7 @@ class SectionReader:
         entries: Entries,
         ends: Sequence[int],
     ) -> None:
-        """`names`: with the keys that sign the chunk there. `ends`: of the sections."""
+        """`names`: names, with the keys that sign the chunk there. `ends`: ends of the sections."""
         self._tiers = tiers
         self._names = names
         self._entries = entries

@@ -69,7 +69,7 @@ class Tiers:
         clock: Callable[[], float] = time.monotonic,
         wait: Callable[[float], bool] | None = None,
     ) -> None:
-        """`caps`: of the writes to each store, which then come from one thread.
+        """`caps`: caps of the writes to each store, which then come from one thread.
 
         `wait`: lets seconds pass; returns True if the stores are being closed.
         """
@@ -201,7 +201,7 @@ class Tiers:
             store.close()
 
     def _write_capped(self, index: int, values: Sequence[tuple[str, Parts]]) -> list[StoreError | None]:
-        """One by one if there is a cap, so that they do not go out in one burst."""
+        """Writes values one by one if there is a cap, so that they do not go out in one burst."""
         store, cap = self.stores[index], self._caps[index]
         if cap is None:
             return store.write_all(values)
@@ -219,7 +219,7 @@ class Tiers:
             logger.warning("could not remove the unusable %s from %s: %s", name, store.kind, error)
 
     def _asked(self, *, is_write: bool = False) -> Iterator[tuple[int, Store]]:
-        """The only store always: it has no substitute, and its failure is to be reported."""
+        """Stores to ask. A single store is always asked, because its failure has to be reported."""
         until_s = self._unwritten_until_s if is_write else self._skipped_until_s
         for index, store in enumerate(self.stores):
             with self._lock:

@@ -102,7 +102,7 @@ class TransferStates(Generic[C]):
         return any(job.job_id == job_id for job in self._jobs)
 
     def give_up(self, job: Job[C], reason: Reason, now: float) -> None:
-        """Fails all of its chunks, except those whose copy runs."""
+        """Fails all chunks of a job, except those whose copy runs."""
         job.given_up = reason
         for index in sorted(job.left - job.copying):
             self.settle(job, index, Outcome(job.chunks[index], reason), now)

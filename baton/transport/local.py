@@ -102,7 +102,7 @@ class LocalTransport(ThreadedReader[LocalPeer]):
         library: Path | None = LIBRARY,
         on_completion: Callable[[], None] | None = None,
     ) -> None:
-        """`library`: of `Gather`; None: never map."""
+        """`library`: file of `Gather`; None: never map."""
         super().__init__(address, on_completion=on_completion)
         self._gather: Gather | None = None
         self._why_unmapped = "this process was told not to"

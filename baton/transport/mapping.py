@@ -195,7 +195,7 @@ def open_owner(
         raise TransferError(f"cannot watch process {endpoint.process.pid}: {error.strerror}") from error
     owner = MappedOwner(endpoint, pidfd, {})
     try:
-        # Again: from now on the descriptor holds the process, whose pid was free to be reused before.
+        # Check again: the descriptor holds the process now, but its pid could have been reused before.
         require_same_host(this_process(), endpoint.process)
         for mapping in needed:
             if (address := _map(endpoint.process.pid, mapping)) is not None:

@@ -177,7 +177,7 @@ class ThreadedReader(QueuedTransport, ABC, Generic[PeerT]):
                     return reading, None
 
     def _end_batch(self, reading: _Reading[PeerT], batch: Copies, error: str | None) -> bool:
-        """Returns whether that was its last batch."""
+        """Returns whether that was the reading's last batch."""
         with self._changed:
             reading.num_running -= 1
             if error is None:

@@ -178,7 +178,7 @@ class Stream:
     def send(self, message: Message, ghash: Ghash | None, deadline: float) -> None:
         """Sends the whole message. With `ghash` its last segment, the tag, is filled on the way.
 
-        `deadline`: of time.monotonic(). Raises OSError; TimeoutError at the deadline.
+        `deadline`: a time of time.monotonic(). Raises OSError; TimeoutError at the deadline.
         """
         if self._library is None:
             assert ghash is None
