@@ -14,7 +14,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 MAX_LOGPROBS = 20
 SAMPLING_EPS = 1e-5
-_ITEM_BYTES = 4  # Of an int32 and of a float32.
+_ITEM_BYTES = 4  # Size of an int32 and of a float32.
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
@@ -30,17 +30,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True):
     top_k: int = 0  # 0 or -1: all tokens.
     min_p: float = 0.0
     seed: int | None = None
-    repetition_penalty: float = 1.0  # Over prompt and output; above 1 discourages.
-    presence_penalty: float = 0.0  # Over output, once per token.
-    frequency_penalty: float = 0.0  # Over output, per occurrence.
+    repetition_penalty: float = 1.0  # Applies to tokens of prompt and output; above 1 discourages them.
+    presence_penalty: float = 0.0  # Applies once to each token of the output.
+    frequency_penalty: float = 0.0  # Applies to a token of the output once per occurrence.
     logit_bias: dict[int, float] = {}
     allowed_token_ids: tuple[int, ...] | None = None  # Each once, ascending. None: all.
     # The last token of a word is not generated directly after its other tokens, if these are all output.
     bad_words_token_ids: tuple[tuple[int, ...], ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # None: off; n: of the chosen token and the n most likely ones.
-    # Of the prompt's tokens except the first. The prompt is then computed here, without any cache or load.
+    logprobs: int | None = None  # None: off; n: those of the chosen token and the n most likely ones.
+    # Logprobs of the prompt's tokens except the first. The prompt is then computed here, without cache or
+    # load.
     prompt_logprobs: int | None = None
 
     def __post_init__(self) -> None:
@@ -73,14 +74,14 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
     request_id: str  # Unique inside this engine.
     prompt_token_ids: list[int]
-    # The answer's first tokens, which another engine has given: they count as output of this one. They do not
-    # end the answer, and are not reported again.
+    # The answer's first tokens, if another engine has generated them. They count as output of this engine,
+    # but do not end the answer and are not reported again.
     output_token_ids: list[int] = []
     sampling_params: SamplingParams
     arrival_time_s: float  # The front end's monotonic clock; for ordering and metrics only.
     priority: int = 0  # Lower runs first (policy "priority").
     cache_salt: str | None = None
-    session_id: str | None = None  # Of the conversation; for connectors.
+    session_id: str | None = None  # Id of the conversation, for connectors.
     kv_transfer_params: dict[str, Any] | None = None
 
 
@@ -160,15 +161,15 @@ class EngineOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     request_id: str
     new_token_ids: list[int]
     new_logprobs: list[TokenLogprobs] | None = None
-    # With the first token, if requested: a row for each token of the prompt except the first.
+    # A row for each token of the prompt except the first; comes with the first token, if requested.
     prompt_logprobs: PromptLogprobs | None = None
     finish_reason: FinishReason | None = None
     stop_token_id: int | None = None  # The stop token id that ended the output, if any.
-    error: RequestError | None = None  # With finish_reason "error".
-    kv_transfer_params: dict[str, Any] | None = None  # With the last output, if the connector has any.
+    error: RequestError | None = None  # Set with finish_reason "error".
+    kv_transfer_params: dict[str, Any] | None = None  # Set in the last output, if the connector returns any.
     num_cached_tokens: int = 0  # Prompt tokens not computed here: local prefix hits and transferred tokens.
     num_transferred_tokens: int = 0  # Part of `num_cached_tokens`: tokens that a connector loaded.
-    weights_id: str = ""  # With the first tokens and the last: `KVIdentity.weights_id`.
+    weights_id: str = ""  # `KVIdentity.weights_id`; set with the first tokens and with the last.
     scheduled_at_s: float = 0.0  # When its first step began, monotonic clock; 0.0: there was none.
 
 
@@ -178,18 +179,18 @@ class SchedulerStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     num_running: int = 0
     num_waiting: int = 0
     num_waiting_for_remote_kvs: int = 0
-    num_delayed_free: int = 0  # Finished, blocks still lent.
+    num_delayed_free: int = 0  # Finished requests whose blocks are still lent.
     kv_cache_usage: float = 0.0  # Blocks in use / blocks of the pool, in [0, 1].
-    num_preempted: int = 0  # In this step.
+    num_preempted: int = 0  # Preemptions in this step.
     prefix_cache_queries: int = 0  # Tokens, in this step.
     prefix_cache_hits: int = 0
     external_prefix_cache_queries: int = 0
     external_prefix_cache_hits: int = 0
     num_kv_load_failures: int = 0  # Requests whose load failed, in this step.
-    num_prompt_tokens: int = 0  # Computed, in this step.
+    num_prompt_tokens: int = 0  # Prompt tokens computed in this step.
     num_generation_tokens: int = 0
     num_kv_connector_errors: int = 0  # Contained exceptions of the connector's scheduler half, in this step.
-    kv_connector_retired: bool = False  # It failed permanently; the engine continues without it.
+    kv_connector_retired: bool = False  # The connector failed permanently; the engine goes on without it.
     kv_connector_stats: dict[str, Any] | None = None  # KVConnectorStats.to_dict() of this step.
 
 

@@ -90,16 +90,16 @@ class ForwardContext:
     `attn_metadata` None: a dummy run, in which attention does nothing and no connector is called.
     """
 
-    attn_metadata: AttentionMetadata | None = None  # Of the first group, if there are several.
+    attn_metadata: AttentionMetadata | None = None  # Metadata of the first group, if there are several.
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
     worker_half: KVConnectorWorkerHalf | None = None
-    layers: Mapping[str, AttentionLayer] = field(default_factory=dict)  # As `worker_half` sees them.
+    layers: Mapping[str, AttentionLayer] = field(default_factory=dict)  # Layers as `worker_half` sees them.
     # Indices into T of the hidden states that are needed: of a prompt, at most the last one. None: all.
     # A model may skip the others once all keys and values are written.
     wanted_tokens: torch.Tensor | None = None
-    # In a recorded step: attention plans by kind of layer, at fixed addresses. None: the model makes its own.
+    # Attention plans of a recorded step by kind of layer, at fixed addresses. None: the model makes its own.
     plans: dict[Any, Any] | None = None
-    # While a step is recorded in pieces: calls through it run between two pieces, in every replay.
+    # Set while a step is recorded in pieces: calls through it run between two pieces, in every replay.
     outside_graph: OutsideGraph | None = None
     # Metadata of each KV-cache group (own block table and slot mapping). Empty: there is one group.
     group_metadata: Sequence[AttentionMetadata] = ()

@@ -40,7 +40,7 @@ class Completion:
     prompt_token_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: PromptLogprobs | None = None  # Of the prompt's tokens except the first.
+    prompt_logprobs: PromptLogprobs | None = None  # Rows of the prompt's tokens except the first.
     finish_reason: FinishReason | None = None
     error: RequestError | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -135,13 +135,13 @@ class LLM:
     ) -> None:
         """Compute with the weights of a checkpoint folder of the same architecture from now on.
 
-        Raises UserError for a folder that does not fit, and UpdateFailed; the old weights go on then.
+        Raises UserError for a folder that does not fit, and UpdateFailed; the old weights then stay in use.
 
         Args:
-            folder: with tensors of the same names, shapes and dtypes. Only its weights are taken.
+            folder: has tensors of the same names, shapes and dtypes. Only its weights are taken.
             version: name of the weights, part of their identity in the fleet. None: their digest is enough.
             mode: what becomes of running requests; see `baton.engine.core.weights_update`.
-            timeout_s: for what the mode waits for.
+            timeout_s: limit of the wait in the mode "wait" or "keep".
         """
         update = prepare_update(self.core.config.model_config, folder, version, mode, timeout_s)
         self.core.begin_update(update)

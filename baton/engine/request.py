@@ -113,7 +113,7 @@ class Request:
         self.prompt_token_ids = asked.prompt_token_ids
         self.sampling_params = sampling
         self.arrival_time = asked.arrival_time_s
-        self.scheduled_at_s = 0.0  # First, on the same clock, as the core notes it; 0.0: not yet.
+        self.scheduled_at_s = 0.0  # Begin of the first step on the same clock, set by the core; 0.0: not yet.
         self.priority = asked.priority
         self.cache_salt = asked.cache_salt
         self.session_id = asked.session_id
@@ -121,26 +121,28 @@ class Request:
         self.kv_transfer_params: dict[str, Any] | None = (
             None if asked.kv_transfer_params is None else dict(asked.kv_transfer_params)
         )
-        # It is for a loan of what is stored, and ends when that has been found or loaded.
+        # A request for a loan of what is stored ends when the stored KV has been found or loaded.
         self.computes_nothing = lends_stored(asked.kv_transfer_params)
         self.order = order
 
         self.status = RequestStatus.WAITING
         self.num_prompt_tokens = len(asked.prompt_token_ids)
-        self.num_given_tokens = len(asked.output_token_ids)  # The answer's first, by another engine.
+        self.num_given_tokens = len(asked.output_token_ids)  # First tokens of the answer, by another engine.
         self.num_computed_tokens = 0
-        self.num_cached_tokens = -1  # As reported to the client; -1 until the request first runs.
+        self.num_cached_tokens = -1  # Number that the client was told; -1 until the request first runs.
         self.num_transferred_tokens = 0
         self.output_logprobs: list[
             TokenLogprobs
-        ] = []  # Of all output tokens, if the client or a ticket needs them.
-        # Of the prompt's tokens after the first, as far as computed. None: not wanted, or already taken.
+        ] = []  # Logprobs of all output tokens, if the client or a ticket needs them.
+        # Rows of the prompt's tokens after the first, as far as computed. None: not wanted, or already taken.
         self._prompt_logprobs: list[PromptLogprobs] | None = None if sampling.prompt_logprobs is None else []
         # vLLM's name, for connectors. True: the whole prompt is computed here, without cache or load.
         self.skip_reading_prefix_cache = sampling.prompt_logprobs is not None
-        self.is_arriving = False  # It goes on while a load fills its blocks, which it keeps until then.
+        # True: the request runs while a load fills its blocks, and keeps them until the load ends.
+        self.is_arriving = False
         self.is_known_to_ranks = False
-        self.is_truncated = False  # Without the prompt's last token: it ends without an answer.
+        # True: the prompt lacks its last token, so the request ends without an answer.
+        self.is_truncated = False
         self.needs_resend = False  # The ranks' copy is stale: send tokens and block table whole.
         self.last_step = 0  # Number of the last step that computes for the request; see `in_flight_steps`.
         self.void_step = 0  # Number of the step whose tokens for this request are dropped, if any.
@@ -157,7 +159,7 @@ class Request:
         self._block_size = block_size
         self._hash_seed = hash_seed
         self._extra = extra_key(cache_salt=asked.cache_salt)
-        self.block_hashes: list[BlockHash] = []  # Of every full block of known tokens, computed or not.
+        self.block_hashes: list[BlockHash] = []  # Hash of every full block of known tokens, computed or not.
         self._hash_full_blocks()
 
     def __repr__(self) -> str:
@@ -219,7 +221,10 @@ class Request:
         return PromptLogprobs.joined(parts, width=parts[0].width if parts else 1)
 
     def drop_last_prompt_token(self) -> None:
-        """Before the first step: leave the last token, if there are others, to the engine that decodes."""
+        """Leave the prompt's last token, if there are others, to the engine that decodes.
+
+        Called before the first step.
+        """
         if self.num_prompt_tokens == 1 or self.num_output_tokens or self.skip_reading_prefix_cache:
             return
         self.is_truncated = True

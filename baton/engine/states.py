@@ -23,7 +23,7 @@ from baton.engine.forward_context import AttentionMetadata, IntArray
 
 @dataclass(frozen=True, slots=True)
 class StateMetadata:
-    """Of one step and one group of layers, for requests 0 to R - 1."""
+    """State blocks of one step and one group of layers, for requests 0 to R - 1."""
 
     query_start_loc_np: IntArray  # [R + 1]; request r has the tokens between r and r + 1.
     has_state_np: npt.NDArray[np.bool_]  # [R]; false: the request begins, from a state of zeros.

@@ -67,10 +67,10 @@ class SchedulerOutput:
     scheduled_cached_reqs: CachedRequestData = field(default_factory=CachedRequestData)
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
-    finished_req_ids: set[str] = field(default_factory=set)  # Since the previous step; the ranks forget them.
+    finished_req_ids: set[str] = field(default_factory=set)  # Ended since the last step; ranks forget them.
     preempted_req_ids: set[str] = field(default_factory=set)
     has_sync_kv_loads: bool = False
-    # For the connector's scheduler half, which sees it before the ranks get the step without it.
+    # States for the connector's scheduler half. It sees them before the ranks get the step without them.
     kv_connector_block_state: KVConnectorBlockState | None = None
     # None: the connector failed to build it, or is retired. No worker half takes part in this step then.
     kv_connector_metadata: KVConnectorMetadata | None = None
@@ -86,8 +86,9 @@ class ModelRunnerOutput:
     req_ids: list[str] = field(default_factory=list)
     sampled_token_ids: list[list[int]] = field(default_factory=list)
     logprobs: dict[str, list[TokenLogprobs]] = field(default_factory=dict)
-    # Of prompt tokens: the position of the first one in the prompt, and a row for each.
+    # Logprobs of prompt tokens: the position of the first one in the prompt, and a row for each.
     prompt_logprobs: dict[str, tuple[int, PromptLogprobs]] = field(default_factory=dict)
     kv_connector_output: KVConnectorOutput | None = None
     connector_error: str | None = None  # The error that a worker half raised; contained and already logged.
-    loads_failed: bool = False  # It was raised before this step's loads began, so they are never reported.
+    # True: the error came before this step's loads began, so they are never reported.
+    loads_failed: bool = False

@@ -37,7 +37,7 @@ class AttentionShape:
     head_dim: int
     dtype: torch.dtype
     device: torch.device
-    softmax_scale: float | None = None  # Of the scores; None: head_dim ** -0.5.
+    softmax_scale: float | None = None  # Factor of the scores; None: head_dim ** -0.5.
     is_quantised: bool = False  # The cache has another dtype (`baton.engine.attention.quantised`).
     latent_dim: int | None = None  # The value is the key's beginning of this size; None: V follows K.
 
@@ -100,19 +100,19 @@ class AttentionBackend(ABC):
         """Set the contents of a `decode_plan` to those that `plan` would return."""
 
     def compiled_step(self, plan: Any) -> CompiledStep | None:
-        """What `layers.c` needs of a plan; None if the compiled code does not compute all of its tokens."""
+        """Parts of a plan that `layers.c` needs; None if compiled code does not compute all its tokens."""
         return None
 
     def write(self, k_THD: torch.Tensor, v_THD: torch.Tensor, cache_NHPC: torch.Tensor, plan: Any) -> None:
         """Write the step's keys and values to their slots, the `write_rows` of the plan.
 
-        Of a latent cache `k_THD` is the latent and `v_THD` the rotary key.
+        If the cache is latent, `k_THD` is the latent and `v_THD` the rotary key.
         """
         width = cache_NHPC.shape[-1]
         if cache_NHPC.dtype == k_THD.dtype:
             rows = torch.cat((k_THD, v_THD), dim=-1)
         else:
-            # As bytes, because torch cannot copy every dtype by an index.
+            # Rows are copied as bytes, because torch cannot copy every dtype by an index.
             rows = quantise(k_THD, v_THD, cache_NHPC.dtype).view(torch.uint8)
             cache_NHPC = cache_NHPC.view(torch.uint8)
         rows_of(cache_NHPC).index_copy_(0, plan.write_rows, rows.view(-1, width))
@@ -173,7 +173,7 @@ def write_rows(metadata: AttentionMetadata, cache_NHPC: torch.Tensor) -> IntArra
 
 
 class StaticArray:
-    """On a CPU one buffer; on a GPU pinned host memory and its copy on the device."""
+    """Array that keeps its address: on a CPU one buffer; on a GPU pinned host memory and its device copy."""
 
     def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
         is_cuda = device.type == "cuda"
@@ -184,8 +184,8 @@ class StaticArray:
     def fill(self, values: npt.NDArray[np.integer]) -> None:
         """Write `values` from the first element of each dimension on. Elements beyond them do not change.
 
-        The device has finished the last step before the next one is prepared, so it does not read the host's
-        buffer meanwhile.
+        No step reads the host's buffer meanwhile: the device has finished the last step before the next one
+        is prepared.
         """
         self._array[tuple(slice(count) for count in values.shape)] = values
         if self.tensor is not self._host:

@@ -32,7 +32,7 @@ _FUNCTIONS = (
     "baton_gate_1",
     "baton_layers_1",
 )
-_LANES, _ROWS_MAX = 16, 4  # As in `decode.c`.
+_LANES, _ROWS_MAX = 16, 4  # Constants of `decode.c`.
 _POINTERS = ("out", "queries", "cache", "sinks", "tables", "requests", "tokens", "firsts", "ends", "scratch")
 _NUMBERS = ("num_requests", "table_stride", "block_tokens", "block_stride", "head_stride", "token_stride")
 _SIZES = ("num_heads", "group_size", "head_dim", "scores_stride", "is_bfloat16", "level")

@@ -61,7 +61,7 @@ class CudaBackend(AttentionBackend):
         Takes some seconds until Triton has cached it.
         """
         shape, block_size = self.shape, cache_NHPC.shape[2]
-        # With the strides of the cache, because the token stride is compiled in.
+        # The token stride is compiled in, so the scratch cache has the strides of the real one.
         scratch = cache_NHPC.new_empty_strided((2, *cache_NHPC.shape[1:]), cache_NHPC.stride()).zero_()
         for num_tokens in (1, 2):
             metadata = build_attention_metadata([0], [num_tokens], [[0, 1]], block_size)

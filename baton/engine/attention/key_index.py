@@ -15,7 +15,7 @@ class KeyIndex(NamedTuple):
     """Index queries of a step, and the index cache of a layer."""
 
     queries_TID: torch.Tensor
-    weights_TI: torch.Tensor  # In float32.
+    weights_TI: torch.Tensor  # float32.
     cache_NHPC: torch.Tensor  # One head; the slots are index keys.
     num_chosen: int  # Keys of each query.
 

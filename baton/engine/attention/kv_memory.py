@@ -48,7 +48,7 @@ from baton.engine.forward_context import AttentionLayer
 from baton.tiers.host_memory import GIB, allocate_shareable, available_bytes, touch
 
 KVCacheLayout: TypeAlias = Literal["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
-_AXES = "LBHNC"  # In the order of the views' dimensions.
+_AXES = "LBHNC"  # The axes of a view, in order.
 FIELD = "cache_config.num_gpu_blocks"
 BOOKKEEPING_BYTES = 128  # Host memory that the scheduler needs per block, measured with tracemalloc.
 
@@ -117,7 +117,7 @@ def _allocate_pages(
     num_scratch_blocks: int,
     groups: Sequence[KVCacheGroup],
 ) -> dict[str, torch.Tensor]:
-    """As `allocate_kv_cache`, of a model with recurrent states. Layers are apart in every layout."""
+    """`allocate_kv_cache` for a model with recurrent states. Layers are apart in every layout."""
     heads = len(kv_heads_of(tp_rank, tp_size=tp_size, num_kv_heads=model_config.num_kv_heads))
     dtype, size = torch_dtype(model_config.stored_dtype), cache_config.block_size
     width = model_config.stored_slot_size
@@ -193,7 +193,7 @@ def attention_layers(
 class CrossLayerBackend:
     """Description of the attention backend, for `register_cross_layers_kv_cache`."""
 
-    layer_names: tuple[str, ...]  # In the order of the second dimension.
+    layer_names: tuple[str, ...]  # Layers in the order of the second dimension.
 
     def get_name(self) -> str:
         return "BATON_PAGED"

@@ -82,7 +82,7 @@ class _Plan:
     write_rows: torch.Tensor  # [T * H]; indices into `rows_of` the cache, one slot each.
     decodes: list[_DecodeGroup]
     prefills: list[_Prefill]
-    compiled: DecodePlan | None = None  # In the place of `decodes`.
+    compiled: DecodePlan | None = None  # Replaces `decodes` if set.
 
 
 class SdpaBackend(AttentionBackend):
@@ -96,7 +96,7 @@ class SdpaBackend(AttentionBackend):
         # Gathered keys and values, reused by every layer: allocating this much memory costs more than the
         # copy.
         self._scratch = torch.empty(0, dtype=torch.uint8, device=shape.device)
-        # Of the cache in the current plan, in rows of a gather.
+        # Block stride of the cache in the current plan, in rows of a gather.
         self._block_stride = shape.num_kv_heads
         self._rows_in_block = self._heads[:, None]  # [H, P / run], from the block's first row.
 

@@ -24,7 +24,7 @@ class Block:
     def __init__(self, block_id: int) -> None:
         self.block_id = block_id
         self.ref_cnt = 0
-        self.is_null = False  # It stands for no block, and is never held, free or cached.
+        self.is_null = False  # A null block stands for no block, and is never held, free or cached.
         self.group = 0  # KV-cache group in whose prefix cache it is.
         self.block_hash: BlockHash | None = None  # Set exactly while the block is in the prefix cache.
         self.before: Block | None = None
@@ -165,7 +165,7 @@ class BlockPool:
             block.ref_cnt -= 1
             if block.ref_cnt == 0:
                 if block.block_hash is None:
-                    self._free.prepend(block)  # It cannot be found: allocate it before useful blocks.
+                    self._free.prepend(block)  # No lookup can find it: allocate it before useful blocks.
                 else:
                     self._free.append(block)
 
@@ -206,7 +206,7 @@ class BlockPool:
             self._events += [self._stored(request, run, group) for run in _consecutive(added)]
 
     def evict_blocks(self, block_ids: Iterable[int]) -> None:
-        """Remove these blocks from the prefix cache, held or not. For blocks with wrong contents.
+        """Remove these blocks, held or not, from the prefix cache, because their contents are wrong.
 
         Ids that are no block's are ignored, because a connector may report any.
         """
@@ -259,7 +259,7 @@ class BlockPool:
     def _stored(self, request: Request, indices: range, group: int) -> BlockStored:
         size, hashes = self.block_size, request.block_hashes
         extra_keys: list[tuple[Any, ...] | None] | None = None
-        if request.cache_salt:  # In the first block of a prompt, as in vLLM.
+        if request.cache_salt:  # Only the first block of a prompt has the salt, as in vLLM.
             extra_keys = [(request.cache_salt,) if index == 0 else None for index in indices]
         return BlockStored(
             block_hashes=[*hashes[indices.start : indices.stop]],

@@ -97,7 +97,7 @@ class KVCache:
             has_null_block=self.is_hybrid,
         )
         self._chunk = chunk
-        self._tables: dict[str, tuple[_Table, ...]] = {}  # In the order of groups.
+        self._tables: dict[str, tuple[_Table, ...]] = {}  # Tables of a request, in the order of groups.
         self._nothing = KVCacheBlocks(tuple(() for _ in self.groups))  # Shared: immutable.
 
     def blocks_at_most(self, num_tokens: int) -> int:

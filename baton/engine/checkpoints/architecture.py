@@ -1,4 +1,4 @@
-"""Architecture of a decoder checkpoint: what its config.json says about the function, for every family.
+"""Architecture of a decoder checkpoint: the fields of its config.json that define the model's function.
 
 `baton.engine.checkpoints.families` has a parser for each family, which shows in what families differ.
 
@@ -39,18 +39,18 @@ MAX_LAYERS = 4096  # Twenty times the deepest models; bounds the lists with one 
 
 
 class ExpertNames(NamedTuple):
-    """Of the tensors of a layer's experts in a checkpoint."""
+    """Names of the tensors of a layer's experts in a checkpoint."""
 
     block: str = "mlp"
     gate: str = "gate_proj"
-    up: str = "up_proj"  # As `gate`: one tensor has the rows of both, gate first.
+    up: str = "up_proj"  # If equal to `gate`, one tensor has the rows of both, gate first.
     down: str = "down_proj"
     router: str = "gate"
     is_stacked: bool = False  # One tensor has the matrices of all experts.
 
 
 class MlpNames(NamedTuple):
-    """Of the tensors of an MLP. With `gate` as `up`, one tensor has the rows of both, gate first."""
+    """Names of the tensors of an MLP. If `up` equals `gate`, one tensor has the rows of both, gate first."""
 
     block: str
     gate: str = "gate_proj"
@@ -59,7 +59,7 @@ class MlpNames(NamedTuple):
 
 
 class TensorNames(NamedTuple):
-    """Of other tensors in a checkpoint, as far as families differ."""
+    """Names of other tensors in a checkpoint, as far as families differ."""
 
     root: str = "model"
     embedding: str = "embed_tokens"
@@ -120,7 +120,7 @@ class Experts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scoring: Literal["softmax", "sigmoid"] = "softmax"
     is_wide: bool = False  # Scores are computed in float32.
     has_choice_bias: bool = False  # Added to the scores for the choice, not for the shares.
-    num_groups: int = 1  # Of equally many experts. A token chooses groups, then experts of these.
+    num_groups: int = 1  # Groups of equally many experts. A token chooses groups, then experts of these.
     groups_per_token: int = 1
     scores_per_group: int = 1  # A group's score is the sum of this many best scores of its experts.
     share_scale: float = 1.0
@@ -146,7 +146,7 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     rms_norm_eps: float
     rope_theta: float
     rope_scaling: RopeScaling
-    local_rope_theta: float | None  # Without scaling, in layers with a window; None: as in the others.
+    local_rope_theta: float | None  # Base in layers with a window, without scaling; None: as in others.
     softmax_scale: float
     qkv_bias: bool
     output_bias: bool
@@ -161,14 +161,14 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     experts: Experts | None
     tie_word_embeddings: bool
     windows: tuple[int | None, ...]  # Per layer: keys that a query sees, its own included; None: all.
-    dense_layers: tuple[int, ...] = ()  # That have an MLP although others have experts.
+    dense_layers: tuple[int, ...] = ()  # Layers that have an MLP although others have experts.
     state: StateKind | None = None
-    state_layers: tuple[int, ...] = ()  # That have `state` instead of attention.
+    state_layers: tuple[int, ...] = ()  # Layers that have `state` instead of attention.
     rotary_dim: int | None = None  # Leading elements of a head that rotate; None: all; 0: no positions.
     residual_scale: float | None = None  # Factor of the results of attention and MLP; None: 1.
     logit_scale: float | None = None  # Divides the logits; None: 1.
     attention_gate: bool = False  # q_proj has a gate for every output of attention.
-    bare_layers: tuple[int, ...] = ()  # That have no MLP although others have one.
+    bare_layers: tuple[int, ...] = ()  # Layers that have no MLP although others have one.
     wide_residual: bool = False  # The residual stream is float32.
 
     def state_parts(self, dtype: str) -> tuple[StatePart, ...]:
@@ -185,7 +185,7 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
         return layer not in self.bare_layers and (self.experts_of(layer) or self.intermediate_size) != 0
 
     def tensor_prefixes(self, layer: int) -> tuple[str, str]:
-        """Of the tensors of a layer's first half, and of its MLP."""
+        """Prefixes of the tensors of a layer's first half, and of its MLP."""
         prefix = f"{self.names.root}.layers."
         if not self.names.is_mlp_numbered:
             return f"{prefix}{layer}", f"{prefix}{layer}"

@@ -26,7 +26,7 @@ INDEX_FILE = "model.safetensors.index.json"
 MAX_POSITION = 1 << 27
 MAX_JSON_BYTES = 32 << 20  # The index of a checkpoint with 100,000 tensors has 10 MiB.
 MAX_ROPE_ENTRIES = 1 << 30  # Positions times head_dim: 4 GiB of tables.
-_DEFAULT_LENGTH = 2048  # As in vLLM, for models without positions that name no limit.
+_DEFAULT_LENGTH = 2048  # vLLM's limit for models without positions that name none.
 _HASH_CHUNK_BYTES = 1 << 22
 
 

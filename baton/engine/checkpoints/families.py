@@ -23,7 +23,7 @@ from baton.engine.checkpoints.state_config import (
 )
 
 Config = Mapping[str, Any]
-Fields = dict[str, Any]  # Of a DecoderArchitecture.
+Fields = dict[str, Any]  # Arguments of DecoderArchitecture, by name.
 
 
 def parse_architecture(config: Config) -> DecoderArchitecture:
@@ -292,7 +292,7 @@ def _deepseek_v2(config: Config) -> Fields:
 
 
 def _deepseek_v32(config: Config) -> Fields:
-    """As V3, but a query attends to the best keys only."""
+    """DeepSeek V3 with an index: a query attends to the best keys only."""
     _refuse(config, "mlp_bias")
     if set(_names(config, "layer_types")) - {"indexed_attention"}:
         raise config_error("must be indexed_attention in every layer", "layer_types")
@@ -398,7 +398,7 @@ def _qwen3_5(config: Config) -> Fields:
 
 
 def _qwen3_5_moe(config: Config) -> Fields:
-    """As Qwen3.5, with experts in every layer."""
+    """Qwen3.5 with experts in every layer."""
     for key, only in (("norm_topk_prob", True), ("decoder_sparse_step", 1), ("mlp_only_layers", [])):
         if (named := config.get(key)) not in (None, only):
             raise config_error(f"must be {only!r}, is {named!r:.100}", key)
@@ -500,7 +500,7 @@ def _nemotron_layers(config: Config) -> tuple[list[bool], tuple[int, ...]]:
 
 
 class KnownFamily(NamedTuple):
-    class_name: str  # In the field `architectures` of config.json.
+    class_name: str  # Name in the field `architectures` of config.json.
     parse: Callable[[Config], Fields]
     model_type: str | None = None  # None: the family's name.
 

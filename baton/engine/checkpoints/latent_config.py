@@ -30,7 +30,7 @@ class Latent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     q_lora_rank: int | None  # None: queries have no latent of their own.
     kv_lora_rank: int
-    qk_nope_head_dim: int  # Of a head's query and key, the part without rotation.
+    qk_nope_head_dim: int  # Part of a head's query and key that is not rotated.
     qk_rope_head_dim: int
     v_head_dim: int
     rope_interleave: bool = True  # Element 2i is rotated with 2i + 1, not with the one half a head later.

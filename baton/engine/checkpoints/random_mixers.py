@@ -12,9 +12,9 @@ from baton.engine.checkpoints.state_config import GatedDelta, Mamba2
 
 _CONV_STD = 0.7
 _BIAS_STD = 0.3
-_DECAY_STD = 1.5  # Of the logarithm of a head's decay, about this mean.
+_DECAY_STD = 1.5  # Logarithm of a head's decay: standard deviation about the mean below.
 _DECAY_MEAN = -3.0
-_STEP_STD, _STEP_MEAN = 0.5, -0.5  # Of a head's time step before softplus.
+_STEP_STD, _STEP_MEAN = 0.5, -0.5  # A head's time step before softplus.
 _SKIP = 0.3
 _GATE_GAIN = 2.0  # Compensates for a gate after the norm.
 

@@ -27,15 +27,15 @@ RopeScalingName = Literal["none", "linear", "llama3", "yarn"]
 
 _QK_GAIN = 1.8  # Scores of standard deviation 1.8**2: a query attends to a few keys.
 _DOWN_GAIN = 2.0  # Compensates for the gate.
-_GATE_GAIN = 2.0  # The same of attention.
+_GATE_GAIN = 2.0  # Compensates for the gate of attention.
 _LOGIT_STD = 3.0
 _BIAS_STD = 0.3
 _SINK_STD = 1.0
 _ROUTER_GAIN = 2.0  # Clear choices, so that rounding does not select other experts.
 _CHOICE_BIAS_STD = 0.1
 _NUM_EXPERTS, _EXPERTS_PER_TOKEN = 8, 2
-_LAYERS_PER_GLOBAL = 3  # For a small Gemma 3: two layers with a window, then one without.
-_DEFAULT_WINDOW = 128  # For families that always have one.
+_LAYERS_PER_GLOBAL = 3  # A small Gemma 3 has two layers with a window, then one without.
+_DEFAULT_WINDOW = 128  # Window of families that always have one.
 _MUTE_SCALE = 1e-3  # Puts the logits of tokens that must not be chosen near zero, far below the largest.
 _WITHOUT_WINDOWS: frozenset[str] = frozenset(
     (
@@ -53,7 +53,7 @@ _WITHOUT_WINDOWS: frozenset[str] = frozenset(
 _WITHOUT_POSITIONS: frozenset[Family] = frozenset(("mamba2", "granite_hybrid", "nemotron_h"))
 _WITH_GATED_DELTA: tuple[Family, ...] = ("qwen3_next", "qwen3_5", "qwen3_5_moe")
 _STATE_SIZE, _STATE_KERNEL, _STATE_EXPAND = 32, 4, 2
-_LAYERS_PER_ATTENTION = 4  # For a small hybrid: the second layer of four attends.
+_LAYERS_PER_ATTENTION = 4  # A small hybrid has attention in the second layer of four.
 _SHARD_BYTES = 512 << 20
 
 
@@ -80,8 +80,8 @@ def write_checkpoint(
 ) -> Path:
     """Write a checkpoint and return its folder, which is created if missing. Old weights are replaced.
 
-    Defaults: `kv_heads` is half of `heads`, `head_dim` hidden / heads, `intermediate` 3 * hidden.
-    `fields` replace those of config.json that the family has otherwise.
+    Defaults: `kv_heads` is half of `heads`, `head_dim` hidden / heads, `intermediate` 3 * hidden. `fields`
+    replace those that config.json has otherwise.
     Raises UserError with the argument's name.
     """
     sizes = {

@@ -35,7 +35,7 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
     kernel: int
     conv_bias: bool = True
     projection_bias: bool = False
-    min_time_step: float | None = None  # After softplus; None: no limit.
+    min_time_step: float | None = None  # Least time step after softplus; None: no limit.
     max_time_step: float | None = None
 
     @property
@@ -45,12 +45,14 @@ class Mamba2(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, tag=
 
     @property
     def unit_counts(self) -> tuple[int, int]:
-        """Numbers of units that tensor parallelism divides: each rank has some of the first, and a rank has
-        some of the second or shares one."""
+        """Numbers of units that tensor parallelism divides.
+
+        Each rank has some of the first. A rank has some of the second, or shares one.
+        """
         return self.num_heads, self.num_groups
 
     def num_parameters(self, hidden_size: int) -> int:
-        """Of one layer's matrices and convolution."""
+        """Number of parameters of one layer's matrices and convolution."""
         convolved = self.inner_size + 2 * self.num_groups * self.state_size
         return hidden_size * (2 * self.inner_size + convolved + self.num_heads) + self.kernel * convolved
 

@@ -39,9 +39,9 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT_S = 900.0  # Reading a large model's weights from a slow disk, on every rank.
 STOP_TIMEOUT_S = 20.0  # Connector halves and ranks have 10 s of these.
 DRAIN_ANSWER_S = 5.0  # Beyond the time that a drain may take; a step can be long.
-LONG_PROMPT_TOKENS = 1 << 16  # At most one such prompt is sent in a turn of the event loop.
-# For the orderly end of a core whose front end died. Its answers are of no use, and a supervisor starts the
-# next engine on the same ports.
+LONG_PROMPT_TOKENS = 1 << 16  # The client sends at most one such prompt in a turn of the event loop.
+# Time for the orderly end of a core whose front end died. Its answers are of no use, and a supervisor starts
+# the next engine on the same ports.
 PARENT_GRACE_S = 2.0
 
 
@@ -61,16 +61,17 @@ class EngineClient(asyncio.Protocol):
 
     def __init__(self, child: Child, config: EngineConfig) -> None:
         step_timeout_s = config.step_timeout_s
-        self.model_config = config.model_config  # With the weights that compute now.
+        self.model_config = config.model_config  # Names the weights that compute now.
         self.on_weights: Callable[[ModelConfig], None] | None = None
-        self._update: WeightsUpdate | None = None  # In the core.
-        self._updated: asyncio.Future[UpdateEnd] | None = None  # An update is under way.
+        self._update: WeightsUpdate | None = None  # The update that the core performs, if any.
+        self._updated: asyncio.Future[UpdateEnd] | None = None  # Done when that update has ended.
         self.on_stats: Callable[[SchedulerStats], None] | None = None
         self._child = child
         self._splitter = FrameSplitter()
         self._encoder = msgspec.msgpack.Encoder()
         self._decoder = msgspec.msgpack.Decoder(FromCore)
-        # Until the last output. None: the request was closed early and its outputs are dropped.
+        # Queues of outputs, until the last output. None: the request was closed early and its outputs are
+        # dropped.
         self._answers: dict[str, asyncio.Queue[_Answer] | None] = {}
         self._started: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._dead = asyncio.Event()  # No more messages will come.
@@ -84,7 +85,7 @@ class EngineClient(asyncio.Protocol):
         self._step_timeout_s = step_timeout_s
         self._hang_watch = HangWatch(lambda: self._send(messages.Ping()), self._hangs, step_timeout_s)
         self._stop_watch = StopWatch(self._stalls)
-        self._is_stalled = False  # While a process is stopped.
+        self._is_stalled = False  # True while a process is stopped.
         self._restarting: str | None = None  # The reason, while ranks restart.
 
     @classmethod
@@ -231,7 +232,7 @@ class EngineClient(asyncio.Protocol):
             return
         if isinstance(end, BatonError):
             updated.set_exception(end)
-            updated.exception()  # Its caller may be gone.
+            updated.exception()  # Marks the error as seen: the caller may be gone.
             return
         if update is not None and end.error is None:
             self.model_config = update.model_config
@@ -240,7 +241,7 @@ class EngineClient(asyncio.Protocol):
         updated.set_result(end)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Before `close`: grant no more loans, and wait until no request runs and no loan is open.
+        """Prepare `close`: grant no more loans, and wait until no request runs and no loan is open.
 
         False if that took longer than `timeout_s`, or the core has ended.
         """
@@ -270,7 +271,7 @@ class EngineClient(asyncio.Protocol):
             try:
                 async with asyncio.timeout(KILL_WAIT_S):
                     await self._buried.wait()
-            except TimeoutError:  # It is stuck in a driver; no signal can end it.
+            except TimeoutError:  # The core is stuck in a driver; no signal can end it.
                 logger.error("the engine core, process %d, cannot be ended", self.pid)
 
     async def _kill(self) -> None:
@@ -333,7 +334,7 @@ class EngineClient(asyncio.Protocol):
                 case messages.Pong():
                     pass  # Any message shows that the core is alive.
                 case messages.Stopped(reason):
-                    self._die(f"the engine core ended: {reason}")  # Its shutdown may take long.
+                    self._die(f"the engine core ended: {reason}")  # The shutdown that follows may take long.
 
     def _deliver(self, outputs: list[EngineOutput]) -> None:
         for output in outputs:

@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 
 START_MESSAGE_S = 60.0  # The front end sends it right after it has started this process.
 LAST_WORDS_S = 5.0
-RESTARTS_MAX = 3  # Within RESTARTS_WITHIN_S; the engine ends if a rank dies once more in that time.
+RESTARTS_MAX = 3  # Most restarts within RESTARTS_WITHIN_S. One more death of a rank ends the engine.
 RESTARTS_WITHIN_S = 600.0
 # How long a computing thread may keep the interpreter from the threads that renew leases and read requests.
 # Python's default of 5 ms, once on either side, would be most of a handoff's time.
@@ -237,7 +237,7 @@ def _restart(config: EngineConfig, connector_factory: str | None, channel: Chann
         if weights_digest(folder) != config.model_config.weights_digest:
             raise UserError(f"the weights in {folder} are others than those that were loaded", field="model")
         return EngineCore(config, connector_factory)
-    except Exception as error:  # As above.
+    except Exception as error:  # This process ends; the front end gets the reason.
         logger.exception("the engine core could not start its ranks anew")
         _send_last(channel, messages.Stopped(f"it could not start its ranks anew: {_text(error)}"))
         sys.exit(1)
@@ -280,13 +280,13 @@ def _run_until_a_rank_dies(
         _send_last(channel, messages.Stopped(str(stopping)))
     except ChannelClosed:
         logger.warning("the front end is gone; ending")
-    except Exception as error:  # As above.
+    except Exception as error:  # This process ends; the front end gets the reason.
         logger.exception("the engine core cannot continue")
         _send_last(channel, messages.Stopped(_text(error)))
         sys.exit(1)
     finally:
         core.shutdown()
-        waker.close()  # After the core, whose threads use it.
+        waker.close()  # The core's threads use the waker, so it is closed last.
     return None
 
 

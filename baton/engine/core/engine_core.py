@@ -53,13 +53,13 @@ class EngineCore:
         """
         connector_factory = connector_factory or default_factory(config)
         self.times = StepTimes()
-        self.num_scheduled_tokens = 0  # In the last step.
+        self.num_scheduled_tokens = 0  # Tokens that the last step scheduled.
         self.has_progressed = False  # Whether the last step computed, delivered or freed something.
         self._batches: deque[tuple[SchedulerOutput, Future[ModelRunnerOutput]]] = deque()  # Oldest first.
         self._num_batches_max = config.parallel_config.max_concurrent_batches
         self.is_woken = False  # Whether connector and executor report when a step has work.
-        self.config = config  # With the weights that compute now.
-        self._update: WeightsUpdate | None = None  # Under way.
+        self.config = config  # Names the weights that compute now.
+        self._update: WeightsUpdate | None = None  # The update under way, if any.
         self._update_by_s = 0.0
         self._is_staged = False
         self._update_end: UpdateEnd | None = None

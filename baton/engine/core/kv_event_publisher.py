@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 SEQUENCE_BYTES = 8
 END = (-1).to_bytes(SEQUENCE_BYTES, "big", signed=True)
-DATA_PARALLEL_RANK = 0  # As in vLLM, for one engine.
+DATA_PARALLEL_RANK = 0  # vLLM's value for one engine.
 LAST_WORDS_S = 1.0  # How long `close` waits for subscribers to take the last batches.
 _QUEUE = "inproc://batches"
 _BOUND_HOSTS = ("*", "::", "127.", "localhost")

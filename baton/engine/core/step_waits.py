@@ -63,7 +63,7 @@ class StepWaits:
         for fileno in also or ():
             self._poll.unregister(fileno)
         if self._waker.fileno() in ready:
-            self._waker.clear()  # Before the step: a wake from here on is for the next one.
+            self._waker.clear()  # Cleared before the step: a wake from here on is for the next one.
         if ready & self._deaths:
             self._core.executor.check_alive()
 

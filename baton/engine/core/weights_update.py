@@ -29,7 +29,7 @@ from baton.engine.api import RequestError
 from baton.engine.checkpoints.checkpoint import FilesState, files_state, load_model_config
 
 PauseMode = Literal["wait", "abort", "keep"]
-WAIT_S = 60.0  # For requests to end ("wait"), or for loads that fill blocks in use ("keep").
+WAIT_S = 60.0  # Wait for requests to end ("wait"), or for loads that fill blocks in use ("keep").
 WAIT_MAX_S = 86_400.0
 
 
@@ -42,8 +42,8 @@ class UpdateUnderWay(UpdateFailed):
 
 
 class WeightsUpdate(msgspec.Struct, frozen=True, array_like=True):
-    model_config: ModelConfig  # After the update.
-    files: FilesState  # Before the weights were digested.
+    model_config: ModelConfig  # The configuration after the update.
+    files: FilesState  # State of the weight files before they were digested.
     mode: PauseMode
     timeout_s: float
 

@@ -31,7 +31,7 @@ from baton.engine.executor.rank_messages import (
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 START_TIMEOUT_S = 600.0  # Time to read the weights of a large model from a slow disk.
-STOP_TIMEOUT_S = 10.0  # For the shutdown of worker halves.
+STOP_TIMEOUT_S = 10.0  # Time for the shutdown of worker halves.
 
 
 class StepFuture(Future[ModelRunnerOutput]):
@@ -93,7 +93,7 @@ class RemoteExecutor(Executor):
         self._is_broken = False
         self._answers = RankAnswers()
         self._failures = RankFailures(self._num_ranks)
-        self._in_flight: deque[tuple[StepFuture, Any]] = deque()  # With what `_send` returned.
+        self._in_flight: deque[tuple[StepFuture, Any]] = deque()  # Futures, each with the result of `_send`.
 
     @abstractmethod
     def _send(self, payload: bytes) -> Any:

@@ -33,7 +33,7 @@ from baton.engine.executor.rank_messages import (
 from baton.engine.process.channel import Channel, ChannelClosed
 from baton.engine.process.child import Child
 
-BROKEN_STOP_TIMEOUT_S = 2.0  # After a rank has ended, the others are stuck or about to end.
+BROKEN_STOP_TIMEOUT_S = 2.0  # Short: once a rank has ended, the others are stuck or about to end.
 
 
 class MultiprocessExecutor(RemoteExecutor):
@@ -152,7 +152,7 @@ class MultiprocessExecutor(RemoteExecutor):
                     channel.send_nowait(stop)
                     child.resume()
                 except ChannelClosed:
-                    child.kill()  # It closed its end and did not end.
+                    child.kill()  # The rank closed its end of the connection and did not exit.
         for child in self._ranks:
             child.stop(max(0.0, deadline - time.monotonic()))
         self._ranks, self._channels = [], []

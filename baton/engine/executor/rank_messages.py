@@ -139,7 +139,7 @@ def packed_answer(answer: RankReady | RankWeights | ModelRunnerOutput | RankFail
     return packed_result(answer) if isinstance(answer, ModelRunnerOutput) else packed(answer)
 
 
-REPORT_WAIT_S = 2.0  # For further reports. They come within milliseconds, on a busy machine within a second.
+REPORT_WAIT_S = 2.0  # Wait for further reports, which take milliseconds, or up to a second on a busy machine.
 
 
 class RankFailures:

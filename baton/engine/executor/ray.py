@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 WATCH_S = 1.0  # Interval at which the watching thread checks whether it has to end.
 WATCH_END_S = 10.0
-READY_S = 10.0  # To fetch a result that Ray reports as ready.
+READY_S = 10.0  # Time to fetch a result that Ray reports as ready.
 
 
 class RayExecutor(RemoteExecutor):

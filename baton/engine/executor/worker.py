@@ -181,7 +181,7 @@ def worker_main(end: socket.socket) -> None:
                 channel.send_nowait(packed_answer(rank.answer(message)))
     except ConnectionError:
         return  # The parent has ended or closed the connection.
-    except Exception as error:  # It ends this process, after the core has got the reason.
+    except Exception as error:  # The error ends this process, after the core has got the reason.
         channel.send_nowait(packed_answer(failure_of(error)))
         channel.flush(SEND_FAILURE_S)
         if isinstance(error, UserError):

@@ -39,9 +39,9 @@ def choose_mode(config: EngineConfig, half: KVConnectorWorkerHalf) -> GraphMode:
     """The configured mode, as far as the connector allows it."""
     asked = config.device_config.graph_mode
     if half.hidden_states_wanted:
-        return GraphMode.OFF  # They are passed on between layers, in Python.
+        return GraphMode.OFF  # The connector gets hidden states between layers, in Python.
     if asked == "auto":
-        # On a CPU graphs gain nothing.
+        # Graphs gain nothing on a CPU.
         asked = "full" if config.device_config.device == "cuda" else "off"
     if asked != "full":
         return GraphMode(asked)
@@ -51,7 +51,7 @@ def choose_mode(config: EngineConfig, half: KVConnectorWorkerHalf) -> GraphMode:
         return GraphMode.PIECEWISE
     model = config.model_config
     if config.device_config.device == "cuda" and (model.latent_size or model.stored_dtype != model.dtype):
-        return GraphMode.PIECEWISE  # Their attention gathers as many blocks as a step needs.
+        return GraphMode.PIECEWISE  # Attention over such a cache gathers as many blocks as a step needs.
     return GraphMode.FULL
 
 
@@ -107,7 +107,7 @@ class DecodeGraphs:
         self._kv_caches = kv_caches
         self._mode = mode
         self._block_size = config.cache_config.block_size
-        self._max_blocks = -(-config.model_config.max_model_len // self._block_size) + 1  # Of a request.
+        self._max_blocks = -(-config.model_config.max_model_len // self._block_size) + 1  # Per request.
         self._scratch_block = config.cache_config.num_gpu_blocks
         self._num_groups = len(config.kv_cache_groups)
         self._device = device
@@ -190,7 +190,7 @@ class DecodeGraphs:
         ]
         self._fill(bucket, token_ids, padded)
         context = bucket.context
-        context.attn_metadata = metadata  # For hooks, without padding.
+        context.attn_metadata = metadata  # Hooks get the metadata without padding.
         context.group_metadata = step.group_metadata
         if self._mode is GraphMode.PIECEWISE or self._hooks_are_recorded:
             context.worker_half = step.worker_half

@@ -24,7 +24,7 @@ from baton.engine.models.kinds import Kind, StepOfKind
 from baton.engine.models.matmul import Product
 
 _TORCH_RELEASE = "2.13."  # Tests run with it. With another release, the layers are computed in Python.
-_LANES = 16  # As in `numbers.h`.
+_LANES = 16  # The constant of `numbers.h`.
 _LEVEL = MOST_LEVEL
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _TORCH_FUNCTIONS = (
@@ -47,7 +47,7 @@ class LayerParts(NamedTuple):
 
 
 class _Product(ctypes.Structure):
-    """`struct product` of `layers.c`; so are the next."""
+    """`struct product` of `layers.c`. The next classes are other structs of that file."""
 
     _fields_ = (
         *((name, _POINTER) for name in ("weight", "bias")),
@@ -115,7 +115,7 @@ class CompiledLayers:
         self._caches = [layer.cache for layer in layers]
         self._kinds = list(dict.fromkeys(layer.kind for layer in layers))
         self._kind_of = [layer.kind for layer in layers]
-        self._tensors: list[torch.Tensor] = [last_norm]  # Of which the structs have addresses.
+        self._tensors: list[torch.Tensor] = [last_norm]  # Tensors whose addresses the structs have.
         self._handles: list[int] = []
         weakref.finalize(self, _delete, of_torch, self._handles).atexit = False
         self._structs = (_Layer * len(layers))(*(self._struct_of(layer) for layer in layers))

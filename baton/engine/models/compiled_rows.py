@@ -13,7 +13,7 @@ import torch
 
 from baton.engine.attention.compiled import MOST_LEVEL, load_library
 
-_LANES = 16  # As in `numbers.h`.
+_LANES = 16  # The constant of `numbers.h`.
 _LEVEL = MOST_LEVEL
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _DTYPES = (torch.float32, torch.bfloat16)
@@ -55,7 +55,7 @@ def _functions() -> _Functions | None:
 def rms_norm(
     x: torch.Tensor, weight: torch.Tensor, eps: float, added: torch.Tensor | None = None
 ) -> torch.Tensor | None:
-    """As `layers.rms_norm`. `added` is added to `x` first, in place."""
+    """Compiled `layers.rms_norm`. `added` is added to `x` first, in place."""
     size, dtype = x.shape[-1], x.dtype
     if (functions := _usable(x, size % _LANES)) is None:
         return None
@@ -160,7 +160,7 @@ def gate(packed: torch.Tensor) -> torch.Tensor | None:
 
 
 def rotate(x_TAD: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor | None:
-    """As `rotary.rotate` of all elements of each head."""
+    """Compiled `rotary.rotate`, for all elements of each head."""
     num_tokens, num_heads, size = x_TAD.shape
     if (functions := _usable(x_TAD, size % _LANES)) is None:
         return None

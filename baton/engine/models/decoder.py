@@ -112,7 +112,7 @@ class Decoder(nn.Module):
         self._compiled: CompiledLayers | None = None
         self._compiled_caches: dict[str, torch.Tensor] | None = None
         self._dtype = dtype
-        self.stored_dtypes: dict[str, str] = {}  # By name of a checkpoint's tensor; set by loading.
+        self.stored_dtypes: dict[str, str] = {}  # Dtypes by name of a checkpoint's tensor; set by loading.
         # Rounded to the model's dtype, as in the reference implementation.
         self._embedding_scale = float(torch.tensor(architecture.embedding_scale, dtype=dtype))
 
@@ -138,7 +138,7 @@ class Decoder(nn.Module):
         for own, new in zip(self.parameters(), other.parameters(), strict=True):
             if own.shape == new.shape:
                 own.copy_(new)
-            else:  # It was dropped after its packed copy was made.
+            else:  # The parameter was dropped after its packed copy was made.
                 own.data = new.data.to(own.device)
         self.seal()
         self._compiled = self._compiled_caches = None
@@ -176,7 +176,7 @@ class Decoder(nn.Module):
         compiled = None if shows else self.compiled_for(context)
         if compiled is not None and (normed := compiled.run(hidden, context, steps)) is not None:
             return normed
-        added: torch.Tensor | None = None  # Of the last layer, not yet added to `hidden`.
+        added: torch.Tensor | None = None  # Result of the last layer, not yet added to `hidden`.
         last = len(self.layers)
         for index, layer in enumerate(self.layers):
             if index in shows:
@@ -311,7 +311,7 @@ class DecoderLayer(nn.Module):
         return hidden, self._scaled(transformed)
 
     def parts(self, kv_caches: dict[str, torch.Tensor]) -> LayerParts | None:
-        """For compiled code; None if the layer has parts that it does not compute."""
+        """The parts that compiled code needs; None if the layer has parts that it does not compute."""
         attention, mlp = self.attention, self.mlp
         if not isinstance(attention, Attention) or not isinstance(mlp, Mlp) or self.post_norm is None:
             return None

@@ -25,7 +25,7 @@ from baton.engine.models.layers import PackedLinear, RowParallelLinear, empty_pa
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.state_mixer import Projected, StateMixer, decays
 
-_NORM_EPS = 1e-6  # Of the length of keys and queries.
+_NORM_EPS = 1e-6  # Epsilon of the length of keys and queries.
 
 
 class GatedDeltaMixer(StateMixer):

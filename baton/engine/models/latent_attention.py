@@ -29,7 +29,7 @@ from baton.engine.models.layers import PackedLinear, RMSNorm, RowParallelLinear,
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.models.rotary import rotate, rotate_pairs
 
-_EPS = 1e-6  # Of the latents' norms, whatever the other norms have.
+_EPS = 1e-6  # Epsilon of the latents' norms, whatever the other norms have.
 
 
 class LatentAttention(nn.Module):

@@ -28,7 +28,7 @@ from baton.engine.models.layers import PackedLinear, RowParallelLinear
 from baton.engine.models.mamba2 import Mamba2Mixer
 from baton.engine.models.state_mixer import StateMixer
 
-_RECOMPUTED = ".rotary_emb.inv_freq"  # In old checkpoints; config.json determines it.
+_RECOMPUTED = ".rotary_emb.inv_freq"  # Tensor of old checkpoints; config.json determines it.
 _STORED_DTYPES = ("F64", "F32", "BF16", "F16")  # Codes of quantised weights would be taken for numbers.
 _DRAFTS = "mtp."  # Layers that guess several tokens. The engine does not run them.
 
@@ -40,7 +40,7 @@ class _Target(NamedTuple):
     """
 
     name: str
-    shape: tuple[int, ...]  # Of the whole tensor, according to config.json.
+    shape: tuple[int, ...]  # Shape of the whole tensor, according to config.json.
     destination: torch.Tensor
     rows: slice = slice(None)
     columns: slice = slice(None)
@@ -276,7 +276,7 @@ def _expert_targets(model: Decoder, mlp: MixtureOfExperts, prefix: str) -> Itera
         if mlp.choice_bias is not None:
             yield _Target(f"{prefix}.{names.block}.gate.e_score_correction_bias", (num,), mlp.choice_bias)
         return
-    # Of GPT-OSS the expert matrices are `[inputs, outputs]`, with gate and up in alternating columns.
+    # GPT-OSS stores expert matrices as `[inputs, outputs]`, with gate and up in alternating columns.
     both = slice(2 * mine.start, 2 * mine.stop)
     prefix = f"{prefix}.mlp"
     experts = f"{prefix}.experts"

@@ -48,7 +48,7 @@ class StatePlan:
     beginners: torch.Tensor | None  # Requests that begin, from a state of zeros. None: no request does.
     has_singles: bool
     singles: torch.Tensor | slice  # Requests with one token.
-    single_tokens: torch.Tensor | slice  # Their tokens.
+    single_tokens: torch.Tensor | slice  # The tokens of `singles`.
     prompts: tuple[Prompt, ...]
 
 
@@ -75,7 +75,7 @@ def plan_states(metadata: AttentionMetadata, device: torch.device) -> StatePlan:
 class Projected(NamedTuple):
     """Projections of the tokens. The heads' numbers are in float32."""
 
-    inputs_TC: torch.Tensor  # Of the convolution.
+    inputs_TC: torch.Tensor  # Inputs of the convolution.
     decay_TH: torch.Tensor  # Logarithm of the factor of a head's matrix at this token; at most 0.
     rate_TH: torch.Tensor  # Factor of what the token adds to the matrix.
     gate_TI: torch.Tensor

@@ -25,12 +25,13 @@ class KVCacheSpec:
     """Cache format of the layers of a group."""
 
     block_size: int  # Tokens.
-    num_kv_heads: int  # Of this rank; of rank 0 for the scheduler.
+    num_kv_heads: int  # Heads of this rank; the scheduler's are those of rank 0.
     head_size: int
     dtype_name: str
     sliding_window: int | None  # Tokens; None: full attention.
-    scales_bytes: int = 0  # Of a slot, after its numbers.
-    kind: str = KEYS_AND_VALUES  # As in `baton.core.layout`. Others have one vector of `head_size` in a slot.
+    scales_bytes: int = 0  # Size of a slot's scales, which follow its numbers.
+    # See `baton.core.layout`. Other kinds have one vector of `head_size` in a slot.
+    kind: str = KEYS_AND_VALUES
 
     @property
     def dtype(self) -> torch.dtype:
@@ -53,7 +54,7 @@ class StateSpec:
     """Recurrent state of the layers of a group (vLLM's MambaSpec)."""
 
     block_size: int  # Tokens; a block holds the state after the last one.
-    shapes: tuple[tuple[int, ...], ...]  # Of the parts of one layer's state on this rank.
+    shapes: tuple[tuple[int, ...], ...]  # Shapes of the parts of one layer's state on this rank.
     dtype_names: tuple[str, ...]
     page_size_bytes: int
 
@@ -69,7 +70,7 @@ class UniformTypeKVCacheSpecs:
     """Cache formats of a group whose layers have slots of different sizes."""
 
     block_size: int
-    kv_cache_specs: dict[str, KVCacheSpec]  # By layer name.
+    kv_cache_specs: dict[str, KVCacheSpec]  # Formats by layer name.
 
     @property
     def page_size_bytes(self) -> int:

@@ -72,7 +72,7 @@ class InputBatch:
         self._blocks = [np.zeros((capacity, width), np.int32) for _ in config.kv_cache_groups]
         self._num_blocks = np.zeros(capacity, np.int64)
         self._num_computed = np.zeros(capacity, np.int64)
-        # Of the last step. The same requests run in most steps.
+        # Rows of the last step. Most steps run the same requests as the step before.
         self._last_req_ids: list[str] = []
         self._last_rows = np.zeros(0, np.int64)
         self._last_sampling: tuple[IntArray, list[SamplingRow]] = (self._last_rows, [])

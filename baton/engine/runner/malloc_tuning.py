@@ -17,7 +17,7 @@ import ctypes
 import os
 import sys
 
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # From glibc's malloc.h; see mallopt(3).
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # Constants of glibc's malloc.h; see mallopt(3).
 _LARGEST_MMAP_THRESHOLD = 32 << 20  # Bytes: the maximum that glibc accepts on 64 bits.
 _LARGEST_INT = 2**31 - 1
 

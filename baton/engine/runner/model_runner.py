@@ -110,7 +110,8 @@ class ModelRunner:
         result = ModelRunnerOutput()
         step_input: StepInput | None = None
         if output.num_scheduled_tokens:
-            # Before the connector's hooks: synchronous loads start before the forward and read the metadata.
+            # The input is built before the connector's hooks run: synchronous loads start before the forward
+            # pass and read the metadata.
             step_input = self._batch.step_input(output.num_scheduled_tokens)
             context.attn_metadata = step_input.attn_metadata
             context.group_metadata = step_input.group_metadata

@@ -157,7 +157,7 @@ class Sampled(NamedTuple):
     """Token ids and logprobs of a step's rows."""
 
     token_ids: list[int]
-    logprobs: dict[int, TokenLogprobs]  # By row; only for rows with `logprobs`.
+    logprobs: dict[int, TokenLogprobs]  # Logprobs by row, only for rows with `logprobs`.
 
 
 class _Plan:
@@ -308,7 +308,7 @@ def _draw(logits_RV: torch.Tensor, plan: _Plan, positions: Int64s) -> torch.Tens
     u_R = torch.from_numpy(uniforms(plan.seeds, positions[plan.random])).to(cumulative_RV)
     target_R1 = (u_R * cumulative_RV[:, -1])[:, None]
     chosen_R = torch.searchsorted(cumulative_RV, target_R1, right=True)[:, 0]
-    # In float32 u * total may round up to the total, which no token exceeds.
+    # u * total may round up in float32 to the total, which no token exceeds.
     return torch.where(chosen_R < logits_RV.shape[1], chosen_R, probs_RV.argmax(dim=-1))
 
 
@@ -405,7 +405,7 @@ def prompt_logprobs(logits_LV: torch.Tensor, token_ids: Sequence[int], num_top: 
     logprobs_LV = logits_LV.log_softmax(dim=-1)
     ids_L1 = torch.tensor(token_ids, device=logits_LV.device)[:, None]
     own_L1 = logprobs_LV.gather(1, ids_L1)
-    ranks_L = (logprobs_LV >= own_L1).sum(dim=-1)  # As in vLLM: of equal logprobs the last.
+    ranks_L = (logprobs_LV >= own_L1).sum(dim=-1)  # Equal logprobs count, as in vLLM.
     top = logprobs_LV.topk(min(num_top, logits_LV.shape[1]), dim=-1)
     ids_LW = torch.cat((ids_L1, top.indices), dim=1)
     return PromptLogprobs(

@@ -1,4 +1,4 @@
-"""Admission of requests to a step, in order, while there is room. Of one rank, loaded ones come first.
+"""Admission of requests to a step, in order, while there is room. Loaded ones precede others of their rank.
 
     waiting --match None----> waiting           the connector asks for another call later; others may pass
             --match, async--> loading           blocks for the whole load; the ranks load beside the steps
@@ -81,7 +81,7 @@ class Admission:
         hits, num_local = state.kv_cache.get_computed_blocks(request)
         match = state.connector.find_match(request, num_local)
         if request.skip_reading_prefix_cache:
-            match = NO_MATCH  # As in vLLM, the connector is asked and then told that nothing is loaded.
+            match = NO_MATCH  # vLLM also asks the connector and then tells it that nothing is loaded.
         if match is None:
             return _Turn.LATER
         is_beyond = num_local + match.num_tokens >= request.num_tokens

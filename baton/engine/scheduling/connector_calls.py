@@ -34,7 +34,7 @@ from baton.engine.step import SchedulerOutput
 
 logger = logging.getLogger(__name__)
 
-REASON_CHARS_MAX = 100  # Of the reason of a failed load.
+REASON_CHARS_MAX = 100  # Limit for the reason of a failed load.
 
 
 class RequestFault(Exception):

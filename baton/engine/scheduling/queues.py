@@ -27,7 +27,7 @@ class WaitingQueue:
         self._heap: list[tuple[tuple[float, ...], int, Request]] = []  # May hold entries that were removed.
         self._entries = itertools.count()  # Settles ties between an entry and its request's removed one.
         self._members: dict[str, Request] = {}
-        self._lending: dict[str, Request] = {}  # Of them, those for a loan.
+        self._lending: dict[str, Request] = {}  # The members that ask for a loan.
 
     def __len__(self) -> int:
         return len(self._members)
@@ -61,16 +61,16 @@ class WaitingQueue:
         return list(self._members.values())
 
     def youngest(self, *, other_than: Request) -> Request | None:
-        """Of those that can be preempted."""
+        """The last request that can be preempted, except `other_than`."""
         others = [r for r in self._members.values() if r is not other_than and not r.is_arriving]
         return max(others, key=_order, default=None)
 
 
 class RequestQueues:
     def __init__(self, kv_cache: KVCache) -> None:
-        self.running: list[Request] = []  # By order.
-        self.waiting = WaitingQueue()  # Without blocks.
-        self.loaded = WaitingQueue()  # With blocks: their load has ended.
+        self.running: list[Request] = []  # Running requests, in order.
+        self.waiting = WaitingQueue()  # Requests without blocks.
+        self.loaded = WaitingQueue()  # Requests with blocks whose load has ended.
         self._kv_cache = kv_cache
         self._num_preempted = 0
 
@@ -126,7 +126,7 @@ class RequestQueues:
         self.send_back(request)
 
     def preempt_youngest_loaded(self, *, other_than: Request) -> bool:
-        """Whether there was one."""
+        """Preempt the last loaded request except `other_than`. Whether there was one."""
         request = self.loaded.youngest(other_than=other_than)
         if request is None:
             return False

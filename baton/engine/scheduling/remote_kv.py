@@ -57,7 +57,8 @@ class _Hold:
     request: Request
     is_lent: bool
     is_being_filled: bool
-    arriving: Load | None  # By which others that share the blocks may compute before they are filled.
+    # The load, if requests that share its blocks may compute before it has filled them.
+    arriving: Load | None
 
 
 class LoadFailures:
@@ -69,7 +70,8 @@ class LoadFailures:
     __slots__ = ("affected_ids", "failed", "to_fail", "to_roll_back")
 
     def __init__(self) -> None:
-        self.to_roll_back: list[tuple[Request, int]] = []  # With the number of tokens that are still valid.
+        # Each with the number of tokens that are still valid.
+        self.to_roll_back: list[tuple[Request, int]] = []
         self.to_fail: list[Request] = []
         self.failed: list[Request] = []  # Requests whose own load failed.
         self.affected_ids: set[str] = set()
@@ -89,7 +91,7 @@ class RemoteKV:
         self._policy = policy
         self._loading: dict[str, Load] = {}
         self._arriving: dict[str, Load] = {}
-        self._step_loads = StepLoads()  # Of the step that is being decided.
+        self._step_loads = StepLoads()  # Loads of the step that is being decided.
         self._held: dict[str, _Hold] = {}
         self.num_ignored_reports = 0
 
@@ -112,7 +114,7 @@ class RemoteKV:
         missing = self._kv_cache.num_blocks_missing
         promised = sum(missing(other, other.num_tokens) for other in others)
         promised += sum(missing(load.request, _num_held(load.request)) for load in self._loading.values())
-        # In groups with a window, hits may be outside it when the load ends.
+        # Hits in groups with a window may be outside it when the load ends.
         shared = sum(
             block.ref_cnt > 0
             for group, blocks in zip(self._kv_cache.groups, hits.blocks, strict=True)
@@ -126,7 +128,7 @@ class RemoteKV:
         """Start to wait for a background load, whose blocks are allocated."""
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         end = num_local_tokens + num_external_tokens
-        request.num_computed_tokens = end  # In advance; no other request may use it.
+        request.num_computed_tokens = end  # Counted in advance; no other request may use these tokens.
         self._loading[request.request_id] = Load(request, num_local_tokens, num_external_tokens, end)
         self._step_loads.parked.append(request)
 
@@ -146,8 +148,11 @@ class RemoteKV:
         return [request for request in loads.parked if request.request_id in self._loading]
 
     def find_unheard(self, loads: StepLoads) -> tuple[set[int], list[Request]]:
-        """After no rank got a step's loads: (blocks that its synchronous loads have not filled, requests
-        that wait for a load which may never be reported)."""
+        """Find what is lost when no rank has got a step's loads.
+
+        Returns (blocks that its synchronous loads have not filled, requests that wait for a load which may
+        never be reported).
+        """
         unfilled: set[int] = set()
         for load in loads.sync.values():
             unfilled.update(block_id for _, block_id in self._blocks_of(load))
@@ -164,7 +169,7 @@ class RemoteKV:
         return {block_id for load in self._arriving_loads() for _, block_id in self._blocks_of(load)}
 
     def arriving_requests(self) -> list[Request]:
-        """Those that have not ended."""
+        """Requests that use blocks while a load fills them, and that have not ended."""
         return [load.request for load in self._arriving.values()]
 
     def _arriving_loads(self) -> list[Load]:
@@ -231,7 +236,7 @@ class RemoteKV:
         if (load := self._loading.get(request.request_id)) is not None:
             if load.was_filled_at(num_valid_tokens):
                 self._fail_load(load, num_valid_tokens, failures)
-            else:  # In its local hit, which others could find before the load ended.
+            else:  # The token is in the local hit, which others could find before the load ended.
                 load.num_valid_tokens = min(load.num_valid_tokens, num_valid_tokens)
                 self._kv_cache.distrust(request, num_valid_tokens)
             return
@@ -318,17 +323,17 @@ class RemoteKV:
         """End a load: make its valid blocks findable, and set what the request has computed.
 
         `is_continued`: output tokens come with the load, so the next token to compute is after the prompt.
-        Returns False if nothing of the load is of use and the request has to give its blocks back: with
-        windows, blocks for the end of the load are not those that the end of a part of it needs, and a
-        recurrent state after the last token cannot compute that token again.
+        Returns False if nothing of the load is of use and the request has to free its blocks: with windows,
+        blocks for the end of the load are not those that the end of a part of it needs, and a recurrent state
+        after the last token cannot compute that token again.
         """
         request = load.request
         is_short = load.num_valid_tokens < request.num_computed_tokens
         is_beyond = load.num_valid_tokens == request.num_tokens and not is_continued
         is_useless = (self._kv_cache.is_hybrid and is_short) or (self._kv_cache.has_states and is_beyond)
-        # The blocks of a stale load are given back, not filled again: some may be shared with a loan.
+        # The blocks of a stale load are freed, not filled again: some may be shared with a loan.
         if is_useless or load.is_stale:
-            request.asks_connector &= is_short  # It would load as much again.
+            request.asks_connector &= is_short  # A load that was not short would bring the same again.
             self._kv_cache.distrust(request, load.num_valid_tokens)
             request.num_computed_tokens = request.num_transferred_tokens = 0
             return False

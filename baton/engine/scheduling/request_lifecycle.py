@@ -34,7 +34,7 @@ class RequestLifecycle:
         return outputs
 
     def take_last_output(self) -> EngineOutput:
-        """Of the request that has just ended: it need not wait for the end of a step."""
+        """The output of the request that has just ended, which need not wait for the end of a step."""
         return self._outputs.pop()
 
     def take_finished_ids(self) -> set[str]:
@@ -48,7 +48,7 @@ class RequestLifecycle:
         self, request: Request, token_ids: list[int], logprobs: list[TokenLogprobs] | None
     ) -> bool:
         """Whether the tokens ended the request; the caller then takes it out of its queue."""
-        if request.is_truncated:  # It follows another prompt than the client's.
+        if request.is_truncated:  # The request has another prompt than the client's.
             self.end(request, RequestStatus.FINISHED_LENGTH_CAPPED)
             return True
         final: RequestStatus | None = None

@@ -65,7 +65,7 @@ class Scheduler:
 
     @property
     def requests(self) -> Mapping[str, Request]:
-        """By id. Finished requests stay while they hold blocks."""
+        """Requests by id. Finished ones stay while they hold blocks."""
         return self._state.requests
 
     @property
@@ -231,7 +231,7 @@ class Scheduler:
                 or last.is_arriving
                 or self.queues.is_filling_loaded
             ):
-                break  # It is preempted when its step is done. Later requests must not get ahead of this one.
+                break  # `last` is preempted after its step. Later requests must not get ahead of this one.
             elif not self.queues.preempt_loaded_after(last):
                 # Possibly this request; those before it have their blocks.
                 self.queues.preempt(last)
@@ -293,7 +293,7 @@ class Scheduler:
             request = requests.get(request_id)
             if not token_ids or request is None:
                 continue  # No token, for example after a part of a prompt.
-            # As `_counts_for`.
+            # Inlined `_counts_for`.
             if request.status is running and request_id not in bad_ids and request.void_step != step:
                 any_finished |= take_tokens(request, token_ids, logprobs_of.get(request_id))
         if any_finished:

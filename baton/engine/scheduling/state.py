@@ -58,5 +58,5 @@ class SchedulerState:
         self.in_flight = InFlight()
         self.connector = ConnectorCalls(own_scheduler(scheduler_half))
         self.counts = StepCounts()
-        self.requests: dict[str, Request] = {}  # By id; finished requests stay while they hold blocks.
+        self.requests: dict[str, Request] = {}  # Requests by id; finished ones stay while they hold blocks.
         self.num_tokens_max = config.num_tokens_max

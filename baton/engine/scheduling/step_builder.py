@@ -63,7 +63,7 @@ class StepBuilder:
             if request.needs_resend:
                 break
             block_ids = None
-            # Within a block, no block is allocated and none becomes full.
+            # No block is allocated within a block, and none becomes full.
             if not size or not 0 < num_computed % size < size - 1:
                 fresh = kv_cache.allocate_slots(request, 1)
                 if fresh is None:

@@ -26,7 +26,7 @@ from baton.engine.text.detokenizer import BROKEN, IncrementalDetokenizer
 
 MAX_TOKENIZER_BYTES = 256 << 20  # Tokenizers with large vocabularies have 33 MiB.
 MAX_TEMPLATE_BYTES = 4 << 20
-MAX_GROWTH = 64  # Of a text, by normalizer and decoder steps. Real tokenizers at most double a space.
+MAX_GROWTH = 64  # Most growth of a text by normalizer and decoder. Real tokenizers at most double a space.
 LONG_TOKENS = 1 << 12  # This many take half a millisecond to decode.
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token")
 
