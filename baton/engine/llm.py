@@ -141,7 +141,7 @@ class LLM:
             folder: has tensors of the same names, shapes and dtypes. Only its weights are taken.
             version: name of the weights, part of their identity in the fleet. None: their digest is enough.
             mode: what becomes of running requests; see `baton.engine.core.weights_update`.
-            timeout_s: limit of the wait in the mode "wait" or "keep".
+            timeout_s: longest time that the mode may wait.
         """
         update = prepare_update(self.core.config.model_config, folder, version, mode, timeout_s)
         self.core.begin_update(update)

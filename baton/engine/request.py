@@ -129,7 +129,7 @@ class Request:
         self.num_prompt_tokens = len(asked.prompt_token_ids)
         self.num_given_tokens = len(asked.output_token_ids)  # First tokens of the answer, by another engine.
         self.num_computed_tokens = 0
-        self.num_cached_tokens = -1  # Number that the client was told; -1 until the request first runs.
+        self.num_cached_tokens = -1  # Number reported to the client; -1 until the request first runs.
         self.num_transferred_tokens = 0
         self.output_logprobs: list[
             TokenLogprobs

@@ -8,7 +8,7 @@ from baton.engine.checkpoints.latent_config import IndexShape, Latent
 from baton.engine.checkpoints.random_tensor import RandomTensor
 
 LATENT_FAMILIES = ("deepseek_v2", "deepseek_v3", "deepseek_v32")
-_LATENT_GAIN = 1.5  # Queries and keys get less than others, because products of projections are larger.
+_LATENT_GAIN = 1.5  # Gain of queries and keys: below _QK_GAIN, because products of projections are larger.
 _BIAS_STD = 0.3
 _INDEX_TOPK = 32  # Fewer than most prompts have tokens.
 

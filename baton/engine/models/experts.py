@@ -34,8 +34,8 @@ class MixtureOfExperts(nn.Module):
             return empty_parameter(*shape, dtype=dtype, device=device)
 
         self.router = empty(num, hidden)
-        # Rows of gate and up alternate in GPT-OSS, as the columns of the checkpoint's matrices do. In other
-        # families the rows of gate come first.
+        # Rows of gate and up alternate in GPT-OSS, as the columns of the checkpoint's matrices do. Other
+        # families have the rows of gate first.
         self.gate_up, self.down = empty(num, 2 * inner, hidden), empty(num, hidden, inner)
         self.router_bias = empty(num) if has_bias else None
         self.gate_up_bias = empty(num, 2 * inner) if has_bias else None

@@ -405,7 +405,7 @@ def prompt_logprobs(logits_LV: torch.Tensor, token_ids: Sequence[int], num_top: 
     logprobs_LV = logits_LV.log_softmax(dim=-1)
     ids_L1 = torch.tensor(token_ids, device=logits_LV.device)[:, None]
     own_L1 = logprobs_LV.gather(1, ids_L1)
-    ranks_L = (logprobs_LV >= own_L1).sum(dim=-1)  # Equal logprobs count, as in vLLM.
+    ranks_L = (logprobs_LV >= own_L1).sum(dim=-1)  # The rank counts equal logprobs too, as in vLLM.
     top = logprobs_LV.topk(min(num_top, logits_LV.shape[1]), dim=-1)
     ids_LW = torch.cat((ids_L1, top.indices), dim=1)
     return PromptLogprobs(

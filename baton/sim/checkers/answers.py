@@ -1,8 +1,8 @@
 """Answers of clients: the tokens that a single engine would return, or an error that has a cause.
 
-An answer is of one version of the weights, which an engine had that served it. If an engine takes other
-weights and keeps a request that has tokens ("keep"), each token of the answer is what some such version gives
-after the tokens before it.
+An answer belongs to one version of the weights, which an engine had while it served the answer. If an engine
+takes other weights and keeps a request that has tokens ("keep"), each token of the answer is the one that
+some such version gives after the tokens before it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def check_tokens(ask: Ask) -> None:
-    """After each piece of the answer."""
+    """Check the answer so far, after each piece of it."""
     if not any(_is_of(ask, weights) for weights in ask.weights) and not (ask.is_mixed and _is_mixed(ask)):
         expected = {one: ask.model.answer(ask.prompt, ask.salt, ask.max_tokens, one) for one in ask.weights}
         raise Violation(
@@ -44,7 +44,10 @@ def check_end(ask: Ask) -> None:
 
 
 def check_error(ask: Ask, message: str) -> None:
-    """An error needs a cause: an engine that died, was slow, or has the policy to fail. Unlike weights of the
-    engines that served it are one: perhaps no engine can go on after the tokens that the client has."""
+    """An error needs a cause: an engine that died, was slow, or has the policy to fail.
+
+    Engines that served it with different weights are a cause too: perhaps no engine can continue after the
+    tokens that the client has.
+    """
     if not ask.causes and len(ask.weights) < 2:
         raise Violation("I6", "an error without a cause", f"{ask.name}: {message}")

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from baton.sim.kernel.process import Process
 
 TIMER_LATE_MAX_S = 0.6
-FLUSH_MAX_S = 3.0  # Of D's own reads, once cancelled.
-STEP_LATE_MAX_S = 7.0  # In full worlds: timers, a few steps, and D's own reads, once cancelled.
-TURN_KEPT_S = 6.0  # As engines of full worlds are configured.
+FLUSH_MAX_S = 3.0  # Bound for the end of D's own reads, once cancelled.
+STEP_LATE_MAX_S = 7.0  # Bound in full worlds: timers, a few steps, and D's own reads, once cancelled.
+TURN_KEPT_S = 6.0  # Value in the configuration of engines of full worlds.
 
 
 def check_outcome(host: "Process", landing: "Landing") -> None:
@@ -51,7 +51,7 @@ def check_landings(host: "FastHost") -> None:
 
 
 def check_progress(done: bool) -> None:
-    """In a healed world a request MUST be delivered. A fallback does not count."""
+    """A request MUST be delivered in a healed world. A fallback does not count."""
     if not done:
         raise Violation("I4", "no progress in a healed world")
 
@@ -75,7 +75,7 @@ def check_answered(has_outcome: bool, who: str) -> None:
 
 
 def check_probe(was_right: bool, num_transferred: int, who: str) -> None:
-    """In a healed world a request MUST be answered, from KV that was handed over."""
+    """A request MUST be answered in a healed world, from KV that was handed over."""
     if not was_right:
         raise Violation("I4", "no answer in a healed world", who)
     if not num_transferred:

@@ -49,13 +49,13 @@ def check_failure(host: "Host", landing: "Landing", reason: str) -> None:
 
 
 def check_forged(num_tokens: int | None) -> None:
-    """Of a ticket that no engine signed."""
+    """A ticket that no engine signed must give no tokens."""
     if num_tokens:
         raise Violation("I6", "a ticket that no engine signed was accepted")
 
 
 def check_serves(num_false: int) -> None:
-    """At rest: P answered only requests that its readers made."""
+    """P answered only requests that its readers made. Checked at rest."""
     if num_false:
         raise Violation("I6", "a request that no reader made was served")
 

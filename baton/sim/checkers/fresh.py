@@ -1,9 +1,9 @@
 """I1 fresh: D uses a block only if every byte came from blocks that P held, unmodified, for exactly this
 request's tokens, for the whole duration of the copy, and is KV of the weights that D has now.
 
-Fast worlds compare cells. Full worlds check every cache group twice. By content: every word is what these
-tokens' KV has to be. By provenance: a read that succeeded wrote every word; I2 covers whether its source was
-held.
+Fast worlds compare cells. Full worlds check every cache group in two ways. By content: every word is the KV
+that these tokens must have. By provenance: a read that succeeded wrote every word. I2 covers whether its
+source was held.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ def check_delivery(host: Host, landing: Landing) -> None:
 
 
 def check_use(host: Host, landing: Landing) -> None:
-    """When the request has finished: the blocks still hold what was delivered."""
+    """The blocks still hold what was delivered. Checked when the request has finished."""
     if not host.cluster.is_excused(landing, host.name) and not _is_right(host, landing):
         raise Violation("I1", "delivered blocks changed while in use")
 
 
 def _is_right(host: Host, landing: Landing) -> bool:
-    """Of each group, all blocks that its layers see after the prompt."""
+    """Whether all blocks that the layers of each group see after the prompt hold the right KV."""
     return all(
         host.pool.holds(table[index], landing.kv, index, number)
         for number, (group, table) in enumerate(zip(host.pool.groups, landing.tables, strict=True))
@@ -52,7 +52,7 @@ def check_load(engine: Engine, load: Load) -> None:
     first, last = load.num_local_tokens, load.num_valid_tokens
     request, kv_cache = load.request, engine.scheduler.kv_cache
     if last <= first or (kv_cache.is_hybrid and last < request.num_computed_tokens):
-        return  # It failed and is not used.
+        return  # A failed load is not used.
     kv = engine.cluster.model.kv(request.all_token_ids[:last], request.cache_salt, engine.ranks.weights)
     block_tokens = engine.spec.block_tokens
     for index, block_ids in enumerate(kv_cache.get_block_ids(request.request_id)):

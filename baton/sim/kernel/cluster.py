@@ -18,27 +18,28 @@ class Cluster(ABC):
     def __init__(self, world: World, parts: Parts, mode: str) -> None:
         self.world, self.parts, self.mode = world, parts, mode
         self.is_push = mode == "push"
-        self.hosts: dict[str, Process] = {}  # By name, the latest incarnation of each.
+        self.hosts: dict[str, Process] = {}  # The latest incarnation of each host, by name.
         self.producers: list[str] = []
         self.consumers: list[str] = []
         self.reads = ReadNetwork(self)
         self.liar: str | None = None  # The faulty member of the cluster.
         self.lied_at = -1.0  # When it lied last.
-        self.has_false_ranks = False  # It sent a false Welcome. Peers may refuse its ranks until it restarts.
+        # True: the liar sent a false Welcome. Peers may refuse its ranks until it restarts.
+        self.has_false_ranks = False
 
     def draw_rate(self) -> float:
-        """Within half of drift_max, so that any two differ by less than drift_max."""
+        """A rate within half of drift_max of 1, so that any two differ by less than drift_max."""
         return 1 + self.world.rng.choice([-1, -1, 0, 1, 1]) * SIM_TIMERS.drift_max * 0.49
 
     def draw_way(self) -> Way:
-        """Between a P and a D, in either direction."""
+        """A way between a P and a D, in either direction."""
         rng = self.world.rng
         way = (rng.choice(self.producers), rng.choice(self.consumers))
         return way if rng.random() < 0.5 else way[::-1]
 
     @property
     def lost_ways(self) -> list[Way]:
-        """From a P to a D."""
+        """Lost ways from a P to a D."""
         ways = self.reads.lost_ways
         return [(p, d) for p, d in ways if p != d and p in self.producers and d in self.consumers]
 

@@ -12,7 +12,7 @@ from itertools import islice, starmap
 
 from baton.sim.kernel.runs import Campaign, Report
 
-BATCHES = 100  # Of the default number of worlds. At the end, a process is idle for one batch at most.
+BATCHES = 100  # Batches in the default number of worlds. A process is idle for at most one batch at the end.
 PENDING = 4  # Batches for each process: the others go on while one runs a slow batch.
 
 
@@ -45,7 +45,7 @@ def run(campaign: Campaign, mode: str, options: argparse.Namespace, default_seed
             print(f"{broken.kind}: {broken.command}", flush=True)
     for what, count in sorted(total.counts.items()):
         print(f"{count:10d}  {what}")
-    least_s = sys.float_info.epsilon  # Without worlds.
+    least_s = sys.float_info.epsilon  # Avoids a division by zero without worlds.
     print(
         f"{campaign.name_of(mode)}: {total.num_worlds} worlds "
         f"(seeds {options.first} to {options.first + total.num_worlds - 1}), "

@@ -45,7 +45,7 @@ _sessions = itertools.count()
 class Connection:
     checks: Checks
     is_lost: bool = False
-    is_stalled: bool = False  # It carries nothing; a timeout turns that into a loss.
+    is_stalled: bool = False  # True: the connection carries nothing; a timeout turns that into a loss.
     num_false_serves: int = 0  # Requests that were served and that the reader did not make.
     _session: int = field(default_factory=lambda: next(_sessions))
     _num_asked: int = 0
@@ -98,7 +98,7 @@ class Connection:
     def bend_request(
         self, rng: random.Random, request: Request, flip: Callable[[Any], Any]
     ) -> tuple[str, Request]:
-        """What was done to it, and what arrives at the owner. `flip` alters one of the wanted ranges."""
+        """What was done to the request, and what arrives at the owner. `flip` alters a wanted range."""
         wanted = request.wanted
         older = [taped for taped, _ in self._tape if taped.wanted != wanted]
         match rng.randrange(4):
@@ -116,7 +116,7 @@ class Connection:
     def bend_answer(
         self, rng: random.Random, request: Request, answer: Answer, flip: Callable[[Any], Any]
     ) -> tuple[str, Answer]:
-        """... and what arrives at the reader. `flip` alters the payload.
+        """What was done to the answer, and what arrives at the reader. `flip` alters the payload.
 
         An answer that was taped has the counter of its own request, or is renumbered to fit.
         """
@@ -144,6 +144,6 @@ class Connection:
 
 
 def flip_one(rng: random.Random, payload: Sequence[Any], junk: Any) -> tuple[Any, ...]:
-    """With one element turned into junk."""
+    """The payload with one element turned into junk."""
     at = rng.randrange(len(payload))
     return (*payload[:at], junk, *payload[at + 1 :])

@@ -16,7 +16,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     delay_mean_s: float = 0.005
     late_copy_s: float = 0.0  # A duplicate is late by up to this time.
     malformed: float = 0.0  # Frames of garbage, beside the true ones.
-    partitions: float = 0.0  # In one direction or in both.
+    partitions: float = 0.0  # A way loses all frames for a while, in one direction or in both.
     meddle: float = 0.0  # Another engine of the cluster repeats the message under its own name.
     ambush: float = 0.0  # D is cut off when it believes in a lease.
     clog: float = 0.0  # A way carries nothing for a while, and then everything at once.
@@ -30,7 +30,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     slow_reader: float = 0.0  # An engine whose reads take a hundred times as long.
     cancel_mean_s: float = 0.2
     connect_error: float = 0.0
-    copy_mean_s: float = 0.001  # Between a cache and host memory.
+    copy_mean_s: float = 0.001  # Time of a copy between a cache and host memory.
     copy_error: float = 0.0  # Half of it is copied.
     # Processes
     timer_late_s: float = 0.0
@@ -62,7 +62,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     # Push
     chunked: float = 0.0  # A chunk is a block; else the rest of the prompt is one.
     layerwise: float = 0.0  # The first layer of a chunk is announced before the rest.
-    preempt: float = 0.0  # Before a chunk.
+    preempt: float = 0.0  # The prefill is preempted before a chunk.
     stall: float = 0.0  # A step takes longer than any peer waits.
     name_reuse: float = 0.0  # The router gives a transfer the name of another.
     old_introduction: float = 0.0  # The router uses the first introduction of P.
@@ -77,7 +77,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     hung_steps: float = 0.0  # One step of an engine takes far longer than others.
 
     def drawn(self, rng: random.Random, choices: "Choices") -> "Faults":
-        """With one of the choices for each fault that is named."""
+        """These faults, with one of the choices for each fault that is named."""
         return msgspec.structs.replace(
             self, **{fault: rng.choice(values) for fault, values in choices.items()}
         )
@@ -116,7 +116,7 @@ FAST: Choices = {
     "clingy": [False] * 5 + [True],
     "keeps": [0.0, 0.0, 0.3],
 }
-FAST_PUSH: Choices = {  # After those of FAST.
+FAST_PUSH: Choices = {  # Drawn after FAST.
     "chunked": [0.0, 1.0, 1.0],
     "layerwise": [0.0, 1.0],
     "preempt": [0.0, 0.0, 0.1, 0.3],
@@ -156,7 +156,7 @@ FULL: Choices = {
     "ticket_alter": [0.0, 0.2],
     "router_retry": [0.0, 0.2],
 }
-LIES: Choices = {  # In every second world.
+LIES: Choices = {  # Drawn in every second world.
     "frame_lies": [0.0, 0.3],
     "false_names": [0.0, 0.2],
     "member_lies": [0.0, 0.0, 0.3],

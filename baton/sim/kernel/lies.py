@@ -88,7 +88,7 @@ def untrue(rng: random.Random, envelope: Envelope, key: bytes, others: list[Addr
 def false_names(rng: random.Random, envelope: Envelope) -> Envelope:
     """A message of a member in another's name, made from a frame between two others.
 
-    To the target in the sender's name, or back to the sender in the target's.
+    The message goes to the target in the sender's name, or back to the sender in the target's.
     """
     sender, target = envelope.sender, envelope.target
     message = rng.choice(envelope.messages) if envelope.messages else Stranger(sender)
@@ -101,18 +101,18 @@ def false_names(rng: random.Random, envelope: Envelope) -> Envelope:
 
 
 def flip(rng: random.Random, number: int, num_bits: int) -> int:
-    """With one of its lowest bits flipped."""
+    """The number with one of its lowest bits flipped."""
     return number ^ 1 << rng.randrange(num_bits)
 
 
 def other_text(rng: random.Random, text: str) -> str:
-    """With another letter in one place, most likely."""
+    """The text with another letter in one place, most likely."""
     at = rng.randrange(len(text))
     return text[:at] + rng.choice("Aa0_") + text[at + 1 :]
 
 
 def _falsified(rng: random.Random, message: Message) -> tuple[Message | None, Message | None]:
-    """(In the sender's name, in the name of the one that answers)."""
+    """(message in the name of the sender, message in the name of the one that answers)."""
     match message:
         case Renew(loan_id, claim, sequence):
             return Released(loan_id, claim), _false_answer(rng, loan_id, claim, sequence)

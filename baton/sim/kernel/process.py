@@ -20,7 +20,7 @@ SOON_S = 1e-5
 class Pool(Protocol):
     @property
     def generation(self) -> Sequence[int]:
-        """Of each block: how often it was freed. A block with another generation has another content."""
+        """How often each block was freed. A block with another generation has another content."""
 
     def is_held(self, block_id: int, /) -> bool: ...
 
@@ -31,21 +31,21 @@ class Process:
     lends: bool
     fetches_kv: bool
     num_ranks: int
-    memories: Sequence[Memory]  # By rank.
-    is_slow = False  # In reading.
+    memories: Sequence[Memory]  # Memories by rank.
+    is_slow = False  # True: its reads are slow.
 
     def __init__(
         self, world: World, name: str, rate: float, skew_s: float, timers: Timers = SIM_TIMERS
     ) -> None:
-        """Its clock shows `rate` times the true time, plus `skew_s`."""
+        """The clock of the process shows `rate` times the true time, plus `skew_s`."""
         self.world, self.name, self.rate, self.skew_s = world, name, rate, skew_s
         self.timers = timers
         self.is_alive = True
         self._paused_until = -NEVER
-        self._never_before = -NEVER  # Its clock has been here.
+        self._never_before = -NEVER  # The clock has shown this time, and does not go back.
 
     def is_lent(self, blocks: Iterable[int], reader: object) -> bool:
-        """To this reader, or to any."""
+        """Whether these blocks are lent to this reader, or to any."""
         return all(self.pool.is_held(block) for block in blocks)
 
     def clock(self) -> float:

@@ -31,11 +31,11 @@ SLOW_READ_S = 5.0
 HANGS_S = (10.0, 60.0)
 CANCEL_MAX_S = 2.0
 TRIES = 2  # If an answer does not verify, the reader asks once more.
-STALL_S = 4.0  # After this silence of the owner the connection is lost.
+STALL_S = 4.0  # The connection is lost after this silence of the owner.
 
 
 class Memory(Protocol):
-    """Of one rank, as a wire sees it. A part is what lies in a run of it."""
+    """Memory of one rank, as a wire sees it. A part is what lies in a run of it."""
 
     offset_bits: tuple[int, int]  # Lowest bit of an offset that a wire flips, and the one after the last.
 
@@ -46,7 +46,7 @@ class Memory(Protocol):
         """Write garbage. Torn bytes are neither the old nor the new ones."""
 
     def flipped(self, rng: random.Random, part: Any) -> Any:
-        """With an error in it."""
+        """The part with an error in it."""
 
 
 class Fate(enum.Enum):
@@ -64,7 +64,7 @@ class Write:
 
     number: int
     consumer: Process
-    owner: object  # By which it is cancelled.
+    owner: object  # Key by which the write is cancelled.
     targets: tuple[int, ...]
     target_generations: list[int] = field(init=False)  # When it began.
     ok: bool = False
@@ -150,7 +150,7 @@ class ReadNetwork:
         self.end_soon([r for r in self.live if isinstance(r, Read) and r.link is link], reason)
 
     def _break_link(self, link: Connection, took_s: float) -> None:
-        """Reset it during this read or after it, or stall it until a timeout."""
+        """Reset the link during this read or after it, or stall it until a timeout."""
         rng = self.world.rng_of_lies
         if rng.random() < 0.5:
             link.is_stalled = True
@@ -167,7 +167,7 @@ class ReadNetwork:
             self.disconnect(link, "the connection is lost")
 
     def rank_died(self, host: Process, rank: int) -> None:
-        """Its reads and the reads from its memory fail. Nothing else stops."""
+        """Reads of this rank and reads from its memory fail. Nothing else stops."""
         reads = [read for read in self.live if isinstance(read, Read)]
         of_reader = [read for read in reads if read.consumer is host and read.ranks.consumer_rank == rank]
         of_source = [read for read in reads if read.source is host and read.ranks.producer_rank == rank]
@@ -189,7 +189,7 @@ class ReadNetwork:
         """Copy the first `up_to`; all of them end the read."""
         if not read.is_live or read.link.is_stalled:
             return
-        if read.consumer.is_alive and read.consumer.is_paused:  # Its own process does the copying.
+        if read.consumer.is_alive and read.consumer.is_paused:  # The consumer's own process copies.
             again = read.consumer.wakes_in_s
             return self.world.after(again, lambda: self._progress(read, up_to))
         ends = up_to == len(read.copies)
@@ -253,7 +253,7 @@ class ReadNetwork:
             if answer.payload and world.lies(0.5 if link.can_replay(request, answer) else lies):
                 what, answer = link.bend_answer(rng, request, answer, flip_payload)
                 world.count(what)
-            fenced.check_landing(read)  # It is received into its blocks, and verified there.
+            fenced.check_landing(read)  # The answer lands in its blocks, and is verified there.
             for (local, _, length), part in zip(read.copies, answer.payload, strict=False):
                 target.land(local, part[:length], read.number)
             fits = [len(part) for part in answer.payload] == [length for _, length in wanted]
@@ -263,7 +263,7 @@ class ReadNetwork:
         return "a request or an answer did not verify"
 
     def _check_source(self, read: Read) -> None:
-        """When the read is posted, and when it has ended well."""
+        """Check the source when the read is posted, and when it has ended well."""
         generation = read.source.pool.generation
         if read.origin_generations != [generation[block] for block in read.origins]:
             read.tear("the source was freed while it was read")
@@ -273,7 +273,7 @@ class ReadNetwork:
     # --- Ends -------------------------------------------------------------------------------------
 
     def end_soon(self, reads: Iterable[Read], error: str) -> None:
-        """Locally, without the peer. Until it has ended, it may still copy."""
+        """End reads locally, without the peer. A read may still copy until it has ended."""
         for read in reads:
             delay_s = min(self.world.spread(self.world.faults.cancel_mean_s), CANCEL_MAX_S)
             self._end_in(delay_s, read, error)

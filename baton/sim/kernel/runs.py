@@ -40,7 +40,7 @@ class Report:
     num_events: int = 0
     cpu_s: float = field(default=0.0, compare=False)
     broken: list[Broken] = field(default_factory=list)
-    counts: Counter[str] = field(default_factory=Counter)  # Of events in these worlds.
+    counts: Counter[str] = field(default_factory=Counter)  # Events in these worlds, by name.
 
     def add(self, other: Report) -> None:
         self.num_worlds += other.num_worlds
@@ -123,7 +123,7 @@ class Campaign:
         return [*world.trace, f"{world.now:9.4f}  {verdict}"]
 
     def digest(self, mode: str, seeds: Iterable[int], *, mutant: str | None = None) -> str:
-        """Of the traces of these worlds, in hexadecimal. A change that only makes them faster keeps it."""
+        """Hex digest of the traces of these worlds. A change that only makes them faster keeps it."""
         digest = hashlib.sha256()
         for seed in seeds:
             digest.update("\n".join(self.replay(mode, seed, mutant=mutant)).encode())

@@ -19,7 +19,7 @@ NUM_PROBES = 2
 class Scenario(ABC):
     break_s: float
     rest_s: float  # Longer than any timer, back-off, timeout and read, one after the other.
-    probe_s: float  # For each probe.
+    probe_s: float  # Time for each probe.
     down_s: Sequence[float]
     pauses_s: Sequence[float]
     drains_s: Sequence[float]
@@ -55,7 +55,7 @@ class Scenario(ABC):
         self.heal()
         world.run(self.break_s + self.rest_s)
         self._check_rest()
-        # After a link is lost, a handoff between the same engines must be delivered again.
+        # A handoff between the same engines must be delivered again after a link is lost.
         probes = [self.probe(way) for way in [*[None] * NUM_PROBES, *self.cluster.lost_ways]]
         for index, probe in enumerate(probes):
             world.after(index * self.probe_s, probe)

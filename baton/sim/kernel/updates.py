@@ -16,8 +16,8 @@ from baton.sim.kernel.world import World
 UNNAMED = 0.2  # Updates to weights without a name.
 ROLLBACKS = 0.4  # Updates to earlier weights, if there are any.
 ROLLING = 0.5  # Updates of all engines.
-GAPS_S = (0.0, 0.3, 2.0)  # Between two engines.
-AGAIN_S = 5.0  # After the faults: between two attempts to bring an engine to the last weights.
+GAPS_S = (0.0, 0.3, 2.0)  # Time between two engines.
+AGAIN_S = 5.0  # Time after the faults between two attempts to bring an engine to the last weights.
 LATE_S = 40.0  # An update of before may come so late, to an engine that stood still.
 
 
@@ -44,7 +44,7 @@ class Updates(ABC):
         """(digest, version): digest of the weights, or of those before where only the version is known."""
         digest = f"weights {weights}" if weights else self.first
         if weights in self._unnamed:
-            return self.first, f"unnamed {weights}"  # As drawn at random, but alike in each run of a seed.
+            return self.first, f"unnamed {weights}"  # Random in production; equal in runs of a seed.
         if self._naming == "digest":
             return digest, ""
         return digest if self._naming == "both" else self.first, f"v{weights}"

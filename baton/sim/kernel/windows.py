@@ -6,7 +6,7 @@ from baton.core.kv_groups import KVCacheGroup
 
 
 def shortened(groups: tuple[KVCacheGroup, ...], by: int) -> tuple[KVCacheGroup, ...]:
-    """By so many tokens; a window has one token at least."""
+    """Groups whose windows are shorter by so many tokens; a window has one token at least."""
     return tuple(
         group
         if group.window is None or not by

@@ -96,7 +96,7 @@ def garbled(rng: random.Random, frame: bytes) -> bytes:
         case 1:
             return rng.randbytes(rng.randrange(40))
         case 2:
-            return b"\x94\x02" + frame[2:]  # Of another version.
+            return b"\x94\x02" + frame[2:]  # An envelope of another version.
         case _:
             at = rng.randrange(len(frame))
             return frame[:at] + rng.randbytes(rng.randint(1, 9)) + frame[at + 1 :]

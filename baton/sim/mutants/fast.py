@@ -48,7 +48,7 @@ PULL: dict[str, Parts] = {
     "loan_cap": machines(producer=m.NoCap),
     "promises": machines(producer=m.Abandon),
     "deadline": machines(consumer=m.NoDeadline),
-    "weights_lent": Parts(tamper=weights.lend_on),  # In push its consumers hear of the update.
+    "weights_lent": Parts(tamper=weights.lend_on),  # Consumers of a push hear of the update.
     "incarnation": machines(admit=m.admit_all, consumer=m.AnySender),
 }
 PUSH: dict[str, Parts] = {

@@ -50,7 +50,7 @@ class _WithPrompt:
 class IgnoresPrompt(Half):
     """D takes a ticket for any prompt that is long enough."""
 
-    prompts: ClassVar[dict[str, list[int]]] = {}  # That were lent, by ticket.
+    prompts: ClassVar[dict[str, list[int]]] = {}  # Lent prompts, by ticket.
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
@@ -105,7 +105,7 @@ class ReadsNextGroup(_ChangesOrders):
     def changed(self, orders: Iterable[Order]) -> Iterable[Order]:
         """Each read of a claim gets the table of the claim's next group."""
         orders = list(orders)
-        tables: dict[int, dict[int, Any]] = {}  # By claim and group.
+        tables: dict[int, dict[int, Any]] = {}  # Block tables by claim and group.
         for order in orders:
             if isinstance(order, ReadBlocks) and order.groups is not None:
                 of_claim = tables.setdefault(order.claim, {})

@@ -41,7 +41,8 @@ def believe_tickets(engine: Any) -> None:
 def load_on(engine: Any) -> None:
     """D delivers a load that was under way when its weights changed."""
     engine.half._fetches.weights_changed = lambda now: None
-    engine.half._agent.weights_changed = lambda now: None  # It would give up the peers that are read from.
+    # The agent would disconnect from the peers that are read from.
+    engine.half._agent.weights_changed = lambda now: None
 
 
 def lend_on(engine: Any) -> None:

@@ -28,7 +28,7 @@ CLINGY_TIMERS = msgspec.structs.replace(SIM_TIMERS, deadline_s=60.0, loan_max_s=
 
 
 def draw_windows(rng: random.Random) -> tuple[int | None, int | None]:
-    """Of both layers. In every second world some layers have a window."""
+    """Windows of both layers. Some layers have a window in every second world."""
     one, other = rng.sample([1, 2, 3], 2)
     return rng.choice([*[(None, None)] * 4, (None, one), (one, None), (one, one), (one, other)])
 

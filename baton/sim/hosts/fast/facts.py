@@ -25,7 +25,7 @@ class HostRequest:
     num_computed_tokens: int = 0
     status: RequestStatus = RequestStatus.RUNNING
     cache_salt: str | None = None
-    prefilled_tokens: PrefilledTokens | None = None  # Of a prefill, once it has ended.
+    prefilled_tokens: PrefilledTokens | None = None  # Tokens of a prefill, once it has ended.
 
     @property
     def all_token_ids(self) -> list[int]:
@@ -53,7 +53,7 @@ class Lent:
     tables: Tables = ()
     loan_id: LoanId | None = None
     lent_at: float = 0.0
-    kept_s: float = 0.0  # Before a consumer claims them.
+    kept_s: float = 0.0  # Time for which the blocks wait for a claim by a consumer.
 
 
 @dataclass(slots=True, eq=False)

@@ -36,7 +36,7 @@ class Fetches:
     def __init__(self, host: Host) -> None:
         self._host, self._world = host, host.world
         self._num_requests = 0
-        self.landings: dict[str, Landing] = {}  # By request id.
+        self.landings: dict[str, Landing] = {}  # Fetches by request id.
         self.by_claim: dict[int, Landing] = {}
 
     # --- Requests ---------------------------------------------------------------------------------
@@ -52,7 +52,7 @@ class Fetches:
     ) -> Landing | None:
         """Take a decode leg. None: nothing is fetched for it.
 
-        `producer`: of a stream. A ticket names its own.
+        `producer`: the producer of a stream. A ticket names its own.
         """
         host, world = self._host, self._world
         ticket = self._ticket_of(params)

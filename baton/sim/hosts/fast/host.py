@@ -104,7 +104,7 @@ class Host(Process):
         return prompt + OTHER_WEIGHTS * self.weights
 
     def take_weights(self, weights: int) -> None:
-        """As vLLM's "keep": requests go on, and the KV that they have stays."""
+        """Take weights in vLLM's mode "keep": requests go on, and the KV that they have stays."""
         digest, version = self.cluster.updates.named(weights)
         count, landings = self.world.count, self.fetches.landings.values()
         self.world.note(self.name, f"takes weights {weights}: {digest!r}, {version!r}")
@@ -187,7 +187,7 @@ class Host(Process):
         self._is_woken = True
 
     def count_stats(self) -> None:
-        """Of the half, since the last call. Raises Violation if it contained a fault of its own."""
+        """Count the half's stats since the last call. Raises Violation if it contained a fault of its own."""
         stats = self.half.get_kv_connector_stats()
         if stats is None:
             return

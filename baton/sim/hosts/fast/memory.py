@@ -34,11 +34,12 @@ from baton.sim.kernel.connection import flip_one
 
 NUM_HEADS = 2
 NUM_LAYERS = 2
-# Prompt, its token, layer, head; of a state its last token. TORN: its source changed or was not held while it
-# was copied. None: junk.
+# (prompt, its token, layer, head). Of a state, the token is the last one. TORN: its source changed or was not
+# held while it was copied. None: junk.
 Content = tuple[int, int, int, int] | str | None
 Groups: TypeAlias = tuple[KVCacheGroup, ...]
-Tables: TypeAlias = tuple[tuple[BlockId, ...], ...]  # Of each group, from token 0 on. A block is one token.
+# Blocks of each group, from token 0 on. A block is one token.
+Tables: TypeAlias = tuple[tuple[BlockId, ...], ...]
 
 
 @cache
@@ -101,7 +102,7 @@ def toy_state_spans(
 
 
 def from_first_unit(span: CopySpan) -> CopySpan:
-    """As if every rank had the same heads, or units of a state (a mutant)."""
+    """The span of a mutant for which every rank has the same heads, or units of a state."""
     return msgspec.structs.replace(
         span,
         local_offset=span.local_offset - span.local_offset % span.local_stride,

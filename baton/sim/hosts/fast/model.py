@@ -17,9 +17,9 @@ from baton.protocol.handshake import RankCard
 from baton.sim.hosts.fast.memory import NUM_HEADS, NUM_LAYERS, Groups, toy_layout
 from baton.sim.kernel.wire import SECRET
 
-CONTROL_HOST, CONTROL_PORT = "10.0.0.1", 14600  # Of every engine. The wire finds engines by name.
+CONTROL_HOST, CONTROL_PORT = "10.0.0.1", 14600  # The same for every engine: the wire finds engines by name.
 CONTROL_URL = f"tcp://{CONTROL_HOST}:{CONTROL_PORT}"
-PUBLIC_KEY = bytes(32)  # Of every engine. The wire knows which process sent a frame.
+PUBLIC_KEY = bytes(32)  # The same for every engine: the wire knows which process sent a frame.
 TURN_KEPT_S = 8.0
 FIRST_WEIGHTS = "1"
 KV_IDENTITY = KVIdentity(

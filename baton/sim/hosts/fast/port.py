@@ -72,7 +72,7 @@ class Port:
         self.is_stale = True
 
     def had_effects(self) -> bool:
-        """Since the last look."""
+        """Whether there were effects since the last call."""
         num_effects, self._num_effects = self._num_effects, self._agent.num_effects
         return self._num_effects > num_effects
 
@@ -90,7 +90,7 @@ class Port:
             world.count("suspended as it hears something")
             host.pause(world.rng_of_lies.choice([0.5, 3.0, 7.0]))
             if world.lies(0.5):
-                return host.when_awake(lambda: self.receive(sealed))  # Before it reads the frame, else after.
+                return host.when_awake(lambda: self.receive(sealed))  # Paused before the read, else after.
         if parts.binds_senders:
             if envelope.sender != sealed.source:
                 return world.count("frames in another's name dropped")

@@ -4,9 +4,8 @@
                ^            |
                +-preempted--+
 
-One step runs at a time and computes a chunk of each prompt that finds room. A preempted prompt gives its
-blocks back and starts again. Blocks that a window has left are freed before the next chunk and at the
-end.
+One step runs at a time and computes a chunk of each prompt that finds room. A preempted prompt frees its
+blocks and starts again. Blocks that a window has left are freed before the next chunk and at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from baton.sim.kernel.wire import KEY
 if TYPE_CHECKING:
     from baton.sim.hosts.fast.host import Host
 
-TRIES_MAX = 12  # Of a chunk that finds no room.
+TRIES_MAX = 12  # Attempts for a chunk that finds no room.
 CHUNK_MEAN_S = 1.0
 CHUNK_MAX_S = 4.0  # Otherwise a healed world might not be done in time.
 STALL_S = 20.0  # Longer than any peer waits.
@@ -49,9 +48,9 @@ class Prefill:
     transfer_id: TransferId
     on_ticket: Callable[[dict[str, Any]], None]
     run: Lent  # What it holds now.
-    told: Tables = ()  # Its tables, as the half sees them.
-    has_begun: bool = False  # In some step.
-    is_running: bool = False  # In the last step, not preempted since.
+    told: Tables = ()  # The request's tables, as the half sees them.
+    has_begun: bool = False  # True: it has run in some step.
+    is_running: bool = False  # True: it ran in the last step and was not preempted since.
     mean_s: float = CHUNK_MEAN_S
     num_done: int = 0
     kv: int = 0  # Content that the step writes: of the weights with which it began.
@@ -66,18 +65,18 @@ class Prefill:
 
 @dataclass(slots=True, eq=False)
 class _Step:
-    number: int  # As the half counts it; 0: it does not.
-    chunks: list[tuple[Prefill, Lent, int]] = field(default_factory=list)  # With the number of tokens.
+    number: int  # The half's number of the step; 0: the half does not count it.
+    chunks: list[tuple[Prefill, Lent, int]] = field(default_factory=list)  # Each with its number of tokens.
 
 
 class Prefills:
     def __init__(self, host: Host) -> None:
         self._host, self._world = host, host.world
         self._num_requests = 0
-        self._step: _Step | None = None  # In flight.
+        self._step: _Step | None = None  # The step in flight.
         self._is_due = False
         self.open: list[Prefill] = []
-        self.lent: dict[str, Lent] = {}  # By request id.
+        self.lent: dict[str, Lent] = {}  # Loans by request id.
 
     def add(
         self,
@@ -107,7 +106,7 @@ class Prefills:
         return prefill
 
     def abort(self, prefill: Prefill) -> None:
-        """As an engine does, after the step that runs."""
+        """End the prefill, after the step that runs, as an engine does."""
         if prefill.is_over:
             return
         self._world.count("prefill aborted")
@@ -229,7 +228,8 @@ class Prefills:
         self._world.count("preempted")
         self._world.note(self._host.name, f"preempts prompt {prefill.prompt} {run.tables}")
         output.preempted_req_ids.add(prefill.request.request_id)
-        pool.free(pool.held(run.tables)[::-1], run)  # To be given out in the same order.
+        # Reversed, so that the pool hands them out in the same order.
+        pool.free(pool.held(run.tables)[::-1], run)
         prefill.run, prefill.told = Lent(prefill.prompt, prefill.transfer_id), ()
         prefill.num_done, prefill.is_running = 0, False
         prefill.mean_s = self._world.rng.choice([0.01, CHUNK_MEAN_S])  # Some of it may be cached now.
@@ -257,7 +257,7 @@ class Prefills:
         host.settle()
         assert run.loan_id is not None
         if world.faults.keeps and run.loan_id.counter % 4 == 2:
-            world.count("given up unless claimed")  # For example, the router's client has gone.
+            world.count("given up unless claimed")  # A reason could be that the router's client has gone.
             self._later(0.3 * (run.loan_id.counter % 7), partial(self._take_back, params))
         prefill.on_ticket(params)
 
@@ -299,7 +299,7 @@ class Prefills:
     def _allocate(self, prefill: Prefill, num_hits: int, count: int) -> Tables | None:
         """Blocks for the next `num_hits` tokens, which are cached, and `count`, which are computed.
 
-        Of the states only the last one of either takes a block.
+        Only the last state of either part takes a block.
         """
         pool, run, stays = self._host.pool, prefill.run, self._host.cluster.states_stay
         lengths = [length for length in (num_hits, count) if length]
@@ -336,7 +336,7 @@ class Prefills:
                 pool.write(table[index], prefill.kv, index, number, num_layers)
 
     def _overwrite(self, run: Lent) -> None:
-        """Of a mutant."""
+        """Compute one more token into a lent state (a mutant)."""
         pool = self._host.pool
         for number, (group, table) in enumerate(zip(pool.groups, run.tables, strict=True)):
             if group.is_state and pool.owner[table[-1]] is run:

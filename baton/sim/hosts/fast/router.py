@@ -96,7 +96,7 @@ class Router:
         }
         if attempt.continues:
             stream[CONTINUE] = True
-        is_named = self._num_transfers % 3 == 2  # As proxies do that do not know introductions.
+        is_named = self._num_transfers % 3 == 2  # Proxies that do not know introductions send an address.
         if is_named:
             stream |= {"remote_host": CONTROL_HOST, "remote_port": CONTROL_PORT}
         else:

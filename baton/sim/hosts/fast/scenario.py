@@ -34,7 +34,7 @@ class FastScenario(Scenario):
         self.cluster = cluster = Cluster(world, self.parts, self.mode)
         self.router = Router(cluster)
         self._lengths = [2, 3, 4] if cluster.is_push else [1, 2, 3]
-        if cluster.has_states and not cluster.is_push:  # Of one token no state can be handed over.
+        if cluster.has_states and not cluster.is_push:  # No state of one token can be handed over.
             self._lengths = [2, 3, 4]
         self._num_prompts = 0
         self._probes: list[Request] = []

@@ -50,7 +50,7 @@ class FastWire(Wire):
         self._dead_once: set[str] = set()
 
     def send(self, source: str, envelope: Envelope) -> None:
-        """To the engine that has that name on arrival: a successor has the same host and port."""
+        """Send to the engine that has this name on arrival: a successor has the same host and port."""
         world, faults = self._world, self._world.faults
         target = envelope.target.engine_id
         if world.trace is not None:

@@ -30,9 +30,9 @@ class Ask:
     num_transferred: int = 0
     session: str = ""  # Equal for the turns of one conversation.
     way: tuple[str, str] | None = None  # P and D; None: the router's choice.
-    is_probe: bool = False  # Its KV has to be handed over.
-    may_be_empty: bool = False  # It asks a producer for a state, and not for an answer.
-    weights: set[int] = field(default_factory=set)  # That an engine had while it served this.
+    is_probe: bool = False  # True: the KV of this request has to be handed over.
+    may_be_empty: bool = False  # True: the request asks a producer for a state, and not for an answer.
+    weights: set[int] = field(default_factory=set)  # Weights that an engine had while it served this.
     is_mixed: bool = False  # An engine took other weights when it had tokens of this, and went on.
 
     @property

@@ -23,7 +23,7 @@ from baton.sim.kernel.process import Process
 from baton.sim.kernel.timers import SIM_TIMERS
 from baton.sim.kernel.world import World
 
-TOKENS_MAX = 40  # Of a prompt and its answer; any pool has to be able to hold them.
+TOKENS_MAX = 40  # Most tokens of a prompt and its answer; any pool has to be able to hold them.
 
 OFFLOADS = 0.3  # Engines with a second connector.
 STATES = 0.25  # Worlds whose model has recurrent states.
@@ -31,7 +31,7 @@ ONE_TABLE: Windows = (None, None)
 
 
 def draw_windows(rng: random.Random) -> Windows:
-    """Of each layer. Every second world has cache groups; windows need not end at block borders."""
+    """Windows of each layer. Every second world has cache groups; windows need not end at block borders."""
     one, other = rng.sample([1, 3, 4, 5, 6, 8, 11], 2)
     return rng.choice(
         [
@@ -50,7 +50,7 @@ def draw_windows(rng: random.Random) -> Windows:
 
 
 def with_states(rng: random.Random, windows: Windows) -> Windows:
-    """In every fourth world some layers have a recurrent state, or all."""
+    """Replace some windows, or all, by recurrent states in every fourth world."""
     if rng.random() >= STATES:
         return windows
     layers = range(len(windows))
@@ -66,7 +66,7 @@ class Cluster(BaseCluster):
         super().__init__(world, parts, mode)
         self.timers_as_told = msgspec.to_builtins(SIM_TIMERS)
         self.wire = FullWire(self)
-        self.ports: dict[bytes, Port] = {}  # By endpoint.
+        self.ports: dict[bytes, Port] = {}  # Ports by endpoint.
         self.updates = EngineUpdates(self)
         rng = world.rng
         windows = with_states(world.rng_of_states, draw_windows(world.rng_of_models))
@@ -75,7 +75,8 @@ class Cluster(BaseCluster):
         self.model = (WindowModel if self.is_hybrid else Model)(rng.choice([1, 2, 2, 4]), windows)
         # Then loaded requests are preempted too.
         self._has_small_pools = self.has_states and world.rng_of_states.random() < 0.5
-        self._block_tokens = rng.choice([(2,), (4,), (8,), (2, 4, 8)])  # Of its engines.
+        # Choices for the engines of this world.
+        self._block_tokens = rng.choice([(2,), (4,), (8,), (2, 4, 8)])
         if any(window not in (None, STATE) for window in windows):  # Theirs have to be alike.
             self._block_tokens = (world.rng_of_models.choice(self._block_tokens),)
         self.keeps_turns = rng.random() < 0.3  # D's blocks serve the next turn's prefill.
@@ -157,7 +158,7 @@ class Cluster(BaseCluster):
             blocks_per_chunk=1 if self.is_hybrid else rng.choice([1, 1, 2, 3]),
             prompt_only=rng.random() < 0.3,
         )
-        # From a generator of its own: other worlds of recorded seeds stay as they are.
+        # A separate generator draws this: other worlds of recorded seeds stay as they are.
         if (eviction := self.world.rng_of_eviction.choice([None, None, None, "learned"])) is not None:
             offload = msgspec.structs.replace(offload, eviction=eviction)
         self.world.count(f"host memory evicts by {offload.eviction}")
@@ -170,7 +171,7 @@ class Cluster(BaseCluster):
         )
 
     def can_pair(self, p: HostSpec, d: HostSpec) -> bool:
-        """Otherwise every ticket is refused. A P without windowed groups can serve any D."""
+        """Whether D accepts tickets of P. A P without windowed groups can serve any D."""
         if self.is_push:
             return p.knows_groups == d.knows_groups
         return d.knows_groups or not p.knows_groups

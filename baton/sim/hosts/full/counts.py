@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def count_stats(world: World, stats: SchedulerStats, groups: Sequence[KVCacheGroup]) -> None:
-    """Of one step of an engine with these KV-cache groups.
+    """Count the stats of one step of an engine with these KV-cache groups.
 
     Raises Violation if its connector has contained a fault of its own.
     """

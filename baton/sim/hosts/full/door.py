@@ -28,9 +28,9 @@ class Door:
     def __init__(self, answer: _Answer, leg: Leg) -> None:
         self._answer, self._leg, self._world = answer, leg, answer.router.world
         self._is_closed = self._has_begun = False
-        self._waiting: deque[Event] = deque()  # After the second part of a piece.
+        self._waiting: deque[Event] = deque()  # Events after the second part of a piece.
         self._engine_leg: EngineLeg | None = None  # None: the server has refused.
-        self._token_ids: list[int] = []  # Of an answer that is not streamed.
+        self._token_ids: list[int] = []  # Tokens of an answer that is not streamed.
         self._weights_id = ""
         leg.engine.waits[self] = None
         body = leg.body
@@ -165,7 +165,7 @@ class Door:
         return sse_event(chunk) + (DONE if last is not None and last.finish_reason is not None else b"")
 
     def _put(self, event: Event, *, is_late: bool = False) -> None:
-        """In order: what follows a late event waits for it."""
+        """Deliver events in order: those that follow a late event wait for it."""
         if is_late and not self._waiting:
             self._world.after(self._world.spread(self._world.faults.leg_delay_s), self._put_waiting)
         if is_late or self._waiting:

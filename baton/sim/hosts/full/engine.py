@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from baton.sim.hosts.full.cluster import Cluster
 
 EMPTY_STEP_S = 0.0002
-NAP_S = 1.0  # Without anything happening; in production shorter, which would show nothing more.
+NAP_S = 1.0  # Longest sleep without an event. Production sleeps less, which would show nothing more.
 T = TypeVar("T")
 
 
@@ -162,7 +162,7 @@ class Engine(Process):
 
         self.scheduler.remote.settle = settle_checked  # type: ignore[method-assign]
         self.ports: list[Port] = []
-        self.rank_halves: list[KVConnectorWorkerHalf] = []  # As the executor has them.
+        self.rank_halves: list[KVConnectorWorkerHalf] = []  # Halves in the executor's order.
         self.reporters: list[Reporter] = []
         self.workers = [self._worker(config, rank) for rank in range(spec.num_ranks)]
         self.memories = [port.memory for port in self.ports]
@@ -247,7 +247,7 @@ class Engine(Process):
             listener.break_off()
 
     def drain(self, for_s: float, on_drained: Callable[[], None]) -> None:
-        """As after SIGTERM: take no new request; end when no peer uses our blocks, or at the deadline."""
+        """Take no new request; end when no peer uses our blocks, or at the deadline. As after SIGTERM."""
 
         def begin() -> None:
             self.world.note(self.name, f"drains for {for_s} s at most")
@@ -259,7 +259,7 @@ class Engine(Process):
         self.poke()
 
     def shut_down(self) -> None:
-        """In order, with last words to the peers."""
+        """Shut down in order, with last words to the peers."""
         self.connector.shutdown()
         for half in self.rank_halves:
             half.shutdown()
@@ -272,7 +272,7 @@ class Engine(Process):
         self.world.after(SOON_S, lambda: self.when_awake(on_drained))
 
     def _in_background(self, job: Callable[[], None]) -> None:
-        """Connecting: a thread's work, that takes a while."""
+        """Set up connections, which is a thread's work and takes a while."""
         took_s = self.world.spread(self.world.faults.delay_mean_s)
 
         def done() -> None:
@@ -382,7 +382,7 @@ class Engine(Process):
         if output.num_scheduled_tokens and self.world.trace is not None:
             self.world.note(self.name, f"step {output.num_scheduled_tokens}")
         if not output.num_scheduled_tokens and self.world.chance(0.8):
-            self._end_step(output)  # Over before anything else can happen.
+            self._end_step(output)  # The step ends before anything else can happen.
             return
         self._is_stepping = True
         took_s = EMPTY_STEP_S
@@ -404,7 +404,7 @@ class Engine(Process):
         return for_s
 
     def _compute_layers(self, output: SchedulerOutput) -> None:
-        """In the middle of a step: its first layer is computed, and can be read."""
+        """Compute up to the middle of a step: its first layer is computed, and can be read."""
         self.ranks.take_over(output)
         self._computed = self.ranks.execute(output)
         self.ranks.hide_later_layers()
@@ -427,7 +427,7 @@ class Engine(Process):
         return result
 
     def _pass_layers(self, first: int, last: int) -> None:
-        """What attention layers call."""
+        """Call what attention layers call."""
         for half, port in zip(self.rank_halves, self.ports, strict=True):
             if not half.has_connector_metadata():
                 continue

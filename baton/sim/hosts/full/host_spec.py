@@ -50,11 +50,11 @@ class HostSpec:
     is_block_major: bool
     is_slow: bool
     caches_prefixes: bool
-    stream: str  # Of push: "off", "chunk", "layer".
+    stream: str  # Streams in push: "off", "chunk", "layer".
     keeps_turns: bool
     offload: OffloadSettings | None = None  # Otherwise a Multi has both connectors,
     is_offload_first: bool = False  # in this order.
-    num_slots: int = 0  # Of host memory.
+    num_slots: int = 0  # Slots of host memory.
     knows_groups: bool = True  # Else all layers share one table, and windows are masks.
     deals_layers_out: bool = False  # 0 3 | 1 4 where others have 0 1 | 3 4, as vLLM does.
 

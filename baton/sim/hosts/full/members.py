@@ -17,11 +17,11 @@ from baton.sim.kernel.world import World
 SOURCE = "source"
 LOOK_S = 1.0
 DRAIN_S = 20.0
-CHANGES = 0.25  # Of worlds.
+CHANGES = 0.25  # Share of worlds with changes.
 
 
 class Members:
-    """Of one start of a router, in its coordinator."""
+    """Members of one start of a router, in its coordinator."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ def schedule_changes(
     change_role: Callable[[str, Role], None],
     can_do_both: Callable[[Member], bool],
 ) -> None:
-    """Some, until `end_s`, when all is as before."""
+    """Schedule some changes. All is as before at `end_s`."""
     rng = world.rng_of_members
     if rng.random() >= CHANGES:
         return

@@ -50,7 +50,8 @@ class RankMemory:
         self._flat_writers: NDArray[np.int32] = np.full(self._flat.size, UNWRITTEN, np.int32)
         self.address = tensor.data_ptr()
         self._keeps_alive = tensor
-        self._block_bytes = tensor[0 if is_block_major else (0, 0)].nbytes  # Of one place, or of all of them.
+        # Block size in one place, or in all.
+        self._block_bytes = tensor[0 if is_block_major else (0, 0)].nbytes
         self._period_bytes = tensor.nbytes if is_block_major else tensor[0].nbytes
         # `[block, place, head, token, K|V]`, in either layout.
         axes = (0, 1, 2, 3, 4) if is_block_major else (1, 0, 2, 3, 4)
@@ -59,7 +60,7 @@ class RankMemory:
         self.kv_caches = {}
         for layer, (group, place) in sorted(places_of(groups).items()):
             cache = tensor[:, place] if is_block_major else tensor[place]
-            if groups[group].is_state:  # At the beginning of a page.
+            if groups[group].is_state:  # A state lies at the beginning of a page.
                 cache = cache.flatten(1)[:, : len(self.heads) * CONTENT].view(torch.uint8)
             self.kv_caches[layer_name(layer)] = cache
 
@@ -69,7 +70,7 @@ class RankMemory:
         return taken.transpose(0, 3, 1, 2, 4).reshape(-1, num_layers, len(self.heads), CONTENT)
 
     def writers_of(self, block_ids: Sequence[int], num_layers: int) -> NDArray[np.int32]:
-        """As `blocks`."""
+        """Last writers of the words that `blocks` returns."""
         taken = self.writers[list(block_ids), :num_layers]
         return taken.transpose(0, 3, 1, 2, 4).reshape(-1, num_layers, len(self.heads), CONTENT)
 
@@ -103,7 +104,7 @@ class RankMemory:
 
     # --- Seen from a wire -------------------------------------------------------------------------
 
-    offset_bits = (2, 12)  # On the border of a word.
+    offset_bits = (2, 12)  # A flip in an offset keeps it on the border of a word.
 
     def has(self, offset: int, nbytes: int) -> bool:
         return offset >= 0 and offset + nbytes <= self._flat.nbytes and offset % WORD_BYTES == 0

@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 
 Words = NDArray[np.uint32]
 Seen: TypeAlias = Any  # What a model has read so far; its own affair.
-Windows: TypeAlias = tuple[int | None, ...]  # Of each layer; None: it sees everything.
+Windows: TypeAlias = tuple[int | None, ...]  # Window of each layer; None: it sees everything.
 STATE = 0  # Instead of a window: the layer has a recurrent state.
 
 HEAD_DIM = 1
@@ -55,11 +55,11 @@ class Model:
         self._bytes_of_token = self.words_of_token * WORD_BYTES
 
     def start(self, salt: str | None, weights: int) -> Seen:
-        """Of no context."""
+        """What a model has seen without any context."""
         return _first_hash(salt, weights)
 
     def read(self, context: bytes, salt: str | None, weights: int) -> Seen:
-        """Of this context's KV, `[token, layer, head, K|V]`, as it was read from memory."""
+        """What a model has seen of this context's KV, `[token, layer, head, K|V]`, as read from memory."""
         return crc32(context, _first_hash(salt, weights))
 
     def step(self, seen: Seen, token_id: int) -> tuple[bytes, Seen]:
@@ -103,10 +103,10 @@ class Model:
 
 @dataclass(slots=True)
 class _Sight:
-    """KV of each layer, token after token; of layers that see everything its hash will do."""
+    """KV of each layer, token after token. Layers that see everything need only its hash."""
 
     hash_of_all: int
-    layers: dict[int, bytearray]  # Of layers with a window, by index.
+    layers: dict[int, bytearray]  # Layers with a window, by index.
 
 
 class WindowModel(Model):

@@ -12,7 +12,7 @@ from baton.sim.kernel.world import World
 LOAD_S = 0.01
 HEARTBEAT_S = 0.3
 DELAY_S = 0.005
-LOST = TWICE = LATE = 0.05  # Of the messages, while faults come.
+LOST = TWICE = LATE = 0.05  # Shares of the messages, while faults come.
 LATE_S = 3.0
 SECRET = b"the secret of all routers"
 
@@ -29,7 +29,7 @@ class PeerLink:
         on_load: Callable[[], None],
         faults_end_s: float,
     ) -> None:
-        """As of `baton.router.shell.peers.PeerLink`."""
+        """The arguments are those of `baton.router.shell.peers.PeerLink`."""
         self._world, self._rng, self._faults_end_s = world, world.rng_of_peers, faults_end_s
         self._load, self._kept, self._on_note, self._on_load = load, kept, on_note, on_load
         self.peers = peers(f"{self._rng.getrandbits(64):016x}", SECRET)

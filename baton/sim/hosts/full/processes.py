@@ -60,7 +60,7 @@ class Process:
         self.tell(note)
 
     def apply(self, note: Note) -> None:
-        """As the shell's `Worker` does."""
+        """Apply a note as the shell's `Worker` does."""
         self.replica.apply(note, self._world.now)
         if isinstance(note, Drains) and (engine := self.fleet.find(note.engine)) is not None:
             self.watch_drain(engine)
@@ -82,7 +82,7 @@ class Processes:
         self.hub = new_process()
         self.is_alone = not num_workers
         self._loads = Loads()
-        self.link: PeerLink | None = None  # To another router.
+        self.link: PeerLink | None = None  # The link to another router.
         self.workers = [self.hub] if self.is_alone else [self._start() for _ in range(num_workers)]
         if not self.is_alone:
             self.hub.tell = self._tell_all
@@ -92,7 +92,7 @@ class Processes:
         return next((one for one in self.workers if one.fleet.find(engine.key) is engine), self.hub)
 
     def connect(self, new_link: Callable[..., PeerLink]) -> PeerLink:
-        """As the shell's `Router` does, or `Coordinator`."""
+        """Connect as the shell's `Router` or `Coordinator` does."""
         hub = self.hub
         self.link = link = new_link(
             load=lambda: hub.replica.load(hub.num_requests) if self.is_alone else self._loads.beside(None),
@@ -110,7 +110,7 @@ class Processes:
             self._tell_all(note)
 
     def end(self, worker: Process) -> None:
-        """Its process is killed. The coordinator starts another one when it has read its last notes."""
+        """Kill the worker's process. The coordinator replaces it when it has read its last notes."""
         worker.is_alive = False
         self.workers.remove(worker)
         self._world.at(worker.tells_at, partial(self._replace, worker))

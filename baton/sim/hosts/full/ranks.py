@@ -1,8 +1,8 @@
 """The ranks of one engine without an executor: what they are told, what they hold, what they compute.
 
-They know requests from SchedulerOutput, as real ranks do, and the salt, which real ranks have in the
-block hashes that the scheduler gave them. Of a cache group with a window they keep the ids of blocks that the
-request has given back: attention does not look there.
+They know requests from SchedulerOutput, as real ranks do, and the salt, which real ranks have in the block
+hashes that the scheduler gave them. They keep the ids of blocks that a request of a group with a window has
+freed: attention does not look there.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Ranks:
         self.memories = memories
         self.groups = groups
         self.salts: dict[str, str | None] = {}
-        self.weights = 0  # With which they compute.
+        self.weights = 0  # The weights that compute now.
         self._block_tokens = block_tokens
         self._rows: dict[str, _Row] = {}
         self._written: list[
@@ -87,7 +87,7 @@ class Ranks:
             assert len(row.tokens) == row.num_prompt + cached.num_output_tokens[index]
 
     def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
-        """In the order of scheduling: a request that shares a new block runs after the one that fills it."""
+        """Run requests as scheduled: one that shares a new block comes after the one that fills it."""
         result = ModelRunnerOutput()
         self._written.clear()
         for request_id, num_new in output.num_scheduled_tokens.items():
@@ -124,7 +124,7 @@ class Ranks:
         return seen
 
     def hide_later_layers(self) -> None:
-        """Of what this step has computed only the first layer is in memory yet."""
+        """Hide all that this step has computed except the first layer: the rest is not in memory yet."""
         for blocks, offsets in self._written:
             for memory in self.memories:
                 self._hidden.append((memory, blocks, offsets, memory.words[blocks, 1:, :, offsets]))

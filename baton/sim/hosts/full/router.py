@@ -69,7 +69,7 @@ PROBES_END_S = 30.0  # Afterwards only engines that are down are probed: no faul
 UPDATES_END_S = 100.0  # The same in worlds with updates, which may come late.
 INTRODUCTION_MAX_S = 2.0  # How old what a router knows of an engine may be.
 PREFILL_RATE = 1e4
-LOOK_S = 0.5  # Between two looks at requests that wait: engines come and go.
+LOOK_S = 0.5  # Interval between two looks at requests that wait: engines come and go.
 ADMISSIONS = [
     AdmissionSettings(max_running=2),
     AdmissionSettings(max_tokens=1),
@@ -81,8 +81,8 @@ PULL_AMONG_PUSH = 0.2  # One pair of engines serves both kinds of routers.
 class Plan(NamedTuple):
     """What all routers of a world have in common."""
 
-    settings: Mapping[str, RouterSettings]  # By mode.
-    decode_rate: float  # Of prompts.
+    settings: Mapping[str, RouterSettings]  # Settings by mode.
+    decode_rate: float  # Prefill speed of decode engines, in tokens per second.
     num_workers: int
 
     @classmethod
@@ -118,11 +118,12 @@ class Router:
         self.settings, self._decode_rate, self._num_workers = plan
         self.on_params, self._on_start = on_params, on_start
         self._next_id = 0
-        self.takes_back_unseen = False  # By their ids, transfers whose answer it has not read.
+        # True: the router takes back, by their ids, transfers whose answer it has not read.
+        self.takes_back_unseen = False
         self._answers: dict[str, _Answer] = {}
         first = {role: self.settings["pull"].option_urls(role) for role in ROLES}
         self.members = frozenset(Member(role, url) for role in ROLES for url in first[role])
-        self._named = self.members  # By the source, now.
+        self._named = self.members  # Members that the source names now.
         self._start()
 
     def _start(self) -> None:
@@ -197,7 +198,7 @@ class Router:
         return self.hub.is_alive
 
     def kill(self, down_s: float) -> None:
-        """With all its processes. It starts again later, and has forgotten everything."""
+        """Kill the router with all its processes. It starts again later, and has forgotten everything."""
         self.world.note("router", "is killed")
         self.world.count("routers killed")
         for answer in list(self._answers.values()):
@@ -207,7 +208,7 @@ class Router:
         self.world.after(down_s, self._start)
 
     def kill_worker(self) -> None:
-        """Its clients and its legs lose their connections. Another worker takes its place."""
+        """Kill one worker. Clients and legs of it lose their connections. Another worker takes its place."""
         if self.processes.is_alone or len(self.processes.workers) < 2:
             return
         worker = self.world.rng_of_router.choice(self.processes.workers)
@@ -290,9 +291,9 @@ class Router:
         self.world.after(self.world.spread(self.world.faults.leg_delay_s), asked)
 
     def look(self, prompt: list[int], then: Callable[[Found], None]) -> None:
-        """The index has lost events, or missed that a cache was reset: it says anything."""
+        """Find anything: the index may have lost events, or missed that a cache was reset."""
         rng = self.world.rng_of_router
-        # In health a prompt is handed over: the prefix that D reports must not be worth more.
+        # A prompt is handed over in a healthy world: the prefix that D reports must not be worth more.
         names = self.cluster.producers if self._decode_rate > 1.0 else self.cluster.hosts
         cached = {_url(name): Match.in_cache(rng.randint(0, len(prompt))) for name in names}
         home = random.Random(str(prompt)).getrandbits(64)
@@ -319,7 +320,7 @@ class Router:
             self.note_status(engine)
 
     def note_status(self, engine: Engine) -> None:
-        """After a failure: an engine that is down is probed until it is back."""
+        """Probe an engine that is down after a failure, until it is back."""
         if not engine.is_up and engine not in self._probed:
             self._probed.add(engine)
             self.world.after(

@@ -17,8 +17,8 @@ from baton.sim.hosts.full.processes import Processes
 from baton.sim.hosts.full.router import Plan, Router
 
 TWO_ROUTERS = 0.25
-ONE_DIES = 0.5  # Of two.
-WORKER_DIES = 0.3  # Of a router with several.
+ONE_DIES = 0.5  # Share of worlds with two routers in which one dies.
+WORKER_DIES = 0.3  # Share of worlds in which a worker dies, if a router has several.
 DOWN_S = (0.5, 3.0, 8.0)
 
 

@@ -37,7 +37,7 @@ class Core(EngineCore):
         self._kept_back, self._late_outputs = {}, []
 
     def continue_update(self) -> list[EngineOutput]:
-        """Between two steps. Returns the outputs of requests that waited for the end of the update."""
+        """Continue the update between two steps. Returns the outputs of requests that waited for its end."""
         if self._update is not None and self._is_update_due(self._update):
             self._continue_update(self._update)
         late, self._late_outputs = self._late_outputs, []

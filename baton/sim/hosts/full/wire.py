@@ -40,10 +40,10 @@ class FullWire(Wire):
 
     def __init__(self, cluster: Cluster) -> None:
         super().__init__(cluster)
-        self.stations: dict[str, Station] = {}  # By url: the listener there.
+        self.stations: dict[str, Station] = {}  # Listeners by url.
 
     def send(self, sender: Station, route: Route, frame: bytes) -> None:
-        """Over a connection that the sender has dialled, or over one that the receiver has."""
+        """Send over a connection that the sender has dialled, or over one that the receiver has."""
         world = self._world
         url = route if isinstance(route, str) else route.url
         way = (sender.engine.name, url.removeprefix("tcp://").partition(":")[0])
@@ -115,7 +115,7 @@ class Station(ControlThread):
             world.count("suspended as it hears something")
             engine.pause(world.rng_of_lies.choice([0.5, 3.0, 8.0]))
             if world.lies(0.5):
-                # Before it has read it, else right after.
+                # The process stops before it has read the frame, else right after.
                 return engine.when_awake(lambda: self.receive(route, frame))
         num_bad, num_forged = self.num_bad_frames, self.num_forged_frames
         self._receive(route, frame)  # type: ignore[arg-type]  # Stations are what routes are here.
@@ -180,7 +180,7 @@ class Station(ControlThread):
 
 
 def _told(message: Message) -> str:
-    """Without what is long, or differs from run to run: addresses of memory."""
+    """A message for the trace, without what is long or differs from run to run: addresses of memory."""
     return type(message).__name__ if isinstance(message, Hello | Welcome) else str(message)
 
 
