@@ -100,7 +100,7 @@ class Row:
     kind: str
     num_descriptors: int  # Runs of bytes, before neighbouring blocks merge.
     gb_per_s: float  # Median.
-    ratio: float  # To "per layer" in the same round; median.
+    ratio: float  # Ratio to "per layer" in the same round; median.
 
 
 def spans_of(local: RankLayout, remote: RankLayout) -> Sequence[CopySpan]:

@@ -36,7 +36,7 @@ class Row:
     mode: str
     num_running: int
     step_ms: float  # Median.
-    ratio: float  # To eager in the same round; median.
+    ratio: float  # Ratio to eager in the same round; median.
 
 
 class DecodingEngine:

@@ -112,7 +112,7 @@ def decode(dtype: str, num_running: int) -> tuple[float, float, float]:
 
 
 def prefill(dtype: str) -> tuple[float, float, float]:
-    """As `decode`, of a step that computes a prompt."""
+    """Least seconds of a step that computes a prompt, of its products, and of its attention."""
     recorder = Recorder()
     with closing(DecodingEngine(model_of(dtype), 0, num_other_tokens=PREFILL_TOKENS)) as engine:
         steps, products, attention = [], [], []

@@ -42,7 +42,7 @@ class Measured(msgspec.Struct, frozen=True):
     blocks: int
     distinct: int
     sizes: tuple[float, ...]  # Shares of the distinct blocks.
-    shares: dict[str, list[float]]  # Of the hits without eviction; by policy, then by size.
+    shares: dict[str, list[float]]  # Shares of the hits without eviction, by policy, then by size.
     us_a_block: dict[str, float]
 
 
@@ -72,7 +72,7 @@ def num_hits(prompts: Prompts, policy: EvictionPolicy[int]) -> int:
 
 
 def num_hits_of_optimum(prompts: Prompts, capacity: int) -> int:
-    """As `num_hits`, for the policy that evicts the block whose next use is last (Belady, 1966).
+    """`num_hits` for the policy that evicts the block whose next use is last (Belady, 1966).
 
     A block that is never used again is not stored. A prompt's beginning is used no later than its end, and is
     evicted after it.

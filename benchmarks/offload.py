@@ -28,7 +28,7 @@ from benchmarks.returns import (
     run_command,
 )
 
-COPY_LAYERS, COPY_BLOCKS = 12, 176  # As in the model: 66 MiB in pieces of 32 KiB.
+COPY_LAYERS, COPY_BLOCKS = 12, 176  # Values of the model: 66 MiB in pieces of 32 KiB.
 COPY_PIECE_BYTES = 32 << 10
 COPY_TURNS = 15
 

@@ -34,7 +34,7 @@ FACTORY: Final = "baton.assemble:connector_factory"
 ONE_TOKEN: Final = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
 BLOCK_TOKENS = 16
 PROMPT_TOKENS = 4000
-STORING_SHARE = 0.02  # Of the time to the first token, at most.
+STORING_SHARE = 0.02  # Most of the time to the first token that storing may take.
 
 Measured = dict[str, Any]
 
@@ -140,7 +140,7 @@ def print_returns(
     """Print the results.
 
     Args:
-        source: of the loaded prompt.
+        source: where the loaded prompt comes from.
         ratio_min: goal for computing over loading.
         over_cached_s: goal for loading, more than the step of the last block alone.
     """

@@ -23,7 +23,7 @@ class Answer(msgspec.Struct):
     was_left: bool = False  # The client closed the connection on purpose.
     is_hung: bool = False  # The client gave up after its time limit.
     last_event_s: float | None = None  # Instant of the last event of a stream.
-    longest_pause_s: float = 0.0  # Between two events of a stream.
+    longest_pause_s: float = 0.0  # The longest time between two events of a stream.
 
     @property
     def waited_s(self) -> float:

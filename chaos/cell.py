@@ -21,7 +21,7 @@ AFTER_S = 3.0
 # other work.
 WARM_MAX_S = 120.0
 SERVES_MAX_S = 180.0
-AT_REST_MAX_S = 90.0  # Loans that are never returned expire after ttl_s (30 s).
+AT_REST_MAX_S = 90.0  # Loans that no consumer releases expire after ttl_s (30 s).
 
 
 class Record(msgspec.Struct, kw_only=True):
@@ -35,10 +35,10 @@ class Record(msgspec.Struct, kw_only=True):
     broken: str | None = None  # Reason why the cell could not be completed.
     counts: Counts | None = None
     may_fail: bool = True  # Requests may end with a clear error.
-    serves_again_s: float | None = None  # From the target's first healthy answer to its first token.
-    # From then, or the fault's end, until all pairs of engines move KV again.
+    serves_again_s: float | None = None  # Time from the target's first healthy answer to its first token.
+    # Time from that healthy answer, or from the fault's end, until all pairs of engines move KV again.
     hands_over_again_s: float | None = None
-    rest_s: float | None = None  # From the last answer until all blocks of all pools were free.
+    rest_s: float | None = None  # Time from the last answer until all blocks of all pools were free.
     strikes: int | None = None  # Packets that the fault changed, delayed or dropped.
     held: list[str] = []  # What was still in use in pools at the time limit.
     expired_loans: int = 0  # Where the fault is no reason for them.

@@ -17,7 +17,7 @@ REMOUNT_S = 20.0  # A mount can turn read-only only when no file in it is open f
 _LAYER_SOURCE = Path(__file__).with_name("fault_layer.c")
 _BALLAST = ".ballast"
 _CHUNK = bytes(1 << 20)
-_CONTROL = struct.Struct("3q")  # As in fault_layer.c.
+_CONTROL = struct.Struct("3q")  # The struct in fault_layer.c.
 
 _libc = ctypes.CDLL(None, use_errno=True)
 

@@ -110,7 +110,7 @@ class RunEnvironment:
 
     network: Network
     model: Path
-    other_model: Path  # With the model's shape and other weights.
+    other_model: Path  # A model with the same shape and other weights.
     folder: Path
     run: str
     questions: Sequence[Question]

@@ -14,7 +14,7 @@ WORD_BYTES = 8
 RST, ACK = 0x04, 0x10
 _TTL = 64
 _FRAGMENT_BITS = 0x3FFF  # More fragments, and the offset.
-_CHECKSUM_AT = 16  # In a TCP header.
+_CHECKSUM_AT = 16  # Offset in a TCP header.
 
 
 @dataclass(frozen=True, slots=True)

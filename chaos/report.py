@@ -12,8 +12,8 @@ SERVES_GOAL_S = 2.0
 RESET_GOAL_S = 1.0  # Time beyond the median wait for a request that was open when the fault began.
 SILENCE_GOAL_S = 11.0  # The same for faults that reset no connection: `silence_s`, and the answer.
 RESETTING = ("kill-", "core-", "front-", "reset")
-PAUSE_GOAL_S = 1.0  # After kill -9; the prefill or the pull comes on top.
-STALL_GOAL_S = 7.0  # Of a stopped engine: until the router gives its streams up, and a second.
+PAUSE_GOAL_S = 1.0  # Pause after kill -9; the prefill or the pull comes on top.
+STALL_GOAL_S = 7.0  # Pause while an engine is stopped: until the router gives its streams up, and a second.
 SILENT = ("cut-", "partition", "vanish-")
 
 _PREFACE = (

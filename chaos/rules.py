@@ -41,8 +41,9 @@ class Rule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     duplicate: float = 0.0
     reorder: float = 0.0
     rate_bytes_s: float | None = None
-    corrupt: float = 0.0  # Of packets with TCP payload.
-    reset: float = 0.0  # Of packets with TCP payload: both ends of the connection get a reset instead.
+    corrupt: float = 0.0  # Share of packets with TCP payload.
+    # Share of packets with TCP payload for which both ends of the connection get a reset instead.
+    reset: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

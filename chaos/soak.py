@@ -56,7 +56,7 @@ _PREFACE = (
 class Sample(msgspec.Struct, frozen=True):
     """A sample of one engine or the router, over all its processes. `pid` is that of its first process."""
 
-    at_s: float  # Since the run began.
+    at_s: float  # Time since the run began.
     name: str
     pid: int
     rss_mib: float
@@ -73,7 +73,7 @@ class Outcome(msgspec.Struct, kw_only=True):
     hours: float
     commit: str
     num_clients: int
-    pause_s: float  # Of a client between two requests.
+    pause_s: float  # Pause of a client between two requests.
     verdicts: dict[str, int] = {}
     faults: dict[str, int] = {}
     expired_loans: int = 0

@@ -164,7 +164,7 @@ class EngineProcess:
     def send(self, number: signal.Signals) -> None:
         """Send a signal to all its processes, one by one."""
         for process in self.processes():
-            # After SIGCONT a front end kills workers that are late, while others still get the signal.
+            # A front end kills workers that are late after SIGCONT, while others still get the signal.
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.send_signal(number)
 

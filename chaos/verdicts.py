@@ -33,13 +33,15 @@ class Counts(msgspec.Struct, frozen=True):
     hung: int
     left: int
     longest_wait_s: float
-    median_wait_s: float | None  # Of right answers that ended before the fault began.
-    open_longest_s: float | None  # From the fault's begin to the end of the last request that was open then.
-    # From the fault's begin to the first right answer to a request sent after it.
+    median_wait_s: float | None  # Median of right answers that ended before the fault began.
+    # Time from the fault's begin to the end of the last request that was open then.
+    open_longest_s: float | None
+    # Time from the fault's begin to the first right answer to a request sent after it.
     after_begin_s: float | None
-    after_end_s: float | None  # From the fault's end, likewise.
+    after_end_s: float | None  # The same from the fault's end.
     details: tuple[str, ...]
-    broken_streams: int = 0  # That ended with an error after a token, although they could be continued.
+    # Streams that ended with an error after a token, although they could be continued.
+    broken_streams: int = 0
     open_pause_s: float | None = None  # The longest pause of a right stream that was open at the begin.
     errors: tuple[str, ...] = ()  # Messages of clear errors, each once, most frequent first.
 

@@ -19,14 +19,14 @@ FILL = 0.015
 
 @dataclass
 class Metadata(KVConnectorMetadata):
-    block_ids: list[int]  # To fill before the forward pass.
+    block_ids: list[int]  # Blocks to fill before the forward pass.
 
 
 class SchedulerHalf(NullSchedulerHalf):
     def __init__(self, config: Any) -> None:
         self._block_size = config.cache_config.block_size
         self._to_fill: list[int] = []
-        self._num_synthetic: dict[str, int] = {}  # By request.
+        self._num_synthetic: dict[str, int] = {}  # Synthetic tokens by request id.
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         return max(0, request.num_tokens - 1 - num_computed_tokens), False

@@ -36,7 +36,7 @@ Ending = Literal["answered", "error", "hung"]
 @dataclass(frozen=True, slots=True)
 class Outcome:
     prompt: tuple[int, ...]
-    sent_s: float  # On the monotonic clock.
+    sent_s: float  # Monotonic clock.
     ended_s: float
     ending: Ending
     token_ids: tuple[int, ...] = ()
@@ -48,9 +48,9 @@ class KillResult:
 
     outcomes: tuple[Outcome, ...]
     killed_s: float
-    alone_s: float | None  # From the kill to the end of an answer to a request sent after it.
-    restart_s: float  # From the start of the engine to its readiness.
-    again_s: float | None  # From its readiness to the end of the first answer.
+    alone_s: float | None  # Time from the kill to the end of an answer to a request sent after it.
+    restart_s: float  # Time from the start of the engine to its readiness.
+    again_s: float | None  # Time from its readiness to the end of the first answer.
     num_wrong: int
 
     def count(self, ending: Ending) -> int:

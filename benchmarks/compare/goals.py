@@ -112,7 +112,7 @@ def _never_worse(findings: Findings) -> Iterator[Verdict]:
     worse = [(one, spread) for one, spread in found if is_worse(spread)]
     for one, spread in worse:
         measured = f"worse by a factor of {_times(spread)}"
-        because = _why("e", one.ours, one.what, False)  # In every round, so it is not noise.
+        because = _why("e", one.ours, one.what, False)  # The result holds in every round, so it is not noise.
         yield Verdict("e", one.row, measured, "not worse in every round", False, because)
     if found:
         what = f"{len(found) - len(worse)} of {len(found)} comparisons with a peer"

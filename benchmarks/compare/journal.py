@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TextIO
 
-DIGITS = 6  # Of a value; for seconds, microseconds.
+DIGITS = 6  # Decimals of a value; for seconds, microseconds.
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-CHUNK_TOKENS = 512  # As in Mooncake's traces.
+CHUNK_TOKENS = 512  # Chunk size of Mooncake's traces.
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,7 +20,7 @@ class Prompt:
     num_tokens: int
     answer_tokens: int
     chunks: tuple[int, ...]
-    at_s: float = 0.0  # From the start of the load; only for loads with arrival times.
+    at_s: float = 0.0  # Time since the start of the load; only for loads with arrival times.
 
 
 class FreshPrompts:

@@ -34,7 +34,7 @@ RAW_PEERS: dict[str, tuple[str, ...]] = {
 
 _MOONCAKE_PROGRAM = Path(__file__).with_name("raw_mooncake.py")
 
-Speeds = dict[int, tuple[float, float]]  # By block size: GB/s, CPU seconds per GB.
+Speeds = dict[int, tuple[float, float]]  # GB/s and CPU seconds per GB, by block size.
 
 
 def setting(block_bytes: int) -> str:

@@ -43,7 +43,7 @@ def own(pipe: Connection, total_bytes: int) -> None:
     pipe.send((name, memory.ctypes.data, int(memory.sum(dtype=np.uint64))))
     while True:
         pipe.recv()
-        pipe.send(time.process_time())  # Of all its threads.
+        pipe.send(time.process_time())  # CPU time of all its threads.
 
 
 class ReadError(Exception):

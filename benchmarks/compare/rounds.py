@@ -19,7 +19,7 @@ from benchmarks.compare.running import RunningSystem, resumed
 
 ROUNDS_MIN = 2  # One round does not show noise.
 WARM_UP_TOKENS = (64, 700)
-REPLAY_EXTRA_S = 300.0  # For a slow system after the last request has arrived.
+REPLAY_EXTRA_S = 300.0  # Time that a slow system has after the last request has arrived.
 UTF8_BYTES_MAX = 4  # Per character.
 LOAD_TIMEOUT_S = 240.0  # Limits a load that hangs; others take seconds.
 
@@ -207,7 +207,7 @@ def is_same_answer(one: str, other: str, prompt_tokens: int) -> bool:
     client's random prompts do, the first piece of the answer's text includes the prompt's text.
     """
     short, long = sorted((one, other), key=len)
-    prompt_chars_min = prompt_tokens // UTF8_BYTES_MAX  # For tokens of one byte each.
+    prompt_chars_min = prompt_tokens // UTF8_BYTES_MAX  # Tokens of one byte each give the fewest characters.
     return short == long or (long.endswith(short) and len(long) - len(short) >= prompt_chars_min > 0)
 
 

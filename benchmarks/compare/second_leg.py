@@ -104,6 +104,6 @@ def _write(
     write("cached_s", cached.first_token_s)
     write("more_cpu_s", more_cpu_s)
     write("cpu_s_per_gb", more_cpu_s / gigabytes)
-    if more_s > 0:  # In a noisy round the cached prompt may be the slower one.
+    if more_s > 0:  # The cached prompt may be slower in a noisy round.
         write("gb_per_s", gigabytes / more_s)
     write("differing_answers", float(handed.token_ids != cached.token_ids))

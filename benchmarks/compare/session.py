@@ -33,9 +33,9 @@ from benchmarks.compare.systems import MAX_MODEL_LEN, SINGLES, SYSTEMS, Role
 
 TRACE_PATH = Path(__file__).with_name("traces") / "mooncake_conversation.jsonl"
 TRACE_ANSWER_TOKENS_MAX = 64
-TRACE_ANSWER_SHARE = 0.1  # Of the length of the trace's answers, which have hundreds of tokens.
+TRACE_ANSWER_SHARE = 0.1  # Share of the length of the trace's answers, which have hundreds of tokens.
 LEG_ROUNDS_MIN = 3
-LEG_TIMEOUT_S = 90.0  # Without a byte from the server; a peer that hangs is recorded and skipped.
+LEG_TIMEOUT_S = 90.0  # Limit without a byte from the server; a peer that hangs is recorded and skipped.
 STARTING_SHARE = 0.4  # Share of a session for starting its twenty engines.
 SHARES = {"a": 0.12, "b": 0.08, "c": 0.30, "d": 0.10, "raw": 0.06, "faults": 0.14, "trace": 0.20}
 

@@ -21,7 +21,7 @@ from benchmarks.compare.load import MODEL_NAME
 HOST = "127.0.0.1"
 MAX_MODEL_LEN = 4096
 KV_CACHE_GIB = 1
-BLOCK_TOKENS = 16  # Of the embedded engine; vLLM on CPU has its own.
+BLOCK_TOKENS = 16  # Block size of the embedded engine; vLLM on CPU has its own.
 VLLM_NEEDS_GIB = 2.6  # Memory of one engine, cache included; measured as the resident sets of its processes.
 BATON_NEEDS_GIB = 2.0
 
@@ -52,7 +52,7 @@ class Connector:
                 "kv_connector_module_path": "baton.vllm_plugin",
                 "kv_load_failure_policy": "recompute",
             }
-        return {**config, "kv_role": "kv_both", "kv_buffer_device": "cpu"}  # As in NIXL's own guide.
+        return {**config, "kv_role": "kv_both", "kv_buffer_device": "cpu"}  # NIXL's guide has these values.
 
 
 @dataclass(frozen=True, slots=True)

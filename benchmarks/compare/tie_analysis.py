@@ -105,7 +105,7 @@ class Difference:
 class Comparison:
     num_equal: int
     differences: tuple[Difference, ...]
-    error_max: float  # Of both engines, over tokens that are the exact best.
+    error_max: float  # The largest error of both engines, over tokens that are the exact best.
 
     @property
     def num_tied(self) -> int:

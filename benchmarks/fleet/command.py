@@ -43,7 +43,7 @@ NUM_RUNS, JITTER_S = 5, 0.05
 class Load(NamedTuple):
     trace: str
     num_requests: int
-    speed: float  # Of the requests' arrival, compared with the trace.
+    speed: float  # Speed of the requests' arrival, relative to the trace.
 
     @property
     def name(self) -> str:
@@ -57,11 +57,11 @@ LOADS = [
 
 
 class Run(NamedTuple):
-    is_split: bool  # In prefill and decode engines.
+    is_split: bool  # True: prefill and decode engines are apart.
     policy: Callable[[], Choose]
     knows_all: bool = False
     lag_s: float = 0.1
-    slowness: float = 1.0  # Of the first prefill and the first decode engine.
+    slowness: float = 1.0  # Slowness of the first prefill and the first decode engine.
     num_routers: int = 1
     shares_loads: bool = True
 
@@ -160,7 +160,7 @@ def measure(requests: Sequence[Request], speed: float, run: Run) -> dict[str, fl
 
 
 def traces(console: Console, benchmark: str) -> Path | None:
-    """The folder with Mooncake's traces. None: there is none, and the benchmark says so."""
+    """The folder with Mooncake's traces. None: there is none, and the benchmark reports that."""
     folder = os.environ.get(FOLDER)
     if folder is not None and Path(folder).is_dir():
         return Path(folder)

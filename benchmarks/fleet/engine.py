@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from baton.contract.events import BlockRemoved, BlockStored, KVCacheEvent
 
 BLOCK = 512  # Tokens, as in the traces.
-# Of the order of a 70B model on a node of eight H100; only ratios between policies are published.
+# Speeds in the order of a 70B model on a node of eight H100; only ratios between policies are published.
 PREFILL_TOKENS_PER_S = 12_000.0
 STEP_S, TOKEN_S = 0.015, 0.000_15
 LOAD_TOKENS_PER_S = 75_000.0  # 320 KiB a token over 200 Gbit/s.
@@ -34,7 +34,7 @@ class Job:
     num_output: int  # Tokens that this engine gives.
     on_first: Callable[[float, int], None]  # Time, and tokens that were cached.
     on_end: Callable[[float], None]
-    is_loaded: bool = False  # Its KV comes from another engine.
+    is_loaded: bool = False  # True: the request's KV comes from another engine.
     on_token: Callable[[float], None] = lambda now_s: None
     num_computed: int = 0
     is_cancelled: bool = False
@@ -53,7 +53,7 @@ class Engine:
     ) -> None:
         """`slowness`: how much longer its steps take than those of others."""
         self.name, self._at, self._on_events, self._cache_blocks = name, at, on_events, cache_blocks
-        self.cache: OrderedDict[int, None] = OrderedDict()  # By block; the least recently used one first.
+        self.cache: OrderedDict[int, None] = OrderedDict()  # Blocks; the least recently used one first.
         self.waiting: deque[Job] = deque()
         self.filling: list[Job] = []
         self.running: list[Job] = []
@@ -142,7 +142,7 @@ class Engine:
             job.on_end(now_s)
 
     def _keep(self, job: Job) -> None:
-        """Its prompt is in the cache now."""
+        """Enter the job's prompt into the cache."""
         events: list[KVCacheEvent] = []
         for number, block in enumerate(job.blocks):
             if block in self.cache:
@@ -165,6 +165,6 @@ class Engine:
             self._on_events(self.name, events)
 
     def _touch(self, blocks: Sequence[int]) -> None:
-        """Of one prompt the tail is evicted before the head, as in vLLM."""
+        """Make the blocks the youngest. The tail of a prompt is evicted before its head, as in vLLM."""
         for block in reversed(blocks):
             self.cache.move_to_end(block)

@@ -35,7 +35,7 @@ PAUSES_S = (0.0, 2.0, 5.0)
 class Load(NamedTuple):
     name: str
     longest: int
-    speed: float  # Of the requests' arrival, compared with the trace.
+    speed: float  # Speed of the requests' arrival, relative to the trace.
 
 
 LOADS = (

@@ -49,15 +49,15 @@ OVERLOAD = 2.0
 AT_ONCE = 1e9  # Speed.
 NUM_REAL = 100
 NUM_ROUNDS = 3
-STEP_TOKENS = 256  # Of prompts. An urgent one waits for at most two steps.
+STEP_TOKENS = 256  # Prompt tokens of a step. An urgent prompt waits for at most two steps.
 CORES = {"prefill": 0, "decode": 1}  # An engine has one for itself, as it would have a GPU.
 CAP = ["--max-prefill-tokens", "500"]
-# Of the routers, by the order in which the engines compute prompts.
+# Options of the routers, by the order in which the engines compute prompts.
 REAL_OPTIONS = {
     "fcfs": {"no queue": [], "cap of 500 tokens": CAP},
     "priority": {"no queue": [], "cap of 500 tokens": [*CAP, "--engines-by-priority"]},
 }
-TTFT_S = 30.0  # Of low priority; more is refused.
+TTFT_S = 30.0  # TTFT objective of low priority; requests that would miss it are refused.
 ADMISSIONS: dict[str, AdmissionSettings | None] = {
     "no queue": None,
     **{
@@ -115,7 +115,7 @@ def served_speed(requests: Sequence[Request]) -> float:
 def figures(
     ttft_s: Mapping[int, Sequence[float]], priorities: Sequence[int], hit_rate: float
 ) -> dict[str, float]:
-    """`ttft_s`: of those that were served, by priority. `priorities`: of all."""
+    """`ttft_s`: values of requests that were served, by priority. `priorities`: those of all requests."""
     found = {"hit_rate": round(hit_rate, 3)}
     for name, priority in (("high", HIGH), ("low", LOW)):
         times_s, num_asked = ttft_s.get(priority, []), priorities.count(priority)

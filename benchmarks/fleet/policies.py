@@ -15,7 +15,7 @@ from benchmarks.fleet.world import Choose, Request, World, url_of
 
 Pick = Callable[[World, Request, Sequence[str]], str]
 EXPECTED_OUTPUT = 300  # Tokens; a router cannot know.
-# Of vllm-router 0.1.17 (`cache_aware`), its defaults.
+# Defaults of vllm-router 0.1.17 (`cache_aware`).
 CACHE_THRESHOLD, BALANCE_ABS, BALANCE_REL = 0.3, 64, 1.5
 
 

@@ -48,7 +48,7 @@ RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "policies.json"
 TOKENS_PER_BLOCK = 64  # 512 in the trace.
 SCALE = 512 // TOKENS_PER_BLOCK
 NUM_REQUESTS = 120
-NUM_READ = 3_000  # Of the trace.
+NUM_READ = 3_000  # Requests of the trace that are read.
 SESSION_BLOCK, SESSION_REQUESTS_MIN = 3, 3  # Requests of a session have this block in common.
 PROMPT_TOKENS_MAX = 6_000
 ANSWER_TOKENS_MAX = 48
@@ -84,7 +84,7 @@ def policies() -> list[Policy]:
 
 
 class Ask(NamedTuple):
-    arrives_s: float  # In the trace.
+    arrives_s: float  # Arrival time in the trace.
     num_tokens: int
     num_output: int
     blocks: Sequence[int]
@@ -136,7 +136,7 @@ def scaled(one: Request) -> Ask:
 
 
 class Refused(Exception):
-    """With 429."""
+    """The router refused the request with 429."""
 
 
 async def ask_one(client: httpx.AsyncClient, url: str, ask: Ask, salt: str) -> Answer:
@@ -211,7 +211,7 @@ def figures(answers: Sequence[Answer]) -> dict[str, float]:
 
 
 def simulate(path: Path, load: float, policy: Policy) -> dict[str, float]:
-    """In the simulated fleet, with caches that are as small beside the trace as the real ones."""
+    """Run the simulated fleet, with caches that are as small relative to the trace as the real ones."""
     requests = read_sessions(path)
     num_tokens = sum(one.num_tokens for one in requests)
     world = World(

@@ -41,7 +41,7 @@ from baton.router.settings import AdmissionSettings, PolicyName, Role, RouterSet
 from benchmarks.fleet.engine import BLOCK, CACHE_BLOCKS, LOAD_TOKENS_PER_S, Engine, Job
 
 EVENT_LAG_S = 0.1
-LOAD_EVERY_S = 0.01  # Between two messages of a router to others, as in `baton.router.shell.peers`.
+LOAD_EVERY_S = 0.01  # Interval of a router's messages to others, as in `baton.router.shell.peers`.
 ROOT = root_key(None, None)
 
 
@@ -51,7 +51,7 @@ class Request:
     num_tokens: int
     num_output: int
     blocks: Sequence[int]  # Whole ones.
-    keys: Sequence[int]  # For the index.
+    keys: Sequence[int]  # Keys of the blocks in the index.
     home: int
     objective: Objective = NO_OBJECTIVE
 
@@ -93,7 +93,7 @@ class Outcome:
     num_cached: int = 0
     num_handed_over: int = 0
     num_requests: int = 0
-    ttft_s_of: dict[int, list[float]] = field(default_factory=dict)  # By priority.
+    ttft_s_of: dict[int, list[float]] = field(default_factory=dict)  # TTFT by priority.
     last_first_s: float = 0.0
     num_hedges: int = 0
     num_hedges_won: int = 0
@@ -155,15 +155,15 @@ class Router:
 
     @property
     def own_load(self) -> Mapping[str, tuple[int, int]]:
-        """By engine: requests, and tokens of prompts that it has still to compute."""
+        """Requests, and tokens of prompts still to compute, by engine."""
         return {name: (one.in_flight, one.num_queued_tokens) for name, one in self.routed.items()}
 
 
 @dataclass(frozen=True)
 class Pauses:
-    """Of an engine, at random."""
+    """Pauses of an engine, at random."""
 
-    every_s: float  # In the mean.
+    every_s: float  # Mean interval.
     length_s: float
 
 
@@ -187,10 +187,11 @@ class World:
         pauses: Pauses | None = None,
         hedges: PolicyName | None = None,
     ) -> None:
-        """`knows_all`: the router sees the caches themselves (an oracle). `slowness`: of engines, by name.
+        """`knows_all`: the router sees the caches themselves (an oracle). `slowness`: by engine.
 
-        `num_routers`: that get the requests in turn. `shares_loads`: each tells the others of its load.
-        `pauses`: of all engines. `hedges`: how an engine is chosen for a prompt that is late elsewhere.
+        `num_routers`: routers that get the requests in turn. `shares_loads`: each reports its load to the
+        others. `pauses`: those of all engines. `hedges`: how an engine is chosen for a prompt that is late
+        elsewhere.
         """
         self.producers, self.consumers, self._choose = producers, consumers, choose
         self._knows_all, self._lag_s = knows_all, lag_s
@@ -210,7 +211,7 @@ class World:
         self._routers = [
             Router(producers, consumers, hedges or "cost", admission) for _ in range(num_routers)
         ]
-        self.router = self._routers[0]  # That routes now.
+        self.router = self._routers[0]  # The router of the current request.
         if shares_loads and num_routers > 1:
             for router in self._routers:
                 router.fleet.on_load = lambda router=router: self._share_soon(router)  # type: ignore[misc]
@@ -433,7 +434,7 @@ class World:
         return prompt
 
     def _end_prompt(self, router: Router, prompt: _Prompt, *, is_over: bool = True) -> None:
-        """It is computed, or given up. `is_over`: its engine has nothing else to do for the request."""
+        """The prompt is computed, or given up. `is_over`: the engine has nothing else to do for it."""
         router.fleet.note_computed(prompt.leg.engine, prompt.num_left)
         prompt.leg.num_queued_tokens = 0
         if is_over:

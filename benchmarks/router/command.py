@@ -108,8 +108,8 @@ class Router(NamedTuple):
     health: str
     site: Path | None = None  # More packages for it.
     env: Mapping[str, str] = NOTHING
-    headers: Mapping[str, str] = NOTHING  # Of its clients.
-    ca: str = ""  # It has TLS, with a certificate of this file.
+    headers: Mapping[str, str] = NOTHING  # Headers that its clients send.
+    ca: str = ""  # If set, the router has TLS, with a certificate of this file.
 
     @property
     def is_installed(self) -> bool:
@@ -143,7 +143,7 @@ ROUTERS = {
 
 
 def variants(folder: Path) -> dict[str, Router]:
-    """`folder`: for their keys, tokens and certificates."""
+    """`folder`: holds their keys, tokens and certificates."""
 
     def own(options: str, *, env: Mapping[str, str] = NOTHING, bearer: str = "", ca: str = "") -> Router:
         headers = {"authorization": f"Bearer {bearer}"} if bearer else NOTHING
@@ -179,9 +179,9 @@ def variants(folder: Path) -> dict[str, Router]:
 
 
 class Measured(NamedTuple):
-    cpu_us: float  # Of the router, per request.
+    cpu_us: float  # CPU time of the router per request.
     rate: float  # Requests per second.
-    median_ms: float  # To the first byte of the answer's body.
+    median_ms: float  # Time to the first byte of the answer's body.
     p99_ms: float
     num_bad: int
 
@@ -220,11 +220,11 @@ def processes_of(pid: int) -> list[psutil.Process]:
 
 
 def cpu_s(pid: int) -> float:
-    """Of a process, its threads that have not ended, and its children. The scheduler counts nanoseconds."""
+    """CPU seconds of a process, its living threads, and its children. The scheduler counts nanoseconds."""
     spent_ns = 0
     for process in processes_of(pid):
         for thread in Path(f"/proc/{process.pid}/task").iterdir():
-            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # It has just ended.
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # The thread has just ended.
                 spent_ns += int((thread / "schedstat").read_text().split()[0])
     return spent_ns / 1e9
 
@@ -346,7 +346,7 @@ def table_of(workload: str, measured: Mapping[str, Measured], cpu_of_whole: Mapp
     return table
 
 
-Rounds = dict[str, dict[str, list[Measured]]]  # By workload and router.
+Rounds = dict[str, dict[str, list[Measured]]]  # Figures by workload and router.
 
 
 def measure_variants(client: Client, folder: Path, rounds: Rounds) -> None:

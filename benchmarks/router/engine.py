@@ -135,7 +135,7 @@ class Connection(asyncio.Protocol):
                 self._complete(self._transport, BODY.decode(self._body))
             case b"/v1/models":
                 self._transport.write(MODELS)
-            case b"/health" | b"/v1/traces":  # It is a collector as well.
+            case b"/health" | b"/v1/traces":  # The engine is a collector as well.
                 self._transport.write(HEALTHY)
             case _:
                 self._transport.write(UNKNOWN)

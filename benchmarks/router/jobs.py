@@ -17,7 +17,7 @@ class Job(msgspec.Struct):
 
 
 class Result(msgspec.Struct):
-    first_s: list[float]  # From the request to the first byte of the answer's body.
+    first_s: list[float]  # Times from the request to the first byte of the answer's body.
     total_s: list[float]
     wall_s: float
     num_bad: int

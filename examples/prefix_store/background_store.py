@@ -20,7 +20,7 @@ class BackgroundWorkerHalf(WorkerHalf):
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         for request_id, name, block_ids in self._get_connector_metadata().loads:  # type: ignore[attr-defined]
-            # Until get_finished returns its id, the load owns these blocks, even if the request is aborted.
+            # The load owns these blocks until get_finished returns its id, even if the request is aborted.
             self._loading[request_id] = self._threads.submit(self._load, name, block_ids)
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
