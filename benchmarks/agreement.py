@@ -2,8 +2,8 @@
 
     python -m benchmarks.agreement                     each dtype of the model
 
-100 random prompts of 10 to 199 tokens, answers of 32 tokens, a small random model of 4 layers. Of the exact
-model only the scores of each engine's own answers are computed: a token agrees if the exact model scores it
+100 random prompts of 10 to 199 tokens, answers of 32 tokens, a small random model of 4 layers. The exact
+model computes only the scores of each engine's own answers: a token agrees if the exact model scores it
 highest after the same tokens. An answer is compared up to its first token that does not.
 
     first     answers whose first token agrees

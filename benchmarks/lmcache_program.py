@@ -3,8 +3,8 @@
     vLLM's python, with LMCache on PYTHONPATH
     python lmcache_program.py FOLDER CHUNKS LAYERS TOKENS WIDTH    then lines `put`, `get`, `remove` -> `done`
 
-A chunk is float32 of [2, LAYERS, TOKENS, WIDTH]. As in an engine, `put` first copies it into LMCache's
-memory, and `get` copies it out. LMCache neither synchronises files nor verifies what it reads.
+A chunk is float32 of [2, LAYERS, TOKENS, WIDTH]. `put` first copies it into LMCache's memory, as in an
+engine, and `get` copies it out. LMCache neither synchronises files nor verifies what it reads.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ class Disk:
             local_disk=folder,
             max_local_disk_size=4.0,
             max_local_cpu_size=1.0,
-            local_cpu=False,  # Else `get` would find the chunk in memory.
+            local_cpu=False,  # Otherwise `get` would find the chunk in memory.
             lmcache_instance_id="bench",
         )
         metadata: Any = importlib.import_module("lmcache.v1.metadata").LMCacheMetadata(

@@ -22,7 +22,7 @@ ANSWER_TIMEOUT_S = 30.0
 
 
 def start_once(folder: Path, model: Path) -> tuple[float, float]:
-    """Seconds until the server says that it is ready, and until the first token."""
+    """Seconds until the server reports that it is ready, and until the first token."""
     (port,) = free_ports(1)
     url = f"http://127.0.0.1:{port}"
     with Fleet(folder) as fleet:

@@ -140,7 +140,7 @@ def make_environment(
     """Set up the model and the network: namespaces with the switch, or proxies.
 
     Moves this process into the clients' namespace and, where mounts are allowed, gives it a private /dev/shm.
-    With `proxies`, no network namespaces are used.
+    No network namespaces are used with `proxies`.
     """
     run = f"{os.getpid()}-{time.time_ns()}"
     os.environ[RUN_MARK] = run

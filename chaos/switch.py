@@ -49,7 +49,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """One host. `namespace` and `tun` are file descriptors: of the namespace, and of its TUN device."""
+    """One host. `namespace` and `tun` are file descriptors of the namespace and of its TUN device."""
 
     name: str
     address: str

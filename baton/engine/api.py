@@ -109,7 +109,7 @@ class PromptLogprobs(msgspec.Struct, frozen=True, array_like=True):
     width: int  # W.
     token_ids: bytes  # int32 [N, W].
     logprobs: bytes  # float32 [N, W].
-    ranks: bytes  # int32 [N]; of the prompt's tokens.
+    ranks: bytes  # int32 [N]; ranks of the prompt's tokens.
 
     def __len__(self) -> int:
         return len(self.ranks) // _ITEM_BYTES

@@ -94,8 +94,8 @@ class ForwardContext:
     kv_caches: dict[str, torch.Tensor] = field(default_factory=dict)
     worker_half: KVConnectorWorkerHalf | None = None
     layers: Mapping[str, AttentionLayer] = field(default_factory=dict)  # Layers as `worker_half` sees them.
-    # Indices into T of the hidden states that are needed: of a prompt, at most the last one. None: all.
-    # A model may skip the others once all keys and values are written.
+    # Indices into T of the hidden states that are needed; a prompt needs at most the last one. None: all. A
+    # model may skip the others once all keys and values are written.
     wanted_tokens: torch.Tensor | None = None
     # Attention plans of a recorded step by kind of layer, at fixed addresses. None: the model makes its own.
     plans: dict[Any, Any] | None = None

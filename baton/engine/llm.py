@@ -3,7 +3,7 @@
     with LLM(config) as llm:
         [completion] = llm.generate([[1, 2, 3]], SamplingParams(temperature=0))
 
-For tests, demos and benchmarks; a server uses `EngineClient`.
+`LLM` is for tests, demos and benchmarks; a server uses `EngineClient`.
 """
 
 import logging

@@ -204,7 +204,7 @@ class Request:
     def add_prompt_logprobs(self, position: int, part: PromptLogprobs) -> None:
         """Add the rows of the tokens from `position` on.
 
-        After a preemption, rows start again at position 1.
+        Rows start again at position 1 after a preemption.
         """
         if self._prompt_logprobs is None:
             return

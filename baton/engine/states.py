@@ -27,7 +27,7 @@ class StateMetadata:
 
     query_start_loc_np: IntArray  # [R + 1]; request r has the tokens between r and r + 1.
     has_state_np: npt.NDArray[np.bool_]  # [R]; false: the request begins, from a state of zeros.
-    read_blocks_np: IntArray  # [R]; block of the state before the step. Without a state any block.
+    read_blocks_np: IntArray  # [R]; block of the state before the step. Any block if there is no state.
     write_blocks_np: IntArray  # [R]; block of the state after the step; may be the same.
 
 

@@ -31,9 +31,9 @@ class NewRequestData:
 class CachedRequestData:
     """Requests that the ranks already know, as parallel lists.
 
-    For an id in `resumed_req_ids` (preempted, or rolled back after a failed load) `new_block_ids` is the
-    whole block table and `all_token_ids` its prompt and output so far. For all other ids `new_block_ids` is
-    appended (None: no new blocks).
+    An id in `resumed_req_ids` was preempted, or rolled back after a failed load: its `new_block_ids` is the
+    whole block table, and its `all_token_ids` the prompt and output so far. The `new_block_ids` of another id
+    are appended (None: no new blocks).
     """
 
     req_ids: list[str] = field(default_factory=list)

@@ -40,7 +40,7 @@ class Setting:
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """A URL to send prompts to. `name`: as in the report."""
+    """A URL to send prompts to. `name`: its name in the report."""
 
     name: str
     system: RunningSystem
@@ -50,7 +50,7 @@ class Target:
 class Deadline:
     """Deadline of a part: after the first two rounds, no round starts that would probably end later.
 
-    After the end of the session only the first round starts.
+    Only the first round starts after the end of the session.
     """
 
     def __init__(self, budget_s: float, session_end_s: float = math.inf) -> None:

@@ -41,7 +41,7 @@ SPARE_GIB = 1.0  # Left for other programs.
 
 
 class CannotRun(BatonError):
-    """A system needs something that this machine lacks. The message tells what, and how to get it."""
+    """A system needs something that this machine lacks. The message names it, and how to get it."""
 
 
 @dataclass(frozen=True, slots=True)

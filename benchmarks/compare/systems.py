@@ -147,7 +147,7 @@ PEERS: dict[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Ports:
-    """Ports of one engine. `side`: for handshakes of NIXL's connector."""
+    """Ports of one engine. `side`: the port for handshakes of NIXL's connector."""
 
     http: int
     side: int

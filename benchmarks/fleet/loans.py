@@ -2,9 +2,9 @@
 
     python -m benchmarks loans     two minutes
 
-A prefill engine A and a decode engine B publish KV events; the router's policy is cost. A lends what it has.
-First that is in host memory; then engines have none, and A lends from its cache. In each round A has
-computed a prompt and is computing a long one. Then the first prompt is asked for again:
+A prefill engine A and a decode engine B publish KV events; the router's policy is cost. A lends what it has:
+from host memory first; then engines have none, and A lends from its cache. A has computed a prompt and is
+computing a long one in each round. Then the first prompt is asked for again:
 
     router       the router chooses; it should have A lend, and B read and answer
     busy engine  A itself, which has the prompt in its cache

@@ -239,7 +239,7 @@ def start_engines(
 ) -> tuple[dict[str, list[str]], list[str]]:
     """Return the engines' addresses, and a router's options for KV events.
 
-    `ports`: three for each engine. `cores`: of the machine, by role.
+    `ports`: three for each engine. `cores`: cores of the machine, by role.
     """
     cores = cores or {}
     urls: dict[str, list[str]] = {"prefill": [], "decode": []}

@@ -1,4 +1,4 @@
-"""Processor time of the router by the size of the fleet: of a choice, and of a whole request without sockets.
+"""Processor time of the router by the size of the fleet: a choice, and a whole request without sockets.
 
     python -m benchmarks router-size     two minutes
 

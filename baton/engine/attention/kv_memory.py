@@ -8,10 +8,10 @@ or, for a connector that prefers to move a block of all layers at once (cross-la
     |<----------------------------- one storage ------------------------------>|
     | block 0: layer 0, layer 1, ...          | block 1: layer 0, ...          | ...
 
-In a block of a layer heads come before tokens (HND), or tokens before heads (NHD). The layouts have vLLM's
+Heads come before tokens in a block of a layer (HND), or tokens before heads (NHD). The layouts have vLLM's
 names: the order of layers, blocks, heads, tokens (N) and content in memory (`vllm/v1/kv_cache_layout.py`).
 
-In every layout each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, slot]`, whose strides
+Each layer is a view `[num_blocks, num_kv_heads_of_rank, block_size, slot]` in every layout; its strides
 define the layout. A slot is K before V, or a latent before its rotary key. vLLM 0.32 and later do the same
 (`create_kv_cache_views` in `vllm/v1/kv_cache_interface.py`), so attention and connectors index every cache in
 the same way.
@@ -21,8 +21,8 @@ If layers have a recurrent state, a block is a *page* that holds a block of toke
 whichever is larger. A layer with states is a view `[num_blocks, bytes]` of type uint8.
 Layers with an index of keys have a second cache of narrower slots, in a storage of its own: a block has a
 part in both.
-After the blocks of the pool there may be scratch blocks, which belong to no request and which connectors do
-not see (see `baton.engine.graphs`).
+Scratch blocks may follow the blocks of the pool. They belong to no request, and connectors do not see them
+(see `baton.engine.graphs`).
 """
 
 import math

@@ -1,6 +1,6 @@
 """Paged attention by torch's SDPA, on keys that are gathered from a request's blocks.
 
-On a CPU `compiled` computes decoded tokens without a gather, if it can.
+`compiled` computes decoded tokens on a CPU without a gather, if it can.
 
 A gather is one `index_select`. Its result has the order that SDPA needs: heads before tokens. If the cache
 has heads first, a row is a KV head of a block. If it has tokens first, a row is a slot. Query heads that
@@ -374,7 +374,7 @@ class SdpaBackend(AttentionBackend):
         run = run_of(cache_NHPC)
         size = len(rows) * run * width
         if self._scratch.dtype != cache_NHPC.dtype or self._scratch.numel() < size:
-            with torch.inference_mode(False):  # So that a pass outside of inference mode can write here.
+            with torch.inference_mode(False):  # A pass outside of inference mode can then write here.
                 self._scratch = torch.empty(size, dtype=cache_NHPC.dtype, device=cache_NHPC.device)
         gathered = self._scratch[:size].view(len(rows), run * width)
         torch.index_select(rows_of(cache_NHPC, run), 0, rows, out=gathered)

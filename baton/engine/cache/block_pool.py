@@ -17,7 +17,7 @@ from baton.engine.request import Request
 
 
 class Block:
-    """One block of the pool. In the free queue exactly while `ref_cnt` is 0."""
+    """One block of the pool. It is in the free queue exactly while `ref_cnt` is 0."""
 
     __slots__ = ("after", "before", "block_hash", "block_id", "group", "is_null", "ref_cnt")
 

@@ -106,7 +106,7 @@ TENSOR_NAMES: dict[Family, TensorNames] = {
 class Experts(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Mixture of experts instead of an MLP.
 
-    Without `alpha` an expert is an MLP as others, and its share of the sum is the softmax over all experts.
+    An expert without `alpha` is an MLP as others, and its share of the sum is the softmax over all experts.
     GPT-OSS has `alpha` and `limit`: an expert computes `(up + 1) * gate * sigmoid(alpha * gate)`, with up and
     gate clamped at `limit`, and its share is the softmax over the chosen ones.
     """
@@ -172,7 +172,7 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
     wide_residual: bool = False  # The residual stream is float32.
 
     def state_parts(self, dtype: str) -> tuple[StatePart, ...]:
-        """Parts of one layer's state in the whole model. `dtype`: of the activations."""
+        """Parts of one layer's state in the whole model. `dtype`: that of the activations."""
         return () if self.state is None else self.state.parts(dtype)
 
     # Latent attention; then `num_kv_heads` is 1 and `head_dim` the rotated part.
@@ -229,5 +229,5 @@ class DecoderArchitecture(msgspec.Struct, frozen=True, kw_only=True, omit_defaul
 
     @property
     def digest(self) -> str:
-        """Digest of all fields. With equal digests and weights, two models compute the same function."""
+        """Digest of all fields. Two models with equal digests and weights compute the same function."""
         return hashlib.sha256(msgspec.json.encode(self, order="deterministic")).hexdigest()

@@ -42,8 +42,8 @@ def load_model_config(
     """Read a local Hugging Face model folder.
 
     All weights are read once for their digest, which takes seconds per ten gigabytes. `dtype`: auto (that of
-    config.json), float32, bfloat16 or float16. `max_model_len`: in tokens; None: the model's maximum.
-    `served_model_name`: None: the folder's name. `kv_cache_dtype`, `weights_version`: as in ModelConfig.
+    config.json), float32, bfloat16 or float16. `max_model_len`: limit in tokens; None: the model's maximum.
+    `served_model_name`: None for the folder's name. `kv_cache_dtype`, `weights_version`: see ModelConfig.
 
     Raises UserError with the file and field at fault, ConfigError for a `kv_cache_dtype` that the model
     cannot have.

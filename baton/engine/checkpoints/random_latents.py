@@ -30,7 +30,7 @@ def latent_fields(
         "n_shared_experts": 1,
         "num_experts_per_tok": num_per_token,
         "moe_intermediate_size": max(1, sizes["intermediate"] // num_per_token),
-        "first_k_dense_replace": 1,  # So that one model has both kinds.
+        "first_k_dense_replace": 1,  # One model then has both kinds.
         "moe_layer_freq": 1,
         "n_group": 4,
         "topk_group": 2,

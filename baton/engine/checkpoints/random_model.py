@@ -134,7 +134,7 @@ def _checked_family(family: str) -> Family:
 def _config_json(
     family: Family, sizes: dict[str, int], *, dtype: str, sliding_window: int | None, rope_scaling: str
 ) -> dict[str, Any]:
-    """Return config.json without its vocabulary. `sizes`: by the argument of `write_checkpoint`."""
+    """Return config.json without its vocabulary. `sizes`: sizes by the argument of `write_checkpoint`."""
     for field, value in sizes.items():
         if value < 1:
             raise UserError(f"must be positive, is {value}", field=field)
@@ -180,7 +180,7 @@ def _config_json(
             "moe_intermediate_size": max(1, sizes["intermediate"] // _EXPERTS_PER_TOKEN),
             "norm_topk_prob": True,
             "decoder_sparse_step": 1,
-            "mlp_only_layers": [0],  # So that one model has both kinds.
+            "mlp_only_layers": [0],  # One model then has both kinds.
         }
     if family in LATENT_FAMILIES:
         config |= latent_fields(family, sizes, num_experts=_NUM_EXPERTS, num_per_token=_EXPERTS_PER_TOKEN)

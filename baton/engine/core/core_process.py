@@ -122,7 +122,7 @@ class CoreLoop:
         # Empty steps may come a thousand times a second; their unchanged stats are not sent.
         if outputs.outputs or self._core.num_scheduled_tokens or self._is_news(outputs.stats):
             self._send(messages.Outputs(outputs))
-        if outputs.stats is not None:  # Else no result has come.
+        if outputs.stats is not None:  # Stats are None if no result has come.
             self._last_stats = outputs.stats
 
     def hand_over_death(self, death: ExecutorDied) -> None:

@@ -237,7 +237,7 @@ class EngineCore:
         return self._take_oldest()
 
     def _note_scheduled(self, output: SchedulerOutput) -> None:
-        """The scheduler reads no clock."""
+        """Set `scheduled_at_s` of new requests: the scheduler reads no clock."""
         if not output.scheduled_new_reqs:
             return
         now_s = time.monotonic()
@@ -271,8 +271,8 @@ class EngineCore:
     def _abandon_loads(self, step: SchedulerOutput, result: ModelRunnerOutput) -> set[str]:
         """End the requests whose load a broken worker half will never report.
 
-        Their blocks stay held until it does report them, because it may still write there. After several
-        such steps in a row the connector is retired, so that no further request waits for it.
+        Their blocks stay held until it does report them, because it may still write there. The connector is
+        retired after several such steps in a row, so that no further request waits for it.
         """
         self._num_connector_errors = 0 if result.connector_error is None else self._num_connector_errors + 1
         if self._num_connector_errors >= STEP_ERRORS_MAX:

@@ -34,7 +34,7 @@ def done(output: ModelRunnerOutput) -> Future[ModelRunnerOutput]:
 
 
 class _Done(Future[ModelRunnerOutput]):
-    """Has no lock, whose creation takes longer than several of a step's parts."""
+    """A completed future without a lock: creating a lock takes longer than several of a step's parts."""
 
     def __init__(self, output: ModelRunnerOutput) -> None:
         self._output = output
@@ -63,7 +63,7 @@ class RankTake:
 
 @dataclass(frozen=True, slots=True)
 class RankWeights:
-    """The answer to RankStage and RankTake. With an error the rank has changed nothing."""
+    """The answer to RankStage and RankTake. A rank with an error has changed nothing."""
 
     error: RequestError | None = None
 
@@ -99,14 +99,14 @@ class Executor(ABC):
     def capture(self, metadata: KVConnectorMetadata) -> None:
         """Record the connector's layer hooks on all ranks: once, before the first step, if `awaits_capture`.
 
-        `metadata`: of an empty step.
+        `metadata`: that of an empty step.
         """
         raise AssertionError("this executor awaits no capture")
 
     def stage_weights(self, folder: str, files: FilesState) -> RequestError | None:
         """Read and check other weights on all ranks, beside those in use. No step may be in flight.
 
-        `files`: of the folder, from before its weights were digested. With an error nothing has changed.
+        `files`: the folder's state from before its weights were digested. Nothing has changed after an error.
         """
         answers = self._change_weights(RankStage(folder, files))
         error = next((answer.error for answer in answers if answer.error is not None), None)

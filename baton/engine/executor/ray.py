@@ -6,10 +6,9 @@
 The executor starts Ray on this host, on loopback only, and stops it with the last executor of this process.
 If the process has called `ray.init` itself, that Ray is used and not stopped.
 
-When a rank dies its tasks fail, so a waiting step fails at once. For an idle engine each actor
-also has a task that never ends. A thread waits for these tasks and makes `death_filenos` readable. Ray
-notices the end of a worker by its broken connection, so both take milliseconds. `RankFailures` finds the
-cause.
+When a rank dies its tasks fail, so a waiting step fails at once. Each actor also has a task that never ends,
+for an idle engine. A thread waits for these tasks and makes `death_filenos` readable. Ray notices the end of
+a worker by its broken connection, so both take milliseconds. `RankFailures` finds the cause.
 """
 
 import contextlib
@@ -183,7 +182,7 @@ class _Watch:
         """`tasks`: one task per rank that ends only with its actor."""
         self.tasks = tasks
         self.ended: list[Any] = []
-        self.has_ended = False  # Also if the watch has failed.
+        self.has_ended = False  # True also if the watch has failed.
         self._ray = ray
         self._closing = threading.Event()
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)

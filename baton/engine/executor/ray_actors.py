@@ -80,7 +80,7 @@ class RankActors:
     """Pool of actors; see the module."""
 
     def __init__(self, config: EngineConfig) -> None:
-        """`config`: of any engine that uses the pool; all have the same device and number of threads."""
+        """`config`: that of any engine that uses the pool; all have the same device and number of threads."""
         self.ray = import_ray()
         self._uses_ours = _OURS.enter(self.ray, config)
         self._environment = {**rank_environment(config), **compute_environment()}
@@ -88,7 +88,7 @@ class RankActors:
         self._is_closed = False
 
     def take(self, count: int) -> list[RankProcess]:
-        """Actors for `count` ranks. The caller has to give them back or kill them."""
+        """Actors for `count` ranks. The caller passes them to `give_back` or kills them."""
         taken, self._waiting = self._waiting[:count], self._waiting[count:]
         return [*taken, *(self._start() for _ in range(count - len(taken)))]
 

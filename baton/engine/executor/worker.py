@@ -72,7 +72,10 @@ class Worker:
             raise
 
     def capture(self, metadata: KVConnectorMetadata) -> None:
-        """Record the connector's layer hooks: once, before the first step. `metadata`: of an empty step."""
+        """Record the connector's layer hooks: once, before the first step.
+
+        `metadata`: that of an empty step.
+        """
         self._runner.record_graphs(metadata)
 
     def execute(
@@ -81,7 +84,7 @@ class Worker:
         return self._runner.execute(scheduler_output, told_token_ids)
 
     def change_weights(self, message: RankStage | RankTake) -> RankWeights:
-        """Read other weights, or compute with those that were read. Between steps only."""
+        """Read other weights, or compute with those that were read. Called between steps only."""
         match message:
             case RankStage(folder, files):
                 try:
@@ -91,7 +94,7 @@ class Worker:
                 except (UserError, OSError) as error:
                     self._staged = None
                     return RankWeights(RequestError(f"{folder}: {error}", is_users=True, field="folder"))
-                except (MemoryError, RuntimeError) as error:  # Also torch's, for want of memory.
+                except (MemoryError, RuntimeError) as error:  # torch raises RuntimeError for want of memory.
                     self._staged = None
                     return RankWeights(RequestError(f"cannot read {folder}: {error}"))
             case RankTake(is_wanted):

@@ -133,8 +133,7 @@ class DecodeGraphs:
     def record(
         self, half: KVConnectorWorkerHalf | None = None, metadata: KVConnectorMetadata | None = None
     ) -> None:
-        """Record all buckets, before the first step. With a half, its layer hooks are recorded under
-        `metadata`.
+        """Record all buckets, before the first step. A half's layer hooks are recorded under `metadata`.
 
         Errors of the half are raised, because its connector declares that the hooks can be captured.
         """

@@ -1,6 +1,6 @@
 """The decoder layers of a decode step by compiled code (`layers.c`), in one call; with a connector in more.
 
-In Python a layer makes some twelve calls. Each takes ten times as long as alone, because a layer's weights
+A layer makes some twelve calls in Python. Each takes ten times as long as alone, because a layer's weights
 have emptied the CPU's caches of Python's code and objects. The compiled layers call torch's products by the C
 interface that torch has for compiled models, and the same compiled code as `compiled_rows` and `attention`
 between them. So their results are those of `Decoder`'s layers, bit by bit.
@@ -23,7 +23,7 @@ from baton.engine.models.compiled_rows import are_tables
 from baton.engine.models.kinds import Kind, StepOfKind
 from baton.engine.models.matmul import Product
 
-_TORCH_RELEASE = "2.13."  # Tests run with it. With another release, the layers are computed in Python.
+_TORCH_RELEASE = "2.13."  # Tests run with it. The layers are computed in Python with another release.
 _LANES = 16  # The constant of `numbers.h`.
 _LEVEL = MOST_LEVEL
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -92,9 +92,9 @@ def _torch_library(version: str) -> ctypes.CDLL | None:
         return None
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-    except OSError:  # Not Linux.
+    except OSError:  # This system is not Linux.
         return None
-    has_all = all(hasattr(library, name) for name in _TORCH_FUNCTIONS)  # Not without oneDNN.
+    has_all = all(hasattr(library, name) for name in _TORCH_FUNCTIONS)  # A torch without oneDNN lacks some.
     return library if has_all else None
 
 

@@ -100,7 +100,7 @@ def place_heads(
     """Norm and rotate queries and keys; write keys and values to the cache. Returns the queries `[T, Q, D]`.
 
     `packed_TAD`: heads of queries, keys and values; there may be more. `norm`: weight `[Q + H, D]` and
-    epsilon. `rotation`: as of `rotary.rotate`. `rows`: as `backend.write_rows` of the cache.
+    epsilon. `rotation`: cos and sin as `rotary.rotate` takes them. `rows`: `backend.write_rows` of the cache.
     """
     num_tokens, num_packed, size = packed_TAD.shape
     num_kv_heads, dtype = cache_NHPC.shape[1], packed_TAD.dtype
@@ -192,7 +192,7 @@ def are_tables(rotation: tuple[torch.Tensor, torch.Tensor], num_tokens: int, dty
 
 
 def _usable(x: torch.Tensor, rest: int) -> _Functions | None:
-    """The functions, which have one thread, if they can read `x`. `rest`: of its rows' size."""
+    """The functions, which have one thread, if they can read `x`. `rest`: its row size modulo _LANES."""
     if rest or x.dtype not in _DTYPES or x.stride(-1) != 1 or x.device.type != "cpu":
         return None
     return _functions() if torch.get_num_threads() == 1 else None

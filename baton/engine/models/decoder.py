@@ -101,7 +101,7 @@ class Decoder(nn.Module):
             DecoderLayer(architecture, layer, kinds[layer], self.backend, group)
             for layer in range(architecture.num_layers)
         ]
-        self._registered = nn.ModuleList(self.layers)  # So that `parameters()` finds them.
+        self._registered = nn.ModuleList(self.layers)  # Lets `parameters()` find them.
         self.norm = _norm(architecture, dtype, device)
         self.head = (
             self.embedding
@@ -124,7 +124,7 @@ class Decoder(nn.Module):
         self._head_matmul = Matmul(self.head)
         if not self._head_matmul.keeps_weight and self.head is not self.embedding:
             drop(self.head)
-        for module in self.modules():  # So that steps find parts without `nn.Module.__getattr__`, in Python.
+        for module in self.modules():  # Steps then find parts without the slow `nn.Module.__getattr__`.
             vars(module).update(module._parameters)
             vars(module).update(module._modules)
 
@@ -148,9 +148,9 @@ class Decoder(nn.Module):
     ) -> torch.Tensor:
         """Hidden states `[T, M]`, or those of `context.wanted_tokens`.
 
-        Writes all of the step's keys, values and states into `context.kv_caches`. After the last layer's
-        attention only wanted tokens are computed, which saves most of a layer for a long prompt.
-        A dummy run, without metadata, warms attention up instead of calling it.
+        Writes all of the step's keys, values and states into `context.kv_caches`. Only wanted tokens are
+        computed after the last layer's attention, which saves most of a layer for a long prompt. A dummy run,
+        without metadata, warms attention up instead of calling it.
         """
         rotation: Rotation | None = None if self.rotary is None else self.rotary(positions)
         local = rotation if self.local_rotary is None else self.local_rotary(positions)
@@ -287,7 +287,7 @@ class DecoderLayer(nn.Module):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Hidden states of the `wanted` tokens, or of all, and what the next norm has to add to them.
 
-        `added`: as the second result, of the layer before.
+        `added`: the second result of the layer before.
         """
         hidden, normed = self.input_norm.of_sum(hidden, added, self._dtype)
         attended = self.attention(normed, context, steps)
@@ -436,7 +436,7 @@ class Attention(nn.Module):
     ) -> torch.Tensor:
         """Attention with the connector's hooks: the part of a layer that a piecewise graph excludes.
 
-        `heads`: of `packed_TAD`, if they have been computed.
+        `heads`: the heads of `packed_TAD`, if they have been computed.
         """
         cache_NHPC, (rotation, plan) = context.kv_caches[self.name], steps[self.kind]
         watcher = context.watcher

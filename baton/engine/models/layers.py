@@ -23,7 +23,7 @@ def empty_parameter(*shape: int, dtype: torch.dtype, device: torch.device) -> nn
 
 
 class RMSNorm(nn.Module):
-    """RMS norm, computed in float32 for every dtype, as all families define it. `dtype`: of the weight."""
+    """RMS norm, computed in float32 for every dtype, as all families define it. `dtype`: the weight's."""
 
     def __init__(
         self, size: int, eps: float, dtype: torch.dtype, device: torch.device, *, offset: float = 0.0

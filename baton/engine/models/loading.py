@@ -321,7 +321,7 @@ def _mamba2_targets(model: Decoder, mixer: Mamba2Mixer, prefix: str) -> Iterator
 
 
 def _gated_delta_targets(model: Decoder, mixer: GatedDeltaMixer, prefix: str) -> Iterator[_Target]:
-    """Targets of a mixer. In its two projections each key head has the rows of all that belongs to it."""
+    """Targets of a mixer. Its two projections have, for each key head, the rows of all that belongs to it."""
     state, group = mixer.state, model.group
     keys = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=state.num_key_heads)
     values = kv_heads_of(group.rank, tp_size=group.size, num_kv_heads=state.num_value_heads)

@@ -29,7 +29,7 @@ from baton.engine.models.layers import RowParallelLinear, empty_parameter
 from baton.engine.models.parallel import TensorParallelGroup
 from baton.engine.states import state_metadata, state_views
 
-CHUNK = 64  # Tokens of a chunk of a prompt. On one core, 32 to 128 are equally fast for a prompt of 500.
+CHUNK = 64  # Tokens of a chunk of a prompt. 32 to 128 are equally fast for a prompt of 500 on one core.
 
 
 class Prompt(NamedTuple):
@@ -154,7 +154,7 @@ class StateMixer(nn.Module, ABC):
                 convolved_RC, projected.decay_TH[tokens], projected.rate_TH[tokens], some
             )
             if plan.prompts:
-                matrices[singles] = some  # Else it is a view.
+                matrices[singles] = some  # `some` is a copy here; without prompts it is a view.
             self._keep(inputs, singles, window_RKC[:, 1:])
         for request, tokens in plan.prompts:
             window_KC = torch.cat((past_RKC[request], projected.inputs_TC[tokens]))

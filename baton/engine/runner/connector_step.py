@@ -136,7 +136,7 @@ class ConnectorStep(Guard):
             "get_kv_connector_kv_cache_events",
             half.get_kv_connector_kv_cache_events,
             KVConnectorKVEvents,
-            QuorumKVEvents,  # Not None, because reports of other ranks would count without it.
+            QuorumKVEvents,  # The default instead of None: reports of other ranks would count without it.
         )
         report.kv_connector_worker_meta = self._ask(
             "build_connector_worker_meta", half.build_connector_worker_meta, KVConnectorWorkerMetadata

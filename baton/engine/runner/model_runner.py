@@ -83,13 +83,13 @@ class ModelRunner:
         context = ForwardContext(kv_caches=self._kv_caches)
         hidden = self._model.forward(torch.zeros_like(positions), positions, context)
         self._model.compute_logits(hidden[-1:])
-        self._wait_for_device()  # Also for the zeros of the new cache: no load may be written before them.
+        self._wait_for_device()  # Includes the zeros of the new cache: no load may come before them.
 
     @torch.inference_mode()
     def record_graphs(self, metadata: KVConnectorMetadata | None = None) -> None:
         """Record graphs, after `warm_up`.
 
-        With metadata (of an empty step), the layer hooks are recorded too.
+        The layer hooks are recorded too if there is metadata (of an empty step).
         """
         if self._graphs is not None:
             self._graphs.record(*((self._half, metadata) if metadata is not None else ()))
@@ -136,7 +136,8 @@ class ModelRunner:
         metadata = step_input.attn_metadata
         num_tokens = metadata.num_actual_tokens
         wanted = last_tokens = metadata.query_start_loc_np[:0]
-        if len(step_input.sampled_index) < num_tokens:  # Else every token is the last one of its request.
+        # Otherwise every token is the last one of its request.
+        if len(step_input.sampled_index) < num_tokens:
             wanted = last_tokens = metadata.query_start_loc_np[1:][step_input.sampled_index] - 1
             if step_input.scored_prompts:
                 wanted = _with_scored(last_tokens, step_input.scored_prompts)

@@ -201,7 +201,7 @@ class _Plan:
 
 
 def _argmax(logits_BV: torch.Tensor) -> list[int]:
-    """Index of the first largest logit of each row. On a CPU torch takes up to 20 times as long as numpy."""
+    """Index of the first largest logit of each row. torch takes up to 20 times as long as numpy on a CPU."""
     if logits_BV.device.type == "cpu":
         token_ids: list[int] = logits_BV.numpy().argmax(axis=-1).tolist()
     else:

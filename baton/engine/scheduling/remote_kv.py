@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class Load:
-    """`| local hit | external |`; of both, the first `num_valid_tokens` tokens are valid."""
+    """`| local hit | external |`; the first `num_valid_tokens` tokens of both are valid."""
 
     request: Request
     num_local_tokens: int
@@ -191,7 +191,7 @@ class RemoteKV:
         others: Iterable[Request],
         loads: StepLoads,
     ) -> LoadFailures:
-        """`others`: requests with blocks that are not loading, in order. `loads`: of the reporting step."""
+        """`others`: requests with blocks that are not loading, in order. `loads`: the reporting step's."""
         failures, bad = LoadFailures(), set(invalid_block_ids)
         arriving = {load.request.request_id: load for load in self._arriving_loads()}
         for request_id in sorted(failed_recving):
@@ -228,7 +228,7 @@ class RemoteKV:
                 bad.update(block_id for _, block_id in after)
                 self._fail_request(request, first_bad * self._kv_cache.block_size, loads, failures)
                 found = True
-        self._kv_cache.evict_blocks(bad)  # Also those whose request has ended, and that are held for a load.
+        self._kv_cache.evict_blocks(bad)  # Includes blocks of ended requests that are held for a load.
 
     def _fail_request(
         self, request: Request, num_valid_tokens: int, loads: StepLoads, failures: LoadFailures

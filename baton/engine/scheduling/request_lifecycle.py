@@ -20,8 +20,8 @@ class RequestLifecycle:
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
         self._counts = state.counts
-        self._outputs: list[EngineOutput] = []  # Not handed out yet.
-        self._finished_ids: set[str] = set()  # Not sent to the ranks yet.
+        self._outputs: list[EngineOutput] = []  # Outputs that were not handed out yet.
+        self._finished_ids: set[str] = set()  # Ids that were not sent to the ranks yet.
 
     @property
     def has_news(self) -> bool:

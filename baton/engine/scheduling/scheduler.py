@@ -233,7 +233,7 @@ class Scheduler:
             ):
                 break  # `last` is preempted after its step. Later requests must not get ahead of this one.
             elif not self.queues.preempt_loaded_after(last):
-                # Possibly this request; those before it have their blocks.
+                # `last` may be this request; those before it have their blocks.
                 self.queues.preempt(last)
                 step.output.preempted_req_ids.add(last.request_id)
 
@@ -310,7 +310,7 @@ class Scheduler:
         return [r.request_id for r in self.remote.still_loading(self.in_flight.loads_of(step))]
 
     def retire_connector(self, reason: str) -> None:
-        """Go on without the connector; `reason` is its last error. Between steps only."""
+        """Go on without the connector; `reason` is its last error. Called between steps only."""
         self._transfers.retire(reason)
 
     def _make_stats(self, connector_stats: dict[str, Any] | None) -> SchedulerStats:

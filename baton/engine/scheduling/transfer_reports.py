@@ -33,8 +33,8 @@ class Rollback:
 
     def __init__(self, state: SchedulerState) -> None:
         self._state = state
-        self._to_restart: list[Request] = []  # When no step in flight computes for them.
-        self._restarted_ids: set[str] = set()  # Not sent to the ranks yet.
+        self._to_restart: list[Request] = []  # Requests to restart when no step in flight computes for them.
+        self._restarted_ids: set[str] = set()  # Ids that were not sent to the ranks yet.
 
     def roll_back(self, request: Request, num_valid_tokens: int) -> None:
         """Only the KV of the request's first `num_valid_tokens` is valid."""
@@ -85,7 +85,7 @@ class TransferReports:
     # --- Failures --------------------------------------------------------------------------------
 
     def take_failures(self, report: KVConnectorOutput, loads: StepLoads) -> LoadFailures:
-        """Roll back what is to be recomputed. `loads`: of the reporting step.
+        """Roll back what is to be recomputed. `loads`: those of the reporting step.
 
         Called before the step's tokens are taken; `fail` ends the requests of `to_fail` after that.
         """
@@ -122,7 +122,7 @@ class TransferReports:
         self._fail_of_connector(unheard)
 
     def abandon_arriving(self, failures: LoadFailures) -> None:
-        """End the requests whose blocks a load may still fill, unwatched. `failures`: of these blocks.
+        """End the requests whose blocks a load may still fill, unwatched. `failures`: those of these blocks.
 
         Requests that share the blocks give them up.
         """

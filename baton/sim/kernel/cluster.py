@@ -23,7 +23,7 @@ class Cluster(ABC):
         self.consumers: list[str] = []
         self.reads = ReadNetwork(self)
         self.liar: str | None = None  # The faulty member of the cluster.
-        self.lied_at = -1.0  # When it lied last.
+        self.lied_at = -1.0  # Time of its last lie.
         # True: the liar sent a false Welcome. Peers may refuse its ranks until it restarts.
         self.has_false_ranks = False
 

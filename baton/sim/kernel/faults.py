@@ -8,7 +8,7 @@ import msgspec
 
 
 class Faults(msgspec.Struct, frozen=True, kw_only=True):
-    """Probabilities, unless a comment names another unit. By default nothing goes wrong."""
+    """Probabilities, unless a comment names another unit. Nothing goes wrong by default."""
 
     # Control network
     loss: float = 0.0
@@ -49,7 +49,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     ticket_replay: float = 0.0
     ticket_alter: float = 0.0
     router_retry: float = 0.0  # A router gives up early on a leg and tries another engine.
-    router_stops: float = 0.0  # Expected number of times that a router ends its requests, and starts anew.
+    router_stops: float = 0.0  # Expected number of times that a router ends its requests, and starts again.
     door_refuses: float = 0.0  # An engine's server answers 503 for the engine.
     door_cuts: float = 0.0  # A piece of a stream arrives in two parts.
     id_clash: float = 0.0  # Two clients use one request id.
@@ -68,7 +68,7 @@ class Faults(msgspec.Struct, frozen=True, kw_only=True):
     old_introduction: float = 0.0  # The router uses the first introduction of P.
     # Lies, drawn from a generator of their own
     frame_lies: float = 0.0  # The wire alters a control frame.
-    false_names: float = 0.0  # A member speaks in the name of another.
+    false_names: float = 0.0  # A member sends in the name of another.
     member_lies: float = 0.0  # One engine sends other values than its machines gave it, in its own name.
     read_lies: float = 0.0  # The wire alters, replays or exchanges requests and answers of reads.
     link_loss: float = 0.0  # A link between two ranks is reset or stalls during a read.

@@ -6,7 +6,7 @@
 
 What is copied is what the source holds at that instant. A read is bound to the incarnation that it was posted
 to, and fails where another process has taken its place. It goes over a link, which is lost with all of its
-reads. In worlds where the wire lies about reads, a read is one request and one answer on this link.
+reads. A read is one request and one answer on this link in worlds where the wire lies about reads.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Write:
     consumer: Process
     owner: object  # Key by which the write is cancelled.
     targets: tuple[int, ...]
-    target_generations: list[int] = field(init=False)  # When it began.
+    target_generations: list[int] = field(init=False)  # Generations when the write began.
     ok: bool = False
     is_torn: bool = False  # Copied from a source that was not held, or not all the time.
     torn_by: str = ""

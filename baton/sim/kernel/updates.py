@@ -1,4 +1,4 @@
-"""Updates of the weights: of one engine at any moment, or of all engines in a row.
+"""Updates of the weights: one engine at any moment, or all engines in a row.
 
 Weights are a number. 0 is what all engines boot with. Each update takes new weights or goes back to earlier
 ones, and names them as the world does: by digest, by version, by both, or not at all.

@@ -44,7 +44,7 @@ from baton.sim.mutants.fast import OF_PULL, SHARED
 
 
 def _free_early(engine: Engine) -> None:
-    """An aborted load's blocks are given back while the reads are being cancelled."""
+    """An aborted load's blocks are freed while the reads are being cancelled."""
     remote = engine.scheduler.remote
     hold = remote.hold
 

@@ -1,4 +1,4 @@
-"""Methods that override those of a scheduler half, so that it lacks one guard. For full worlds."""
+"""Methods for full worlds that override those of a scheduler half, so that it lacks one guard."""
 
 from __future__ import annotations
 

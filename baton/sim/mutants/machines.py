@@ -372,7 +372,7 @@ class NoStreamDrain(PushConsumer):
 
 
 class SameRun(PushProducer):
-    """Takes blocks back and does not report it."""
+    """A preemption frees blocks, and the producer does not report it."""
 
     def preempted(self, transfer_id: TransferId, now: float) -> list[Send]:
         return []

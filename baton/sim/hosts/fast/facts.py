@@ -46,7 +46,7 @@ class HostRequest:
 
 @dataclass(slots=True, eq=False)
 class Lent:
-    """Blocks of one run of a prefill at P. From `lent_at` on they are lent."""
+    """Blocks of one run of a prefill at P. They are lent from `lent_at` on."""
 
     prompt: int
     transfer_id: TransferId
@@ -69,9 +69,9 @@ class Landing:
     is_named: bool  # Only the name of P is known, until P answers.
     started_at: float
     on_end: Callable[[bool], None]  # Tells the router whether it was delivered.
-    claim: int = 0  # Once D has sent it.
-    loan_id: LoanId | None = None  # Once it is known.
-    tables: Tables = ()  # Once there is room.
+    claim: int = 0  # Number of the claim, once D has sent it.
+    loan_id: LoanId | None = None  # Id of the loan, once it is known.
+    tables: Tables = ()  # Blocks by group, once there is room.
     blocks: tuple[BlockId, ...] = ()  # All blocks in them.
     heard_at: float = 0.0  # When the producer of a stream last sent something.
     failed_at: float | None = None

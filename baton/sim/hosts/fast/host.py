@@ -60,7 +60,7 @@ class Host(Process):
         self.weights = cluster.updates.at_boot
         self.pool = Pool(cluster.num_blocks, num_ranks, cluster.groups)
         self.memories = self.pool.ranks
-        self.exits_at = NEVER  # Once it drains.
+        self.exits_at = NEVER  # Time of the exit, once the host drains.
         self._is_woken = False
         self.layer_reports: LayerReports | None = None
         self.prefills, self.fetches, self.ranks = Prefills(self), Fetches(self), Ranks(self)
@@ -149,7 +149,7 @@ class Host(Process):
     # --- Steps ------------------------------------------------------------------------------------
 
     def begin_step(self, output: SchedulerOutput) -> PullMetadata:
-        """Tell the half what is scheduled, and carry out its orders."""
+        """Report the scheduled tokens to the half, and carry out its orders."""
         metadata = self.half.build_connector_meta(output)
         assert isinstance(metadata, PullMetadata)
         for order in metadata.orders:

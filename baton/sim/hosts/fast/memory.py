@@ -34,8 +34,8 @@ from baton.sim.kernel.connection import flip_one
 
 NUM_HEADS = 2
 NUM_LAYERS = 2
-# (prompt, its token, layer, head). Of a state, the token is the last one. TORN: its source changed or was not
-# held while it was copied. None: junk.
+# (prompt, its token, layer, head); the last token for a state. TORN: its source changed or was not held while
+# it was copied. None: junk.
 Content = tuple[int, int, int, int] | str | None
 Groups: TypeAlias = tuple[KVCacheGroup, ...]
 # Blocks of each group, from token 0 on. A block is one token.
@@ -186,7 +186,7 @@ class Pool:
     def allocate(self, count: int, owner: object) -> tuple[BlockId, ...] | None:
         if len(self._free) < count:
             return None
-        blocks = tuple(self._free.pop() for _ in range(count))  # Last freed, first reused: unkind.
+        blocks = tuple(self._free.pop() for _ in range(count))  # Last freed, first reused: a hard case.
         for block in blocks:
             self.owner[block] = owner
             for memory, layer_bytes, heads in self._shapes:

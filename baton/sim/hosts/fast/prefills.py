@@ -53,7 +53,7 @@ class Prefill:
     is_running: bool = False  # True: it ran in the last step and was not preempted since.
     mean_s: float = CHUNK_MEAN_S
     num_done: int = 0
-    kv: int = 0  # Content that the step writes: of the weights with which it began.
+    kv: int = 0  # Content that the step writes: that of the weights with which it began.
     num_tries: int = 0
     is_aborted: bool = False
     is_over: bool = False

@@ -73,11 +73,12 @@ class Cluster(BaseCluster):
         self.has_states = STATE in windows
         self.is_hybrid = any(window is not None for window in windows)
         self.model = (WindowModel if self.is_hybrid else Model)(rng.choice([1, 2, 2, 4]), windows)
-        # Then loaded requests are preempted too.
+        # Loaded requests are preempted too in small pools.
         self._has_small_pools = self.has_states and world.rng_of_states.random() < 0.5
         # Choices for the engines of this world.
         self._block_tokens = rng.choice([(2,), (4,), (8,), (2, 4, 8)])
-        if any(window not in (None, STATE) for window in windows):  # Theirs have to be alike.
+        # Engines with windows must have equal block sizes.
+        if any(window not in (None, STATE) for window in windows):
             self._block_tokens = (world.rng_of_models.choice(self._block_tokens),)
         self.keeps_turns = rng.random() < 0.3  # D's blocks serve the next turn's prefill.
         self.meddler = ProcessKey(b"a member of the cluster, faulty!")

@@ -158,7 +158,7 @@ class Door:
             self._put(StreamEnded(self._leg))
 
     def _event(self, token_ids: list[int], last: EngineOutput | None = None) -> bytes:
-        """`last`: with what the output has besides tokens."""
+        """`last`: an output whose other fields the event has too."""
         chunk: dict[str, Any] = {"choices": [self._choice(token_ids, last)]}
         if last is not None and last.kv_transfer_params is not None:
             chunk[PARAMS] = last.kv_transfer_params

@@ -239,7 +239,7 @@ class Engine(Process):
     # --- The process ------------------------------------------------------------------------------
 
     def die(self) -> None:
-        """kill -9. Clients see their connections break, if the network tells them."""
+        """kill -9. Clients see their connections break, if the network reports it."""
         self.is_alive = False
         self.world.note(self.name, "is gone")
         listeners, self._listeners = self._listeners, {}
@@ -337,7 +337,7 @@ class Engine(Process):
         self._staged = int(folder)
 
     def end_staging(self, *, is_wanted: bool) -> None:
-        """The executor's part of an update: no step is in flight, and the core tells the halves next."""
+        """The executor's part of an update: no step is in flight, and the core informs the halves next."""
         if not is_wanted:
             return self.world.count("update: out of time")
         self.world.note(self.name, f"takes weights {self._staged}")

@@ -32,5 +32,5 @@ class Reporter(LayerReporter):
 
     @property
     def is_asked(self) -> bool:
-        """The scheduler half wants to hear of each layer of the step that is bound."""
+        """The scheduler half wants a report of each layer of the step that is bound."""
         return self._order is not None

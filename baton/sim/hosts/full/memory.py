@@ -77,7 +77,7 @@ class RankMemory:
     def write(self, blocks: NDArray[np.int64], offsets: NDArray[np.int64], kv: Words) -> None:
         """KV of tokens that were computed here: token i into `offsets[i]` of `blocks[i]`, our heads of it.
 
-        `kv`: of the layers of the group that the blocks belong to.
+        `kv`: words of the layers of the group that the blocks belong to.
         """
         num_layers = kv.shape[1]
         self.words[blocks, :num_layers, :, offsets] = kv[:, :, self.heads.start : self.heads.stop]

@@ -29,7 +29,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Words = NDArray[np.uint32]
-Seen: TypeAlias = Any  # What a model has read so far; its own affair.
+Seen: TypeAlias = Any  # What a model has read so far; opaque to others.
 Windows: TypeAlias = tuple[int | None, ...]  # Window of each layer; None: it sees everything.
 STATE = 0  # Instead of a window: the layer has a recurrent state.
 
@@ -144,7 +144,7 @@ class WindowModel(Model):
             earlier += kv[layer * self._stride : (layer + 1) * self._stride]
 
     def _hash(self, sight: _Sight, *, others_only: bool) -> int:
-        """`others_only`: of the windows' tokens the last one is still to come."""
+        """`others_only`: the last token of the windows is still to come."""
         found = sight.hash_of_all
         for layer, earlier in sight.layers.items():
             window = self.windows[layer]

@@ -1,6 +1,6 @@
 """Messages between two routers of a full world, as `baton.router.shell.peers` sends them.
 
-Some are lost, repeated or late. A router that is killed says nothing.
+Some are lost, repeated or late. A router that is killed sends nothing.
 """
 
 from collections.abc import Callable, Sequence

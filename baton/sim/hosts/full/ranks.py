@@ -48,7 +48,7 @@ class Ranks:
         self._rows: dict[str, _Row] = {}
         self._written: list[
             tuple[NDArray[np.int64], NDArray[np.int64]]
-        ] = []  # Blocks, offsets: of this step.
+        ] = []  # Blocks and offsets that this step wrote.
         self._hidden: list[tuple[RankMemory, NDArray[np.int64], NDArray[np.int64], Words]] = []
         # One holder of each head; further ones are replicas, which have to agree.
         self._holders: list[RankMemory] = []

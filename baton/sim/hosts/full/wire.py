@@ -35,7 +35,7 @@ MEDDLER_URL = "tcp://10.0.9.9:14600"
 
 
 class FullWire(Wire):
-    # Fast worlds can tell whom a lie about the contents of blocks harms. Here a prefix cache would spread it.
+    # Fast worlds know which hosts a lie about contents of blocks harms. A prefix cache would spread it here.
     lies_about_contents = False
 
     def __init__(self, cluster: Cluster) -> None:
