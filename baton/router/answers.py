@@ -165,8 +165,8 @@ def retry_after_s(answer: LegAnswer) -> float:
 def is_closed(answer: LegAnswer) -> bool:
     """Whether the engine takes no new requests for now, on purpose: it is neither broken nor overloaded.
 
-    A Baton engine drains; a vLLM (since 0.33) pauses for an update of its weights, and names that in the message
-    only (`_reject_add_while_paused` of vllm/v1/engine/core.py).
+    A Baton engine drains. A vLLM (since 0.33) pauses for an update of its weights, and only its message
+    tells (`_reject_add_while_paused` of vllm/v1/engine/core.py).
     """
     if answer.status != 503:
         return False

@@ -68,7 +68,7 @@ class Loan(NamedTuple):
 
     lender: Engine
     num_tokens: int
-    is_through_cache: bool  # It is loaded there first, in `load_s`.
+    is_through_cache: bool  # The lender loads it into its cache first, in `load_s`.
     load_s: float
 
 
@@ -129,7 +129,7 @@ class EngineChoice:
     def _choose_among(
         self, engines: Sequence[Engine], are_eligible: Sequence[bool], request: RoutedRequest, now_s: float
     ) -> Engine | None:
-        """By the policy. The engines have one role."""
+        """The policy's choice. The engines have one role."""
         candidates, homes = [IDLE] * len(engines), set(engines)
         if self._policy is choose_least_cost:
             candidates = self.candidates(engines, request, are_eligible)
@@ -233,7 +233,7 @@ class EngineChoice:
         consumers: Sequence[Engine],
         load_s: LoadSeconds,
     ) -> Sequence[Placement]:
-        """Among engines that may use each other's KV: in an update a fleet has several groups of them."""
+        """Placements among engines that may use each other's KV: a fleet in an update has several groups."""
         found: list[Placement] = []
         for kv in dict.fromkeys(engine.kv_identity for engine in consumers):
             fitting = [number for number, one in enumerate(producers) if is_compatible(kv, one.kv_identity)]
@@ -290,7 +290,7 @@ class EngineChoice:
         return msgspec.structs.replace(candidate, num_lent_tokens=num_tokens, lent_load_s=took_s)
 
     def explain(self, request: RoutedRequest, load_s: LoadSeconds) -> list[dict[str, Any]]:
-        """For operators: what each placement would cost, the cheapest one first."""
+        """What each placement would cost, the cheapest one first, for operators."""
         producers = [one for one in self._roster.of("prefill") if self._models.may_take(one, request)]
         consumers = [one for one in self._roster.of("decode") if self._models.may_take(one, request)]
         found = sorted(self._placements(request, producers, consumers, load_s), key=lambda one: one.cost_s)
@@ -364,7 +364,7 @@ class EngineChoice:
         )
 
     def prefill_s(self, engine: Engine, num_tokens: int) -> float | None:
-        """Until this engine has computed its queue and so many tokens. None: no engine's speed is known."""
+        """Seconds until this engine has computed its queue and so many tokens. None: no speed is known."""
         rate = engine.prefill_rate.value
         if rate is None:
             peers = self._models.pool(engine.role, None).draw(engine.num_requests)
@@ -390,7 +390,7 @@ class EngineChoice:
             engine.is_slow = is_slow
 
     def capacity(self, pool: str, priority: int) -> Capacity | None:
-        """For a request. None: no decode engine serves this pool now."""
+        """What the engines have room for. None: no decode engine serves this pool now."""
         caps = self._admission
         assert caps is not None
         engines = [
@@ -399,7 +399,7 @@ class EngineChoice:
             if one.is_eligible and (not pool or one.identity is None or one.identity.name == pool)
         ]
         decode = [one for one in engines if one.role == "decode"]
-        # By cost, decode engines compute prompts as well.
+        # Decode engines compute prompts as well where the policy is cost.
         is_by_cost = self._policy is choose_least_cost
         computing = [one for one in engines if is_by_cost or one.role == "prefill"] or decode
         if not decode:
@@ -425,16 +425,16 @@ class EngineChoice:
         return have_room if any(have_room) else are_eligible
 
     def _has_room(self, engine: Engine, priority: int) -> bool:
-        """For a prompt that it is to compute."""
+        """Whether the engine has room for a prompt that it is to compute."""
         max_tokens = self._admission.max_tokens if self._admission is not None else 0
         return not max_tokens or self._queued_tokens(engine, priority) < max_tokens
 
     def _queued_tokens(self, engine: Engine, priority: int) -> int:
-        """That the engine computes before a new prompt."""
+        """Tokens that the engine computes before a new prompt of this priority."""
         if self._admission is not None and self._admission.by_priority:
             return engine.num_queued_before(priority)
         return engine.queued_tokens
 
     def _has_place(self, consumer: Engine) -> bool:
-        """For an answer."""
+        """Whether the engine has room for an answer."""
         return self._admission is None or consumer.load < (self._admission.max_running or inf)

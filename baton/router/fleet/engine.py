@@ -16,19 +16,19 @@ from baton.router.outlier_detection import Answers
 from baton.router.rates import BusyTime, Line, Rate
 from baton.router.settings import EngineKey, Role, without_credentials
 
-LEAST_LOAD_GAP = 3.0  # Of running answers, for two steps to tell what one more answer adds.
-SLOW_SHARE = 0.1  # Of an engine that is much slower than its peers; enough to see that it has recovered.
+LEAST_LOAD_GAP = 3.0  # Two steps tell what one more answer adds if their running answers differ by this.
+SLOW_SHARE = 0.1  # Share of an engine that is much slower than its peers: enough to see it recover.
 
 
 class Counts(NamedTuple):
-    """Of one engine, in other processes of this router."""
+    """Counts of one engine in the other processes of this router."""
 
     in_flight: int = 0
     num_requests: int = 0
     num_failures: int = 0
     num_heard: int = 0
     num_queued_tokens: int = 0
-    speeds: Speeds | None = None  # For operators.
+    speeds: Speeds | None = None  # Shown to operators.
 
 
 NOWHERE = Counts()
@@ -36,66 +36,66 @@ NOWHERE = Counts()
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    address: str = field(repr=False)  # For requests. Only `url` is shown to anybody.
+    address: str = field(repr=False)  # Where requests go. Only `url` is shown.
     role: Role
     health: Health = field(default_factory=Health, repr=False)
-    model: str | None = None  # That it serves if it does not report names, as the operator says.
+    model: str | None = None  # The model's name by the operator, for an engine that reports none.
     weight: float = 1.0  # Share of requests, compared with 1 of the others.
     in_flight: int = 0
     num_requests: int = 0
     num_failures: int = 0  # Legs without an answer, and answers of 500 and above.
     num_heard: int = 0  # Pieces of answers that have come from it.
-    num_queued_tokens: int = 0  # Of prompts that it has still to compute, for this process.
+    num_queued_tokens: int = 0  # Tokens of prompts that it has still to compute, of this process.
     num_queued_at: Counter[int] = field(default_factory=Counter, repr=False)  # The same, by priority.
-    num_indexed_blocks: int | None = None  # Of its cache, known from its KV events.
+    num_indexed_blocks: int | None = None  # Blocks of its cache, known from its KV events.
     prefill_rate: Rate = field(default_factory=Rate, repr=False)  # Tokens per second.
-    busy: BusyTime = field(default_factory=BusyTime, repr=False)  # With this process's prompts.
+    busy: BusyTime = field(default_factory=BusyTime, repr=False)  # Time spent on this process's prompts.
     steps: Line = field(
         default_factory=lambda: Line(TOKEN_S, LEAST_LOAD_GAP), repr=False
-    )  # By other answers.
+    )  # Step time by the number of other answers.
     next_step_sample_s: float = 0.0
     elsewhere: Counts = NOWHERE
     lacks: dict[str, float] = field(
         default_factory=dict, repr=False
     )  # Paths, and until when; see `pass_through`.
-    waits: dict["Wait", None] = field(default_factory=dict, repr=False)  # For its answers, in order.
+    waits: dict["Wait", None] = field(default_factory=dict, repr=False)  # Legs that wait for it, in order.
     last_error: str | None = None
     last_error_unix_s: float | None = None
     kind: Kind | None = None  # None: not known, or another one.
     max_model_len: int | None = None  # Tokens of prompt and answer together, if it says so.
     introduction: Introduction | None = None
-    is_introduced: bool = False  # It was asked, and answered; perhaps that it has none.
+    is_introduced: bool = False  # The engine was asked and answered, perhaps that it has none.
     asks_connector_at_s: float = 0.0  # A vLLM's, which is asked by a request.
-    was_asked: bool = False  # For its introduction, at least once in this router's life.
-    identity: Identity | None = None  # As last reported, also while it is down.
-    cards: tuple[ModelCard, ...] | None = field(default=None, repr=False)  # Of its model and its adapters.
+    was_asked: bool = False  # The router has asked for its introduction at least once.
+    identity: Identity | None = None  # The identity reported last, also while the engine is down.
+    cards: tuple[ModelCard, ...] | None = field(default=None, repr=False)  # Model and adapters.
     names: tuple[str, ...] | None = None  # Values of a request's `model` that it answers to; None: not known.
     refused: str | None = None  # Why its model keeps it from getting requests.
-    drain_until_s: float | None = None  # It gets no requests; those that run may end until then.
-    is_leaving: bool = False  # It is removed when it has drained.
+    drain_until_s: float | None = None  # No requests are sent; those that run may end until then.
+    is_leaving: bool = False  # The engine is removed when it has drained.
     is_removed: bool = False
     is_slow: bool = False  # Much slower than its peers.
     # A prompt is late here, or the last answer was an error; nothing else has come from the engine since.
     late_until_s: float = 0.0
-    rests_until_s: float = 0.0  # Its last `Retry-After`.
+    rests_until_s: float = 0.0  # The last `Retry-After` ends then.
     # To this process: all of them (None), and by the model that the request names.
     answers: defaultdict[str | None, Answers] = field(
         default_factory=lambda: defaultdict(Answers), repr=False
     )
-    admin_port: int | None = None  # Of its /baton/*, as its /health reports; None: the main port.
-    url: str = field(init=False)  # Without credentials.
+    admin_port: int | None = None  # Port of /baton/*, as /health reports; None: the main port.
+    url: str = field(init=False)  # The address without credentials.
 
     def __post_init__(self) -> None:
         self.url = without_credentials(self.address)
 
     @property
     def key(self) -> EngineKey:
-        """Its name in every process of this router."""
+        """The engine's name in every process of this router."""
         return self.role, self.url
 
     @property
     def kv_identity(self) -> KVIdentity | None:
-        """As last reported. None: it does not report it."""
+        """The identity that the engine reported last. None: it reports none."""
         return self.introduction.kv_identity if self.introduction is not None else None
 
     @property
@@ -109,7 +109,7 @@ class Engine:
 
     @property
     def queued_tokens(self) -> int:
-        """Of prompts that it has still to compute, for all processes of this router."""
+        """Tokens of prompts that the engine has still to compute, for all processes of this router."""
         return self.num_queued_tokens + self.elsewhere.num_queued_tokens
 
     def num_queued_before(self, priority: int) -> int:
@@ -119,7 +119,7 @@ class Engine:
 
     @property
     def speeds(self) -> Speeds | None:
-        """As learned by this process. None: nothing is."""
+        """Speeds that this process has learned. None: it has learned none."""
         rate, step_s = self.prefill_rate.value, self.steps.base_s
         if rate is None and step_s is None:
             return None
@@ -127,7 +127,7 @@ class Engine:
 
     @property
     def admin_address(self) -> str:
-        """For requests to /baton/*."""
+        """Address for requests to /baton/*."""
         if self.admin_port is None:
             return self.address
         parts = urlsplit(self.address)
@@ -136,7 +136,7 @@ class Engine:
 
     @property
     def weights(self) -> str | None:
-        """For operators. None: it does not report them."""
+        """Name of the weights, for operators. None: the engine does not report them."""
         return weights_of(self.kv_identity) if self.kv_identity is not None else None
 
     @property
@@ -148,7 +148,7 @@ class Engine:
         return self.health.is_up
 
     def share(self, now_s: float) -> float:
-        """Of its usual requests: less in slow start, and while it is late or much slower than its peers."""
+        """Share of the usual requests: less in slow start, and while late or much slower than its peers."""
         is_slow = self.is_slow or now_s < self.late_until_s
         return self.health.share(now_s) * (SLOW_SHARE if is_slow else 1.0) * self.weight
 
@@ -173,7 +173,7 @@ class Engine:
 
     @property
     def state(self) -> str:
-        """For operators."""
+        """The engine's state in words, for operators."""
         if self.drain_until_s is not None:
             return "draining" if self.load else "drained"
         if self.refused is not None:

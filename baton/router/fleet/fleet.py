@@ -27,7 +27,7 @@ from baton.router.settings import EngineKey, Role, RouterSettings, check_url
 
 logger = logging.getLogger(__name__)
 
-DRAIN_GRACE_S = 2.0  # After that other engines continue the streams of an engine that drains.
+DRAIN_GRACE_S = 2.0  # Other engines continue the streams of an engine that has drained for this time.
 
 
 class Fleet:
@@ -173,7 +173,7 @@ class Fleet:
         return any(engine.status == "up" and engine.is_eligible for engine in self.roster.of("decode"))
 
     def why_none(self, role: Role) -> str:
-        """For an error message; the engines' addresses are the operator's affair, not the client's."""
+        """Text for an error message. Engines' addresses are the operator's affair, not the client's."""
         engines = self.roster.of(role)
         num_down = sum(not engine.is_up for engine in engines)
         num_refused = sum(engine.is_up and engine.refused is not None for engine in engines)

@@ -119,7 +119,7 @@ class FleetHealth:
         self._tell(LegFailed(engine.key, str(failure), is_decisive))
 
     def note_leg_failed(self, engine: Engine, why: str, now_s: float, *, is_decisive: bool) -> None:
-        """In this process, or in another one of this router."""
+        """A leg has failed, in this process or in another one of this router."""
         is_ejected = engine.health.on_failure(now_s, is_decisive=is_decisive)
         self._count_against(engine, why, is_ejected=is_ejected)
 
@@ -136,7 +136,7 @@ class FleetHealth:
             engine.rests_until_s = 0.0
             logger.info("%s engine %s is back", engine.role, engine.url)
         if engine.health.is_silent and not was_silent:
-            # It is stopped, or hangs, with its connections open. Its legs would wait for as long.
+            # The engine is stopped, or hangs, with its connections open. Legs would wait as long.
             give_up(engine.waits)
 
     def _count_against(

@@ -22,12 +22,12 @@ class FleetModels:
     def __init__(self, roster: Roster, aliases: Mapping[str, str]) -> None:
         self._roster = roster
         self._aliases = aliases
-        self._pools: dict[tuple[Role, str | None], Pool[Engine]] = {}  # By model; None: of all of them.
-        self._names: set[str] | None = None  # That the decode engines answer to; None: there may be more.
-        self._models: set[str] = set()  # Without adapters and other names of the same engines.
+        self._pools: dict[tuple[Role, str | None], Pool[Engine]] = {}  # Pools by model; None: all models.
+        self._names: set[str] | None = None  # Names that decode engines answer to; None: there may be more.
+        self._models: set[str] = set()  # Models without adapters and other names of the same engines.
         self._adapters: set[str | None] = set()
         self._serves: dict[tuple[Kind, str], str | None] = {}  # Digests of models.
-        self.on_updated: list[Callable[[Engine], None]] = []  # Its KV has another identity now.
+        self.on_updated: list[Callable[[Engine], None]] = []  # An engine has another identity now.
 
     def note_introduced(self, engine: Engine, found: Introduced | None) -> bool:
         """None: it answered that it cannot introduce itself now. True: its KV has another identity now."""
@@ -148,7 +148,7 @@ class FleetModels:
         return model if isinstance(model, str) and model in self._adapters else None
 
     def model_cards(self) -> Sequence[ModelCard] | None:
-        """For /v1/models. None: there is at most one model, and any decode engine knows its names."""
+        """Cards for /v1/models. None: there is at most one model, and any decode engine knows its names."""
         decoders = [engine for engine in self._roster.of("decode") if engine.refused is None]
         cards: dict[str | None, ModelCard] = {
             card.id: card for engine in decoders for card in engine.cards or ()
@@ -161,7 +161,7 @@ class FleetModels:
         return list(cards.values())
 
     def updates(self) -> list[dict[str, Any]]:
-        """For operators: the models of which engines have unlike weights, and how many engines have which."""
+        """Models of which engines have unlike weights, and how many engines have which, for operators."""
         counts: dict[str, Counter[str]] = {}
         for engine in self._roster.engines:
             if engine.is_up and engine.refused is None and engine.identity is not None and engine.weights:

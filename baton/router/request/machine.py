@@ -152,7 +152,7 @@ class Machine:
         self._now_s = 0.0
         self._effects: list[Effect] = []
         self.request_id = request.id
-        self._then: Callable[[], None] = self._attempt  # After MEETING or CLOSING.
+        self._then: Callable[[], None] = self._attempt  # The step after MEETING or CLOSING.
         self._shape = shape = shape_of(request.body)
         model, priority = request.body.get("model"), request.objective.priority
         routed = view.route(shape.prefix_key, model, shape.num_prompt_tokens, priority)
@@ -167,7 +167,7 @@ class Machine:
             may_resume=self._settings.resumes > 0 and shape.direct_reason is None,
         )
         self._engines = Engines(view, self._first, routed, local_reason, self._lent_by)
-        self._ticket: Ticket | None = None  # Until the request ends.
+        self._ticket: Ticket | None = None  # The place in the queue or the engines, until the request ends.
         self._num_refused_introductions = 0
         self._prefilled: Prefilled | None = None
         self._failures: dict[Role, LegFailure] = {}  # The last one of each role.
@@ -178,15 +178,15 @@ class Machine:
         self._decode: Leg | None = None
         self._open_legs: list[Leg] = []
         self._transfer_id = ""
-        self._push_params: Mapping[str, Any] = {}  # For a decode leg that leaves with the prefill leg.
+        self._push_params: Mapping[str, Any] = {}  # Params of a decode leg that leaves with the prefill leg.
         self._is_pushed = False  # The decode leg left with the prefill leg.
         self._lending = Lending(view.turns, request.session, self._emit)
-        self._producer: Engine | None = None  # Of what the running decode leg is to load.
+        self._producer: Engine | None = None  # The lender of what the running decode leg is to load.
         self._is_first_counted = False
         self._answer: DecodeAnswer | None = None  # D's stream, once it has begun ...
         self._head = EVENT_STREAM  # ... with this status and these headers.
-        self._status: int | None = None  # Of the client's answer, once it has begun.
-        self._error: RouterError | None = None  # For a client that has been sent nothing.
+        self._status: int | None = None  # Status of the client's answer, once it has begun.
+        self._error: RouterError | None = None  # The answer of a client that has been sent nothing.
 
     @property
     def num_output_tokens(self) -> int | None:
@@ -321,7 +321,7 @@ class Machine:
         producer = self._choose_producer()
         if producer is None or producer.was_asked:
             return self._choose_way(producer)
-        return self._meet(producer, self._find_producer)  # It may turn out not to fit.
+        return self._meet(producer, self._find_producer)  # P may turn out not to fit.
 
     def _choose_way(self, producer: Engine | None) -> None:
         """Pull or push, now that both engines are known."""
@@ -338,7 +338,7 @@ class Machine:
 
     def _push_or_pull(self, producer: Engine, consumer: Engine) -> None:
         if self._why_no_pair(producer, consumer) is not None:
-            return self._attempt()  # It has introduced itself again.
+            return self._attempt()  # P has introduced itself again.
         self._first.choose(producer, consumer, is_push=True)
         card = producer.introduction
         if card is None or card.introduction is None or self._first.needs_no_decode:
@@ -362,7 +362,7 @@ class Machine:
 
     def _on_hold_over(self, event: HoldOver) -> None:
         if event.transfer_id != self._transfer_id:
-            return  # It is of an attempt before this one.
+            return  # The timer is an earlier attempt's.
         producer, consumer = self._producer, self._engines.consumer
         if producer is None or consumer is None or self._why_no_pair(producer, consumer) is None:
             self._push("late")  # Else an update has parted them; D begins after P, as in pull.
@@ -447,7 +447,7 @@ class Machine:
         first = self._prefill
         assert first is not None
         if event.transfer_id != self._transfer_id:
-            return  # It is of an attempt before this one.
+            return  # The timer is an earlier attempt's.
         self._view.fleet.health.note_late(first.engine, self._now_s)
         if self._was_hedged or self._lending.has_turn:
             return  # A turn is for one engine.
@@ -473,7 +473,7 @@ class Machine:
             if leg is hedge:
                 self._count("hedges_won")
                 note_outpaced(first, self._now_s)
-                self._note_computed(first)  # Its engine's time is a sample all the same.
+                self._note_computed(first)  # The slower engine's time is a sample all the same.
         self._prefill = other if is_failed else leg
         self._producer = self._prefill.engine
 
@@ -497,7 +497,7 @@ class Machine:
         if self._prefilled is None:
             if self._state is State.PUSHING:
                 assert self._decode is not None
-                self._engines.tried.remove(self._decode.engine)  # It was not at fault.
+                self._engines.tried.remove(self._decode.engine)  # D was not at fault.
             return self._again()
         if self._state is State.HELD:
             assert self._engines.consumer is not None
@@ -642,7 +642,7 @@ class Machine:
         )
         if self._tell_kept_answer(engine):
             return self._finish()
-        if engine is None:  # It went down during the prefill.
+        if engine is None:  # D went down during the prefill.
             raise self._view.no_engine("decode", self._failures.get("decode"))
         if self._prefilled.ticket and self._producer and self._why_no_pair(self._producer, engine):
             assert self._prefill is not None
@@ -665,7 +665,7 @@ class Machine:
         is_refused = (self._is_pushed or self._prefilled.ticket is not None) and blames_params(answer)
         if is_refused:
             return self._take_refusal(leg.engine, answer)
-        is_params_fault = blames_params(answer)  # Of what the router adds without a ticket.
+        is_params_fault = blames_params(answer)  # D blames what the router adds without a ticket.
         is_free = is_params_fault or is_closed(answer)
         if (is_engines_fault(answer) or is_params_fault) and self._may_ask_another(is_free=is_free):
             self._log("%s answered with %d", leg.engine.url, answer.status)
@@ -719,7 +719,7 @@ class Machine:
         return self._again()
 
     def _on_decode_failed(self, event: Failed) -> None:
-        """Before D's answer has begun (DECODING, PUSHING), or before its first token is read (COMPARING)."""
+        """D fails before its answer begins (DECODING, PUSHING) or its first token is read (COMPARING)."""
         failure = event.failure
         self._note_failure(event.leg, failure)
         if self._state is State.PUSHING:
@@ -765,7 +765,7 @@ class Machine:
                 self._set_prefilled(Prefilled("local", "engines_disagree"))
                 self._engines.tried.remove(
                     leg.engine
-                )  # It computes as it should, and can continue after P's token.
+                )  # D computes as it should, and can continue after P's token.
                 return self._again()
             case True:
                 self._count("first_tokens", "yes")
