@@ -1,8 +1,8 @@
 """Matrix product with a weight that is packed for the CPU's kernels.
 
 oneDNN multiplies by a matrix that was packed at load two to three times as fast as torch by a plain matrix
-(docs/log), and reads it faster even for a single row. `F.linear` multiplies by the plain matrix where there
-is no such kernel (another device or dtype, a CPU or a torch without it).
+(docs/log.md), and reads it faster even for a single row. Without such a kernel (another device or dtype, a
+CPU or a torch without it), `F.linear` multiplies by the plain matrix.
 """
 
 from dataclasses import dataclass

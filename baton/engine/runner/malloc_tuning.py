@@ -22,7 +22,7 @@ _LARGEST_MMAP_THRESHOLD = 32 << 20  # Bytes: the maximum that glibc accepts on 6
 _LARGEST_INT = 2**31 - 1
 
 # Entries of each cache. A model has about five shapes of matrices, so decode steps of 25 different sizes fit.
-# A new length of a chunk costs about a millisecond per shape (docs/log).
+# A new length of a chunk costs about a millisecond per shape (docs/log.md).
 _PRIMITIVES_MAX = "128"
 _CAPACITIES = ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY")
 _HUGE_PAGES = "THP_MEM_ALLOC_ENABLE"
