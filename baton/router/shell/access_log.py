@@ -25,7 +25,7 @@ class AccessLog:
         self._has_failed = False
 
     def write(self, timeline: RequestTimeline) -> None:
-        """A line that cannot be written is lost; the log says so once."""
+        """A line that cannot be written is lost; the log reports it once."""
         try:
             os.write(self._descriptor, msgspec.json.encode(timeline) + b"\n")
         except OSError as error:

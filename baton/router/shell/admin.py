@@ -1,4 +1,4 @@
-"""The operator's questions and orders: what the fleet is, and which engines belong to it.
+"""Answers the administrator's requests: reports the fleet's state and changes its members.
 
 GET  /status              the fleet, in the form of vLLM's disaggregation proxies, and more
 POST /explain             a client's completion or chat: what each placement would cost (policy `cost`)
@@ -6,7 +6,7 @@ POST /instances/add       {"type": "prefill" | "decode", "instance": "host:port"
 POST /instances/drain     {"instance": ...}: no new requests; those that run have `timeout_s` to end
 POST /instances/remove    the same, and then the engine is forgotten
 POST /instances/role      {"instance": ..., "type": ...}: it drains in its present role, and joins in this one
-POST /instances/register  by an engine, again and again: see `baton.http.registration`
+POST /instances/register  an engine registers itself, and repeats this: see `baton.http.registration`
 
 An engine is added if it answers a probe, and introduces itself before it gets requests.
 """
@@ -47,7 +47,7 @@ METHODS = {
 }
 JSON = {"content-type": "application/json"}
 INSTANCE_CHARS = 256  # The log shows so much of a registration that is refused.
-ORDER_HEADER = "x-baton-order"  # Of the page.
+ORDER_HEADER = "x-baton-order"  # The page sends this header with an order.
 
 
 class Reply(NamedTuple):
@@ -74,7 +74,7 @@ class Admin:
         self._view, self._settings, self._fleet = view, view.settings, view.fleet
         self._members, self._index, self._peers = members, index, peers
         settings = view.settings
-        # Without a key, only this machine may change the fleet. The Host is checked on loopback only.
+        # If there is no key, only this machine may change the fleet. The Host is checked on loopback only.
         doors = settings.doors
         self._is_open = bool(doors.api_keys or doors.admin_keys) or settings.checked_hosts is not None
 
@@ -235,7 +235,7 @@ class Admin:
 
 
 def _check_origin(headers: Mapping[str, str]) -> None:
-    """An order that a browser sends comes from this router's own page. Raises ApiError.
+    """Raises ApiError for an order that a browser sends from a page that is not this router's own.
 
     Browsers add Origin to a POST, and Sec-Fetch-Site; a page of another origin cannot set ORDER_HEADER
     without asking, which this server does not answer (CSRF).
@@ -249,7 +249,7 @@ def _check_origin(headers: Mapping[str, str]) -> None:
 
 
 def _speeds(engine: Engine) -> Mapping[str, float | None]:
-    """As this process has learned them, or another one of this router."""
+    """The engine's speeds, as this process has learned them, or another one of this router."""
     speeds = engine.speeds or engine.elsewhere.speeds or Speeds(None, None, None)
     return msgspec.structs.asdict(speeds)
 

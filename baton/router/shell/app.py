@@ -57,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 LOGS_LIMITED = ("baton.router.shell.app", "baton.router.shell.client_http", "asyncio")
 _GOOD_REQUEST_ID = re.compile(r"[!-~]{1,256}")
-CLOSING_S = 5.0  # For clients to have read their answers.
+CLOSING_S = 5.0  # Time for clients to read their answers.
 CHAT_PATH = "/v1/chat/completions"
 JSON = {"content-type": "application/json"}
 NO_LOG = {"version": 1}
@@ -78,10 +78,11 @@ class Router:
         sources: Sequence[Source] = (),
         charges: Charges | None = None,
     ) -> None:
-        """`administration`: of the coordinator. None: this is the router's only process.
+        """`administration`: the coordinator's. None: this is the router's only process.
 
-        `index_path`: of the coordinator's index process. `sources`: of members of the fleet. `charges`: the
-        coordinator's counts for rate limits. Raises ConfigError if a library for tokens or limits is missing.
+        `index_path`: socket of the coordinator's index process. `sources`: they name the fleet's members.
+        `charges`: the coordinator's counts for rate limits. Raises ConfigError if a library for tokens or
+        limits is missing.
         """
         self._settings, self._loop = settings, asyncio.get_running_loop()
         self._parts = parts = Parts(settings)
@@ -133,7 +134,7 @@ class Router:
         self._listeners: list[Listener] = []
         self._fault: str | None = None
         self._running: set[RequestDriver | Charging] = set()
-        self.num_requests = 0  # In flight.
+        self.num_requests = 0  # Requests in flight.
         self._is_draining = False
         self._is_idle = asyncio.Event()
         self._is_idle.set()
@@ -168,7 +169,7 @@ class Router:
         return await self._listener(serve).listen(host, port)
 
     async def listen_beside_others(self, host: str, port: int, *, serves_admin: bool) -> None:
-        """On a port that other processes of this router listen on as well. Raises OSError."""
+        """Listen on a port on which other processes of this router listen as well. Raises OSError."""
         serve = self.serve_all if serves_admin else self.serve
         await self._listener(serve).listen(host, port, is_shared=True)
 
@@ -186,7 +187,7 @@ class Router:
         return listener
 
     async def close(self, timeout_s: float = 0.0) -> None:
-        """`timeout_s`: for answers to reach their clients."""
+        """`timeout_s`: how long answers may take to reach their clients."""
         self.end_requests()
         if self.control is not None:
             self.control.prober.stop()
@@ -222,7 +223,7 @@ class Router:
             await self.control.members.reload()
 
     def note_fault(self, why: str) -> None:
-        """The router must not go on blind: /health says so."""
+        """Make /health report that the router is broken."""
         self._fault = why
 
     async def drain(self, timeout_s: float) -> None:
@@ -379,7 +380,7 @@ class Router:
         recorder: Recorder,
         then: Callable[[], None],
     ) -> None:
-        """`cost`: in tokens, or the body that has them; None: nothing. Raises UserError, ApiError."""
+        """`cost`: number of tokens, or the body that has them; None: nothing. Raises UserError, ApiError."""
         tenant = incoming.caller.tenant
         rate = self._auth.current.rate_of(tenant)
         if self._charges is None or not rate.is_limited or cost is None:
@@ -446,7 +447,7 @@ class Router:
         self._count_out(status, recorder)
 
     def _passed_on(self, headers: Mapping[str, str]) -> dict[str, str]:
-        """A key for this router, or one that the engines' replaces, is not for engines."""
+        """Drop a key that is meant for this router, or that the engines' own keys replace."""
         passed = end_to_end(headers)
         settings = self._settings
         if not settings.doors.is_open or settings.engine_api_key or settings.engine_api_keys:

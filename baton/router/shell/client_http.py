@@ -5,8 +5,8 @@
     Reply           the answer to one request: `start` and `write`, or `refuse`
 
 httptools parses. It refuses requests with two framings, and header lines that other parsers read differently
-(RFC 9112, 11.2). Refused here is what it lets pass: two lines of a name that must be single, a transfer
-coding other than chunked, HTTP/1.1 without a host, and tunnels.
+(RFC 9112, 11.2). This module refuses what httptools lets pass: two lines of a name that must be
+single, a transfer coding other than chunked, HTTP/1.1 without a host, and tunnels.
 
 An offer to change the protocol (`Upgrade`) is ignored (RFC 9110, 7.8). httptools would stop before the body,
 so the head is parsed again without the offer.
@@ -38,8 +38,8 @@ from baton.router.shell.timers import TimerWheel
 logger = logging.getLogger(__name__)
 
 MAX_HEAD_BYTES = 64 << 10
-MAX_EARLY_BYTES = 64 << 10  # Of further requests, while one is being answered.
-LINGER_S = 1.0  # For a client that still sends to read why it was refused.
+MAX_EARLY_BYTES = 64 << 10  # Bytes of further requests that are read while one is being answered.
+LINGER_S = 1.0  # Time for a client that still sends to read why it was refused.
 REQUEST_ID = "x-request-id"
 DEFECT = "the router has failed; this is a defect of Baton"
 _SINGLE = frozenset(
@@ -64,7 +64,7 @@ class Incoming(msgspec.Struct, frozen=True):
     target: str  # Path and query.
     headers: Mapping[str, str]  # Names in lower case.
     body: bytes | ApiError  # Why it cannot be served.
-    received_at_s: float  # On the loop's clock.
+    received_at_s: float  # Time on the loop's clock.
     caller: Caller = ANYONE
 
     @property
@@ -84,7 +84,7 @@ class Handler(Protocol):
 
 
 class Reply:
-    """What is written goes out with `flush`, or when the event loop next turns."""
+    """The answer to one request. Its bytes go out with `flush`, or when the event loop next turns."""
 
     def __init__(self, connection: "_Connection", method: str, version: str, *, keeps_alive: bool) -> None:
         self._connection = connection
@@ -95,7 +95,7 @@ class Reply:
         self._pending: list[bytes] = []
         self.handler: Handler | None = None
         self.extra: Mapping[str, str] = {}  # Headers of a refusal.
-        self.rate_headers: Mapping[str, str] = {}  # Of any answer.
+        self.rate_headers: Mapping[str, str] = {}  # Headers of any answer.
         self.status = 0
         self.has_started = self.has_ended = self.is_gone = False
 
@@ -138,7 +138,7 @@ class Reply:
         self.write(body, is_last=True)
 
     def refuse(self, error: ApiError) -> None:
-        """Nothing has been written."""
+        """Answer with `error`. Nothing has been written."""
         body = msgspec.json.encode(error.body())
         headers = {"content-type": "application/json", **error.headers(), **self.extra}
         self.whole(error.status, headers, body)
@@ -270,7 +270,7 @@ class _Connection(asyncio.Protocol):
         self._offering: _Request | None = None  # The head of one that offers another protocol.
         self._unreadable: ApiError | None = None  # Why what follows a head cannot be read.
         self._queue: deque[_Request] = deque()  # Whole, or refused.
-        self._reply: Reply | None = None  # Of the request that is being answered.
+        self._reply: Reply | None = None  # Answer to the request that is being served.
         self._num_early = self._num_head_bytes = self._num_unread = 0
         self._is_paused = self._is_full = self._is_last = self._is_lingering = False
         self._on_late: Callable[[], None] = self._late_header
@@ -296,7 +296,7 @@ class _Connection(asyncio.Protocol):
         self._advance()
 
     def eof_received(self) -> bool:
-        return False  # Also one that only ends its own half has gone, as for uvicorn.
+        return False  # Also a client that only ends its own half has gone, as for uvicorn.
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._transport = None
@@ -356,7 +356,7 @@ class _Connection(asyncio.Protocol):
         return None
 
     def _refuse_rest(self, error: ApiError) -> None:
-        """Nothing that follows can be read."""
+        """Refuse the request: nothing that follows can be read."""
         request = self._reading or _Request()
         request.refusal = request.refusal or error
         request.keeps_alive = False
@@ -420,7 +420,7 @@ class _Connection(asyncio.Protocol):
     def on_message_complete(self) -> None:
         assert self._reading is not None
         if self._reading is self._offering:
-            self._reading = None  # Its head is parsed again.
+            self._reading = None  # The parser reads this request's head again.
         else:
             self._enqueue(self._reading)
 
@@ -513,7 +513,7 @@ class _Connection(asyncio.Protocol):
         return None
 
     def _wait(self) -> None:
-        """For the next request, now that the answer has been read."""
+        """Wait for the next request, now that the answer has been read."""
         if self._is_ending:
             return
         self._num_early = 0
@@ -571,7 +571,7 @@ class _Connection(asyncio.Protocol):
     def _late_reader(self) -> None:
         assert self._transport is not None
         num_unread = self._transport.get_write_buffer_size()
-        if num_unread < self._num_unread:  # It is slow, and reads.
+        if num_unread < self._num_unread:  # The client is slow, and reads.
             self._num_unread = num_unread
             return self._reading_deadline.set(self.listener.reads_in_s)
         logger.info("closed a connection: the client does not read its answer")

@@ -27,7 +27,7 @@ from baton.router.timeline import RequestTimeline
 
 logger = logging.getLogger(__name__)
 
-LAST_PROBES_S = 0.5  # For probes in flight when the router is told to stop.
+LAST_PROBES_S = 0.5  # Time for probes in flight when the router is told to stop.
 REQUESTS = "/requests"
 REQUEST = "/requests/{id}"
 EVENTS, STREAM = "/fleet/events", "/fleet/stream"
@@ -75,7 +75,7 @@ class AdminPages:
         reply.flush()
 
     def end_streams(self) -> None:
-        """Before the listener waits for its connections."""
+        """End the event streams, before the listener waits for its connections."""
         self._feed.end()
 
     async def close(self) -> None:
@@ -105,7 +105,7 @@ class Control:
         peers: PeerLink | None,
         sources: Sequence[Source] = (),
     ) -> None:
-        """`num_requests`: of clients, in flight. `recent`: those with this id, or all, the latest first.
+        """`num_requests`: clients' requests in flight. `recent`: requests with this id, or all, latest first.
 
         `on_fault`: a task that watches the engines, or reads `sources` of members, has ended.
         """

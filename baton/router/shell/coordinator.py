@@ -58,12 +58,12 @@ from baton.router.timeline import RequestTimeline, latest_first
 
 logger = logging.getLogger(__name__)
 
-START_S = 60.0  # To start a Python process on a busy machine.
-RESTART_S = 1.0  # From the end of a worker to the start of its successor.
-COLLECT_S = 1.0  # For the workers' metrics; the last ones of a worker that is late stand in.
+START_S = 60.0  # Time to start a Python process on a busy machine.
+RESTART_S = 1.0  # Time from the end of a worker to the start of its successor.
+COLLECT_S = 1.0  # Time for workers to send their metrics; a late worker's earlier ones are used.
 TICK_S = 1.0
 SILENT_TICKS = 10  # Workers report every second. Ticks, not seconds: a machine may have stood still.
-EXIT_S = 5.0  # From the end of a worker's requests to that of its process.
+EXIT_S = 5.0  # Time from the end of a worker's requests to that of its process.
 
 
 class NotStarted(BatonError):
@@ -81,7 +81,8 @@ class _Worker:
         self.is_collected = asyncio.Event()
         self.has_reported = False
         self.num_silent_ticks = 0
-        self.recalled: dict[int, asyncio.Future[list[RequestTimeline]]] = {}  # By the number of a `Recall`.
+        # Answers that are awaited, by the number of the `Recall`.
+        self.recalled: dict[int, asyncio.Future[list[RequestTimeline]]] = {}
 
 
 class Coordinator:
@@ -141,7 +142,7 @@ class Coordinator:
         ]
         self._tasks: list[asyncio.Task[None]] = []
         self._answering: set[asyncio.Task[None]] = set()
-        self._ended: Samples = {}  # Of workers that have ended, added up.
+        self._ended: Samples = {}  # Sums over the workers that have ended.
         self._fault: str | None = None
         self._drain: Drain | None = None
 
@@ -229,7 +230,7 @@ class Coordinator:
     # --- The workers
 
     async def _keep(self, first: asyncio.Future[None]) -> None:
-        """One worker and its successors. `first` has a result when the first one listens."""
+        """Keep one worker running; start its successors. `first` has a result when the first one listens."""
         while self._drain is None:
             try:
                 worker = await self._start_worker(first)
@@ -290,7 +291,7 @@ class Coordinator:
     def _on_frame(self, number: int, frame: Frame, first: asyncio.Future[None]) -> None:
         worker = self._workers.get(number)
         if worker is None:
-            return  # It has ended; this was on its way.
+            return  # The worker has ended; the frame was on its way.
         worker.num_silent_ticks = 0
         match frame:
             case Load():
@@ -377,7 +378,7 @@ class Coordinator:
         return sum_families([self._parts.metrics.samples(), *await self._collect()])
 
     async def _collect(self) -> list[Samples]:
-        """Of the workers, also of those that have ended."""
+        """Metrics of the workers, also of those that have ended."""
         workers = list(self._workers.values())
         for worker in workers:
             worker.is_collected.clear()
@@ -388,7 +389,7 @@ class Coordinator:
         return [self._ended, *(worker.samples for worker in workers)]
 
     async def _recent(self, request_id: str | None) -> list[RequestTimeline]:
-        """Of all workers; those of a worker that is late are missing."""
+        """Requests of all workers; those of a worker that is late are missing."""
         self._num_recalls += 1
         number, asked = self._num_recalls, []
         for worker in self._workers.values():

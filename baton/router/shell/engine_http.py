@@ -8,8 +8,8 @@ A connection may be closed by the engine while a request is on its way to it. If
 byte of the answer has come, the request is sent once more on a new connection (RFC 9112, 9.3.1).
 
 httptools parses. It refuses answers with two framings (RFC 9112, 6.3). Bytes after the end of an answer
-belong to no request: their connection is closed. An answer that only the connection's end ends may have been
-cut. So it is accepted for a stream of events alone, whose last event says that it is the last.
+belong to no request: their connection is closed. An answer that ends with its connection may have been cut.
+It is accepted only for a stream of events, whose last event is marked as such.
 """
 
 import asyncio
@@ -50,14 +50,14 @@ class Origin(NamedTuple):
     host: str
     port: int
     is_tls: bool
-    path: bytes  # Before that of a request.
+    path: bytes  # Prefix of a request's path.
     host_line: bytes
-    authorization: bytes | None  # From the URL's user and password.
+    authorization: bytes | None  # The URL's user and password, as a header value.
 
 
 @functools.lru_cache(maxsize=1024)
 def origin_of(address: str) -> Origin:
-    """Of an engine's URL, which `RouterSettings` has checked."""
+    """Split an engine's URL, which `RouterSettings` has checked."""
     parts = urlsplit(address)
     assert parts.hostname is not None
     is_tls = parts.scheme == "https"
@@ -207,7 +207,7 @@ class _Connection(asyncio.Protocol):
             return
         self._status, self._has_head = status, True
         if (coding := self._headers.get("transfer-encoding")) is not None:
-            is_old = self._parser.get_http_version() == "1.0"  # Which has no codings (RFC 9112, 6.1).
+            is_old = self._parser.get_http_version() == "1.0"  # HTTP/1.0 has no codings (RFC 9112, 6.1).
             self._has_unknown_coding = coding.lower() != "chunked" or is_old
         self._is_until_close = not (
             "content-length" in self._headers or "transfer-encoding" in self._headers
@@ -292,7 +292,7 @@ class EnginePool:
     """All connections of one router to its engines. Used from one event loop; `close` ends them."""
 
     def __init__(self, *, connect_s: float, keepalive_s: float = 3.0, tls: ClientTls | None = None) -> None:
-        """`tls`: of https engines; None: the system's authorities are trusted."""
+        """`tls`: for https engines; None: the system's authorities are trusted."""
         self._loop = asyncio.get_running_loop()
         self._connect_s, self._keepalive_s, self._tls = connect_s, keepalive_s, tls
         self._idle: dict[Origin, list[_Connection]] = {}  # The one that was used last is at the end.

@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineKeys:
-    """Of one process. Without a key the client's own is passed on."""
+    """Engines' keys in one process. If an engine has none, the client's own key is passed on."""
 
     def __init__(self, settings: RouterSettings, now_s: Callable[[], float] = time.monotonic) -> None:
         self._default, self._by_url = settings.engine_api_key, settings.engine_api_keys
@@ -22,7 +22,7 @@ class EngineKeys:
         files = [path for path in (self._file, self._own_file) if path is not None]
         self._watched = WatchedFiles(files, are_read=False)
         self._now_s = now_s
-        self._authorizations: dict[str, bytes | None] = {}  # By URL.
+        self._authorizations: dict[str, bytes | None] = {}  # Header values, by URL.
 
     def key_for(self, url: str) -> str | None:
         """The key for a URL of an engine: the engine's own, else that of all engines."""
@@ -44,7 +44,7 @@ class EngineKeys:
         return self._default
 
     def _refresh_if_changed(self) -> None:
-        """Bad files change nothing."""
+        """Read the files again if they have changed. Bad files change nothing."""
         if not self._watched.have_changed(self._now_s()):
             return
         default, by_url = self._default, self._by_url

@@ -51,7 +51,7 @@ class _Viewer:
 
 
 class Feed:
-    """`ask`: the answer to a GET of SNAPSHOT or LATEST. `close` it."""
+    """Sends the fleet's state to all viewers. `ask` answers a GET of SNAPSHOT or LATEST. `close` it."""
 
     def __init__(self, ask: Callable[[str], Awaitable[Answer]]) -> None:
         self._ask = ask
@@ -86,7 +86,7 @@ class Feed:
             viewer.is_ready = True
 
     async def _tick(self) -> None:
-        """As long as there are viewers."""
+        """Send the latest state each second, as long as there are viewers."""
         while self._viewers:
             await asyncio.sleep(EVERY_S)
             self._drop_late()
@@ -116,7 +116,7 @@ class Feed:
         viewer.send(b"event: end\ndata: {}\n\n", is_last=True)
 
     def end(self) -> None:
-        """All streams, in order; there will be no others."""
+        """End all streams in order, and accept no others."""
         self._is_closed = True
         for viewer in list(self._viewers):
             self._end(viewer)

@@ -20,7 +20,8 @@ from baton.router.shell.metrics import Samples
 from baton.router.timeline import RequestTimeline
 
 LENGTH_BYTES = 4
-LOAD_EVERY_S = 0.005  # At most: how old a picture of the others' load may be, on each of the two ways.
+# Maximum age of the others' load, on each of the two ways: worker to coordinator, and back.
+LOAD_EVERY_S = 0.005
 UNREAD_BYTES_MAX = 64 << 20  # The other side does not read any more: it hangs.
 
 
@@ -28,43 +29,44 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True): ...
 
 
 class Welcome(_Frame, frozen=True, tag="Welcome"):
-    """To a worker, once, as the first frame."""
+    """The first frame that the coordinator sends to a worker."""
 
     settings: RouterSettings
     host: str
     port: int
-    has_admin_port: bool  # In the coordinator; else workers pass the administrator's requests on.
+    # Whether the coordinator has an admin port; else workers pass the administrator's requests on.
+    has_admin_port: bool
     log_config: dict[str, Any]
     history: list[Note]
-    index_path: str | None = None  # Of the index process's socket.
+    index_path: str | None = None  # Path of the index process's socket.
 
 
 class Listening(_Frame, frozen=True, tag="Listening"):
-    """From a worker that accepts connections."""
+    """A worker reports that it accepts connections."""
 
 
 class Drain(_Frame, frozen=True, tag="Drain"):
-    """To a worker: serve no new requests, and end when the running ones have."""
+    """The coordinator tells a worker to refuse new requests, and to end after the running ones."""
 
     timeout_s: float
 
 
 class EndRequests(_Frame, frozen=True, tag="EndRequests"):
-    """To a worker that drains: at once."""
+    """The coordinator tells a worker that drains to end its requests at once."""
 
 
 class LookAtFiles(_Frame, frozen=True, tag="LookAtFiles"):
-    """To a worker: read again what has changed."""
+    """The coordinator tells a worker to read again the files that have changed."""
 
 
 class Fault(_Frame, frozen=True, tag="Fault"):
-    """To a worker: the router is broken, as /health has to say."""
+    """The coordinator tells a worker that the router is broken; /health reports this."""
 
     why: str
 
 
 class Collect(_Frame, frozen=True, tag="Collect"):
-    """To a worker: send your metrics."""
+    """The coordinator asks a worker for its metrics."""
 
 
 class Collected(_Frame, frozen=True, tag="Collected"):
@@ -72,7 +74,7 @@ class Collected(_Frame, frozen=True, tag="Collected"):
 
 
 class Recall(_Frame, frozen=True, tag="Recall"):
-    """To a worker: send the last requests with this id. None: all."""
+    """The coordinator asks a worker for its last requests with this id. None: all."""
 
     number: int
     request_id: str | None
@@ -84,7 +86,7 @@ class Recalled(_Frame, frozen=True, tag="Recalled"):
 
 
 class Asks(_Frame, frozen=True, tag="Asks"):
-    """From a worker: an administrator's request, whose key has been checked."""
+    """A worker passes on an administrator's request, whose key has been checked."""
 
     number: int
     method: str
@@ -101,7 +103,7 @@ class Answers(_Frame, frozen=True, tag="Answers"):
 
 
 class Charges(_Frame, frozen=True, tag="Charges"):
-    """From a worker: a request to be counted against its tenant's limits."""
+    """A worker asks to count a request against its tenant's limits."""
 
     number: int
     tenant: str
@@ -135,7 +137,7 @@ Frame: TypeAlias = (
 _decoder = msgspec.msgpack.Decoder(Frame)
 
 
-# A signal to the process group, or of systemd to the service, is the parent's to obey.
+# The parent obeys a signal to the process group, or one that systemd sends to the service.
 _SIGNALS_OF_PARENT = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 _BOOTSTRAP = f"""
 import importlib, json, signal, sys
@@ -166,15 +168,16 @@ class Process:
         return await asyncio.shield(self._ended)
 
     def kill(self) -> None:
-        """Without effect if it has ended."""
+        """Kill the process. If it has ended, nothing happens."""
         self._child.kill()
 
 
 async def start_process(module: str, stream: "FrameStream") -> Process:
-    """A Python process that runs the module's `main(descriptor)`: with the other end of `stream`.
+    """Start a Python process that runs the module's `main(descriptor)` with the other end of `stream`.
 
-    The signals are blocked from its birth until it ignores them: else one that comes while it imports ends
-    it. `asyncio.create_subprocess_exec` cannot do this: uvloop gives a child an empty mask. Raises OSError.
+    The child starts with its parent's signals blocked, until it ignores them: else a signal during its
+    imports would end it. `asyncio.create_subprocess_exec` cannot do this: uvloop gives a child an empty mask.
+    Raises OSError.
     """
     ours, theirs = socket.socketpair()
     with theirs:

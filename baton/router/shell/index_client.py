@@ -27,10 +27,11 @@ from baton.router.shell.parts import Parts
 logger = logging.getLogger(__name__)
 
 LOOK_S = 0.05
-TOKENIZE_S = 0.2  # For an engine to give a chat's token ids; longer than that is not worth it.
+TOKENIZE_S = 0.2  # Time for an engine to return a chat's token ids; a longer wait is not worth it.
 PROMPT_BYTES_MAX = 4 << 20  # More is not looked up in time.
-CONNECT_S = 0.1  # From one attempt to connect to the next one.
-RETRY_S = 1.0  # From the end of the process to its successor, and from a late answer to the next question.
+CONNECT_S = 0.1  # Time from one attempt to connect to the next one.
+# Time from the end of the process to its successor, and from a late answer to the next question.
+RETRY_S = 1.0
 
 NOTHING = Found(0, {})
 
@@ -40,7 +41,7 @@ class _Tokenized(msgspec.Struct):
 
 
 class IndexClient:
-    """Of one process of the router. `connect` returns at once and never gives up."""
+    """Asks the index for one process of the router. `connect` returns at once and never gives up."""
 
     def __init__(self, path: str, asker: Asker) -> None:
         self._path, self._asker = path, asker
@@ -77,7 +78,7 @@ class IndexClient:
             self._stream.close()
 
     async def find(self, look: Look) -> Found:
-        """Finds nothing if it takes too long."""
+        """Return what the index knows of the prompt, and nothing if it takes too long."""
         prompt = look.prompt
         try:
             if look.tokenizer is not None:
@@ -88,7 +89,10 @@ class IndexClient:
             return NOTHING
 
     async def _tokenized(self, engine: Engine, chat: Mapping[str, Any]) -> msgspec.Raw:
-        """Only an engine knows which template the model has. Raises TimeoutError, AskFailed, NotJson."""
+        """Ask an engine for a chat's token ids: only an engine knows the model's template.
+
+        Raises TimeoutError, AskFailed, NotJson.
+        """
         url = f"{engine.address}/tokenize"
         answer = await self._asker.ask(url, timeout_s=TOKENIZE_S, method="POST", body=chat)
         return decode_json(answer.body, _Tokenized).tokens
@@ -119,7 +123,7 @@ class IndexClient:
 
 
 class IndexOwner:
-    """Starts the index process, again if it ends, and ends it."""
+    """Starts the index process, replaces it if it ends, and ends it."""
 
     def __init__(self, parts: Parts, log_config: Mapping[str, Any]) -> None:
         fleet, self._introducer = parts.fleet, parts.introducer
@@ -144,7 +148,7 @@ class IndexOwner:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def reset(self, engine: Engine) -> None:
-        """The engine is down: it may come back without its cache."""
+        """Forget what an engine has that is down: it may come back without its cache."""
         if self._stream is not None:
             self._stream.send(wire.Reset(engine.url))
 
@@ -153,7 +157,7 @@ class IndexOwner:
             self._stream.send(wire.Updated(engine.url))
 
     def _follow(self, engine: Engine) -> None:
-        """The engine has joined, or is removed."""
+        """Tell the index process that the engine has joined or is removed."""
         if self._stream is not None:
             self._stream.send(wire.Follow(self._sources))
 
@@ -170,7 +174,7 @@ class IndexOwner:
             await asyncio.sleep(RETRY_S)
 
     async def _run(self) -> None:
-        """One process, until it ends. Raises OSError."""
+        """Run one process until it ends. Raises OSError."""
         settings = self._settings
         stream = FrameStream(self._on_frame, lambda: None, decode_frame)
         process = await start_process("baton.router.shell.index_process", stream)

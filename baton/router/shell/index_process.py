@@ -4,8 +4,9 @@
     router processes --Unix socket: Look--> index process --Found--> router processes
 
 Tokenising and hashing of prompts happen here too, so that a long prompt stops no router's event loop. Events
-hold token ids and are not authenticated: the endpoints are the operator's choice. A wrong event costs a
-choice that is not the best. The process ends with its parent, and removes the socket and its folder then.
+hold token ids and are not authenticated: the operator chooses the endpoints. After a wrong event the router
+may choose an engine that is not the best. The process ends with its parent, and then removes the socket and
+its folder.
 """
 
 import asyncio
@@ -32,12 +33,12 @@ from baton.router.shell.frames import FrameStream
 
 logger = logging.getLogger(__name__)
 
-CHECK_S = 10.0  # Without an event for so long, the engine is asked whether one was missed.
+CHECK_S = 10.0  # An engine without an event for so long is asked whether one was missed.
 REPLAY_S = 10.0
 REPORT_S = 0.25
 BREATH = 64  # Batches that are applied before others have a turn.
 NUMBER_BYTES = 8
-BATCHES_MAX = 100_000  # That wait to be read, as vLLM's publisher keeps.
+BATCHES_MAX = 100_000  # Batches that wait to be read, as many as vLLM's publisher keeps.
 TASKS_MAX = 512  # More questions are not answered: the router has given up by then.
 END = (-1).to_bytes(NUMBER_BYTES, "big", signed=True)
 
@@ -46,50 +47,50 @@ class _Frame(msgspec.Struct, frozen=True, array_like=True): ...
 
 
 class Begin(_Frame, frozen=True, tag="Begin"):
-    """From the parent, once."""
+    """The first frame that the parent sends."""
 
-    path: str  # Of the Unix socket, in a folder of its own.
+    path: str  # Path of the Unix socket, in a folder of its own.
     sources: tuple[KVEventsSource, ...]
     tokenizer: str | None
     log_config: dict[str, Any]
 
 
 class Ready(_Frame, frozen=True, tag="Ready"):
-    """To the parent: the socket is there."""
+    """Report to the parent: the socket is there."""
 
 
 class Known(_Frame, frozen=True, tag="Known"):
-    """To the parent, every REPORT_S: the number of blocks by engine."""
+    """Report to the parent, every REPORT_S: the number of blocks by engine."""
 
     blocks: dict[str, int]
 
 
 class Cleared(_Frame, frozen=True, tag="Cleared"):
-    """To the parent: the engine has emptied its cache; perhaps it has other weights."""
+    """Report to the parent: the engine has emptied its cache; perhaps it has other weights."""
 
     url: str
 
 
 class Reset(_Frame, frozen=True, tag="Reset"):
-    """From the parent: this engine may be another process now."""
+    """Order of the parent: forget this engine's blocks, since it may be another process now."""
 
     url: str
 
 
 class Updated(_Frame, frozen=True, tag="Updated"):
-    """From the parent: this engine has other weights."""
+    """Order of the parent: forget this engine's blocks, since it has other weights."""
 
     url: str
 
 
 class Follow(_Frame, frozen=True, tag="Follow"):
-    """From the parent: the engines whose events are read are these now."""
+    """Order of the parent: read the events of these engines from now on."""
 
     sources: tuple[KVEventsSource, ...]
 
 
 class Look(_Frame, frozen=True, tag="Look"):
-    """Which engines have the beginning of this prompt?"""
+    """A router asks which engines have the beginning of this prompt."""
 
     number: int
     prompt: bytes  # JSON: token ids, or a text.
@@ -99,8 +100,8 @@ class Look(_Frame, frozen=True, tag="Look"):
 
 class Found(_Frame, frozen=True, tag="Found"):
     number: int
-    num_tokens: int  # Of the prompt; 0: not known.
-    cached: dict[str, Match]  # By the engine's URL.
+    num_tokens: int  # Length of the prompt; 0: not known.
+    cached: dict[str, Match]  # Matches, by the engine's URL.
     home: int  # See `block_index.home_key`.
 
 
@@ -141,7 +142,7 @@ class _Source:
             while True:
                 ready = dict(await poller.poll(CHECK_S * 1e3))
                 if disconnects in ready:
-                    # The next one there may be another process, which publishes nothing for now.
+                    # The next process at this address may be another one, which publishes nothing for now.
                     await disconnects.recv_multipart()
                     self.reset()
                 if not ready:
@@ -160,7 +161,7 @@ class _Source:
         self._carry_out(self._feed.begin())
 
     def stop(self) -> None:
-        """Nothing of this engine is known any more."""
+        """Read no more events, and forget this engine's blocks."""
         self._has_stopped = True
         if self._replaying is not None:
             self._replaying.cancel()
@@ -316,7 +317,7 @@ class IndexProcess:
         return value if isinstance(value, list) else []
 
     def _encode(self, text: str) -> list[int]:
-        """Nothing for a text at which the library fails: the engine will say so."""
+        """Return no ids for a text at which the library fails: the engine reports the error."""
         try:
             with panics_as(ValueError):
                 return list(self._tokenizer.encode(text).ids)
@@ -331,7 +332,7 @@ async def _run(stream: socket.socket) -> int:
     running: list[IndexProcess] = []
     starting: list[asyncio.Task[None]] = []
     paths: list[Path] = []
-    early: list[Follow] = []  # That came before the process could follow.
+    early: list[Follow] = []  # Frames that came before the process could follow.
 
     async def begin(frame: Begin) -> None:
         logging.config.dictConfig(frame.log_config)

@@ -1,6 +1,6 @@
 """One leg: a request to one engine, from the connection to the end of its answer, within deadlines.
 
-An answer that is not streamed is read whole before it is reported; of a stream the first piece has arrived.
+An answer that is not streamed is reported once it has been read whole, a stream when its first piece arrives.
 The engine aborts a leg that is closed early, since its connection ends.
 """
 
@@ -26,7 +26,7 @@ NO_HEADERS: Mapping[str, str] = {}
 
 
 class Upstream:
-    """What all legs share."""
+    """Objects that all legs share."""
 
     def __init__(
         self, pool: EnginePool, wheel: TimerWheel, settings: RouterSettings, keys: EngineKeys
@@ -108,7 +108,7 @@ class WireLeg:
 
     def give_up(self) -> None:
         failure = self._failure("ejected", "given up, because the engine is ejected")
-        failure.is_noted = True  # Its probes have counted this.
+        failure.is_noted = True  # The engine's probes have counted this failure.
         self._fail(failure)
 
     def hand_over(self) -> None:

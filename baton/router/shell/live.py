@@ -1,7 +1,7 @@
 """State of the fleet for its page and `baton top`: rates, latencies over time, events.
 
-It is put together when it is asked for, at most twice a second; the engines' /metrics are read only then.
-The latencies' columns are kept always, from counters that the router has anyway.
+The state is put together when a process asks for it, at most twice a second; the engines' /metrics are read
+only then. The latencies' columns are kept always, from counters that the router has anyway.
 """
 
 import asyncio
@@ -29,9 +29,9 @@ logger = logging.getLogger(__name__)
 
 FRESH_S = 0.5  # Several processes of this router may ask for the same second.
 READ_EVERY_S = 2.0
-READ_S = 2.0  # For an engine to answer.
+READ_S = 2.0  # Time for an engine to answer.
 NUM_READINGS = 4  # Rates are of the time between the first and the last of them.
-STALE_S = 30.0  # Of rates whose engine has not answered since.
+STALE_S = 30.0  # Age at which an engine's rates are dropped, if it has not answered since.
 LATEST_EVENTS = 32
 # Names of the page's latencies, and the router's histograms that have them: the first one that exists.
 LATENCIES = {
@@ -177,7 +177,7 @@ class Live:
     # --- The engines' own metrics
 
     def _read_engines(self) -> None:
-        """Soon, unless it was done READ_EVERY_S ago. An engine that is late is not asked again meanwhile."""
+        """Start to read the engines' metrics, at most each READ_EVERY_S. Late ones are not asked again."""
         now_s, engines = self._loop.time(), self._parts.fleet.engines
         if now_s - self._read_at_s < READ_EVERY_S:
             return
@@ -213,7 +213,7 @@ class Live:
         return engine_metrics.shown(before.metrics, now.metrics, now.at_s - before.at_s)
 
     def _flows(self, now_s: float) -> dict[tuple[str, str], PeerRates]:
-        """By the URLs of the pair. Of producers whose engine id is not known: by the id."""
+        """Rates by the URLs of the pair. A producer whose engine id is not known stands with the id."""
         names = {
             engine.introduction.engine_id: engine.url
             for engine in self._parts.fleet.engines

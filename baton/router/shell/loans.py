@@ -1,4 +1,4 @@
-"""Gives loans back beside the requests: carries out what `baton.router.loans` decides."""
+"""Takes loans back while requests run: carries out what `baton.router.loans` decides."""
 
 import asyncio
 import logging
@@ -14,7 +14,7 @@ logger = logging.getLogger(__name__)
 
 
 class LoanReturns:
-    """From the loop of the router; `close` ends what is under way."""
+    """Takes loans back in the router's event loop; `close` ends what is under way."""
 
     def __init__(self, asker: Asker, metrics: RouterMetrics, timeout_s: float) -> None:
         self._asker = asker

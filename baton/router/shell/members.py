@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_FIRST_S = 0.5
 RETRY_MAX_S = 10.0
-LOOK_S = 1.0  # Between two looks at the registrations' times, and at members that are held.
+LOOK_S = 1.0  # Time between two looks at the registrations' times, and at members that are held.
 _ONE_WAY: dict[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 REFUSED_MAX = 16  # Registrations that are shown. Clients choose their names.
 OPTIONS, REGISTRATIONS = "options", "registrations"
@@ -38,14 +38,14 @@ class SourceState(msgspec.Struct):
 
     name: str
     state: Literal["unread", "up", "degraded", "failed"] = "unread"
-    members: int = 0  # That it named last.
+    members: int = 0  # Number of members that the source named last.
     skipped: Mapping[str, str] = {}  # Entries that cannot be read, and why.
     reason: str | None = None  # Why it has failed.
 
 
 class Source(Protocol):
     name: str
-    silent_after_s: float  # A source without a word for so long has failed. inf: it speaks of changes only.
+    silent_after_s: float  # A source that is silent for so long has failed. inf: it reports only changes.
 
     def members(self) -> AsyncGenerator[Listing, None]:
         """All of its members, each time that it knows them anew. Raises SourceFailed, UserError.
@@ -279,7 +279,7 @@ class Members:
         return done
 
     def change_role(self, engine: Engine, role: Role, timeout_s: float) -> list[str]:
-        """It drains in its present role, and joins in the other one. Return what was done.
+        """Drain the engine in its present role, and let it join in the other one. Return what was done.
 
         Raises UserError.
         """
@@ -293,5 +293,5 @@ class Members:
 
 
 def node_of(engine: Engine) -> str:
-    """In the form of vLLM's proxies: host:port."""
+    """The engine's address in the form of vLLM's proxies: host:port."""
     return engine.url.removeprefix("http://")

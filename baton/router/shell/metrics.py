@@ -17,10 +17,10 @@ from baton.router.fleet.fleet import Fleet
 from baton.router.pairs import Pairs
 from baton.router.timeline import LegTimeline, RequestTimeline
 
-Family: TypeAlias = list[tuple[str, dict[str, str], float]]  # Of one metric: name, labels, value.
-Samples: TypeAlias = dict[str, Family]  # Of one process, by metric.
+Family: TypeAlias = list[tuple[str, dict[str, str], float]]  # Samples of one metric: name, labels, value.
+Samples: TypeAlias = dict[str, Family]  # Families of one process, by metric.
 
-GAUGES = ("baton:router_in_flight", "baton:router_waiting")  # Of each process, and summed.
+GAUGES = ("baton:router_in_flight", "baton:router_waiting")  # Gauges that are summed over processes.
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
 _GAP_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0, 10.0)
 _LEG_LABELS = ("role", "engine", "outcome")
@@ -33,7 +33,7 @@ class RouterMetrics:
         self._fleet = fleet
         self._gone: set[str] = set()
         self.registry = CollectorRegistry()
-        self._children: dict[tuple[str, tuple[str, ...]], Any] = {}  # By metric and labels.
+        self._children: dict[tuple[str, tuple[str, ...]], Any] = {}  # Children, by metric and labels.
         counter = partial(Counter, registry=self.registry)
         gauge = partial(Gauge, registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
@@ -174,7 +174,7 @@ class RouterMetrics:
         self.registry.register(_FleetCollector(fleet, pairs))
 
     def charged(self, outcome: str) -> None:
-        """Of a request to its tenant's limits."""
+        """Count a request's charge to its tenant's limits, by outcome."""
         self._charged[outcome].inc()
 
     def count(self, effect: Count) -> None:
@@ -216,7 +216,7 @@ class RouterMetrics:
         return child
 
     def forget(self, engine: Engine) -> None:
-        """It is removed: so are its labels, with the next exposition, when its last leg has been counted."""
+        """Drop a removed engine's labels with the next exposition, when its last leg has been counted."""
         self._gone.add(engine.url)
 
     def _drop_labels(self) -> None:
@@ -237,7 +237,7 @@ class RouterMetrics:
                     metric.remove(*labels)
 
     def exposition(self, others: Sequence[Samples] = ()) -> bytes:
-        """On the router's loop. `others`: counted in other processes."""
+        """Return the text for Prometheus, on the router's loop. `others`: samples of other processes."""
         if self._gone:
             self._drop_labels()
         if not others:
@@ -247,7 +247,7 @@ class RouterMetrics:
         return generate_latest(merged)
 
     def samples(self) -> Samples:
-        """What is summed, for the exposition of another process."""
+        """The samples that another process adds to its own in an exposition."""
         if self._gone:
             self._drop_labels()
         return {
@@ -258,7 +258,7 @@ class RouterMetrics:
 
 
 class _Merged(Collector):
-    """One registry, with the sums of what is summed in other processes."""
+    """One registry, to whose samples those of other processes are added."""
 
     def __init__(self, registry: CollectorRegistry, others: Sequence[Samples]) -> None:
         self._registry = registry
@@ -284,7 +284,7 @@ def sum_families(parts: Sequence[Samples]) -> Samples:
 
 
 def _sum(parts: Iterable[Family]) -> Family:
-    """By name and labels. Times of creation: the earliest."""
+    """Sum the values by name and labels. The earliest time of creation is kept."""
     total: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
     for name, labels, value in chain.from_iterable(parts):
         key = name, tuple(labels.items())

@@ -17,9 +17,10 @@ from baton.router.settings import PeerSettings
 
 logger = logging.getLogger(__name__)
 
-LOAD_EVERY_S = 0.01  # At most. With 0.1 two routers send bursts to the same engine (docs/log.md).
+# Minimum time between two reports. With 0.1 two routers send bursts to the same engine (docs/log.md).
+LOAD_EVERY_S = 0.01
 HEARTBEAT_S = 0.3
-MESSAGES_MAX = 10_000  # That wait to be sent, or to be read.
+MESSAGES_MAX = 10_000  # Messages that wait to be sent, or to be read.
 MESSAGE_BYTES_MAX = 4 << 20
 BREATH = 64  # Messages that are read before others have a turn.
 
@@ -36,9 +37,9 @@ class PeerLink:
         on_note: Callable[[Note], None],
         on_load: Callable[[], None],
     ) -> None:
-        """`load`: of this router alone. `kept`: its turns. `on_note`: a turn of another router.
+        """`load`: this router's own load. `kept`: its turns. `on_note`: a turn of another router.
 
-        `on_load`: the load of the others has changed.
+        `on_load`: the load of other routers has changed.
         """
         self._settings, self._load, self._kept = settings, load, kept
         self._on_note, self._on_load = on_note, on_load
@@ -75,7 +76,7 @@ class PeerLink:
         self.endpoint = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
 
     def connect(self, endpoint: str) -> None:
-        """To one more router."""
+        """Read from one more router."""
         assert self._in is not None
         self._in.connect(endpoint)
 
@@ -89,12 +90,12 @@ class PeerLink:
         self._publish([self._load()])
 
     def tell(self, note: Note) -> None:
-        """The other routers, if it is about a turn: what else this router sees they see themselves."""
+        """Send a note about a turn to the other routers. They see everything else themselves."""
         if self._out is not None and isinstance(note, TurnKept | TurnTaken):
             self._publish([note])
 
     async def close(self) -> None:
-        """The others learn that nothing is left to do here."""
+        """Tell the other routers that nothing is left to do here, and end."""
         if self._timer is not None:
             self._timer.cancel()
         if self._out is not None:

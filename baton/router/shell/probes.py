@@ -1,4 +1,4 @@
-"""Questions to engines about their health, when the engines' `health` wants them."""
+"""Probes of engines' health, at the times that each engine's `health` sets."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -28,7 +28,7 @@ class Prober:
         settings: ProbeSettings,
         on_healthy: Callable[[Engine], Awaitable[None]] | None = None,
     ) -> None:
-        """`on_healthy`: what else to ask an engine that is well. It has a deadline of its own."""
+        """`on_healthy`: asks for more from an engine that is well. It has a deadline of its own."""
         self._on_healthy = on_healthy
         self._stopping = asyncio.Event()
         self._tasks = asyncio.TaskGroup()
@@ -52,7 +52,7 @@ class Prober:
             await self._stopping.wait()
 
     def watch(self, engine: Engine) -> None:
-        """Until it is removed. The first probe is at once, later ones are spread over their interval."""
+        """Probe the engine until it is removed: first at once, then spread over the interval."""
         self._num_watched += 1
         engine.health.phase = self._num_watched * GOLDEN_RATIO % 1.0
         self._tasks.create_task(self._watch(engine))
@@ -99,7 +99,7 @@ class _Health(msgspec.Struct):
 
 
 def _admin_port_in(body: bytes) -> int | None:
-    """Of /health; other engines answer with other bodies, or none."""
+    """The port in an answer of /health. Other engines answer with other bodies, or none."""
     try:
         return decode_json(body, _Health).admin_port
     except NotJson:
@@ -107,4 +107,4 @@ def _admin_port_in(body: bytes) -> int | None:
 
 
 class ProberDied(BatonError):
-    """The task that watches the engines has ended: the router must not go on blind."""
+    """The task that watches the engines has ended: the router would not notice a failed engine."""

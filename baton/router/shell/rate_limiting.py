@@ -70,7 +70,7 @@ class Charging:
         try:
             async with asyncio.timeout(CHARGE_S):
                 verdict = await self._charge()
-        except Exception as error:  # Of a Redis client, whose classes are not known here.
+        except Exception as error:  # The client of Redis raises it; its classes are not known here.
             logger.error("rate limits cannot be counted: %s", type(error).__name__)
             self._count("unavailable")
             verdict = LET_IN

@@ -61,7 +61,7 @@ GAPS_AT_ONCE = 16
 
 
 class Requests:
-    """What requests share."""
+    """Objects that all requests share."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Requests:
         self.index = index
 
     def ask(self, doubt: Doubt) -> None:
-        """Beside the request, which goes on."""
+        """Settle the doubt while the request goes on."""
         loop, engines = asyncio.get_running_loop(), (doubt.lent.engine, doubt.used.engine)
 
         def settled() -> None:
@@ -195,7 +195,7 @@ class RequestDriver:
                 self._start(self._meet(engine))
             case Hold(seconds, transfer_id):
                 if self._hold is not None:
-                    self._hold.cancel()  # It is of an attempt before this one.
+                    self._hold.cancel()  # The timer belongs to an earlier attempt.
                 self._hold = self._loop.call_later(seconds, self._put, HoldOver(transfer_id))
             case Doubt():
                 self._requests.ask(effect)
@@ -252,7 +252,7 @@ class RequestDriver:
         self._recorder.gaps_s.clear()
 
     def _clear(self) -> None:
-        """The machine has failed: leave its engines, and give back what they have lent."""
+        """The machine has failed: leave its engines, and take back what they have lent."""
         legs, self._legs = self._legs, {}
         for wire in legs.values():
             wire.close()
@@ -281,7 +281,7 @@ class RequestDriver:
 
 
 def report_refusal(fleet: Fleet, error: ApiError, request_id: str) -> None:
-    """For operators. What is the client's fault is not."""
+    """Report a refusal to operators, unless the client is at fault."""
     if error.status == 429 or error.status >= 500:
         why = str(error).partition("; try again")[0]  # What follows differs each time.
         fleet.roster.report_event("refusal", None, f"{error.status}: {why}", request_id)

@@ -1,7 +1,7 @@
 """One timer of the event loop for the deadlines of all connections and legs.
 
-Nearly every deadline is cancelled or put off before it comes. Here both cost a dictionary's entry and no
-timer. A deadline comes up to `TICK_S` late.
+Nearly every deadline is cancelled or put off before it comes. Both cost a dictionary's entry and no timer.
+A deadline comes up to `TICK_S` late.
 """
 
 from collections.abc import Callable
@@ -30,7 +30,7 @@ class Deadline:
         self.slot: int | None = None
 
     def set(self, seconds: float) -> None:
-        """From now on, instead of the time that was set before."""
+        """Set the time, counted from now. It replaces the one that was set before."""
         now_s = self._wheel.now_s()
         self.set_at(now_s + seconds, now_s)
 

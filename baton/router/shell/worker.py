@@ -1,6 +1,6 @@
 """A worker process of a router: serves clients on a port that it shares with the other workers.
 
-It ends when the coordinator says so, or has ended.
+It ends when the coordinator orders it, or has ended.
 """
 
 import asyncio
@@ -45,8 +45,8 @@ from baton.router.shell.members import watch_drain
 
 logger = logging.getLogger(__name__)
 
-ALIVE_EVERY_S = 1.0  # At least: the coordinator ends a worker that it does not hear.
-ANSWER_S = 30.0  # For the coordinator to carry out an administrator's order.
+ALIVE_EVERY_S = 1.0  # Longest silence: the coordinator ends a worker that it does not hear.
+ANSWER_S = 30.0  # Time for the coordinator to carry out an administrator's order.
 EXIT_ORPHANED = 1
 
 
@@ -59,7 +59,7 @@ class Worker:
         self._welcome: asyncio.Future[Welcome | None] = self._loop.create_future()
         self._drain: asyncio.Future[Drain | None] = self._loop.create_future()  # None: an orphan.
         self._router: Router | None = None
-        self._early: list[Frame] = []  # That have come before the router was made.
+        self._early: list[Frame] = []  # Frames that came before the router was made.
         self._load_timer: asyncio.TimerHandle | None = None
         self._is_load_due = False
         self._asked: dict[int, asyncio.Future[Answers]] = {}
@@ -88,7 +88,7 @@ class Worker:
                 welcome.host, welcome.port, serves_admin=not welcome.has_admin_port
             )
             router.start()
-            gc.freeze()  # As in `run`.
+            gc.freeze()  # The reason is in `run`.
             self._stream.send(Listening())
             self._send_load()
             drain = await self._drain
@@ -146,7 +146,7 @@ class Worker:
             watch_drain(self._loop, fleet, engine)
 
     def _on_lost(self) -> None:
-        """The coordinator has ended without a word."""
+        """The coordinator has ended without notice."""
         if not self._welcome.done():
             self._welcome.set_result(None)
         self._end_with(None)

@@ -13,7 +13,7 @@ from baton.router.members import Listing, Member, read_entries
 from baton.router.settings import Role
 from baton.router.shell.members import SourceFailed
 
-ASK_S = 5.0  # For one question, over all name servers.
+ASK_S = 5.0  # Time for one question, over all name servers.
 
 
 class DnsSource:

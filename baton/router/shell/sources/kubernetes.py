@@ -16,16 +16,16 @@ from baton.router.shell.members import SourceFailed
 
 ROLE_LABEL = "baton/role"
 BOTH = "both"
-WATCH_S = 240.0  # Then the slices are listed again: a watch that has silently died costs no more.
+WATCH_S = 240.0  # The slices are listed again after it: a watch that has silently died costs no more.
 ASK_S = 10.0
 GONE = 410
 
 
 class Rule(NamedTuple):
-    """Which slices, and what they say."""
+    """Selects the slices, and tells how to read them."""
 
     namespace: str
-    selector: str  # Of labels of the slices, which are those of their service.
+    selector: str  # Selects by the slices' labels, which are those of their service.
     role_label: str = ROLE_LABEL
     port: str | None = None  # Name or number. None: the only one.
     scheme: str = "http"
@@ -111,7 +111,7 @@ def _members_in(one: Any, rule: Rule) -> Iterator[Member]:
     roles = _roles_of(one, rule)
     port = _port_of(one, rule)
     if port is None:
-        return  # It has no endpoints yet.
+        return  # The slice has no endpoints yet.
     for endpoint in one.endpoints or ():
         # None means ready (discovery.k8s.io/v1). A pod that terminates is not ready.
         if endpoint.conditions is not None and endpoint.conditions.ready is False:
