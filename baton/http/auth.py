@@ -39,9 +39,9 @@ from baton.http.watched_files import WatchedFiles
 logger = logging.getLogger(__name__)
 
 MAX_KEY_FILE_BYTES = 1 << 16
-MAX_AUTH_FILE_BYTES = 4 << 20  # With the keys of ten thousands of tenants.
+MAX_AUTH_FILE_BYTES = 4 << 20  # Room for the keys of ten thousands of tenants.
 MIN_KEY_CHARS = 8  # A shorter key is guessed over the network.
-OPEN_PATHS = frozenset({"/health"})  # For load balancers and supervisors, which have no key.
+OPEN_PATHS = frozenset({"/health"})  # Load balancers and supervisors, which ask it, have no key.
 STORAGES = ("redis://", "rediss://")
 ReadFile = Callable[[str, str], str]  # Path and field; the file's text.
 
@@ -199,7 +199,7 @@ def read_auth(file: str | None) -> AuthSettings:
 
 
 class AuthFile:
-    """Tenants with their keys and limits, read again when the file changes. Of one process.
+    """One process's tenants with their keys and limits, read again when the file changes.
 
     `[jwt]` and `storage` stay as they were at the start, and so do the shares of a queue.
     """
@@ -207,7 +207,7 @@ class AuthFile:
     def __init__(
         self, settings: AuthSettings, path: str | None = None, now_s: Callable[[], float] = lambda: 0.0
     ) -> None:
-        """`settings`: of the file at the start."""
+        """`settings`: contents of the file at the start."""
         self._settings, self._path, self._now_s = settings, path, now_s
         self._watched = WatchedFiles([] if path is None else [path], are_read=False)
 
@@ -246,7 +246,7 @@ ANYONE = Caller()
 
 
 class Authenticator:
-    """Of one port. Without any key and issuer every client is served.
+    """Checks the clients of one port. If there is neither a key nor an issuer, every client is served.
 
     `api_keys` open everything, unless there are `admin_keys`, which alone open the administrator's pages. A
     tenant's keys and tokens never open these. `register_keys` open the path of registrations only.
@@ -265,9 +265,9 @@ class Authenticator:
         now_s: Callable[[], float] = lambda: 0.0,
         open_paths: frozenset[str] = OPEN_PATHS,
     ) -> None:
-        """`is_admin`: whether a path is one of the administrator's. `now_s`: of the loop's clock.
+        """`is_admin`: whether a path is one of the administrator's. `now_s`: the loop's clock.
 
-        `files`: of these keys; they are read again when they change. `open_paths` need no key.
+        `files`: they hold these keys and are read again when they change. `open_paths` need no key.
         """
         self._open_paths = open_paths
         self._salt = secrets.token_bytes(32)

@@ -12,8 +12,8 @@ from baton.http.errors import RETRY_AFTER_S, ApiError
 from baton.http.settings import HttpSettings
 from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
 
-# Between two iterations of the event loop that take tens of milliseconds for one request. A stream's next
-# token needs several iterations, so a single one between would delay it.
+# Pause between two iterations of the event loop that take tens of milliseconds for one request. A stream's
+# next token needs several iterations, so one iteration alone between the two would delay it.
 PAUSE_S = 0.01
 CHECKED_INLINE_BYTES = 256 << 10  # The costliest JSON of this size takes 10 ms to check and to decode.
 
@@ -29,7 +29,7 @@ class Bodies:
         self._settings = settings
         self._workers = workers
         self._check = Job("baton.http.json_body:compact", settings.admission_s)
-        self.held_bytes = 0  # Of all bodies that are being read or decoded.
+        self.held_bytes = 0  # Bytes of all bodies that are being read or decoded.
 
     @asynccontextmanager
     async def read(self, headers: Mapping[str, str], receive: Receive) -> AsyncIterator[bytes]:

@@ -1,8 +1,8 @@
 """uvicorn server with limits and deadlines for connections.
 
-uvicorn alone only ends a connection that is idle after an answer. Here a connection must also send its
-headers within `header_s` after it was opened or became idle. When there are too many connections, the one
-that has waited longest for a request is closed; if all of them run a request, the new one is.
+uvicorn alone only ends a connection that is idle after an answer. A connection of this server must also
+send its headers within `header_s` after it was opened or became idle. When there are too many connections,
+the one that has waited longest for a request is closed; if all of them run a request, the new one is.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ WANTED_DESCRIPTORS = 65536
 
 class Connection(Protocol):
     def drop(self, reason: str) -> None:
-        """Close it at once."""
+        """Close the connection at once."""
 
 
 class Crowd:
@@ -35,8 +35,8 @@ class Crowd:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._waiting: dict[Connection, None] = {}  # For a request's headers. The value is unused.
-        self._receiving: dict[Connection, None] = {}  # A request's body.
+        self._waiting: dict[Connection, None] = {}  # Connections that wait for headers. Values are unused.
+        self._receiving: dict[Connection, None] = {}  # Connections that receive a request's body.
 
     def join(self, connection: Connection, num_open: int) -> None:
         """A connection was opened. If there are too many, the one that has waited longest is closed."""
@@ -57,7 +57,7 @@ class Crowd:
         self._receiving[connection] = None
 
     def leave(self, connection: Connection) -> None:
-        """It runs a request, or is closed."""
+        """The connection runs a request, or is closed."""
         self._waiting.pop(connection, None)
         self._receiving.pop(connection, None)
 

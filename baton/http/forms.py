@@ -12,7 +12,7 @@ from baton.core.errors import UserError
 MEDIA_TYPE = "multipart/form-data"
 PARTS_MAX = 128
 PART_HEAD_BYTES_MAX = 8 << 10
-FIELD_BYTES_MAX = 4 << 10  # Of a field that is no file.
+FIELD_BYTES_MAX = 4 << 10  # Limit for a field that is no file.
 _BOUNDARY = re.compile(r';\s*boundary=(?:"([^"]{1,70})"|([^\s;",]{1,70}))', re.IGNORECASE)
 _NAME = re.compile(rb'^content-disposition:[^\r\n]*;\s*name="([^"\r\n]*)"', re.IGNORECASE | re.MULTILINE)
 _IS_FILE = re.compile(rb"^content-disposition:[^\r\n]*;\s*filename\*?=", re.IGNORECASE | re.MULTILINE)
@@ -20,7 +20,7 @@ _IS_FILE = re.compile(rb"^content-disposition:[^\r\n]*;\s*filename\*?=", re.IGNO
 
 class Field(NamedTuple):
     text: str
-    start: int  # Of its bytes in the body.
+    start: int  # Start of its bytes in the body.
     end: int
 
 
@@ -30,7 +30,7 @@ def is_form(headers: Mapping[str, str]) -> bool:
 
 
 def fields_of(body: bytes, content_type: str) -> dict[str, Field]:
-    """The last field of each name, without files and long fields. Raises UserError for what is no form."""
+    """The last field of each name, without files and long fields. Raises UserError if the body is no form."""
     found = _BOUNDARY.search(content_type)
     if found is None:
         raise UserError("has no boundary", field="Content-Type")

@@ -27,22 +27,22 @@ SECRET_BYTES_MIN = 32  # RFC 7518, 3.2: as long as the hash of HS256.
 TOKEN_CHARS_MAX = 8192
 TENANT_CHARS_MAX = 256
 LEEWAY_MAX_S = 300.0
-REFRESH_GAP_S = 10.0  # Between two fetches of the keys.
-CACHED_TOKENS = 4096  # Whose signatures are not computed again.
+REFRESH_GAP_S = 10.0  # Minimum time between two fetches of the keys.
+CACHED_TOKENS = 4096  # Tokens whose signatures are not computed again.
 
 
 class JwtSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which tokens open the router. Raises ConfigError that names the field."""
+    """Settings for the tokens that open the router. Raises ConfigError that names the field."""
 
     issuer: str  # The claim `iss`.
     audience: str  # One of the claim `aud`.
     algorithms: tuple[str, ...] = ()  # Empty: HS256 for a secret, else DEFAULT_ALGORITHMS.
-    secret: str | None = None  # Of HMAC.
+    secret: str | None = None  # Key for HMAC.
     keys: str | None = None  # A public key in PEM, or a JWKS.
     jwks_url: str | None = None
-    refresh_s: float = 300.0  # Between two fetches of the JWKS, besides those for new keys.
+    refresh_s: float = 300.0  # Time between two fetches of the JWKS, besides those for new keys.
     tenant_claim: str = "sub"
-    leeway_s: float = 30.0  # By which clocks may differ.
+    leeway_s: float = 30.0  # Accepted difference of two clocks.
 
     def __post_init__(self) -> None:
         sources = [name for name in ("secret", "keys", "jwks_url") if getattr(self, name) is not None]
@@ -81,7 +81,7 @@ class JwtSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 class JwtVerifier:
-    """Of one process. Raises ConfigError for keys that are none."""
+    """Verifies the tokens that one process gets. Raises ConfigError for keys that cannot be used."""
 
     def __init__(
         self,
@@ -99,7 +99,7 @@ class JwtVerifier:
         self._settings, self._on_due, self._wall_s = settings, on_due, wall_s
         self._verified: dict[bytes, tuple[str, float]] = {}  # Tenant and end, by the token's digest.
         self._one_key: Any = settings.secret
-        self._keys: dict[str | None, Any] = {}  # By key id.
+        self._keys: dict[str | None, Any] = {}  # Keys, by key id.
         self.next_fetch_s = 0.0 if settings.jwks_url is not None else inf
         self._last_fetch_s, self._is_fetching = -inf, False
         if settings.keys is not None and settings.keys.lstrip().startswith("{"):
@@ -127,7 +127,7 @@ class JwtVerifier:
     # --- Fetches of the JWKS
 
     def note_fetch(self, now_s: float) -> None:
-        """A fetch begins; it ends with `use_jwks` or `note_failed_fetch`. `now_s`: of the loop's clock."""
+        """A fetch begins; it ends with `use_jwks` or `note_failed_fetch`. `now_s`: on the loop's clock."""
         self._last_fetch_s, self._is_fetching = now_s, True
         self.next_fetch_s = now_s + self._settings.refresh_s
 
@@ -230,7 +230,7 @@ _REASONS = {
 
 
 def _reason(error: Exception) -> str:
-    """Without the library's texts, which may quote the token."""
+    """Why a token is refused, without the library's texts: these may quote the token."""
     claim = getattr(error, "claim", None)
     if type(error).__name__ == "MissingRequiredClaimError":
         return f"has no claim {claim!r}"

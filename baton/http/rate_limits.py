@@ -24,7 +24,7 @@ _NAMESPACE = "baton"
 
 
 class Verdict(msgspec.Struct, frozen=True, array_like=True):
-    """`refused`: what is exceeded; None: the request is let in. `headers`: of its answer."""
+    """`refused`: what is exceeded; None: the request is let in. `headers`: part of its answer."""
 
     headers: dict[str, str]
     refused: str | None = None
@@ -52,12 +52,12 @@ LET_IN = Verdict({})
 
 
 class _Counter:
-    """Of one tenant and kind."""
+    """Requests or tokens of one tenant."""
 
     __slots__ = ("before", "minute", "now")
 
     def __init__(self, minute: int) -> None:
-        self.minute, self.now, self.before = minute, 0, 0  # Its counts: of this minute, of the one before.
+        self.minute, self.now, self.before = minute, 0, 0  # Counts of this minute and of the one before.
 
     def move_to(self, minute: int) -> None:
         if minute != self.minute:
@@ -135,7 +135,7 @@ class RateLimits:
         return Verdict(headers)
 
     def _limits_of(self, tenant: str, num_prompt_tokens: int) -> Iterator[tuple[str, int, int]]:
-        """Of each kind that is limited: its name, the limit, the cost."""
+        """Name, limit and cost of each kind that is limited."""
         rate = self._auth.current.rate_of(tenant)
         if rate.requests_per_minute is not None:
             yield "requests", rate.requests_per_minute, 1
@@ -161,7 +161,7 @@ class _SharedCounts:
         self._limiter = SlidingWindowCounterRateLimiter(self._storage)
 
     async def hit(self, tenant: str, kind: str, limit: int, cost: int) -> tuple[bool, int, float]:
-        """As `LocalCounts.hit`."""
+        """Count a request like `LocalCounts.hit`."""
         item = self._per_minute(limit, namespace=_NAMESPACE)
         is_in = cost == 0 or await self._limiter.hit(item, tenant, kind, cost=cost)
         reset_at_s, remaining = await self._limiter.get_window_stats(item, tenant, kind)
@@ -204,5 +204,5 @@ def _why(kind: str, limit: int, cost: int) -> str:
 
 
 def _retry_after_s(limit: int, cost: int, remaining: int) -> int:
-    """As if the window moved evenly: it frees `limit` in a minute."""
+    """Time until the request fits, as if the window moved evenly: it frees `limit` in a minute."""
     return min(WINDOW_S, max(1, ceil((cost - remaining) * WINDOW_S / limit)))

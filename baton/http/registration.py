@@ -23,7 +23,7 @@ class Registration(msgspec.Struct, frozen=True):
 
     instance: str  # The engine's root URL, as routers reach it.
     type: Role
-    model: str | None = None  # Of an engine that does not report it by itself.
+    model: str | None = None  # Model of an engine that does not report it by itself.
     weight: float = 1.0  # Share of requests, compared with 1 of the others.
     ttl_s: float = TTL_S  # 0: it leaves now.
 

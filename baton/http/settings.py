@@ -12,16 +12,16 @@ class HttpLimits(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """The option `--limits` of `baton serve` and `baton route`. Raises ConfigError that names the field."""
 
     max_connections: int = 4096  # Also at most a quarter of the process's file descriptors.
-    header_s: float = 10.0  # For a connection's first byte up to the end of a request's headers.
-    body_s: float = 30.0  # For a client to send its body.
-    idle_s: float = 75.0  # Between two requests of a connection. Clients and proxies close idle ones earlier.
+    header_s: float = 10.0  # Time to send a request's headers. It starts when a connection is opened.
+    body_s: float = 30.0  # Time for a client to send its body.
+    idle_s: float = 75.0  # Time between a connection's requests. Clients and proxies close idle ones earlier.
     max_body_bytes: int = 32 << 20
     inline_body_bytes: int = 4 << 20  # A worker process checks the JSON of larger bodies first.
-    total_body_bytes: int = 256 << 20  # Of all bodies that are being read or decoded.
-    max_token_ids: int = 1 << 20  # In one request.
-    max_text_chars: int = 4 << 20  # Of one prompt, as its chat template renders it.
+    total_body_bytes: int = 256 << 20  # Sum over all bodies that are being read or decoded.
+    max_token_ids: int = 1 << 20  # Token ids in one request.
+    max_text_chars: int = 4 << 20  # Length of one prompt, as its chat template renders it.
     render_s: float = 1.0  # Processor time for one chat template.
-    admission_s: float = 10.0  # For all work on a request before the engine has it.
+    admission_s: float = 10.0  # Time for all work on a request before the engine has it.
 
     def __post_init__(self) -> None:
         for name in HttpLimits.__struct_fields__:
@@ -43,8 +43,8 @@ class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=
     """All settings of the HTTP layer of one server."""
 
     api_keys: tuple[str, ...] = ()
-    admin_keys: tuple[str, ...] = ()  # Of the administrator's pages. Empty: `api_keys` open these, too.
-    register_keys: tuple[str, ...] = ()  # With which engines register, and that open nothing else.
+    admin_keys: tuple[str, ...] = ()  # Keys of the administrator's pages. Empty: `api_keys` open these, too.
+    register_keys: tuple[str, ...] = ()  # Keys with which engines register; they open nothing else.
     key_files: KeyFiles = NO_KEY_FILES
     auth: AuthSettings = NO_AUTH
     allowed_hosts: tuple[str, ...] = ()  # Names in the Host header besides those of loopback; "*": any.
@@ -60,7 +60,7 @@ class HttpSettings(HttpLimits, frozen=True, kw_only=True, forbid_unknown_fields=
         return self.auth.is_limited or self.key_files.auth is not None
 
     def auth_file(self, now_s: Callable[[], float]) -> AuthFile:
-        """`now_s`: of the loop's clock."""
+        """`now_s`: the loop's clock."""
         return AuthFile(self.auth, self.key_files.auth, now_s)
 
     @classmethod

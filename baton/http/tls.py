@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 # A server accepts as many at once; they must fit into the descriptors that are kept in reserve.
 BACKLOG = 512
-HANDSHAKES_MAX = 256  # That are open at once at one port.
+HANDSHAKES_MAX = 256  # Handshakes that are open at once at one port.
 ACCEPT_AGAIN_S = 0.1
 
 
 class TlsFiles(msgspec.Struct, frozen=True, kw_only=True):
     """Paths of PEM files."""
 
-    cert: str  # With the chain up to, and without, the root.
+    cert: str  # Certificate with its chain up to, and without, the root.
     key: str
     client_ca: str | None = None  # Clients need a certificate of it. None: they need none.
 
@@ -158,7 +158,7 @@ class TlsAcceptor:
             await self._loop.connect_accepted_socket(
                 self._make, accepted, ssl=self._tls.context, ssl_handshake_timeout=self._handshake_s
             )
-        except OSError as error:  # Of the client, and also ssl.SSLError.
+        except OSError as error:  # The connection of a client failed; ssl.SSLError is an OSError, too.
             logger.debug("a TLS handshake has failed: %s", error)
 
     def close(self) -> None:

@@ -4,20 +4,20 @@ import os
 from collections.abc import Sequence
 from typing import ClassVar
 
-LOOK_EVERY_S = 10.0  # At most; no event of the file system is awaited.
+LOOK_EVERY_S = 10.0  # Shortest time between two looks; no event of the file system is awaited.
 
 
 class WatchedFiles:
-    _num_calls: ClassVar[int] = 0  # Of `look_now`.
+    _num_calls: ClassVar[int] = 0  # Calls of `look_now`.
 
     @classmethod
     def look_now(cls) -> None:
-        """At the next use, all of this process look at their files: SIGHUP."""
+        """Let all watchers of this process look at their files when they are used next: for SIGHUP."""
         cls._num_calls += 1
 
     def __init__(self, paths: Sequence[str], *, are_read: bool = True) -> None:
-        """`are_read`: now, by this process. False: what is in use may be older than the files, as in a worker
-        that is started later; then the first look finds a change.
+        """`are_read`: this process reads the files now. False: it uses contents that may be older, as in
+        a worker that is started later; then the first look finds a change.
         """
         self._paths = paths
         self._seen = self._look() if are_read else []
@@ -25,7 +25,7 @@ class WatchedFiles:
         self._num_calls_seen = self._num_calls
 
     def have_changed(self, now_s: float) -> bool:
-        """Since the last call that returned True. A file that is gone has changed, too."""
+        """Whether a file has changed since the last call that returned True. A removed file counts, too."""
         is_due = now_s >= self._look_at_s or self._num_calls_seen != self._num_calls
         if not is_due or not self._paths:
             return False
@@ -39,7 +39,7 @@ class WatchedFiles:
 
 
 def _state_of(path: str) -> tuple[int, int, int]:
-    """Also other after a rename or a change of permissions. Symbolic links are followed."""
+    """State of the file. A rename or a change of permissions changes it. Symbolic links are followed."""
     try:
         found = os.stat(path)
     except OSError:

@@ -21,9 +21,9 @@ from baton.core.errors import BatonError, UserError
 
 HEADER_BYTES = 8
 NUM_WORKERS = 2  # A slow job leaves one for the others.
-START_S = 60.0  # To start a Python process on a busy machine.
-GRACE_S = 10.0  # Beyond a job's processor time: the machine may be busy, or the worker stopped.
-EXIT_S = 5.0  # From a worker's end of stream to its exit status.
+START_S = 60.0  # Time to start a Python process on a busy machine.
+GRACE_S = 10.0  # Time beyond a job's processor time: the machine may be busy, or the worker stopped.
+EXIT_S = 5.0  # Time from a worker's end of stream to its exit status.
 
 _BOOTSTRAP = (
     "import json, sys; sys.path[:] = json.loads(sys.argv[1]); "

@@ -252,7 +252,7 @@ def _add_state(app: FastAPI, service: Service) -> None:
         service.check_healthy()
         if service.admin_port is None:
             return Response(status_code=200)
-        return json_response({"admin_port": service.admin_port})  # For routers, which call /baton/*.
+        return json_response({"admin_port": service.admin_port})  # Routers call /baton/* there.
 
     @app.get("/version")
     async def version() -> Response:

@@ -39,7 +39,7 @@ class ChatWork:
     samples: Sequence[Sample]
     id: str
     created: int
-    headers: dict[str, str] = field(default_factory=dict)  # Of the answer; known with the first token.
+    headers: dict[str, str] = field(default_factory=dict)  # The answer's headers; known with the first token.
 
     async def answer(self) -> ChatCompletion:
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
@@ -97,7 +97,7 @@ class ChatWork:
     def _chunk(
         self, piece: Piece, usage: Usage | None, names: TokenNames, form: LogprobFormat, *, is_first: bool
     ) -> ChatChunk | None:
-        """Return None if the piece has nothing to show yet. `usage`: so far, if wanted continuously."""
+        """Return None if the piece has nothing to show yet. `usage`: the usage so far, if wanted."""
         names_ids = names.add(piece, is_first=is_first)
         finish = piece.finish
         if not (piece.text or finish or names_ids or self.request.logprobs):

@@ -43,9 +43,9 @@ class TokenCount:
     def __init__(self, samples: Sequence[Sample]) -> None:
         by_prompt = {sample.prompt_index: len(sample.request.prompt_token_ids) for sample in samples}
         self._num_prompt = sum(by_prompt.values())
-        # By sample, with what another engine has generated.
+        # Generated tokens by sample, with those of another engine.
         self._num_generated = Counter({s.index: len(s.request.output_token_ids) for s in samples})
-        self._cached: dict[int, Finish] = {}  # By prompt: the finish of its first sample.
+        self._cached: dict[int, Finish] = {}  # Finish of a prompt's first sample, by prompt.
         self._firsts = {sample.prompt_index: sample.index for sample in reversed(samples)}
 
     def add(self, piece: Piece) -> None:
@@ -78,7 +78,7 @@ class TokenNames:
 
     def __init__(self, *, wants_all: bool) -> None:
         self._wants_all = wants_all
-        self._waiting: dict[int, list[int]] = {}  # By sample.
+        self._waiting: dict[int, list[int]] = {}  # Ids that wait for a chunk, by sample.
 
     def add(self, piece: Piece, *, is_first: bool) -> bool:
         """Add the piece's ids. Returns whether its chunk is sent even if it has nothing else."""
@@ -99,13 +99,13 @@ GIVEN_HEADER = "X-Baton-Given"  # Tokens of the answer that this engine continue
 
 
 def prompt_header(piece: Piece) -> dict[str, str]:
-    """Return the header with numbers for routers: tokens of the prompt, those cached here, those transferred.
+    """Return the headers for routers: tokens of the prompt, those cached here, those transferred.
 
-    And the number of tokens that another engine has given of the answer. An engine that does not know them
-    would begin the answer again, and has no such header. And the id by which a router tells whether two
-    engines answer with the same weights.
+    GIVEN_HEADER has the number of tokens that another engine has given of the answer. An engine that does not
+    know them would begin the answer again, and has no such header. A router compares WEIGHTS_HEADER of two
+    engines to know whether they answer with the same weights.
 
-    In a header, because a stream's usage comes last, and only if the client asks for it.
+    Headers carry the numbers, because a stream's usage comes last, and only if the client asks for it.
     """
     headers = {}
     if given := piece.sample.request.output_token_ids:
@@ -127,7 +127,7 @@ class Answer:
 
     @property
     def kv_transfer_params(self) -> dict[str, Any] | UnsetType:
-        """At most one choice has params, because a request that lends has one sample."""
+        """Params of the answer. At most one choice has any, because a request that lends has one sample."""
         for choice in self.choices:
             if choice.finish.kv_transfer_params is not None:
                 return choice.finish.kv_transfer_params

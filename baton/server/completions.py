@@ -32,10 +32,10 @@ class CompletionWork:
     service: Service
     request: CompletionRequest
     samples: Sequence[Sample]
-    echoes: Sequence[str]  # By prompt; empty strings without `echo`.
+    echoes: Sequence[str]  # Texts by prompt; empty strings without `echo`.
     id: str
     created: int
-    headers: dict[str, str] = field(default_factory=dict)  # Of the answer; known with the first token.
+    headers: dict[str, str] = field(default_factory=dict)  # The answer's headers; known with the first token.
 
     async def answer(self) -> Completion:
         async with RunningSamples(self.service.engine, self.samples, self.service.metrics) as running:
@@ -107,7 +107,7 @@ class CompletionWork:
         *,
         is_whole: bool,
     ) -> CompletionLogprobs | None:
-        """`form`: of this choice. `prompt_logprobs` are shown with an echo.
+        """`form`: this choice's format. `prompt_logprobs` are shown with an echo.
 
         `is_whole`: the sample's text has ended.
         """
@@ -142,7 +142,7 @@ class _ChunkStream:
     def __init__(self, work: CompletionWork, count: TokenCount, formats: dict[int, LogprobFormat]) -> None:
         self._work = work
         self._count = count
-        self._formats = formats  # By choice begun.
+        self._formats = formats  # Formats of the choices that have begun, by index.
         self._names = TokenNames(wants_all=bool(work.request.return_token_ids))
 
     async def chunk(self, piece: Piece) -> Completion | None:
@@ -219,11 +219,11 @@ async def admit_completion(service: Service, request: CompletionRequest, request
     )
     await service.replay_given(samples)
     echoes = [""] * len(prompts)
-    if request.echo and not request.return_token_ids:  # As in vLLM, the ids replace the text.
+    if request.echo and not request.return_token_ids:  # The ids replace the text, as in vLLM.
         echoes = [
             prompt
             if isinstance(prompt, str) and len(token_ids) == len(whole)
-            # As in vLLM, special tokens are shown if the client has sent them.
+            # Special tokens are shown if the client has sent them, as in vLLM.
             else await service.encoder.decode(
                 token_ids, "prompt", skip_special_tokens=isinstance(prompt, str)
             )

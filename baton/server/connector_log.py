@@ -11,7 +11,7 @@ from baton.contract import KVConnectorStats
 
 logger = logging.getLogger(__name__)
 
-INTERVAL_S = 10.0  # As in vLLM.
+INTERVAL_S = 10.0  # vLLM's interval.
 
 BuildStats: TypeAlias = Callable[[dict[str, Any]], KVConnectorStats | None]
 """A connector class's `build_kv_connector_stats`."""
@@ -28,7 +28,7 @@ class ConnectorLog:
     def __init__(self, build: BuildStats, *, later: Later | None = None) -> None:
         self._build = build
         self._later = later or (lambda s, call: asyncio.get_running_loop().call_later(s, call))
-        self._gathered: KVConnectorStats | None = None  # Since the last line.
+        self._gathered: KVConnectorStats | None = None  # Statistics since the last line.
 
     def observe(self, raw: dict[str, Any]) -> None:
         """Add the `SchedulerStats.kv_connector_stats` of one step."""
@@ -52,7 +52,7 @@ class ConnectorLog:
             return
         try:
             figures = gathered.reduce()
-        except Exception as error:  # As above.
+        except Exception as error:  # The connector may be any code.
             logger.warning("the connector's statistics are not logged: %r", error)
             return
         logger.info("KV connector: %s", ", ".join(f"{value} {name}" for name, value in figures.items()))

@@ -216,7 +216,8 @@ class ServerMetrics:
         self._requests = RequestMetrics(make)
         self._clock = clock
         self.timelines = EngineTimelines(model_name, clock=clock)
-        self.is_connector_retired = False  # It failed for good; prompts are computed here until a restart.
+        # Whether the connector has failed permanently: until a restart, prompts are computed here.
+        self.is_connector_retired = False
 
     def observe_stats(self, stats: SchedulerStats) -> None:
         """Update all metrics from one step's statistics: the callback of `EngineClient.on_stats`."""

@@ -30,7 +30,7 @@ from baton.http.tls import ClientTls
 logger = logging.getLogger(__name__)
 
 ASK_S = 2.0
-RETRY_S = 1.0  # At most, until the first success.
+RETRY_S = 1.0  # Longest wait for the next attempt after a failure.
 LEAVE_S = 3.0
 
 
@@ -106,7 +106,7 @@ class RedisPlace:
 
 
 def place_of(url: str, api_key: str | None, tls: ClientTls | None = None) -> Place:
-    """`url`: of `register_places`. `tls`: for https routers; None: httpx's. Raises ConfigError."""
+    """`url`: one of `register_places`. `tls`: for https routers; None: httpx's. Raises ConfigError."""
     is_redis = urlsplit(url).scheme in REDIS_SCHEMES
     return RedisPlace(url) if is_redis else RouterPlace(url, api_key, tls)
 

@@ -6,7 +6,7 @@
 The port is bound first, so that a port in use is reported before seconds go into loading a model. Clients
 cannot connect until the engine is ready.
 
-    leave    at most 3 s                  routers where it is registered hear that it leaves
+    leave    at most 3 s                  routers where it is registered learn that it leaves
     drain    at most drain_timeout_s      new requests and /health get 503, running ones finish, and lent
                                           blocks are returned
     stop     at most shutdown_timeout_s   the port is closed; running requests may still finish
@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 
 EXIT_STOPPED = 0
 EXIT_ENGINE_DIED = 1
-LAST_ANSWERS_S = 3.0  # For answers to be sent after the engine has stopped.
+LAST_ANSWERS_S = 3.0  # Time to send answers after the engine has stopped.
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -62,9 +62,9 @@ class ServeOptions(NamedTuple):
     shutdown_timeout_s: float
     drain_timeout_s: float = 0.0  # 0: no drain.
     http: HttpSettings = HttpSettings()
-    admin_port: int | None = None  # For metrics and /baton/*, on the same host; None: the main port.
+    admin_port: int | None = None  # Port for metrics and /baton/*, on the same host; None: the main port.
     otlp_traces_endpoint: str | None = None  # Where spans go; None: nothing is traced.
-    tls: TlsFiles | None = None  # Of both ports. None: HTTP without TLS.
+    tls: TlsFiles | None = None  # Files for both ports. None: HTTP without TLS.
     weights_root: Path | None = None  # See `Service`.
 
 
@@ -285,7 +285,7 @@ class _Server(uvicorn.Server):
         self._on_started()
 
     def _new_connection(self) -> asyncio.Protocol:
-        """As uvicorn makes them."""
+        """Make a connection as uvicorn does."""
         config = self.config
         return config.http_protocol_class(  # type: ignore[call-arg]
             config=config, server_state=self.server_state, app_state=self.lifespan.state

@@ -35,7 +35,7 @@ class Sample:
     text: SampleText
     include_stop: bool = False  # Show the stop token or string that ended it.
     waits_for_first: bool = False  # Submit once the first sample has its first token.
-    names_first_token: bool = False  # Its first chunk is sent in any case, with its token ids.
+    names_first_token: bool = False  # The first chunk is sent in any case, with its token ids.
     names_tokens: bool = False  # Each chunk has the token ids since the last one.
     # Tokens of the prompt that the prefill engine had in its cache. None: there is no prefill engine.
     num_cached_at_prefill: int | None = None
@@ -61,14 +61,14 @@ class Piece:
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
-    prompt_logprobs: PromptLogprobs | None = None  # With the first token, if they were asked for.
+    prompt_logprobs: PromptLogprobs | None = None  # Part of the first token's piece, if they were asked for.
     finish: Finish | None = None
     num_cached_tokens: int = 0
     num_transferred_tokens: int = 0
-    weights_id: str = ""  # As in the engine's output.
+    weights_id: str = ""  # `EngineOutput.weights_id`.
 
 
-_END = None  # In the queue: one sample has ended.
+_END = None  # Mark in the queue: one sample has ended.
 
 
 class RunningSamples:
@@ -81,7 +81,7 @@ class RunningSamples:
         self._queue: asyncio.Queue[Piece | BaseException | None] = asyncio.Queue()
         self._has_first_token = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
-        # By sample: params with a ticket that the client has not been sent.
+        # Params, by sample, with a ticket that the client has not been sent.
         self._lent: dict[int, dict[str, Any]] = {}
 
     async def __aenter__(self) -> Self:
@@ -89,7 +89,7 @@ class RunningSamples:
         return self
 
     async def __aexit__(self, *error: object) -> None:
-        # After the last piece no task runs. This must not suspend then: a cancellation would lose the answer.
+        # No task runs after the last piece. This must not suspend then: a cancellation would lose the answer.
         if running := [task for task in self._tasks if not task.done()]:
             for task in running:
                 task.cancel()

@@ -39,7 +39,7 @@ CheckParams: TypeAlias = Callable[[Mapping[str, Any] | None], None]
 """Raises UserError for `kv_transfer_params` that this engine's connector cannot honour."""
 
 DEFAULT_LIMITS = HttpSettings()
-# Of the params; the others are of a handoff, and the first sample's.
+# Params that each sample gets. The others belong to a handoff: only the first sample gets them.
 _OF_ALL_SAMPLES = frozenset({"baton_offload", RETENTION, TENANT})
 MAX_CHOICES = 1024  # Prompts times samples of one HTTP request.
 MAX_REQUEST_ID_CHARS = 256

@@ -3,10 +3,10 @@
     llm_request                    server; vLLM's name and attributes
       admission                    the body is checked, and the prompt encoded
       queue                        until its blocks are allocated, or its first step begins
-      kv_fetch, install            of D, with parts: `baton.tracing.handoff`
+      kv_fetch, install            D's, with parts: `baton.tracing.handoff`
       prefill                      from the first step to the first token, if it computes prompt tokens
       decode                       from the first token to the last one
-      kv_loan                      of P; it may end after its parent
+      kv_loan                      P's; it may end after its parent
 
 A phase that did not happen has no span.
 """
@@ -17,7 +17,7 @@ from baton.tracing.span import Span, known
 
 
 def spans_of(timeline: EngineTimeline) -> list[Span]:
-    """Empty if the request is not sampled."""
+    """Return the request's spans, and none if it is not sampled."""
     root, fetch, scheduled_s = timeline.span, timeline.fetch, timeline.scheduled_s
     if root is None or timeline.ended_s is None:
         return []
@@ -39,7 +39,7 @@ def spans_of(timeline: EngineTimeline) -> list[Span]:
 
 
 def loan_spans_of(timeline: EngineTimeline) -> list[Span]:
-    """Of a loan that has ended."""
+    """Return the spans of a loan that has ended."""
     if timeline.loan is None or timeline.span is None:
         return []
     return loan_span(timeline.loan, timeline.span, timeline.arrived_at_s)

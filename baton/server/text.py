@@ -78,7 +78,7 @@ class SampleText:
         """Return the text that may be shown now."""
         self._num_tokens += 1
         text = self._detokenizer.push([token_id])
-        if self._num_tokens >= self._min_tokens:  # Before that no stop string is looked for.
+        if self._num_tokens >= self._min_tokens:  # No stop string is looked for in earlier tokens.
             text = self._stops.feed(text)
         self.num_chars += len(text)
         return text

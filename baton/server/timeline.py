@@ -2,7 +2,7 @@
 
     RequestObserver, connector statistics --> EngineTimelines --> GET /baton/requests/{id}, spans
 
-They have neither prompts nor answers. Times are seconds after the arrival of the HTTP request.
+Timelines have neither prompts nor answers. Times are seconds after the arrival of the HTTP request.
 """
 
 import time
@@ -24,21 +24,21 @@ class EngineTimeline(msgspec.Struct, frozen=True):
     id: str  # X-Request-Id.
     choice: int
     model: str
-    arrived_at_s: float  # Since 1970.
+    arrived_at_s: float  # Seconds since 1970.
     admitted_s: float  # The prompt is encoded, and the engine core has the request.
-    scheduled_s: float | None  # Its first step began; of a fetched prompt, the step after the fetch.
+    scheduled_s: float | None  # The first step began; for a fetched prompt, the step after the fetch.
     first_token_s: float | None
     last_token_s: float | None
     ended_s: float | None  # None: it runs.
     finish_reason: str
     prompt_tokens: int
-    cached_tokens: int  # In this engine's cache.
-    loaded_tokens: int  # By the connector.
+    cached_tokens: int  # Prompt tokens in this engine's cache.
+    loaded_tokens: int  # Prompt tokens that the connector loaded.
     output_tokens: int
     max_tokens: int
     fetch: FetchTimeline | None = None
     loan: LoanTimeline | None = None
-    span: SpanRef | None = None  # If the request is sampled.
+    span: SpanRef | None = None  # None: the request is not sampled.
 
 
 @dataclass(slots=True, eq=False)
@@ -92,7 +92,7 @@ class _Open:
 
 
 class EngineTimelines:
-    """Of the last requests, RECENT_MAX at most. Used from one event loop.
+    """Timelines of the last requests, RECENT_MAX at most. Used from one event loop.
 
     Args:
         on_end: gets the timeline of each sampled request that has ended.
@@ -109,7 +109,7 @@ class EngineTimelines:
     ) -> None:
         self._model = model
         self._clock, self._wall_clock, self._connector_clock = clock, wall_clock, connector_clock
-        self._open: OrderedDict[str, _Open] = OrderedDict()  # By the engine's request id.
+        self._open: OrderedDict[str, _Open] = OrderedDict()  # Choices, by the engine's request id.
         self.on_end: Callable[[EngineTimeline], None] = lambda timeline: None
         self.on_loan_end: Callable[[EngineTimeline], None] = lambda timeline: None
 
@@ -119,9 +119,9 @@ class EngineTimelines:
     def begin(
         self, name: str, requests: Sequence[EngineRequest], arrived_s: float, span: SpanRef | None
     ) -> None:
-        """`requests`: of the choices of the HTTP request `name`, which came when `now_s` was `arrived_s`.
+        """`requests`: the choices of the HTTP request `name`, which came when `now_s` was `arrived_s`.
 
-        `span`: of the HTTP request, if it is sampled; further choices get spans beside it.
+        `span`: the HTTP request's, if it is sampled; further choices get spans beside it.
         """
         arrived_at_s = self._wall_clock() - (self._clock() - arrived_s)
         for choice, request in enumerate(requests):
@@ -173,7 +173,7 @@ class EngineTimelines:
                 self._lent(record)
 
     def find(self, name: str) -> list[EngineTimeline]:
-        """Of the HTTP requests with this id, oldest first."""
+        """Timelines of the HTTP requests with this id, oldest first."""
         return [one.timeline() for one in self._open.values() if one.id == name]
 
     def _fetched(self, record: Mapping[str, Any]) -> None:
@@ -190,5 +190,5 @@ class EngineTimelines:
             self.on_loan_end(one.timeline())
 
     def _arrived_s(self, one: _Open) -> float:
-        """On the connector's clock."""
+        """Arrival of the HTTP request on the connector's clock."""
         return self._connector_clock() - self._clock() + one.arrived_s

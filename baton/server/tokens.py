@@ -22,10 +22,10 @@ T = TypeVar("T")
 
 _RESERVED_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "self"})
 MAX_CHARS_PER_TOKEN = 128  # The longest tokens of today's vocabularies; prompts have about four.
-MAX_BAD_WORDS_TOKENS = 1024  # Of all forms together; vLLM's limit.
+MAX_BAD_WORDS_TOKENS = 1024  # Tokens of all forms together; vLLM's limit.
 SHORT_CHARS = 4096  # Encoded on the event loop in less than a millisecond, cheaper than in a thread.
 SHORT_TOKENS = 1024  # Decoded on the event loop.
-LONG_TOKENS = 1 << 16  # With a pause before and after the check: 2^20 ids take 24 ms.
+LONG_TOKENS = 1 << 16  # More ids are checked with a pause before and after: 2^20 ids take 24 ms.
 NUM_THREADS = 2  # A long text leaves one for the others.
 
 

@@ -12,7 +12,7 @@ from baton.server.protocol.usage import Usage
 
 MAX_MESSAGES = 4096
 
-_CALL = ("id", "function", "type")  # In vLLM's order; other keys follow.
+_CALL = ("id", "function", "type")  # Keys in vLLM's order; other keys follow.
 _FUNCTION = ("arguments", "name")
 
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]

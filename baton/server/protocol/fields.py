@@ -236,7 +236,7 @@ def check_fields(body: dict[str, msgspec.Raw], endpoint: Endpoint) -> None:
 
 def _check_refused(field: Field, raw: msgspec.Raw) -> None:
     if len(memoryview(raw)) <= MAX_NEUTRAL_BYTES:
-        value = decode_field(raw, field.name)  # It may be a number that no double holds.
+        value = decode_field(raw, field.name)  # The value may be a number that no double holds.
         if value is None or any(_is_same(value, neutral) for neutral in field.neutral):
             return
     accepted = "".join(f" or {msgspec.json.encode(value).decode()}" for value in field.neutral)

@@ -10,7 +10,7 @@ from baton.engine.api import MAX_LOGPROBS, SamplingParams
 
 MAX_SAMPLES = 128  # `n`; OpenAI's limit.
 MAX_STOP_STRINGS = 16
-MAX_STOP_CHARS = 256  # Of one stop string: up to this much text is held back.
+MAX_STOP_CHARS = 256  # Length of one stop string: up to this much text is held back.
 MAX_STOP_TOKEN_IDS = 1024
 MAX_BIASED_TOKENS = 1024
 MAX_BIAS = 100.0

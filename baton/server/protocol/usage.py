@@ -19,7 +19,7 @@ class Usage(msgspec.Struct, frozen=True):
     prompt_tokens: int
     completion_tokens: int
     total_tokens: int
-    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # Of whole answers only.
+    prompt_tokens_details: PromptTokensDetails | UnsetType = UNSET  # Only whole answers have them.
 
     @classmethod
     def of(cls, num_prompt: int, num_generated: int) -> "Usage":

@@ -6,7 +6,7 @@ from baton.engine.core.weights_update import WAIT_S
 
 
 class UpdateWeightsRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    folder: str  # On the engine's machine; a relative one is below its `weights_root`.
+    folder: str  # Folder on the engine's machine; a relative one is below its `weights_root`.
     version: str | None = None
     mode: str = "wait"
     timeout_s: float = WAIT_S
