@@ -122,7 +122,7 @@ def verify(
     keys = _signing_keys(secret_file, is_insecure=insecure_no_secret)
     memory, num_good = AlignedMemory(), 0
     bad: list[str] = []
-    unproven: list[str] = []  # They seem whole, and no key proves them.
+    unproven: list[str] = []  # Values that seem whole, and that no key proves.
     proven: set[str] = set()  # Namespaces of which a key has proven a value.
     with _opened(store, option, is_changed=remove) as opened:
         names = [name for each in _found(opened, namespace) for name in each.chunk.names if is_value(name)]
@@ -144,7 +144,7 @@ def verify(
                 fault = str(error) if error.reason != "gone" else ""
             if fault:
                 typer.echo(f"{name}: {fault}", err=True)
-        # With another secret all of a namespace are unproven, and may be good.
+        # All values of a namespace are unproven with another secret, and may be good.
         kept = [name for name in unproven if namespace_of(name) not in proven]
         bad += [name for name in unproven if namespace_of(name) in proven]
         if remove:
@@ -244,7 +244,7 @@ def warm(
         found = sorted(_found(opened, namespace), key=lambda each: -each.chunk.used_s)
         other = stack.enter_context(
             _opened(target, option, is_changed=True)
-        )  # From here on all errors are its.
+        )  # All later errors belong to the target.
         for each in _progress("copying", found):
             if max_gib is not None and nbytes + each.chunk.nbytes > max_gib * GIB:
                 break
@@ -282,7 +282,7 @@ class _Found:
 def _opened(where: str, options: Sequence[str] | None, *, is_changed: bool) -> Iterator[Store]:
     """Yields the store. Its errors end the command.
 
-    `is_changed`: it is checked first, for which a value is written to a bucket.
+    `is_changed`: the store is checked first. A value is written to a bucket for this.
     """
     from baton.core.errors import ConfigError
     from baton.tiers.store import StoreError
@@ -374,7 +374,7 @@ def _is_proven(store: Store, name: str, size: int, memory: AlignedMemory, keys: 
 
 
 def _signing_keys(secret_file: str | None, *, is_insecure: bool) -> list[bytes]:
-    """Of the cluster secret, if there is one: those of the connectors, and those of `BatonTier`."""
+    """Keys from the cluster secret, if there is one: those of the connectors, and those of `BatonTier`."""
     from baton.connectors.shared_storage import identity
     from baton.core.errors import ConfigError
     from baton.core.secret_source import find_secret
@@ -401,7 +401,7 @@ def _signing_keys(secret_file: str | None, *, is_insecure: bool) -> list[bytes]:
 
 
 def _progress(what: str, items: Sequence[T]) -> Iterable[T]:
-    """With a bar, on a terminal."""
+    """Return the items, with a progress bar on a terminal."""
     from rich.console import Console
     from rich.progress import track
 

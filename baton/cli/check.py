@@ -35,7 +35,7 @@ EXECUTORS = ("toy", "vllm", "inprocess", "multiprocess", "ray")
 OPTIONAL = ("vllm", "ray")  # Executors that need packages of these names.
 TELL_EVERY_S = 30.0
 TRIES = 200  # Further examples, in search of a shorter story.
-ENGINE_EXAMPLES = 2  # With --all, besides the tour: each example starts real engines.
+ENGINE_EXAMPLES = 2  # Examples with --all, besides the tour: each of them starts real engines.
 
 
 def _find_modules_here() -> None:

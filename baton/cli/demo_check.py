@@ -22,7 +22,7 @@ class Counters:
     """Counters of one engine since it started."""
 
     moved_bytes: float
-    transfer_s: float  # From the admission of a request to the delivery of its blocks.
+    transfer_s: float  # Time from the admission of a request to the delivery of its blocks.
     wire_s: float  # The part of it that is the copy.
     cached_tokens: float
 
@@ -30,7 +30,7 @@ class Counters:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     prompt: DemoPrompt
-    must_move: bool  # It has blocks that the decode engine cannot have.
+    must_move: bool  # The prompt has blocks that the decode engine cannot have.
     expected: tuple[int, ...]
     got: tuple[int, ...]
     first_token_s: float

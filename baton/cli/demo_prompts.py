@@ -1,6 +1,6 @@
 """Prompts of the demo: token ids from a seed that cover every case of a handoff.
 
-Ordered so that the first few are enough for a short run: the cases come first, the sizes later.
+Their order makes the first few enough for a short run: the cases come first, the sizes later.
 """
 
 import random
@@ -13,7 +13,7 @@ SHORTEST, LONGEST = 16, 3000
 
 @dataclass(frozen=True, slots=True)
 class DemoPrompt:
-    kind: str  # For the table.
+    kind: str  # Name in the table.
     token_ids: tuple[int, ...]
 
 

@@ -53,7 +53,7 @@ class RoundsPlan:
     """Processes to start, and URLs to ask in each round."""
 
     connector: str
-    system: SystemPlan | None  # With its router; None: only engines.
+    system: SystemPlan | None  # P and D with a router; None: only engines.
     engines: tuple[EnginePlan, ...]
     single_url: str
     first_url: str
@@ -71,13 +71,13 @@ class RoundsPlan:
 class Answer:
     tokens: tuple[int, ...]
     first_token_s: float
-    moved_bytes: dict[str, int]  # By name in the table.
+    moved_bytes: dict[str, int]  # Bytes by name in the table.
 
 
 @dataclass(frozen=True, slots=True)
 class RoundsOutcome:
     prompt: DemoPrompt
-    must_load: bool  # It has blocks that the store keeps.
+    must_load: bool  # The prompt has blocks that the store keeps.
     expected: tuple[int, ...]
     first: Answer
     second: Answer
@@ -89,7 +89,7 @@ class RoundsOutcome:
 
     @property
     def loaded_bytes(self) -> int:
-        """Of the stores, in the second round."""
+        """Bytes that the second round has loaded from the stores."""
         return sum(self.second.moved_bytes.get(store, 0) for store in self.stores)
 
     @property

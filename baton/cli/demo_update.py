@@ -27,7 +27,7 @@ from baton.cli.processes import free_ports
 from baton.cli.system import EngineArguments, EnginePlan, HandoffArguments, SystemPlan, plan_system
 
 VERSIONS = ("one", "two")
-NUM_PROMPTS = 6  # In each stage.
+NUM_PROMPTS = 6  # Prompts in each stage.
 ROUTER_S = 60.0  # The router asks engines for their weights every few seconds.
 LOOK_EVERY_S = 0.2
 UPDATE_TIMEOUT_S = 300.0
@@ -40,7 +40,7 @@ class Stage:
     num_prompts: int
     num_equal: int  # Prompts answered as one of the versions answers.
     num_moved: int  # Prompts that were handed over.
-    may_move: range  # How many may have been.
+    may_move: range  # Allowed values of `num_moved`.
 
     @property
     def is_good(self) -> bool:

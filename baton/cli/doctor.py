@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Report what works on this machine, and what to change.")
 
-PEER_TIMEOUT_S = 5.0  # For each answer of another engine.
+PEER_TIMEOUT_S = 5.0  # Time for each answer of another engine.
 PTRACE_SCOPE = Path("/proc/sys/kernel/yama/ptrace_scope")
 
 
@@ -122,7 +122,7 @@ def look_at_exposure(environment: Mapping[str, str], secret_file: str | None) ->
     try:
         resolved = resolve({"secret_file": secret_file} if secret_file else {}, environment=environment)
     except ConfigError as error:
-        # Perhaps they are those of `baton route`.
+        # The variables may be those of `baton route`.
         yield Finding("settings in the environment", None, f"baton serve refuses them: {error}")
         return
     settings, host = resolved.settings, resolved.settings.host
@@ -243,7 +243,7 @@ def look_at_engine(url: str, secret: ClusterSecret | None, ca: Path | None = Non
         try:
             health = client.get(f"{url}/health")
             page = client.get(f"{url}/baton/introduction")
-            models = client.get(f"{url}/v1/models")  # Without a key.
+            models = client.get(f"{url}/v1/models")  # This request has no key.
         except httpx.HTTPError as error:
             yield Finding(url, False, "does not answer", f"{type(error).__name__}: {error}")
             return

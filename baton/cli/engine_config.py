@@ -155,7 +155,7 @@ def _device(settings: ServeSettings) -> Literal["cpu", "cuda"]:
     if settings.device != "auto":
         return settings.device
     if not _NVIDIA_DRIVER.exists():
-        return "cpu"  # Without a driver, importing torch is not necessary.
+        return "cpu"  # Torch need not be imported if there is no driver.
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"

@@ -47,7 +47,7 @@ def readable_files(paths: Iterable[str | None]) -> list[str]:
         try:
             mode = Path(path).stat().st_mode
         except OSError:
-            continue  # Its reader reports it.
+            continue  # The reader of this file reports it.
         if mode & (stat.S_IRGRP | stat.S_IROTH):
             shown = f"{path} (mode {stat.S_IMODE(mode):04o})"
             found.append(f"other users of this machine can read {shown}: chmod 600 {path}")

@@ -18,9 +18,9 @@ from baton.http.tls import TlsFiles
 
 ADMIN_API_KEY_ENV = "BATON_ADMIN_API_KEY"
 ENGINE_API_KEY_ENV = "BATON_ENGINE_API_KEY"  # Key that the router sends to engines.
-REGISTER_KEY_ENV = "BATON_REGISTER_KEY"  # That opens registrations, at routers where an engine registers.
+REGISTER_KEY_ENV = "BATON_REGISTER_KEY"  # Key that an engine sends to the routers where it registers.
 REGISTER_API_KEY_ENV = "BATON_REGISTER_API_KEY"  # The same key, at the router.
-PEER_SECRET_ENV = "BATON_PEER_SECRET"  # Of routers of the same engines.
+PEER_SECRET_ENV = "BATON_PEER_SECRET"  # Secret that routers of the same engines share.
 
 _DEFAULTS = ", ".join(f'"{name}": {value}' for name, value in msgspec.structs.asdict(HttpLimits()).items())
 LIMITS_HELP = f"JSON object of limits and deadlines of HTTP requests; the defaults are {{{_DEFAULTS}}}."
@@ -64,7 +64,7 @@ def read_api_keys(
 
 
 def verifying(ca: Path | None) -> ssl.SSLContext:
-    """Of a command that asks a server. `ca`: of `--ca`. Raises BadParameter."""
+    """TLS context of a command that asks a server. `ca`: the file of `--ca`. Raises BadParameter."""
     try:
         return ssl.create_default_context(cafile=ca)
     except OSError as error:
@@ -72,9 +72,9 @@ def verifying(ca: Path | None) -> ssl.SSLContext:
 
 
 def verifying_own(files: TlsFiles) -> ssl.SSLContext:
-    """For a server that this command has started with these files: trusts this certificate only.
+    """TLS context for a server that this command has started with these files: trusts this certificate only.
 
-    Its names may be others than the address that the server is asked at. Raises ConfigError.
+    The certificate's names may differ from the address of the request. Raises ConfigError.
     """
     try:
         context = ssl.create_default_context(cafile=files.cert)

@@ -25,7 +25,7 @@ COMMANDS = {
     "model": "baton.cli.model",
     "sim": "baton.cli.sim",
     "check": "baton.cli.check",
-    "bench": "baton.bench.command",  # By name only: baton.bench may not be imported here.
+    "bench": "baton.bench.command",  # Name only: baton.bench may not be imported here.
 }
 
 _COMPLETION_OPTIONS = ("install_completion", "show_completion")
@@ -42,7 +42,7 @@ class LazyGroup(TyperGroup):
             return None
         command: Any = typer.main.get_command(importlib.import_module(COMMANDS[cmd_name]).app)
         command.name = cmd_name
-        # For typer each `app` is a root, with a root's options for shell completion.
+        # Typer takes each `app` for a root, with a root's options for shell completion.
         command.params = [p for p in command.params if p.name not in _COMPLETION_OPTIONS]
         return command
 

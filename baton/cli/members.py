@@ -139,7 +139,7 @@ def _check_keys(given: Mapping[str, str], known: Collection[str]) -> None:
 
 
 def _shown(text: str) -> str:
-    """Without a password."""
+    """The text in quotes, without a password."""
     from baton.router.settings import without_credentials
 
     return repr(without_credentials(text))

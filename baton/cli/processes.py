@@ -30,7 +30,7 @@ import httpx
 
 from baton.core.errors import BatonError
 
-STOP_GRACE_S = 8.0  # From SIGTERM to SIGKILL; an engine needs below a second, a busy machine more.
+STOP_GRACE_S = 8.0  # Time from SIGTERM to SIGKILL; an engine needs below a second, a busy machine more.
 READY_POLL_S = 0.1
 HEALTH_TIMEOUT_S = 2.0
 LOG_TAIL_LINES = 20
@@ -186,7 +186,7 @@ class Fleet:
         on_ready: Callable[[Child], None] = lambda child: None,
         verify: ssl.SSLContext | bool = True,
     ) -> None:
-        """Wait until every URL answers 200. `verify`: of httpx.
+        """Wait until every URL answers 200. `verify`: httpx's.
 
         Raises ChildDied at once if any child ends, StartTimeout after the timeout.
         """
@@ -251,7 +251,7 @@ def free_ports(count: int) -> list[int]:
 
 def is_port_free(host: str, port: int) -> bool:
     with closing(socket.socket()) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # As the server does.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # The server sets it, too.
         try:
             probe.bind((host, port))
         except OSError:

@@ -420,7 +420,7 @@ def route(
             engines_have_own_key=engine_key is None,
         )
         if access_log is not None:
-            AccessLog(access_log).close()  # It can be written.
+            AccessLog(access_log).close()  # Raises OSError if it cannot be written.
     except OSError as error:
         raise typer.BadParameter(f"access_log: {access_log} cannot be written: {error.strerror}") from error
     except msgspec.ValidationError as error:

@@ -54,10 +54,10 @@ OTHER_VARIABLES = frozenset(
         REGISTER_KEY_ENV,
     }
 )
-OTHER_PREFIXES = ("BATON_ROUTE_", "BATON_BENCH_")  # Of other commands, which may share an environment.
+OTHER_PREFIXES = ("BATON_ROUTE_", "BATON_BENCH_")  # Variables of other commands in a shared environment.
 MAX_CONFIG_BYTES = 1 << 20
 DEFAULT_HTTP = HttpSettings()
-DRAIN_S = Timers().ttl_s  # Loans are returned or have expired after one lease.
+DRAIN_S = Timers().ttl_s  # Every loan is released or has expired after one lease.
 
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 Policy = Literal["fcfs", "priority"]
@@ -83,8 +83,8 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     host: str = "127.0.0.1"
     port: int = 8000
     log_level: LogLevel = "info"
-    otlp_traces_endpoint: str | None = None  # Where spans go. None: as OpenTelemetry's variables say.
-    admin_port: int | None = None  # For metrics and /baton/*; None: the main port.
+    otlp_traces_endpoint: str | None = None  # Where spans go. None: OpenTelemetry's variables decide.
+    admin_port: int | None = None  # Port for metrics and /baton/*; None: the main port.
     api_key_file: str | None = None
     admin_api_key_file: str | None = None
     tls_cert: str | None = None
@@ -92,12 +92,12 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     tls_client_ca: str | None = None
     allowed_hosts: str = ""
     limits: HttpLimits = HttpLimits()
-    shutdown_timeout_s: float = 5.0  # For running requests after a stop signal.
-    drain_timeout_s: float | None = None  # Before that. None: DRAIN_S for a producer, else 0.
+    shutdown_timeout_s: float = 5.0  # Time for running requests after a stop signal.
+    drain_timeout_s: float | None = None  # Time for the drain before. None: DRAIN_S for a producer, else 0.
 
     register: str | None = None  # URLs of routers, or of a Redis or Valkey, with commas.
-    register_url: str | None = None  # Of this engine, as routers reach it. None: where it listens.
-    register_role: str | None = None  # None: as kv_role; kv_both has to say it.
+    register_url: str | None = None  # URL of this engine, as routers reach it. None: where it listens.
+    register_role: str | None = None  # None: the role of kv_role; kv_both needs one.
     register_weight: float = 1.0
     register_ttl_s: float = TTL_S
     register_key_file: str | None = None
@@ -194,7 +194,7 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     @property
     def drains_for_s(self) -> float:
-        """Return how long a drain may take until requests are finished and loans are returned, in seconds."""
+        """Return how long a drain may take until requests and loans have ended, in seconds."""
         if self.drain_timeout_s is not None:
             return self.drain_timeout_s
         transfer = self.kv_transfer_config
@@ -284,12 +284,12 @@ class Resolved:
     """Settings with the origin of each value."""
 
     settings: ServeSettings
-    origins: Mapping[str, str]  # By setting; those with defaults are absent.
+    origins: Mapping[str, str]  # Origins by setting; settings with defaults are absent.
     secret: ClusterSecret | None
     secret_origin: str | None
     secret_warning: str | None
     http: HttpSettings = DEFAULT_HTTP
-    register_key: str | None = None  # For routers.
+    register_key: str | None = None  # Key that routers ask for.
 
 
 def resolve(

@@ -12,8 +12,8 @@ from typing import NoReturn
 
 from baton.cli.processes import Child, ChildDied, Fleet
 
-FIRST_DELAY_S = 1.0  # By then the port and GPU memory are free; also prevents a busy loop.
-RESTARTS_MAX = 5  # Within RESTARTS_WITHIN_S. A process that ends more often will end again.
+FIRST_DELAY_S = 1.0  # The port and GPU memory are free by then; also prevents a busy loop.
+RESTARTS_MAX = 5  # Restarts within RESTARTS_WITHIN_S. A process that ends more often will end again.
 RESTARTS_WITHIN_S = 600.0
 
 

@@ -33,7 +33,7 @@ ROUTER = "router"
 # Shorter than the router's, so that it can forward its engines' error events when all end.
 ENGINE_SHUTDOWN_S = 2.0
 ROUTER_DRAIN_S = 5.0  # Below the time after which `baton up` kills stopped processes.
-ROUTER_START_S = 120.0  # It takes a second, or many on a busy machine.
+ROUTER_START_S = 120.0  # The router takes a second, or many on a busy machine.
 
 KVRole = Literal["kv_producer", "kv_consumer"]
 
@@ -78,7 +78,7 @@ class HandoffArguments:
     """How KV is transferred from prefill to decode engines. Raises ConfigError."""
 
     mode: str = "pull"
-    stream: str | None = None  # For push; None: the connector's default.
+    stream: str | None = None  # Setting of push; None: the connector's default.
     transports: tuple[str, ...] = ()  # Empty: the connector's default.
 
     def __post_init__(self) -> None:

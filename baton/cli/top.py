@@ -23,7 +23,7 @@ app = typer.Typer(help="Show a router's fleet in the terminal, as it changes.")
 KEY_ENV = "BATON_API_KEY"
 CONNECT_S = 10.0
 SILENT_S = 10.0  # The router sends something each second.
-AGAIN_S = 2.0  # From the end of a stream to the next try.
+AGAIN_S = 2.0  # Time from the end of a stream to the next try.
 NUM_EVENTS, NUM_FLOWS = 8, 8
 STATES_OF_ONE = 5  # Seconds; the router knows rates when it has read its engines twice.
 STYLES = {"up": "green", "down": "bold red", "refused": "bold red", "slow": "yellow"}
@@ -234,7 +234,7 @@ def _events(state: dict[str, Any]) -> Table:
 
 
 def quantile(latencies: dict[str, Any], name: str, share: float) -> float | None:
-    """In seconds, of the columns that are there. None: nothing was measured."""
+    """The quantile in seconds, over the columns that are there. None: nothing was measured."""
     bounds_s, counts = latencies["bounds_s"][name], [one[name] for one in latencies["columns"] if name in one]
     total = [sum(numbers) for numbers in zip(*counts, strict=True)]
     left = share * sum(total)

@@ -20,7 +20,7 @@ def main() -> None:
         if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
             raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent_pid:
-        sys.exit(PARENT_IS_GONE)  # It ended before prctl took effect.
+        sys.exit(PARENT_IS_GONE)  # The parent ended before prctl took effect.
     os.execvp(command[0], command)
 
 
