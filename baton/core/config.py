@@ -50,7 +50,7 @@ _STORED_DTYPES = {
     "int8_per_token_head": "int8",
 }
 _ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1}
-_SCALES_BYTES = 8  # Of a slot with scales inline: one float32 for K and one for V.
+_SCALES_BYTES = 8  # Inline scales of a slot: one float32 for K and one for V.
 
 BLOCK_SIZE_MAX = 1024  # Tokens.
 MIN_SECRET_BYTES = 16
@@ -169,17 +169,17 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
-    architecture_digest: str  # Of config.json in canonical form.
-    weights_digest: str  # Of the weights' content.
+    architecture_digest: str  # Digest of config.json in canonical form.
+    weights_digest: str  # Digest of the weights' content.
     weights_version: str = ""  # The operator's name of the weights; empty: their digest identifies them.
     hf_config: dict[str, Any]  # Content of config.json.
     generation_config: dict[str, Any] = {}  # Content of generation_config.json; empty if there is none.
     windows: tuple[int | None, ...] = ()  # Sliding window of each layer, None without. Empty: no windows.
-    state_parts: tuple[StatePart, ...] = ()  # Of the recurrent state of each of `state_layers`.
+    state_parts: tuple[StatePart, ...] = ()  # Parts of the recurrent state of each of `state_layers`.
     state_layers: tuple[int, ...] = ()  # Indices of the layers with a recurrent state instead of attention.
     latent_size: int = 0  # Elements of a slot that holds a latent instead of K and V (MLA); 0: K and V.
     index_size: int = 0  # Elements of a slot of the second cache of each layer, of index keys; 0: none.
-    # Of keys, values and latents; "auto": `dtype`. Index keys always have `dtype`.
+    # Element type of keys, values and latents; "auto": `dtype`. Index keys always have `dtype`.
     kv_cache_dtype: KVCacheDtype = "auto"
 
     def __post_init__(self) -> None:
@@ -243,7 +243,7 @@ class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
         return specs
 
     def kv_identity(self, hash_seed: str) -> KVIdentity:
-        # Without attention hosts differ about these numbers, which then mean nothing.
+        # Hosts differ about these numbers if no layer has attention; the numbers then mean nothing.
         attends = len(self.state_layers) < self.num_hidden_layers
         return KVIdentity(
             model=self.architecture_digest,
@@ -293,7 +293,7 @@ class ParallelConfig(msgspec.Struct, frozen=True, kw_only=True):
     executor: Literal["inprocess", "multiprocess", "ray"] = "inprocess"
     max_concurrent_batches: int = 1  # Steps in flight; above 1 hides the scheduler's time.
     on_rank_death: Literal["exit", "restart"] = "exit"
-    rank: int = 0  # Of this process. The code that makes a rank's connector sets it.
+    rank: int = 0  # Rank of this process. The code that makes a rank's connector sets it.
 
     @property
     def world_size(self) -> int:
@@ -336,7 +336,7 @@ class ClusterSecret(msgspec.Struct, frozen=True):
 
     key: bytes
     previous: bytes | None = None
-    is_generated: bool = False  # For this user on this host; engines on other hosts do not have it.
+    is_generated: bool = False  # Generated for this user on this host; other hosts do not have it.
 
     def __post_init__(self) -> None:
         for key in self._keys():

@@ -35,7 +35,7 @@ class UserError(BatonError, ValueError):
     def __init__(self, message: str, *, field: str | None = None) -> None:
         super().__init__(f"{field}: {message}" if field else message)
         self.field = field
-        self.problem = message  # Without the field.
+        self.problem = message  # The message without the field.
 
 
 class ConfigError(UserError):

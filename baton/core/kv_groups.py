@@ -22,7 +22,7 @@ import msgspec
 
 _MUCH_LARGER = 1.5  # Largest kind / smallest; below it, one group per kind wastes less memory than splitting.
 NULL_BLOCK_ID = 0
-MAX_GROUPS = 256  # Of one engine; limited by the ticket's format.
+MAX_GROUPS = 256  # Groups of one engine; limited by the ticket's format.
 
 
 class KVCacheGroup(msgspec.Struct, frozen=True):

@@ -66,13 +66,13 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class CacheSpec(msgspec.Struct, frozen=True):
-    """What a cache with tokens holds. `dtype`: of its elements, by its name in torch."""
+    """What a cache with tokens holds. `dtype`: type of its elements, by its name in torch."""
 
     kind: str  # One of TOKEN_KINDS.
     dtype: str
-    num_heads: int  # Of the whole model; `kv_heads_of` defines which of them a rank holds.
+    num_heads: int  # Heads of the whole model; `kv_heads_of` defines which of them a rank holds.
     scales: str = NO_SCALES  # One of SCALES_PLACES.
-    packing: str = SLOT  # Without slots each head's part is contiguous, and token_stride has no meaning.
+    packing: str = SLOT  # Other packings: each head's part is contiguous, and token_stride has no meaning.
 
 
 class LayerLayout(msgspec.Struct, frozen=True):
@@ -81,13 +81,13 @@ class LayerLayout(msgspec.Struct, frozen=True):
     name: str
     spec: CacheSpec
     region: int  # Index into RankLayout.regions.
-    offset: int  # Of block 0 within the region.
-    block_stride: int  # From one block to the next.
-    head_stride: int  # From one KV head of a block to the next.
-    head_bytes: int  # Of one head of one block, all tokens together.
-    token_stride: int = 0  # From one token of a block to the next; 0: one head's tokens are contiguous.
+    offset: int  # Start of block 0 within the region.
+    block_stride: int  # Distance from one block to the next.
+    head_stride: int  # Distance from one KV head of a block to the next.
+    head_bytes: int  # Size of one head of one block, all tokens together.
+    token_stride: int = 0  # Distance from a token of a block to the next; 0: one head's tokens adjoin.
     group: int = 0  # Index of the layer's KV cache group (`baton.core.kv_groups`).
-    is_draft: bool = False  # Of the draft model of speculative decoding: answers do not depend on it.
+    is_draft: bool = False  # Layer of the draft model of speculative decoding: answers do not depend on it.
 
 
 class UnitsLayout(msgspec.Struct, frozen=True):
@@ -97,8 +97,8 @@ class UnitsLayout(msgspec.Struct, frozen=True):
     """
 
     name: str
-    offset: int  # From the start of the layer's block, in bytes.
-    num_units: int  # Of the whole model.
+    offset: int  # Bytes from the start of the layer's block.
+    num_units: int  # Units of the whole model.
     unit_bytes: int
     dtype: str
 
@@ -108,8 +108,8 @@ class StateLayout(msgspec.Struct, frozen=True):
 
     name: str
     region: int  # Index into RankLayout.regions.
-    offset: int  # Of block 0 within the region.
-    block_stride: int  # From one block to the next.
+    offset: int  # Start of block 0 within the region.
+    block_stride: int  # Distance from one block to the next.
     group: int  # Index of the layer's KV cache group.
     parts: tuple[UnitsLayout, ...]
     kind: str = STATE
@@ -123,15 +123,15 @@ class RankLayout(msgspec.Struct, frozen=True):
     num_blocks: int
     block_tokens: int
     regions: tuple[Region, ...]
-    layers: tuple[LayerLayout, ...]  # Of the rank's pipeline stage.
+    layers: tuple[LayerLayout, ...]  # Layers of the rank's pipeline stage.
     pp_rank: int = 0
     pp_size: int = 1
-    states: tuple[StateLayout, ...] = ()  # Of the rank's pipeline stage.
+    states: tuple[StateLayout, ...] = ()  # States of the rank's pipeline stage.
     draft: str = ""  # Content digest of the draft model; empty: no layer is a draft's.
 
     @property
     def caches(self) -> "tuple[LayerLayout | StateLayout, ...]":
-        """Of all layers: those with tokens, then those with states."""
+        """Caches of all layers: those with tokens, then those with states."""
         return (*self.layers, *self.states)
 
 

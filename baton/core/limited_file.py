@@ -14,7 +14,7 @@ class NotRegular(OSError):
 
 def open_regular(path: Path) -> FileIO:
     """Opens a file, unbuffered and without blocking. Raises NotRegular, or OSError as `open` does."""
-    # Without O_NONBLOCK, opening a FIFO blocks until it has a writer.
+    # Opening a FIFO without O_NONBLOCK blocks until it has a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)

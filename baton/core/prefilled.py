@@ -9,7 +9,7 @@ from math import isfinite
 import msgspec
 
 MAX_PREFILLED_TOKENS = 64  # A prefill leg asks for one.
-MAX_PREFILLED_LOGPROBS = 64  # Of one token.
+MAX_PREFILLED_LOGPROBS = 64  # Logprobs of one token.
 MAX_TOKEN_ID = 2**32 - 1
 MAX_SAMPLING_BYTES = 32
 

@@ -40,20 +40,20 @@ class FailureCode(StrEnum):
     # The producer.
     NO_ANSWER = "no answer to 5 hellos"
     GONE = "the producer has restarted or is gone"
-    SILENT = "the producer has not answered"  # To renewals of a loan.
-    STREAM_SILENT = "the producer has said nothing"  # About a prefill that it computes.
+    SILENT = "the producer has not answered"  # No answer to renewals of a loan.
+    STREAM_SILENT = "the producer has said nothing"  # No news of a prefill that the producer computes.
     PREFILL_FAILED = "the producer gave up"
     OTHER_ENGINE = "the producer is another"
     PEER_IDLE = "not used for long"
     PEERS_MAX = "crowded out by other peers"
-    # The handshake with it.
+    # The handshake with the producer.
     REFUSED = "refused by the peer"
     INCOMPATIBLE = "incompatible"
     OTHER_WEIGHTS = "other weights"  # The same model otherwise: an update is under way.
     BAD_RANK_CARDS = "malformed rank cards"
     LAYOUT_MISMATCH = "layouts differ"
     BLOCK_SIZE_MISMATCH = "blocks of another size"
-    # Its announcements, and the ticket at the end of its prefill.
+    # The producer's announcements, and the ticket at the end of its prefill.
     BLOCKS_CHANGED = "the producer announced other blocks than before"
     TICKET_REFUSED = "kv_transfer_params.baton_ticket"
     OTHER_TRANSFER = "the ticket is of another transfer"

@@ -8,10 +8,10 @@ ttl_s         seconds since the last use, after which a chunk goes before all ot
 ends_session  after this request the chunks that only its session has used go first
 baton_tenant  whose quota the chunks count for. A router sets it; without it the cache salt stands for it
 
-The session is the request's `session_id` (the header X-Session-Id), among those of its tenant. A tier of
-vLLM's own offloading is not told it; there `baton_session` beside `baton_tenant` names it. vLLM's
-`kv_hints` may say the same: actions "retain", with `priority` and `ttl_s` in the payload, and "demote", which
-is `ends_session`.
+The session is the request's `session_id` (the header X-Session-Id), among those of its tenant. vLLM's own
+offloading does not pass it to tiers; there `baton_session` beside `baton_tenant` names it. vLLM's `kv_hints`
+may ask for the same: actions "retain", with `priority` and `ttl_s` in the payload, and "demote", which is
+`ends_session`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ RETENTION: Final = "baton_retention"
 TENANT: Final = "baton_tenant"
 SESSION: Final = "baton_session"
 SESSION_HEADER: Final = "x-session-id"
-SESSION_CHARS_MAX: Final = 256  # Also of `session_id`.
+SESSION_CHARS_MAX: Final = 256  # Limit of `session_id`, too.
 NEEDS_SESSION: Final = "needs a session: set session_id, or the header X-Session-Id"
 PRIORITY_MAX: Final = 100
 RAISED_SHARE: Final = 0.5
@@ -57,7 +57,7 @@ class Retention(msgspec.Struct, frozen=True):
     priority: int = 0
     ttl_s: int | None = None
     tenant: str = ""  # Digest in hex, so that stores do not show names; "": none.
-    session: str = ""  # Its name after its tenant; "": none.
+    session: str = ""  # The tenant's digest and the session's name; "": none.
     ends_session: bool = False
 
 
@@ -66,7 +66,7 @@ _NOTHING_ASKED: Final = AskedRetention()
 
 
 def parse_retention(raw: Mapping[str, Any] | None) -> AskedRetention:
-    """Of `kv_transfer_params`. Raises BadTransferParams naming the field and the allowed values."""
+    """Parse the retention asked for. Raises BadTransferParams naming the field and the allowed values."""
     if raw is None or (value := raw.get(RETENTION)) is None:
         return _NOTHING_ASKED
     try:
@@ -93,7 +93,7 @@ def parse_tenant(raw: Mapping[str, Any] | None) -> str:
 
 
 def session_in(raw: Mapping[str, Any] | None) -> str | None:
-    """Of `baton_session`. What is no name counts as not given."""
+    """Session that `baton_session` names. A value that is no name counts as not given."""
     value = raw.get(SESSION) if isinstance(raw, Mapping) else None
     return value if isinstance(value, str) and 0 < len(value) <= SESSION_CHARS_MAX else None
 
@@ -101,7 +101,7 @@ def session_in(raw: Mapping[str, Any] | None) -> str | None:
 def retention_of(request: Any) -> Retention:
     """`request`: a host's (`contract.host.Request`), perhaps with vLLM's `session_id` and `kv_hints`.
 
-    What the host's door has not refused and is wrong counts as not given.
+    A wrong value that the host has not refused counts as not given.
     """
     return make_retention(
         request.kv_transfer_params,

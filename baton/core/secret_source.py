@@ -35,7 +35,7 @@ _INSECURE = (
 class FoundSecret(NamedTuple):
     secret: ClusterSecret | None = None
     origin: str | None = None
-    warning: str | None = None  # For the log.
+    warning: str | None = None  # Text for the log.
 
 
 def find_secret(

@@ -28,7 +28,7 @@ class StatePart(msgspec.Struct, frozen=True):
     """One tensor of a layer's state."""
 
     name: str
-    num_units: int  # Of the whole model. `kv_heads_of` says which of them a rank holds.
+    num_units: int  # Units of the whole model. `kv_heads_of` defines which of them a rank holds.
     unit_shape: tuple[int, ...]
     dtype: str  # A name in FORMATS.
 

@@ -17,7 +17,7 @@ so it is accepted only for addresses that the engine's own configuration allows.
 
 Without a `transfer_id` both engines use the request's own id as the transfer's.
 
-`"baton_continue": true` with a leg says that the answer continues after the token that P samples. It matters
+`"baton_continue": true` with a leg means that the answer continues after the token that P samples. It matters
 for models with a recurrent state: P then lends the state after the whole prompt. Otherwise P leaves the last
 token out and lends the state before it; P's answer is empty, and D computes that token.
 
@@ -30,7 +30,7 @@ loaded into the cache, and lent from there. Nothing is computed; the answer has 
 Fetch if something is lent.
 
 `"baton_prefetch": [token ids]`, too, may come with any of these or none: a prompt that begins with these
-tokens will come, so an engine with stores reads its KV ahead. In vLLM a KV hint may say the same.
+tokens will come, so an engine with stores reads its KV ahead. A KV hint of vLLM may do the same.
 
 The producer's answer also has `"baton_cached_tokens"`, unless it is 0: how many tokens of the prompt the
 producer had in its cache. The consumer uses the number for its `usage` only.
@@ -53,7 +53,7 @@ MAX_INTRODUCTION_CHARS = 1 << 13
 MAX_BLOCK_ID = 2**32 - 1
 MAX_TRANSFER_ID_CHARS = 256
 MAX_ENGINE_ID_CHARS = 256
-MAX_HOST_CHARS = 253  # Of a domain name.
+MAX_HOST_CHARS = 253  # Length of a domain name.
 
 
 class Compute(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class Compute(msgspec.Struct, frozen=True):
 
 
 class Fetch(msgspec.Struct, frozen=True):
-    """Decode here. The ticket says where the prompt's KV is.
+    """Decode here. The ticket names the place of the prompt's KV.
 
     `remote_engine_id` is unsigned. It is kept to be compared with the ticket's.
     """
@@ -92,7 +92,7 @@ class Stream(msgspec.Struct, frozen=True):
 
 
 class Named(msgspec.Struct, frozen=True):
-    """As `Stream`, but with an unsigned name and control address of the producer.
+    """A `Stream` with an unsigned name and control address of the producer.
 
     The engine's configuration decides whether this address may be used.
     """
@@ -161,7 +161,7 @@ def parse_prefetch(raw: Mapping[str, Any] | None) -> tuple[int, ...]:
         raise BadTransferParams(
             f"must have at most {MAX_PREFETCH_TOKENS} token ids", field=f"{FIELD}.{PREFETCH}"
         )
-    try:  # In compiled code: 2^20 ids would stop the server's event loop for 250 ms.
+    try:  # msgspec is compiled: Python code would stop the server's event loop for 250 ms at 2^20 ids.
         return tuple(msgspec.convert(tokens, _TokenIds))
     except msgspec.ValidationError as error:
         raise BadTransferParams("must be a list of token ids", field=f"{FIELD}.{PREFETCH}") from error

@@ -1,9 +1,9 @@
 """Timelines and spans of a handoff at one engine, made of the records of pull and push: pure functions.
 
-    kv_fetch                     of D: from the claim of the loan to the delivery
+    kv_fetch                     D's: from the claim of the loan to the delivery
       handshake, post, wire, verify
-    install                      of D: from the delivery to the first step after it
-    kv_loan                      of P: until the blocks are free again
+    install                      D's: from the delivery to the first step after it
+    kv_loan                      P's: until the blocks are free again
 
 A phase that did not happen has no span. The records are those of `baton.connectors.pull.stats`; their times
 are seconds of the machine's boot clock, and 0.0 is "not yet".
@@ -25,7 +25,7 @@ def boot_clock() -> float:
 
 
 class FetchTimeline(msgspec.Struct, frozen=True):
-    """KV that this engine, as D, fetched. Times are after some origin; None: it has not come to this.
+    """KV that this engine, as D, fetched. Times count from an origin; None: the fetch has not come to this.
 
     claimed --> ready --> started --------> read --> ended
          handshake   post, then wire   verify
@@ -62,7 +62,7 @@ class LoanTimeline(msgspec.Struct, frozen=True):
 
 
 def fetch_of(record: Mapping[str, Any], origin_s: float) -> FetchTimeline:
-    """`record`: of `transfers` or `failed`. `origin_s`: from which its times count, on the boot clock."""
+    """`record`: one of `transfers` or `failed`. `origin_s`: origin of the times, on the boot clock."""
     at = _after(record["times"], origin_s)
     return FetchTimeline(
         record["producer"],
@@ -82,7 +82,7 @@ def fetch_of(record: Mapping[str, Any], origin_s: float) -> FetchTimeline:
 
 
 def loan_of(record: Mapping[str, Any], origin_s: float) -> LoanTimeline:
-    """`record`: of `loans`. `origin_s`: as of `fetch_of`."""
+    """`record`: one of `loans`. `origin_s`: see `fetch_of`."""
     at = _after({name: record[name] for name in ("lent_s", "ended_s")}, origin_s)
     return LoanTimeline(record["outcome"], at["lent_s"], at["ended_s"], record["blocks"])
 
@@ -90,7 +90,7 @@ def loan_of(record: Mapping[str, Any], origin_s: float) -> LoanTimeline:
 def fetch_spans(
     fetch: FetchTimeline, parent: SpanRef, at_s: float, more: Mapping[str, AttributeValue] = {}
 ) -> list[Span]:
-    """Of the whole fetch and its parts, without `install`.
+    """Spans of the whole fetch and its parts, without `install`.
 
     Args:
         at_s: the origin of the timeline, since 1970.
@@ -122,14 +122,14 @@ def fetch_spans(
 
 
 def install_span(fetch: FetchTimeline, parent: SpanRef, at_s: float, scheduled_s: float | None) -> list[Span]:
-    """At most one. `scheduled_s`: when the first step after the delivery began."""
+    """One span, or none. `scheduled_s`: when the first step after the delivery began."""
     return phase("install", parent, at_s, fetch.ended_s, scheduled_s) if fetch.is_delivered else []
 
 
 def loan_span(
     loan: LoanTimeline, parent: SpanRef, at_s: float, more: Mapping[str, AttributeValue] = {}
 ) -> list[Span]:
-    """At most one."""
+    """One span, or none."""
     attributes: dict[str, AttributeValue] = {
         **more,
         "kv_transfer.outcome": loan.outcome,

@@ -29,7 +29,7 @@ from baton.tracing.trace_context import SpanRef, new_span_id, new_trace_id, pare
 
 logger = logging.getLogger(__name__)
 
-LAST_SPANS_S = 5.0  # To export what is left, when the process ends.
+LAST_SPANS_S = 5.0  # Time to export what is left, when the process ends.
 _UNKNOWN = "unknown_service"  # The SDK's default.
 _SCOPE = InstrumentationScope("baton")
 _KINDS = {"server": SpanKind.SERVER, "client": SpanKind.CLIENT, "internal": SpanKind.INTERNAL}
@@ -41,7 +41,7 @@ class OtelTracer:
     """Implements `baton.tracing.span.Tracer`."""
 
     def __init__(self, service_name: str, endpoint: str) -> None:
-        resource = Resource.create()  # Of OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
+        resource = Resource.create()  # Has OTEL_SERVICE_NAME and OTEL_RESOURCE_ATTRIBUTES.
         if str(resource.attributes.get(SERVICE_NAME, _UNKNOWN)).startswith(_UNKNOWN):
             resource = resource.merge(Resource({SERVICE_NAME: service_name}))
         self._resource = resource
@@ -63,7 +63,7 @@ class OtelTracer:
             self._processor.on_end(self._finished(span))
 
     def _finished(self, span: Span) -> ReadableSpan:
-        """Made at once: begin and end are known, so nothing has to be started, made current and ended."""
+        """Make the SDK's span. Begin and end are known: nothing has to be started, made current and ended."""
         ref = span.ref
         return ReadableSpan(
             name=span.name,

@@ -12,7 +12,7 @@ AttributeValue: TypeAlias = str | bool | int | float | Sequence[str]
 @dataclass(frozen=True, slots=True)
 class SpanEvent:
     name: str
-    at_s: float  # Since 1970, as all times here.
+    at_s: float  # Seconds since 1970, as all times here.
     attributes: Mapping[str, AttributeValue] = field(default_factory=dict)
 
 
@@ -31,7 +31,7 @@ class Span:
 
 
 def known(attributes: Mapping[str, AttributeValue | None]) -> dict[str, AttributeValue]:
-    """Without those that are None."""
+    """Return the attributes that are not None."""
     return {name: value for name, value in attributes.items() if value is not None}
 
 

@@ -12,7 +12,7 @@ import msgspec
 TRACEPARENT = "traceparent"
 TRACESTATE = "tracestate"
 HEADERS = (TRACEPARENT, TRACESTATE)
-MAX_STATE_CHARS = 512  # That every implementation has to propagate.
+MAX_STATE_CHARS = 512  # Length that every implementation has to propagate.
 _SAMPLED = 1
 # A later version may have more fields after these.
 _PARENT = re.compile(
