@@ -51,13 +51,13 @@ class Goal:
 class Trial:
     """One request to the single engine, one to P and D, and one to P and D without P's first token."""
 
-    single_s: float  # To the first token.
+    single_s: float  # Time to the first token.
     step_s: float  # Median gap between later tokens of the single engine.
-    handoff_s: float  # To the first token.
+    handoff_s: float  # Time to the first token.
     second_gap_s: float
-    late_s: float  # To the first token that D generates.
+    late_s: float  # Time to the first token that D generates.
     others_cores: float  # Cores used by other programs meanwhile.
-    phases: dict[str, float] = field(default_factory=dict)  # Of the gap before the second token, in s.
+    phases: dict[str, float] = field(default_factory=dict)  # Parts of the gap before the second token, in s.
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class Overheads:
 
     mode: str
     new_pair_s: float
-    idle_share: float  # Of one core.
+    idle_share: float  # Share of one core.
     idle_loan_share: float
     decode_ratio: float
     others_cores: float

@@ -25,11 +25,11 @@ from baton.cli.processes import Child
 
 ANSWER_TOKENS = 8
 DECODE_TOKENS = 48
-LENT_TOKENS = 256  # Of the prompt whose loan an idle producer has.
-BESIDE_TOKENS = 128  # Of an answer whose time between tokens is measured beside other requests.
+LENT_TOKENS = 256  # Length of the prompt whose loan an idle producer has.
+BESIDE_TOKENS = 128  # Length of an answer whose time between tokens is measured beside other requests.
 NEW_PAIRS = 3
 IDLE_S = 5.0
-SETTLE_S = 0.5  # After the last request, for its remaining work.
+SETTLE_S = 0.5  # Pause after the last request, for its remaining work.
 QUIET_CORES = 0.1  # More use by other programs counts as a disturbance.
 
 OnResult = Callable[[Lengthwise | Overheads], None]
@@ -191,7 +191,7 @@ class _Bench:
         return median(ratios)
 
     def _beside_p99_s(self, num_tokens: int) -> dict[str, float]:
-        """Return the fields of `Overheads`: of an answer of D while other requests run."""
+        """Return the fields of `Overheads` for an answer of D while other requests run."""
         gaps_s: dict[str, list[float]] = {"beside_handoffs_p99_s": [], "beside_prompts_p99_s": []}
         urls = (self._system.router, self._system.single)
         with ThreadPoolExecutor(1) as pool:
@@ -208,7 +208,7 @@ def phases_of(timeline: Mapping[str, Any], first_at_s: float, second_at_s: float
     """Return where the gap between a client's first two tokens goes, in s by phase, in their order.
 
     Args:
-        timeline: of the request at D, as in `GET /baton/requests/{id}`.
+        timeline: the request's timeline at D, as in `GET /baton/requests/{id}`.
         first_at_s: the client had the first token. Like `second_at_s`, on the clock of `arrived_at_s`.
 
     A phase that ended before the first token has 0, as most phases of push.

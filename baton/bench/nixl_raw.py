@@ -95,7 +95,7 @@ def _own(pipe: Connection, tls: str | None, total_bytes: int) -> None:
     memory[:] = np.random.default_rng(0).integers(0, 256, total_bytes, dtype=np.uint8)
     agent.register_memory([(memory.ctypes.data, total_bytes, 0, "")], "DRAM")
     pipe.send((agent.get_agent_metadata(), memory.ctypes.data))
-    pipe.poll(None)  # Until it is killed or its parent has ended.
+    pipe.poll(None)  # Waits until this process is killed or its parent has ended.
 
 
 def _read(

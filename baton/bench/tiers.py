@@ -38,9 +38,9 @@ from baton.tiers.slot_index import SlotIndex
 from baton.tiers.tiers import Tiers
 
 LAYERS, BLOCK_TOKENS, HEADS, CONTENT = 12, 16, 4, 128  # 32 KiB per block and layer, in float32.
-NUM_CHUNKS = 15  # Of 4,000 tokens.
+NUM_CHUNKS = 15  # Chunks of a prompt of 4,000 tokens.
 NUM_BLOCKS = 250
-STEP_CHUNKS = 8  # Of 2,048 tokens.
+STEP_CHUNKS = 8  # Chunks of a step of 2,048 tokens.
 TURNS = 9
 THREADS = StorageSettings(path="/").io_threads
 KEY = b"a key of a length as any other"
@@ -90,7 +90,7 @@ class Files:
         self.nbytes = len(self._content) * num_chunks
 
     def store(self) -> None:
-        """As the connector's writer: the chunks of a step together."""
+        """Store like the connector's writer: the chunks of a step together."""
         chunks = list(self._chunks())
         for start in range(0, len(chunks), STEP_CHUNKS):
             bodies, values, form = [], [], self._blocks.form
@@ -108,7 +108,7 @@ class Files:
             list(threads.map(lambda each: self._load(each[0], each[1], is_direct), self._chunks()))
 
     def seal(self) -> None:
-        """Only the MACs."""
+        """Compute only the MACs."""
         for name in self._names:
             self.sealed(name, memoryview(self._content))
 

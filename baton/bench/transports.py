@@ -56,13 +56,13 @@ TARGETS = {  # Ratio to the limit, at 2, 16 and 256 KiB.
     "tcp, off": (0.5, 0.75, 0.9),
 }
 TARGET_SIZES = (2 << 10, 16 << 10, 256 << 10)
-NIXL_TARGET = 1.0  # Of NIXL's rate, at every size.
+NIXL_TARGET = 1.0  # Share of NIXL's rate, at every size.
 
 LIMITS = {
     "local": "memcpy",
     "local, cross-memory": "memcpy",
     "nixl": "memcpy",
-    "tcp": "loopback stream",  # With a MAC, as on the loopback by default.
+    "tcp": "loopback stream",  # Has a MAC, as on the loopback by default.
     "tcp, encrypt": "loopback stream",
     "tcp, off": "loopback stream",
 }
@@ -79,7 +79,7 @@ class Row:
     gb_per_s: float
     limit: str
     limit_gb_per_s: float
-    cpu_s_per_gb: float = 0.0  # Of both processes; resolution 10 ms.
+    cpu_s_per_gb: float = 0.0  # CPU time of both processes; resolution 10 ms.
 
     @property
     def ratio(self) -> float:
@@ -188,7 +188,7 @@ def make(name: str, address: Address, cpu: int) -> Transport:
     """Make a transport. Raises ConfigError if it is not available."""
     match name:
         case "local":
-            return LocalTransport(address)  # Its threads run on any core, as in an engine.
+            return LocalTransport(address)  # The threads run on any core, as in an engine.
         case "local, cross-memory":
             return LocalTransport(address, library=None)
         case "nixl":
@@ -434,7 +434,7 @@ class Cost:
     """Cost of a level of integrity compared with `off`."""
 
     share: float  # Share of the rate.
-    cpu_s_per_gb: float  # Of both processes.
+    cpu_s_per_gb: float  # CPU time of both processes.
 
 
 def integrity_costs(rows: list[Row], name: str) -> dict[int, Cost]:

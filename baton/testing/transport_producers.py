@@ -88,7 +88,7 @@ def place_on_host(content: NDArray[np.uint8]) -> Placed:
 
 
 def place_in_sealed_memory(content: NDArray[np.uint8]) -> Placed:
-    """Where `local` can map it, as the embedded engine's cache."""
+    """Place the content where `local` can map it, as the embedded engine's cache."""
     memory = np.frombuffer(allocate_sealed(content.nbytes, "baton-test"), dtype=np.uint8)
     memory = memory.reshape(content.shape)
     memory[:] = content
@@ -164,7 +164,7 @@ class HostDevice:
         return b"the host's memory"
 
     def share(self, region: Region) -> SharedMemory:
-        before = min(64, region.address)  # As if the allocation began a little earlier.
+        before = min(64, region.address)  # The allocation begins a little before the region.
         named = (os.getpid(), region.address - before)
         return SharedMemory(struct.pack("<QQ", *named).ljust(HANDLE_BYTES, b"\0"), before)
 

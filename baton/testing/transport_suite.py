@@ -216,7 +216,7 @@ class TransportSuite:
             connection.transport.cancel(ops[-1])
             connection.transport.cancel(ops[-1])
         assert all(c.ok or c.error == "cancelled" for c in drain(connection.transport, ops))
-        connection.transport.cancel(ops[0])  # Over: nothing happens.
+        connection.transport.cancel(ops[0])  # The read is over: nothing happens.
         connection.transport.cancel(OpId(10**9))
         connection.memory[:] = 0
         assert connection.read(prepared, blocks, blocks).ok
@@ -229,7 +229,7 @@ class TransportSuite:
             connection.transport.cancel(op)
             drain(connection.transport, [op])
             connection.memory[0] = 9
-            # After a further read through the same queues, a late write would have landed.
+            # A late write would have landed before the end of a further read through the same queues.
             other = connection.prepare(CopySpan(1, 0, BLOCK_BYTES, 0, 0, BLOCK_BYTES, BLOCK_BYTES))
             assert connection.read(other, range(NUM_BLOCKS), range(NUM_BLOCKS)).ok
             assert (connection.memory[0] == 9).all()

@@ -40,7 +40,7 @@ Windows = tuple[int | None, ...]
 KV-cache group.
 """
 
-STATE: Final = 0  # Instead of a window: the layer has a recurrent state.
+STATE: Final = 0  # Value in place of a window: the layer has a recurrent state.
 LATENT: Final = -1  # The layer has latents, and index keys beside them. All layers have, or none.
 LATENTS: Final[Windows] = (LATENT, LATENT)
 # The layer has int8 keys and values, and the scales of each token and head: in the slot, or in a second cache
@@ -184,7 +184,7 @@ class Shape:
     """Engine configuration of one example. Small pools cause preemption, small budgets chunked prefill."""
 
     tp: int = 1
-    num_blocks: int = 24  # In each KV-cache group.
+    num_blocks: int = 24  # Blocks in each KV-cache group.
     budget: int = 64  # Tokens in one step.
     caching: bool = True  # The engine's own prefix cache.
     policy: str = "recompute"

@@ -68,7 +68,7 @@ class KitEngine:
         self.woken = threading.Event()
         self.answers: dict[str, Answer] = {}
         self.ledger = Ledger(story, config.parallel_config.tensor_parallel_size)
-        self.num_idle_steps = 0  # In a row; an idle step computes, delivers and frees nothing.
+        self.num_idle_steps = 0  # Idle steps in a row; an idle step computes, delivers and frees nothing.
         self.num_preempted = 0
         self._salts: dict[str, str | None] = {}
         self._expect = expect
@@ -144,7 +144,7 @@ class KitEngine:
         self.story.record_line(f"{self.name}: reset of all caches, {'done' if done else 'refused'}")
 
     def change_weights(self, version: str | None) -> None:
-        """Between two steps; open requests go on. The kit's KV is the same with all weights."""
+        """Change the weights between two steps; open requests go on. The kit's KV does not depend on them."""
         while self._steps:
             self._take_oldest()
         answer = self.half.set_weights(None, version)

@@ -39,8 +39,8 @@ from baton.testing.contract.watched_worker import PATH
 if TYPE_CHECKING:
     from baton.engine.executor.ray_actors import RankActors
 
-WINDOWS: Windows = (None, 6)  # Per layer, for the model with several KV-cache groups.
-STATES: Windows = (STATE, None)  # For the model with recurrent states.
+WINDOWS: Windows = (None, 6)  # Windows of the model with several KV-cache groups.
+STATES: Windows = (STATE, None)  # Layers of the model with recurrent states.
 
 MODEL_VOCAB = 512
 

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-THREAD_END_S = 2.0  # For a thread that was asked to end.
+THREAD_END_S = 2.0  # Time for a thread that was asked to end.
 THREAD_END_MIN_S = 0.1
 THREAD_LOOK_S = 0.02
 FILES_SLACK = 3  # Descriptors that libraries keep open after first use.

@@ -49,7 +49,8 @@ class Ledger:
     # Ranks that reported a request id in finished_recving (since its last load began) or in finished_sending.
     _received_by: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
     _sent_by: defaultdict[str, set[int]] = field(default_factory=lambda: defaultdict(set))
-    _invalid_by: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))  # By block id.
+    # Ranks that reported a block id as invalid.
+    _invalid_by: defaultdict[int, set[int]] = field(default_factory=lambda: defaultdict(set))
     # Synchronous loads of each step that has not reported, oldest first.
     _steps: deque[dict[str, OpenLoad]] = field(default_factory=deque)
 

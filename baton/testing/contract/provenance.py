@@ -25,7 +25,7 @@ FRESH = -1.0  # What memory holds before its first write.
 
 @dataclass(slots=True)
 class Slot:
-    """One token's slot in the cache of one layer and rank. `state`: of the token that it should hold."""
+    """One token's slot in the cache of one layer and rank. `state`: state of the token it should hold."""
 
     request_id: str
     position: int
@@ -49,7 +49,7 @@ class Wrong:
     is_unfilled: bool = False  # A load that is to fill the slot has not written to it.
     is_faulted: bool = False  # A write of the slot's load failed, and no rank has reported it.
     is_of_other_salt: bool = False
-    salt: str | None = None  # That salt, if `is_of_other_salt`.
+    salt: str | None = None  # The other salt, if `is_of_other_salt`.
     is_of_preempted: bool = False
     root: Wrong | None = None  # The unreported wrong slot that this slot's KV was computed from.
     is_computed_on_wrong: bool = False
@@ -64,8 +64,9 @@ class Wrong:
         return f"{self.slot} has {'nothing' if self.is_unwritten else 'other KV than its tokens give'}"
 
     def rule(self, foreign_states: Iterable[int], *, is_store_broken: bool) -> str:
-        """Return the broken rule. `foreign_states`: of the prompt that the params were made for, if it is
-        another.
+        """Return the broken rule.
+
+        `foreign_states`: states of the prompt that the params were made for, if it is another.
         """
         wrong = self.root if self.root is not None else self
         if wrong.is_of_other_salt:
@@ -109,7 +110,7 @@ class Provenance:
     def explain(
         self, slot: Slot, kv: torch.Tensor, heads: range, tokens: Sequence[int], *, is_unfilled: bool
     ) -> Wrong:
-        """Find the cause. `kv` `[heads, width]`: what the slot holds. `tokens`: of the request."""
+        """Find the cause. `kv` `[heads, width]`: what the slot holds. `tokens`: the request's."""
         wrong = Wrong(slot, is_unfilled=is_unfilled)
         if bool((kv == FRESH).all()):
             wrong.is_unwritten = True

@@ -107,7 +107,8 @@ class RankMemory:
             for name, cache in as_floats.items()
         }
         by_size = sorted(self.caches.items(), key=lambda item: item[1].numel())
-        self._places = {cache.data_ptr(): (name, cache) for name, cache in by_size}  # Of several the largest.
+        # The largest cache at each address: later entries replace smaller ones.
+        self._places = {cache.data_ptr(): (name, cache) for name, cache in by_size}
         for _, cache in self._places.values():
             cache.fill_(FRESH)
         memories = {cache.untyped_storage().data_ptr(): cache.untyped_storage() for cache in caches.values()}
@@ -142,7 +143,7 @@ class RankMemory:
         self._expected.discard(block_id)
 
     def lose_content(self) -> None:
-        """The host has taken the memory away, and given it back."""
+        """Note that the host has freed the memory and allocated it again."""
         for name, cache in self._places.values():
             cache.fill_(FRESH)
             self._shadows[name].fill_(FRESH)

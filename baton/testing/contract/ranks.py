@@ -76,7 +76,7 @@ class KitRanks(Executor):
         self._num_blocks = config.cache_config.num_gpu_blocks
         self._hidden_size = config.model_config.hidden_size
         self._groups = config.kv_cache_groups
-        # Of each cache, in their order: the layers', and after each its index keys, if it has some.
+        # Names and groups of all caches: of each layer, and then of its index keys, if it has some.
         of_layer = [index for _, (index, _) in sorted(places_of(self._groups).items())]
         name_of = (layer_name, index_layer_name) if config.model_config.index_size else (layer_name,)
         self._names = [name(layer) for layer in range(len(of_layer)) for name in name_of]
@@ -300,7 +300,7 @@ class KitRanks(Executor):
     def _write_state(
         self, memory: RankMemory, layer: int, row: _Row, last: int, *, is_poisoned: bool
     ) -> None:
-        """The state after `last` tokens."""
+        """Write the state after `last` tokens."""
         block_id = row.tables[self._group_of[layer]][(last - 1) // self._block]
         state, name = row.states[last - 1], self._names[layer]
         values = kv_values((state,), layer, memory.heads, memory.caches[name].shape[-1])[0]
@@ -309,7 +309,7 @@ class KitRanks(Executor):
 
     def _find_wrong(self, memory: RankMemory, layer: int, row: _Row, last: int) -> Wrong | None:
         """Find the first wrong slot that this step's tokens attend to. Slots before the window are not
-        checked. Of a recurrent state: the state after `last` tokens, which the step begins with.
+        checked. A recurrent state is checked after `last` tokens, where the step begins.
         """
         window, name = self._windows[layer], self._names[layer]
         first = 0 if window is None else max(0, row.num_computed - window + 1)

@@ -105,7 +105,7 @@ class ToySite:
         if case.plays_scales:
             self.windows += (*INT8, INT8_AND_STATE) if knows_states(case) else INT8
         self.patience = Patience(case.patience_s)
-        self.thread_patience_s = case.patience_s  # For threads that a connector has asked to end.
+        self.thread_patience_s = case.patience_s  # Time for threads that a connector has asked to end.
         self._last_mark = secrets.randbelow(NUM_MARKS)
         self._secret = new_secret()
 

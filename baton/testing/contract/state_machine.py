@@ -125,7 +125,7 @@ def _start(site: ToySite, shape: Shape, story: Story) -> World:
         return World(site, shape, story)
     except ContractBroken:
         raise
-    except Exception as error:  # From a constructor or from register_kv_caches, for example.
+    except Exception as error:  # A constructor or register_kv_caches raised it, for example.
         if _needs_cuda(error):
             raise ConfigError(
                 f"needs CUDA, and torch finds no CUDA device on this machine ({why(error)})",
@@ -200,7 +200,7 @@ def make_machine(site: ToySite, search: Search) -> type[RuleBasedStateMachine]:
         @initialize(shape=shapes_of(site))
         def start(self, shape: Shape) -> None:
             self.story = Story()
-            self.has_failed = True  # Until the step has ended without an error.
+            self.has_failed = True  # True until the step has ended without an error.
             if search.is_over:
                 raise SearchIsOver
             if site.case.new_example is not None:

@@ -26,7 +26,7 @@ def short(value: Any) -> str:
     request_id = getattr(value, "request_id", None)
     if isinstance(request_id, str):
         return request_id
-    if isinstance(value, KVConnectorTransferResults):  # Its repr is longer than a line.
+    if isinstance(value, KVConnectorTransferResults):  # The repr is longer than a line.
         ids = (value.finished_sending, value.finished_recving, value.failed_recving)
         names = ("sent", "received", "failed")
         return ", ".join(f"{name} {short(i)}" for name, i in zip(names, ids, strict=True) if i) or "no ids"

@@ -53,7 +53,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
         self.was_reset = False  # reset_cache() returned True, and no step has computed tokens since.
         # Requests that have been scheduled since other weights, which have no name, are in use.
         self._since: dict[str, host.Request] | None = None
-        self._requests: dict[str, host.Request] = {}  # By id, those that wait.
+        self._requests: dict[str, host.Request] = {}  # Requests that wait, by id.
         self._ledger = ledger
         self._story: Story = ledger.story
         self._block_size = block_size
@@ -279,7 +279,7 @@ class WatchedScheduler(KVConnectorSchedulerHalf):
             connector_output.kv_connector_worker_meta = report.inner
             for notes in report.notes:
                 self._ledger.take_notes(self.name, notes)
-        # From here on the half reports whether these loads are over.
+        # The half reports from here on whether these loads are over.
         self._ledger.landed -= connector_output.finished_recving or set()
         self._ask("update_connector_output", connector_output, shown_arguments=(), is_quiet=True)
         if connector_output.finished_sending or connector_output.finished_recving:

@@ -84,7 +84,7 @@ class WatchedWorker(KVConnectorWorkerHalf):
     # --- Step ------------------------------------------------------------------------------------
 
     def takes_part(self, connector_metadata: KVConnectorMetadata) -> bool:
-        """What the connector answers. If it is False, the notes go with the report of a later step."""
+        """Return the connector's answer. If it is False, the notes go with the report of a later step."""
         assert isinstance(connector_metadata, WatchedMetadata)
         self._begin(connector_metadata)
         takes_part = True

@@ -40,10 +40,10 @@ from baton.transport.control import ControlChannel, Destination, Received, Route
 NUM_LOANS = 6
 NUM_CLAIMED = 4
 NUM_FETCHES = 4
-BATCH_FRAMES = 500  # Of one poll.
+BATCH_FRAMES = 500  # Frames of one poll.
 OBJECTS_MAX = 60_000  # Objects that a flood of any length may leave: routes, and entries that expire.
 LOOK_EVERY_S = 0.1  # How often to check that the thread is alive.
-PATIENCE_S = 120.0  # For one flood's thread; only reached when something is wrong.
+PATIENCE_S = 120.0  # Time for one flood's thread; only reached when something is wrong.
 
 _KV_IDENTITY = KVIdentity("model", "revision", "float32", 2, 2, 8, "seed")
 _SPEC = CacheSpec(KEYS_AND_VALUES, "float32", 2)
