@@ -29,7 +29,7 @@ def names_in_vllm(kv_cache_config: Any, block_tokens: int) -> tuple[NameBlocks, 
     """Return what events name a block, and its groups. vLLM hashes every request's blocks if there is a
     connector.
 
-    Raises ConfigError for a vLLM (0.31) that does not say how many tokens a hash is of.
+    Raises ConfigError for a vLLM (0.31) that does not report how many tokens a hash covers.
     """
     if not hasattr(kv_cache_config, "hash_block_size"):
         raise ConfigError(

@@ -7,8 +7,8 @@
 A start compares too (`find_misfits`), and `versions` decides. Parses sources without importing them, so that
 a version can be checked before it is installed. `record/` has one record per version tried. The newest one
 lists what Baton relies on: to rely on another member, add it there, with any text, and record the versions
-again. What an older version lacks and never needs is "missing" in its record. Of a class that we only use, a
-record has
+again. A member that an older version lacks and never needs is "missing" in its record. A record of a class
+that we only use has
 
     name       a method, a function, a field, or an attribute that __init__ sets
     "name"     in quotes: this text occurs in the source, as a value that configurations use

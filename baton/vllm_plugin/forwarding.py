@@ -10,10 +10,10 @@
         @classmethod
         def make_worker_half(cls, vllm_config, kv_cache_config, settings): return OtherWorkerHalf(...)
 
-Its name goes into `baton.vllm_plugin.CONNECTORS`. vLLM makes one instance for its scheduler and one in each
-worker. An instance holds one half, by `role`, and forwards to it each of vLLM's methods in the contract's
-table (`baton.contract.surface`). The drift test finds methods that vLLM adds. Requests, scheduler outputs and
-blocks are passed on unchanged.
+The name of such a class goes into `baton.vllm_plugin.CONNECTORS`. vLLM makes one instance for its scheduler
+and one in each worker. An instance holds one half, by `role`, and forwards to it each of vLLM's methods in
+the contract's table (`baton.contract.surface`). The drift test finds methods that vLLM adds. Requests,
+scheduler outputs and blocks are passed on unchanged.
 
 Errors of our half are contained here (`containment`); only start-up may raise.
 """
@@ -83,7 +83,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
     # where types are checked, so that its base classes are Any there.
     _cache_hit_source: str  # Where loaded tokens are from: a value of vLLM's CacheHitSource.
     _empty_metadata: ClassVar[KVConnectorMetadata]  # Used for a step in which the scheduler half failed.
-    _stats_kind: ClassVar[type[CountedStats]]  # Its data has "failures": {reason: count}.
+    _stats_kind: ClassVar[type[CountedStats]]  # The data of these has "failures": {reason: count}.
     _has_self_test: ClassVar[bool] = False
     weights_version: str = ""
 
@@ -209,7 +209,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         return half.request_finished_all_groups(request, block_ids)
 
     def reset_cache(self) -> bool:
-        """vLLM resets after it may have changed the weights, and does not say whether it has."""
+        """vLLM resets caches after it may have changed the weights, and does not report whether it has."""
         return self.set_weights(None, None)
 
     def set_weights(self, weights: str | None, version: str | None) -> bool:
@@ -246,7 +246,7 @@ class ForwardingConnector(KVConnectorBase_V1, SupportsHMA, HoldsOneHalf):  # typ
         )
 
     def self_test(self, kv_caches: dict[str, Any]) -> str:
-        """Test the registered caches, and say what was tested. Raises BatonError; see `_has_self_test`."""
+        """Test the registered caches, and return what was tested. Raises BatonError; see `_has_self_test`."""
         raise NotImplementedError
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:

@@ -100,7 +100,7 @@ def in_order(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> dict[str, An
 
 
 def cache_specs_of(kv_cache_config: Any, num_kv_heads: int) -> dict[str, CacheSpec]:
-    """What the caches with tokens hold, by layer name. `num_kv_heads`: of the whole model.
+    """What the caches with tokens hold, by layer name. `num_kv_heads`: heads of the whole model.
 
     Raises ConfigError for a cache that has fewer slots than tokens.
     """
@@ -123,7 +123,7 @@ def _cache_spec(spec: Any, num_kv_heads: int) -> CacheSpec:
     if all(kind.__name__ != "MLAAttentionSpec" for kind in type(spec).__mro__):
         return CacheSpec(KEYS_AND_VALUES, _OF_TENSOR, num_kv_heads, scales)
     if str(getattr(getattr(spec, "cache_role", None), "value", "")) == "indexer":
-        # Its kernels write the keys of a block first, then their scales.
+        # The indexer's kernels write the keys of a block first, then their scales.
         return CacheSpec(INDEX_KEYS, _OF_TENSOR, 1, INLINE_SCALES, f"vllm indexer{of_unlisted_version()}")
     name = str(getattr(spec, "cache_dtype_str", None) or mode)
     if scales != INLINE_SCALES and name != "fp8_ds_mla":
@@ -160,7 +160,7 @@ def refuse_overwritten_states(kv_cache_config: Any) -> None:
 
 
 def tables_by_position(kv_cache_config: Any, block_tokens: int) -> ExpandTables:
-    """What makes of vLLM's tables, and the number of tokens, tables that are indexed by position.
+    """Return the function that makes tables indexed by position, from vLLM's tables and the token count.
 
     The one block of a request's state stands at every position: whatever the length, its state is there.
     """

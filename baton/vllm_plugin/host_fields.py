@@ -28,8 +28,8 @@ _TABLES: Final[dict[str, Any]] = tomllib.loads(Path(__file__).with_suffix(".toml
 
 class Neutral(NamedTuple):
     reason: str
-    values: tuple[str, ...] = ()  # In JSON.
-    when: str = ""  # The rule that says so of other values; see `_RULES`.
+    values: tuple[str, ...] = ()  # Values in JSON.
+    when: str = ""  # The rule by which other values are neutral; see `_RULES`.
 
 
 def _rows(kind: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -54,7 +54,7 @@ class _Model(NamedTuple):
 
     config: Mapping[str, Any] = {}  # config.json after all overrides.
     dtype: str = ""
-    architecture: DecoderArchitecture | None = None  # As Baton's parser reads it; None: an unknown family.
+    architecture: DecoderArchitecture | None = None  # Result of Baton's parser; None: an unknown family.
 
 
 _Rule = Callable[[Any, _Model, Any], bool]  # The third: the architecture; None only outside of hf_config.
@@ -124,7 +124,7 @@ def model_settings(model: Any) -> tuple[DecoderArchitecture | None, dict[str, An
 def _model_of(model: Any) -> _Model:
     config: dict[str, Any] = model.hf_config.to_dict()
     text = getattr(model, "hf_text_config", model.hf_config)
-    if text is not model.hf_config:  # It may have changes of its own.
+    if text is not model.hf_config:  # The text model may have changes of its own.
         config["text_config"] = text.to_dict()
     try:
         read = parse_architecture(config)

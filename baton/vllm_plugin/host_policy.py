@@ -15,7 +15,7 @@ EMPTY_STEP_S = 0.003  # What the report of the next step would cost: a round thr
 def vllm_policy(
     expand_tables: ExpandTables = lambda tables, _: tables, traces: Traces | None = None
 ) -> HostPolicy:
-    """Of one engine. `expand_tables`: see `groups.tables_by_position`.
+    """Policy of one engine. `expand_tables`: see `groups.tables_by_position`.
 
     * References of our own hold lent blocks (`LentBlocks`): `delay_free` would keep the engine awake.
     * Empty steps wait while the engine waits for a producer only: vLLM steps about 1,000 times a second.
@@ -34,8 +34,9 @@ def vllm_policy(
 
 
 def _drop_last_prompt_token(request: Any) -> None:
-    """As vLLM's NIXL connector does (`_truncate_request_for_prefill`). The one token of the answer has no
-    meaning.
+    """Drop the last token as vLLM's NIXL connector does (`_truncate_request_for_prefill`).
+
+    The one token of the answer has no meaning.
     """
     if request.num_prompt_tokens < 2 or request.prompt_token_ids is None or request.num_output_tokens:
         return

@@ -75,7 +75,7 @@ def identity_of(
 def find_kv_identity(vllm_config: Any, revision: str | None, *, is_worker: bool) -> KVIdentity:
     """Return the identity of the model's KV. Raises ConfigError.
 
-    A worker's names no weights: it speaks to no peer, and digesting them once per engine is enough.
+    A worker's identity names no weights: it has no peers, and one digest of them per engine is enough.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     cache_dtype = vllm_config.cache_config.cache_dtype

@@ -50,7 +50,7 @@ def run_self_test(layout: RankLayout, kv_caches: Mapping[str, torch.Tensor]) -> 
     """Read a block of every cache into another block. Returns what was read, in words.
 
     `kv_caches`: the tensors that `layout` was made of, in the same order. Raises TransferError or PeerError
-    that says what differs; the blocks that it names are restored then too.
+    that names what differs; the blocks that it names are restored then too.
     """
     if layout.num_blocks < MIN_BLOCKS:
         raise TransferError(f"the cache has {layout.num_blocks} blocks, and the self-test needs {MIN_BLOCKS}")
@@ -169,7 +169,7 @@ def _make_transports(regions: Sequence[Region], on_completion: Callable[[], None
         return {"cuda_ipc": CudaIpcTransport(_ADDRESS, driver=driver, on_completion=on_completion)}
     return {
         "local": LocalTransport(_ADDRESS, on_completion=on_completion),
-        # Where the system forbids cross-memory attach, which says nothing about vLLM.
+        # Used where the system forbids cross-memory attach: this proves nothing about vLLM.
         "memory": MemoryTransport(_ADDRESS, MemoryNetwork(), on_completion=on_completion),
     }
 

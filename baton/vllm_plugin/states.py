@@ -34,7 +34,7 @@ _DIVISIBLE: Final = frozenset({"mamba2", "granite_hybrid"})
 
 
 def parts_of(vllm_config: Any, kv_cache_config: Any) -> tuple[StatePart, ...]:
-    """Of one layer's state in the whole model; empty without states. Raises ConfigError."""
+    """Parts of one layer's state in the whole model; empty without states. Raises ConfigError."""
     spec = state_spec(kv_cache_config)
     if spec is None:
         return ()
@@ -88,7 +88,7 @@ def with_states_as_bytes(
 
 
 def _known_parts(vllm_config: Any, spec: Any, tp_size: int) -> tuple[StatePart, ...] | None:
-    """None: the family is not known, or this vLLM's state has another size than its."""
+    """None: the family is not known, or this vLLM's state has another size than the family's."""
     try:
         architecture = parse_architecture(vllm_config.model_config.hf_config.to_dict())
     except UserError:

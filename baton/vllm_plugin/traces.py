@@ -92,11 +92,11 @@ class TransferTraces:
         clock: Callable[[], float] = boot_clock,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        """`clock`: of the records. `wall_clock`: since 1970."""
+        """`clock`: the records' clock. `wall_clock`: seconds since 1970."""
         self._tracer, self._engine_id = tracer, engine_id
         self._clock, self._wall_clock = clock, wall_clock
-        self._parents: OrderedDict[str, SpanRef] = OrderedDict()  # Of sampled requests, oldest first.
-        self._delivered: dict[str, FetchTimeline] = {}  # Of those that no step has had since.
+        self._parents: OrderedDict[str, SpanRef] = OrderedDict()  # Parents of sampled requests, oldest first.
+        self._delivered: dict[str, FetchTimeline] = {}  # Fetches of requests that no step has had since.
 
     def begin(self, request: Any) -> None:
         try:
@@ -135,12 +135,12 @@ class TransferTraces:
         return fetch_spans(fetch, parent, at_s, more)
 
     def _export(self, request_id: str, make: Callable[[SpanRef, float], list[Span]]) -> None:
-        """`make`: of the parent, and of the time since 1970 when the records' clock was 0."""
+        """`make` gets the parent, and the time since 1970 when the records' clock was 0."""
         if (parent := self._parents.get(request_id)) is None:
             return
         try:
             self._tracer.export(make(parent, self._wall_clock() - self._clock()))
-        except Exception:  # As in `begin`.
+        except Exception:  # Spans may be lost; a request may not.
             logger.exception("spans of request %s are lost", request_id)
 
 

@@ -28,7 +28,7 @@ _RELEASE = re.compile(r"(\d+)\.(\d+)")
 class Start(Enum):
     AT_ONCE = auto()
     AFTER_SELF_TEST = auto()
-    UNTESTED = auto()  # With a warning: the operator allows it, and nothing can be tested.
+    UNTESTED = auto()  # Starts with a warning: the operator allows it, and nothing can be tested.
 
 
 def decide_start(version: str, misfits: Sequence[str], *, has_self_test: bool, allow_untested: bool) -> Start:

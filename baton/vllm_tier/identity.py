@@ -39,7 +39,7 @@ def naming_of(offloading_config: Any, row_bytes: int, plugin: PluginSettings) ->
 
 
 def _namespace(described: bytes, signing_key: bytes) -> str:
-    # With the key's digest, or engines with another key would remove our chunks as corrupted.
+    # The key's digest is a part: else engines with another key would remove our chunks as corrupted.
     return hashlib.blake2b(described, key=signing_key[:64], digest_size=NAMESPACE_BYTES).hexdigest()
 
 
@@ -105,7 +105,7 @@ def _device() -> str:
 
 
 def _isa(vllm_config: Any) -> str:
-    """On a CPU the packing of a block depends on the processor's instructions."""
+    """Instruction set of the CPU, if the packing of a block depends on it; else empty."""
     if not current_platform.is_cpu() or vllm_config.model_config.use_mla:
         return ""
     from vllm.v1.attention.backends.cpu_attn import _get_attn_isa

@@ -38,7 +38,7 @@ class Naming:
         return replace(self, signed=tuple((digest.hexdigest(), key) for digest, key in named))
 
     def names_of(self, key: bytes) -> list[tuple[ChunkName, bytes]]:
-        """Under which the chunk may be stored, and the keys that sign it there."""
+        """Names under which the chunk may be stored, and the keys that sign it there."""
         return [(ChunkName(namespace, key, 0), signing_key) for namespace, signing_key in self.signed]
 
     def key_of(self, name: str) -> bytes | None:

@@ -25,12 +25,14 @@ def check_release(name: str, field: str, is_allowed: bool) -> None:
 
 
 class TierSettings(StorageSettings, frozen=True, kw_only=True):
-    """As those of the shared storage. `load_timeout_s` and `store_timeout_s` are for one job of vLLM: the
-    chunks of a request that it moves together.
+    """The shared storage's settings, and the tier's own.
+
+    `load_timeout_s` and `store_timeout_s` are for one job of vLLM: the chunks of a request that it moves
+    together.
     """
 
     load_timeout_s: float = 10.0
-    store_timeout_s: float = 30.0  # Then what is not written yet is not stored.
+    store_timeout_s: float = 30.0  # Chunks that are not written by then are not stored.
     enable_kv_events: bool = False
     # Whether other hosts reach the stores. vLLM puts it into events, and its filters use it.
     locality: Literal["LOCAL", "REMOTE"] | None = None

@@ -104,7 +104,7 @@ class BatonTier(SecondaryTierManager):  # type: ignore[misc]  # vLLM is not inst
             clock=clock,
         )
         self._clock = clock
-        self._counts: Counter[tuple[str, str]] = Counter()  # By metric and reason.
+        self._counts: Counter[tuple[str, str]] = Counter()  # Counts by metric and reason.
         self._written: list[bytes] = []
         self._lost: list[bytes] = []
         self._lookups = Lookups()
