@@ -1,16 +1,24 @@
 """Counts words that make the text hard to read, and fails where a word has more uses than its limit.
 
+It also counts comments and docstrings that open with a preposition or a pronoun ("Of this engine."): their
+subject stands elsewhere, and the reader has to look for it.
+
 `--counts` prints the counts and the limits. Lower a limit whenever its count has fallen.
 """
 
+import ast
+import io
 import re
 import subprocess
 import sys
-from collections.abc import Iterable
+import tokenize
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 OPENING = "module docstring that opens with What, Who, Which or How"
+FRAGMENT = "comment or docstring that opens with a preposition or pronoun"
+TEST_FRAGMENT = f"{FRAGMENT}, in tests"
 LIMITS = {
     "behind": 0,
     "nobody": 1,
@@ -18,10 +26,25 @@ LIMITS = {
     "said": 6,
     "who": 13,
     OPENING: 0,
+    FRAGMENT: 0,
+    TEST_FRAGMENT: 376,
 }
-PATTERNS = {word: re.compile(rf"\b{word}\b", re.IGNORECASE) for word in LIMITS if word != OPENING}
+WORDS = [word for word in LIMITS if word not in (OPENING, FRAGMENT, TEST_FRAGMENT)]
+PATTERNS = {word: re.compile(rf"\b{word}\b", re.IGNORECASE) for word in WORDS}
 PATTERNS[OPENING] = re.compile(r'\A"""(?:What|Who|Which|How)\b')
-TEXTS = ("baton/*.py", "benchmarks/*.py", "chaos/*.py", "tests/*.py", "README.md", "docs/*.md")
+FRAGMENTS = re.compile(
+    r"(?:After|Among|As|At|Before|Beside|Besides|Between|By|For|From|In|Into|It|Its|Of|On|Over|Since|Than|That"
+    r"|Their|Them|They|Through|To|Under|Until|Which|Whose|With|Within|Without)(?![\w-])"
+)
+TEXTS = (
+    "baton/*.py",
+    "benchmarks/*.py",
+    "chaos/*.py",
+    "examples/*.py",
+    "tests/*.py",
+    "README.md",
+    "docs/*.md",
+)
 EXCEPT = ("docs/log", "docs/chaos.md", "docs/soak.md", "docs/benchmarks/")
 
 
@@ -30,6 +53,28 @@ def tracked() -> list[Path]:
         ["git", "ls-files", "--", *TEXTS], cwd=ROOT, check=True, capture_output=True, text=True
     )
     return [ROOT / name for name in listed.stdout.splitlines() if not name.startswith(EXCEPT)]
+
+
+def remarks(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each docstring, and of each comment's beginning."""
+    for node in ast.walk(ast.parse(text)):
+        is_documented = isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef)
+        if is_documented and (docstring := ast.get_docstring(node)):
+            yield node.body[0].lineno, docstring
+    comment_above = 0  # The line of the last comment that has a line of its own.
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            line, is_own = token.start[0], token.line.lstrip().startswith("#")
+            if not is_own or comment_above != line - 1:
+                yield line, token.string.lstrip("#: ")
+            comment_above = line if is_own else 0
+
+
+def fragments(text: str) -> Iterator[int]:
+    """Yield the lines of comments and docstrings whose subject stands elsewhere."""
+    for line, remark in remarks(text):
+        if FRAGMENTS.match(remark):
+            yield line
 
 
 def uses(files: Iterable[Path]) -> dict[str, list[str]]:
@@ -41,6 +86,9 @@ def uses(files: Iterable[Path]) -> dict[str, list[str]]:
             found[word] += [
                 f"{file}:{text.count(chr(10), 0, use.start()) + 1}" for use in pattern.finditer(text)
             ]
+        if file.suffix == ".py":
+            kind = TEST_FRAGMENT if file.is_relative_to(ROOT / "tests") else FRAGMENT
+            found[kind] += [f"{file}:{line}" for line in fragments(text)]
     return found
 
 

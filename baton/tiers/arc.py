@@ -19,7 +19,7 @@ class Arc(EvictionPolicy[K]):
     def __init__(self, capacity: int) -> None:
         super().__init__(capacity)
         self.target = 0.0  # The paper's p: number of keys that T1 may hold.
-        # In each, the next key to leave or to be forgotten comes first.
+        # The next key to leave, or to be forgotten, comes first in each.
         self._once: OrderedDict[K, None] = OrderedDict()
         self._often: OrderedDict[K, None] = OrderedDict()
         self._left_once: OrderedDict[K, None] = OrderedDict()

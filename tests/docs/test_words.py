@@ -38,4 +38,15 @@ def test_a_docstring_that_opens_with_a_question_word_counts(tmp_path: Path) -> N
     (tmp_path / "one.py").write_text(f'"""{OPENING} it does."""\n')
     (tmp_path / "two.py").write_text('"""A module."""\n')
     done = run("--counts", str(tmp_path / "one.py"), str(tmp_path / "two.py"))
-    assert ": 1 of " in done.stdout.splitlines()[-1]
+    assert "How: 1 of 0" in done.stdout
+
+
+def test_a_comment_without_its_subject_is_located(tmp_path: Path) -> None:
+    file = tmp_path / "module.py"
+    file.write_text(
+        '"""A module."""\n\n# The first line of a comment\n# of two lines.\nvalue = 1  # Of this module.\n'
+        '# It is large.\nsize = value  # Ofen.\n\n\ndef grow() -> None:\n    """After a start."""\n'
+    )
+    done = run(str(file))
+    assert done.returncode == 1
+    assert [line.strip() for line in done.stdout.splitlines()[1:]] == [f"{file}:11", f"{file}:5", f"{file}:6"]

@@ -78,7 +78,7 @@ class Engine:
     # A prompt is late here, or the last answer was an error; nothing else has come from the engine since.
     late_until_s: float = 0.0
     rests_until_s: float = 0.0  # The last `Retry-After` ends then.
-    # To this process: all of them (None), and by the model that the request names.
+    # Answers to this process: all of them (None), and by the model that the request names.
     answers: defaultdict[str | None, Answers] = field(
         default_factory=lambda: defaultdict(Answers), repr=False
     )
