@@ -26,7 +26,7 @@ from baton.cli.http_options import (
     TLS_CLIENT_CA_HELP,
     TLS_KEY_HELP,
 )
-from baton.cli.settings import DRAIN_S, REMOVED, Resolved, ServeSettings, resolve
+from baton.cli.settings import DRAIN_S, Resolved, ServeSettings, resolve
 from baton.core.config import CacheConfig, EngineConfig
 from baton.core.errors import UserError
 from baton.tracing import find_endpoint
@@ -163,11 +163,6 @@ def _with_flags(command: Callable[..., None]) -> Callable[..., None]:
     fields = {field.name: field for field in msgspec.structs.fields(ServeSettings)}
     flags = [
         _flag(fields[name], panel, text) for panel, texts in _FLAGS.items() for name, text in texts.items()
-    ]
-    hidden = Annotated[str | None, typer.Option(hidden=True)]
-    flags += [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=hidden)
-        for name in REMOVED
     ]
     own = inspect.signature(command)
     model, *others = [p for p in own.parameters.values() if p.kind is not p.VAR_KEYWORD]

@@ -265,12 +265,6 @@ SECTIONS: dict[str, tuple[str, ...]] = {
 }
 """Sections of the TOML file and of the output of `--show-config`."""
 
-REMOVED = {
-    "quantization": "is not supported: quantised weights of the embedded engine are not what Baton is for "
-    "and were removed; omit it and choose float32, bfloat16 or float16 (dtype), or serve the model with vLLM"
-}
-"""Settings that are refused, with the reason and the remedy."""
-
 
 _FROM_JSON: dict[str, Callable[[str], Any]] = {
     "kv_transfer_config": KVTransferConfig.from_json,
@@ -310,8 +304,6 @@ def resolve(
     for layer, origin in layers:
         values.update(layer)
         origins.update({name: origin(name) for name in layer})
-    for name in values.keys() & REMOVED.keys():
-        raise ConfigError(f"{REMOVED[name]} ({origins[name]})", field=name)
     _refuse_unknown_variables(environment)
     settings = _typed(values, origins)
     found = find_secret(
@@ -350,8 +342,7 @@ def resolve(
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Any]:
-    names = (*ServeSettings.__struct_fields__, *REMOVED)
-    named = {name: environment.get(ENV_PREFIX + name.upper(), "") for name in names}
+    named = {name: environment.get(ENV_PREFIX + name.upper(), "") for name in ServeSettings.__struct_fields__}
     return {name: value for name, value in named.items() if value != ""}
 
 
@@ -385,7 +376,7 @@ def _from_file(path: Path) -> dict[str, Any]:
             known = ", ".join(f"[{name}]" for name in SECTIONS)
             raise ConfigError(f"unknown in {path}; the sections are {known}", field=section)
         for name, value in content.items():
-            if name not in SECTIONS[section] and name not in REMOVED:
+            if name not in SECTIONS[section]:
                 known = ", ".join(SECTIONS[section])
                 raise ConfigError(f"unknown in {path}; [{section}] has {known}", field=f"{section}.{name}")
             values[name] = value

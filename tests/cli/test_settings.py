@@ -84,8 +84,6 @@ def test_the_connector_is_json_on_the_command_line_and_a_table_in_the_file(tmp_p
         ({}, {"BATON_PORT": "http"}, ["port", "environment BATON_PORT"]),
         ({}, {"BATON_ENABLE_PREFIX_CACHING": "maybe"}, ["enable_prefix_caching", "environment"]),
         ({"dtype": "int3"}, {}, ["dtype", "command line --dtype"]),
-        ({"quantization": "int8"}, {}, ["quantization", "were removed; omit it", "command line"]),
-        ({}, {"BATON_QUANTIZATION": "int4"}, ["quantization", "were removed", "environment"]),
         ({"register": "http://r:1"}, {}, ["register_role", "prefill, decode or both"]),
         ({"register": "r:1", "register_role": "both"}, {}, ["register", "command line --register"]),
         (
@@ -119,7 +117,6 @@ def test_a_bad_value_names_setting_and_origin(
         ("port = 1\n", ["port", "[server]"]),
         ("[server", ["TOML"]),
         ('[server]\nport = "x"\n', ["port", "file"]),
-        ('[model]\nquantization = "int8"\n', ["quantization", "were removed", "file"]),
     ],
 )
 def test_a_typing_error_in_the_file_is_refused(tmp_path: Path, text: str, words: list[str]) -> None:

@@ -184,7 +184,7 @@ def test_weights_that_are_no_floating_point_numbers_are_refused(folder: Path) ->
     path, name = folder / "model.safetensors", "model.layers.0.self_attn.q_proj.weight"
     tensors = load_file(path)
     save_file({**tensors, name: tensors[name].to(torch.float8_e4m3fn)}, path)
-    with pytest.raises(UserError, match=rf"{name} has the dtype F8_E4M3; must be F64, F32, BF16, F16"):
+    with pytest.raises(UserError, match=rf"{name} has the dtype F8_E4M3; must be F64, .* are not supported"):
         load_weights(build_model(load_model_config(folder)), folder)
 
 

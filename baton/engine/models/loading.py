@@ -109,7 +109,9 @@ def _fill(target: _Target, stored: Any) -> None:
         )
     if (dtype := stored.get_dtype()) not in _STORED_DTYPES:
         raise UserError(
-            f"{target.name} has the dtype {dtype}; must be {', '.join(_STORED_DTYPES)}", field="model"
+            f"{target.name} has the dtype {dtype}; must be {', '.join(_STORED_DTYPES)}: quantised weights "
+            "are not supported",
+            field="model",
         )
     index = (
         (target.rows,) if len(shape) == 1 else (target.matrices, target.rows, target.columns)[-len(shape) :]
