@@ -21,7 +21,6 @@ ALL = {
     "fleet": "benchmarks.fleet.command",
     "hedge": "benchmarks.fleet.hedge",
     "loans": "benchmarks.fleet.loans",
-    "layerwise": "benchmarks.layerwise",
     "lmcache": "benchmarks.lmcache_disk",
     "offload": "benchmarks.offload",
     "overload": "benchmarks.fleet.overload",
