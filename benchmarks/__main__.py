@@ -12,7 +12,6 @@ from benchmarks.compare.command import compare
 
 ALL = {
     **BENCHMARKS,
-    "cross-layer": "benchmarks.cross_layer",
     "decode-graphs": "benchmarks.decode_graphs",
     "choice": "benchmarks.fleet.choice",
     "engine-steps": "benchmarks.engine_steps",
