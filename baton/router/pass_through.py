@@ -267,7 +267,7 @@ class _NotFound(msgspec.Struct):
 
 
 def lacks_path(answer: LegAnswer) -> bool:
-    """Whether a 404 or 405 is about the path, not about the model, by the texts of FastAPI and Baton."""
+    """Whether a 404 or 405 is about the path, not the model, by the texts of FastAPI (vLLM) and Baton."""
     if answer.status not in _NOT_FOUND:
         return False
     try:

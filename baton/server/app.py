@@ -17,8 +17,11 @@ from typing import Any, TypeVar
 
 import msgspec
 import prometheus_client
-from fastapi import FastAPI, Request, Response
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 import baton
 from baton.core.errors import UserError
@@ -57,14 +60,14 @@ from baton.server.spans import loan_spans_of, spans_of
 logger = logging.getLogger(__name__)
 
 Request_ = TypeVar("Request_", CompletionRequest, ChatRequest)
+Handler = Callable[[Request], Awaitable[Response]]
 
 
-def build_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -> FastAPI:
+def build_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -> Starlette:
     """Return the application of the main port. The service is closed by its owner, not by the application.
 
     `checked_hosts`: see `Gate`. With an admin port, `build_admin_app` serves metrics and /baton/*.
     """
-    app = _new_app(service, checked_hosts)
     service.engine.on_stats = service.metrics.observe_stats
     service.engine.on_weights = service.take_weights
     service.metrics.observe_weights(service.model_config)
@@ -72,23 +75,19 @@ def build_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -
         timelines = service.metrics.timelines
         timelines.on_end = lambda timeline: tracer.export(spans_of(timeline))
         timelines.on_loan_end = lambda timeline: tracer.export(loan_spans_of(timeline))
-    _add_generation(app, service)
-    _add_tokens(app, service)
-    _add_state(app, service)
+    routes = [*_generation_routes(service), *_tokens_routes(service), *_state_routes(service)]
     if service.admin_port is None:
-        _add_admin(app, service)
-    return app
+        routes += _admin_routes(service)
+    return _new_app(service, checked_hosts, routes)
 
 
-def build_admin_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -> FastAPI:
+def build_admin_app(service: Service, *, checked_hosts: Sequence[str] | None = None) -> Starlette:
     """Return the application of the admin port."""
-    app = _new_app(service, checked_hosts)
-    _add_admin(app, service)
-    return app
+    return _new_app(service, checked_hosts, _admin_routes(service))
 
 
-def _new_app(service: Service, checked_hosts: Sequence[str] | None) -> FastAPI:
-    app = FastAPI(title="Baton", version=baton.__version__, openapi_url=None)
+def _new_app(service: Service, checked_hosts: Sequence[str] | None, routes: list[Route]) -> Starlette:
+    app = Starlette(routes=routes)
     _add_error_handlers(app)
     limits = service.limits
     app.add_middleware(
@@ -102,12 +101,18 @@ def _new_app(service: Service, checked_hosts: Sequence[str] | None) -> FastAPI:
     return app
 
 
+def _route(method: str, path: str, handler: Handler) -> Route:
+    route = Route(path, handler, methods=[method])
+    route.methods = {method}  # Starlette adds HEAD to GET. These paths answer HEAD with 405.
+    return route
+
+
 def _is_administrators(path: str) -> bool:
     """Routers call the other paths of /baton/ with the key that they send with requests."""
     return path in ("/metrics", "/update_weights") or path.startswith("/baton/requests/")
 
 
-def _add_error_handlers(app: FastAPI) -> None:
+def _add_error_handlers(app: Starlette) -> None:
     async def handle(request: Request, error: Exception) -> Response:
         return error_response(error)
 
@@ -127,14 +132,17 @@ def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, handle_http)
 
 
-def _add_generation(app: FastAPI, service: Service) -> None:
-    @app.post("/v1/completions")
+def _generation_routes(service: Service) -> list[Route]:
     async def completions(http: Request) -> Response:
         return await _generate(service, http, CompletionRequest, "completions", admit_completion)
 
-    @app.post("/v1/chat/completions")
     async def chat_completions(http: Request) -> Response:
         return await _generate(service, http, ChatRequest, "chat", admit_chat)
+
+    return [
+        _route("POST", "/v1/completions", completions),
+        _route("POST", "/v1/chat/completions", chat_completions),
+    ]
 
 
 async def _whole(
@@ -200,8 +208,7 @@ async def _admission_deadline(service: Service) -> AsyncIterator[None]:
         ) from error
 
 
-def _add_tokens(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
+def _tokens_routes(service: Service) -> list[Route]:
     async def tokenize(http: Request) -> Response:
         async with service.bodies.read(http.headers, http.receive) as body:
             request = parse_request(body, TokenizeRequest, "tokenize")
@@ -224,7 +231,6 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         )
         return json_response(answer)
 
-    @app.post("/detokenize")
     async def detokenize(http: Request) -> Response:
         async with service.bodies.read(http.headers, http.receive) as body:
             request = parse_request(body, DetokenizeRequest, "detokenize")
@@ -232,10 +238,11 @@ def _add_tokens(app: FastAPI, service: Service) -> None:
         async with _admission_deadline(service):
             return json_response(DetokenizeResponse(await service.encoder.decode(request.tokens, "tokens")))
 
+    return [_route("POST", "/tokenize", tokenize), _route("POST", "/detokenize", detokenize)]
 
-def _add_state(app: FastAPI, service: Service) -> None:
-    @app.get("/v1/models")
-    async def models() -> Response:
+
+def _state_routes(service: Service) -> list[Route]:
+    async def models(_: Request) -> Response:
         card: dict[str, Any] = {
             "id": service.model_name,
             "object": "model",
@@ -247,25 +254,28 @@ def _add_state(app: FastAPI, service: Service) -> None:
         }
         return json_response({"object": "list", "data": [card]})
 
-    @app.get("/health")
-    async def health() -> Response:
+    async def health(_: Request) -> Response:
         service.check_healthy()
         if service.admin_port is None:
             return Response(status_code=200)
         return json_response({"admin_port": service.admin_port})  # Routers call /baton/* there.
 
-    @app.get("/version")
-    async def version() -> Response:
+    async def version(_: Request) -> Response:
         return json_response({"version": baton.__version__})
 
-    @app.get("/weight_info")
-    async def weight_info() -> Response:
+    async def weight_info(_: Request) -> Response:
         return json_response(service.weight_info)
 
+    return [
+        _route("GET", "/v1/models", models),
+        _route("GET", "/health", health),
+        _route("GET", "/version", version),
+        _route("GET", "/weight_info", weight_info),
+    ]
 
-def _add_admin(app: FastAPI, service: Service) -> None:
-    @app.get("/baton/introduction")
-    async def introduction() -> Response:
+
+def _admin_routes(service: Service) -> list[Route]:
+    async def introduction(_: Request) -> Response:
         if service.introduction is None:
             raise ApiError(404, "this engine has no KV connector")
         # The connector's part changes when the engine's ranks are restarted.
@@ -273,7 +283,6 @@ def _add_admin(app: FastAPI, service: Service) -> None:
         lost = service.metrics.lost_links()
         return json_response(msgspec.structs.replace(service.introduction, introduction=now, lost_links=lost))
 
-    @app.post("/update_weights")
     async def update_weights(http: Request) -> Response:
         """Answer when the engine computes with the new weights. If the client leaves, the update goes on."""
         async with service.bodies.read(http.headers, http.receive) as body:
@@ -281,7 +290,6 @@ def _add_admin(app: FastAPI, service: Service) -> None:
         await service.update_weights(asked)
         return json_response(service.weight_info)
 
-    @app.post("/baton/take_back")
     async def take_back(http: Request) -> Response:
         """Take back the KV of an answer that no decode engine will fetch. A hint: always 202.
 
@@ -292,11 +300,17 @@ def _add_admin(app: FastAPI, service: Service) -> None:
         service.engine.take_back(lent.checked)
         return Response(status_code=202)
 
-    @app.get("/baton/requests/{request_id:path}")
-    async def recent_request(request_id: str) -> Response:
+    async def recent_request(http: Request) -> Response:
         """The timelines of the choices of a recent request. An empty list: none is remembered."""
-        return json_response({"timelines": service.metrics.timelines.find(request_id)})
+        return json_response({"timelines": service.metrics.timelines.find(http.path_params["request_id"])})
 
-    @app.get("/metrics")
-    async def metrics() -> Response:
+    async def metrics(_: Request) -> Response:
         return Response(service.metrics.exposition(), media_type=prometheus_client.CONTENT_TYPE_LATEST)
+
+    return [
+        _route("GET", "/baton/introduction", introduction),
+        _route("POST", "/update_weights", update_weights),
+        _route("POST", "/baton/take_back", take_back),
+        _route("GET", "/baton/requests/{request_id:path}", recent_request),
+        _route("GET", "/metrics", metrics),
+    ]

@@ -13,7 +13,8 @@ from contextlib import aclosing
 from typing import Any, TypeVar
 
 import msgspec
-from fastapi import Request, Response
+from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from baton.core.errors import UserError

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import uvicorn
-from fastapi import FastAPI
+from starlette.applications import Starlette
 
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
@@ -165,7 +165,7 @@ async def run(
 
 @asynccontextmanager
 async def _admin_server(
-    app: FastAPI, options: ServeOptions, tls: ServerTls | None, listener: socket.socket | None
+    app: Starlette, options: ServeOptions, tls: ServerTls | None, listener: socket.socket | None
 ) -> AsyncIterator[None]:
     if listener is None:
         yield
@@ -252,7 +252,7 @@ class _Server(uvicorn.Server):
     """uvicorn without its own signal handling, and with a callback when it is ready."""
 
     def __init__(
-        self, app: FastAPI, options: ServeOptions, tls: ServerTls | None, on_started: Callable[[], None]
+        self, app: Starlette, options: ServeOptions, tls: ServerTls | None, on_started: Callable[[], None]
     ) -> None:
         super().__init__(
             server_config(

@@ -50,6 +50,9 @@ def test_an_unknown_model_is_404(http: httpx.Client) -> None:
 def test_an_unknown_path_and_method_have_the_same_shape(http: httpx.Client) -> None:
     assert "/v1/nothing" in error(http.get("/v1/nothing"), 404)["message"]
     error(http.get("/v1/completions"), 405)
+    assert http.head("/health").status_code == 405
+    for path in ("/docs", "/openapi.json"):
+        error(http.get(path), 404)
 
 
 @pytest.mark.parametrize(
