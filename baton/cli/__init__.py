@@ -6,6 +6,12 @@
 
 def main() -> None:
     """Entry point of the `baton` command."""
+    import sys
+
+    from baton.cli.extras import missing_extra
+
+    if (error := missing_extra(sys.argv[1:])) is not None:
+        sys.exit(error)
     from baton.cli.main import app
 
     app(prog_name="baton")

@@ -1,16 +1,20 @@
 """Reads request bodies within a size, a deadline and a total budget; checks JSON before it is decoded."""
 
+from __future__ import annotations
+
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-
-from starlette.types import Receive
+from typing import TYPE_CHECKING
 
 from baton.core.errors import BatonError, UserError
 from baton.http import json_body
 from baton.http.errors import RETRY_AFTER_S, ApiError
 from baton.http.settings import HttpSettings
 from baton.http.workers import Job, WorkerOutOfMemory, WorkerPool, WorkerTimeout
+
+if TYPE_CHECKING:
+    from starlette.types import Receive
 
 # Pause between two iterations of the event loop that take tens of milliseconds for one request. A stream's
 # next token needs several iterations, so one iteration alone between the two would delay it.

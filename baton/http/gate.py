@@ -9,18 +9,23 @@
 400   a header with bytes that are not ASCII
 """
 
+from __future__ import annotations
+
 import re
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 from urllib.parse import unquote, urlsplit
 
 import msgspec
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from baton.core import hosts
 from baton.http.auth import NO_KEY_FILES, Authenticator, Caller, KeyFiles
 from baton.http.errors import ApiError
 from baton.http.forms import is_form
+
+if TYPE_CHECKING:
+    from starlette.types import ASGIApp, Receive, Scope, Send
 
 _WITH_BODY = frozenset({"POST", "PUT", "PATCH"})
 _ANY_HOST = "*"
