@@ -13,6 +13,7 @@ Flags override the environment (BATON_ROUTE_MODE=push), which overrides the file
 import logging
 import os
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -326,6 +327,8 @@ def route(
 
     if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
         raise typer.BadParameter(f"tokenizer: {tokenizer} has no tokenizer.json")
+    if tokenizer is not None and find_spec("tokenizers") is None:
+        raise typer.BadParameter("tokenizer: needs the package: pip install tokenizers")
     reread = [role for role in ROLES if _is_from_file(context, role)]
     options = context.params  # Most have the names of the settings.
     wanted = {
