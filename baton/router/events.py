@@ -227,7 +227,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class GiveBack:
+class TakeBack:
     """Take a loan back: tell the engine that no other engine will come for what it keeps."""
 
     engine: Engine
@@ -270,7 +270,7 @@ class Over:
     error: RouterError | None = None
 
 
-Effect: TypeAlias = Queue | Look | Meet | Leg | Close | Hold | Head | Send | GiveBack | Doubt | Count | Over
+Effect: TypeAlias = Queue | Look | Meet | Leg | Close | Hold | Head | Send | TakeBack | Doubt | Count | Over
 
 
 def tell_ended(ended: Sequence[Ended]) -> None:

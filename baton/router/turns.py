@@ -65,24 +65,24 @@ class TurnTable:
 
     def __init__(
         self,
-        give_back: Callable[[Engine, dict[str, Any]], None],
+        take_back: Callable[[Engine, dict[str, Any]], None],
         tell: Callable[[Note], None] = lambda note: None,
     ) -> None:
         """`tell`: sends a note to the other processes of this router, which have copies of the table."""
-        self._give_back = give_back
+        self._take_back = take_back
         self._tell = tell
         self._kept: OrderedDict[str, tuple[float, Turn]] = OrderedDict()
 
     def put(self, session: str | None, turn: Turn, now_s: float) -> None:
         if not session or len(session) > SESSION_CHARS_MAX:
-            self._give_back(turn.keeper, turn.params)
+            self._take_back(turn.keeper, turn.params)
             return
         if (replaced := self._kept.pop(session, None)) is not None:
-            self._give_back(replaced[1].keeper, replaced[1].params)
+            self._take_back(replaced[1].keeper, replaced[1].params)
         self._kept[session] = (now_s + KEPT_S, turn)
         if len(self._kept) > TURNS_MAX:
             _, (_, oldest) = self._kept.popitem(last=False)
-            self._give_back(oldest.keeper, oldest.params)
+            self._take_back(oldest.keeper, oldest.params)
         self._tell(TurnKept(session, turn.keeper.key, turn.params, turn.kv_identity))
 
     def take(self, session: str | None, now_s: float, kv: KVIdentity | None = None) -> Turn | None:
@@ -98,7 +98,7 @@ class TurnTable:
             return None
         del self._kept[session or ""]
         if is_over:
-            self._give_back(turn.keeper, turn.params)
+            self._take_back(turn.keeper, turn.params)
             return None
         self._tell(TurnTaken(session or ""))
         return turn
@@ -108,7 +108,7 @@ class TurnTable:
         for session, turn in self.kept():
             if turn.keeper is keeper and turn.is_old:
                 del self._kept[session]
-                self._give_back(keeper, turn.params)
+                self._take_back(keeper, turn.params)
                 self._tell(TurnTaken(session))
 
     def learn(self, session: str, turn: Turn | None, now_s: float) -> None:

@@ -30,7 +30,6 @@ from baton.router.events import (
     Event,
     Failed,
     Found,
-    GiveBack,
     Head,
     Hold,
     HoldOver,
@@ -46,6 +45,7 @@ from baton.router.events import (
     Send,
     Stopped,
     StreamEnded,
+    TakeBack,
     tell_ended,
 )
 from baton.router.fleet.engine import Counts, Engine
@@ -179,8 +179,8 @@ class World:
             hedge_prefill=self.rng_of_hedges.random() < 0.7,
         )
         self.fleet = Fleet(settings, unix_clock=lambda: 0.0)
-        self.given_back: list[Mapping[str, Any]] = []
-        turns = TurnTable(lambda engine, params: self.given_back.append(params))
+        self.taken_back: list[Mapping[str, Any]] = []
+        turns = TurnTable(lambda engine, params: self.taken_back.append(params))
         self.view = FleetView(settings, self.fleet, Pairs(), turns)
         is_spent = not is_healthy and self.rng_of_hedges.random() < 0.2
         while is_spent and self.view.retries.take(0.0):
@@ -383,8 +383,8 @@ class World:
                     self.client.head(effect)
                 case Send():
                     self.client.take(effect)
-                case GiveBack(_, params):
-                    self.given_back.append(params)
+                case TakeBack(_, params):
+                    self.taken_back.append(params)
                 case Count(metric="hedges" | "hedges_won" as metric):
                     self.faults[metric] += 1
                 case Count(metric="retries_refused"):
@@ -448,11 +448,11 @@ class World:
         assert self.view.admission is not None
         counts = [row["running"] for row in self.view.admission.snapshot()]
         assert counts == [len(self.others)], "a request's place is free when it has ended"
-        returned = [params["baton_ticket"] for params in self.given_back if "baton_ticket" in params]
-        unseen = [params["transfer_id"] for params in self.given_back if "baton_ticket" not in params]
+        returned = [params["baton_ticket"] for params in self.taken_back if "baton_ticket" in params]
+        unseen = [params["transfer_id"] for params in self.taken_back if "baton_ticket" not in params]
         assert not self.lent.keys() & {f"of {name}" for name in unseen}, "its ticket is known"
-        assert len(set(returned)) == len(returned), "a loan is given back once"
-        assert not self.come_for & set(returned), "a loan that is used is not given back"
+        assert len(set(returned)) == len(returned), "a loan is taken back once"
+        assert not self.come_for & set(returned), "a loan that is used is not taken back"
         kept = self.lent.keys() - self.come_for - set(returned)
         assert not kept, f"no engine comes for {kept}"
         self._check_turn(returned)
@@ -469,7 +469,7 @@ class World:
             assert self.client.is_right, self.client
 
     def _check_turn(self, returned: Sequence[str]) -> None:
-        """What an engine keeps for the session is used, given back, or still known."""
+        """What an engine keeps for the session is used, taken back, or still known."""
         is_known = self.view.turns.take(self.session, self.now_s) is not None
         if self.turn is not None:
             assert self.turn in self.turns_used or (self.turn in returned) != is_known

@@ -17,7 +17,6 @@ from baton.router.events import (
     Count,
     Effect,
     Failed,
-    GiveBack,
     Head,
     Hold,
     HoldOver,
@@ -25,6 +24,7 @@ from baton.router.events import (
     Opened,
     Over,
     Send,
+    TakeBack,
 )
 from baton.router.fleet import health
 from baton.router.fleet.engine import SLOW_SHARE
@@ -196,7 +196,7 @@ def test_the_second_engines_answer_counts_if_it_is_the_first() -> None:
     (decode,) = run.legs("decode")
     assert decode.body["kv_transfer_params"]["baton_ticket"] == f"of {second.engine.url}"
     assert (run.counts("hedges"), run.counts("hedges_won")) == (1, 1)
-    assert not run.all(GiveBack)
+    assert not run.all(TakeBack)
 
 
 def test_the_first_engines_answer_counts_if_it_comes_after_all() -> None:
@@ -209,7 +209,7 @@ def test_the_first_engines_answer_counts_if_it_comes_after_all() -> None:
 
 
 @pytest.mark.parametrize("has_come", [False, True])
-def test_what_the_slower_engine_lends_is_given_back(has_come: bool) -> None:
+def test_what_the_slower_engine_lends_is_taken_back(has_come: bool) -> None:
     run = Run()
     first, second = run.hedged()
     run.on(first_token(second), 2.0)
@@ -217,7 +217,7 @@ def test_what_the_slower_engine_lends_is_given_back(has_come: bool) -> None:
     if has_come:
         answer = LegAnswer(200, {"content-type": "text/event-stream"}, b"data: ", is_stream=True)
         run.on(Opened(decode, answer), 2.1)
-    assert [back.engine for back in run.on(first_token(first), 2.2) if isinstance(back, GiveBack)] == [
+    assert [back.engine for back in run.on(first_token(first), 2.2) if isinstance(back, TakeBack)] == [
         first.engine
     ]
     assert not [head for head in run.all(Head) if head.status != 200]
@@ -231,7 +231,7 @@ def test_of_an_answer_that_is_complete_the_slower_engine_says_nothing() -> None:
     run.on(first_token(first, "X"), 2.0)
     for leg in (first, second):
         run.on(Closed(leg), 2.1)
-    assert {back.engine for back in run.all(GiveBack)} == {first.engine, second.engine}
+    assert {back.engine for back in run.all(TakeBack)} == {first.engine, second.engine}
     assert b"X" not in b"".join(send.data for send in run.all(Send))
     assert run.all(Over)
 
@@ -266,7 +266,7 @@ def test_a_client_that_leaves_ends_both_legs() -> None:
     run.on(first_token(second), 2.0)
     for leg in (first, second):
         run.on(Closed(leg), 2.1)
-    assert {back.engine for back in run.all(GiveBack)} == {first.engine, second.engine}
+    assert {back.engine for back in run.all(TakeBack)} == {first.engine, second.engine}
     assert run.all(Over)
     assert all(not engine.load and not engine.queued_tokens for engine in run.fleet.engines)
 

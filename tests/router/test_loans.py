@@ -1,4 +1,4 @@
-"""Loans of P that no engine will fetch are given back, and no others."""
+"""Loans of P that no engine will fetch are taken back, and no others."""
 
 import asyncio
 from typing import Any
@@ -147,9 +147,9 @@ async def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.Mon
     returns = LoanReturns(Asker(pool), metrics, 30.0)
     gone = Engine(dead_url(), "prefill", kind="baton")
     for _ in range(2 * at_once):
-        returns.give_back(gone, {"baton_ticket": "signed"})
+        returns.take_back(gone, {"baton_ticket": "signed"})
     assert len(returns._under_way) == at_once
-    returns.give_back(gone, {})
+    returns.take_back(gone, {})
     while returns._under_way:
         await asyncio.wait(returns._under_way)
     failed = metrics.registry.get_sample_value("baton:router_loan_returns_total", {"outcome": "failed"})
@@ -217,7 +217,7 @@ async def test_a_client_that_leaves_in_whatever_turn_of_the_loop_leaves_no_loan(
 
 @pytest.mark.parametrize("num_loaded", [0, 96])
 async def test_a_push_that_d_answers_before_p_has_lent(num_loaded: int) -> None:
-    """What D has computed by itself is given back when P lends it after all."""
+    """What D has computed by itself is taken back when P lends it after all."""
     d_answers, may_lend, has_lent = asyncio.Event(), asyncio.Event(), asyncio.Event()
     p, d = lender(), FakeEngine(answers, introduces_as="d")
 

@@ -192,10 +192,10 @@ TELL_FIRST = Machine._tell_first
 END_HEDGE = Machine._end_hedge
 
 MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
-    "nothing is given back": (Lending, "take_back", lambda self: setattr(self, "_lent", None)),
+    "nothing is taken back": (Lending, "take_back", lambda self: setattr(self, "_lent", None)),
     "a loan that comes late is kept": (Lending, "take", _late_loan_is_kept),
     "a second loan replaces the first": (Lending, "take", _forget_older_loan),
-    "a used loan is given back": (Machine, "_note_loaded", _keep_used_loan),
+    "a used loan is taken back": (Machine, "_note_loaded", _keep_used_loan),
     "a turn is forgotten": (Lending, "leave_turn", lambda self, now_s: None),
     "a loan of the slower of two prefill engines counts": (Lending, "take", _any_loan_counts),
     "the tokens of both prefill engines are shown": (Machine, "_on_late_prefill", _tell_late_token),

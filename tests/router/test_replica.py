@@ -28,10 +28,10 @@ class Process:
     """A worker, or the coordinator."""
 
     def __init__(self) -> None:
-        self.given_back: list[Any] = []
+        self.taken_back: list[Any] = []
         self.told: list[Note] = []
         self.fleet = Fleet(SETTINGS)
-        turns = TurnTable(lambda engine, params: self.given_back.append(params), self.told.append)
+        turns = TurnTable(lambda engine, params: self.taken_back.append(params), self.told.append)
         self.view = FleetView(SETTINGS, self.fleet, Pairs(), turns)
         self.fleet.tell = self.told.append
         self.replica = Replica(self.view)
@@ -220,7 +220,7 @@ def test_a_session_goes_on_in_another_process_and_its_turn_is_used_once() -> Non
     router.settle()
     three.view.turns.put("s", Turn(three.fleet.engines[2], {"n": 3}), 3.0)
     router.settle()
-    assert [worker.given_back for worker in (one, two, three)] == [[], [], [{"n": 2}]]  # By one process only.
+    assert [worker.taken_back for worker in (one, two, three)] == [[], [], [{"n": 2}]]  # By one process only.
     router.restart(0)
     turn = router.workers[0].view.turns.take("s", 4.0)
     assert turn is not None

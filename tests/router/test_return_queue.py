@@ -18,7 +18,7 @@ def lender(**fields: Any) -> Engine:
 
 @given(steps=st.lists(st.booleans(), max_size=40))
 def test_loans_go_back_in_order_and_never_too_many_at_once(steps: list[bool]) -> None:
-    queue, given_back, under_way = ReturnQueue(), [], 0
+    queue, taken_back, under_way = ReturnQueue(), [], 0
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("baton.router.loans.RETURNS_MAX", 3)
         patch.setattr("baton.router.loans.QUEUED_MAX", 5)
@@ -31,12 +31,12 @@ def test_loans_go_back_in_order_and_never_too_many_at_once(steps: list[bool]) ->
                 queue.end()
                 under_way -= 1
             while (loan := queue.take()) is not None:
-                given_back.append(loan.lent["baton_ticket"])
+                taken_back.append(loan.lent["baton_ticket"])
                 under_way += 1
             assert under_way <= 3
-            assert len(accepted) - len(given_back) <= 5
-        assert given_back == accepted[: len(given_back)]
-        assert len(given_back) == len(accepted) or under_way == 3
+            assert len(accepted) - len(taken_back) <= 5
+        assert taken_back == accepted[: len(taken_back)]
+        assert len(taken_back) == len(accepted) or under_way == 3
 
 
 @pytest.mark.parametrize(

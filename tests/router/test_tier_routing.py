@@ -17,10 +17,10 @@ from baton.router.events import (
     Event,
     Failed,
     Found,
-    GiveBack,
     Leg,
     Look,
     Opened,
+    TakeBack,
 )
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
@@ -150,7 +150,7 @@ def test_a_loan_goes_back_if_the_client_has_left() -> None:
     _, machine, asked = borrow()
     machine.on(ClientGone(), 0.01)
     effects = machine.on(Opened(asked, answer_of(LENT)), 0.02)
-    assert [effect.params for effect in effects if isinstance(effect, GiveBack)] == [LENT]
+    assert [effect.params for effect in effects if isinstance(effect, TakeBack)] == [LENT]
 
 
 @pytest.mark.parametrize(

@@ -108,14 +108,14 @@ def turn(name: str) -> Turn:
 
 
 def test_a_session_is_remembered_for_its_time_and_only_so_many_are() -> None:
-    """And what is not remembered is given back to its decode engine, which else keeps it for minutes."""
-    given_back: list[Any] = []
-    table = TurnTable(lambda engine, params: given_back.append(params["baton_ticket"]))
+    """And what is not remembered is taken back to its decode engine, which else keeps it for minutes."""
+    taken_back: list[Any] = []
+    table = TurnTable(lambda engine, params: taken_back.append(params["baton_ticket"]))
     table.put("a", turn("taken"), 0.0)
     now_s = KEPT_S - 1
     assert table.take("a", now_s) == turn("taken")
     assert table.take("a", now_s) is None
-    assert not given_back
+    assert not taken_back
     table.put("a", turn("late"), now_s)
     now_s += KEPT_S
     assert table.take("a", now_s) is None
@@ -123,17 +123,17 @@ def test_a_session_is_remembered_for_its_time_and_only_so_many_are() -> None:
     table.put("a", turn("evicted"), now_s)
     for number in range(TURNS_MAX):
         table.put(str(number), turn(str(number)), now_s)
-    assert given_back == ["late", "replaced", "evicted"]
+    assert taken_back == ["late", "replaced", "evicted"]
     assert table.take("a", now_s) is None
     assert table.take("0", now_s) == turn("0")
 
 
 @pytest.mark.parametrize("session", [None, "", "x" * (SESSION_CHARS_MAX + 1)])
 def test_without_a_session_nothing_is_remembered(session: str | None) -> None:
-    given_back: list[Any] = []
-    table = TurnTable(lambda engine, params: given_back.append((engine, params)))
+    taken_back: list[Any] = []
+    table = TurnTable(lambda engine, params: taken_back.append((engine, params)))
     table.put(session, turn("of D"), 0.0)
-    assert given_back == [turn("of D")[:2]]
+    assert taken_back == [turn("of D")[:2]]
     assert table.take(session, 0.0) is None
 
 

@@ -304,11 +304,11 @@ async def test_what_a_decode_engine_keeps_goes_to_its_own_version_and_is_given_b
 
 
 def test_turns_of_old_weights_are_forgotten_and_others_stay() -> None:
-    given_back: list[Any] = []
+    taken_back: list[Any] = []
     d, other = (Engine(f"http://d:{number}", "decode") for number in (1, 2))
     for one in (d, other):
         one.introduction = Introduction(one.url, None, kv_identity=KV)
-    table = TurnTable(lambda engine, params: given_back.append(params))
+    table = TurnTable(lambda engine, params: taken_back.append(params))
     for name, keeper in (("a", d), ("b", d), ("c", other)):
         table.put(name, Turn(keeper, {"of": name}, KV), 0.0)
     newer = replace(KV, version="2")
@@ -318,7 +318,7 @@ def test_turns_of_old_weights_are_forgotten_and_others_stay() -> None:
     assert table.take("b", 1.0, newer) is None, "of weights that are gone"
     table.put("a", Turn(d, {"of": "a"}, KV), 2.0)
     table.forget(d)
-    assert given_back == [{"of": "b"}, {"of": "a"}]
+    assert taken_back == [{"of": "b"}, {"of": "a"}]
     assert [session for session, _ in table.kept()] == ["c"]
 
 
@@ -368,7 +368,7 @@ def test_every_process_of_a_router_learns_an_update() -> None:
             router.settle()
             assert three.view.turns.kept()[0][1].kv_identity == replace(KV, version="1")
     assert [process.view.turns.kept() for process in (router.hub, one, two, three)] == [[], [], [], []]
-    assert [process.given_back for process in (router.hub, one, two, three)] == [[], [{"n": 1}], [], []]
+    assert [process.taken_back for process in (router.hub, one, two, three)] == [[], [{"n": 1}], [], []]
     router.restart(0)
     assert router.workers[0].fleet.engines[2].kv_identity == replace(KV, version="2")
 

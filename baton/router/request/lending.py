@@ -21,14 +21,14 @@ from baton.router.answers import (
     PrefillOutcome,
 )
 from baton.router.errors import LegFailure
-from baton.router.events import GiveBack, Leg
+from baton.router.events import Leg, TakeBack
 from baton.router.fleet.engine import Engine
 from baton.router.legs import PARAMS
 from baton.router.turns import Turn, TurnTable
 
 
 class Lending:
-    def __init__(self, turns: TurnTable, session: str | None, emit: Callable[[GiveBack], None]) -> None:
+    def __init__(self, turns: TurnTable, session: str | None, emit: Callable[[TakeBack], None]) -> None:
         self._turns, self._session, self._emit = turns, session, emit
         self._lent: tuple[Engine, Mapping[str, Any]] | None = None  # The loan, until a D has come for it.
         self._lender: Leg | None = None  # The leg that has lent it.
@@ -51,7 +51,7 @@ class Lending:
             is_over: the request has ended, so no D will come.
         """
         if not is_wanted:
-            self._emit(GiveBack(leg.engine, params))
+            self._emit(TakeBack(leg.engine, params))
             return
         if self._has_come:
             return  # D had the blocks before P's leg ended.
@@ -64,7 +64,7 @@ class Lending:
         """No D will come any more. If one has come all the same, P takes nothing away."""
         lent, self._lent = self._lent, None
         if lent is not None:
-            self._emit(GiveBack(*lent))
+            self._emit(TakeBack(*lent))
 
     def take_back_unseen(self, leg: Leg, *, is_last: bool) -> None:
         """The leg has ended before its answer was read, which may be on its way, with a ticket.
@@ -74,7 +74,7 @@ class Lending:
         transfer_id = (leg.body.get(PARAMS) or {}).get("transfer_id")
         is_known = leg.has_told or leg.outcome == "unreachable" or (self._has_come and is_last)
         if leg.role == "prefill" and transfer_id and not is_known:
-            self._emit(GiveBack(leg.engine, {"transfer_id": transfer_id}))
+            self._emit(TakeBack(leg.engine, {"transfer_id": transfer_id}))
 
     def note_used(self, prefill: Leg | None) -> None:
         """D has loaded what the prefill leg has lent, or will never do so."""
@@ -112,7 +112,7 @@ class Lending:
         if turn is None:
             return
         if self._was_turn_sent or self._is_turn_out:
-            self._emit(GiveBack(turn.keeper, turn.params))
+            self._emit(TakeBack(turn.keeper, turn.params))
         else:
             self._turns.put(self._session, turn, now_s)
 

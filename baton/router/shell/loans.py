@@ -23,12 +23,12 @@ class LoanReturns:
         self._queue = ReturnQueue()
         self._under_way: set[asyncio.Task[None]] = set()
 
-    def give_back(self, engine: Engine, params: Mapping[str, Any]) -> None:
+    def take_back(self, engine: Engine, params: Mapping[str, Any]) -> None:
         """Returns at once. `params`: the `kv_transfer_params` of the engine's answer."""
         outcome = self._queue.put(engine, params)
         if outcome is not None:
             self._metrics.loan_returns.labels(outcome).inc()
-            logger.warning("%d loans wait to be given back; one more ends by time", QUEUED_MAX)
+            logger.warning("%d loans wait to be taken back; one more ends by time", QUEUED_MAX)
         self._go_on()
 
     async def close(self) -> None:

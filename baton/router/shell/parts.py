@@ -34,7 +34,7 @@ class Parts:
         timeout_s = settings.probe.timeout_s
         self.introducer = Introducer(self.asker, self.fleet, timeout_s)
         self.loans = LoanReturns(self.asker, self.metrics, timeout_s)
-        turns = TurnTable(self.loans.give_back, lambda note: self.fleet.tell(note))
+        turns = TurnTable(self.loans.take_back, lambda note: self.fleet.tell(note))
         self.introducer.on_updated = turns.forget
         self.view = FleetView(settings, self.fleet, self.pairs, turns)
         if (admission := self.view.admission) is not None:

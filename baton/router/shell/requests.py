@@ -23,7 +23,6 @@ from baton.router.events import (
     Effect,
     Event,
     Found,
-    GiveBack,
     Head,
     Hold,
     HoldOver,
@@ -37,6 +36,7 @@ from baton.router.events import (
     Queue,
     Send,
     Stopped,
+    TakeBack,
 )
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
@@ -199,8 +199,8 @@ class RequestDriver:
                 self._hold = self._loop.call_later(seconds, self._put, HoldOver(transfer_id))
             case Doubt():
                 self._requests.ask(effect)
-            case GiveBack(engine, params):
-                self._requests.loans.give_back(engine, params)
+            case TakeBack(engine, params):
+                self._requests.loans.take_back(engine, params)
             case Over(status, error):
                 if error is not None:
                     report_refusal(self._requests.view.fleet, error, self._machine.request_id)
@@ -262,7 +262,7 @@ class RequestDriver:
             for leg in legs:
                 effects += self._machine.on(Closed(leg), self._loop.time())
             for effect in effects:
-                if isinstance(effect, GiveBack | Count):
+                if isinstance(effect, TakeBack | Count):
                     self._carry_out(effect, self._loop.time())
         except Exception:
             logger.exception("a request that has failed cannot be ended in order")

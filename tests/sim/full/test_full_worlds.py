@@ -130,7 +130,7 @@ EVERYWHERE = {
     "router: resumed_streams broken",
     "requests that wait in the router",
     "leg: refused by the server",
-    "loans given back",
+    "loans taken back",
     "partition",
     "pause",
     "pieces cut",

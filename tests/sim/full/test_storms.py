@@ -32,7 +32,7 @@ class Storm(FullScenario):
 
     def check_rest(self) -> None:
         super().check_rest()
-        # No router gives back a ticket that D refuses if D then finds the prompt in a store of its own.
+        # No router takes back a ticket that D refuses if D then finds the prompt in a store of its own.
         if self.cluster.can_hand_off and (num_expired := self.world.counts["loans expired"]):
             raise Violation("I5", f"{num_expired} loans of clients that have left expired")
 

@@ -31,7 +31,7 @@ class Process:
         settings: Mapping[str, RouterSettings],
         new_view: type[FleetView],
         new_replica: type[Replica],
-        give_back: Callable[[Engine, Mapping[str, Any]], None],
+        take_back: Callable[[Engine, Mapping[str, Any]], None],
         world: World,
     ) -> None:
         self._world = world
@@ -41,7 +41,7 @@ class Process:
         self.fleet.tell = self._tell
         self.pairs = Pairs()
         self.fleet.on_removed.append(self.pairs.forget)
-        self.turns = TurnTable(give_back, self._tell)
+        self.turns = TurnTable(take_back, self._tell)
         self.fleet.models.on_updated.append(self.turns.forget)
         self.views = {mode: self.view(mode) for mode in settings}
         self.admission = self.views["pull"].admission  # One for requests of both modes.

@@ -26,7 +26,6 @@ from baton.router.events import (
     Effect,
     Event,
     Found,
-    GiveBack,
     Head,
     Hold,
     HoldOver,
@@ -37,6 +36,7 @@ from baton.router.events import (
     Queue,
     Send,
     Stopped,
+    TakeBack,
     tell_ended,
 )
 from baton.router.events import Leg as RouterLeg
@@ -154,7 +154,7 @@ class Router:
             self._members.change_role(url, role)
 
     def _new_process(self) -> Process:
-        process = Process(self.settings, _View, self.cluster.parts.replica, self._give_back, self.world)
+        process = Process(self.settings, _View, self.cluster.parts.replica, self._take_back, self.world)
         for engine in process.fleet.engines:
             engine.prefill_rate.note(PREFILL_RATE if engine.role == "prefill" else self._decode_rate)
         for view in process.views.values():
@@ -352,16 +352,16 @@ class Router:
         else:
             self._probed.discard(engine)
 
-    def _give_back(self, engine: Engine, params: Mapping[str, Any]) -> None:
+    def _take_back(self, engine: Engine, params: Mapping[str, Any]) -> None:
         if "baton_ticket" not in params and not self.takes_back_unseen:
             return
         host = self.cluster.hosts[_name(engine)]
         delay_s = self.world.spread(self.world.faults.leg_delay_s)
-        self.world.count("loans given back")
+        self.world.count("loans taken back")
         self.world.after(delay_s, lambda: host.when_awake(lambda: host.take_back(dict(params))))
 
-    def give_back(self, effect: GiveBack) -> None:
-        self._give_back(effect.engine, effect.params)
+    def take_back(self, effect: TakeBack) -> None:
+        self._take_back(effect.engine, effect.params)
 
     def leg(
         self,
@@ -461,8 +461,8 @@ class _Answer:
                     self._is_stream = headers.get("content-type", "").startswith("text/event-stream")
                 case Send(data, is_last):
                     self._take(data, is_last=is_last)
-                case GiveBack():
-                    self.router.give_back(effect)
+                case TakeBack():
+                    self.router.take_back(effect)
                 case Count(metric, labels):
                     shown = labels if metric == "prefills" else labels[:1]
                     self._world.count(" ".join(("router:", metric, *shown)))
