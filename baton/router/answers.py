@@ -178,7 +178,7 @@ def is_closed(answer: LegAnswer) -> bool:
 
 
 def outcome_of(answer: LegAnswer) -> str:
-    """A leg's outcome (`baton:router_legs`). That of an engine that is closed counts against none."""
+    """A leg's outcome (`baton:router_legs`). Outlier detection does not count `closed`."""
     return "closed" if is_closed(answer) else str(answer.status)
 
 

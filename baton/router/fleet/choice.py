@@ -26,7 +26,7 @@ from baton.router.cost import (
     placements,
     tier_s,
 )
-from baton.router.fleet.engine import Engine, IsFit
+from baton.router.fleet.engine import Engine
 from baton.router.fleet.models import FleetModels
 from baton.router.fleet.roster import ROLES, Roster
 from baton.router.identity import is_compatible
@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 ALIKE = 1.25
 JUDGE_SPEEDS_EVERY_S = 1.0
 
+IsFit: TypeAlias = Callable[[Engine], bool]
 LoadSeconds: TypeAlias = Callable[[Engine, Engine, int], float]  # P, D, tokens.
 
 
@@ -98,7 +99,7 @@ class EngineChoice:
         now_s: float,
         *,
         tried: Sequence[Engine] = (),
-        is_fit: Callable[[Engine], bool] = lambda engine: True,
+        is_fit: IsFit = lambda engine: True,
     ) -> Engine | None:
         """An engine of this role that is up, fit and not in `tried`.
 
@@ -180,7 +181,7 @@ class EngineChoice:
         request: RoutedRequest,
         tried: Sequence[Engine],
         bad_producers: Sequence[Engine],
-        is_fit: Callable[[Engine], bool],
+        is_fit: IsFit,
         now_s: float,
         load_s: LoadSeconds = usual_load_s,
     ) -> tuple[Engine, bool] | None:

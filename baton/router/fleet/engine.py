@@ -1,9 +1,8 @@
 """An engine as the router knows it: what it is, how busy it is, and whether it may get requests."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol, TypeAlias
+from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from baton.core.identity import KVIdentity
@@ -179,9 +178,6 @@ class Engine:
         if self.refused is not None:
             return "refused"
         return "slow" if self.is_slow and self.is_up else self.status
-
-
-IsFit: TypeAlias = Callable[[Engine], bool]
 
 
 class Wait(Protocol):

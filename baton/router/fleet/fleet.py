@@ -1,11 +1,11 @@
 """The engines that the router knows: members, how busy each is, and the parts that choose among them.
 
-`health` has the states of one engine. An engine that has not answered yet is eligible: start-up order must
-not matter.
+`baton.router.health` has the states of one engine. An engine that has not answered yet is eligible: the order
+of starts must not matter.
 
     Roster        the engines by role and address; the log for operators
     FleetModels   what they serve
-    FleetHealth   what answers, failures and probes tell of them
+    FleetHealth   what answers, failures and probes show of them
     EngineChoice  which one gets a request
 """
 
@@ -27,7 +27,7 @@ from baton.router.settings import EngineKey, Role, RouterSettings, check_url
 
 logger = logging.getLogger(__name__)
 
-DRAIN_GRACE_S = 2.0  # Other engines continue the streams of an engine that has drained for this time.
+DRAIN_GRACE_S = 2.0  # An engine drains for this time before other engines continue its streams.
 
 
 class Fleet:
@@ -60,7 +60,7 @@ class Fleet:
         self.on_load()
 
     def note_computed(self, engine: Engine, num_tokens: int, priority: int = 0) -> None:
-        """Or given up."""
+        """The engine has computed so many tokens of a prompt, or its leg is given up."""
         self._add_queued(engine, -num_tokens, priority)
         self.on_load()
 
@@ -204,8 +204,7 @@ class Fleet:
                     "last_error": engine.last_error,
                     "last_error_unix_s": engine.last_error_unix_s,
                 }
-                for engine in engines
+                for engine in self.roster.of(role)
             ]
             for role in ROLES
-            for engines in (self.roster.of(role),)
         }

@@ -109,7 +109,7 @@ class FleetHealth:
         engine.late_until_s = now_s + LATE_S
 
     def note_failure(self, engine: Engine, failure: LegFailure, now_s: float) -> None:
-        """Once for each failure, through however many hands it goes."""
+        """Note a failure once, though several parts of the router report it."""
         if failure.is_noted:
             return
         failure.is_noted = True

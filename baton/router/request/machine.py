@@ -1014,10 +1014,9 @@ class Machine:
             wait_s += timeouts.prefill_s  # D waits for P as well.
         num_tokens = self._engines.num_to_compute(engine) if params is None else 0
         if params is not None and self._has_borrowed and self._engines.local_reason is not None:
-            num_lent = params.get("remote_num_tokens")
-            num_tokens = max(
-                0, self._engines.routed.num_tokens - (num_lent if isinstance(num_lent, int) else 0)
-            )
+            named = params.get("remote_num_tokens")
+            num_lent = named if isinstance(named, int) else 0
+            num_tokens = max(0, self._engines.routed.num_tokens - num_lent)
         body = self._first.decode_body(engine, params)
         self._decode = self._open("decode", engine, body, wait_s, num_tokens)
 
