@@ -110,6 +110,15 @@ decode_frame = msgspec.msgpack.Decoder(IndexFrame).decode
 _decode_batch = msgspec.msgpack.Decoder(KVEventBatch).decode
 
 
+async def _drop_received(events: "zmq.asyncio.Socket") -> None:
+    """Drop what has come before the end of the connection: blocks of a process that has ended."""
+    with suppress(zmq.Again):
+        for number in range(BATCHES_MAX):
+            await events.recv_multipart(zmq.NOBLOCK)
+            if number % BREATH == 0:
+                await asyncio.sleep(0)
+
+
 class _Source:
     """The events of one engine. `follow` runs until it is cancelled; then `stop`."""
 
@@ -144,7 +153,9 @@ class _Source:
                 if disconnects in ready:
                     # The next process at this address may be another one, which publishes nothing for now.
                     await disconnects.recv_multipart()
+                    await _drop_received(events)
                     self.reset()
+                    continue
                 if not ready:
                     self._carry_out(self._feed.check())
                 if events not in ready:
