@@ -1,11 +1,12 @@
 # Commands for developers and CI. Each first sets up .venv (test-vllm: .venv-vllm, or .venv-vllm-0.33.0 with V).
-.PHONY: demo test test-machine test-python test-vllm check chaos soak mutants bench format clean
+.PHONY: demo test test-machine test-python test-vllm check sim chaos soak mutants bench format clean
 
 demo:      ; @scripts/demo $(ARGS)
 test:      ; @scripts/test $(ARGS)
 # Over the kernels of .venv-vllm, another release: make test-vllm V=0.33.0
 test-vllm: ; @V=$(V) scripts/test-vllm $(ARGS)
 check:     ; @scripts/check
+sim:       ; @scripts/sim $(ARGS)
 chaos:     ; @scripts/chaos $(ARGS)
 soak:      ; @scripts/soak $(ARGS)
 mutants:   ; @scripts/mutants $(ARGS)

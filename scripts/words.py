@@ -38,8 +38,7 @@ FRAGMENTS = re.compile(
 )
 TEXTS = (
     "baton/*.py",
-    "benchmarks/*.py",
-    "chaos/*.py",
+    "lab/*.py",
     "examples/*.py",
     "tests/*.py",
     "README.md",

@@ -33,7 +33,6 @@ COMMANDS = {
     "model": ("engine",),
     "route": ("router",),
     "serve": ("engine",),
-    "sim": ("cli",),
     "top": ("cli",),
     "up": ("engine", "router"),
 }

@@ -23,7 +23,6 @@ COMMANDS = {
     "cache": "baton.cli.cache",
     "doctor": "baton.cli.doctor",
     "model": "baton.cli.model",
-    "sim": "baton.cli.sim",
     "check": "baton.cli.check",
     "bench": "baton.bench.command",  # Name only: baton.bench may not be imported here.
 }

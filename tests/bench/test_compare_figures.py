@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.compare.figures import Spread, difference, percentile, ratio
+from lab.bench.compare.figures import Spread, difference, percentile, ratio
 
 values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=40)
 

@@ -2,12 +2,12 @@
 
 import pytest
 
-from benchmarks.compare.figures import Spread
-from benchmarks.compare.goals import Verdict, is_worse, verdicts_of
-from benchmarks.compare.journal import Findings, Samples
-from benchmarks.compare.raw import RAW_PEERS
-from benchmarks.compare.reasons import BOTH_SIDES, NOT_KNOWN, REASONS, Reason
-from benchmarks.compare.systems import SYSTEMS
+from lab.bench.compare.figures import Spread
+from lab.bench.compare.goals import Verdict, is_worse, verdicts_of
+from lab.bench.compare.journal import Findings, Samples
+from lab.bench.compare.raw import RAW_PEERS
+from lab.bench.compare.reasons import BOTH_SIDES, NOT_KNOWN, REASONS, Reason
+from lab.bench.compare.systems import SYSTEMS
 
 
 def findings(*samples: tuple[str, str, str, str, list[float]]) -> Findings:

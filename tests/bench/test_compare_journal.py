@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare.journal import Journal, Samples, Skipped, read_journal
+from lab.bench.compare.journal import Journal, Samples, Skipped, read_journal
 
 
 def write_some(path: Path) -> None:

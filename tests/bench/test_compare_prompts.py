@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.compare.prompts import (
+from lab.bench.compare.prompts import (
     FreshPrompts,
     Prompt,
     offset_chunks,
@@ -17,7 +17,7 @@ from benchmarks.compare.prompts import (
     slice_of_trace,
     write_trace,
 )
-from benchmarks.compare.session import FULL, QUICK, TRACE_PATH
+from lab.bench.compare.session import FULL, QUICK, TRACE_PATH
 
 
 def line(at_ms: int, num_tokens: int, answer_tokens: int, *chunks: int) -> str:

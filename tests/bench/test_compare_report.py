@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare.journal import Journal
-from benchmarks.compare.report import table, write_report
+from lab.bench.compare.journal import Journal
+from lab.bench.compare.report import table, write_report
 
 
 def journal_with_everything(path: Path) -> None:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from benchmarks.compare.rounds import Deadline, is_same_answer
+from lab.bench.compare.rounds import Deadline, is_same_answer
 
 PAST = -math.inf
 

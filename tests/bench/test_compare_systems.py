@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.compare.systems import (
+from lab.bench.compare.systems import (
     FAULT_SYSTEMS,
     GROUPS,
     PEERS,

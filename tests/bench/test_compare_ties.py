@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from baton.engine.checkpoints.random_model import write_checkpoint
-from benchmarks.compare.journal import Journal, read_journal
-from benchmarks.compare.tie_analysis import EngineAnswer, Exact, compare, exact_model, score, write
+from lab.bench.compare.journal import Journal, read_journal
+from lab.bench.compare.tie_analysis import EngineAnswer, Exact, compare, exact_model, score, write
 
 VOCAB = 4
 

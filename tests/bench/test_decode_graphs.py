@@ -7,7 +7,7 @@ import pytest
 from baton.engine.attention.cuda import why_unavailable
 from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.checkpoints.random_model import write_checkpoint
-from benchmarks import decode_graphs
+from lab.bench import decode_graphs
 
 
 @pytest.mark.slow

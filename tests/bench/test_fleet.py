@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from baton.router.settings import PolicyName
-from benchmarks.fleet import hedge
-from benchmarks.fleet.command import RUNS, measure, percentile
-from benchmarks.fleet.world import Pauses, Request, World, read_trace
+from lab.bench.fleet import hedge
+from lab.bench.fleet.command import RUNS, measure, percentile
+from lab.bench.fleet.world import Pauses, Request, World, read_trace
 
 NUM_REQUESTS, NUM_DOCUMENTS, BLOCKS = 120, 24, 40
 

@@ -8,8 +8,8 @@ from rich.console import Console
 
 from baton.bench import tiers
 from baton.engine.checkpoints.random_model import write_checkpoint
-from benchmarks import offload, shared_storage
-from benchmarks.returns import run_command
+from lab.bench import offload, shared_storage
+from lab.bench.returns import run_command
 
 
 @pytest.fixture

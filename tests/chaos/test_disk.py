@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from chaos.disk import Disk, Layer, build_layer
+from lab.chaos.disk import Disk, Layer, build_layer
 
 CONTENT = bytes(range(256))
 TIMEOUT_S = 60.0

@@ -7,11 +7,11 @@ from typing import cast
 
 import pytest
 
-from chaos.faults import FAULTS, Fault, FaultContext, fault_named
-from chaos.load import Load
-from chaos.modes import DECODE, PREFILL
-from chaos.rules import FRONT, Rule, RuleBook
-from chaos.system import System
+from lab.chaos.faults import FAULTS, Fault, FaultContext, fault_named
+from lab.chaos.load import Load
+from lab.chaos.modes import DECODE, PREFILL
+from lab.chaos.rules import FRONT, Rule, RuleBook
+from lab.chaos.system import System
 from tests.chaos.test_packets import make_packet
 
 DATA = make_packet(b"a read request or its answer".ljust(64))

@@ -7,8 +7,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from chaos.load import Load, ask_all
-from chaos.questions import make_questions
+from lab.chaos.load import Load, ask_all
+from lab.chaos.questions import make_questions
 
 QUESTIONS = make_questions(12)
 TIMEOUT_S = 30.0

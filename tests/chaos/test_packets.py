@@ -5,7 +5,7 @@ import struct
 from hypothesis import given
 from hypothesis import strategies as st
 
-from chaos.packets import (
+from lab.chaos.packets import (
     ADDRESSES,
     SOURCE,
     TARGET,

@@ -8,9 +8,9 @@ from contextlib import ExitStack, contextmanager
 import pytest
 
 from baton.cli.processes import Fleet
-from chaos.network import Network, Proxied
-from chaos.proxy import ENGINE_PORT_OFFSET, Route
-from chaos.rules import DATA_PORT, FRONT, HTTP_PORT, Rule
+from lab.chaos.network import Network, Proxied
+from lab.chaos.proxy import ENGINE_PORT_OFFSET, Route
+from lab.chaos.rules import DATA_PORT, FRONT, HTTP_PORT, Rule
 
 SENT = bytes(range(256)) * 400
 TIMEOUT_S = 30.0

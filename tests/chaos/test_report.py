@@ -6,9 +6,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from chaos.cell import Record
-from chaos.faults import FAULTS
-from chaos.matrix import (
+from lab.chaos.cell import Record
+from lab.chaos.faults import FAULTS
+from lab.chaos.matrix import (
     QUICK,
     Shard,
     append_record,
@@ -16,9 +16,9 @@ from chaos.matrix import (
     read_journal,
     without_done,
 )
-from chaos.modes import MODES
-from chaos.report import write_report
-from chaos.verdicts import Counts
+from lab.chaos.modes import MODES
+from lab.chaos.report import write_report
+from lab.chaos.verdicts import Counts
 
 COUNTS = Counts(
     requests=10,

@@ -3,8 +3,8 @@
 import random
 from collections import Counter
 
-from chaos.packets import parse_segment
-from chaos.rules import CONTROL_PORT, HTTP_PORT, QUEUE_MAX_S, REORDER_S, Rule, RuleBook, channel_of
+from lab.chaos.packets import parse_segment
+from lab.chaos.rules import CONTROL_PORT, HTTP_PORT, QUEUE_MAX_S, REORDER_S, Rule, RuleBook, channel_of
 from tests.chaos.test_packets import make_packet
 
 PACKET = make_packet(b"payload of sixty-four bytes".ljust(64))

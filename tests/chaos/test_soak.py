@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from chaos.soak import (
+from lab.chaos.soak import (
     GROWTH_MAX,
     SAMPLE_EVERY_S,
     Outcome,

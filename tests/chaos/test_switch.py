@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from baton.cli.processes import Fleet
-from chaos.network import Network, Switched, refusal_reason
-from chaos.rules import Rule
+from lab.chaos.network import Network, Switched, refusal_reason
+from lab.chaos.rules import Rule
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from chaos.answers import Answer, read_body, read_event
-from chaos.cell import Record
-from chaos.verdicts import LOGPROB_DIFFERENCE_MAX, count, verdict_on
+from lab.chaos.answers import Answer, read_body, read_event
+from lab.chaos.cell import Record
+from lab.chaos.verdicts import LOGPROB_DIFFERENCE_MAX, count, verdict_on
 
 EXPECTED = Answer(
     question=0, started_s=0.0, token_ids=[5, 6, 7], logprobs=[-0.1, -0.2, -0.3], text="abc", is_complete=True

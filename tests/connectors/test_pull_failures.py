@@ -1,6 +1,6 @@
 """Whatever goes wrong, a request ends in bounded time, its blocks say the truth, and no block is lost.
 
-`test_failure_labels` has a case for each kind of failure; `baton.sim` draws them at random.
+`test_failure_labels` has a case for each kind of failure; `lab.sim` draws them at random.
 """
 
 import base64

@@ -91,13 +91,13 @@ def test_settings_and_processes() -> None:
     check_values(
         "constants_of_settings",
         {
-            "variables that are read": written(from_environment, "baton", "benchmarks", "chaos"),
+            "variables that are read": written(from_environment, "baton", "lab"),
             "prefix of the settings of serve": of_serve.ENV_PREFIX,
             "other prefixes": " ".join(of_serve.OTHER_PREFIXES),
             "other variables": " ".join(sorted(of_serve.OTHER_VARIABLES)),
             "table of route": route.TABLE,
             "options that its file cannot have": " ".join(route.OWN_OPTIONS),
-            "options of sim": written(r'add_argument\(\s*"([\w-]+)"', "baton/sim"),
+            "options of sim": written(r'add_argument\(\s*"([\w-]+)"', "lab/sim"),
             "key of BatonMultiConnector": MULTI_KEY,
             "default of chunk_tokens, by which engines find each other's files": CHUNK_TOKENS,
             "options of vLLM's NixlConnector that are refused with a replacement": " ".join(sorted(NIXL)),

@@ -5,10 +5,10 @@ from pathlib import Path
 
 from baton.bench.handoff import RESULTS
 from baton.bench.handoff_goals import Results
-from benchmarks.compare.journal import Findings, Journal, Samples, Skipped, read_journal
-from chaos.cell import Record
-from chaos.faults import FAULTS
-from chaos.modes import MODES
+from lab.bench.compare.journal import Findings, Journal, Samples, Skipped, read_journal
+from lab.chaos.cell import Record
+from lab.chaos.faults import FAULTS
+from lab.chaos.modes import MODES
 from tests.golden.golden import ROOT, check
 from tests.golden.shapes import shape
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.golden.golden import ROOT
 
 PATTERNS = (
-    *("baton/**/*.py", "benchmarks/**/*.py", "chaos/**/*.py", "tests/**/*.py", "examples/**/*.py"),
+    *("baton/**/*.py", "lab/**/*.py", "tests/**/*.py", "examples/**/*.py"),
     *("README.md", "SECURITY.md", "CONTRIBUTING.md", "docs/*.md", "deploy/**/*", "examples/**/*.md"),
     *("pyproject.toml", "Makefile", "scripts/*", ".ci/*"),
 )
@@ -27,10 +27,8 @@ NO_REFERENCES = (
     "tests/v1/",
 )
 
-_DOTTED = re.compile(
-    r"(?<![\w./-])(baton|benchmarks|chaos)((?:\.[a-z]\w*)+)(?:[:.]([A-Za-z]\w*))?(?![\w-]|\.\d|\.__)"
-)
-_FOLDERS = "baton|benchmarks|chaos|tests|docs|examples|scripts|deploy"
+_DOTTED = re.compile(r"(?<![\w./-])(baton|lab)((?:\.[a-z]\w*)+)(?:[:.]([A-Za-z]\w*))?(?![\w-]|\.\d|\.__)")
+_FOLDERS = "baton|lab|tests|docs|examples|scripts|deploy"
 _PATH = re.compile(rf"(?<![\w./-])((?:{_FOLDERS})/[\w./-]+\.(?:py|md|toml|yaml|json|txt))\b")
 
 

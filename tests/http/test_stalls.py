@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from baton.http.settings import HttpSettings
-from benchmarks.stalls import ATTACKS, JSON, Attack
+from lab.bench.stalls import ATTACKS, JSON, Attack
 from tests.server.fakes import LiveLoop, LiveServer, ScriptedEngine, router_before, service_around
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]

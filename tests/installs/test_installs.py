@@ -50,7 +50,7 @@ PROGRAMS = {
     + "import baton.engine.checkpoints.random_model, baton.engine.models.loading, baton.cli.processes\n",
     "engine,router": HELP.format(commands=["bench", "demo", "up"]) + "import baton.cli.demo_run\n",
     "check": HELP.format(commands=["check"]) + "import baton.testing.contract.ours, baton.testing.contract\n",
-    "cli": HELP.format(commands=["cache", "sim", "top"]) + "import baton.sim.__main__, httpx\n",
+    "cli": HELP.format(commands=["cache", "top"]) + "import httpx\n",
 }
 
 

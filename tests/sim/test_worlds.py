@@ -7,11 +7,11 @@ import sys
 import pytest
 
 from baton.core.errors import UserError
-from baton.sim import FAILED_ONCE, GUARDS, MODES, find_broken, replay, run_worlds
-from baton.sim.__main__ import main
+from lab.sim import FAILED_ONCE, GUARDS, MODES, find_broken, replay, run_worlds
+from lab.sim.__main__ import main
 
 # The first seed that is tried, and how many worlds from there. A rare fault needs its seed. When a change of
-# the world moves it, `python -m baton.sim mutants` finds another.
+# the world moves it, `python -m lab.sim mutants` finds another.
 SEEDS = {
     ("pull", "bound_ops"): 140,
     ("pull", "claim_epoch"): 20,
@@ -156,7 +156,7 @@ def test_a_world_is_replayed_by_its_seed(mode: str) -> None:
 def test_the_replay_of_a_broken_world_ends_with_what_broke() -> None:
     broken = find_broken("pull", "all_ranks", 0, 20)
     assert broken is not None
-    assert broken.command == f"baton sim pull --seed {broken.seed}"
+    assert broken.command == f"python -m lab.sim pull --seed {broken.seed}"
     assert replay("pull", broken.seed, mutant="all_ranks")[-1].endswith(f"VIOLATION {broken.kind}")
 
 
@@ -165,7 +165,7 @@ def test_worlds_in_processes_are_those_of_one_process(capsys: pytest.CaptureFixt
     options = ["pull", "--seeds", "12", "--first", "15"]  # Two batches.
     # In a process of its own, because a fork of one with threads may deadlock.
     forked = subprocess.run(
-        [sys.executable, "-m", "baton.sim", *options, "--jobs", "2"],
+        [sys.executable, "-m", "lab.sim", *options, "--jobs", "2"],
         capture_output=True,
         check=True,
         text=True,
@@ -189,7 +189,7 @@ def test_a_world_that_does_not_exist_is_named() -> None:
 @pytest.mark.parametrize("mode", MODES)
 def test_a_seed_is_the_same_world_in_each_process(mode: str) -> None:
     """The order of a set of strings, which differs between processes, decides nothing."""
-    program = f"from baton.sim.campaigns import FAST; print(FAST.digest({mode!r}, range(15, 25)))"
+    program = f"from lab.sim.campaigns import FAST; print(FAST.digest({mode!r}, range(15, 25)))"
     digests = [
         subprocess.run(
             [sys.executable, "-c", program],

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.tiers.eviction import make_policy
 from baton.tiers.learned import HORIZON, Learned
-from benchmarks.eviction import num_hits
+from lab.bench.eviction import num_hits
 
 # A prompt is a path from the root: each number chooses a child.
 PATHS = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=5), max_size=60)

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from baton.core.errors import UserError
-from baton.sim.full import FAILED, FULL
-from baton.sim.kernel.runs import MODES
+from lab.sim.full import FAILED, FULL
+from lab.sim.kernel.runs import MODES
 
 NUM_WORLDS = 100  # Of each mode.
 RARE = {
@@ -19,7 +19,7 @@ RARE = {
 TRIES = 60
 
 # The first seed that is tried. When a change of the world moves it,
-# `python -m baton.sim full --mutants --mode MODE` finds another.
+# `python -m lab.sim full --mutants --mode MODE` finds another.
 SEEDS = {
     ("pull", "bound_answers"): 4,
     ("pull", "bound_ops"): 318,
@@ -239,7 +239,7 @@ def test_a_seed_tells_the_same_story_in_every_process() -> None:
     """Sets have another order in each process. No world may depend on it."""
     seeds = (49, 192)  # In pull, one step of each preempts two requests.
     script = (
-        "from baton.sim.full import FULL\n"
+        "from lab.sim.full import FULL\n"
         f"for seed in {seeds}:\n"
         "    for mode in ('pull', 'push'):\n"
         "        print('\\n'.join(FULL.replay(mode, seed)))\n"
@@ -259,7 +259,7 @@ def test_a_seed_tells_the_same_story_in_every_process() -> None:
 def test_the_replay_of_a_broken_full_world_ends_with_what_broke() -> None:
     broken = FULL.find_broken("pull", "loan", 0, 5)
     assert broken is not None
-    assert broken.command == f"baton sim full --seed {broken.seed}"
+    assert broken.command == f"python -m lab.sim full --seed {broken.seed}"
     assert "VIOLATION I2" in FULL.replay("pull", broken.seed, mutant="loan")[-1]
 
 

@@ -3,11 +3,11 @@
 import msgspec
 import pytest
 
-from baton.sim.checkers.violation import Violation
-from baton.sim.hosts.full.scenario import EVENTS_MAX, FullScenario
-from baton.sim.kernel.faults import HEALTHY_FULL
-from baton.sim.kernel.runs import MODES
-from baton.sim.kernel.world import World
+from lab.sim.checkers.violation import Violation
+from lab.sim.hosts.full.scenario import EVENTS_MAX, FullScenario
+from lab.sim.kernel.faults import HEALTHY_FULL
+from lab.sim.kernel.runs import MODES
+from lab.sim.kernel.world import World
 
 LEAVE_SHARE = 0.8
 # The first worlds, and later ones that failed once.

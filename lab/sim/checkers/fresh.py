@@ -1,0 +1,74 @@
+"""I1 fresh: D uses a block only if every byte came from blocks that P held, unmodified, for exactly this
+request's tokens, for the whole duration of the copy, and is KV of the weights that D has now.
+
+Fast worlds compare cells. Full worlds check every cache group in two ways. By content: every word is the KV
+that these tokens must have. By provenance: a read that succeeded wrote every word. I2 covers whether its
+source was held.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lab.sim.checkers import held
+from lab.sim.checkers.violation import Violation
+
+if TYPE_CHECKING:
+    from baton.engine.scheduling.remote_kv import Load
+    from lab.sim.hosts.fast.facts import Landing
+    from lab.sim.hosts.fast.host import Host
+    from lab.sim.hosts.full.engine import Engine
+    from lab.sim.hosts.full.model import Words
+
+TORN = "torn"  # Content of a cell that was copied while its source changed or was not held.
+
+
+def check_delivery(host: Host, landing: Landing) -> None:
+    if host.cluster.is_excused(landing, host.name):
+        return
+    if any(host.pool.is_torn(block) for block in landing.blocks):
+        raise Violation("I1", "accepted bytes whose source was not held")
+    if not _is_right(host, landing):
+        raise Violation("I1", "delivered wrong bytes")
+
+
+def check_use(host: Host, landing: Landing) -> None:
+    """The blocks still hold what was delivered. Checked when the request has finished."""
+    if not host.cluster.is_excused(landing, host.name) and not _is_right(host, landing):
+        raise Violation("I1", "delivered blocks changed while in use")
+
+
+def _is_right(host: Host, landing: Landing) -> bool:
+    """Whether all blocks that the layers of each group see after the prompt hold the right KV."""
+    return all(
+        host.pool.holds(table[index], landing.kv, index, number)
+        for number, (group, table) in enumerate(zip(host.pool.groups, landing.tables, strict=True))
+        for index in range(group.first_kept(landing.num_tokens, 1), landing.num_tokens)
+    )
+
+
+def check_load(engine: Engine, load: Load) -> None:
+    """The load has ended, and no token after it has been computed."""
+    first, last = load.num_local_tokens, load.num_valid_tokens
+    request, kv_cache = load.request, engine.scheduler.kv_cache
+    if last <= first or (kv_cache.is_hybrid and last < request.num_computed_tokens):
+        return  # A failed load is not used.
+    kv = engine.cluster.model.kv(request.all_token_ids[:last], request.cache_salt, engine.ranks.weights)
+    block_tokens = engine.spec.block_tokens
+    for index, block_ids in enumerate(kv_cache.get_block_ids(request.request_id)):
+        kept = engine.groups[index].first_kept(last, block_tokens)
+        if kv_cache.is_hybrid and 0 in block_ids[kept:]:
+            raise Violation("I1", "delivered without a block that attention sees", request.request_id)
+        _check_group(engine, load, index, block_ids, kv, max(first, kept * block_tokens))
+
+
+def _check_group(engine: Engine, load: Load, index: int, block_ids: list[int], kv: Words, first: int) -> None:
+    for number in engine.ranks.writers(index, block_ids, first, len(kv)):
+        if number <= 0:
+            raise Violation("I1", "delivered a slot that no read has filled", load.request.request_id)
+        read = engine.cluster.reads.posted[number]
+        held.check_accepted(read)
+        if not read.ok:
+            raise Violation("I1", "delivered bytes of a read that failed", f"read {number}")
+    if not engine.ranks.holds(index, block_ids, kv, first):
+        raise Violation("I1", "delivered wrong bytes", load.request.request_id)

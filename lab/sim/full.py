@@ -1,0 +1,23 @@
+"""Full worlds: whole engines, connectors and router policies."""
+
+from lab.sim.hosts.full.scenario import FullScenario
+from lab.sim.kernel.runs import Campaign
+from lab.sim.mutants.full import MUTANTS
+
+
+def _name_of(mode: str) -> str:
+    return "full" if mode == "pull" else f"full --mode {mode}"
+
+
+FULL = Campaign(FullScenario, MUTANTS, _name_of)
+FAILED: dict[str, dict[int, str]] = {
+    "pull": {
+        0: "a loan kept the blocks that the last chunk of its prompt saw in a window, for no reader",
+        169: "an engine that continued another one's answer did not name its weights, which were others",
+    },
+    "push": {
+        245: "an engine that continued another one's answer did not name its weights, which were others",
+        1153: "P announced a cached block that another prompt of the same step had still to compute",
+    },
+}
+"""Every seed whose world failed, with its reason. A change of the world gives a seed another world."""

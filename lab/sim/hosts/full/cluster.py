@@ -1,0 +1,227 @@
+"""The hosts of a full world, the engines on them, and their restarts."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+
+import msgspec
+
+from baton.connectors.offload.settings import OffloadSettings
+from baton.core.ids import Address, EngineId
+from baton.core.kv_groups import group_layers
+from baton.protocol.signed_frame import ProcessKey
+from lab.sim.hosts.full.engine import Engine
+from lab.sim.hosts.full.host_spec import HostSpec
+from lab.sim.hosts.full.model import STATE, Model, WindowModel, Windows
+from lab.sim.hosts.full.port import Port
+from lab.sim.hosts.full.updates import EngineUpdates
+from lab.sim.hosts.full.wire import FullWire
+from lab.sim.kernel.cluster import Cluster as BaseCluster
+from lab.sim.kernel.parts import Parts
+from lab.sim.kernel.process import Process
+from lab.sim.kernel.timers import SIM_TIMERS
+from lab.sim.kernel.world import World
+
+TOKENS_MAX = 40  # Most tokens of a prompt and its answer; any pool has to be able to hold them.
+
+OFFLOADS = 0.3  # Engines with a second connector.
+STATES = 0.25  # Worlds whose model has recurrent states.
+ONE_TABLE: Windows = (None, None)
+
+
+def draw_windows(rng: random.Random) -> Windows:
+    """Windows of each layer. Every second world has cache groups; windows need not end at block borders."""
+    one, other = rng.sample([1, 3, 4, 5, 6, 8, 11], 2)
+    return rng.choice(
+        [
+            *[ONE_TABLE] * 8,
+            (None, one),
+            (one, None),
+            (None, one, other),
+            (one, None, other),
+            (one, one),  # No layer sees everything.
+            (None, one, None, one),  # Two layers in a group.
+            (one, None, one, one),  # Three groups alike.
+            (None, None, None, one, one),  # A group that has a place left over.
+            (one, one, None) * 2,  # Two groups alike, of two layers each, dealt out in two ways.
+        ]
+    )
+
+
+def with_states(rng: random.Random, windows: Windows) -> Windows:
+    """Replace some windows, or all, by recurrent states in every fourth world."""
+    if rng.random() >= STATES:
+        return windows
+    layers = range(len(windows))
+    chosen = rng.sample(layers, rng.choice([1, 1, *layers[1:], len(layers)]))
+    return tuple(STATE if layer in chosen else window for layer, window in enumerate(windows))
+
+
+class Cluster(BaseCluster):
+    hosts: dict[str, Engine]  # type: ignore[assignment]
+    wire: FullWire
+
+    def __init__(self, world: World, parts: Parts, mode: str) -> None:
+        super().__init__(world, parts, mode)
+        self.timers_as_told = msgspec.to_builtins(SIM_TIMERS)
+        self.wire = FullWire(self)
+        self.ports: dict[bytes, Port] = {}  # Ports by endpoint.
+        self.updates = EngineUpdates(self)
+        rng = world.rng
+        windows = with_states(world.rng_of_states, draw_windows(world.rng_of_models))
+        self.has_states = STATE in windows
+        self.is_hybrid = any(window is not None for window in windows)
+        self.model = (WindowModel if self.is_hybrid else Model)(rng.choice([1, 2, 2, 4]), windows)
+        # Loaded requests are preempted too in small pools.
+        self._has_small_pools = self.has_states and world.rng_of_states.random() < 0.5
+        # Choices for the engines of this world.
+        self._block_tokens = rng.choice([(2,), (4,), (8,), (2, 4, 8)])
+        # Engines with windows must have equal block sizes.
+        if any(window not in (None, STATE) for window in windows):
+            self._block_tokens = (world.rng_of_models.choice(self._block_tokens),)
+        self.keeps_turns = rng.random() < 0.3  # D's blocks serve the next turn's prefill.
+        self.meddler = ProcessKey(b"a member of the cluster, faulty!")
+        self.specs: dict[str, HostSpec] = {}
+        num_producers, num_consumers = rng.choice([(1, 1), (1, 1), (2, 1), (1, 2), (2, 2)])
+        for index in range(num_producers):
+            self._add(f"P{index}", is_producer=True, is_consumer=rng.random() < 0.2)
+        for index in range(num_consumers):
+            self._add(f"D{index}", is_producer=rng.random() < 0.2, is_consumer=True)
+        if world.faults.member_lies:
+            self.liar = world.rng_of_lies.choice(list(self.specs))
+        self.can_hand_off = all(
+            self.can_pair(self.specs[p], self.specs[d]) for p in self.producers for d in self.consumers
+        )
+
+    def _add(self, name: str, *, is_producer: bool, is_consumer: bool) -> None:
+        rng, faults = self.world.rng, self.world.faults
+        num_tokens = TOKENS_MAX + rng.choice([0, 8, 80])
+        heads, block_tokens = self.model.num_kv_heads, rng.choice(self._block_tokens)
+        spec = HostSpec(
+            name=name,
+            url=f"tcp://{name}:14600",
+            is_producer=is_producer or self.keeps_turns,
+            is_consumer=is_consumer or self.keeps_turns,
+            keeps_turns=self.keeps_turns,
+            num_ranks=rng.choice([1, 1, 1, 2, 2, 4]),
+            block_tokens=block_tokens,
+            num_blocks=num_tokens // block_tokens,
+            num_tokens_max=rng.choice([5, 12, 32]),
+            num_seqs_max=rng.choice([2, 4, 8]),
+            chunk_max=rng.choice([0, 0, 7]),
+            policy=rng.choice(["recompute", "recompute", "fail"]),
+            order=rng.choice(["fcfs", "fcfs", "priority"]),
+            step_mean_s=rng.choice([0.01, 0.05, 0.2]),
+            rate=self.draw_rate(),
+            skew_s=rng.uniform(-1e6, 1e6),
+            is_block_major=rng.random() < 0.5,
+            is_slow=self.world.chance(faults.slow_reader),
+            caches_prefixes=rng.random() < 0.9,
+            stream=rng.choice(["off", "chunk", "layer"]),
+        )
+        if self.is_hybrid:
+            spec = self._with_groups(spec)
+        spec = self._with_offload(spec)
+        assert heads % spec.num_ranks == 0 or spec.num_ranks % heads == 0
+        self.specs[name] = spec
+        (self.producers if name[0] == "P" else self.consumers).append(name)
+        self._boot(spec, EngineId(name))
+
+    def _with_groups(self, spec: HostSpec) -> HostSpec:
+        """The smallest pool: what the longest request holds at its worst, and what is spare."""
+        rng = self.world.rng_of_models
+        knows_groups = rng.random() < 0.95 or self.has_states  # Or it would be refused at start.
+        spec = replace(spec, knows_groups=knows_groups, deals_layers_out=rng.choice([True, False]))
+        if not spec.knows_groups:
+            return spec
+        spare = 0 if self._has_small_pools else spec.num_blocks - TOKENS_MAX // spec.block_tokens
+        chunk = min(spec.num_tokens_max, spec.chunk_max or spec.num_tokens_max)
+        needed = sum(
+            group.blocks_at_most(TOKENS_MAX, block_size=spec.block_tokens, chunk=chunk)
+            for group in group_layers(
+                self.model.windows,
+                [layer for layer, window in enumerate(self.model.windows) if window == STATE],
+            )
+        )
+        return replace(spec, num_blocks=1 + needed + spare)
+
+    def _with_offload(self, spec: HostSpec) -> HostSpec:
+        rng = self.world.rng_of_models
+        if rng.random() >= OFFLOADS:
+            return spec
+        num_slots = rng.choice([3, 8, 30])
+        is_offload_first = rng.random() < 0.5
+        caches_prefixes = rng.random() < 0.5  # Otherwise all hits are those of host memory.
+        offload = OffloadSettings(
+            cpu_gib=1.0,
+            eviction=rng.choice(["lru", "arc", "arc"]),
+            blocks_per_chunk=1 if self.is_hybrid else rng.choice([1, 1, 2, 3]),
+            prompt_only=rng.random() < 0.3,
+        )
+        # A separate generator draws this: other worlds of recorded seeds stay as they are.
+        if (eviction := self.world.rng_of_eviction.choice([None, None, None, "learned"])) is not None:
+            offload = msgspec.structs.replace(offload, eviction=eviction)
+        self.world.count(f"host memory evicts by {offload.eviction}")
+        return replace(
+            spec,
+            num_slots=num_slots,
+            is_offload_first=is_offload_first,
+            caches_prefixes=caches_prefixes,
+            offload=offload,
+        )
+
+    def can_pair(self, p: HostSpec, d: HostSpec) -> bool:
+        """Whether D accepts tickets of P. A P without windowed groups can serve any D."""
+        if self.is_push:
+            return p.knows_groups == d.knows_groups
+        return d.knows_groups or not p.knows_groups
+
+    def of_role(self, role: str) -> list[str]:
+        return self.producers if role == "prefill" else self.consumers
+
+    def url_of(self, address: Address) -> str:
+        """Where this incarnation listens; empty if it does no longer."""
+        return next((e.spec.url for e in self.hosts.values() if e.address == address), "")
+
+    # --- Comings and goings -----------------------------------------------------------------------
+
+    def _boot(self, spec: HostSpec, engine_id: EngineId) -> None:
+        engine = self.hosts[spec.name] = Engine(self, spec, engine_id)
+        self.world.note(spec.name, f"boots as {engine_id}, epoch ..{engine.address.epoch % 1000:03d}")
+        if self.parts.tamper is not None:
+            self.parts.tamper(engine)
+
+    def end(self, host: Process, down_s: float) -> None:
+        assert isinstance(host, Engine)
+        host.die()
+        del self.wire.stations[host.spec.url]
+        engine_id = host.engine_id
+        if self.world.chance(self.world.faults.new_name):
+            engine_id = EngineId(f"{engine_id}'")
+        self.world.after(down_s, lambda: self._boot(host.spec, engine_id))
+
+    def drain(self, name: str, for_s: float) -> None:
+        engine = self.hosts[name]
+        if not engine.is_alive or engine.is_draining:
+            return
+        self.world.count("drain")
+
+        def end() -> None:
+            if engine.is_alive:
+                engine.shut_down()
+                self.end(engine, down_s=0.5)
+
+        def drained() -> None:
+            self.world.count("drained in time")
+            end()
+
+        engine.drain(for_s, drained)
+        self.world.after(for_s, lambda: engine.when_awake(end))
+
+    def reset_cache(self, name: str) -> None:
+        """What an operator does between two experiments: host memory forgets everything."""
+        engine = self.hosts[name]
+        if engine.is_alive and engine.offload is not None:
+            self.world.count("host memory reset")
+            engine.offload.reset_cache()

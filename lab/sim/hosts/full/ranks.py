@@ -1,0 +1,198 @@
+"""The ranks of one engine without an executor: what they are told, what they hold, what they compute.
+
+They know requests from SchedulerOutput, as real ranks do, and the salt, which real ranks have in the block
+hashes that the scheduler gave them. They keep the ids of blocks that a request of a group with a window has
+freed: attention does not look there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from baton.core.kv_groups import KVCacheGroup
+from baton.engine.step import ModelRunnerOutput, SchedulerOutput
+from lab.sim.hosts.full.memory import JUNK, RankMemory
+from lab.sim.hosts.full.model import CONTENT, Model, Seen, Words
+
+Tables = Sequence[Sequence[int]]
+"""Block ids of each cache group, from token 0 on."""
+
+
+@dataclass(slots=True)
+class _Row:
+    tokens: list[int]
+    tables: list[list[int]]
+    salt: str | None
+    num_prompt: int
+    num_computed: int
+
+
+class Ranks:
+    def __init__(
+        self,
+        model: Model,
+        memories: list[RankMemory],
+        groups: Sequence[KVCacheGroup],
+        block_tokens: int,
+    ) -> None:
+        self.model = model
+        self.memories = memories
+        self.groups = groups
+        self.salts: dict[str, str | None] = {}
+        self.weights = 0  # The weights that compute now.
+        self._block_tokens = block_tokens
+        self._rows: dict[str, _Row] = {}
+        self._written: list[
+            tuple[NDArray[np.int64], NDArray[np.int64]]
+        ] = []  # Blocks and offsets that this step wrote.
+        self._hidden: list[tuple[RankMemory, NDArray[np.int64], NDArray[np.int64], Words]] = []
+        # One holder of each head; further ones are replicas, which have to agree.
+        self._holders: list[RankMemory] = []
+        self._replicas: list[RankMemory] = []
+        held: set[int] = set()
+        for memory in memories:
+            group = self._replicas if memory.heads.start in held else self._holders
+            group.append(memory)
+            held.update(memory.heads)
+
+    # --- Step -------------------------------------------------------------------------------------
+
+    def take_over(self, output: SchedulerOutput) -> None:
+        for request_id in output.finished_req_ids:
+            self._rows.pop(request_id, None)
+        for new in output.scheduled_new_reqs:
+            assert new.req_id not in self._rows, "a request is new once"
+            self._rows[new.req_id] = _Row(
+                [*new.prompt_token_ids, *new.output_token_ids],
+                [list(block_ids) for block_ids in new.block_ids],
+                self.salts[new.req_id],
+                len(new.prompt_token_ids),
+                new.num_computed_tokens,
+            )
+        cached = output.scheduled_cached_reqs
+        for index, request_id in enumerate(cached.req_ids):
+            row, new_blocks = self._rows[request_id], cached.new_block_ids[index]
+            row.num_computed = cached.num_computed_tokens[index]
+            if request_id in cached.resumed_req_ids:
+                assert new_blocks is not None
+                row.tables = [list(block_ids) for block_ids in new_blocks]
+                row.tokens = list(cached.all_token_ids[request_id])
+            elif new_blocks is not None:
+                for table, block_ids in zip(row.tables, new_blocks, strict=True):
+                    table += block_ids
+            assert len(row.tokens) == row.num_prompt + cached.num_output_tokens[index]
+
+    def execute(self, output: SchedulerOutput) -> ModelRunnerOutput:
+        """Run requests as scheduled: one that shares a new block comes after the one that fills it."""
+        result = ModelRunnerOutput()
+        self._written.clear()
+        for request_id, num_new in output.num_scheduled_tokens.items():
+            row = self._rows[request_id]
+            seen = self._compute(row, num_new)
+            sampled: list[int] = []
+            if row.num_computed + num_new == len(row.tokens):
+                sampled = [self.model.next_token(seen)]
+                row.tokens += sampled
+            result.req_ids.append(request_id)
+            result.sampled_token_ids.append(sampled)
+        return result
+
+    def _compute(self, row: _Row, num_new: int) -> Seen:
+        first, last = row.num_computed, row.num_computed + num_new
+        assert last <= len(row.tokens)
+        seen = self.model.read(self.read(row.tables, first), row.salt, self.weights)
+        parts = []
+        for token_id in row.tokens[first:last]:
+            kv, seen = self.model.step(seen, token_id)
+            parts.append(kv)
+        words = self.model.as_words(b"".join(parts))
+        positions = np.arange(first, last)
+        offsets = positions % self._block_tokens
+        for group, table in zip(self.groups, row.tables, strict=True):
+            if group.is_state:
+                for memory in self.memories:
+                    memory.write_state(table[(last - 1) // self._block_tokens], words[-1, list(group.layers)])
+                continue
+            blocks = np.asarray(table)[positions // self._block_tokens]
+            self._written.append((blocks, offsets))
+            for memory in self.memories:
+                memory.write(blocks, offsets, words[:, list(group.layers)])
+        return seen
+
+    def hide_later_layers(self) -> None:
+        """Hide all that this step has computed except the first layer: the rest is not in memory yet."""
+        for blocks, offsets in self._written:
+            for memory in self.memories:
+                self._hidden.append((memory, blocks, offsets, memory.words[blocks, 1:, :, offsets]))
+        for memory, blocks, offsets, _ in self._hidden:
+            memory.words[blocks, 1:, :, offsets] = JUNK
+
+    def reveal(self) -> None:
+        for memory, blocks, offsets, words in self._hidden:
+            memory.words[blocks, 1:, :, offsets] = words
+        self._hidden.clear()
+
+    # --- Memory -----------------------------------------------------------------------------------
+
+    def read(self, tables: Tables, num_tokens: int) -> bytes:
+        """What lies in the slots of the first tokens, `[token, layer, head, K|V]`; the model knows what of it
+        it may look at. Replicas that differ there are something wrong to see."""
+        if not num_tokens:
+            return b""
+        parts = [self._slots(memory, tables, num_tokens) for memory in self._holders]
+        for memory in self._replicas:
+            index = next(i for i, holder in enumerate(self._holders) if holder.heads == memory.heads)
+            differ = self._slots(memory, tables, num_tokens) != parts[index]
+            parts[index] = np.where(differ, JUNK, parts[index])
+        return (parts[0] if len(parts) == 1 else np.concatenate(parts, axis=2)).tobytes()
+
+    def _slots(self, memory: RankMemory, tables: Tables, num_tokens: int) -> Words:
+        """`[token, layer, head, K|V]` of this rank's heads."""
+        num_blocks = -(-num_tokens // self._block_tokens)
+        slots = np.empty((num_tokens, self.model.num_layers, len(memory.heads), CONTENT), np.uint32)
+        for group, table in zip(self.groups, tables, strict=True):
+            layers = list(group.layers)
+            if group.is_state:
+                slots[:, layers] = JUNK
+                slots[-1, layers] = memory.state(table[num_blocks - 1], len(layers))
+                continue
+            slots[:, layers] = memory.blocks(table[:num_blocks], len(layers))[:num_tokens]
+        return slots
+
+    def holds(self, index: int, block_ids: Sequence[int], kv: Words, first: int) -> bool:
+        """Every word of tokens `first` and up, in the layers of group `index`, equals `kv`."""
+        last, layers = len(kv), list(self.groups[index].layers)
+        if self.groups[index].is_state:
+            block_id = block_ids[(last - 1) // self._block_tokens]
+            return all(
+                np.array_equal(
+                    memory.state(block_id, len(layers)),
+                    kv[-1, layers, memory.heads.start : memory.heads.stop],
+                )
+                for memory in self.memories
+            )
+        needed, wanted = block_ids[: -(-last // self._block_tokens)], kv[first:, layers]
+        return all(
+            np.array_equal(
+                memory.blocks(needed, len(layers))[first:last],
+                wanted[:, :, memory.heads.start : memory.heads.stop],
+            )
+            for memory in self.memories
+        )
+
+    def writers(self, index: int, block_ids: Sequence[int], first: int, last: int) -> set[int]:
+        """Writers of the words of tokens [first, last) in the layers of group `index`, on all ranks."""
+        needed = block_ids[: -(-last // self._block_tokens)]
+        num_layers = len(self.groups[index].layers)
+        found: set[int] = set()
+        if self.groups[index].is_state:
+            for memory in self.memories:
+                found.update(np.unique(memory.writers_of_state(needed[-1], num_layers)).tolist())
+            return found
+        for memory in self.memories:
+            found.update(np.unique(memory.writers_of(needed, num_layers)[first:last]).tolist())
+        return found

@@ -1,0 +1,126 @@
+"""One full world: conversations through a router."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from baton.core.transfer_params import CONTINUE, LEND_STORED
+from baton.engine.api import EngineOutput
+from lab.sim.checkers import bounded, whole
+from lab.sim.hosts.full.clients import Ask, Clients
+from lab.sim.hosts.full.cluster import Cluster
+from lab.sim.hosts.full.router import FIRST_TOKEN_S
+from lab.sim.hosts.full.routers import Routers
+from lab.sim.kernel.faults import FULL, FULL_COPIES, FULL_ROUTER, HEALTHY_FULL, UPDATES
+from lab.sim.kernel.lies import other_text
+from lab.sim.kernel.scenario import Scenario
+from lab.sim.kernel.wire import Way
+from lab.sim.kernel.world import World
+
+EVENTS_MAX = 100_000
+
+
+class FullScenario(Scenario):
+    break_s, rest_s, probe_s = 15.0, 140.0, 20.0
+    down_s, pauses_s, drains_s = (0.01, 0.5, 4.0), (0.5, 3.0, 8.0), (0.5, 5.0, 15.0)
+    partitions_s = (2.0, 8.0, 30.0)
+    cluster: Cluster
+
+    def new_world(self, seed: int, *, traced: bool) -> World:
+        world = World(seed, FULL, healthy=HEALTHY_FULL, events_max=EVENTS_MAX, traced=traced)
+        world.faults = world.faults.drawn(world.rng_of_lies, FULL_COPIES)
+        world.faults = world.faults.drawn(world.rng_of_lies, FULL_ROUTER)
+        world.faults = world.faults.drawn(world.rng_of_updates, UPDATES)
+        return world
+
+    def begin(self) -> None:
+        world, rng = self.world, self.world.rng
+        world.note("all", world.faults)
+        self.cluster = Cluster(world, self.parts, self.mode)
+        self.routers = Routers(self.cluster, self.break_s, self._params_seen)
+        self.clients = Clients(world, self.cluster.model, self._ask)
+        self._probes: list[Ask] = []
+        for spec in self.cluster.specs.values():
+            world.note(spec.name, spec)
+        num_conversations, spread_s = rng.choice([(3, self.break_s * 0.6), (4, self.break_s * 0.6), (6, 0.5)])
+        for _ in range(num_conversations):
+            begin = partial(self.clients.converse, rng.choice([1, 2, 3]))
+            world.after(rng.uniform(0, spread_s), begin)
+
+    def schedule_faults(self) -> None:
+        super().schedule_faults()
+        world, cluster, rng = self.world, self.cluster, self.world.rng
+        for spec in cluster.specs.values():
+            if spec.offload is not None and world.rng_of_models.random() < 0.3:
+                reset = partial(cluster.reset_cache, spec.name)
+                world.after(world.rng_of_models.uniform(0, self.break_s), reset)
+        self.routers.schedule_faults()
+        cluster.updates.schedule(self.break_s)
+        if world.chance(world.faults.clog):
+            clog = partial(cluster.wire.clog, cluster.draw_way(), rng.choice([0.5, 4.0]))
+            world.after(rng.uniform(0, self.break_s), clog)
+
+    def heal(self) -> None:
+        super().heal()
+        self.cluster.updates.settle()
+
+    def probe(self, way: Way | None) -> Callable[[], None]:
+        return lambda: self._probes.append(self.clients.probe(way, self.cluster.updates.at_boot))
+
+    def check_probes(self) -> None:
+        if self.cluster.can_hand_off:  # Otherwise it is refused in health too.
+            for probe in self._probes:
+                bounded.check_probe(probe.outcome == "answered", probe.num_transferred, probe.name)
+
+    def check_rest(self) -> None:
+        for ask in self.clients.asks:
+            bounded.check_answered(ask.outcome is not None, ask.name)
+        for engine in self.cluster.hosts.values():
+            whole.check_engine(engine)
+        self.routers.check_rest()
+
+    # --- Clients ----------------------------------------------------------------------------------
+
+    def _ask(self, ask: Ask) -> None:
+        world = self.world
+        self.routers.ask(ask)
+        if world.chance(world.faults.abort):
+            world.after(world.rng.choice([0.05, 0.5, 4.0]) * world.rng.random(), lambda: self._abort(ask))
+
+    def _abort(self, ask: Ask) -> None:
+        if ask.outcome is None:
+            self.routers.hang_up(ask)
+
+    def _params_seen(self, role: str, params: dict[str, Any], ask: Ask) -> None:
+        """A third party brings them again, as they are or altered, with this prompt or another."""
+        world, rng = self.world, self.world.rng
+        if world.chance(world.faults.ticket_replay):
+            delay_s = rng.choice([0.0, 0.1, 6.0]) * rng.random()
+            world.after(delay_s, lambda: self._replay(role, params, ask))
+        sealed = [name for name in ("baton_ticket", "baton_introduction") if name in params]
+        if sealed and world.chance(world.faults.ticket_alter):
+            self._replay(role, {**params, sealed[0]: other_text(rng, params[sealed[0]])}, ask)
+
+    def _replay(self, role: str, params: dict[str, Any], of: Ask) -> None:
+        rng = self.world.rng
+        prompt = of.prompt if rng.random() < 0.4 else self.clients.other_prompt(of.prompt)
+        ask = self.clients.make(prompt, of.salt if rng.random() < 0.8 else "other", lambda ask: None)
+        ask.causes.add("params that are not theirs")
+        is_without_last = self.cluster.has_states and role == "prefill" and CONTINUE not in params
+        ask.may_be_empty = is_without_last or LEND_STORED in params
+        name = rng.choice(self.cluster.of_role(role))
+        self.world.count("replays")
+        self.world.note("client", f"{ask.name} brings the params of {of.name} to {name}")
+
+        def take_output(output: EngineOutput) -> None:
+            ask.hear(output.new_token_ids)
+            if output.finish_reason is not None:
+                has_failed = output.error is not None or output.finish_reason == "abort"
+                ask.end("error" if has_failed else "answered")
+
+        def failed(kind: str, was_sent: bool) -> None:
+            ask.end("error", kind)
+
+        self.routers.first.leg(name, ask, params, FIRST_TOKEN_S, take_output, failed)

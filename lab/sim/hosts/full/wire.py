@@ -1,0 +1,187 @@
+"""The control network with its faults, and the control port of each engine.
+
+Frames cross it signed and encoded, as in production. A way that was learnt from a ticket is a url and reaches
+the process that listens there now. A way that was learnt from a connection that came in dies with its peer.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import TYPE_CHECKING, TypeAlias, cast
+
+import msgspec
+
+from baton.connectors.pull.control.agent import PullAgent
+from baton.connectors.pull.control.thread import ControlThread, _Way
+from baton.protocol.messages import (
+    Envelope,
+    Hello,
+    Message,
+    Welcome,
+)
+from baton.protocol.signed_frame import ProcessKey
+from baton.transport.control import ControlChannel
+from lab.sim.kernel import lies
+from lab.sim.kernel.process import NEVER, SOON_S
+from lab.sim.kernel.wire import Wire, garbled
+from lab.sim.kernel.world import World
+
+if TYPE_CHECKING:
+    from lab.sim.hosts.full.cluster import Cluster
+    from lab.sim.hosts.full.engine import Engine
+
+MEDDLER_URL = "tcp://10.0.9.9:14600"
+
+
+class FullWire(Wire):
+    # Fast worlds know which hosts a lie about contents of blocks harms. A prefix cache would spread it here.
+    lies_about_contents = False
+
+    def __init__(self, cluster: Cluster) -> None:
+        super().__init__(cluster)
+        self.stations: dict[str, Station] = {}  # Listeners by url.
+
+    def send(self, sender: Station, route: Route, frame: bytes) -> None:
+        """Send over a connection that the sender has dialled, or over one that the receiver has."""
+        world = self._world
+        url = route if isinstance(route, str) else route.url
+        way = (sender.engine.name, url.removeprefix("tcp://").partition(":")[0])
+
+        def arrive(frame: bytes) -> None:
+            station = self.stations.get(route) if isinstance(route, str) else route
+            seen_as = sender if isinstance(route, str) else sender.url
+            if station is not None:
+                station.engine.when_awake(lambda: station.receive(seen_as, frame))
+
+        self.carry(way, frame, arrive, alter=_altered)
+        if world.chance(world.faults.malformed):
+            self.carry(way, garbled(world.rng, frame), arrive, alter=None)
+
+
+def _altered(rng: random.Random, frame: bytes) -> bytes:
+    """What is signed is altered, or the frame as a whole."""
+    version, public_key, mac, body = msgspec.msgpack.decode(frame)
+    if rng.random() < 0.2:
+        at = rng.randrange(len(frame))
+        return frame[:at] + bytes([lies.flip(rng, frame[at], 8)]) + frame[at + 1 :]
+    return msgspec.msgpack.encode([version, public_key, mac, lies.altered(rng, body)])
+
+
+class _Door:
+    """What a station has of a ControlChannel."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self.station: Station
+
+    def send(self, to: Route, frame: bytes) -> None:
+        self.station.engine.cluster.wire.send(self.station, to, frame)
+
+
+class Station(ControlThread):
+    """An engine's ControlPort: the code of the control thread, called by events instead of a thread."""
+
+    def __init__(
+        self, engine: Engine, url: str, agent: PullAgent, lock: threading.Lock, key: ProcessKey
+    ) -> None:
+        door = _Door(url)
+        super().__init__(agent, lock, cast(ControlChannel, door), key, engine.clock)
+        door.station = self
+        self.engine = engine
+        self._armed_for = NEVER  # Our clock.
+        self._is_flushing = False
+
+    # --- ControlPort ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self.engine.cluster.wire.stations[self.url] = self
+
+    def flush(self) -> None:
+        if not self._agent.has_envelopes:
+            self._arm()
+        elif not self._is_flushing:
+            self._is_flushing = True
+            self._world.after(SOON_S, lambda: self.engine.when_awake(self._flush))
+
+    def close(self, timeout_s: float) -> None:
+        self._pump()  # The last words.
+
+    # --- What comes and what is due ---------------------------------------------------------------
+
+    def receive(self, route: Route, frame: bytes) -> None:
+        world, engine = self._world, self.engine
+        if world.lies(world.faults.suspends):
+            world.count("suspended as it hears something")
+            engine.pause(world.rng_of_lies.choice([0.5, 3.0, 8.0]))
+            if world.lies(0.5):
+                # The process stops before it has read the frame, else right after.
+                return engine.when_awake(lambda: self.receive(route, frame))
+        num_bad, num_forged = self.num_bad_frames, self.num_forged_frames
+        self._receive(route, frame)  # type: ignore[arg-type]  # Stations are what routes are here.
+        self._world.count("bad frames", self.num_bad_frames - num_bad)
+        self._world.count("forged frames", self.num_forged_frames - num_forged)
+        self._pump()
+        self.engine.poke()
+
+    def _flush(self) -> None:
+        self._is_flushing = False
+        self._pump()
+
+    def _ring(self, deadline: float) -> None:
+        if deadline != self._armed_for:
+            return  # Overtaken by an earlier one.
+        self._armed_for = NEVER
+        self._pump()
+        self.engine.poke()
+
+    def _pump(self) -> None:
+        agent = self._agent
+        agent.wake(self.engine.clock())
+        for envelope, way in self._take_outgoing():
+            self._send(envelope, way)
+        self._arm()
+
+    def _send(self, envelope: Envelope, way: _Way | None) -> None:
+        world = self._world
+        if way is None:
+            return
+        if world.trace is not None:
+            names = ", ".join(_told(message) for message in envelope.messages)
+            world.note(self.engine.name, f"-> {envelope.target.engine_id}: {names}"[:220])
+        super()._send(self.engine.cluster.wire.as_sent(self.engine.name, envelope), way)
+        if world.lies(world.faults.false_names):
+            self._send_falsely(envelope)
+
+    def _send_falsely(self, envelope: Envelope) -> None:
+        """Another member has seen the frame and sends a message in the name of one of the two."""
+        world, cluster = self._world, self.engine.cluster
+        false = lies.false_names(world.rng_of_lies, envelope)
+        station = self.engine.cluster.wire.stations.get(cluster.url_of(false.target))
+        if station is not None:
+            world.count("frames in another's name")
+            frame = cluster.meddler.sign(false, station.public_key)
+            world.after(0.0, lambda: station.engine.when_awake(lambda: station.receive(MEDDLER_URL, frame)))
+
+    def _arm(self) -> None:
+        deadline = self._agent.next_deadline
+        if deadline >= self._armed_for:
+            return
+        self._armed_for = deadline
+        world = self._world
+        wait_s = max(0.0, (deadline - self.engine.clock()) / self.engine.rate) + SOON_S
+        if world.faults.timer_late_s:
+            wait_s += world.rng.uniform(0, world.faults.timer_late_s)
+        world.after(wait_s, lambda: self.engine.when_awake(lambda: self._ring(deadline)))
+
+    @property
+    def _world(self) -> World:
+        return self.engine.world
+
+
+def _told(message: Message) -> str:
+    """A message for the trace, without what is long or differs from run to run: addresses of memory."""
+    return type(message).__name__ if isinstance(message, Hello | Welcome) else str(message)
+
+
+Route: TypeAlias = str | Station

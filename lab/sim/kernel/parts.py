@@ -1,0 +1,53 @@
+"""Parts of a world. A mutant (lab.sim.mutants) replaces one part, or changes a booted engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from baton.connectors.pull.control.agent import PRODUCTION as PRODUCTION_MACHINES
+from baton.connectors.pull.control.agent import Machines
+from baton.protocol.signed_frame import ProcessKey
+from baton.router.members import Membership
+from baton.router.peers import Peers
+from baton.router.replica import Replica
+from baton.router.request.machine import Machine
+from lab.sim.kernel.connection import ALL_CHECKS, Checks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Parts:
+    machines: Machines = PRODUCTION_MACHINES
+    window_error: int = 0  # Tokens by which the halves take windows for shorter than they are.
+    bound_reads: bool = True  # Transport: a read from a successor's memory fails.
+    checks: Checks = ALL_CHECKS  # Transport: what a data connection verifies.
+    replaces_links: bool = True  # Transport: a lost link is reported as lost, and dialled again.
+    tamper: Callable[[Any], None] | None = None  # Called with an engine that has booted.
+    # Fast worlds
+    prompts_differ: bool = True  # False: all prompts of one length look alike to the halves.
+    drops_early: int = 0  # Tokens too early at which P frees a window's blocks.
+    slices_heads: bool = True  # False: every rank's KV heads are taken for the first ones.
+    reads_all_layers: bool = True  # False: D does not read the tokens of the last layer.
+    slices_states: bool = True  # False: every rank's units of a state are taken for the first ones.
+    keeps_lent_states: bool = True  # False: P computes one more token into a state that it has lent.
+    seals_frames: bool = True  # Channel: a frame that was altered on the way is dropped.
+    binds_senders: bool = True  # Channel: a frame whose sender is another process is dropped.
+    # Full worlds
+    half: type | None = None  # Methods that override those of the scheduler half.
+    offload_half: type | None = None  # The same of the offload connector,
+    multi_half: type | None = None  # and of Multi.
+    process_key: type[ProcessKey] = ProcessKey
+    verified_reads: bool = True  # Transport: bytes that were altered on the way are an error.
+    router: type[Machine] = Machine
+    replica: type[Replica] = Replica
+    peers: type[Peers] = Peers
+    membership: type[Membership] = Membership
+    takes_back: bool = True  # Server: it takes back a loan whose ticket reaches no client.
+
+
+def machines(**replaced: Any) -> Parts:
+    return Parts(machines=Machines(**replaced))
+
+
+PRODUCTION = Parts()
