@@ -14,7 +14,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
 SCRIPT = "scripts/build-library"
-LIBRARIES = {"gather": "baton/transport/_gather.so", "decode": "baton/engine/attention/_decode.so"}
+LIBRARIES = {"gather": "baton/transport/base/_gather.so", "decode": "baton/engine/attention/_decode.so"}
 REPORT = "BATON_BUILD_REPORT"  # A file for warnings. pip shows none of a build that succeeds.
 
 

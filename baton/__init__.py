@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from baton.checkpoints.checkpoint import load_model_config as load_model_config
     from baton.contract import KVConnectorBase_V1 as KVConnectorBase_V1
     from baton.contract import KVConnectorMetadata as KVConnectorMetadata
     from baton.contract import KVConnectorRole as KVConnectorRole
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from baton.contract import TwoHalves as TwoHalves
     from baton.core.config import EngineConfig as EngineConfig
     from baton.engine.api import SamplingParams as SamplingParams
-    from baton.engine.checkpoints.checkpoint import load_model_config as load_model_config
     from baton.engine.llm import LLM as LLM
 
 __version__ = "0.1.0"
@@ -34,7 +34,7 @@ _MODULES = {
     "TwoHalves": "baton.contract",
     "EngineConfig": "baton.core.config",
     "SamplingParams": "baton.engine.api",
-    "load_model_config": "baton.engine.checkpoints.checkpoint",
+    "load_model_config": "baton.checkpoints.checkpoint",
     "LLM": "baton.engine.llm",
 }
 

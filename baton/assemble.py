@@ -124,7 +124,7 @@ def _adopt(found: type[Any]) -> type[KVConnectorBase_V1] | None:
     """Adapts a class of vLLM's base class to this engine. vLLM is imported only if the class imported it."""
     if "vllm" not in sys.modules:
         return None
-    from baton.vllm_plugin.hosting import has_vllms_base, hosted
+    from baton.hosts.vllm.hosting import has_vllms_base, hosted
 
     return hosted(found) if has_vllms_base(found) else None
 

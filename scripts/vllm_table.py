@@ -10,8 +10,8 @@ import sys
 from collections import Counter
 from xml.etree import ElementTree
 
-from baton.vllm_plugin import versions
-from baton.vllm_tier import settings
+from baton.hosts.vllm import versions
+from baton.hosts.vllm.tier import settings
 
 OUTCOMES = ("failure", "error", "skipped")
 Test = tuple[str, str]  # Its module and its name.

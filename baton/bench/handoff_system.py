@@ -93,7 +93,7 @@ class Neighbours:
 
 def model_folder() -> Path:
     """Return the folder of a checkpoint, made once in the folder for temporary files."""
-    from baton.engine.checkpoints.random_model import write_checkpoint
+    from baton.checkpoints.random_model import write_checkpoint
 
     folder = Path(tempfile.gettempdir()) / f"baton-bench-model-{os.getuid()}"
     if not (folder / "config.json").is_file():

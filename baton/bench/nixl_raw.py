@@ -23,8 +23,8 @@ import psutil
 
 from baton.bench.cold import ColdCaches
 from baton.core.errors import TransferError
-from baton.tiers.host_memory import allocate_shareable
-from baton.transport.threads import free_affinity
+from baton.stores.host.memory import allocate_shareable
+from baton.transport.base.threads import free_affinity
 
 ANSWER_TIMEOUT_S = 120.0
 

@@ -29,13 +29,13 @@ from rich.table import Table
 from baton.connectors.shared_storage.cache_blocks import CacheBlocks
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.connectors.shared_storage.settings import CHUNK_TOKENS, StorageSettings
-from baton.tiers.aligned import AlignedMemory, AlignedPool
-from baton.tiers.chunk import HEADER_BYTES_MAX, open_sealed, seal
-from baton.tiers.chunk_name import ChunkName
-from baton.tiers.eviction import make_policy
-from baton.tiers.file_store import FileStore
-from baton.tiers.slot_index import SlotIndex
-from baton.tiers.tiers import Tiers
+from baton.stores.backends.files import FileStore
+from baton.stores.backends.tiers import Tiers
+from baton.stores.base.aligned import AlignedMemory, AlignedPool
+from baton.stores.base.chunk_name import ChunkName
+from baton.stores.chunks.chunk import HEADER_BYTES_MAX, open_sealed, seal
+from baton.stores.host.slots import SlotIndex
+from baton.stores.policies.eviction import make_policy
 
 LAYERS, BLOCK_TOKENS, HEADS, CONTENT = 12, 16, 4, 128  # 32 KiB per block and layer, in float32.
 NUM_CHUNKS = 15  # Chunks of a prompt of 4,000 tokens.

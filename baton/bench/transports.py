@@ -37,12 +37,12 @@ from baton.bench.machine import machine_line
 from baton.core.errors import ConfigError, TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import CopySpan, Region
-from baton.tiers.host_memory import allocate_shareable
-from baton.transport.base import Transport
-from baton.transport.local import LocalTransport
-from baton.transport.nixl import NixlTransport
-from baton.transport.sealing import Integrity
-from baton.transport.tcp import TcpOptions, TcpTransport
+from baton.stores.host.memory import allocate_shareable
+from baton.transport.base.interface import Transport
+from baton.transport.local.transport import LocalTransport
+from baton.transport.nixl.transport import NixlTransport
+from baton.transport.tcp.sealing import Integrity
+from baton.transport.tcp.transport import TcpOptions, TcpTransport
 
 TOTAL_BYTES = 64 << 20
 BLOCK_SIZES = (2 << 10, 4 << 10, 16 << 10, 256 << 10, 1 << 20)

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 if TYPE_CHECKING:
-    from baton.tiers.aligned import AlignedMemory
-    from baton.tiers.store import Store
-    from baton.tiers.sweep import Chunk
+    from baton.stores.backends.sweep import Chunk
+    from baton.stores.base.aligned import AlignedMemory
+    from baton.stores.base.store import Store
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -115,9 +115,9 @@ def verify(
     """Read every value and verify it. Without a secret: its header and length only. Exit status 1: some
     cannot be used.
     """
-    from baton.tiers.aligned import AlignedMemory
-    from baton.tiers.chunk_name import is_value, namespace_of
-    from baton.tiers.store import Unusable
+    from baton.stores.base.aligned import AlignedMemory
+    from baton.stores.base.chunk_name import is_value, namespace_of
+    from baton.stores.base.store import Unusable
 
     keys = _signing_keys(secret_file, is_insecure=insecure_no_secret)
     memory, num_good = AlignedMemory(), 0
@@ -172,7 +172,7 @@ def pin(
     undo: Annotated[bool, typer.Option("--undo", help="Let sweeps remove them again.")] = False,
 ) -> None:
     """Keep chunks, whatever the limits of age and size."""
-    from baton.tiers.chunk_name import PIN_SUFFIX, chunk_of
+    from baton.stores.base.chunk_name import PIN_SUFFIX, chunk_of
 
     with _opened(store, option, is_changed=True) as opened:
         chosen = _chosen(_found(opened, None), keys)
@@ -197,7 +197,7 @@ def evict(
     max_gib: Annotated[float | None, typer.Option(help="Down to this size, by last use.", min=0)] = None,
 ) -> None:
     """Remove chunks: some by key, a namespace that no engine uses any more, or by age and size."""
-    from baton.tiers.sweep import Limits, sweep
+    from baton.stores.backends.sweep import Limits, sweep
 
     is_sweep = unused_s is not None or max_gib is not None
     if not (keys or namespace or is_sweep):
@@ -235,8 +235,8 @@ def warm(
     ] = None,
 ) -> None:
     """Copy chunks to another store, for example from a bucket to a local disk. Engines verify loads."""
-    from baton.tiers.aligned import AlignedMemory
-    from baton.tiers.store import Unusable
+    from baton.stores.base.aligned import AlignedMemory
+    from baton.stores.base.store import Unusable
 
     memory, num_copied, nbytes = AlignedMemory(), 0, 0
     with ExitStack() as stack:
@@ -273,7 +273,7 @@ class _Found:
 
     @property
     def num_values(self) -> int:
-        from baton.tiers.chunk_name import is_value
+        from baton.stores.base.chunk_name import is_value
 
         return sum(map(is_value, self.chunk.names))
 
@@ -285,7 +285,7 @@ def _opened(where: str, options: Sequence[str] | None, *, is_changed: bool) -> I
     `is_changed`: the store is checked first. A value is written to a bucket for this.
     """
     from baton.core.errors import ConfigError
-    from baton.tiers.store import StoreError
+    from baton.stores.base.store import StoreError
 
     try:
         store = _store(where, options)
@@ -305,15 +305,15 @@ def _opened(where: str, options: Sequence[str] | None, *, is_changed: bool) -> I
 
 def _store(where: str, options: Sequence[str] | None) -> Store:
     from baton.core.errors import ConfigError
-    from baton.tiers.file_store import FileStore
+    from baton.stores.backends.files import FileStore
 
     scheme = where.partition("://")[0] if "://" in where else ""
     if scheme in ("redis", "rediss", "unix"):
-        from baton.tiers.redis_store import RedisStore
+        from baton.stores.backends.redis import RedisStore
 
         return RedisStore(where, timeout_s=TIMEOUT_S, field="STORE")
     if scheme:
-        from baton.tiers.object_store import ObjectStore
+        from baton.stores.backends.objects import ObjectStore
 
         pairs = [option.partition("=") for option in options or ()]
         named = {name: value for name, _, value in pairs}
@@ -324,8 +324,8 @@ def _store(where: str, options: Sequence[str] | None) -> Store:
 
 
 def _found(store: Store, namespace: str | None) -> list[_Found]:
-    from baton.tiers.chunk_name import chunk_of
-    from baton.tiers.sweep import chunks_of
+    from baton.stores.backends.sweep import chunks_of
+    from baton.stores.base.chunk_name import chunk_of
 
     found = []
     for chunk in chunks_of(store):
@@ -349,9 +349,9 @@ def _is_proven(store: Store, name: str, size: int, memory: AlignedMemory, keys: 
 
     Raises Unusable if no key could prove it.
     """
-    from baton.tiers.chunk import check_sealed
-    from baton.tiers.chunk_name import parse_name
-    from baton.tiers.store import Unusable
+    from baton.stores.base.chunk_name import parse_name
+    from baton.stores.base.store import Unusable
+    from baton.stores.chunks.chunk import check_sealed
 
     parsed = parse_name(name)
     assert parsed is not None, "a scan finds names of chunks only"
@@ -378,7 +378,7 @@ def _signing_keys(secret_file: str | None, *, is_insecure: bool) -> list[bytes]:
     from baton.connectors.shared_storage import identity
     from baton.core.errors import ConfigError
     from baton.core.secret_source import find_secret
-    from baton.vllm_tier import naming
+    from baton.hosts.vllm.tier import naming
 
     if is_insecure:
         return [b""]
@@ -412,7 +412,7 @@ def _progress(what: str, items: Sequence[T]) -> Iterable[T]:
 def _ago(used_s: float, now_s: float) -> str:
     if used_s == 0:
         return "unknown"
-    from baton.tiers.dates import age_s
+    from baton.stores.base.dates import age_s
 
     age = age_s(used_s, now_s)
     units: list[tuple[float, str]] = [(86400, "d"), (3600, "h"), (60, "min"), (1, "s")]

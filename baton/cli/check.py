@@ -158,7 +158,7 @@ def vllms_case(case: ConnectorCase, executor: str) -> ConnectorCase:
         raise typer.BadParameter("must be vllm for connectors of vLLM's base class", param_hint="--executor")
     if importlib.util.find_spec("vllm") is None:
         raise typer.BadParameter("needs the package vllm, which is not installed", param_hint="--executor")
-    from baton.vllm_kit import site as kit_site
+    from baton.hosts.vllm import kit as kit_site
 
     case = kit_site.vllms_case(case)
     if not is_vllms(case.path):
@@ -184,7 +184,7 @@ def run_case(
     make_site: Callable[[ConnectorCase], ToySite] = ToySite
     if executor == "vllm" or is_vllms(case.path):
         case, executor = vllms_case(case, executor), "vllm"
-        from baton.vllm_kit.site import VllmSite as make_site
+        from baton.hosts.vllm.kit import VllmSite as make_site
     tries = TRIES
     if executor not in ("toy", "vllm"):
         from baton.testing.contract.engine_site import EngineSite

@@ -14,6 +14,7 @@ import httpx
 from rich.console import Console
 
 import baton
+from baton.checkpoints.families import FAMILIES
 from baton.cli.demo_check import REQUEST_TIMEOUT_S, check
 from baton.cli.demo_prompts import LONGEST, DemoPrompt, make_prompts, num_new_blocks
 from baton.cli.demo_report import make_rounds_table, make_table, print_rounds_summary, print_summary
@@ -22,7 +23,6 @@ from baton.cli.demo_update import UpdateRun, make_update_table
 from baton.cli.processes import ChildDied, Fleet, StartTimeout
 from baton.cli.system import CONNECTORS, EnginePlan, HandoffArguments, SystemPlan, start_engines, start_system
 from baton.core.errors import ConfigError
-from baton.engine.checkpoints.families import FAMILIES
 
 START_TIMEOUT_S = 180.0  # Importing torch is slow on a loaded machine.
 MODEL_TIMEOUT_S = 120.0

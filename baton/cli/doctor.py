@@ -144,7 +144,7 @@ def look_at_outcome(outcome: Outcome) -> Finding:
 
 
 def look_at_optional(*, has_nixl: bool) -> Iterator[Finding]:
-    from baton.transport.nixl import has_rdma
+    from baton.transport.nixl.transport import has_rdma
 
     if has_nixl:
         version = importlib.metadata.version("nixl")
@@ -166,7 +166,7 @@ def look_at_optional(*, has_nixl: bool) -> Iterator[Finding]:
 
 def _look_at_copy_library() -> Finding:
     from baton.core.errors import TransferError
-    from baton.transport.gather import Gather
+    from baton.transport.base.gather import Gather
 
     try:
         return Finding("copy library", True, f"uses {Gather().instructions}")
@@ -198,8 +198,8 @@ def look_at_peer(pid: int) -> Finding:
     """Check by reading one mapped byte, as `local` does."""
     import numpy as np
 
-    from baton.transport.identity_page import explain
-    from baton.transport.iovec import Scratch, iovec_array, read_process_memory
+    from baton.transport.base.identity_page import explain
+    from baton.transport.base.iovec import Scratch, iovec_array, read_process_memory
 
     subject = f"process {pid}"
     try:

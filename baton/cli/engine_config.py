@@ -8,6 +8,7 @@ from typing import Literal
 
 from msgspec import structs
 
+from baton.checkpoints.checkpoint import load_model_config
 from baton.cli.settings import Resolved, ServeSettings, parse_bytes
 from baton.core.config import (
     BLOCK_SIZE_MAX,
@@ -21,7 +22,6 @@ from baton.core.config import (
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import num_places
 from baton.core.states import state_bytes
-from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.runner.hybrid import settle_groups
 
 logger = logging.getLogger(__name__)

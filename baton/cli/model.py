@@ -5,7 +5,7 @@ from typing import Annotated, get_args
 
 import typer
 
-from baton.engine.checkpoints.architecture import Family
+from baton.checkpoints.architecture import Family
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -45,8 +45,8 @@ def new(
     seed: Annotated[int, typer.Option(help="Equal arguments make equal bytes.")] = 0,
 ) -> None:
     """Write a small checkpoint with random weights, a trained tokenizer and a chat template."""
+    from baton.checkpoints.random_model import write_checkpoint
     from baton.core.errors import UserError
-    from baton.engine.checkpoints.random_model import write_checkpoint
 
     try:
         written = write_checkpoint(**context.params)  # The options have the names of its arguments.

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 
 from baton.contract import ConnectorDead
-from baton.transport.threads import start_owned_thread
+from baton.transport.base.threads import start_owned_thread
 
 logger = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from baton.contract import host
-from baton.contract.events import MEDIUM_CPU, BlockRemoved, BlockStored, ExternalBlockHash, KVCacheEvent
+from baton.core.kv_events import MEDIUM_CPU, BlockRemoved, BlockStored, ExternalBlockHash, KVCacheEvent
 
 
 @dataclass(frozen=True, slots=True)

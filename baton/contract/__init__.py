@@ -17,16 +17,6 @@ from baton.contract.base import (
     SupportsHMA,
     supports_hma,
 )
-from baton.contract.events import (
-    AllBlocksCleared,
-    BlockRemoved,
-    BlockStored,
-    KVCacheEvent,
-    KVConnectorKVEvents,
-    KVEventAggregator,
-    KVEventBatch,
-    QuorumKVEvents,
-)
 from baton.contract.factory import ConnectorFactory, NullFactory, load_factory
 from baton.contract.halves import TwoHalves, TwoHalvesOfGroups
 from baton.contract.null import NullConnectorMetadata, NullSchedulerHalf, NullWorkerHalf
@@ -50,6 +40,16 @@ from baton.contract.reports import (
 )
 from baton.contract.stats import KVConnectorPromMetrics, KVConnectorStats
 from baton.core.config import KVTransferConfig
+from baton.core.kv_events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    KVCacheEvent,
+    KVConnectorKVEvents,
+    KVEventAggregator,
+    KVEventBatch,
+    QuorumKVEvents,
+)
 
 __all__ = [
     "AllBlocksCleared",

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
     import torch
 
     from baton.contract import host
-    from baton.contract.events import KVCacheEvent, KVConnectorKVEvents
     from baton.contract.stats import KVConnectorPromMetrics, KVConnectorStats
+    from baton.core.kv_events import KVCacheEvent, KVConnectorKVEvents
     from baton.core.prefilled import PrefilledTokens
 
 CopyBlocksOp = Callable[

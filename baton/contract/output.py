@@ -6,9 +6,9 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Self
 
-from baton.contract.events import KVConnectorKVEvents
 from baton.contract.reports import AllRanks, AnyRank, FailedOf, Merge, NotCombined, Quorum
 from baton.contract.stats import KVConnectorStats
+from baton.core.kv_events import KVConnectorKVEvents
 
 
 class KVConnectorWorkerMetadata(ABC):

@@ -10,7 +10,7 @@ A report is a dataclass. The annotation of a field defines how the ranks' values
     Sum[int]  Max[float] over the ranks that reported a value
     EveryRank[bool]      true only if no rank reported false
     Merge[T]             by the value's own `aggregate`
-    Quorum[T]            events that every rank must confirm (`baton.contract.events`)
+    Quorum[T]            events that every rank must confirm (`baton.core.kv_events`)
 
 None means "nothing reported". The result depends neither on the order of ranks nor on the interleaving of
 steps.

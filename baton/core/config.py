@@ -155,7 +155,7 @@ class KVEventsConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class ModelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """One checkpoint, as its folder describes it. baton.engine.checkpoints makes it."""
+    """One checkpoint, as its folder describes it. baton.checkpoints makes it."""
 
     model: str  # Folder.
     served_model_name: str

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from baton.contract.events import KVCacheEvent
+from baton.core.kv_events import KVCacheEvent
 
 HELD_MAX = 10_000  # Batches that wait for a replay; vLLM keeps as many to replay.
 

@@ -18,14 +18,14 @@ from baton.core.errors import TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import Region
 from baton.core.sealed_memory import allocate_sealed
-from baton.transport.base import Transport
-from baton.transport.cuda_driver import HANDLE_BYTES, SharedMemory
-from baton.transport.cuda_ipc import CudaIpcTransport
-from baton.transport.iovec import IOV_MAX, iovec_array, read_process_memory
-from baton.transport.local import LocalTransport
+from baton.transport.base.interface import Transport
+from baton.transport.base.iovec import IOV_MAX, iovec_array, read_process_memory
+from baton.transport.base.spans import Copies, Int64s
+from baton.transport.cuda_ipc.driver import HANDLE_BYTES, SharedMemory
+from baton.transport.cuda_ipc.transport import CudaIpcTransport
+from baton.transport.local.transport import LocalTransport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
-from baton.transport.spans import Copies, Int64s
-from baton.transport.tcp import TcpOptions, TcpTransport
+from baton.transport.tcp.transport import TcpOptions, TcpTransport
 
 REGION_BYTES = 4 << 20
 NUM_REGIONS = 2
@@ -113,7 +113,7 @@ def make_cuda_ipc(address: Address, port: int) -> Transport:
 
 
 def make_nixl(address: Address, port: int) -> Transport:
-    from baton.transport.nixl import NixlTransport  # Needs an optional package.
+    from baton.transport.nixl.transport import NixlTransport  # Needs an optional package.
 
     return NixlTransport(address)
 

@@ -21,7 +21,7 @@ from baton.core.errors import TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan
 from baton.testing.transport_producers import NUM_REGIONS, REGION_BYTES, Placed, place_on_host
-from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.base.interface import Completion, OpId, PeerHandle, Prepared, Transport
 
 BLOCK_BYTES = 4096
 NUM_BLOCKS = REGION_BYTES // BLOCK_BYTES

@@ -34,7 +34,7 @@ from baton.testing.transport_rig import (
     nothing_left_over,
     plans,
 )
-from baton.transport.base import Completion, OpId, Transport
+from baton.transport.base.interface import Completion, OpId, Transport
 
 
 class TransportSuite:

@@ -17,10 +17,10 @@ import msgspec
 from baton.core.errors import TransferError
 from baton.core.ids import Address
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import OpId, PeerHandle, Prepared
-from baton.transport.completions import QueuedTransport
-from baton.transport.decoding import check_incarnation, decode_from_peer
-from baton.transport.spans import Copies, PreparedSpans, SpanTable, check_regions, require_host_memory
+from baton.transport.base.completions import QueuedTransport
+from baton.transport.base.decoding import check_incarnation, decode_from_peer
+from baton.transport.base.interface import OpId, PeerHandle, Prepared
+from baton.transport.base.spans import Copies, PreparedSpans, SpanTable, check_regions, require_host_memory
 
 
 class MemoryEndpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -19,13 +19,13 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, TransferError
 from baton.core.ids import Address
 from baton.core.layout import Region
-from baton.transport.base import PeerHandle, Transport
-from baton.transport.cuda_ipc import CudaIpcTransport
-from baton.transport.local import LocalTransport
+from baton.transport.base.interface import PeerHandle, Transport
+from baton.transport.cuda_ipc.transport import CudaIpcTransport
+from baton.transport.local.transport import LocalTransport
 from baton.transport.memory import MemoryTransport
-from baton.transport.nixl import NixlTransport, has_rdma
-from baton.transport.nixl_agent import is_installed
-from baton.transport.tcp import TcpOptions, TcpTransport
+from baton.transport.nixl.agent import is_installed
+from baton.transport.nixl.transport import NixlTransport, has_rdma
+from baton.transport.tcp.transport import TcpOptions, TcpTransport
 
 logger = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from baton.core.errors import BatonError, TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import CopySpan, Region
 from baton.core.sealed_memory import allocate_sealed
-from baton.transport.base import Prepared, Transport
+from baton.transport.base.interface import Prepared, Transport
 from baton.transport.registry import make_transport
 
 TOTAL_BYTES = 32 << 20

@@ -20,10 +20,10 @@ from rich.table import Table
 
 from baton.bench.handoff_system import model_folder
 from baton.bench.machine import machine_line
+from baton.checkpoints.checkpoint import load_model_config
 from baton.core.config import CacheConfig, DeviceConfig, EngineConfig, ModelConfig, SchedulerConfig
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.attention.cuda import why_unavailable
-from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.core.engine_core import EngineCore
 
 MODES = ("off", "piecewise", "full")

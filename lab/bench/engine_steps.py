@@ -23,9 +23,9 @@ from rich.table import Table
 
 from baton.bench.handoff_system import model_folder
 from baton.bench.machine import machine_line
+from baton.checkpoints.checkpoint import load_model_config
 from baton.core.config import ModelConfig
 from baton.engine.attention.sdpa import SdpaBackend
-from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.matmul import Matmul
 from lab.bench.decode_graphs import DecodingEngine

@@ -25,8 +25,8 @@ import msgspec
 from rich.console import Console
 from rich.table import Table
 
-from baton.tiers.eviction import Eviction, make_policy
-from baton.tiers.policy import EvictionPolicy
+from baton.stores.policies.eviction import Eviction, make_policy
+from baton.stores.policies.policy import EvictionPolicy
 from lab.bench.fleet.command import traces
 
 RESULTS = Path(__file__).parents[2] / "docs" / "benchmarks" / "eviction.json"

@@ -18,7 +18,7 @@ import torch
 from rich.console import Console
 
 from baton.core.config import KVTransferConfig
-from baton.tiers.host_rows import HostRows
+from baton.stores.host.rows import HostRows
 from lab.bench.returns import (
     Measured,
     measure_returns,

@@ -25,9 +25,9 @@ from rich.table import Table
 
 from baton.bench.handoff_system import Prompts, model_folder
 from baton.bench.machine import machine_line
+from baton.checkpoints.checkpoint import load_model_config
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, SchedulerConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.llm import LLM
 
 FACTORY: Final = "baton.assemble:connector_factory"

@@ -22,7 +22,7 @@ from rich.console import Console
 from baton.connectors.shared_storage.settings import CHUNK_TOKENS
 from baton.core.config import KVTransferConfig
 from baton.engine.llm import LLM
-from baton.tiers.chunk_name import SUFFIX
+from baton.stores.base.chunk_name import SUFFIX
 from lab.bench.returns import (
     Measured,
     measure_returns,

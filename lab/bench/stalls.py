@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import httpx
 from rich.console import Console
 
+from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.processes import Fleet
 from baton.cli.system import EngineArguments, plan_system, start_system
-from baton.engine.checkpoints.random_model import write_checkpoint
 
 START_TIMEOUT_S = 300.0
 CONTROL_S = 5.0

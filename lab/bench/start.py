@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 from rich.console import Console
 
+from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.processes import Fleet, free_ports
-from baton.engine.checkpoints.random_model import write_checkpoint
 
 STARTS = 5
 GOAL_S = 4.0

@@ -6,7 +6,8 @@ A proxy does not see packets, so loss, duplication and reordering need the switc
 like a network that loses every packet; waiting bytes pass when the cut ends. A proxy does not know which
 engine connects to it, so a rule about two engines applies to all connections to one of them.
 
-`python -m lab.chaos.proxy CONTROL_SOCKET NAME=ADDRESS...` runs it. The control socket speaks the switch's protocol.
+`python -m lab.chaos.proxy CONTROL_SOCKET NAME=ADDRESS...` runs it. The control socket has the
+protocol of the switch's.
 """
 
 import asyncio

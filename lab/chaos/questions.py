@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.checkpoints.random_model import write_checkpoint
 
 MODEL_NAME = "tiny"
 MAX_MODEL_LEN = 1024

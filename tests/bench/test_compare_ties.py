@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.checkpoints.random_model import write_checkpoint
 from lab.bench.compare.journal import Journal, read_journal
 from lab.bench.compare.tie_analysis import EngineAnswer, Exact, compare, exact_model, score, write
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.engine.attention.cuda import why_unavailable
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from lab.bench import decode_graphs
 
 

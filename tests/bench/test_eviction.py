@@ -6,7 +6,7 @@ from pathlib import Path
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.tiers.eviction import make_policy
+from baton.stores.policies.eviction import make_policy
 from lab.bench.eviction import measure, num_hits, num_hits_of_optimum, plot, read_prompts
 
 # Prefixes of four chains that share their first block.

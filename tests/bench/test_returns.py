@@ -7,7 +7,7 @@ import pytest
 from rich.console import Console
 
 from baton.bench import tiers
-from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.checkpoints.random_model import write_checkpoint
 from lab.bench import offload, shared_storage
 from lab.bench.returns import run_command
 

@@ -10,11 +10,11 @@ from typer.testing import CliRunner
 from baton.cli.cache import app
 from baton.connectors.shared_storage.identity import KEY_PURPOSE
 from baton.core.config import ClusterSecret
-from baton.tiers.chunk import seal
-from baton.tiers.chunk_name import ChunkName, parse_name
-from baton.tiers.file_store import FileStore
-from baton.vllm_tier import naming
-from tests.tiers.servers import S3_OPTIONS, rclone_server, redis_server
+from baton.hosts.vllm.tier import naming
+from baton.stores.backends.files import FileStore
+from baton.stores.base.chunk_name import ChunkName, parse_name
+from baton.stores.chunks.chunk import seal
+from tests.stores.servers import S3_OPTIONS, rclone_server, redis_server
 
 SECRET = "a secret of a length that is enough"
 ENTRIES = {"layer": {"dtype": "U8", "shape": [100], "data_offsets": [0, 100]}}

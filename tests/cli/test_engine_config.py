@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.engine_config import engine_config
 from baton.cli.settings import resolve
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
-from baton.engine.checkpoints.random_model import write_checkpoint
 
 # Two layers, two KV heads of 8: K and V of a token take 2 * 2 * 2 * 8 * 4 bytes in float32.
 TOKEN_BYTES = 256

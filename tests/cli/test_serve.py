@@ -12,9 +12,9 @@ import httpx
 import psutil
 import pytest
 
+from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.serve import _announce
 from baton.core.config import CacheConfig, EngineConfig
-from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.server.fakes import model_config
 
 END_S = 60.0

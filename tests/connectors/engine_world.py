@@ -12,6 +12,8 @@ from typing import Any
 import msgspec
 import torch
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.connectors.multi import MultiSchedulerHalf, MultiWorkerHalf
 from baton.contract.halves import own_scheduler
 from baton.core.config import (
@@ -24,8 +26,6 @@ from baton.core.config import (
     SchedulerConfig,
 )
 from baton.engine.api import EngineRequest, SamplingParams, SchedulerStats
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import LLM, Completion
 from baton.engine.request import Request

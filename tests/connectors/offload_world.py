@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from baton.connectors.offload.scheduler import OffloadSchedulerHalf
-from baton.contract.events import KVCacheEvent
 from baton.core.config import (
     EngineConfig,
     KVEventsConfig,
@@ -15,6 +14,7 @@ from baton.core.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from baton.core.kv_events import KVCacheEvent
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import Completion

@@ -10,7 +10,7 @@ from baton.core.config import ClusterSecret, EngineConfig, KVTransferConfig, Mod
 from baton.core.hashing import block_hash, root_hash
 from baton.engine.api import SamplingParams
 from baton.engine.llm import LLM
-from baton.tiers.chunk_name import SUFFIX
+from baton.stores.base.chunk_name import SUFFIX
 from tests.connectors import engine_world
 from tests.connectors.engine_world import BLOCK, SECRET, Start, prompt_of, start_in
 

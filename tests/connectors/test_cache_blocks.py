@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from baton.connectors.shared_storage import cache_blocks
 from baton.connectors.shared_storage.cache_blocks import CacheBlocks
 from baton.connectors.shared_storage.layer_kinds import LayerKind
-from baton.tiers.aligned import AlignedPool
-from baton.transport.gather import copy_library
+from baton.stores.base.aligned import AlignedPool
+from baton.transport.base.gather import copy_library
 
 NUM_BLOCKS, CHUNK_BLOCKS, BLOCK_TOKENS = 12, 4, 2
 POOL = AlignedPool(1)

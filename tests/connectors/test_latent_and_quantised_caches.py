@@ -10,10 +10,10 @@ import pytest
 import torch
 from msgspec import msgpack, structs
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.connectors.pull.control import agent
 from baton.core.config import ModelConfig
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import LLM
 from baton.protocol import peers

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.connectors.shared_storage import StorageWorkerHalf
 from baton.core.config import ModelConfig
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
-from baton.tiers.file_store import FileStore
+from baton.stores.backends.files import FileStore
 from tests.connectors import storage_world
 from tests.connectors.engine_world import forget
 from tests.connectors.storage_world import (

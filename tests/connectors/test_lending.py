@@ -23,8 +23,8 @@ from baton.core.hashing import BlockHash
 from baton.core.ids import Epoch
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.llm import Completion
-from baton.tiers.eviction import make_policy
-from baton.tiers.slot_index import Entry, SlotIndex
+from baton.stores.host.slots import Entry, SlotIndex
+from baton.stores.policies.eviction import make_policy
 from tests.connectors import engine_world, offload_world, storage_world
 from tests.connectors.engine_world import ONE_TOKEN, PATIENT, ModelOf, core_in, hands_over, multi, prompt_of
 from tests.connectors.offload_world import PATIENCE_S

@@ -10,8 +10,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.contract.events import BlockRemoved, BlockStored
 from baton.core.config import ModelConfig
+from baton.core.kv_events import BlockRemoved, BlockStored
 from baton.core.kv_groups import is_hybrid
 from baton.engine.api import SamplingParams
 from baton.engine.core.engine_core import EngineCore

@@ -19,7 +19,7 @@ from baton.connectors.offload.worker import OffloadWorkerHalf
 from baton.contract import KVConnectorOutput
 from baton.core.errors import BadTransferParams, ConfigError, TransferError
 from baton.core.kv_groups import KVCacheGroup
-from baton.tiers.host_rows import HostRows
+from baton.stores.host.rows import HostRows
 from tests.connectors.pull_world import FakeRequest
 
 PATIENCE_S = 30.0

@@ -29,7 +29,7 @@ from baton.protocol.messages import (
     Withdraw,
 )
 from baton.protocol.signed_frame import ProcessKey
-from baton.transport.control import ControlChannel
+from baton.transport.control.channel import ControlChannel
 from tests.connectors.pull_world import BLOCK, SECRET, FakeRequest, World, engine_config
 
 PATIENCE_S = 60.0

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.config import ClusterSecret, ModelConfig
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.connectors.engine_world import forget
 from tests.connectors.storage_world import (
     CHUNK,

@@ -18,8 +18,13 @@ from hypothesis import strategies as st
 
 from baton.connectors.shared_storage.form import SECTION_BYTES_MIN, SECTIONS_MAX, FileForm, LayerShape
 from baton.core.errors import ConfigError
-from baton.tiers.aligned import AlignedMemory
-from baton.tiers.chunk import (
+from baton.stores.backends.files import ABANDONED_S, FileStore
+from baton.stores.backends.sweep import LOW_WATER, Limits, sweep
+from baton.stores.backends.whole_file import TEMPORARY_PREFIX, write_files
+from baton.stores.base.aligned import AlignedMemory
+from baton.stores.base.chunk_name import ChunkName
+from baton.stores.base.store import Unusable
+from baton.stores.chunks.chunk import (
     HEADER_BYTES_MAX,
     SealedHeader,
     check_sealed,
@@ -28,11 +33,6 @@ from baton.tiers.chunk import (
     seal,
     sections_of,
 )
-from baton.tiers.chunk_name import ChunkName
-from baton.tiers.file_store import ABANDONED_S, FileStore
-from baton.tiers.store import Unusable
-from baton.tiers.sweep import LOW_WATER, Limits, sweep
-from baton.tiers.whole_file import TEMPORARY_PREFIX, write_files
 
 KEY = b"k" * 32
 MEMORY = AlignedMemory()
@@ -328,7 +328,7 @@ WRITER = """
 import sys, threading
 from pathlib import Path
 from tests.connectors.test_shared_storage_files import NAME, written
-from baton.tiers.chunk_name import ChunkName
+from baton.stores.base.chunk_name import ChunkName
 def write():
     for number in range(1_000_000):
         name = ChunkName(NAME.namespace, (number % 50).to_bytes(32, "big"), 0)

@@ -42,13 +42,13 @@ from baton.core.kv_groups import KVCacheGroup
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request
 from baton.engine.step import CachedRequestData, NewRequestData, SchedulerOutput
-from baton.tiers.chunk_name import Keep, parse_keep
-from baton.tiers.file_store import FileStore
-from baton.tiers.sweep import ENDED_S, chunks_of
-from baton.tiers.tiers import Tiers
+from baton.stores.backends.files import FileStore
+from baton.stores.backends.sweep import ENDED_S, chunks_of
+from baton.stores.backends.tiers import Tiers
+from baton.stores.base.chunk_name import Keep, parse_keep
 from tests.connectors.storage_world import BLOCK, CHUNK, WAIT_S, files_in, settings_in, wait_for
 from tests.server.fakes import model_config
-from tests.tiers.slow_store import SlowStore
+from tests.stores.slow_store import SlowStore
 
 NUM_BLOCKS = 16
 KV_IDENTITY = KVIdentity("model", "weights", "float32", 1, 1, 2, "seed")
@@ -340,7 +340,7 @@ def test_a_hanging_lookup_delays_a_prompt_by_its_timeout_only(tmp_path: Path) ->
 
 
 def test_reads_and_writes_that_fail_are_counted_and_hanging_ones_delay_nothing_else(tmp_path: Path) -> None:
-    """`tests/tiers/test_transfers.py` has all ways to fail."""
+    """`tests/stores/test_transfers.py` has all ways to fail."""
     now = [100.0]
     half = StorageWorkerHalf(identity_in(tmp_path, read_timeout_s=2.0), clock=lambda: now[0])
     half.register_kv_caches({"layer": torch.rand(NUM_BLOCKS, 1, BLOCK, 4)})

@@ -25,11 +25,11 @@ from baton.connectors.shared_storage import (
 )
 from baton.connectors.shared_storage.layer_kinds import LayerKind
 from baton.contract import KVConnectorWorkerHalf
-from baton.contract.events import BlockStored, KVCacheEvent
 from baton.core.identity import CurrentIdentity
+from baton.core.kv_events import BlockStored, KVCacheEvent
 from baton.core.kv_groups import KVCacheGroup
 from baton.engine.step import SchedulerOutput
-from baton.tiers.chunk_name import ChunkName
+from baton.stores.base.chunk_name import ChunkName
 from tests.connectors.storage_world import files_in
 from tests.connectors.store_world import StoreWorld
 from tests.engine_sched.world import BLOCK, FakeRanks, engine_config, engine_request

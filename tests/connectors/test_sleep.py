@@ -15,8 +15,8 @@ from baton.connectors.pull.worker import PullWorkerHalf
 from baton.contract import KVConnectorOutput
 from baton.core.config import EngineConfig
 from baton.core.errors import TransferError
-from baton.transport.base import Completion
-from baton.transport.local import LocalTransport
+from baton.transport.base.interface import Completion
+from baton.transport.local.transport import LocalTransport
 from tests.connectors.pull_world import BLOCK, HEAD_DIM, HEADS, LAYERS, FakeRequest, Status, engine_config
 from tests.connectors.wired_world import OURS, TOKENS, Engine, ask, engines_of, lend
 

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.config import KVTransferConfig, ModelConfig
 from baton.core.errors import ConfigError
 from baton.core.states import state_bytes
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from baton.engine.step import SchedulerOutput
 from tests.connectors import mirrored, offload_world

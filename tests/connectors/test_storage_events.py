@@ -6,7 +6,7 @@ from baton.connectors.shared_storage.events import ChunkEvents, Sighting
 from baton.connectors.shared_storage.layer_kinds import kinds_of
 from baton.connectors.shared_storage.prompts import Prompt
 from baton.connectors.store_events import EventGroup, StoreEvents
-from baton.contract.events import MEDIUM_STORAGE, BlockStored
+from baton.core.kv_events import MEDIUM_STORAGE, BlockStored
 from baton.core.kv_groups import KVCacheGroup
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.request import Request

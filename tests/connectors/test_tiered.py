@@ -13,7 +13,7 @@ from baton.connectors.registry import connector_class
 from baton.connectors.tiered import BatonTieredConnector
 from baton.core.config import KVRole, KVTransferConfig, ModelConfig
 from baton.core.errors import ConfigError
-from baton.tiers.object_store import ObjectStore
+from baton.stores.backends.objects import ObjectStore
 from tests.connectors.storage_world import (
     CHUNK,
     FOR_BUSY_MACHINES,
@@ -27,7 +27,7 @@ from tests.connectors.storage_world import (
     starting,
     wait_for,
 )
-from tests.tiers.servers import S3_OPTIONS, rclone_server, redis_server
+from tests.stores.servers import S3_OPTIONS, rclone_server, redis_server
 
 HOST: dict[str, Any] = {"type": "host", "cpu_gib": 1e-3}
 PROMPT = prompt_of(43)

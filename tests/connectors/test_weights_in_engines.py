@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.config import ModelConfig
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.weights_update import prepare_update
 from baton.engine.llm import LLM
 from tests.connectors.engine_world import (

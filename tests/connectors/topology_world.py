@@ -31,7 +31,7 @@ from baton.core.layout import (
 from baton.protocol.handshake import RankCard, decode_ranks, encode_ranks
 from baton.protocol.plan import plan_pairs_of_layouts
 from baton.testing.contract.arithmetic import kv_values, states_of
-from baton.transport.base import Transport
+from baton.transport.base.interface import Transport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
 from baton.transport.registry import make_transport
 

@@ -14,9 +14,9 @@ from baton.contract import (
     TwoHalves,
 )
 from baton.contract.surface import ROWS, SURFACE, Half, Row
+from baton.hosts.vllm.drift import EXTENDED, RECORDS, load_record
 from baton.testing.contract.watched_scheduler import WatchedScheduler
 from baton.testing.contract.watched_worker import WatchedWorker
-from baton.vllm_plugin.drift import EXTENDED, RECORDS, load_record
 
 
 def defined(*kinds: type) -> dict[str, str]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from baton.core.identity import KVIdentity
-from baton.vllm_plugin.host_fields import COMPARED, EXCLUDED, LENGTH_IS_A_LIMIT, NEUTRAL, ROPES
+from baton.hosts.vllm.host_fields import COMPARED, EXCLUDED, LENGTH_IS_A_LIMIT, NEUTRAL, ROPES
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "identity.md"
@@ -98,8 +98,8 @@ def _fields() -> Iterator[list[str]]:
 
 
 def _inputs(name: str) -> dict[str, str]:
-    """A table of `vllm_plugin/requests.py`, which cannot be imported without vLLM."""
-    tree = ast.parse((ROOT / "baton/vllm_plugin/requests.py").read_text())
+    """A table of `hosts/vllm/requests.py`, which cannot be imported without vLLM."""
+    tree = ast.parse((ROOT / "baton/hosts/vllm/requests.py").read_text())
     (value,) = (
         node.value
         for node in tree.body

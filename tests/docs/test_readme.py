@@ -96,7 +96,7 @@ def test_the_smallest_connector_is_one(folder: Path) -> None:
         "import msgspec\n"
         "from baton.core.config import EngineConfig, KVTransferConfig\n"
         "from baton.engine.api import SamplingParams\n"
-        "from baton.engine.checkpoints.checkpoint import load_model_config\n"
+        "from baton.checkpoints.checkpoint import load_model_config\n"
         "from baton.engine.llm import LLM\n"
         "transfer = KVTransferConfig(kv_connector='IdleConnector', kv_role='kv_both',\n"
         "                            kv_connector_module_path='idle_connector')\n"

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.config import CacheConfig, EngineConfig, ModelConfig
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 
 # Makes `engine_core_fakes` importable by name, here and in the processes that we start.
 sys.path.insert(0, str(Path(__file__).parent))

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 import msgspec
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.contract import KVConnectorSchedulerHalf, KVConnectorWorkerHalf, NullSchedulerHalf, NullWorkerHalf
 from baton.core.config import (
     CacheConfig,
@@ -17,8 +19,6 @@ from baton.core.config import (
 from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.engine.api import SamplingParams
 from baton.engine.attention.kv_memory import allocate_kv_cache
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from tests.engine_core.test_llm import prompts_of, tokens_of
 

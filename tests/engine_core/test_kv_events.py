@@ -11,9 +11,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
-from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from baton.core.config import CacheConfig, EngineConfig, KVEventsConfig
 from baton.core.errors import ConfigError, UserError
+from baton.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent, KVEventBatch
 from baton.engine.api import SamplingParams
 from baton.engine.core.kv_event_publisher import END, KVEventPublisher
 from baton.engine.llm import LLM

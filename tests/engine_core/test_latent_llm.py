@@ -5,10 +5,10 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.config import CacheConfig, EngineConfig, SchedulerConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from baton.engine.runner.cache_description import UniformTypeKVCacheSpecs, describe_cache
 from tests.engine_core.test_llm import count_preemptions, prompts_of, tokens_of

@@ -6,12 +6,12 @@ import msgspec
 import pytest
 import torch
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig, ParallelConfig, SchedulerConfig
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import layer_name
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from baton.engine.runner.cache_description import StateSpec, describe_cache
 from baton.engine.runner.hybrid import settle_groups

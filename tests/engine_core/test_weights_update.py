@@ -15,7 +15,8 @@ import torch
 from engine_core_fakes import FACTORY, FakeSchedulerHalf
 from safetensors.torch import load_file, save_file
 
-from baton.contract.events import AllBlocksCleared, BlockStored
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.config import (
     CacheConfig,
     DeviceConfig,
@@ -25,9 +26,8 @@ from baton.core.config import (
     ParallelConfig,
 )
 from baton.core.errors import UserError
+from baton.core.kv_events import AllBlocksCleared, BlockStored
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.client import EngineClient
 from baton.engine.core.weights_update import UpdateFailed, UpdateUnderWay, prepare_update
 from baton.engine.executor import ExecutorDied

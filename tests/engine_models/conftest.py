@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from tests.engine_models.paged import VOCAB, CheckpointOf, PagedModel, PagedModelOf
 
 # Two KV heads of four query heads, and a window shorter than the prompts of the tests.

@@ -5,10 +5,10 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoints.architecture import DecoderArchitecture
+from baton.checkpoints.families import parse_architecture
+from baton.checkpoints.state_config import Mamba2
 from baton.core.errors import UserError
-from baton.engine.checkpoints.architecture import DecoderArchitecture
-from baton.engine.checkpoints.families import parse_architecture
-from baton.engine.checkpoints.state_config import Mamba2
 
 LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,9 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.checkpoints.checkpoint import load_model_config, weight_files, weights_digest
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.errors import UserError
-from baton.engine.checkpoints.checkpoint import load_model_config, weight_files, weights_digest
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.models import build_model, load_weights
 from baton.engine.models.loading import fill_weights
 from tests.engine_models.paged import PagedModel, prompt_of

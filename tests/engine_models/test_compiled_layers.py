@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 import torch
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.contract.null import NullWorkerHalf
 from baton.core.kv_groups import layer_name
 from baton.engine.attention import compiled
 from baton.engine.attention.compiled import LEVELS, LIBRARY
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.forward_context import ForwardContext
 from baton.engine.models import compiled_layers, compiled_rows
 from baton.engine.models.compiled_layers import CompiledLayers

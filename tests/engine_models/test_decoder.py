@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from baton.checkpoints.checkpoint import load_model_config
 from baton.contract import NullConnectorMetadata, NullWorkerHalf
-from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from tests.engine_models.paged import (
     BLOCK_SIZE,

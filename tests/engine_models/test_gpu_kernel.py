@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from baton.checkpoints.checkpoint import load_model_config
 from baton.engine.attention.cuda import CudaBackend, why_unavailable
-from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.forward_context import ForwardContext
 from baton.engine.models import decoder
 from tests.engine_models.attention_check import check_backend, shape_of

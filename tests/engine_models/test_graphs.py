@@ -11,6 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from baton.checkpoints.checkpoint import load_model_config
 from baton.core.config import (
     CacheConfig,
     DeviceConfig,
@@ -23,7 +24,6 @@ from baton.core.errors import ConfigError
 from baton.engine.api import SamplingParams
 from baton.engine.attention.cuda import why_unavailable
 from baton.engine.attention.kv_memory import KVCacheLayout, allocate_kv_cache
-from baton.engine.checkpoints.checkpoint import load_model_config
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from baton.engine.graphs import DecodeGraphs, GraphMode, bucket_sizes, choose_mode, decode_graphs
 from baton.engine.llm import LLM

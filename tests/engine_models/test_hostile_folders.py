@@ -12,9 +12,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.families import parse_architecture
 from baton.core.errors import UserError
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.families import parse_architecture
 from baton.engine.text.tokenizer import MAX_GROWTH, Tokenizer
 from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool

@@ -8,9 +8,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from baton.engine.checkpoints.architecture import DecoderArchitecture
-from baton.engine.checkpoints.families import parse_architecture
-from baton.engine.checkpoints.state_config import GatedDelta, Mamba2
+from baton.checkpoints.architecture import DecoderArchitecture
+from baton.checkpoints.families import parse_architecture
+from baton.checkpoints.state_config import GatedDelta, Mamba2
 from baton.engine.models import SingleRank
 from baton.engine.models.gated_delta import GatedDeltaMixer
 from baton.engine.models.kinds import Kind

@@ -17,8 +17,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.matmul import Matmul
 from tests.engine_models.paged import BLOCK_SIZE, SHUFFLED_BLOCKS, VOCAB, PagedModel, prompt_of

@@ -9,11 +9,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.checkpoints.checkpoint import load_model_config, read_json
+from baton.checkpoints.random_model import write_checkpoint
 from baton.contract import NullConnectorMetadata, NullWorkerHalf
 from baton.core.kv_groups import layer_name
 from baton.core.states import StatePart
-from baton.engine.checkpoints.checkpoint import load_model_config, read_json
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.forward_context import ForwardContext, build_attention_metadata
 from baton.engine.models.state_mixer import CHUNK
 from baton.engine.states import state_views

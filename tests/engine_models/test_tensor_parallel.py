@@ -9,9 +9,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from baton.checkpoints.checkpoint import load_model_config, read_json
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.errors import UserError
-from baton.engine.checkpoints.checkpoint import load_model_config, read_json
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.models import TensorParallelGroup, build_model
 from tests.engine_models.paged import SHUFFLED_BLOCKS, CheckpointOf, PagedModel, PagedModelOf, prompt_of
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from baton.contract.events import AllBlocksCleared
+from baton.core.kv_events import AllBlocksCleared
 from tests.engine_sched.test_arriving_loads import arriving_world
 from tests.engine_sched.test_load_failures import PROMPT, cached_prefix, loading_world
 from tests.engine_sched.world import World, expected_output, kv_of, prefilled_tokens

@@ -4,7 +4,7 @@ from typing import Literal
 
 import pytest
 
-from baton.contract.events import BlockStored
+from baton.core.kv_events import BlockStored
 from tests.engine_sched.world import BLOCK, World
 
 

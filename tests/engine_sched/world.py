@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from baton.contract import KVConnectorMetadata, KVConnectorOutput, KVConnectorSchedulerHalf, SupportsHMA
-from baton.contract.events import KVCacheEvent
 from baton.contract.null import NullConnectorMetadata
 from baton.core.config import (
     CacheConfig,
@@ -25,6 +24,7 @@ from baton.core.config import (
     ModelConfig,
     SchedulerConfig,
 )
+from baton.core.kv_events import KVCacheEvent
 from baton.core.kv_groups import KVCacheGroup, is_hybrid
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, SamplingParams, TokenLogprobs

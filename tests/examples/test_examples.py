@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.processes import Fleet, free_ports
 from baton.connectors.registry import connector_class
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from baton.testing import cut_files
 from baton.testing.contract.case import ConnectorCase

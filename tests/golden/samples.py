@@ -20,7 +20,7 @@ from baton.core.prefilled import PrefilledLogprob, PrefilledLogprobs, PrefilledT
 from baton.protocol.handshake import RankCard
 from baton.protocol.introduction import Introduction
 from baton.protocol.ticket import Ticket
-from baton.transport.host_identity import HostProcess
+from baton.transport.base.host_identity import HostProcess
 
 SECRET = b"correct horse battery staple"
 HASH = PromptHash(bytes(range(32)))

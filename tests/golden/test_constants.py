@@ -21,6 +21,7 @@ from baton.core.transfer_params import CACHED_TOKENS, FIELD, OFFLOAD_CHOICES
 from baton.engine.core.client import EngineDeadError, EngineUnreadyError
 from baton.engine.process import child
 from baton.engine.runner.sampler import seed_of, uniforms
+from baton.hosts.vllm import CONNECTORS
 from baton.http.errors import TYPES
 from baton.http.workers import WorkerFailed
 from baton.protocol import handshake, introduction, messages, ticket
@@ -31,9 +32,10 @@ from baton.server import run as serve_run
 from baton.server.continuation import GIVEN, NAMES_TOKENS
 from baton.server.errors import describe
 from baton.server.first_token import KEY as FIRST_TOKEN
-from baton.transport import cuda_ipc, nixl, tcp_wire
+from baton.transport.cuda_ipc import transport as cuda_ipc
+from baton.transport.nixl import transport as nixl
 from baton.transport.registry import PREFERENCE
-from baton.vllm_plugin import CONNECTORS
+from baton.transport.tcp import wire as tcp_wire
 from tests.golden.golden import ROOT, check_values, literals, source
 
 FRONTS = ("baton/http", "baton/router", "baton/server")
@@ -155,7 +157,7 @@ def test_engines() -> None:
             "version of nixl": nixl.VERSION,
             "transports": " ".join(PREFERENCE),
             "packings": f"{SLOT} {PLANES}",
-            "packings in vLLM": quoted(r"vllm .*\{\}.*", "baton/vllm_plugin"),
+            "packings in vLLM": quoted(r"vllm .*\{\}.*", "baton/hosts/vllm"),
             "params": FIELD,
             "offload": " ".join(OFFLOAD_CHOICES),
             "cached tokens": CACHED_TOKENS,

@@ -7,6 +7,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from baton.checkpoints.checkpoint import weights_digest
+from baton.checkpoints.families import parse_architecture
 from baton.connectors.pull.intent import transfer_of_request
 from baton.connectors.shared_storage.identity import FORMAT, StorageIdentity, layout_digest
 from baton.connectors.shared_storage.settings import StorageSettings
@@ -15,14 +17,12 @@ from baton.core.hashing import HASH_SEED, block_hash, extra_key, prompt_hash, ro
 from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.kv_groups import KVCacheGroup
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.checkpoint import weights_digest
-from baton.engine.checkpoints.families import parse_architecture
 from baton.engine.prefilled import sampling_digest
+from baton.hosts.vllm.model_identity import kv_identity_of
 from baton.router.legs import shape_of
 from baton.router.policies import EngineState, RoutedRequest, choose_prefix_affinity
-from baton.tiers.chunk_name import ChunkName
-from baton.tiers.whole_file import TEMPORARY_PREFIX
-from baton.vllm_plugin.model_identity import kv_identity_of
+from baton.stores.backends.whole_file import TEMPORARY_PREFIX
+from baton.stores.base.chunk_name import ChunkName
 from tests.golden.golden import check_values
 from tests.golden.samples import HASH, MODEL, SECRET
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from baton.connectors.shared_storage.form import FileForm, LayerShape
-from baton.tiers import chunk
-from baton.tiers.chunk_name import ChunkName
+from baton.stores.base.chunk_name import ChunkName
+from baton.stores.chunks import chunk
 from tests.golden.golden import check_values
 from tests.golden.samples import HASH
 

@@ -16,8 +16,8 @@ PACKAGES = (
     "baton.contract",
     "baton.testing",
     "baton.testing.contract",
-    "baton.vllm_plugin",
-    "baton.vllm_tier",
+    "baton.hosts.vllm",
+    "baton.hosts.vllm.tier",
     "baton.assemble",
 )
 """Of which every name in `__all__` is public."""

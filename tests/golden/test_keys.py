@@ -13,10 +13,11 @@ from baton.protocol.messages import WIRE_VERSION, Envelope, Stranger
 from baton.protocol.signed_frame import ProcessKey, epoch_of
 from baton.protocol.ticket import sign_ticket
 from baton.server.introduction import secret_ids
-from baton.transport import control, tcp_wire
-from baton.transport.identity_page import identity_bytes
-from baton.transport.sealing import Direction
-from baton.transport.tcp_wire import connection_keys
+from baton.transport.base.identity_page import identity_bytes
+from baton.transport.control import channel as control
+from baton.transport.tcp import wire as tcp_wire
+from baton.transport.tcp.sealing import Direction
+from baton.transport.tcp.wire import connection_keys
 from tests.golden.golden import check_values
 from tests.golden.samples import INTRODUCTION, PUBLIC_KEY, SECRET, TICKET, D, P, pull_identity
 

@@ -18,9 +18,9 @@ PRODUCT = (
     "baton/protocol",
     "baton/router",
     "baton/server",
-    "baton/tiers",
+    "baton/stores",
     "baton/transport",
-    "baton/vllm_plugin",
+    "baton/hosts/vllm",
 )
 _OURS = re.compile(r"(\{\}\.|[./])?(x-)?baton([-_/]\S*|\.\S*\d|)", re.IGNORECASE)
 

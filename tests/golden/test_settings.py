@@ -10,9 +10,9 @@ from baton.connectors.offload.settings import LendSettings, OffloadSettings
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
 from baton.connectors.shared_storage.settings import StorageSettings
+from baton.hosts.vllm.settings import PluginSettings
 from baton.http.settings import HttpLimits
 from baton.router.settings import RouterSettings
-from baton.vllm_plugin.settings import PluginSettings
 from tests.golden.golden import check
 from tests.golden.shapes import fields
 

@@ -9,20 +9,20 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
+from baton.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from baton.protocol import messages
 from baton.protocol.handshake import PROTOCOL_VERSION, RankCard, decode_ranks, encode_ranks
 from baton.protocol.introduction import Introduction
 from baton.protocol.ticket import Ticket
-from baton.transport import local
-from baton.transport.cuda_ipc import CudaIpcEndpoint, SharedRegion
-from baton.transport.local import LocalEndpoint
-from baton.transport.mapping import SharedMapping
+from baton.transport.cuda_ipc.transport import CudaIpcEndpoint, SharedRegion
+from baton.transport.local import transport as local
+from baton.transport.local.mapping import SharedMapping
+from baton.transport.local.transport import LocalEndpoint
 from baton.transport.memory import MemoryEndpoint
-from baton.transport.nixl import NixlEndpoint
-from baton.transport.tcp_wire import Challenge, TcpEndpoint
-from baton.transport.tcp_wire import Hello as TcpHello
-from baton.transport.tcp_wire import Welcome as TcpWelcome
+from baton.transport.nixl.transport import NixlEndpoint
+from baton.transport.tcp.wire import Challenge, TcpEndpoint
+from baton.transport.tcp.wire import Hello as TcpHello
+from baton.transport.tcp.wire import Welcome as TcpWelcome
 from tests.golden.golden import check, check_values, source
 from tests.golden.samples import (
     CARD,

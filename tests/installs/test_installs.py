@@ -16,8 +16,9 @@ from tests.installs.only import ROOT, closure, normal
 CONNECTORS = """
 import baton.connectors.multi, baton.connectors.offload, baton.connectors.pull, baton.connectors.push
 import baton.connectors.shared_storage, baton.connectors.tiered
-import baton.contract, baton.protocol.introduction, baton.transport.local, baton.transport.tcp
-import baton.vllm_plugin, baton.vllm_plugin.model_identity, baton.vllm_plugin.self_test
+import baton.contract, baton.protocol.introduction
+import baton.transport.local.transport, baton.transport.tcp.transport
+import baton.hosts.vllm, baton.hosts.vllm.model_identity, baton.hosts.vllm.self_test
 """
 HELP = """
 from typer.testing import CliRunner
@@ -47,7 +48,7 @@ PROGRAMS = {
     "router": HELP.format(commands=["route"]) + ROUTER,
     "engine": HELP.format(commands=["doctor", "model", "serve"])
     + "import baton.server.run, baton.server.app, baton.engine.llm, baton.engine.core, baton.assemble\n"
-    + "import baton.engine.checkpoints.random_model, baton.engine.models.loading, baton.cli.processes\n",
+    + "import baton.checkpoints.random_model, baton.engine.models.loading, baton.cli.processes\n",
     "engine,router": HELP.format(commands=["bench", "demo", "up"]) + "import baton.cli.demo_run\n",
     "check": HELP.format(commands=["check"]) + "import baton.testing.contract.ours, baton.testing.contract\n",
     "cli": HELP.format(commands=["cache", "top"]) + "import httpx\n",

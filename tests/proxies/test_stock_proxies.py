@@ -8,11 +8,11 @@ from pathlib import Path
 import httpx
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.processes import Fleet, free_ports
 from baton.core.config import EngineConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 from tests.proxies.stock import (
     WAIT_S,

@@ -10,8 +10,8 @@ from contextlib import closing
 import httpx
 import pytest
 
+from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.processes import Fleet, free_ports
-from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.proxies.stock import START_S, WAIT_S, Pair, Proxy, ProxyStarter, completion_of
 from tests.proxies.upstream import NotFetched, stock_proxies
 from tests.system.engines import Engine, Engines, make_prompt

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from baton.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from baton.router import block_index
 from baton.router.block_index import (
     HOME_TOKENS,

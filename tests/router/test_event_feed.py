@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.contract.events import BlockRemoved, BlockStored, KVCacheEvent
+from baton.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 from baton.router import event_feed
 from baton.router.event_feed import Apply, EventFeed, FeedEffect, Forget, Replay
 

@@ -12,10 +12,10 @@ from typing import Any
 import psutil
 import pytest
 
-from baton.contract.events import AllBlocksCleared, BlockStored
+from baton.checkpoints.random_tokenizer import write_tokenizer
 from baton.core.config import KVEventsConfig
 from baton.core.errors import ConfigError
-from baton.engine.checkpoints.random_tokenizer import write_tokenizer
+from baton.core.kv_events import AllBlocksCleared, BlockStored
 from baton.engine.core.kv_event_publisher import KVEventPublisher
 from baton.engine.text.tokenizer import Tokenizer
 from baton.router.block_index import home_key, prefix_keys, root_key

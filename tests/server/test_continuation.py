@@ -14,10 +14,10 @@ from typing import Any
 import httpx
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from baton.engine.api import EngineOutput, EngineRequest
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.text.tokenizer import Tokenizer
 from baton.http.workers import WorkerPool

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from baton.checkpoints.random_tokenizer import write_tokenizer
 from baton.engine.api import EngineOutput, EngineRequest, PromptLogprobs, TokenLogprob, TokenLogprobs
-from baton.engine.checkpoints.random_tokenizer import write_tokenizer
 from baton.engine.text.detokenizer import BROKEN
 from baton.engine.text.tokenizer import Tokenizer
 from baton.http.workers import WorkerPool

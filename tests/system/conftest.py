@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.config import EngineConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.llm import LLM
 
 

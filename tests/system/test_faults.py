@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.processes import Fleet
 from baton.core.reasons import FailureCode
-from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.system.engines import TIMERS, Engine, Engines, Waiting, make_prompt, tokens_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from baton.cli.processes import Fleet, free_ports
-from baton.transport.gather import LIBRARY
+from baton.transport.base.gather import LIBRARY
 from tests.system.engines import START_S, TIMERS, WAIT_S, Engine, Engines, make_prompt, tokens_of
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow, pytest.mark.usefixtures("forked_programs")]

@@ -1,4 +1,4 @@
-/* A CUDA driver without a GPU: the calls that baton/transport/cuda_driver.py makes, with their real signatures.
+/* A CUDA driver without a GPU: the calls that baton/transport/cuda_ipc/driver.py makes, with their real signatures.
 
    Device memory is shared memory of the host, and allocations are parts of one memfd. An IPC handle names a process,
    a descriptor of it and such a part. Work on a stream is done when the stream is waited for, and not earlier, so

@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from baton.core.ids import Address
 from baton.core.layout import Region
 from baton.testing.transport_producers import Placed
-from baton.transport.base import Transport
-from baton.transport.cuda_driver import CudaDriver
-from baton.transport.cuda_ipc import CudaIpcTransport
+from baton.transport.base.interface import Transport
+from baton.transport.cuda_ipc.driver import CudaDriver
+from baton.transport.cuda_ipc.transport import CudaIpcTransport
 
 COMPILER = shutil.which("cc") or shutil.which("gcc")
 BUILD_TIMEOUT_S = 120.0

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from baton.transport.sealing import TAG_BYTES
-from baton.transport.tcp_wire import ANSWER, COPY_BYTES, DATA, REQUEST, receive_exactly
+from baton.transport.tcp.sealing import TAG_BYTES
+from baton.transport.tcp.wire import ANSWER, COPY_BYTES, DATA, REQUEST, receive_exactly
 
 TIMEOUT_S = 30.0
 

@@ -18,7 +18,7 @@ from baton.bench.transports import (
     print_table,
     run,
 )
-from baton.transport.nixl_agent import is_installed
+from baton.transport.nixl.agent import is_installed
 
 
 @pytest.mark.processes

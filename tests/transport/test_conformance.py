@@ -12,15 +12,15 @@ from baton.core.ids import Address
 from baton.testing import transport_producers as producers
 from baton.testing.transport_rig import Producer, TransportRig
 from baton.testing.transport_suite import TransportSuite
-from baton.transport import gather
-from baton.transport.base import Transport
-from baton.transport.cuda_ipc import CudaIpcTransport
-from baton.transport.local import LocalPeer, LocalTransport
+from baton.transport.base import gather
+from baton.transport.base.interface import Transport
+from baton.transport.cuda_ipc.transport import CudaIpcTransport
+from baton.transport.local.transport import LocalPeer, LocalTransport
 from baton.transport.memory import MemoryNetwork, MemoryTransport
-from baton.transport.nixl import NixlTransport
-from baton.transport.nixl_agent import is_installed
-from baton.transport.tcp import TcpTransport
-from baton.transport.tcp_reader import TcpPeer
+from baton.transport.nixl.agent import is_installed
+from baton.transport.nixl.transport import NixlTransport
+from baton.transport.tcp.reader import TcpPeer
+from baton.transport.tcp.transport import TcpTransport
 from tests.transport.copy_library import built
 from tests.transport.fake_cuda import COMPILER
 

@@ -19,8 +19,9 @@ from zmq.utils import z85
 from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.testing.transport_rig import nothing_left_over
-from baton.transport import control, control_port
-from baton.transport.control import ControlChannel, Received, Route
+from baton.transport.control import channel as control
+from baton.transport.control import port as control_port
+from baton.transport.control.channel import ControlChannel, Received, Route
 from tests.transport.relay import Piece, Relay, flipped
 
 SECRET = ClusterSecret(b"the secret of this cluster")

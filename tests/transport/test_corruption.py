@@ -16,13 +16,13 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import TransferError
 from baton.testing.transport_producers import HostDevice, new_address, pattern, regions_of
 from baton.testing.transport_rig import BLOCK_SPAN, drain
-from baton.transport import local
-from baton.transport.base import Completion, Transport
-from baton.transport.control import ControlChannel
-from baton.transport.cuda_ipc import CudaIpcTransport
-from baton.transport.iovec import read_process_memory
-from baton.transport.local import LocalTransport
-from baton.transport.spans import Copies
+from baton.transport.base.interface import Completion, Transport
+from baton.transport.base.iovec import read_process_memory
+from baton.transport.base.spans import Copies
+from baton.transport.control.channel import ControlChannel
+from baton.transport.cuda_ipc.transport import CudaIpcTransport
+from baton.transport.local import transport as local
+from baton.transport.local.transport import LocalTransport
 from tests.transport.relay import Piece, Relay, flipped
 
 SECRET = ClusterSecret(b"the secret of this cluster")

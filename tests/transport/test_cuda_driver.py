@@ -23,8 +23,8 @@ from baton.testing.transport_rig import (
     drain,
 )
 from baton.testing.transport_suite import TransportSuite
-from baton.transport.base import Transport
-from baton.transport.cuda_driver import CudaDriver
+from baton.transport.base.interface import Transport
+from baton.transport.cuda_ipc.driver import CudaDriver
 from tests.transport.fake_cuda import COMPILER, PAGE, FakeDevice, FakeDeviceMemory, build, make, place
 
 pytestmark = [

@@ -19,7 +19,7 @@ from baton.testing.transport_producers import (
 )
 from baton.testing.transport_rig import BLOCK_SPAN, Connection, drain
 from baton.transport import make_transport
-from baton.transport.cuda_ipc import CudaIpcEndpoint, CudaIpcTransport
+from baton.transport.cuda_ipc.transport import CudaIpcEndpoint, CudaIpcTransport
 
 TIMEOUT_S = 60.0
 

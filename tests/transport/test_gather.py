@@ -8,8 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import TransferError
-from baton.transport.gather import LEVELS, Gather
-from baton.transport.spans import Copies
+from baton.transport.base.gather import LEVELS, Gather
+from baton.transport.base.spans import Copies
 from tests.transport.copy_library import built
 
 BUFFER_BYTES = 1 << 16

@@ -17,10 +17,10 @@ from baton.core.errors import BatonError, PeerError, TransferError
 from baton.core.ids import Address
 from baton.testing.transport_producers import new_address, pattern, regions_of
 from baton.testing.transport_rig import BLOCK_SPAN, drain
-from baton.transport import local
-from baton.transport.identity_page import explain
-from baton.transport.local import LocalEndpoint, LocalTransport
-from baton.transport.threads import Spread
+from baton.transport.base.identity_page import explain
+from baton.transport.base.threads import Spread
+from baton.transport.local import transport as local
+from baton.transport.local.transport import LocalEndpoint, LocalTransport
 
 TIMEOUT_S = 120.0  # For the start of a process on a busy machine.
 

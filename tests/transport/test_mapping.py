@@ -21,10 +21,11 @@ from baton.engine.attention.kv_memory import allocate_kv_cache
 from baton.testing import transport_producers as producers
 from baton.testing.contract.case import toy_model
 from baton.testing.transport_rig import BLOCK_SPAN, END_TIMEOUT_S, NUM_BLOCKS, drain
-from baton.transport import local, mapping
-from baton.transport.local import LocalEndpoint, LocalPeer, LocalTransport
-from baton.transport.mapping import SharedMapping, open_owner
-from baton.transport.spans import Copies
+from baton.transport.base.spans import Copies
+from baton.transport.local import mapping
+from baton.transport.local import transport as local
+from baton.transport.local.mapping import SharedMapping, open_owner
+from baton.transport.local.transport import LocalEndpoint, LocalPeer, LocalTransport
 from tests.transport.copy_library import built
 
 

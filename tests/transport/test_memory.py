@@ -8,8 +8,8 @@ import pytest
 from baton.core.errors import TransferError
 from baton.core.ids import Address, EngineId, Epoch
 from baton.core.layout import CopySpan, Region
+from baton.transport.base.spans import PreparedSpans
 from baton.transport.memory import MemoryNetwork, MemoryPeer, MemoryTransport
-from baton.transport.spans import PreparedSpans
 
 BLOCK = 64
 PRODUCER, CONSUMER = Address(EngineId("producer"), Epoch(1)), Address(EngineId("consumer"), Epoch(2))

@@ -16,11 +16,12 @@ from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import Region
 from baton.testing.transport_producers import ProcessProducer, make_nixl, new_address, pattern, regions_of
 from baton.testing.transport_rig import BLOCK_SPAN, Connection, drain
-from baton.transport import nixl_agent, nixl_peer
-from baton.transport.completions import CompletionQueue
-from baton.transport.nixl import NixlEndpoint, NixlTransport
-from baton.transport.nixl_agent import DescriptorList, NixlAgent, Request, is_installed
-from baton.transport.nixl_peer import NixlCounters, NixlPeer, PreparedGroup
+from baton.transport.base.completions import CompletionQueue
+from baton.transport.nixl import agent as nixl_agent
+from baton.transport.nixl import peer as nixl_peer
+from baton.transport.nixl.agent import DescriptorList, NixlAgent, Request, is_installed
+from baton.transport.nixl.peer import NixlCounters, NixlPeer, PreparedGroup
+from baton.transport.nixl.transport import NixlEndpoint, NixlTransport
 
 TIMEOUT_S = 120.0  # For a process that imports NIXL on a busy machine.
 IDENTITY = b"i" * 48

@@ -18,12 +18,12 @@ from baton.transport import (
     choose_transport,
     make_transport,
     make_transports,
-    nixl,
     register_all,
     registry,
 )
-from baton.transport.base import Transport
-from baton.transport.local import LocalEndpoint
+from baton.transport.base.interface import Transport
+from baton.transport.local.transport import LocalEndpoint
+from baton.transport.nixl import transport as nixl
 
 SECRET = ClusterSecret(b"the secret of this cluster")
 

@@ -8,8 +8,8 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.transport import gather, stream
-from baton.transport.sealing import KEY_BYTES, LEVELS, NO_TAG, Direction, Integrity, stronger
+from baton.transport.base import gather, stream
+from baton.transport.tcp.sealing import KEY_BYTES, LEVELS, NO_TAG, Direction, Integrity, stronger
 from tests.transport.copy_library import built
 
 KEY = bytes(range(KEY_BYTES))

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import PeerError, TransferError
 from baton.core.layout import CopySpan, Region
-from baton.transport.spans import Copies, RegionTable, SpanTable, check_regions, require_host_memory
+from baton.transport.base.spans import Copies, RegionTable, SpanTable, check_regions, require_host_memory
 
 LOCAL = [Region(1 << 20, 1 << 16)]
 REMOTE = [Region(1 << 30, 1 << 16)]

@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from baton.transport import gather, iovec, stream
-from baton.transport.sealing import KEY_BYTES, NO_TAG, TAG_BYTES, Direction
-from baton.transport.stream import Message, Outcome, Stream
+from baton.transport.base import gather, iovec, stream
+from baton.transport.base.stream import Message, Outcome, Stream
+from baton.transport.tcp.sealing import KEY_BYTES, NO_TAG, TAG_BYTES, Direction
 from tests.struct_layouts import layout_of, layouts_in
 from tests.transport.copy_library import PART_BYTES, built
 

@@ -21,11 +21,13 @@ from baton.core.ids import Address
 from baton.core.layout import Region
 from baton.testing.transport_producers import new_address, pattern, regions_of
 from baton.testing.transport_rig import BLOCK_SPAN, NUM_BLOCKS, drain, nothing_left_over
-from baton.transport import nixl_peer, tcp_owner, tcp_reader
-from baton.transport import tcp_wire as wire
-from baton.transport.base import Completion, OpId
-from baton.transport.sealing import TAG_BYTES
-from baton.transport.tcp import TcpOptions, TcpTransport
+from baton.transport.base.interface import Completion, OpId
+from baton.transport.nixl import peer as nixl_peer
+from baton.transport.tcp import owner as tcp_owner
+from baton.transport.tcp import reader as tcp_reader
+from baton.transport.tcp import wire as wire
+from baton.transport.tcp.sealing import TAG_BYTES
+from baton.transport.tcp.transport import TcpOptions, TcpTransport
 
 SECRET = ClusterSecret(b"the secret of this cluster")
 TIMEOUT_S = 30.0

@@ -15,10 +15,11 @@ from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import CopySpan
 from baton.testing.transport_producers import new_address, pattern, regions_of
 from baton.testing.transport_rig import drain
-from baton.transport import gather, tcp_reader
-from baton.transport.sealing import Integrity
-from baton.transport.tcp import TcpOptions, TcpTransport
-from baton.transport.tcp_wire import ANSWER, REQUEST, VERSION, TcpEndpoint
+from baton.transport.base import gather
+from baton.transport.tcp import reader as tcp_reader
+from baton.transport.tcp.sealing import Integrity
+from baton.transport.tcp.transport import TcpOptions, TcpTransport
+from baton.transport.tcp.wire import ANSWER, REQUEST, VERSION, TcpEndpoint
 from tests.transport.copy_library import built
 from tests.transport.tcp_proxy import END, Frame, FrameProxy, Tamper, pass_on
 

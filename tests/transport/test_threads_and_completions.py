@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from baton.transport.completions import CompletionQueue
-from baton.transport.threads import Spread, join_all, start_owned_thread
+from baton.transport.base.completions import CompletionQueue
+from baton.transport.base.threads import Spread, join_all, start_owned_thread
 
 TIMEOUT_S = 30.0
 

@@ -26,7 +26,7 @@ D = VllmPlan(
         "BatonPushConnector",
         "kv_consumer",
         "d",
-        kv_connector_module_path="baton.vllm_plugin",
+        kv_connector_module_path="baton.hosts.vllm",
         extra={"allowed_peers": [f"127.0.0.1:{P_CONTROL_PORT}"]},
     ),
     is_forked=False,

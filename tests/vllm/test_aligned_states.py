@@ -45,8 +45,8 @@ STATE_BYTES = 4 * (
 BLOCK_BYTES = BLOCK * 4 * 2 * 32 * 4  # Of a layer: tokens, heads, K and V, elements, float32.
 ZEROING = """
 from baton.connectors.pull.reads.cache_layout import is_of_states
-from baton.vllm_plugin.{module} import {connector}
-from baton.vllm_plugin.states import with_states_as_bytes
+from baton.hosts.vllm.{module} import {connector}
+from baton.hosts.vllm.states import with_states_as_bytes
 
 
 class Zeroing({connector}):

@@ -38,8 +38,8 @@ from baton.connectors.store_events import StoreEvents
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup
 from baton.core.layout import CacheSpec
-from baton.vllm_plugin.block_events import names_in_vllm
-from baton.vllm_plugin.groups import cache_specs_of, groups_of, keep_one_token_more
+from baton.hosts.vllm.block_events import names_in_vllm
+from baton.hosts.vllm.groups import cache_specs_of, groups_of, keep_one_token_more
 
 BLOCK, WINDOW, CHUNK = 16, 40, 64
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_size": 8, "dtype": torch.float32}

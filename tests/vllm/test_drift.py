@@ -12,9 +12,9 @@ from vllm.entrypoints.serve.tokenize.protocol import (
 )
 
 from baton.contract.surface import SURFACE
+from baton.hosts.vllm.drift import describe, differences, installed_package, load_record
+from baton.hosts.vllm.versions import release_of
 from baton.server.protocol.fields import FIELDS, Endpoint
-from baton.vllm_plugin.drift import describe, differences, installed_package, load_record
-from baton.vllm_plugin.versions import release_of
 
 REQUESTS: dict[Endpoint, set[str]] = {
     "completions": set(CompletionRequest.model_fields),
@@ -46,7 +46,7 @@ def test_the_installed_vllm_is_the_one_that_was_recorded(package: Path) -> None:
 def test_each_method_of_vllms_has_a_row_and_is_forwarded(package: Path) -> None:
     from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, SupportsHMA
 
-    from baton.vllm_plugin.forwarding import ForwardingConnector
+    from baton.hosts.vllm.forwarding import ForwardingConnector
 
     theirs = {
         name

@@ -32,7 +32,7 @@ IN_THE_EMBEDDED_ENGINE = """
 import sys
 from baton.core.config import CacheConfig, EngineConfig, KVTransferConfig
 from baton.engine.api import SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.checkpoint import load_model_config
 from baton.engine.llm import LLM
 
 model, folder = sys.argv[1:]

@@ -21,14 +21,14 @@ from vllm.envs import environment_variables
 from vllm.model_executor.layers import rotary_embedding
 from vllm.model_executor.models import registry
 
+from baton.checkpoints.architecture import Family
+from baton.checkpoints.families import parse_architecture
+from baton.checkpoints.random_model import write_checkpoint
 from baton.core.identity import KVIdentity
-from baton.engine.checkpoints.architecture import Family
-from baton.engine.checkpoints.families import parse_architecture
-from baton.engine.checkpoints.random_model import write_checkpoint
-from baton.vllm_plugin import host_fields
-from baton.vllm_plugin.host_fields import COMPARED, EXCLUDED, LENGTH_IS_A_LIMIT, NEUTRAL, ROPES
-from baton.vllm_plugin.identity import find_kv_identity
-from baton.vllm_plugin.model_identity import kv_identity_of
+from baton.hosts.vllm import host_fields
+from baton.hosts.vllm.host_fields import COMPARED, EXCLUDED, LENGTH_IS_A_LIMIT, NEUTRAL, ROPES
+from baton.hosts.vllm.identity import find_kv_identity
+from baton.hosts.vllm.model_identity import kv_identity_of
 from tests.vllm.engines import Server, Site, VllmPlan, transfer
 from tests.vllm.prompts import prompts
 

@@ -13,10 +13,10 @@ import pytest
 from typer.testing import CliRunner
 
 from baton.cli.main import app
+from baton.hosts.vllm.containment import Containment
+from baton.hosts.vllm.kit import VllmSite, vllms_case
 from baton.testing.contract import ConnectorCase, Verdict, check_connector
 from baton.testing.contract.ours import our_cases
-from baton.vllm_kit.site import VllmSite, vllms_case
-from baton.vllm_plugin.containment import Containment
 from tests.testing.broken.answers import RoundsUp
 from tests.testing.broken.contents import IgnoresSalts, KeysWithoutPrefix
 from tests.testing.broken.ends import RemembersEverybody

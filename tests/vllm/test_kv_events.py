@@ -13,8 +13,8 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.request import Request
 
-from baton.contract.events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from baton.core.config import KVEventsConfig
+from baton.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from baton.engine.core.kv_event_publisher import END, KVEventPublisher
 from baton.router.block_index import BlockIndex, Match, prefix_keys, root_key
 

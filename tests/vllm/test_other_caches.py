@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from baton.engine.checkpoints.random_model import write_checkpoint
+from baton.checkpoints.random_model import write_checkpoint
 from tests.vllm.engines import TRANSFERS, BatonPlan, Server, Site, VllmPlan, check_handoffs, transfer
 from tests.vllm.prompts import Prompt, prompts
 
@@ -84,7 +84,7 @@ from pathlib import Path
 
 import torch
 
-from baton.vllm_plugin.connector import BatonPushConnector
+from baton.hosts.vllm.connector import BatonPushConnector
 
 
 class SeesLatents(BatonPushConnector):

@@ -26,7 +26,7 @@ from vllm.v1.request import Request
 from baton.connectors.adapters import FILES, Adapters
 from baton.connectors.prompt_identity import RequestNames
 from baton.connectors.pull.intent import hash_of_tokens
-from baton.vllm_plugin.requests import NAMED_INPUTS, OTHER_INPUTS
+from baton.hosts.vllm.requests import NAMED_INPUTS, OTHER_INPUTS
 
 # --- Names that vLLM may add to -----------------------------------------------------------------------
 

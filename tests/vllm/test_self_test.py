@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from baton.checkpoints.random_model import write_checkpoint
 from baton.cli.processes import free_ports
-from baton.engine.checkpoints.random_model import write_checkpoint
 from tests.vllm.engines import START_S, Site, VllmPlan, check_handoffs, transfer
 from tests.vllm.prompts import Prompt, prompts
 
@@ -16,7 +16,7 @@ VERSION = "0.99.0"
 # Loaded in each process of the engine, before its connector is made.
 UNLISTED = f"""
 import vllm
-from baton.vllm_plugin import BatonPushConnector
+from baton.hosts.vllm import BatonPushConnector
 
 vllm.__version__ = "{VERSION}"
 

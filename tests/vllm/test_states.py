@@ -29,8 +29,8 @@ STATES = "states"
 TIE = 1e-4  # Of two logits in float32; those of these models differ by a tenth.
 ZEROED = """
 from baton.connectors.pull.reads.cache_layout import is_of_states
-from baton.vllm_plugin.connector import BatonPullConnector
-from baton.vllm_plugin.states import with_states_as_bytes
+from baton.hosts.vllm.connector import BatonPullConnector
+from baton.hosts.vllm.states import with_states_as_bytes
 
 
 class ZeroedPull(BatonPullConnector):

@@ -24,7 +24,7 @@ SHARED_MEMORY = Path("/dev/shm")
 def plan(name: str, folder: Path, endpoints: tuple[str, str]) -> VllmPlan:
     tier = {
         "type": "BatonTier",
-        "module_path": "baton.vllm_tier",
+        "module_path": "baton.hosts.vllm.tier",
         "enable_kv_events": True,
         "tiers": [{"type": "files", "path": str(folder), "max_gib": 1}],
         "backpressure": {
@@ -33,7 +33,7 @@ def plan(name: str, folder: Path, endpoints: tuple[str, str]) -> VllmPlan:
     }
     extra: dict[str, Any] = {
         "spec_name": "CpuTieringSpec",
-        "spec_module_path": "baton.vllm_tier",
+        "spec_module_path": "baton.hosts.vllm.tier",
         "cpu_bytes_to_use": 1 << 26,
         "secondary_tiers": [tier],
     }

@@ -40,14 +40,14 @@ from vllm.v1.kv_offload.tiering.manager import CPUPrimaryTierOffloadingManager, 
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from baton.core.errors import ConfigError
-from baton.tiers.chunk_name import Keep
-from baton.tiers.file_store import FileStore
-from baton.tiers.sweep import ENDED_S, chunks_of
-from baton.vllm_plugin.settings import PluginSettings
-from baton.vllm_tier import BatonTier
-from baton.vllm_tier.cpu_spec import CpuTieringSpec, CpuWorker
-from baton.vllm_tier.identity import find_vllm_config, naming_of
-from baton.vllm_tier.naming import Naming
+from baton.hosts.vllm.settings import PluginSettings
+from baton.hosts.vllm.tier import BatonTier
+from baton.hosts.vllm.tier.cpu_spec import CpuTieringSpec, CpuWorker
+from baton.hosts.vllm.tier.identity import find_vllm_config, naming_of
+from baton.hosts.vllm.tier.naming import Naming
+from baton.stores.backends.files import FileStore
+from baton.stores.backends.sweep import ENDED_S, chunks_of
+from baton.stores.base.chunk_name import Keep
 from tests.vllm.test_shared_storage import files_in
 
 ROW = 4096
@@ -68,7 +68,7 @@ def wait_for(is_so: Callable[[], bool]) -> None:
 
 @pytest.fixture(autouse=True)
 def _own_log(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("baton.vllm_tier.tier.share_log", lambda: None)
+    monkeypatch.setattr("baton.hosts.vllm.tier.tier.share_log", lambda: None)
 
 
 class World:
@@ -237,7 +237,7 @@ def test_chunks_that_only_an_ended_session_has_used_go_first(
 
 
 def test_metrics_and_settings(tmp_path: Path) -> None:
-    tier = {"type": "BatonTier", "module_path": "baton.vllm_tier"}
+    tier = {"type": "BatonTier", "module_path": "baton.hosts.vllm.tier"}
     names = TieringOffloadingSpec.build_metric_definitions({"secondary_tiers": [tier]})
     assert "vllm:kv_offload_baton_not_stored" in names
     spec = SimpleNamespace(kv_events_config=SimpleNamespace(enable_kv_cache_events=False))

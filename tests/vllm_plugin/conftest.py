@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from baton.engine.checkpoints.random_model import write_checkpoint
-from baton.vllm_plugin import CONNECTORS
+from baton.checkpoints.random_model import write_checkpoint
+from baton.hosts.vllm import CONNECTORS
 
 FAKE = Path(__file__).with_name("fake_vllm")
-OURS = frozenset({*CONNECTORS.values(), "baton.vllm_plugin.forwarding", "baton.vllm_plugin.stats"})
+OURS = frozenset({*CONNECTORS.values(), "baton.hosts.vllm.forwarding", "baton.hosts.vllm.stats"})
 """Modules that import vllm, and are reloaded with the stub."""
 
 
@@ -28,15 +28,15 @@ def _is_loaded_here(name: str) -> bool:
 
 @pytest.fixture(scope="module")
 def plugin() -> Iterator[Any]:
-    """`baton.vllm_plugin`, imported with the stub of vLLM while these tests run."""
-    import baton.vllm_plugin
+    """`baton.hosts.vllm`, imported with the stub of vLLM while these tests run."""
+    import baton.hosts.vllm
 
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if _is_loaded_here(name)}
     sys.path.insert(0, str(FAKE))
     with pytest.MonkeyPatch.context() as patches:
         # The stub has few of vLLM's classes.
-        patches.setattr("baton.vllm_plugin.drift.find_misfits", lambda package, version: [])
-        yield baton.vllm_plugin
+        patches.setattr("baton.hosts.vllm.drift.find_misfits", lambda package, version: [])
+        yield baton.hosts.vllm
     sys.path.remove(str(FAKE))
     for name in [name for name in sys.modules if _is_loaded_here(name)]:
         del sys.modules[name]

@@ -14,7 +14,7 @@ from baton.connectors.pull.metadata import PullHandshake, PullMetadata, PullWork
 from baton.connectors.pull.stats import PullStats
 from baton.contract.surface import ROWS, Half, Row, Scope
 from baton.core.errors import ConfigError
-from baton.vllm_plugin import CONNECTORS
+from baton.hosts.vllm import CONNECTORS
 from tests.connectors.pull_world import FakeRequest
 from tests.vllm_plugin.test_start import FullAttentionSpec, groups, vllm_config
 
@@ -84,7 +84,7 @@ def test_a_vllm_that_fits_no_record_is_refused_unless_allowed(
 ) -> None:
     kind = plugin.BatonPullConnector
     monkeypatch.setattr(sys.modules["vllm"], "__version__", "0.41.0")  # Compared once in a process.
-    monkeypatch.setattr("baton.vllm_plugin.drift.find_misfits", lambda package, version: ["Pool.touch: ..."])
+    monkeypatch.setattr("baton.hosts.vllm.drift.find_misfits", lambda package, version: ["Pool.touch: ..."])
     with pytest.raises(ConfigError, match=r"0\.41\.0.*It lacks what they need: Pool\.touch"):
         kind(vllm_config(folder, parallel=PARALLEL), roles().SCHEDULER, GROUPS)
     allowed = vllm_config(folder, {"allow_untested_vllm": True}, parallel=PARALLEL)
@@ -184,7 +184,7 @@ def test_a_hook_that_always_fails_does_not_fill_the_log(
     scheduler: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(scheduler, "_scheduler_half", Broken())
-    monkeypatch.setattr(sys.modules["baton.vllm_plugin.containment"].logger, "propagate", True)
+    monkeypatch.setattr(sys.modules["baton.hosts.vllm.containment"].logger, "propagate", True)
     for _ in range(100):
         scheduler.build_connector_meta(None)
     assert len([r for r in caplog.records if "build_connector_meta" in r.getMessage()]) == 7
@@ -194,10 +194,10 @@ def test_a_hook_that_always_fails_does_not_fill_the_log(
 
 
 def test_each_method_of_vllms_is_forwarded(plugin: Any) -> None:
-    import baton.vllm_plugin.forwarding
+    import baton.hosts.vllm.forwarding
 
     theirs = {row.name for row in ROWS if row.by == "vllm"} - {"role"}
-    assert theirs - vars(baton.vllm_plugin.forwarding.ForwardingConnector).keys() == set()
+    assert theirs - vars(baton.hosts.vllm.forwarding.ForwardingConnector).keys() == set()
 
 
 def test_a_request_without_a_peer_is_computed_here(scheduler: Any) -> None:

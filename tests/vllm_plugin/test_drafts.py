@@ -11,8 +11,8 @@ from baton.connectors.pull import EngineIdentity, PullSchedulerHalf, PullWorkerH
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.core.layout import SLOT
-from baton.vllm_plugin.drafts import last_layers
-from baton.vllm_plugin.host_policy import vllm_policy
+from baton.hosts.vllm.drafts import last_layers
+from baton.hosts.vllm.host_policy import vllm_policy
 from tests.connectors import pull_world
 from tests.connectors.pull_world import BLOCK
 from tests.vllm_plugin.world import VllmEngine, VllmWorld

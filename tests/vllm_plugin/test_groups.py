@@ -10,7 +10,7 @@ import torch
 
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
-from baton.vllm_plugin.groups import cache_specs_of, groups_of, in_order, keep_one_token_more
+from baton.hosts.vllm.groups import cache_specs_of, groups_of, in_order, keep_one_token_more
 from tests.connectors.pull_world import FakeRequest, Status
 from tests.vllm_plugin.test_connector import PARALLEL, roles
 from tests.vllm_plugin.test_start import FullAttentionSpec, groups, vllm_config

@@ -11,8 +11,8 @@ from baton.connectors.push import PrefillAnnouncer, PushSettings
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.engine.step import SchedulerOutput
-from baton.vllm_plugin.host_policy import vllm_policy
-from baton.vllm_plugin.idle_backoff import IdleBackoff
+from baton.hosts.vllm.host_policy import vllm_policy
+from baton.hosts.vllm.idle_backoff import IdleBackoff
 from tests.connectors.pull_world import Station, World
 from tests.connectors.push_world import PushEngine, PushWorld
 from tests.vllm_plugin.world import Block, Pool

@@ -99,8 +99,8 @@ def test_it_keeps_the_contract(
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    import baton.vllm_plugin.connector as handoff
-    import baton.vllm_plugin.shared_storage as storage
+    import baton.hosts.vllm.connector as handoff
+    import baton.hosts.vllm.shared_storage as storage
 
     # There is no attention backend to probe; the kit's blocks hold slots.
     for module in (handoff, storage):

@@ -52,7 +52,7 @@ def test_states_take_their_own_bytes_where_no_attention_shares_their_page(plugin
             SimpleNamespace(kv_cache_spec=spec, layer_names=["l0", "l1", "l2"]),
         ]
     )
-    from baton.vllm_plugin.offload import block_bytes_of
+    from baton.hosts.vllm.offload import block_bytes_of
 
     assert block_bytes_of(config) == MIB + 2 * spec.state_content_size_bytes
     with pytest.raises(ConfigError, match=r"mamba_cache_mode: is 'none'"):

@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-import baton.vllm_plugin
+import baton.hosts.vllm
 from baton.contract.surface import SURFACE
-from baton.vllm_plugin.drift import (
+from baton.hosts.vllm.drift import (
     BASES,
     EXTENDED,
     MISSING,
@@ -22,7 +22,7 @@ from baton.vllm_plugin.drift import (
     members_of,
     misfits,
 )
-from baton.vllm_plugin.versions import TESTED
+from baton.hosts.vllm.versions import TESTED
 
 BASE = EXTENDED[0]
 HMA = EXTENDED[1]
@@ -41,10 +41,10 @@ OPTIONAL = {
 @pytest.fixture(scope="module")
 def forwarded() -> dict[str, str]:
     """Signatures as the connector defines them, or as the contract does for those forwarded by the table."""
-    package = Path(baton.vllm_plugin.__file__).parent
+    package = Path(baton.hosts.vllm.__file__).parent
     classes = {
         node.name: members_of(node)
-        for source in (package / "forwarding.py", package.with_name("contract") / "base.py")
+        for source in (package / "forwarding.py", package.parents[1] / "contract" / "base.py")
         for node in ast.parse(source.read_text()).body
         if isinstance(node, ast.ClassDef)
     }
@@ -76,7 +76,7 @@ def test_what_is_imported_from_vllm_is_recorded(release: str) -> None:
     recorded |= {member for name, members in record.items() if name.endswith(":") for member in members}
     imported = {
         (file.name, AN_INSTANCE_OF.get(alias.name, alias.name))
-        for file in Path(baton.vllm_plugin.__file__).parent.glob("*.py")
+        for file in Path(baton.hosts.vllm.__file__).parent.glob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm"
         for alias in node.names
@@ -110,7 +110,7 @@ def test_what_vllm_may_move_has_one_place(names: set[str], files: set[str]) -> N
     """As the table in docs/vllm.md says."""
     found = {
         file.name
-        for file in Path(baton.vllm_plugin.__file__).parent.glob("*.py")
+        for file in Path(baton.hosts.vllm.__file__).parent.glob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
         if (isinstance(node, ast.Name) and node.id in names)
         or (isinstance(node, ast.Attribute) and node.attr in names)
@@ -210,7 +210,7 @@ def test_a_version_without_a_record_is_compared_with_the_nearest(
         **between,
         BASE: between[BASE] | {"restore_kv_caches": load_record("0.33")[BASE]["restore_kv_caches"]},
     }
-    monkeypatch.setattr("baton.vllm_plugin.drift.describe", lambda package: between)
+    monkeypatch.setattr("baton.hosts.vllm.drift.describe", lambda package: between)
     assert find_misfits(tmp_path, "0.34.0") == [], "nothing of 0.32 is missing"
     assert find_misfits(tmp_path, "0.33.1") == [
         f"KVConnectorBase_V1.{name}: recorded {load_record('0.33')[BASE][name]}, found not there"

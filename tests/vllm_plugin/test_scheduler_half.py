@@ -13,7 +13,7 @@ from baton.contract import ConnectorDead, KVConnectorOutput
 from baton.core.errors import ConfigError
 from baton.core.identity import KVIdentity
 from baton.core.ids import Epoch, LoanId
-from baton.vllm_plugin.lent_blocks import LentBlocks
+from baton.hosts.vllm.lent_blocks import LentBlocks
 from tests.connectors.pull_world import FakeBlocks, FakeRequest, Status
 from tests.vllm_plugin.world import VllmEngine, VllmWorld
 

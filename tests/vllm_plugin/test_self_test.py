@@ -17,8 +17,8 @@ from baton.connectors.pull.reads.cache_layout import layout_of
 from baton.core.errors import ConfigError, PeerError, TransferError
 from baton.core.layout import PLANES, SLOT, RankLayout
 from baton.core.states import StatePart
-from baton.vllm_plugin import self_test
-from baton.vllm_plugin.self_test import run_self_test
+from baton.hosts.vllm import self_test
+from baton.hosts.vllm.self_test import run_self_test
 from tests.connectors.pull_world import BLOCK, HEADS, engine_config, model_config
 from tests.transport.fake_cuda import COMPILER, FakeDevice, FakeDeviceMemory, build
 from tests.vllm_plugin.test_connector import PARALLEL, roles
@@ -176,7 +176,7 @@ def test_a_host_without_cross_memory_attach_is_tested_all_the_same(monkeypatch: 
     def forbidden(*_: object) -> int:
         raise PermissionError(1, os.strerror(1))
 
-    monkeypatch.setattr("baton.transport.identity_page.read_process_memory", forbidden)
+    monkeypatch.setattr("baton.transport.base.identity_page.read_process_memory", forbidden)
     caches, layout = heads_first()
     assert "by memory" in run_self_test(layout, caches)
 
@@ -185,7 +185,7 @@ def test_a_read_that_fails_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def torn(*_: object) -> int:
         raise OSError(14, os.strerror(14))
 
-    monkeypatch.setattr("baton.transport.local.read_process_memory", torn)
+    monkeypatch.setattr("baton.transport.local.transport.read_process_memory", torn)
     caches, layout = heads_first()
     before = content_of(caches)
     with pytest.raises(TransferError, match="process"):

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 
+from baton.checkpoints.checkpoint import load_model_config
 from baton.connectors.pull.settings import PullSettings
 from baton.connectors.push.settings import PushSettings
 from baton.core.errors import ConfigError
 from baton.core.identity import KVIdentity
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.vllm_plugin.identity import find_folder, identity_of
-from baton.vllm_plugin.model_identity import kv_identity_of
-from baton.vllm_plugin.settings import PluginSettings
-from baton.vllm_plugin.versions import Start, decide_start, is_listed, name_some
+from baton.hosts.vllm.identity import find_folder, identity_of
+from baton.hosts.vllm.model_identity import kv_identity_of
+from baton.hosts.vllm.settings import PluginSettings
+from baton.hosts.vllm.versions import Start, decide_start, is_listed, name_some
 
 SECRET = "0123456789abcdef"
 

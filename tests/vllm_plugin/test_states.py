@@ -9,16 +9,16 @@ import torch
 from baton.core.errors import ConfigError
 from baton.core.kv_groups import KVCacheGroup
 from baton.core.states import StatePart
-from baton.vllm_plugin import states
-from baton.vllm_plugin.groups import (
+from baton.hosts.vllm import states
+from baton.hosts.vllm.groups import (
     groups_of,
     keep_one_token_more,
     refuse_overwritten_states,
     state_spec,
     tables_by_position,
 )
-from baton.vllm_plugin.host_policy import vllm_policy
-from baton.vllm_plugin.states import parts_of, with_states_as_bytes
+from baton.hosts.vllm.host_policy import vllm_policy
+from baton.hosts.vllm.states import parts_of, with_states_as_bytes
 from tests.vllm_plugin.test_groups import BLOCK, MambaSpec
 from tests.vllm_plugin.test_start import FullAttentionSpec, groups
 

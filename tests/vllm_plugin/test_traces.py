@@ -8,10 +8,10 @@ import pytest
 
 from baton.core.config import EngineConfig
 from baton.core.errors import ConfigError
+from baton.hosts.vllm import traces
+from baton.hosts.vllm.traces import TransferTraces, endpoint_of
 from baton.tracing.span import Span
 from baton.tracing.trace_context import SpanRef, new_span_id, new_trace_id, parent_in
-from baton.vllm_plugin import traces
-from baton.vllm_plugin.traces import TransferTraces, endpoint_of
 from tests.vllm_plugin.world import VllmEngine, VllmWorld
 
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"

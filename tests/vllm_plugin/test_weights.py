@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.vllm_plugin.weights import READS, follow_weights
+from baton.hosts.vllm.weights import READS, follow_weights
 
 
 class Connector:

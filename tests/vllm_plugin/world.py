@@ -11,8 +11,8 @@ from baton.connectors.pull.scheduler import Traces
 from baton.core.config import EngineConfig
 from baton.core.ids import Epoch
 from baton.core.layout import SLOT
-from baton.vllm_plugin.host_policy import vllm_policy
-from baton.vllm_plugin.lent_blocks import LentBlocks
+from baton.hosts.vllm.host_policy import vllm_policy
+from baton.hosts.vllm.lent_blocks import LentBlocks
 from tests.connectors import pull_world
 
 

@@ -1,6 +1,6 @@
 """Answers to lookups: one answer for each request, and failed loads."""
 
-from baton.vllm_tier.lookups import Lookups
+from baton.hosts.vllm.tier.lookups import Lookups
 
 
 def test_an_answer_is_kept_while_a_request_needs_it() -> None:

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.vllm_tier.naming import Naming, any_of
-from baton.vllm_tier.rows import Row, Rows
+from baton.hosts.vllm.tier.naming import Naming, any_of
+from baton.hosts.vllm.tier.rows import Row, Rows
 
 ROW_BYTES = 16
 KEY = bytes([3]) * 36

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from baton.connectors.jobs import Jobs
 from baton.connectors.offload.copies import Copies, CopyEnd
-from baton.tiers.host_rows import HostRows
+from baton.stores.host.rows import HostRows
 
 if TYPE_CHECKING:
     import torch

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from baton.connectors.offload.copies import Copies, CopyEnd
-from baton.tiers.host_rows import block_rows, check_ids, runs
+from baton.stores.host.rows import block_rows, check_ids, runs
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from baton.connectors.pull.scheduler import HostPolicy
 from baton.contract import host
 from baton.core.hashing import BlockHash
 from baton.core.ids import LoanId
-from baton.tiers.slot_index import Entry, SlotIndex
+from baton.stores.host.slots import Entry, SlotIndex
 
 MakeHalf = Callable[[EngineIdentity, HostPolicy], PullSchedulerHalf]
 

@@ -23,7 +23,8 @@ With the setting `lend` a request may ask for a loan of what is stored of its pr
 A chunk gets the recurrent state at its end if a step's host offers it, maybe in a later request than the one
 that stored its tokens. Loads end with a chunk that has one.
 
-Before every call that admits or uses keys the policy gets the request's retention (`baton.tiers.retaining`).
+Before every call that admits or uses keys the policy gets the request's retention
+(`baton.stores.policies.retaining`).
 
 Pure: no torch, no thread; the clock is an argument.
 """
@@ -47,10 +48,10 @@ from baton.connectors.prompt_identity import UnnamedPrompt
 from baton.connectors.store_events import StoreEvents
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, KVConnectorOutput, host
 from baton.contract.defaults import FinishesByFirstGroup
-from baton.contract.events import KVCacheEvent
 from baton.contract.reports import RankCombiner
 from baton.core.errors import BadTransferParams
 from baton.core.hashing import BlockHash, root_hash
+from baton.core.kv_events import KVCacheEvent
 from baton.core.kv_groups import NULL_BLOCK_ID, can_complete_states, is_hybrid
 from baton.core.retention import retention_of
 from baton.core.transfer_params import (
@@ -60,11 +61,11 @@ from baton.core.transfer_params import (
     lends_stored,
     parse_offload_choice,
 )
-from baton.tiers.eviction import make_policy
-from baton.tiers.retaining import Retainer
-from baton.tiers.sessions import Sessions
-from baton.tiers.slot_index import Entry, SlotIndex
-from baton.tiers.twice import TwiceEstimated
+from baton.stores.host.slots import Entry, SlotIndex
+from baton.stores.policies.eviction import make_policy
+from baton.stores.policies.retaining import Retainer
+from baton.stores.policies.sessions import Sessions
+from baton.stores.policies.twice import TwiceEstimated
 
 logger = logging.getLogger(__name__)
 

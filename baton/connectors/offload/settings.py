@@ -13,7 +13,7 @@ import msgspec
 from baton.connectors.extra_config import FIELD, check_share, parse_extra, refuse_unknown
 from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError
-from baton.tiers.eviction import Eviction
+from baton.stores.policies.eviction import Eviction
 
 GIB = 1 << 30
 

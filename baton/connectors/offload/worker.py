@@ -23,7 +23,7 @@ from baton.connectors.offload.stats import OffloadStats
 from baton.connectors.pull import PullWorkerHalf
 from baton.contract import KVConnectorHandshakeMetadata, KVConnectorMetadata, host
 from baton.core.errors import ConfigError, TransferError
-from baton.tiers.host_memory import available_bytes
+from baton.stores.host.memory import available_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,7 @@ def copies_of(kv_caches: dict[str, torch.Tensor], identity: OffloadIdentity) -> 
     if device.type != "cpu":
         raise ConfigError(f"caches on {device.type!r} cannot be offloaded", field="kv_caches")
     from baton.connectors.offload.cpu_copies import CpuCopies
-    from baton.tiers.host_rows import HostRows
+    from baton.stores.host.rows import HostRows
 
     is_lent = identity.lender is not None
     rows = HostRows(kv_caches, identity.num_rows, f"{FIELD}.cpu_gib", is_shareable=is_lent)

@@ -22,7 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from baton.connectors.jobs import Jobs
-from baton.transport.threads import join_all, start_owned_thread
+from baton.transport.base.threads import join_all, start_owned_thread
 
 if TYPE_CHECKING:
     import torch

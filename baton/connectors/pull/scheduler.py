@@ -52,7 +52,7 @@ from baton.core.reasons import FailureCode
 from baton.protocol.handshake import RankCard
 from baton.protocol.introduction import Introduction, sign_introduction
 from baton.protocol.signed_frame import ProcessKey
-from baton.transport.control import ControlChannel
+from baton.transport.control.channel import ControlChannel
 
 logger = logging.getLogger(__name__)
 

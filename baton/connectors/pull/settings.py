@@ -16,8 +16,8 @@ from baton.core.config import ClusterSecret
 from baton.core.errors import ConfigError
 from baton.core.hosts import is_loopback
 from baton.core.timers import Timers
-from baton.transport.sealing import Integrity
-from baton.transport.tcp import TcpOptions
+from baton.transport.tcp.sealing import Integrity
+from baton.transport.tcp.transport import TcpOptions
 
 LOOPBACK = "127.0.0.1"
 

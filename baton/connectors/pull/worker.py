@@ -49,7 +49,7 @@ from baton.core.ids import Address, Epoch
 from baton.core.layout import SLOT, RankLayout
 from baton.protocol.handshake import RankCard
 from baton.transport import PREFERENCE, available_names, make_transports, register_all
-from baton.transport.base import Transport
+from baton.transport.base.interface import Transport
 
 if TYPE_CHECKING:
     import torch

@@ -12,7 +12,7 @@ from baton.connectors.extra_config import FIELD
 from baton.connectors.pull.settings import PullSettings
 from baton.core.errors import ConfigError, PeerError
 from baton.core.hosts import bracketed
-from baton.transport.control import check_url
+from baton.transport.control.channel import check_url
 
 Stream = Literal["off", "chunk", "layer"]
 

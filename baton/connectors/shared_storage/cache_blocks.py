@@ -15,9 +15,9 @@ import torch
 from baton.connectors.shared_storage.form import FileForm, LayerShape
 from baton.connectors.shared_storage.identity import StorageIdentity
 from baton.connectors.shared_storage.layer_kinds import LayerKind
-from baton.tiers.host_rows import Bytes, block_rows, check_ids, runs
-from baton.transport.gather import copy_library
-from baton.transport.spans import Copies, Int64s
+from baton.stores.host.rows import Bytes, block_rows, check_ids, runs
+from baton.transport.base.gather import copy_library
+from baton.transport.base.spans import Copies, Int64s
 
 
 class CacheBlocks:

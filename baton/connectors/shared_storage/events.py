@@ -21,7 +21,7 @@ from typing import NamedTuple
 from baton.connectors.shared_storage.metadata import SaveId
 from baton.connectors.shared_storage.prompts import Prompt
 from baton.connectors.store_events import StoreEvents
-from baton.contract.events import KVCacheEvent
+from baton.core.kv_events import KVCacheEvent
 
 EVENT_CHUNKS_MAX = 1 << 16  # Chunks that one engine follows, for each kind of layers.
 

@@ -3,8 +3,9 @@
 A section is some successive layers, which can be read and verified without the others. A small body is one
 section. If a layer would not be aligned, the body is one section with the widest dtypes first.
 
-`entries` describes it in safetensors' terms (`baton.tiers.chunk`). The format is implemented here because
-that library copies all bytes several times; a body in one piece is read, verified and written without a copy.
+`entries` describes it in safetensors' terms (`baton.stores.chunks.chunk`). The format is implemented here
+because that library copies all bytes several times. A body in one piece is read, verified and written without
+a copy.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from baton.core.errors import ConfigError
 from baton.core.identity import CurrentIdentity, KVIdentity
 from baton.core.kv_groups import KVCacheGroup, has_states, has_tables, is_hybrid
 from baton.core.layout import SLOT
-from baton.tiers.chunk import FORMAT
-from baton.tiers.chunk_name import STATE
+from baton.stores.base.chunk_name import STATE
+from baton.stores.chunks.chunk import FORMAT
 
 if TYPE_CHECKING:
     import torch

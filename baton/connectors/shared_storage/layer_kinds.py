@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from baton.core.kv_groups import KVCacheGroup
-from baton.tiers.chunk_name import STATE
+from baton.stores.base.chunk_name import STATE
 
 
 @dataclass(frozen=True, slots=True)

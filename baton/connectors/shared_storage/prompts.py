@@ -25,7 +25,7 @@ from baton.contract import host
 from baton.core.hashing import BlockHash, block_hash, root_hash, tail_hash
 from baton.core.kv_groups import NULL_BLOCK_ID
 from baton.core.retention import PLAIN, Retention
-from baton.tiers.tiers import Place
+from baton.stores.backends.tiers import Place
 
 
 @dataclass(slots=True)

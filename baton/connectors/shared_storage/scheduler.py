@@ -51,14 +51,14 @@ from baton.contract import (
     host,
 )
 from baton.contract.defaults import FinishesByFirstGroup
-from baton.contract.events import MEDIUM_STORAGE, KVCacheEvent
+from baton.core.kv_events import MEDIUM_STORAGE, KVCacheEvent
 from baton.core.kv_groups import can_complete_states, has_states
 from baton.core.retention import retention_of
 from baton.core.transfer_params import lends_stored, parse_prefetch, prefetches_of_hints
-from baton.tiers.chunk_name import NO_KEEP, ChunkName, Keep, chunk_of, parse_name
-from baton.tiers.sessions import Sessions
-from baton.tiers.store import StoreError
-from baton.tiers.tiers import Place
+from baton.stores.backends.tiers import Place
+from baton.stores.base.chunk_name import NO_KEEP, ChunkName, Keep, chunk_of, parse_name
+from baton.stores.base.store import StoreError
+from baton.stores.policies.sessions import Sessions
 
 if TYPE_CHECKING:
     from baton.core.hashing import BlockHash
@@ -471,7 +471,7 @@ class StorageSchedulerHalf(FinishesByFirstGroup):
         self._in_flight.clear()
 
     def _retain(self, prompt: Prompt, keeper: Keeper) -> None:
-        """Retains chunks as `baton.tiers.retaining` does in host memory. Stores with limits write `Keep`."""
+        """Retains chunks, as `policies.retaining` does in host memory. Stores with limits write `Keep`."""
         asked = prompt.retention
         found = [key for key in prompt.keys[: prompt.num_saved] if key not in prompt.saved_keys]
         self._sessions.used(asked.session, found)

@@ -13,7 +13,7 @@ import msgspec
 
 from baton.connectors.extra_config import FIELD, check_share
 from baton.core.errors import ConfigError
-from baton.tiers.transfers import TransferSettings
+from baton.stores.chunks.transfers import TransferSettings
 
 CHUNK_TOKENS = 256
 GIB = 1 << 30
@@ -21,7 +21,7 @@ DAY_S = 86_400
 
 
 class FilesTier(msgspec.Struct, frozen=True, kw_only=True, tag="files", tag_field="type"):
-    """A folder, on a local disk or shared by hosts (`baton.tiers.file_store`)."""
+    """A folder, on a local disk or shared by hosts (`baton.stores.backends.files`)."""
 
     path: str  # Created if it does not exist.
     max_gib: float | None = None  # Size of all files under `path`, from any engine; None: no limit.
@@ -45,7 +45,7 @@ class FilesTier(msgspec.Struct, frozen=True, kw_only=True, tag="files", tag_fiel
 
 
 class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_field="type"):
-    """A bucket (`baton.tiers.object_store`)."""
+    """A bucket (`baton.stores.backends.objects`)."""
 
     url: str  # s3://bucket/prefix, gs://, az://, file:///, memory:///
     # Options of the client, as strings: credentials, endpoint, region. An error names the one that is wrong.
@@ -65,7 +65,7 @@ class ObjectsTier(msgspec.Struct, frozen=True, kw_only=True, tag="objects", tag_
 
 
 class RedisTier(msgspec.Struct, frozen=True, kw_only=True, tag="redis", tag_field="type"):
-    """A Redis or Valkey server, which evicts by its own `maxmemory-policy` (`baton.tiers.redis_store`)."""
+    """A Redis or Valkey server (`stores.backends.redis`), which evicts by its own `maxmemory-policy`."""
 
     url: str  # redis://, rediss://, unix://
     timeout_s: float = 2.0  # Timeout of one command.

@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from baton.tiers.tiers import Place
+from baton.stores.backends.tiers import Place
 
 HALF_LIFE_S = 30.0
 STALE_S = 120.0

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 from baton.connectors.counted import Count, CountedStats, LabelledCount
-from baton.tiers.store import Fault
+from baton.stores.base.store import Fault
 
 # Labels. "failed": our own error. "tainted": computed with bad blocks.
 LoadFault = Fault | Literal["failed", "timeout"]

@@ -10,12 +10,12 @@ from typing import assert_never
 from baton.connectors.extra_config import FIELD
 from baton.connectors.jobs import Job, Jobs
 from baton.connectors.shared_storage.settings import GIB, FilesTier, ObjectsTier, RedisTier, StoredTier
-from baton.tiers.file_store import FileStore
-from baton.tiers.pace import TokenBucket
-from baton.tiers.store import Store
-from baton.tiers.sweep import Limits, Sweeps
-from baton.tiers.tiers import Tiers
-from baton.tiers.transfers import MIB
+from baton.stores.backends.files import FileStore
+from baton.stores.backends.pace import TokenBucket
+from baton.stores.backends.sweep import Limits, Sweeps
+from baton.stores.backends.tiers import Tiers
+from baton.stores.base.store import Store
+from baton.stores.chunks.transfers import MIB
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +60,7 @@ def _make(tier: StoredTier) -> Store:
                 field=f"{FIELD}.path",
             )
         case ObjectsTier():
-            from baton.tiers.object_store import ObjectStore
+            from baton.stores.backends.objects import ObjectStore
 
             return ObjectStore(
                 tier.url,
@@ -70,7 +70,7 @@ def _make(tier: StoredTier) -> Store:
                 options_field=f"{FIELD}.options",
             )
         case RedisTier():
-            from baton.tiers.redis_store import RedisStore
+            from baton.stores.backends.redis import RedisStore
 
             return RedisStore(tier.url, timeout_s=tier.timeout_s, ttl_s=tier.ttl_s, field=f"{FIELD}.url")
         case _:

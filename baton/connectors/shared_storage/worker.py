@@ -7,9 +7,9 @@
            while a request waits to be scheduled: store -> verified -> host memory (`read_ahead`)
            with `layerwise`, section by section     (the request may run before the last one: `layered`)
 
-No step waits for a store (`baton.tiers.transfers`); with `layerwise` it may, for `layer_wait_s` at most. A
-read that hangs delays its own request by `read_timeout_s`. While all readers hang, no request waits for them.
-`backlog_max_mib` bounds the copies that wait to be written.
+No step waits for a store (`baton.stores.chunks.transfers`). With `layerwise` it may, for at most
+`layer_wait_s`. A read that hangs delays its own request by `read_timeout_s`. While all readers hang, no
+request waits for them. `backlog_max_mib` bounds the copies that wait to be written.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ from baton.contract import (
     KVConnectorMetadata,
 )
 from baton.core.layout import SLOT
-from baton.tiers.chunk import sections_of
-from baton.tiers.chunk_name import ChunkName
-from baton.tiers.transfer_states import Ended, Kind, Outcome
-from baton.tiers.transfers import MIB, Copy, Form, Transfers
+from baton.stores.base.chunk_name import ChunkName
+from baton.stores.chunks.chunk import sections_of
+from baton.stores.chunks.transfer_states import Ended, Kind, Outcome
+from baton.stores.chunks.transfers import MIB, Copy, Form, Transfers
 
 if TYPE_CHECKING:
     import torch

@@ -45,7 +45,7 @@ from baton.core.kv_groups import (
 from baton.core.layout import kv_heads_of
 from baton.core.states import ALIGNMENT, state_bytes
 from baton.engine.forward_context import AttentionLayer
-from baton.tiers.host_memory import GIB, allocate_shareable, available_bytes, touch
+from baton.stores.host.memory import GIB, allocate_shareable, available_bytes, touch
 
 KVCacheLayout: TypeAlias = Literal["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
 _AXES = "LBHNC"  # The axes of a view, in order.

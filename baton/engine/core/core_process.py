@@ -28,10 +28,10 @@ from types import FrameType
 
 import msgspec
 
+from baton.checkpoints.checkpoint import weights_digest
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import EngineOutputs, SchedulerStats
-from baton.engine.checkpoints.checkpoint import weights_digest
 from baton.engine.core import core_messages as messages
 from baton.engine.core.core_messages import FromCore, Start, ToCore
 from baton.engine.core.engine_core import EngineCore

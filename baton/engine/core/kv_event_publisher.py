@@ -25,10 +25,10 @@ from collections.abc import Callable
 import msgspec
 import zmq
 
-from baton.contract.events import KVCacheEvent, KVEventBatch
 from baton.core.config import KVEventsConfig
 from baton.core.errors import ConfigError
 from baton.core.hosts import is_loopback
+from baton.core.kv_events import KVCacheEvent, KVEventBatch
 
 logger = logging.getLogger(__name__)
 

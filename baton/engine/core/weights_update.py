@@ -22,11 +22,11 @@ from typing import Literal, get_args
 
 import msgspec
 
+from baton.checkpoints.checkpoint import FilesState, files_state, load_model_config
 from baton.core.config import ModelConfig
 from baton.core.errors import BatonError, UserError
 from baton.core.identity import check_version
 from baton.engine.api import RequestError
-from baton.engine.checkpoints.checkpoint import FilesState, files_state, load_model_config
 
 PauseMode = Literal["wait", "abort", "keep"]
 WAIT_S = 60.0  # Wait for requests to end ("wait"), or for loads that fill blocks in use ("keep").

@@ -11,6 +11,7 @@ from collections.abc import Callable, Container, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
+from baton.checkpoints.checkpoint import FilesState
 from baton.contract import (
     KVConnectorHandshakeMetadata,
     KVConnectorMetadata,
@@ -20,7 +21,6 @@ from baton.contract import (
 from baton.contract.aggregator import KVOutputAggregator
 from baton.core.errors import BatonError
 from baton.engine.api import RequestError
-from baton.engine.checkpoints.checkpoint import FilesState
 from baton.engine.step import ModelRunnerOutput, SchedulerOutput
 
 

@@ -10,13 +10,13 @@ import sys
 import torch
 import torch.distributed as dist
 
+from baton.checkpoints.checkpoint import files_state
 from baton.contract import KVConnectorMetadata
 from baton.contract.factory import ConnectorFactory, load_factory
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
 from baton.engine.api import RequestError
 from baton.engine.attention.cuda import require_cuda
-from baton.engine.checkpoints.checkpoint import files_state
 from baton.engine.executor import RankStage, RankTake, RankWeights
 from baton.engine.executor.rank_messages import (
     RankAssignment,

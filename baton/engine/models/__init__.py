@@ -4,11 +4,11 @@ from collections.abc import Sequence
 
 import torch
 
+from baton.checkpoints.families import parse_architecture
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
 from baton.core.kv_groups import KVCacheGroup, one_group
 from baton.engine.attention.kv_memory import torch_dtype
-from baton.engine.checkpoints.families import parse_architecture
 from baton.engine.models.decoder import Decoder
 from baton.engine.models.loading import fill_weights, load_weights
 from baton.engine.models.parallel import ProcessGroup, SingleRank, TensorParallelGroup

@@ -3,7 +3,7 @@
     token ids [T] -> embedding -> layers x (norm, attention, +, norm, MLP, +) -> norm -> hidden [T, M]
     hidden of the tokens to sample from [S, M] -> head -> logits [S, V]
 
-The differences between the families are data (`baton.engine.checkpoints.architecture`). Each attention layer
+The differences between the families are data (`baton.checkpoints.architecture`). Each attention layer
 calls the connector's hooks before and after its attention. Legend: T tokens, Q query heads, H KV heads of
 this rank, D head size, M hidden size.
 """
@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from baton.checkpoints.architecture import DecoderArchitecture
+from baton.checkpoints.rope_config import RopeScaling
+from baton.checkpoints.state_config import GatedDelta, Mamba2
 from baton.core.kv_groups import KVCacheGroup, layer_name, places_of
 from baton.core.layout import kv_heads_of
 from baton.engine.attention import AttentionBackend, AttentionShape, build_backend
-from baton.engine.checkpoints.architecture import DecoderArchitecture
-from baton.engine.checkpoints.rope_config import RopeScaling
-from baton.engine.checkpoints.state_config import GatedDelta, Mamba2
 from baton.engine.forward_context import AttentionMetadata, ForwardContext
 from baton.engine.models.compiled_layers import CompiledLayers, LayerParts, compiled_layers
 from baton.engine.models.compiled_rows import gate as compiled_gate

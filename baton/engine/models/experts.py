@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baton.engine.checkpoints.architecture import DecoderArchitecture, Experts
+from baton.checkpoints.architecture import DecoderArchitecture, Experts
 from baton.engine.models.layers import drop, empty_parameter
 from baton.engine.models.matmul import Matmul
 from baton.engine.models.parallel import TensorParallelGroup

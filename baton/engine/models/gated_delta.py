@@ -18,8 +18,8 @@ head, D key size, P value size.
 import torch
 import torch.nn.functional as F
 
-from baton.engine.checkpoints.architecture import DecoderArchitecture
-from baton.engine.checkpoints.state_config import GatedDelta
+from baton.checkpoints.architecture import DecoderArchitecture
+from baton.checkpoints.state_config import GatedDelta
 from baton.engine.models.kinds import Kind
 from baton.engine.models.layers import PackedLinear, RowParallelLinear, empty_parameter, rms_norm
 from baton.engine.models.parallel import TensorParallelGroup

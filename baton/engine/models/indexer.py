@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from baton.engine.checkpoints.architecture import DecoderArchitecture
-from baton.engine.checkpoints.latent_config import IndexShape
+from baton.checkpoints.architecture import DecoderArchitecture
+from baton.checkpoints.latent_config import IndexShape
 from baton.engine.models.kinds import Rotation
 from baton.engine.models.layers import PackedLinear, empty_parameter
 from baton.engine.models.rotary import rotate

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from baton.checkpoints.architecture import DecoderArchitecture
 from baton.core.kv_groups import index_layer_name, layer_name
 from baton.engine.attention import AttentionBackend
 from baton.engine.attention.key_index import KeyIndex
 from baton.engine.attention.sdpa import SdpaBackend
-from baton.engine.checkpoints.architecture import DecoderArchitecture
 from baton.engine.forward_context import ForwardContext
 from baton.engine.models.indexer import Indexed, Indexer
 from baton.engine.models.kinds import Kind, StepOfKind

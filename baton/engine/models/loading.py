@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from safetensors import SafetensorError, safe_open
 
+from baton.checkpoints.architecture import MAX_LAYERS, MlpNames
+from baton.checkpoints.checkpoint import read_json, weight_files
+from baton.checkpoints.config_fields import positive
+from baton.checkpoints.latent_config import IndexShape
 from baton.core.errors import UserError
 from baton.core.layout import kv_heads_of
-from baton.engine.checkpoints.architecture import MAX_LAYERS, MlpNames
-from baton.engine.checkpoints.checkpoint import read_json, weight_files
-from baton.engine.checkpoints.config_fields import positive
-from baton.engine.checkpoints.latent_config import IndexShape
 from baton.engine.models.decoder import Attention, Decoder, Mlp
 from baton.engine.models.experts import MixtureOfExperts
 from baton.engine.models.gated_delta import GatedDeltaMixer

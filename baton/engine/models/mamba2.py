@@ -15,9 +15,9 @@ N state size, I = H * P.
 import torch
 import torch.nn.functional as F
 
+from baton.checkpoints.architecture import DecoderArchitecture
+from baton.checkpoints.state_config import Mamba2
 from baton.core.layout import kv_heads_of
-from baton.engine.checkpoints.architecture import DecoderArchitecture
-from baton.engine.checkpoints.state_config import Mamba2
 from baton.engine.models.kinds import Kind
 from baton.engine.models.layers import PackedLinear, RowParallelLinear, empty_parameter
 from baton.engine.models.parallel import TensorParallelGroup

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import nn
 
-from baton.engine.checkpoints.rope_config import RopeScaling
+from baton.checkpoints.rope_config import RopeScaling
 from baton.engine.models import compiled_rows
 
 

@@ -40,7 +40,6 @@ import torch
 
 from baton.contract.base import KVConnectorMetadata, KVConnectorWorkerHalf
 from baton.contract.defaults import defined_by
-from baton.contract.events import KVConnectorKVEvents, QuorumKVEvents
 from baton.contract.guard import FAILED, Guard
 from baton.contract.null import NullWorkerHalf
 from baton.contract.output import (
@@ -49,6 +48,7 @@ from baton.contract.output import (
     KVConnectorWorkerMetadata,
 )
 from baton.contract.stats import KVConnectorStats
+from baton.core.kv_events import KVConnectorKVEvents, QuorumKVEvents
 from baton.engine.forward_context import ForwardContext
 from baton.engine.step import SchedulerOutput
 

@@ -23,9 +23,9 @@ from baton.contract import (
     KVConnectorStats,
     SupportsHMA,
 )
-from baton.contract.events import KVCacheEvent
 from baton.contract.guard import SchedulerGuard
 from baton.core.errors import UserError
+from baton.core.kv_events import KVCacheEvent
 from baton.core.prefilled import PrefilledTokens
 from baton.engine.api import RequestError
 from baton.engine.cache.kv_cache import KVCacheBlocks

@@ -9,7 +9,7 @@ The pool reports "stored" when a step is decided, which is before the step has b
 
 from collections import deque
 
-from baton.contract.events import KVCacheEvent
+from baton.core.kv_events import KVCacheEvent
 from baton.engine.cache.kv_cache import KVCache
 
 

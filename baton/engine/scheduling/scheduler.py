@@ -26,9 +26,9 @@ from math import inf
 from typing import Any
 
 from baton.contract import KVConnectorOutput, KVConnectorSchedulerHalf
-from baton.contract.events import KVCacheEvent
 from baton.core.config import EngineConfig
 from baton.core.errors import UserError
+from baton.core.kv_events import KVCacheEvent
 from baton.core.transfer_params import asks_for_prefill
 from baton.engine.api import EngineOutput, EngineOutputs, EngineRequest, RequestError, SchedulerStats
 from baton.engine.request import Request, RequestStatus

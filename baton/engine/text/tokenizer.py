@@ -17,10 +17,10 @@ from typing import Any
 import msgspec
 from tokenizers import Tokenizer as FastTokenizer
 
+from baton.checkpoints.checkpoint import read_json
 from baton.core.errors import BatonError, UserError, panics_as
 from baton.core.json_text import NotJson, decode_json
 from baton.core.limited_file import read_limited
-from baton.engine.checkpoints.checkpoint import read_json
 from baton.engine.text.chat_template import ChatTemplate
 from baton.engine.text.detokenizer import BROKEN, IncrementalDetokenizer
 

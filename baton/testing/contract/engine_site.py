@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Literal
 
 import msgspec
 
+from baton.checkpoints.checkpoint import load_model_config
+from baton.checkpoints.random_model import write_checkpoint
 from baton.contract import NullSchedulerHalf
 from baton.core.config import CacheConfig, EngineConfig, ModelConfig, ParallelConfig
 from baton.engine.api import EngineRequest, SamplingParams
-from baton.engine.checkpoints.checkpoint import load_model_config
-from baton.engine.checkpoints.random_model import write_checkpoint
 from baton.engine.executor import Executor
 from baton.engine.executor.inprocess import InProcessExecutor
 from baton.engine.executor.start import start_executor

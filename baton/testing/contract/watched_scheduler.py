@@ -14,9 +14,9 @@ from baton.contract import (
     SupportsHMA,
     host,
 )
-from baton.contract.events import KVCacheEvent
 from baton.contract.surface import SURFACE, Half, Scope, completed, rows_of
 from baton.core.errors import UserError
+from baton.core.kv_events import KVCacheEvent
 from baton.core.kv_groups import NULL_BLOCK_ID, KVCacheGroup, is_hybrid
 from baton.testing.contract.envelopes import WatchedMetadata, WatchedReport
 from baton.testing.contract.ledger import Ledger, OpenLoad

@@ -35,7 +35,7 @@ from baton.protocol.handshake import RankCard
 from baton.protocol.messages import WIRE_VERSION, Envelope, Message, Renew, decode_envelope
 from baton.protocol.signed_frame import ProcessKey
 from baton.testing.fuzz.frames import Cast, FrameMaker
-from baton.transport.control import ControlChannel, Destination, Received, Route
+from baton.transport.control.channel import ControlChannel, Destination, Received, Route
 
 NUM_LOANS = 6
 NUM_CLAIMED = 4

@@ -49,7 +49,7 @@ class Connector:
         if self.is_ours:
             return {
                 **config,
-                "kv_connector_module_path": "baton.vllm_plugin",
+                "kv_connector_module_path": "baton.hosts.vllm",
                 "kv_load_failure_policy": "recompute",
             }
         return {**config, "kv_role": "kv_both", "kv_buffer_device": "cpu"}  # NIXL's guide has these values.

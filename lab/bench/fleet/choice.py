@@ -15,7 +15,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from baton.contract.events import BlockStored
+from baton.core.kv_events import BlockStored
 from baton.router.block_index import CHUNK_TOKENS, BlockIndex, prefix_keys, root_key
 from baton.router.fleet.fleet import Fleet
 from baton.router.pairs import Pairs

@@ -13,7 +13,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from baton.contract.events import BlockRemoved, BlockStored, KVCacheEvent
+from baton.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
 
 BLOCK = 512  # Tokens, as in the traces.
 # Speeds in the order of a 70B model on a node of eight H100; only ratios between policies are published.

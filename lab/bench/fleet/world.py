@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from math import inf
 from pathlib import Path
 
-from baton.contract.events import KVCacheEvent
+from baton.core.kv_events import KVCacheEvent
 from baton.router.admission import NO_OBJECTIVE, Admission, Objective, Ticket
 from baton.router.answers import PROMPT_HEADER, LegAnswer
 from baton.router.block_index import NO_MATCH, BlockIndex, Match, home_key, prefix_keys, root_key

@@ -32,8 +32,8 @@ from baton.protocol.effects import pack_sends
 from baton.protocol.messages import Envelope, Message, Stranger
 from baton.protocol.peers import admit
 from baton.protocol.signed_frame import ForgedFrame, ProcessKey, epoch_of
-from baton.transport.control import ControlChannel, Destination
-from baton.transport.threads import join_all, start_owned_thread
+from baton.transport.base.threads import join_all, start_owned_thread
+from baton.transport.control.channel import ControlChannel, Destination
 
 logger = logging.getLogger(__name__)
 

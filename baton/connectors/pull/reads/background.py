@@ -15,7 +15,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from baton.transport.threads import start_owned_thread
+from baton.transport.base.threads import start_owned_thread
 
 logger = logging.getLogger(__name__)
 

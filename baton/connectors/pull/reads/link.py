@@ -31,7 +31,7 @@ from baton.protocol.conversion import plan_conversion
 from baton.protocol.handshake import RankCard
 from baton.protocol.plan import PlanError, plan_shares, plan_state_spans
 from baton.transport import choose_transport
-from baton.transport.base import Transport
+from baton.transport.base.interface import Transport
 
 if TYPE_CHECKING:
     from baton.connectors.pull.reads.staged import StagedReader

@@ -23,7 +23,7 @@ from baton.connectors.pull.reads.operations import Operations, Parts, Read, Read
 from baton.core.ids import Address, Pair
 from baton.core.layout import RankLayout
 from baton.protocol.handshake import RankCard
-from baton.transport.base import Transport
+from baton.transport.base.interface import Transport
 
 if TYPE_CHECKING:
     from baton.connectors.pull.reads.staged import StagedReader

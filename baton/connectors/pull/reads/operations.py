@@ -25,7 +25,7 @@ from baton.core.layout import CopySpan, RankLayout
 from baton.protocol.block_runs import Shape
 from baton.protocol.conversion import Conversion
 from baton.protocol.plan import Share, share_spans
-from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.base.interface import Completion, OpId, PeerHandle, Prepared, Transport
 
 LOOK_AGAIN_S = 0.2  # A waiting thread is woken earlier by what it waits for.
 PREPARED_MAX = 2048

@@ -23,7 +23,7 @@ from baton.core.layout import PLANES, CopySpan, RankLayout, Region
 from baton.protocol.block_runs import check_tables
 from baton.protocol.conversion import StagedChunk, chunk_spans, plan_chunk, plan_groups
 from baton.protocol.plan import Share
-from baton.transport.base import OpId
+from baton.transport.base.interface import OpId
 
 IN_FLIGHT_MAX = 2
 

@@ -19,7 +19,7 @@ import torch
 
 from baton.core.errors import TransferError
 from baton.core.layout import Region
-from baton.tiers.host_memory import allocate_shareable
+from baton.stores.host.memory import allocate_shareable
 
 STAGING_BYTES = 64 << 20
 NUM_PARTS = 8

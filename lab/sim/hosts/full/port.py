@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from baton.core.errors import PeerError, TransferError
 from baton.core.ids import Address, Pair
 from baton.core.layout import CopySpan, Region
-from baton.transport.base import Completion, OpId, PeerHandle, Prepared, Transport
-from baton.transport.spans import SpanTable
+from baton.transport.base.interface import Completion, OpId, PeerHandle, Prepared, Transport
+from baton.transport.base.spans import SpanTable
 from lab.sim.hosts.full.model import WORD_BYTES
 from lab.sim.kernel.connection import Connection
 from lab.sim.kernel.reads import Copy, Read

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, cast, get_args
 
 import msgspec
 
+from baton.checkpoints.checkpoint import FilesState
 from baton.core.config import EngineConfig
 from baton.engine.api import EngineOutput
-from baton.engine.checkpoints.checkpoint import FilesState
 from baton.engine.core.engine_core import EngineCore
 from baton.engine.core.weights_update import PauseMode, WeightsUpdate
 from baton.engine.executor import Executor

@@ -21,7 +21,7 @@ from baton.protocol.messages import (
     Welcome,
 )
 from baton.protocol.signed_frame import ProcessKey
-from baton.transport.control import ControlChannel
+from baton.transport.control.channel import ControlChannel
 from lab.sim.kernel import lies
 from lab.sim.kernel.process import NEVER, SOON_S
 from lab.sim.kernel.wire import Wire, garbled

@@ -1,0 +1,1 @@
+"""The hosts of the connectors besides the embedded engine."""

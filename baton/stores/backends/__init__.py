@@ -1,0 +1,1 @@
+"""Stores: files, buckets, Redis, and several of them as one; with limits of size, age and bandwidth."""

@@ -1,0 +1,1 @@
+"""The interface of a store, and the values that all stores share."""

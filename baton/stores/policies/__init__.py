@@ -1,0 +1,1 @@
+"""Policies that decide which keys stay when a tier is full: pure functions of keys."""

@@ -1,0 +1,1 @@
+"""The control channel between two engines, encrypted and authenticated (CURVE over ZMQ)."""

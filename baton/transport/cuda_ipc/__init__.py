@@ -1,0 +1,1 @@
+"""Transport between processes on one GPU."""

@@ -1,0 +1,1 @@
+"""Transport by NIXL over UCX: RDMA between hosts. Optional."""

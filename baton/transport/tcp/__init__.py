@@ -1,0 +1,1 @@
+"""Transport between hosts over tcp: owner, reader, the messages between them and their sealing."""
