@@ -1,6 +1,7 @@
 """Frames: what is sent arrives unchanged, and a malformed frame is a PeerError."""
 
 import math
+import re
 from collections.abc import Callable
 
 import msgspec
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
 from baton.core.identity import KVIdentity
-from baton.core.ids import Address, EngineId, Epoch, LoanId, PromptHash, TransferId
+from baton.core.ids import Address, BlockId, EngineId, Epoch, LoanId, PromptHash, TransferId
 from baton.protocol import messages as wire
 from baton.protocol.effects import Send, pack_sends
 
@@ -130,18 +131,154 @@ def test_a_hostile_frame_is_a_peer_error(what: str) -> None:
     assert ("wire version" in str(refused.value)) == what.startswith("another version")
 
 
+X = TransferId("x")
+HASH = PromptHash(bytes(32))
+MODEL = KVIdentity(
+    model="m", weights="r", dtype="bf16", num_layers=2, num_kv_heads=1, head_dim=1, hash_seed="s"
+)
+
+
+def announced(block_ids: object = (), **changes: object) -> wire.Announced:
+    fields = dict(transfer_id=X, number=1, run=1, num_tokens=4, block_ids=block_ids) | changes
+    return wire.Announced(**fields)  # type: ignore[arg-type]
+
+
+NUMBERS: dict[str, Callable[[int], object]] = {
+    "epoch of a loan": lambda n: wire.Released(LoanId(Epoch(n), 1), 1),
+    "counter of a loan": lambda n: wire.Released(LoanId(Epoch(1), n), 1),
+    "claim": lambda n: wire.Gone(LOAN, n),
+    "loan of a renewal": lambda n: wire.Renew(LoanId(Epoch(n), 1), 1, 1),
+    "claim of a renewal": lambda n: wire.Renew(LOAN, n, 1),
+    "sequence of a renewal": lambda n: wire.Renew(LOAN, 1, n),
+    "loan of an answer": lambda n: wire.Renewed(LoanId(Epoch(n), 1), 1, 1, 1.0),
+    "claim of an answer": lambda n: wire.Renewed(LOAN, n, 1, 1.0),
+    "sequence of an answer": lambda n: wire.Renewed(LOAN, 1, n, 1.0),
+    "number of a transfer": lambda n: wire.Working(X, n),
+    "number of a want": lambda n: wire.Want(X, n, HASH, 4),
+    "tokens of a want": lambda n: wire.Want(X, 1, HASH, n),
+    "number of an announcement": lambda n: announced(number=n),
+    "run of an announcement": lambda n: announced(run=n),
+    "tokens of an announcement": lambda n: announced(num_tokens=n),
+    "partial tokens of an announcement": lambda n: announced(partial_tokens=n),
+    "number of a ticket": lambda n: wire.Finished(X, n, 1, "t"),
+    "run of a ticket": lambda n: wire.Finished(X, 1, n, "t"),
+    "number of a failure": lambda n: wire.Failed(X, n, "why"),
+    "number of a withdrawal": lambda n: wire.Withdraw(X, n),
+    "version of a hello": lambda n: wire.Hello(n, MODEL, P),
+    "version of a welcome": lambda n: wire.Welcome(n, MODEL, b""),
+    "epoch of an address": lambda n: wire.Stranger(Address(EngineId("p"), Epoch(n))),
+    "epoch of a sender": lambda n: wire.Envelope(2, Address(EngineId("p"), Epoch(n)), D, ()),
+    "epoch of a target": lambda n: wire.Envelope(2, P, Address(EngineId("d"), Epoch(n)), ()),
+}
+
+
+@pytest.mark.parametrize("what", NUMBERS)
+def test_a_number_of_a_message_is_unsigned_and_has_64_bits(what: str) -> None:
+    for number in (0, wire.U64_MAX):
+        NUMBERS[what](number)
+    for number in (-1, wire.U64_MAX + 1):
+        with pytest.raises(ValueError, match=rf"^{number} is not in \[0, 2\*\*64\)$"):
+            NUMBERS[what](number)
+
+
+BLOCK = BlockId(1)
+NAMED = "a transfer_id must have 1 to 256 characters"
+LISTED = f"more than {wire.MAX_LISTED_BLOCKS} blocks or 256 cache groups"
+
+
 @pytest.mark.parametrize(
-    "make",
+    ("make", "error"),
     [
-        lambda: wire.Renew(LOAN, -1, 0),
-        lambda: wire.Renew(LOAN, 0, wire.U64_MAX + 1),
-        lambda: wire.Renewed(LOAN, 0, 0, math.nan),
-        lambda: wire.Stranger(Address(EngineId(""), Epoch(1))),
+        (lambda: wire.Renewed(LOAN, 0, 0, math.nan), "ttl_s is nan, must be finite and not negative"),
+        (lambda: wire.Renewed(LOAN, 0, 0, math.inf), "ttl_s is inf, must be finite and not negative"),
+        (lambda: wire.Renewed(LOAN, 0, 0, -0.1), "ttl_s is -0.1, must be finite and not negative"),
+        (
+            lambda: wire.Stranger(Address(EngineId(""), Epoch(1))),
+            "an engine_id must have 1 to 256 characters",
+        ),
+        (
+            lambda: wire.Stranger(Address(EngineId("p" * 257), Epoch(1))),
+            "an engine_id must have 1 to 256 characters",
+        ),
+        (lambda: wire.Working(TransferId(""), 1), NAMED),
+        (lambda: wire.Want(TransferId("x" * 257), 1, HASH, 4), NAMED),
+        (lambda: announced(transfer_id=TransferId("")), NAMED),
+        (lambda: wire.Finished(TransferId(""), 1, 1, "t"), NAMED),
+        (lambda: wire.Failed(TransferId(""), 1, "why"), NAMED),
+        (lambda: wire.Want(X, 1, PromptHash(bytes(33)), 4), "a prompt_hash must have 32 bytes"),
+        (lambda: announced([[BLOCK]], first_blocks=(0, 0)), "2 first blocks for 1 cache groups"),
+        (
+            lambda: announced([[BLOCK]], first_blocks=(-1,)),
+            f"first_blocks must be in [0, {wire.MAX_LISTED_BLOCKS}]",
+        ),
+        (
+            lambda: announced([[BLOCK]], first_blocks=(wire.MAX_LISTED_BLOCKS + 1,)),
+            f"first_blocks must be in [0, {wire.MAX_LISTED_BLOCKS}]",
+        ),
+        (lambda: announced(partial_layers=-1), "partial_layers is -1, at most 4096"),
+        (lambda: announced(partial_layers=4097), "partial_layers is 4097, at most 4096"),
+        (lambda: announced([[BLOCK] * wire.MAX_LISTED_BLOCKS, [BLOCK]]), LISTED),
+        (lambda: announced([[]] * 257), LISTED),
+        (lambda: announced([[BLOCK, -1]]), "block ids must be in [0, 2**32)"),
+        (lambda: announced([[2**32, BLOCK]]), "block ids must be in [0, 2**32)"),
+        (lambda: wire.Finished(X, 1, 1, ""), f"a ticket must have 1 to {1 << 20} characters"),
+        (
+            lambda: wire.Finished(X, 1, 1, "t" * ((1 << 20) + 1)),
+            f"a ticket must have 1 to {1 << 20} characters",
+        ),
+        (lambda: wire.Failed(X, 1, "w" * 513), "a reason must have at most 512 characters"),
+        (
+            lambda: wire.Hello(1, MODEL, Address(EngineId(""), Epoch(1))),
+            "an engine_id must have 1 to 256 characters",
+        ),
+        (
+            lambda: wire.Welcome(1, MODEL, bytes((3 << 20) + 1)),
+            f"a payload of {(3 << 20) + 1} bytes, at most {3 << 20}",
+        ),
+        (lambda: wire.Refused(("no",) * 33), "more than 32 reasons, or one of more than 512 characters"),
+        (lambda: wire.Refused(("n" * 513,)), "more than 32 reasons, or one of more than 512 characters"),
+        (
+            lambda: wire.Envelope(2, P, D, (wire.Gone(LOAN, 1),) * 4097),
+            "4097 messages in one frame, at most 4096",
+        ),
     ],
 )
-def test_messages_that_a_peer_would_refuse_cannot_be_made(make: Callable[[], object]) -> None:
-    with pytest.raises(ValueError, match=r"2\*\*64|finite|engine_id"):
+def test_messages_that_a_peer_would_refuse_cannot_be_made(make: Callable[[], object], error: str) -> None:
+    with pytest.raises(ValueError, match=f"^{re.escape(error)}$"):
         make()
+
+
+def test_the_largest_and_the_smallest_messages_can_be_made() -> None:
+    longest_name = TransferId("x" * 256)
+    wire.Stranger(Address(EngineId("p" * 256), Epoch(1)))
+    wire.Renewed(LOAN, 0, 0, 0.0)
+    wire.Want(longest_name, 1, HASH, 4)
+    announced([[BLOCK]], first_blocks=(0,))
+    announced([[BLOCK]], first_blocks=(wire.MAX_LISTED_BLOCKS,))
+    announced(partial_layers=4096)
+    announced([[BLOCK] * wire.MAX_LISTED_BLOCKS])
+    announced([[]] * 256)
+    announced([[0, 2**32 - 1]])
+    wire.Finished(X, 1, 1, "t" * (1 << 20))
+    wire.Failed(X, 1, "w" * 512)
+    wire.Welcome(1, MODEL, bytes(3 << 20))
+    wire.Refused(("n" * 512,) * 32)
+    wire.Envelope(2, P, D, (wire.Gone(LOAN, 1),) * 4096)
+
+
+@pytest.mark.parametrize(
+    ("frame", "error"),
+    [
+        (bytes(wire.MAX_FRAME_BYTES + 1), f"frame of {(1 << 22) + 1} bytes, at most {1 << 22}"),
+        (HOSTILE["another version"], "frame of wire version 3, ours is 2"),
+        (HOSTILE["another version with another shape"], "frame of wire version 3, ours is 2"),
+        (HOSTILE["no engine id"], "malformed frame: an engine_id must have 1 to 256 characters"),
+    ],
+)
+def test_a_frame_that_is_refused_is_described(frame: bytes, error: str) -> None:
+    with pytest.raises(PeerError) as refused:
+        wire.decode_envelope(frame)
+    assert str(refused.value).startswith(error)
 
 
 def test_messages_of_one_turn_to_one_peer_share_an_envelope_in_order() -> None:
