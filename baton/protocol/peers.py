@@ -190,7 +190,6 @@ class PeerTable:
         except PeerError as error:
             return self._failed(sender, FailureReason(FailureCode.BAD_RANK_CARDS, str(error)), now)
         peer.state, peer.welcome, peer.ranks = "ready", welcome, ranks
-        peer.num_failures = 0
         return [PeerReady(sender, welcome, ranks)]
 
     def _failed(self, address: Address, reason: FailureReason, now: float) -> list[PeerEffect]:

@@ -286,7 +286,8 @@ def test_a_success_resets_the_back_off() -> None:
     peers.want(P, 0.0)
     peers.receive(P, Refused(()), 0.0)
     ready(peers, P, 1.0)
-    assert lost(peers.receive(P, Stranger(P), 2.0)).code is FailureCode.GONE
+    reason = FailureReason(FailureCode.GONE, "restarted or gone: another process answers there")
+    assert peers.receive(P, Stranger(P), 2.0) == [PeerLost(P, reason)]
     assert peers.want(P, 2.0) == [Send(P, make_hello(D, MODEL))]
 
 

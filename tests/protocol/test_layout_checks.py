@@ -47,9 +47,7 @@ def with_layer(layer: LayerLayout, **changes: Any) -> RankLayout:
 
 def state(*parts: dict[str, Any], name: str = "a", **changes: Any) -> StateLayout:
     units = tuple(UnitsLayout(**PART | part) for part in parts or ({},))
-    return StateLayout(
-        **dict(name=name, region=0, offset=0, block_stride=1, group=0, parts=units) | changes
-    )
+    return StateLayout(**dict(name=name, region=0, offset=0, block_stride=1, group=0, parts=units) | changes)
 
 
 def with_state(state: StateLayout, **changes: Any) -> RankLayout:
@@ -130,9 +128,7 @@ LIMITS: dict[str, tuple[int, int, Make]] = {
     "state of layer 'a': num_units of ssm": (
         1,
         1 << 16,
-        lambda n: with_state(
-            state({"num_units": n}, block_stride=1 << 16), regions=(Region(0, 1 << 16),)
-        ),
+        lambda n: with_state(state({"num_units": n}, block_stride=1 << 16), regions=(Region(0, 1 << 16),)),
     ),
     "state of layer 'a': unit_bytes of ssm": (
         1,

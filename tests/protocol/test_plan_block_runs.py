@@ -7,7 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import TransferError
-from baton.core.layout import KEYS_AND_VALUES, CacheSpec, LayerLayout, RankLayout, Region
+from baton.core.layout import (
+    CONSTANT_SCALES,
+    INLINE_SCALES,
+    KEYS_AND_VALUES,
+    NO_SCALES,
+    SCALES,
+    CacheSpec,
+    LayerLayout,
+    RankLayout,
+    Region,
+)
 from baton.protocol.block_runs import Shape, num_shapes, period_shapes, plan_block_runs
 from baton.protocol.conversion import chunk_spans, plan_chunk, plan_conversion, plan_groups
 from baton.protocol.plan import PlanError, Share
@@ -86,6 +96,8 @@ def rank(
     dtype: str = "float32",
     num_heads: int = 4,
     num_layers: int = 2,
+    scales: str = NO_SCALES,
+    kind: str = KEYS_AND_VALUES,
 ) -> RankLayout:
     head_bytes = block_tokens * slot_bytes
     block_bytes = head_bytes * num_heads
@@ -98,7 +110,7 @@ def rank(
         layers=tuple(
             LayerLayout(
                 f"l{i}",
-                CacheSpec(KEYS_AND_VALUES, dtype, num_heads),
+                CacheSpec(kind, dtype, num_heads, scales),
                 0,
                 i * 4 * block_bytes,
                 block_bytes,
@@ -143,6 +155,44 @@ def test_a_conversion_declares_its_loss_and_can_be_forbidden() -> None:
         plan_conversion(ours, theirs, ALL, converts_dtype=False)
     with pytest.raises(PlanError, match="slots of l0: ours 128 bytes of bfloat16, theirs 128 bytes"):
         plan_conversion(ours, rank(slot_bytes=128), ALL)
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "error"),
+    [
+        (
+            rank(scales=CONSTANT_SCALES),
+            rank(),
+            "scales of l0: ours 'constant', theirs 'none'",
+        ),
+        (
+            rank(dtype="bfloat16", slot_bytes=128, scales=INLINE_SCALES),
+            rank(),
+            "scales of l0: ours 'inline', theirs 'none'",
+        ),
+        (
+            rank(dtype="bfloat16", slot_bytes=128, kind=SCALES),
+            rank(kind=SCALES),
+            "dtype of l0: ours 'bfloat16', theirs 'float32'",
+        ),
+    ],
+)
+def test_caches_with_other_scales_are_not_converted(ours: RankLayout, theirs: RankLayout, error: str) -> None:
+    with pytest.raises(PlanError, match=error):
+        plan_conversion(ours, theirs, ALL)
+
+
+def test_constant_scales_are_left_out_of_a_conversion() -> None:
+    ours = rank(dtype="bfloat16", slot_bytes=128, scales=CONSTANT_SCALES)
+    assert plan_conversion(ours, rank(), ALL).is_staged
+
+
+def test_a_staging_buffer_is_filled_to_its_last_byte() -> None:
+    remote = rank(num_layers=4)
+    share: Share = {f"l{i}": range(4) for i in range(4)}
+    of_two = 2 * 16 * 256 * 4
+    assert plan_groups(remote, share, of_two) == [("l0", "l1"), ("l2", "l3")]
+    assert plan_groups(remote, share, of_two - 1) == [("l0",), ("l1",), ("l2",), ("l3",)]
 
 
 @given(

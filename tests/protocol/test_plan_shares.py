@@ -137,6 +137,7 @@ def test_engines_of_one_rank_are_spread_over_the_replicas() -> None:
     producers, consumer = engine(8, 1), engine(1, 1)
     sources = {plan_pairs_of_layouts(producers, consumer, rotation=r)[0].producer_rank for r in range(8)}
     assert sources == set(range(8))
+    assert plan_pairs_of_layouts(producers, consumer) == (Pair(0, 0),), "without a rotation"
 
 
 def test_equal_ranks_read_from_the_same_rank_for_any_rotation() -> None:

@@ -70,6 +70,64 @@ def test_a_loan_may_be_given_up_until_it_is_claimed() -> None:
     assert messages_of(producer.receive(D, Renew(forgotten, 2, 1), 0.0)) == [Gone(forgotten, 2)]
 
 
+def kept(producer: PullProducer, hold_s: float = 1000.0) -> LoanId:
+    loan_id = producer.keep(0.0, hold_s)
+    assert loan_id is not None
+    return loan_id
+
+
+def test_a_kept_loan_is_promised_from_its_first_renewal_on() -> None:
+    producer = PullProducer(Epoch(5), T)
+    loan_id = kept(producer)
+    assert producer.next_deadline == 1000.0
+    assert producer.wake(999.0) == []
+    assert messages_of(producer.receive(D, Renew(loan_id, 1, 1), 999.0)) == [Renewed(loan_id, 1, 1, T.ttl_s)]
+    now = 999.0
+    while producer.next_deadline > now:
+        now = producer.next_deadline - 0.001
+        producer.receive(D, Renew(loan_id, 1, 2), now)
+        if producer.next_deadline == 999.0 + T.loan_max_s:
+            break
+    assert producer.wake(999.0 + T.loan_max_s) == [FreeLoan(loan_id, expired=True)]
+
+
+def test_a_kept_loan_that_is_not_claimed_ends_with_its_time() -> None:
+    producer = PullProducer(Epoch(5), T)
+    loan_id = kept(producer)
+    assert producer.wake(1000.0) == [FreeLoan(loan_id, expired=True)]
+    assert messages_of(producer.receive(D, Renew(loan_id, 1, 1), 1000.0)) == [Gone(loan_id, 1)]
+
+
+def test_a_drain_ends_kept_loans_at_once_and_claimed_ones_at_its_end() -> None:
+    producer = PullProducer(Epoch(5), T)
+    waiting, claimed = kept(producer), kept(producer)
+    producer.receive(D, Renew(claimed, 1, 1), 0.0)
+    producer.drain(20.0)
+    assert producer.next_deadline == -NEVER
+    assert producer.wake(0.0) == [FreeLoan(waiting, expired=True)]
+    assert producer.keep(0.0, 10.0) is None
+    assert producer.next_deadline == T.ttl_s, "an earlier promise is kept"
+
+
+def test_an_early_read_that_ends_by_itself_names_its_ranks() -> None:
+    consumer = PullConsumer(T)
+    reserved = consumer.reserve(LOAN, P, 0.0, early=[PAIR])
+    assert reserved is not None
+    _, failed, freed = consumer.read_ended(reserved[0], PAIR, False, 1.0, "link down")
+    reason = FailureReason(FailureCode.READ_FAILED, "read failed, rank 0 to rank 0: link down")
+    assert failed == Fail(reserved[0], reason)
+    assert freed == FreeTarget(reserved[0])
+
+
+def test_a_lease_is_believed_until_the_moment_of_its_end_and_not_in_it() -> None:
+    consumer = PullConsumer(T)
+    claim = fetching(consumer)
+    consumer.receive(P, Renewed(LOAN, claim, 1, 10.0), 1.0)
+    ends_at = 10.0 * (1 - T.drift_max)
+    assert consumer.is_held(claim, ends_at - 0.001)
+    assert not consumer.is_held(claim, ends_at)
+
+
 def test_only_the_producer_of_a_loan_can_report_on_it() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)

@@ -22,7 +22,7 @@ from baton.protocol.effects import (
     StreamEffect,
 )
 from baton.protocol.grouped_prompt import ONE_TABLE, GroupRoute, GroupRoutes
-from baton.protocol.messages import Announced, BlockTables, Failed, Finished, Message, Want, Working
+from baton.protocol.messages import Announced, BlockTables, Failed, Finished, Message, Want, Withdraw, Working
 from baton.protocol.plan import GroupPair
 from baton.protocol.pull_consumer import PullConsumer
 from baton.protocol.push_consumer import PushConsumer
@@ -245,6 +245,51 @@ def test_only_the_producer_of_a_stream_can_report_on_it() -> None:
     assert stream.push.num_open == 1
 
 
+def test_a_loan_that_another_request_uses_ends_the_stream() -> None:
+    stream = Waiting()
+    stream.announce(1, 2)
+    stream.hear(Finished(X, stream.claim, 1, "t"))
+    lent = ticket()
+    assert stream.pull.reserve(lent.loan_id, P, 1.0) is not None
+    failed = [e for e in stream.push.accept(stream.claim, lent, 1.0) if isinstance(e, Fail)]
+    assert failed == [Fail(stream.claim, FailureReason(FailureCode.LOAN_IN_USE))]
+
+
+def test_a_stream_is_made_ready_once() -> None:
+    stream = Waiting()
+    assert stream.push.ready(stream.claim, (Pair(3, 3),), 4, 0.5) == []
+    [read] = stream.announce(1, 4)
+    assert isinstance(read, ReadEarly)
+    assert (read.pairs, read.part) == (PAIRS, Part(0, 4))
+
+
+def test_a_stream_that_has_failed_is_not_made_ready() -> None:
+    push = PushConsumer(T, PullConsumer(T), NUM_LAYERS)
+    wanted = push.want(X, P, HASH, NUM_TOKENS, 1, 0.0)
+    assert wanted is not None
+    claim, _ = wanted
+    push.receive(P, Announced(X, claim, 1, 6, table(6)), 1.0)
+    push.abort(claim, 1.0)
+    assert push.ready(claim, PAIRS, 0, 1.0) == []
+
+
+def test_a_state_is_read_when_it_is_lent_and_never_before() -> None:
+    of_tokens, of_state = GroupPair(0, 0), GroupPair(1, 1)
+    routes = (
+        GroupRoute(of_tokens, frozenset({0})),
+        GroupRoute(of_state, frozenset(), 1, is_state=True),
+    )
+    stream = Waiting(group_routes=routes)
+    [read] = stream.say(1, 4, (*table(4), ()))
+    assert isinstance(read, ReadEarly)
+    assert read.part == Part(0, 4, None, of_tokens)
+    stream.hear(Finished(X, stream.claim, 1, "t"))
+    lent = ticket(block_ids=(*table(NUM_TOKENS), (BlockId(3),)), windows=(None, 1), state_groups=(1,))
+    [*_, last] = stream.push.accept(stream.claim, lent, 1.0)
+    assert isinstance(last, Lent)
+    assert last.unread == (Part(4, 4, None, of_tokens), Part(NUM_TOKENS - 1, 1, None, of_state))
+
+
 def test_a_read_that_ends_by_itself_fails_the_stream_at_once() -> None:
     stream = Waiting()
     stream.announce(1, 4)
@@ -330,3 +375,15 @@ def test_reports_about_an_ended_prefill_change_nothing() -> None:
     assert producer.preempted(X, 1.0) == []
     assert producer.failed(X, "late", 1.0) == []
     assert answers(producer, Want(X, 1, HASH, 8), 2.0) == [Finished(X, 1, 1, "t")]
+
+
+def test_a_prefill_is_unwanted_once_its_consumer_has_withdrawn() -> None:
+    producer = PushProducer(T)
+    producer.expect(X, HASH, 8, 0.0)
+    assert not producer.is_unwanted(X)
+    producer.receive(D, Want(X, 1, HASH, 8), 0.0)
+    assert not producer.is_unwanted(X)
+    producer.receive(D, Withdraw(X, 1), 1.0)
+    assert producer.is_unwanted(X)
+    producer.receive(P, Want(X, 1, HASH, 8), 2.0)
+    assert not producer.is_unwanted(X), "another consumer has come"

@@ -13,6 +13,7 @@ from baton.core.prefilled import PrefilledLogprob, PrefilledLogprobs, PrefilledT
 from baton.core.reasons import Fault
 from baton.core.transfer_params import MAX_TICKET_CHARS
 from baton.protocol.messages import U64_MAX
+from baton.protocol.signed_token import TokenSigner
 from baton.protocol.ticket import (
     TICKET_VERSION,
     BadTicket,
@@ -21,7 +22,6 @@ from baton.protocol.ticket import (
     open_ticket,
     sign_ticket,
 )
-from baton.protocol.signed_token import TokenSigner
 from tests.protocol.tokens import HASH, MODEL, ticket
 
 KEY, OTHER_KEY = b"k" * 32, b"o" * 32
