@@ -55,6 +55,24 @@ def test_a_retry_costs_one_and_a_request_adds_its_share() -> None:
     assert sum(budget.take(0.0) for _ in range(1_000)) == pytest.approx(1_000 * SHARE, abs=1)
 
 
+@pytest.mark.parametrize("quiet_s", [WINDOW_S, 3_600.0])
+def test_a_quiet_time_pays_for_the_retries_of_one_window_only(quiet_s: float) -> None:
+    budget = RetryBudget()
+    for _ in range(1_000):
+        budget.note_request(0.0)
+    assert sum(budget.take(quiet_s) for _ in range(1_000)) == PER_S * WINDOW_S
+
+
+def test_half_a_window_keeps_half_of_the_budget() -> None:
+    budget = RetryBudget()
+    for _ in range(1_000):
+        budget.note_request(0.0)
+    left = (PER_S * WINDOW_S + 1_000 * SHARE) / 2 + PER_S * WINDOW_S / 2
+    assert sum(budget.take(WINDOW_S / 2) for _ in range(1_000)) == pytest.approx(left, abs=1)
+    assert not budget.take(0.0), "time does not run backward"
+    assert sum(budget.take(WINDOW_S / 2 + 1.0) for _ in range(1_000)) == PER_S
+
+
 def spend(s: System) -> None:
     while s.router._parts.view.retries.take(asyncio.get_running_loop().time()):
         pass

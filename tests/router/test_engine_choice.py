@@ -292,7 +292,7 @@ def learn_steps(engine: Engine, base_s: float, slope_s: float) -> None:
 
 def test_an_engine_without_a_speed_is_taken_for_the_mean_of_its_peers() -> None:
     fleet = fleet_of(1, 3)
-    _, (known, other, unknown) = roles_of(fleet)
+    _, (known, other, _) = roles_of(fleet)
     known.prefill_rate.note(1_000.0)
     other.prefill_rate.note(3_000.0)
     learn_steps(known, 0.01, 0.001)
@@ -471,7 +471,7 @@ def test_the_idlest_of_equal_lenders_lends() -> None:
 
 def test_a_loan_is_taken_if_it_is_faster_than_computing() -> None:
     fleet = fleet_of(1, 2)
-    (p,), (lender, borrower) = roles_of(fleet)
+    _, (lender, borrower) = roles_of(fleet)
     for engine in fleet.engines:
         engine.prefill_rate.note(RATE)
     lends(lender, "cache")

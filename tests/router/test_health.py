@@ -70,6 +70,53 @@ def test_an_engine_that_stays_up_is_never_in_slow_start() -> None:
         assert (health.share(5.0), health.breaker(5.0)) == (1.0, "closed")
 
 
+def test_an_engine_that_is_not_known_yet_may_be_asked_and_is_probed_at_once() -> None:
+    health = Health()
+    assert (health.status, health.is_up, health.probe_at_s) == ("unknown", True, 0.0)
+    assert (health.share(0.0), health.breaker(0.0)) == (1.0, "closed")
+    assert Health(status="down").status == "down"
+
+
+def test_a_probe_follows_one_interval_after_the_last_one() -> None:
+    health = Health(SETTINGS)
+    health.on_probe(Probe("healthy"), 7.0)
+    assert (health.status, health.probe_at_s) == ("up", 7.0 + SETTINGS.every_s)
+    health.on_probe(Probe("broken"), 9.0)
+    assert health.probe_at_s == 9.0 + SETTINGS.every_s
+
+
+def test_silences_in_a_row_eject_and_the_second_probe_follows_at_once() -> None:
+    health = Health(ProbeSettings(silences_to_eject=3, failures_to_eject=99))
+    for kind in ("silent", "slow", "silent", "healthy", "silent", "silent"):
+        assert not health.on_probe(Probe(kind), 5.0)
+        assert health.probe_at_s == (5.0 if kind == "silent" else 5.0 + SETTINGS.every_s)
+    assert not health.is_silent
+    assert health.on_probe(Probe("silent"), 5.0)
+    assert health.is_silent
+    assert health.status == "down"
+
+
+def test_an_engine_that_is_down_is_probed_more_often_and_when_its_back_off_ends() -> None:
+    settings = ProbeSettings(every_s=10.0, down_every_s=3.0)
+    health = Health(settings)
+    health.on_probe(Probe("healthy"), 0.0)
+    assert health.on_failure(2.0, is_decisive=True)
+    assert health.probe_at_s == 5.0, "earlier than its next probe was due"
+    health.on_probe(Probe("refused"), 5.0)
+    assert health.probe_at_s == 8.0
+    health.eject(5.5, 1.0)
+    assert health.probe_at_s == 6.5
+    health.on_probe(Probe("healthy"), 6.0)
+    assert (health.status, health.probe_at_s) == ("down", 6.5)
+    health.on_probe(Probe("healthy"), 6.5)
+    assert health.status == "up"
+
+
+def test_a_broken_probe_is_not_decisive() -> None:
+    health = Health(ProbeSettings(failures_to_eject=3))
+    assert [health.on_probe(Probe("broken"), 0.0) for _ in range(3)] == [False, False, True]
+
+
 # --- Random histories of a fleet ------------------------------------------------------------------
 
 
