@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from baton.core.identity import KVIdentity
 from baton.router.admission import Capacity
 from baton.router.block_index import Match
 from baton.router.cost import EXPECTED_OUTPUT, LEND_S, PREFILL_TOKENS_PER_S, TOKEN_S, tier_s
@@ -129,16 +130,15 @@ def test_by_cost_engines_above_their_caps_are_the_last_ones() -> None:
 
 def test_a_large_fleet_asks_engines_with_room_only() -> None:
     fleet = fleet_of(SMALL + 9, SMALL + 9, policy="least_in_flight", admission=CAPS)
-    for engines, tokens in zip(roles_of(fleet), (100, 0), strict=True):
-        for engine in engines[1:]:
-            fleet.note_start(engine, tokens)
-            fleet.note_start(engine)
-        for engine in engines[:1]:
-            for _ in range(40):
-                fleet.note_start(engine, 0 if tokens else 1_000)
-                if not tokens:
-                    break
-    (p, *_), (d, *_) = roles_of(fleet)
+    (p, *other_p), (d, *other_d) = roles_of(fleet)
+    for engine in other_p:
+        fleet.note_start(engine, 100)
+    for engine in other_d:
+        fleet.note_start(engine)
+        fleet.note_start(engine)
+    for _ in range(9):
+        fleet.note_start(p)
+    fleet.note_start(d, 1_000)
     assert chosen_by(fleet, "prefill") == {p}, "it is the busiest, and has no prompt to compute"
     assert chosen_by(fleet, "decode") == {d}, "it has many tokens to compute, and one request"
 
@@ -219,6 +219,8 @@ def test_a_request_that_failed_elsewhere_tries_no_engine_out(policy: str) -> Non
     fleet = fleet_of(1, 3, policy=policy)
     _, (failed, on_trial, good) = roles_of(fleet)
     try_out(fleet, on_trial)
+    for _ in range(99):
+        fleet.note_start(good)
     requests = [RoutedRequest(turn) for turn in range(30)]
     if policy == "cost":
         again = {placed(fleet, one, tried=[failed])[0] for one in requests}
@@ -369,6 +371,22 @@ def test_an_engine_that_becomes_slow_is_logged_once() -> None:
     assert (shown["engine"], shown["why"], shown["count"]) == (decode[1].url, "much slower than its peers", 1)
 
 
+def test_speeds_of_decode_engines_are_compared_at_their_load() -> None:
+    fleet = fleet_of(1, 3, policy="round_robin")
+    _, decode = roles_of(fleet)
+    for engine in decode:
+        slope_s = 0.01 if engine is decode[1] else 0.0001
+        for load in range(0, 400, 5):
+            engine.steps.note(float(load % 40), 0.01 + slope_s * (load % 40))
+    fleet.choice.judge_speeds(0.0)
+    assert not decode[1].is_slow, "without requests it is as fast as the others"
+    for engine in decode:
+        for _ in range(30):
+            fleet.note_start(engine)
+    fleet.choice.judge_speeds(JUDGE_SPEEDS_EVERY_S)
+    assert [engine.is_slow for engine in decode] == [False, True, False]
+
+
 def test_speeds_are_judged_now_and_then() -> None:
     fleet = fleet_of(1, 3, policy="round_robin")
     _, decode = roles_of(fleet)
@@ -514,3 +532,44 @@ def test_a_placement_takes_the_loan_of_an_engine_that_lends() -> None:
         "cost_s": pytest.approx(0.1 + LEND_S + 0.08),
         "is_below_caps": True,
     }
+
+
+def test_a_placement_counts_the_load_of_its_own_pair() -> None:
+    fleet = fleet_of(1, 3)
+    (p,), (lender, near, far) = roles_of(fleet)
+    for engine in fleet.engines:
+        engine.prefill_rate.note(RATE)
+    lends(lender, "host")
+    fleet.note_start(lender, 10_000)
+    fleet.note_start(p, 10_000)
+    request = RoutedRequest(
+        0, num_tokens=1_000, num_output_tokens=0, cached={lender.url: Match.in_cache(900)}
+    )
+
+    def load_s(giver: Engine, taker: Engine, num_tokens: int) -> float:
+        return {(lender, near): 0.1, (lender, far): 0.4}.get((giver, taker), 9.0)
+
+    alone = {
+        row["decode"]: row["ttft_s"] for row in fleet.choice.explain(request, load_s) if not row["prefill"]
+    }
+    assert alone[near.url] == pytest.approx(0.1 + LEND_S + 0.1)
+    assert alone[far.url] == pytest.approx(0.1 + LEND_S + 0.4)
+
+
+def test_an_engine_with_other_weights_lends_nothing() -> None:
+    fleet = fleet_of(1, 2)
+    _, (lender, borrower) = roles_of(fleet)
+    for engine, version in ((lender, "v1"), (borrower, "v2")):
+        engine.prefill_rate.note(RATE)
+        kv = KVIdentity("m", "w", "bf16", 2, 2, 8, "0", version=version)
+        engine.introduction = Introduction(engine.url, None, lends=("host",), kv_identity=kv)
+    request = RoutedRequest(
+        0, num_tokens=1_000, num_output_tokens=0, cached={lender.url: Match.in_cache(900)}
+    )
+    rows = fleet.choice.explain(request, lambda *_: 0.0)
+    alone = {row["decode"]: row["ttft_s"] for row in rows if not row["prefill"]}
+    assert alone == {lender.url: pytest.approx(0.1), borrower.url: pytest.approx(1.0)}
+    borrower.introduction = lender.introduction
+    rows = fleet.choice.explain(request, lambda *_: 0.0)
+    alone = {row["decode"]: row["ttft_s"] for row in rows if not row["prefill"]}
+    assert alone[borrower.url] == pytest.approx(0.1 + LEND_S)

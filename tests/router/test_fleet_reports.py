@@ -396,8 +396,24 @@ def test_errors_of_the_whole_fleet_eject_no_engine(num_failing: int) -> None:
     assert sum(not engine.is_up for engine in decoders(fleet)) == 0
 
 
+def test_a_good_answer_ejects_no_engine() -> None:
+    settings = OutlierDetection(
+        consecutive_5xx=99, failure_percentage_request_volume=10, failure_percentage_threshold=50
+    )
+    fleet = fleet_of(num_decode=3, outlier_detection=settings)
+    engine, *others = decoders(fleet)
+    for other in others:
+        fleet.health.note_outcome(other, "200", 0.0)
+    for _ in range(5):
+        fleet.health.note_outcome(engine, "500", 0.0)
+        fleet.health.note_outcome(engine, "200", 0.0)
+    assert engine.is_up
+    fleet.health.note_outcome(engine, "500", 0.0)
+    assert not engine.is_up
+
+
 def test_an_engine_is_compared_with_the_members_that_serve_its_models() -> None:
-    fleet = fleet_of(num_decode=4, outlier_detection=DETECTION)
+    fleet = fleet_of(num_decode=4, outlier_detection=replace(DETECTION, max_ejection_percent=100))
     engine, same, leaving, other = decoders(fleet)
     for one in (engine, same, leaving):
         serve(fleet, one, "m")
