@@ -171,7 +171,7 @@ def test_a_number_outside_its_limits_is_named(what: str) -> None:
 def test_the_limits_themselves_are_allowed(what: str) -> None:
     low, high, make = LIMITS[what]
     assert f"layout: {what} is" not in error_of(make(low))
-    other_error = {  # Of a part that begins at the end of the region, and of names that are not known.
+    other_error = {  # The value is allowed, and another check refuses the layout.
         "state of layer 'a': offset of b": "layout: state of layer 'a': block_stride is 16, expected 17 to",
         "layer 'a': length of the kind's name": "layout: layer 'a': kind is 'kkk",
     }

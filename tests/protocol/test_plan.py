@@ -128,7 +128,7 @@ def test_gaps_between_heads_keep_the_spans_apart() -> None:
 
 
 def test_layers_of_a_single_block_are_not_joined_beyond_their_stride() -> None:
-    """With one block the layers adjoin, but the next block of a joined span would be of another layer."""
+    """The layers adjoin, but the next block of a joined span would be a block of another layer."""
     single = msgspec.structs.replace(layout(0, 1, 1), num_blocks=1)
     adjoining = (single.layers[0], msgspec.structs.replace(single.layers[1], offset=2))
     single = msgspec.structs.replace(single, layers=adjoining)

@@ -1,4 +1,4 @@
-"""What a fleet knows of its engines, and what it reports: events, errors and snapshots, without servers."""
+"""Events, errors and snapshots of a fleet, and its members, failures and models, without servers."""
 
 from dataclasses import dataclass, field
 from typing import Any
