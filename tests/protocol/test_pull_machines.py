@@ -9,7 +9,7 @@ from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import Deliver, Fail, FreeLoan, FreeTarget, Send
 from baton.protocol.messages import Gone, Message, Released, Renew, Renewed
-from baton.protocol.pull_consumer import NEVER, PullConsumer
+from baton.protocol.pull_consumer import NEVER, NEXT, PullConsumer, State
 from baton.protocol.pull_producer import PullProducer
 
 T = Timers()
@@ -175,6 +175,20 @@ def test_every_claim_ends_once_and_its_blocks_are_freed_once() -> None:
         ends += [effect for effect in effects if isinstance(effect, Fail | Deliver | FreeTarget)]
     assert ends == [Fail(claim, FailureReason(FailureCode.ABORTED)), FreeTarget(claim)]
     assert (consumer.num_open, consumer.next_deadline) == (0, NEVER)
+
+
+def test_a_claim_is_started_once() -> None:
+    consumer = PullConsumer(T)
+    claim = fetching(consumer)
+    with pytest.raises(AssertionError, match="started once"):
+        consumer.start(claim, (PAIR,), 0.0)
+
+
+def test_every_live_state_can_fail_and_only_over_is_the_end() -> None:
+    assert set(NEXT) == set(State)
+    for state, following in NEXT.items():
+        assert (State.DRAINING in following) == (state not in (State.DRAINING, State.OVER))
+        assert bool(following) == (state is not State.OVER)
 
 
 @given(

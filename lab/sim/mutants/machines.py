@@ -7,7 +7,7 @@ from msgspec.structs import replace
 
 from baton.core.ids import Address, BlockId, LoanId, Pair, TransferId
 from baton.core.kv_groups import NULL_BLOCK_ID
-from baton.core.reasons import FailureCode
+from baton.core.reasons import FailureCode, FailureReason
 from baton.core.timers import Timers
 from baton.protocol.effects import (
     ConsumerEffect,
@@ -20,7 +20,7 @@ from baton.protocol.effects import (
     StreamEffect,
 )
 from baton.protocol.messages import Announced, Envelope, Finished, Message, Renewed
-from baton.protocol.pull_consumer import NEVER, PullConsumer, _Fetch
+from baton.protocol.pull_consumer import NEVER, PullConsumer, State, _Fetch
 from baton.protocol.pull_producer import PullProducer, _Loan
 from baton.protocol.push_consumer import PushConsumer
 from baton.protocol.push_producer import PushProducer, _Prefill, _Want
@@ -33,7 +33,7 @@ from baton.protocol.ticket import Ticket
 class NoFence(PullConsumer):
     """Accepts every completed read."""
 
-    def _is_proved(self, fetch: _Fetch, completed_at: float) -> bool:
+    def _is_proved(self, fetch: _Fetch) -> bool:
         return True
 
 
@@ -68,6 +68,10 @@ class AnyRank(PullConsumer):
 
     def _has_unread(self, fetch: _Fetch) -> bool:
         return False
+
+    def _completed(self, fetch: _Fetch, now: float) -> list[ConsumerEffect]:
+        fetch.state = State.OPEN  # The end of each further rank counts as the last one again.
+        return super()._completed(fetch, now)
 
 
 class NoDeadline(PullConsumer):
@@ -224,9 +228,10 @@ class StartsOver(PullConsumer):
 
     def start(self, claim: int, pairs: tuple[Pair, ...], now: float) -> list[ConsumerEffect]:
         fetch = self._fetches.get(claim)
-        if fetch is not None and fetch.is_void and fetch.reading is None:
-            self._old.update((claim, pair) for pair in fetch.early)
-            fetch.early.clear()
+        if fetch is not None and fetch.state is State.CLEARING:
+            self._old.update((claim, pair) for pair in fetch.reading)
+            fetch.reading.clear()
+            fetch.state = State.QUEUED
         return super().start(claim, pairs, now)
 
     def read_ended(
@@ -241,9 +246,10 @@ class StartsOver(PullConsumer):
 class NoHandedDrain(PullConsumer):
     """Does not know of the reads that a stream has begun under its claim."""
 
-    def _drained(self, fetch: _Fetch) -> list[ConsumerEffect]:
-        fetch.early.clear()
-        return super()._drained(fetch)
+    def _fail(self, fetch: _Fetch, reason: FailureReason, *, notify: bool = True) -> list[ConsumerEffect]:
+        if fetch.state in (State.QUEUED, State.CLEARING, State.STARTING):
+            fetch.reading.clear()
+        return super()._fail(fetch, reason, notify=notify)
 
 
 # --- Push, P --------------------------------------------------------------------------------------
