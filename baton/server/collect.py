@@ -83,8 +83,8 @@ class TokenNames:
     def add(self, piece: Piece, *, is_first: bool) -> bool:
         """Add the piece's ids. Returns whether its chunk is sent even if it has nothing else."""
         sample = piece.sample
-        is_sent = self._wants_all or (is_first and sample.names_first_token)
-        if is_sent or (sample.names_tokens and piece.token_ids):
+        is_sent = self._wants_all or (is_first and sample.ask.names_first)
+        if is_sent or (sample.ask.names_tokens and piece.token_ids):
             self._waiting.setdefault(sample.index, []).extend(piece.token_ids)
         return is_sent
 

@@ -44,8 +44,9 @@ from baton.server.connector_log import ConnectorLog
 from baton.server.introduction import introduce
 from baton.server.metrics import BuildConnectorMetrics, ServerMetrics
 from baton.server.registration import Registrar
-from baton.server.service import CheckParams, Service
+from baton.server.service import Service
 from baton.server.tokens import PromptEncoder
+from baton.server.transfer_ask import CheckParams
 from baton.tracing import open_tracer
 
 logger = logging.getLogger(__name__)

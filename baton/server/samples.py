@@ -23,6 +23,7 @@ from baton.engine.core.client import EngineClient
 from baton.http.errors import ApiError
 from baton.server.metrics import ServerMetrics
 from baton.server.text import SampleText
+from baton.server.transfer_ask import TransferAsk
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,12 +34,9 @@ class Sample:
     prompt_index: int
     request: EngineRequest
     text: SampleText
+    ask: TransferAsk
     include_stop: bool = False  # Show the stop token or string that ended it.
     waits_for_first: bool = False  # Submit once the first sample has its first token.
-    names_first_token: bool = False  # The first chunk is sent in any case, with its token ids.
-    names_tokens: bool = False  # Each chunk has the token ids since the last one.
-    # Tokens of the prompt that the prefill engine had in its cache. None: there is no prefill engine.
-    num_cached_at_prefill: int | None = None
     continues_elsewhere: bool = False  # Reaching the limit does not end the answer.
 
 
@@ -134,7 +132,7 @@ async def _pieces_of(
     sample: Sample, engine: EngineClient, metrics: ServerMetrics
 ) -> AsyncGenerator[Piece, None]:
     observer = metrics.observe(sample.request)
-    is_first = sample.names_first_token
+    is_first = sample.ask.names_first
     try:
         async with aclosing(engine.generate(sample.request)) as outputs:
             async for output in outputs:
@@ -244,9 +242,9 @@ def _finish(
     sample: Sample, reason: str | None, stop_reason: int | str | None, output: EngineOutput
 ) -> Finish:
     params, num_cached = output.kv_transfer_params, output.num_cached_tokens
-    if sample.num_cached_at_prefill is not None:
+    if (at_prefill := sample.ask.num_cached_at_prefill) is not None:
         num_local = num_cached - output.num_transferred_tokens
-        num_cached = cached_tokens(num_local, output.num_transferred_tokens, sample.num_cached_at_prefill)
+        num_cached = cached_tokens(num_local, output.num_transferred_tokens, at_prefill)
     if params is not None and num_cached > 0:
         params = {**params, CACHED_TOKENS: num_cached}
     return Finish(

@@ -5,26 +5,24 @@ All client errors are found here, before the engine gets the request.
 
 import secrets
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import msgspec
 
 from baton.core.config import ModelConfig
 from baton.core.errors import UserError
-from baton.core.retention import NEEDS_SESSION, RETENTION, TENANT, parse_retention, parse_tenant
-from baton.core.transfer_params import FIELD as TRANSFER_FIELD
-from baton.core.transfer_params import LEND_STORED, parse_cached_tokens, parse_transfer_params
+from baton.core.transfer_params import parse_transfer_params
 from baton.engine.api import EngineRequest, SamplingParams
 from baton.engine.core.client import EngineClient
 from baton.engine.text.tokenizer import Tokenizer
 from baton.http.bodies import Bodies
 from baton.http.errors import ApiError
 from baton.http.settings import HttpSettings
-from baton.server import continuation, first_token
+from baton.server import continuation
 from baton.server.introduction import Introduction
 from baton.server.logprobs import LogprobFormat
 from baton.server.metrics import ServerMetrics
@@ -33,14 +31,10 @@ from baton.server.protocol.weights import UpdateWeightsRequest, WeightInfo
 from baton.server.samples import Sample
 from baton.server.text import SampleText, StopStringFinder
 from baton.server.tokens import PromptEncoder, check_length
+from baton.server.transfer_ask import CheckParams, TransferAsk, first_of
 from baton.tracing.span import Tracer
 
-CheckParams: TypeAlias = Callable[[Mapping[str, Any] | None], None]
-"""Raises UserError for `kv_transfer_params` that this engine's connector cannot honour."""
-
 DEFAULT_LIMITS = HttpSettings()
-# Params that each sample gets. The others belong to a handoff: only the first sample gets them.
-_OF_ALL_SAMPLES = frozenset({"baton_offload", RETENTION, TENANT})
 MAX_CHOICES = 1024  # Prompts times samples of one HTTP request.
 MAX_REQUEST_ID_CHARS = 256
 RETRY_AFTER_S = 1  # A draining server does not come back; a retry reaches another one.
@@ -158,19 +152,9 @@ class Service:
         n = fields.num_samples
         if len(prompts) * n > MAX_CHOICES:
             raise UserError(f"at most {MAX_CHOICES} choices; are {len(prompts)} prompts times {n}", field="n")
-        self._check_transfer(fields, num_prompts=len(prompts))
-        names_first = first_token.is_asked(fields.kv_transfer_params)
-        is_prefill_leg = names_first and _is_set(fields, "do_remote_decode")
-        if names_first and len(prompts) * n > 1:
-            raise UserError(
-                "needs a request for one answer (one prompt, n=1)",
-                field=f"{TRANSFER_FIELD}.{first_token.KEY}",
-            )
-        names_tokens = continuation.names_tokens(fields.kv_transfer_params)
-        given = continuation.given_tokens(fields, self.model_config.vocab_size, len(prompts) * n)
-        transfer_params = continuation.without_given(fields.kv_transfer_params)
-        of_all = {name: value for name, value in (transfer_params or {}).items() if name in _OF_ALL_SAMPLES}
-        allowed_token_ids = fields.checked_allowed_ids(self.model_config.vocab_size, len(prompts) * n)
+        vocab_size = self.model_config.vocab_size
+        ask = TransferAsk.parse(fields, self.check_params, num_prompts=len(prompts), vocab_size=vocab_size)
+        allowed_token_ids = fields.checked_allowed_ids(vocab_size, len(prompts) * n)
         num_shown = sum(map(len, prompts)) * n * (1 + (prompt_logprobs or 0))
         if prompt_logprobs is not None and num_shown > MAX_PROMPT_LOGPROBS:
             raise UserError(
@@ -178,9 +162,6 @@ class Service:
                 f"{MAX_PROMPT_LOGPROBS} fit into one answer: ask for fewer alternatives or for less text",
                 field="prompt_logprobs" if fields.prompt_logprobs is not None else "logprobs",
             )
-        num_cached_at_prefill = None
-        if _is_set(fields, "do_remote_prefill"):
-            num_cached_at_prefill = parse_cached_tokens(fields.kv_transfer_params)
         arrival_time_s = time.monotonic()
         samples = []
         whole: SamplingParams | None = None
@@ -193,13 +174,13 @@ class Service:
                 field=where,
                 max_field=max_tokens_field,
                 is_truncated=fields.truncate_prompt_tokens is not None,
-                continues_elsewhere=is_prefill_leg,
+                continues_elsewhere=ask.is_prefill_leg,
             )
             if whole is None:  # The same for all prompts except max_tokens; its lists are checked once.
                 whole = fields.sampling_params(
                     max_tokens=room,
                     logprobs=logprobs,
-                    vocab_size=self.model_config.vocab_size,
+                    vocab_size=vocab_size,
                     defaults=self.model_config.generation_config,
                     prompt_logprobs=prompt_logprobs,
                     allowed_token_ids=allowed_token_ids,
@@ -208,18 +189,18 @@ class Service:
             params = whole
             if room != whole.max_tokens:
                 params = msgspec.structs.replace(whole, max_tokens=room)
-            if given:
+            if ask.given:
                 continuation.check_goes_on(
-                    given,
+                    ask.given,
                     max_tokens=room,
                     min_tokens=params.min_tokens,
                     stop_token_ids=self._stop_token_ids(params),
                 )
-            continues = is_prefill_leg and room > 1
+            continues = ask.is_prefill_leg and room > 1
             if continues:
-                params = first_token.first_of(params)
+                params = first_of(params)
             # An answer of one token ends here, so no other engine needs its KV.
-            hands_over = continues or not is_prefill_leg
+            hands_over = continues or not ask.is_prefill_leg
             for sample_index in range(n):
                 index = prompt_index * n + sample_index
                 is_first = sample_index == 0
@@ -228,13 +209,13 @@ class Service:
                     # The client may send one X-Request-Id twice; the engine never sees an id twice.
                     request_id=f"{request_id}-{index}-{secrets.token_hex(4)}",
                     prompt_token_ids=token_ids,
-                    output_token_ids=given,
+                    output_token_ids=ask.given,
                     sampling_params=msgspec.structs.replace(params, seed=seed),
                     arrival_time_s=arrival_time_s,
                     priority=fields.checked_priority,
                     cache_salt=fields.checked_cache_salt,
                     session_id=fields.session_id,
-                    kv_transfer_params=transfer_params if is_first and hands_over else of_all or None,
+                    kv_transfer_params=ask.params_of(hands_over=is_first and hands_over),
                 )
                 samples.append(
                     Sample(
@@ -242,28 +223,14 @@ class Service:
                         prompt_index=prompt_index,
                         request=request,
                         text=self._text(fields),
+                        ask=ask,
                         include_stop=bool(fields.include_stop_str_in_output),
                         # The first fetches the KV; the others find it in the prefix cache.
-                        waits_for_first=not is_first and _is_set(fields, "do_remote_prefill"),
-                        names_first_token=names_first,
-                        names_tokens=names_tokens,
+                        waits_for_first=not is_first and ask.fetches,
                         continues_elsewhere=continues,
-                        num_cached_at_prefill=num_cached_at_prefill,
                     )
                 )
         return samples
-
-    def _check_transfer(self, fields: SamplingFields, *, num_prompts: int) -> None:
-        self.check_params(fields.kv_transfer_params)
-        parse_tenant(fields.kv_transfer_params)
-        if parse_retention(fields.kv_transfer_params).ends_session and fields.session_id is None:
-            raise UserError(NEEDS_SESSION, field=f"{TRANSFER_FIELD}.{RETENTION}.ends_session")
-        fetches = _is_set(fields, "do_remote_prefill")
-        lends = _is_set(fields, "do_remote_decode") or _is_set(fields, LEND_STORED)
-        if (fetches or lends) and num_prompts > 1:
-            raise UserError("is for one prompt; send each prompt in its own request", field=TRANSFER_FIELD)
-        if lends and fields.num_samples > 1:
-            raise UserError(f"must be 1 with do_remote_decode or {LEND_STORED}: one loan", field="n")
 
     async def replay_given(self, samples: Sequence[Sample]) -> None:
         """Let the text of samples that another engine has begun follow its tokens. Raises UserError."""
@@ -301,8 +268,3 @@ class Service:
             StopStringFinder(fields.stop_strings, include_in_output=bool(fields.include_stop_str_in_output)),
             min_tokens=fields.min_tokens or 0,
         )
-
-
-def _is_set(fields: SamplingFields, flag: str) -> bool:
-    """Return the flag, which validation has reduced to a bool or absence."""
-    return bool((fields.kv_transfer_params or {}).get(flag))
