@@ -44,7 +44,7 @@ from baton.router.events import (
 from baton.router.fleet.engine import Engine
 from baton.router.fleet_view import FleetView
 from baton.router.legs import PARAMS, refuse_hidden_params
-from baton.router.request.machine import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN
+from baton.router.request.reply import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN
 
 logger = logging.getLogger(__name__)
 

@@ -30,9 +30,9 @@ from baton.router.loans import Outcome as LoanOutcome
 from baton.router.shell import run as route_run
 from baton.server import run as serve_run
 from baton.server.errors import describe
+from baton.server.transfer_ask import FIRST_TOKEN, GIVEN, NAMES_TOKENS
 from baton.transport.cuda_ipc import transport as cuda_ipc
 from baton.transport.nixl import transport as nixl
-from baton.server.transfer_ask import FIRST_TOKEN, GIVEN, NAMES_TOKENS
 from baton.transport.registry import PREFERENCE
 from baton.transport.tcp import wire as tcp_wire
 from tests.golden.golden import ROOT, check_values, literals, source

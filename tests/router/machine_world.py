@@ -54,7 +54,8 @@ from baton.router.fleet_view import FleetView
 from baton.router.identity import Introduced, Introduction, is_compatible
 from baton.router.learning import settle
 from baton.router.pairs import Pairs
-from baton.router.request.machine import LEG_EVENTS, TABLE, Machine, Request, State
+from baton.router.request.machine import LEG_EVENTS, TABLE, Machine, Request
+from baton.router.request.step import State
 from baton.router.settings import AdmissionSettings, RouterSettings
 from baton.router.sse import EventSplitter, data_of
 from baton.router.turns import Turn, TurnTable

@@ -1,7 +1,7 @@
 """The machine of one request in simulated worlds, and the mutants that they notice."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -10,12 +10,18 @@ import pytest
 
 from baton.router import pairs
 from baton.router.answers import DecodeAnswer, FirstTokenRead, LegAnswer
-from baton.router.events import ClientGone, Close, Doubt
+from baton.router.events import ClientGone, Doubt
 from baton.router.first_tokens import FirstTokens, Given
-from baton.router.request import engines, machine
+from baton.router.request import decode, engines
+from baton.router.request.attempt import Attempt
+from baton.router.request.decode import Decode
 from baton.router.request.engines import Engines
 from baton.router.request.lending import Lending
-from baton.router.request.machine import TABLE, Machine, State, Transition
+from baton.router.request.machine import TABLE, Machine
+from baton.router.request.open_legs import OpenLegs
+from baton.router.request.prefill import Prefill
+from baton.router.request.reply import Reply
+from baton.router.request.step import AfterClosing, Next, State
 from baton.router.token_record import TokenRecord
 from baton.router.turns import Turn
 from tests.router.machine_world import World
@@ -74,7 +80,7 @@ def test_every_fault_occurs() -> None:
 
 def test_every_state_can_end_early() -> None:
     for state in State:
-        is_late = TABLE[state, ClientGone, None].step is Machine._ignore
+        is_late = TABLE[state, ClientGone, None].step is Machine.ignore
         assert is_late == (state is State.OVER)
 
 
@@ -87,14 +93,14 @@ def test_an_event_of_an_ended_request_changes_nothing() -> None:
 # --- Mutants ------------------------------------------------------------------------------------------
 
 
-def _without_a_wait_for_legs(self: Machine, then: Callable[[], None]) -> None:
-    self._effects += [Close(leg) for leg in self._open_legs]
-    then()
+def _without_a_wait_for_legs(self: Machine, then: AfterClosing) -> Next:
+    CLOSE(self, then)
+    return self._after_closing()
 
 
-def _again_with_the_ticket(self: Machine, event: Any) -> None:
+def _again_with_the_ticket(self: Decode, event: Any) -> Next:
     event.failure.was_sent = False
-    ON_DECODE_FAILED(self, event)
+    return ON_DECODE_FAILED(self, event)
 
 
 def _take_without_comparing(self: FirstTokens, first: Any) -> bool:
@@ -102,7 +108,7 @@ def _take_without_comparing(self: FirstTokens, first: Any) -> bool:
     return is_new
 
 
-def _keep_used_loan(self: Machine, engine: Any, answer: Any) -> None:
+def _keep_used_loan(self: Decode, engine: Any, answer: Any) -> None:
     pass
 
 
@@ -120,33 +126,35 @@ def _any_loan_counts(self: Lending, leg: Any, params: Any, *, is_wanted: bool, i
     TAKE_LOAN(self, leg, params, is_wanted=True, is_over=is_over)
 
 
-def _tell_late_token(self: Machine, event: Any) -> None:
-    outcome = self._read_prefill(event)
-    if isinstance(outcome, FirstTokenRead) and self._state in (State.DECODING, State.RELAYING):
-        self._send(outcome.first.events)
+def _tell_late_token(self: Prefill, event: Any) -> Next:
+    outcome = self.read(event)
+    if isinstance(outcome, FirstTokenRead):
+        self._reply.send(outcome.first.events)
+    return None
 
 
-def _forget_first_leg(self: Machine, leg: Any, *, is_failed: bool) -> None:
+def _forget_first_leg(self: Prefill, leg: Any, *, is_failed: bool) -> bool:
     END_HEDGE(self, leg, is_failed=is_failed)
-    if is_failed:
-        self._next_producer()
+    return False
 
 
 def _blame_nobody(answer: LegAnswer) -> bool:
     return False
 
 
-def _gone_is_ignored(self: Machine, event: Any) -> None:
-    if self._state is not State.CLOSING:
-        ON_CLIENT_GONE(self, event)
+def _gone_is_ignored(self: Machine, event: Any) -> Next:
+    return None if self._state is State.CLOSING else ON_CLIENT_GONE(self, event)
 
 
-def _any_hold_counts(self: Machine, event: Any) -> None:
-    self._push("late")
+def _any_hold_counts(self: Attempt, event: Any) -> Next:
+    return self._push("late")
 
 
-def _tell_again(self: Machine, head: LegAnswer, first: Any, where: str, giver: Any) -> None:
-    TELL_FIRST(self, head, first, where, giver) if self._status is None else self._send(first.events)
+def _tell_again(self: Reply, head: LegAnswer, first: Any, where: str) -> bool:
+    if self.status is None:
+        return TELL_FIRST(self, head, first, where)
+    self.send(first.events)
+    return False
 
 
 def _relay_all(self: DecodeAnswer, lent: Any) -> bytes:
@@ -179,51 +187,52 @@ def _show_ids(self: TokenRecord, event: bytes) -> bytes:
     return RECORD_EVENT(self, event)
 
 
-def _admitted_again(self: Machine, event: Any) -> None:
-    self._ask_admission()
+def _admitted_again(self: Machine, event: Any) -> Next:
+    return self._ask_admission()
 
 
 RESUME_AFTER = FirstTokens.resume_after
 RECORD_EVENT = TokenRecord.event
-ON_DECODE_FAILED = Machine._on_decode_failed
-ON_CLIENT_GONE = Machine._on_client_gone
+CLOSE = Machine._close
+ON_DECODE_FAILED = Decode.on_failed
+ON_CLIENT_GONE = Machine.on_client_gone
 TAKE_LOAN = Lending.take
-TELL_FIRST = Machine._tell_first
-END_HEDGE = Machine._end_hedge
+TELL_FIRST = Reply.tell_first
+END_HEDGE = Prefill._end_hedge
 
 MUTANTS: Mapping[str, tuple[Any, str, Any]] = {
     "nothing is taken back": (Lending, "take_back", lambda self: setattr(self, "_lent", None)),
     "a loan that comes late is kept": (Lending, "take", _late_loan_is_kept),
     "a second loan replaces the first": (Lending, "take", _forget_older_loan),
-    "a used loan is taken back": (Machine, "_note_loaded", _keep_used_loan),
-    "a turn is forgotten": (Lending, "leave_turn", lambda self, now_s: None),
+    "a used loan is taken back": (Decode, "_note_loaded", _keep_used_loan),
+    "a turn is forgotten": (Lending, "leave_turn", lambda self: None),
     "a loan of the slower of two prefill engines counts": (Lending, "take", _any_loan_counts),
-    "the tokens of both prefill engines are shown": (Machine, "_on_late_prefill", _tell_late_token),
-    "a hedge that fails ends the first leg": (Machine, "_end_hedge", _forget_first_leg),
+    "the tokens of both prefill engines are shown": (Prefill, "on_unawaited", _tell_late_token),
+    "a hedge that fails ends the first leg": (Prefill, "_end_hedge", _forget_first_leg),
     "the next attempt does not wait for legs": (Machine, "_close", _without_a_wait_for_legs),
-    "a ticket that may be in use is used again": (Machine, "_on_decode_failed", _again_with_the_ticket),
+    "a ticket that may be in use is used again": (Decode, "on_failed", _again_with_the_ticket),
     "first tokens are not compared": (FirstTokens, "take", _take_without_comparing),
-    "a refused ticket is the client's error": (machine, "blames_params", _blame_nobody),
-    "a client that leaves between attempts is ignored": (Machine, "_on_client_gone", _gone_is_ignored),
-    "the end of an earlier hold counts": (Machine, "_on_hold_over", _any_hold_counts),
-    "the first token is told twice": (Machine, "_tell_first", _tell_again),
-    "a router that stops is ignored": (Machine, "_on_stopped", lambda self, event: None),
+    "a refused ticket is the client's error": (decode, "blames_params", _blame_nobody),
+    "a client that leaves between attempts is ignored": (Machine, "on_client_gone", _gone_is_ignored),
+    "the end of an earlier hold counts": (Attempt, "on_hold_over", _any_hold_counts),
+    "the first token is told twice": (Reply, "tell_first", _tell_again),
+    "a router that stops is ignored": (Machine, "on_stopped", lambda self, event: None),
     "the client sees what is for the router": (DecodeAnswer, "ready", _relay_all),
     "a stream without [DONE] is complete": (DecodeAnswer, "finish", _believe_the_end),
-    "introductions are offered without end": (machine, "INTRODUCTIONS_MAX", 10**9),
-    "a stream that breaks is begun again": (Machine, "_break_stream", lambda self, *_: self._again()),
+    "introductions are offered without end": (decode, "INTRODUCTIONS_MAX", 10**9),
+    "a stream that breaks is begun again": (Decode, "_break_off", lambda self, *_: self._again()),
     "a stream is resumed one token early": (FirstTokens, "resume_after", _resume_one_token_early),
     "a stream is resumed without P's token": (FirstTokens, "resume_after", _resume_with_what_came_from_d),
     "a stream is resumed from its beginning": (FirstTokens, "resume_after", _resume_as_if_nothing_was_told),
     "token ids that the client did not want are shown": (TokenRecord, "event", _show_ids),
-    "a place in the engines is never free again": (Machine, "_leave_queue", lambda self: None),
-    "a request that is too late goes on": (Machine, "_on_rejected", lambda self, event: self._look()),
+    "a place in the engines is never free again": (OpenLegs, "leave_queue", lambda self, num_output: None),
+    "a request that is too late goes on": (Machine, "on_rejected", lambda self, event: self._look()),
     "engines with other weights are a pair": (pairs, "differences", lambda *_: []),
     "a turn goes to an engine with other weights": (Turn, "fits", lambda self, kv: True),
     "a stream is continued with other weights": (engines, "is_continued_alike", lambda *_: True),
     "an engine with other weights follows the first token": (Engines, "_is_alike", lambda self, one: True),
     "other weights are a pair's fault": (Doubt, "has_other_weights", False),
-    "a request that has waited gets two places": (Machine, "_on_admitted", _admitted_again),
+    "a request that has waited gets two places": (Machine, "on_admitted", _admitted_again),
 }
 
 
@@ -235,7 +244,7 @@ def mutated(name: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         patch.setattr(owner, attribute, replacement)
         for key, transition in TABLE.items():
             if transition.step is original:
-                patch.setitem(TABLE, key, Transition(replacement, transition.to))  # type: ignore[arg-type]
+                patch.setitem(TABLE, key, transition._replace(step=replacement))  # type: ignore[arg-type]
         yield
 
 

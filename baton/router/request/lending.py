@@ -9,7 +9,7 @@ A loan is taken back exactly once, unless a D has come for it. A turn that a pre
 its engine is taken back and never sent again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from baton.core.identity import KVIdentity
@@ -24,12 +24,13 @@ from baton.router.errors import LegFailure
 from baton.router.events import Leg, TakeBack
 from baton.router.fleet.engine import Engine
 from baton.router.legs import PARAMS
+from baton.router.request.step import Outbox
 from baton.router.turns import Turn, TurnTable
 
 
 class Lending:
-    def __init__(self, turns: TurnTable, session: str | None, emit: Callable[[TakeBack], None]) -> None:
-        self._turns, self._session, self._emit = turns, session, emit
+    def __init__(self, turns: TurnTable, session: str | None, outbox: Outbox) -> None:
+        self._turns, self._session, self._outbox = turns, session, outbox
         self._lent: tuple[Engine, Mapping[str, Any]] | None = None  # The loan, until a D has come for it.
         self._lender: Leg | None = None  # The leg that has lent it.
         self._has_come = False  # The D of the running decode leg has come for what P lends.
@@ -51,7 +52,7 @@ class Lending:
             is_over: the request has ended, so no D will come.
         """
         if not is_wanted:
-            self._emit(TakeBack(leg.engine, params))
+            self._outbox.emit(TakeBack(leg.engine, params))
             return
         if self._has_come:
             return  # D had the blocks before P's leg ended.
@@ -64,7 +65,7 @@ class Lending:
         """No D will come any more. If one has come all the same, P takes nothing away."""
         lent, self._lent = self._lent, None
         if lent is not None:
-            self._emit(TakeBack(*lent))
+            self._outbox.emit(TakeBack(*lent))
 
     def take_back_unseen(self, leg: Leg, *, is_last: bool) -> None:
         """The leg has ended before its answer was read, which may be on its way, with a ticket.
@@ -74,7 +75,7 @@ class Lending:
         transfer_id = (leg.body.get(PARAMS) or {}).get("transfer_id")
         is_known = leg.has_told or leg.outcome == "unreachable" or (self._has_come and is_last)
         if leg.role == "prefill" and transfer_id and not is_known:
-            self._emit(TakeBack(leg.engine, {"transfer_id": transfer_id}))
+            self._outbox.emit(TakeBack(leg.engine, {"transfer_id": transfer_id}))
 
     def note_used(self, prefill: Leg | None) -> None:
         """D has loaded what the prefill leg has lent, or will never do so."""
@@ -88,9 +89,9 @@ class Lending:
     def has_turn(self) -> bool:
         return self._turn is not None
 
-    def params_of_turn(self, kv: KVIdentity | None, now_s: float) -> Mapping[str, Any]:
+    def params_of_turn(self, kv: KVIdentity | None) -> Mapping[str, Any]:
         """Return what a prefill leg brings of the turn to an engine with this identity; empty: nothing."""
-        self._turn = turn = self._turn or self._turns.take(self._session, now_s, kv)
+        self._turn = turn = self._turn or self._turns.take(self._session, self._outbox.now_s, kv)
         self._was_turn_sent = self._was_turn_sent or self._is_turn_out
         self._is_turn_out = turn is not None and turn.fits(kv)
         return turn.params if turn is not None and self._is_turn_out else {}
@@ -106,19 +107,19 @@ class Lending:
             case Prefilled() | Complete() | FirstTokenRead():
                 self._turn = None  # This P has come for it.
 
-    def leave_turn(self, now_s: float) -> None:
+    def leave_turn(self) -> None:
         """The request ends: the turn goes to the session's next request, if no P can have it."""
         turn, self._turn = self._turn, None
         if turn is None:
             return
         if self._was_turn_sent or self._is_turn_out:
-            self._emit(TakeBack(turn.keeper, turn.params))
+            self._outbox.emit(TakeBack(turn.keeper, turn.params))
         else:
-            self._turns.put(self._session, turn, now_s)
+            self._turns.put(self._session, turn, self._outbox.now_s)
 
-    def keep_turn(self, leg: Leg, answer: DecodeAnswer, now_s: float) -> None:
+    def keep_turn(self, leg: Leg, answer: DecodeAnswer) -> None:
         """D keeps blocks of this answer for the session's next request."""
         if answer.kept_params is not None:
             turn = Turn(leg.engine, answer.kept_params, leg.kv_identity)
             # The keeper takes back what it has kept with old weights.
-            self._turns.put(None if turn.is_old else self._session, turn, now_s)
+            self._turns.put(None if turn.is_old else self._session, turn, self._outbox.now_s)

@@ -30,7 +30,8 @@ from baton.router.legs import CHARS_PER_TOKEN, parse_body, shape_of, take_kept, 
 from baton.router.pass_through import FORM_PATHS, PATHS, Looked, Passed, PassThrough, read_form
 from baton.router.replica import Replica
 from baton.router.request import machine
-from baton.router.request.machine import SHUTTING_DOWN, Machine
+from baton.router.request.machine import Machine
+from baton.router.request.reply import SHUTTING_DOWN
 from baton.router.settings import RouterSettings
 from baton.router.shell.access_log import AccessLog
 from baton.router.shell.admin import not_allowed

@@ -14,7 +14,7 @@ from typing import Protocol
 from baton.http.errors import ApiError
 from baton.http.rate_limits import LET_IN, Verdict
 from baton.router.errors import RouterError
-from baton.router.request.machine import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN
+from baton.router.request.reply import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN
 from baton.router.shell.client_http import Reply
 
 logger = logging.getLogger(__name__)

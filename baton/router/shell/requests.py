@@ -44,7 +44,8 @@ from baton.router.fleet_view import FleetView
 from baton.router.learning import settle
 from baton.router.legs import with_context, with_kept
 from baton.router.pass_through import PassThrough
-from baton.router.request.machine import CLIENT_CLOSED_REQUEST, Machine
+from baton.router.request.machine import Machine
+from baton.router.request.reply import CLIENT_CLOSED_REQUEST
 from baton.router.shell.admission_queue import AdmissionQueue
 from baton.router.shell.client_http import DEFECT, Reply
 from baton.router.shell.index_client import IndexClient

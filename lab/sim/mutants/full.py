@@ -277,10 +277,17 @@ class _FollowsAny(Machine):
 class _TellsAll(Machine):
     """What D answers again after the first token goes to the client again."""
 
-    def _tell_first(self, head: LegAnswer, first: FirstToken, where: str, giver: Leg) -> None:
-        if self._status is None:
-            return super()._tell_first(head, first, where, giver)
-        return self._send(first.events)
+    def __init__(self, view: FleetView, request: Request) -> None:
+        super().__init__(view, request)
+        reply, tell_first = self._reply, self._reply.tell_first
+
+        def tell_again(head: LegAnswer, first: FirstToken, where: str) -> bool:
+            if not reply.has_begun:
+                return tell_first(head, first, where)
+            reply.send(first.events)
+            return False
+
+        reply.tell_first = tell_again  # type: ignore[method-assign]
 
 
 class _ResumesShort(Machine):
@@ -300,8 +307,9 @@ class _ResumesShort(Machine):
 class _KeepsPlaces(Machine):
     """A request that has ended keeps its place in the engines."""
 
-    def _leave_queue(self) -> None:
-        pass
+    def __init__(self, view: FleetView, request: Request) -> None:
+        super().__init__(view, request)
+        self._legs.leave_queue = lambda num_output: None  # type: ignore[method-assign]
 
 
 class _HearsNoProbes(Replica):
