@@ -7,7 +7,7 @@ DecodeAnswer    D's answer on its way to the client
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
@@ -77,6 +77,23 @@ class LegAnswer:
     headers: Mapping[str, str]
     body: bytes
     is_stream: bool = False
+    _parts: RawObject | None = field(default=None, init=False, repr=False, compare=False)
+
+    @property
+    def parts(self) -> RawObject:
+        """The members of the body, which is searched once. Raises NotJson."""
+        if self._parts is None:
+            object.__setattr__(self, "_parts", decode_json(self.body, RawObject))
+        assert self._parts is not None
+        return self._parts
+
+    @property
+    def error(self) -> "ErrorBody | None":
+        """The error in the body. None: there is none in OpenAI's form."""
+        try:
+            return decode_json(self.parts.get("error", _NULL), ErrorBody)
+        except NotJson:
+            return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,18 +153,10 @@ class _Usage(msgspec.Struct):
     prompt_tokens_details: _Cached | None = None
 
 
-class _Counted(msgspec.Struct):
-    usage: _Usage | None = None
-
-
-class _ErrorBody(msgspec.Struct):
+class ErrorBody(msgspec.Struct):
     message: str | None = None
     param: str | None = None
     code: str | int | None = None
-
-
-class _ErrorAnswer(msgspec.Struct):
-    error: _ErrorBody
 
 
 def is_engines_fault(answer: LegAnswer) -> bool:
@@ -168,13 +177,8 @@ def is_closed(answer: LegAnswer) -> bool:
     A Baton engine drains. A vLLM (since 0.33) pauses for an update of its weights, and only its message
     tells (`_reject_add_while_paused` of vllm/v1/engine/core.py).
     """
-    if answer.status != 503:
-        return False
-    try:
-        error = decode_json(answer.body, _ErrorAnswer).error
-    except NotJson:
-        return False
-    return error.code == "draining" or (error.message or "").startswith(VLLM_PAUSED)
+    error = answer.error if answer.status == 503 else None
+    return error is not None and (error.code == "draining" or (error.message or "").startswith(VLLM_PAUSED))
 
 
 def outcome_of(answer: LegAnswer) -> str:
@@ -186,13 +190,8 @@ def blames_params(answer: LegAnswer) -> bool:
     """Whether a 400 names what the router put in: engines disagree (role, model, secret), which is no fault
     of the client.
     """
-    if answer.status != 400:
-        return False
-    try:
-        error = decode_json(answer.body, _ErrorAnswer).error
-    except NotJson:
-        return False
-    return (error.param or "").startswith(PARAMS)
+    error = answer.error if answer.status == 400 else None
+    return error is not None and (error.param or "").startswith(PARAMS)
 
 
 def is_handed_over(answer: LegAnswer) -> bool | None:
@@ -223,10 +222,10 @@ def num_computed(answer: LegAnswer) -> int | None:
     if answer.is_stream or len(answer.body) > MAX_KEPT:
         return None  # A stream's usage comes last.
     try:
-        usage = decode_json(answer.body, _Counted).usage
+        usage = decode_json(answer.parts.get("usage", _NULL), _Usage)
     except NotJson:
         return None
-    if usage is None or usage.prompt_tokens_details is None:
+    if usage.prompt_tokens_details is None:
         return None
     return max(0, usage.prompt_tokens - usage.prompt_tokens_details.cached_tokens)
 
@@ -249,16 +248,18 @@ def read_prefill(answer: LegAnswer, *, may_be_complete: bool, is_kept: bool = Fa
     if answer.status != 200:
         return Refused(answer)
     try:
-        parts = decode_json(answer.body, RawObject)
-        ticket = decode_json(parts.pop(PARAMS, _NULL))
+        parts = answer.parts
+        ticket = decode_json(parts.get(PARAMS, _NULL))
         if not isinstance(ticket, dict | None):
             raise PeerError(
                 f"{PARAMS} in the prefill engine's answer is a {type(ticket).__name__}, not an object"
             )
         if may_be_complete and decode_json(parts.get("choices", _NULL), list[_Choice])[0].finish_reason:
-            body = answer.body if ticket is None else msgspec.json.encode(parts)
+            rest = {name: part for name, part in parts.items() if name != PARAMS}
+            body = answer.body if ticket is None else msgspec.json.encode(rest)
             return Complete(LegAnswer(answer.status, answer.headers, body), ticket or None)
-        kept = decode_json(answer.body, dict[str, Any]) if is_kept and len(answer.body) <= MAX_KEPT else None
+        is_kept = is_kept and len(answer.body) <= MAX_KEPT
+        kept = {name: decode_json(part) for name, part in parts.items()} if is_kept else None
     except (NotJson, IndexError) as error:
         raise PeerError(f"the prefill engine's answer is no completion: {error}") from error
     return prefilled(ticket, kept)
