@@ -143,7 +143,9 @@ class Machine:
     def _run(self, now_s: float, step: Callable[..., Next], *arguments: Any) -> Sequence[Effect]:
         self._outbox.now_s = now_s
         try:
-            self._go_to(step(*arguments))
+            found = step(*arguments)
+            if found is not None:  # Most events are pieces of D's stream, by which the state stays.
+                self._go_to(found)
         except RouterError as error:
             self._reply.refuse(error)
             self._go_to(AfterClosing.END)
