@@ -135,7 +135,9 @@ def test_http() -> None:
             "headers": quoted(r"[Xx]-[A-Za-z-]+", *FRONTS).lower(),
             "value of x-baton-prompt": quoted(r"total=\{\}.*", *FRONTS),
             "health of the router": written(r'\{"status": "(\w+)"', "baton/router"),
-            "router's labels": written(r'(?:\.\w+\.labels\(|_count\("\w+", |_push\()"(\w+)"', "baton/router"),
+            "router's labels": written(
+                r'(?:\.\w+\.labels\(|\bcount\("\w+", |\bcount_first\(|_push\()"(\w+)"', "baton/router"
+            ),
             "outcomes of loan returns": " ".join(get_args(LoanOutcome)),
         },
     )
