@@ -58,7 +58,7 @@ _IMPORTS = (
     "baton.cli.up",
     "baton.engine.core.core_process",
     "baton.engine.executor.worker",
-    "baton.router.shell.app",
+    "baton.router.processes.app",
     "baton.server.run",
     "uvloop",
 )

@@ -18,9 +18,9 @@ from baton.core.errors import ConfigError, UserError
 from baton.http.registration import REDIS_SCHEMES, redis_place
 
 if TYPE_CHECKING:
-    from baton.router.members import Listing
-    from baton.router.settings import Role
-    from baton.router.shell.members import Source
+    from baton.router.members.reader import Source
+    from baton.router.values.members import Listing
+    from baton.router.values.settings import Role
 
 TABLE = "route"
 ROLES: tuple[Literal["prefill"], Literal["decode"]] = ("prefill", "decode")
@@ -48,7 +48,7 @@ def read_route_config(path: Path, known: Collection[str]) -> dict[str, Any]:
 
 def read_members(path: Path, known: Collection[str], roles: Collection[str]) -> "Listing":
     """The engines of these roles in the file as it is now. Raises ConfigError."""
-    from baton.router.members import Member, read_entries
+    from baton.router.values.members import Member, read_entries
 
     values = read_route_config(path, known)
     entries: list[tuple[str, tuple[Role, Any]]] = []
@@ -120,7 +120,7 @@ def _kubernetes_source(parts: SplitResult, given: dict[str, str]) -> "Source":
 
 def _import(module: str, extra: str) -> Any:
     try:
-        return importlib.import_module(f"baton.router.shell.sources.{module}")
+        return importlib.import_module(f"baton.router.members.sources.{module}")
     except ModuleNotFoundError as error:
         if error.name is not None and error.name.startswith("baton"):
             raise
@@ -140,6 +140,6 @@ def _check_keys(given: Mapping[str, str], known: Collection[str]) -> None:
 
 def _shown(text: str) -> str:
     """The text in quotes, without a password."""
-    from baton.router.settings import without_credentials
+    from baton.router.values.settings import without_credentials
 
     return repr(without_credentials(text))

@@ -319,11 +319,11 @@ def route(
     from baton.http.gate import hosts_to_check
     from baton.http.settings import HttpLimits, HttpSettings
     from baton.http.tls import ClientTls, ServerTls, TlsFiles
-    from baton.router.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
+    from baton.router.members.sources.file import FileSource
+    from baton.router.processes.run import num_workers_for, serve
     from baton.router.shell.access_log import AccessLog
     from baton.router.shell.engine_keys import split_engine_keys
-    from baton.router.shell.run import num_workers_for, serve
-    from baton.router.shell.sources.file import FileSource
+    from baton.router.values.settings import AdmissionSettings, LegTimeouts, PeerSettings, RouterSettings
 
     if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
         raise typer.BadParameter(f"tokenizer: {tokenizer} has no tokenizer.json")

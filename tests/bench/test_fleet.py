@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from baton.router.settings import PolicyName
+from baton.router.values.settings import PolicyName
 from lab.bench.fleet import hedge
 from lab.bench.fleet.command import RUNS, measure, percentile
 from lab.bench.fleet.world import Pauses, Request, World, read_trace

@@ -14,7 +14,7 @@ import yaml
 from typer.testing import CliRunner
 
 from baton.cli.main import app
-from baton.router.shell.sources.kubernetes import ROLE_LABEL
+from baton.router.members.sources.kubernetes import ROLE_LABEL
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"

@@ -17,7 +17,7 @@ from baton.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KV
 from baton.engine.api import SamplingParams
 from baton.engine.core.kv_event_publisher import END, KVEventPublisher
 from baton.engine.llm import LLM
-from baton.router.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
+from baton.router.fleet.block_index import NO_MATCH, BlockIndex, prefix_keys, root_key
 from examples.kv_event_subscriber import CacheView, Subscriber
 from tests.engine_sched.world import BLOCK, World
 

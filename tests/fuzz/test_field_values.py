@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 
 from baton.core.transfer_params import FIELD as TRANSFER_FIELD
 from baton.http.settings import HttpSettings
-from baton.router.pass_through import PATHS as PASSED
-from baton.router.shell.admin import METHODS
+from baton.router.operator.admin import METHODS
+from baton.router.request.pass_through import PATHS as PASSED
 from baton.server.protocol.fields import FIELDS, PATHS
 from tests.server.fakes import (
     JSON,

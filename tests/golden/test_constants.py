@@ -25,9 +25,9 @@ from baton.hosts.vllm import CONNECTORS
 from baton.http.errors import TYPES
 from baton.http.workers import WorkerFailed
 from baton.protocol import handshake, introduction, messages, ticket
-from baton.router.errors import RouterError
-from baton.router.loans import Outcome as LoanOutcome
-from baton.router.shell import run as route_run
+from baton.router.fleet.loans import Outcome as LoanOutcome
+from baton.router.processes import run as route_run
+from baton.router.values.errors import RouterError
 from baton.server import run as serve_run
 from baton.server.errors import describe
 from baton.server.transfer_ask import FIRST_TOKEN, GIVEN, NAMES_TOKENS

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 
 from baton.http.errors import ErrorBody
-from baton.router.identity import Introduction as SeenIntroduction
-from baton.router.settings import RouterSettings
-from baton.router.shell.app import Router
+from baton.router.processes.app import Router
+from baton.router.values.identity import Introduction as SeenIntroduction
+from baton.router.values.settings import RouterSettings
 from baton.server.app import build_admin_app, build_app
 from baton.server.introduction import Introduction
 from baton.server.protocol.chat import ChatChunk, ChatCompletion, ChatRequest

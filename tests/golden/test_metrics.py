@@ -22,14 +22,14 @@ from baton.connectors.shared_storage.stats import LoadFault, NotSaved
 from baton.core.config import KVTransferConfig
 from baton.core.reasons import FailureCode, Fault
 from baton.engine.api import FinishReason
-from baton.router.answers import Prefilled
-from baton.router.errors import FailureKind
 from baton.router.fleet.fleet import Fleet
-from baton.router.legs import LocalReason
-from baton.router.notes import Outcome
-from baton.router.pairs import Pairs
-from baton.router.settings import Role, RouterSettings
+from baton.router.fleet.notes import Outcome
+from baton.router.fleet.pairs import Pairs
+from baton.router.request.answers import Prefilled
 from baton.router.shell.metrics import RouterMetrics
+from baton.router.values.errors import FailureKind
+from baton.router.values.legs import LocalReason
+from baton.router.values.settings import Role, RouterSettings
 from baton.server.metrics import ServerMetrics
 from tests.golden.golden import ROOT, check, check_values, literals
 from tests.golden.samples import ENGINE_CONFIG, P

@@ -12,7 +12,7 @@ from baton.connectors.push.settings import PushSettings
 from baton.connectors.shared_storage.settings import StorageSettings
 from baton.hosts.vllm.settings import PluginSettings
 from baton.http.settings import HttpLimits
-from baton.router.settings import RouterSettings
+from baton.router.values.settings import RouterSettings
 from tests.golden.golden import check
 from tests.golden.shapes import fields
 

@@ -12,8 +12,8 @@ from baton.connectors.pull.intent import LendBlocks as Lend
 from baton.connectors.pull.producer.loans import Loans
 from baton.connectors.pull.settings import PullSettings, TurnSettings
 from baton.connectors.pull.stats import PullStats
-from baton.router.introductions import ASKING
-from baton.router.legs import decode_body, first_token_body, prefill_body, push_params
+from baton.router.fleet.introductions import ASKING
+from baton.router.values.legs import decode_body, first_token_body, prefill_body, push_params
 from tests.golden.golden import check
 from tests.golden.samples import LOAN, PUBLIC_KEY, TICKET, TRANSFER, P, pull_identity
 

@@ -29,9 +29,9 @@ for command in {commands}:
 """
 ROUTER = """
 import asyncio, urllib.request
-from baton.router.settings import RouterSettings
+from baton.router.values.settings import RouterSettings
 from baton.router.shell import run, worker, index_process
-from baton.router.shell.app import Router
+from baton.router.processes.app import Router
 
 async def answers():
     router = Router(RouterSettings(prefill_urls=("http://127.0.0.1:9",), decode_urls=("http://127.0.0.1:9",)))

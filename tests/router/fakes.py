@@ -18,8 +18,8 @@ import uvicorn
 
 from baton.cli.processes import free_ports
 from baton.http.settings import HttpSettings
-from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
-from baton.router.shell.app import Router
+from baton.router.processes.app import Router
+from baton.router.values.settings import LegTimeouts, ProbeSettings, RouterSettings
 from tests.event_loop import pass_time
 
 JSON = {"Content-Type": "application/json"}

@@ -15,11 +15,15 @@ import msgspec
 from msgspec.structs import replace
 
 from baton.core.identity import KVIdentity
-from baton.router.admission import Objective, Ticket
-from baton.router.answers import LegAnswer
-from baton.router.block_index import Match
-from baton.router.errors import FailureKind, LegFailure
-from baton.router.events import (
+from baton.router.fleet.admission import Objective, Ticket
+from baton.router.fleet.block_index import Match
+from baton.router.fleet.engine import Counts, Engine
+from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.pairs import Pairs
+from baton.router.fleet.turns import Turn, TurnTable
+from baton.router.fleet.view import FleetView
+from baton.router.request.answers import LegAnswer
+from baton.router.request.events import (
     ClientGone,
     Close,
     Closed,
@@ -48,17 +52,13 @@ from baton.router.events import (
     TakeBack,
     tell_ended,
 )
-from baton.router.fleet.engine import Counts, Engine
-from baton.router.fleet.fleet import Fleet
-from baton.router.fleet_view import FleetView
-from baton.router.identity import Introduced, Introduction, is_compatible
-from baton.router.learning import settle
-from baton.router.pairs import Pairs
+from baton.router.request.learning import settle
 from baton.router.request.machine import LEG_EVENTS, TABLE, Machine, Request
 from baton.router.request.step import State
-from baton.router.settings import AdmissionSettings, RouterSettings
-from baton.router.sse import EventSplitter, data_of
-from baton.router.turns import Turn, TurnTable
+from baton.router.values.errors import FailureKind, LegFailure
+from baton.router.values.identity import Introduced, Introduction, is_compatible
+from baton.router.values.settings import AdmissionSettings, RouterSettings
+from baton.router.values.sse import EventSplitter, data_of
 
 PROMPT = [1, 2, 3]
 KV = KVIdentity("architecture", "weights", "float32", 2, 2, 8, "0")

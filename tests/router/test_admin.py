@@ -8,7 +8,7 @@ import httpx
 import pytest
 
 from baton.http.settings import HttpSettings
-from baton.router.health import Probe
+from baton.router.fleet.breaker import Probe
 from tests.event_loop import pass_time
 from tests.router.fakes import (
     FakeEngine,

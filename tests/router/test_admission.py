@@ -9,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.errors import UserError
-from baton.router.admission import OUTPUT_WEIGHT, Admission, Capacity, Ended, Objective, Ticket, objective_of
-from baton.router.errors import RouterError
-from baton.router.events import Admitted, Rejected, tell_ended
-from baton.router.settings import AdmissionSettings
+from baton.router.fleet.admission import (
+    OUTPUT_WEIGHT,
+    Admission,
+    Capacity,
+    Ended,
+    Objective,
+    Ticket,
+    objective_of,
+)
+from baton.router.request.events import Admitted, Rejected, tell_ended
+from baton.router.values.errors import RouterError
+from baton.router.values.settings import AdmissionSettings
 
 SETTINGS = AdmissionSettings(max_running=1)
 

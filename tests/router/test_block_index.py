@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
-from baton.router import block_index
-from baton.router.block_index import (
+from baton.router.fleet import block_index
+from baton.router.fleet.block_index import (
     HOME_TOKENS,
     BlockIndex,
     Match,

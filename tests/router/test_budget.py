@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.budget import PER_S, SHARE, WINDOW_S, RetryBudget
-from baton.router.settings import OutlierDetection
+from baton.router.fleet.budget import PER_S, SHARE, WINDOW_S, RetryBudget
+from baton.router.values.settings import OutlierDetection
 from tests.router.baton_fakes import baton, introduced_system
 from tests.router.fakes import FakeEngine, System, dies, responds
 

@@ -14,9 +14,9 @@ from baton.http.auth import AuthSettings, KeyFiles, Rate, Tenant
 from baton.http.jwt_tokens import JwtVerifier
 from baton.http.settings import HttpSettings
 from baton.http.watched_files import LOOK_EVERY_S
-from baton.router.settings import AdmissionSettings, RouterSettings
-from baton.router.shell.client_auth import ClientAuth
+from baton.router.operator.client_auth import ClientAuth
 from baton.router.shell.engine_keys import EngineKeys, split_engine_keys
+from baton.router.values.settings import AdmissionSettings, RouterSettings
 from tests.event_loop import pass_time
 from tests.http.test_auth import KEYS, SECRET, bearer, jwks_of, settings_of, token_of
 from tests.router.fakes import Call, FakeEngine, Servers, System, answers, lends, responds, system

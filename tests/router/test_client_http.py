@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.http.settings import HttpSettings
-from baton.router.settings import LegTimeouts
 from baton.router.shell.client_http import MAX_EARLY_BYTES, MAX_HEAD_BYTES
+from baton.router.values.settings import LegTimeouts
 from tests.event_loop import pass_time, run
 from tests.router.fakes import LATER_S, Call, FakeEngine, System, answers, lends, responds, system
 
@@ -362,12 +362,15 @@ async def test_a_defect_of_the_router_costs_one_request(monkeypatch: pytest.Monk
                 writer.write(GOOD)
                 assert (await read_answer(reader))[0] == 500
         with monkeypatch.context() as patch:
-            patch.setattr("baton.router.shell.app.parse_body", lambda *_: 1 / 0)
+            patch.setattr("baton.router.processes.app.parse_body", lambda *_: 1 / 0)
             writer.write(GOOD)
             assert (await read_answer(reader))[0] == 500
         for name, sent in (
-            ("baton.router.pass_through.PassThrough.begin", b"GET /v1/models HTTP/1.1\r\n" + HOST + b"\r\n"),
-            ("baton.router.shell.admin.Admin.answer", b"GET /status HTTP/1.1\r\n" + HOST + b"\r\n"),
+            (
+                "baton.router.request.pass_through.PassThrough.begin",
+                b"GET /v1/models HTTP/1.1\r\n" + HOST + b"\r\n",
+            ),
+            ("baton.router.operator.admin.Admin.answer", b"GET /status HTTP/1.1\r\n" + HOST + b"\r\n"),
             ("baton.http.json_body.is_cheap", GOOD_AND_LONG),
         ):
             with monkeypatch.context() as patch:

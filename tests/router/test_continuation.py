@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from baton.router.health import Probe
+from baton.router.fleet.breaker import Probe
 from tests.router.baton_fakes import Streamed, baton, introduced_system, speaker, stream
 from tests.router.fakes import FakeEngine, after, dies, responds
 from tests.router.vllm_fakes import PROMPT, TOKENS, VllmSpeaker, refuses_tickets, vllm, vllm_speaker

@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.continued_stream import ContinuedSieve, OverlapReader
-from baton.router.kept_token import KeptToken, read_kept
-from baton.router.sse import EventSplitter
+from baton.router.request.tokens.continued_stream import ContinuedSieve, OverlapReader
+from baton.router.request.tokens.kept_token import KeptToken, read_kept
+from baton.router.values.sse import EventSplitter
 from tests.router.baton_fakes import event
 
 OPENING = event({"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})

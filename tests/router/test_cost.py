@@ -4,7 +4,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from baton.router.cost import (
+from baton.router.fleet.cost import (
     AWAY,
     HARM,
     KEYS,

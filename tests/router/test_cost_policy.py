@@ -5,10 +5,10 @@ import asyncio
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.cost import Candidate
+from baton.router.fleet.cost import Candidate
 from baton.router.fleet.engine import Counts, Engine
-from baton.router.legs import PREFIX_TOKENS
-from baton.router.policies import EngineState, RoutedRequest, choose_least_cost
+from baton.router.fleet.policies import EngineState, RoutedRequest, choose_least_cost
+from baton.router.values.legs import PREFIX_TOKENS
 from tests.router.fakes import Call, FakeEngine, System, answers, lends, system
 
 LONG = "word " * 2000

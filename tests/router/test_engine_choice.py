@@ -6,17 +6,17 @@ from typing import Any
 import pytest
 
 from baton.core.identity import KVIdentity
-from baton.router.admission import Capacity
-from baton.router.block_index import Match
-from baton.router.cost import EXPECTED_OUTPUT, LEND_S, PREFILL_TOKENS_PER_S, TOKEN_S, tier_s
+from baton.router.fleet.admission import Capacity
+from baton.router.fleet.block_index import Match
+from baton.router.fleet.breaker import Probe
 from baton.router.fleet.choice import ALIKE, JUDGE_SPEEDS_EVERY_S, usual_load_s
+from baton.router.fleet.cost import EXPECTED_OUTPUT, LEND_S, PREFILL_TOKENS_PER_S, TOKEN_S, tier_s
 from baton.router.fleet.engine import Counts, Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.health import Probe
-from baton.router.identity import Identity, Introduction, ModelCard
-from baton.router.policies import RoutedRequest
-from baton.router.settings import AdmissionSettings, RouterSettings
-from baton.router.shortlist import SMALL
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.fleet.shortlist import SMALL
+from baton.router.values.identity import Identity, Introduction, ModelCard
+from baton.router.values.settings import AdmissionSettings, RouterSettings
 
 RATE = 1_000.0
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from baton.router.engine_metrics import EngineMetrics, PeerCounts, rates_between, read_metrics, shown
-from baton.router.latency_history import COLUMN_S, NUM_COLUMNS, Cumulative, LatencyHistory
+from baton.router.operator.engine_metrics import EngineMetrics, PeerCounts, rates_between, read_metrics, shown
+from baton.router.operator.latency_history import COLUMN_S, NUM_COLUMNS, Cumulative, LatencyHistory
 
 VLLM = """# HELP vllm:kv_cache_usage_perc KV
 # TYPE vllm:kv_cache_usage_perc gauge

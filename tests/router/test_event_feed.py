@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from baton.core.kv_events import BlockRemoved, BlockStored, KVCacheEvent
-from baton.router import event_feed
-from baton.router.event_feed import Apply, EventFeed, FeedEffect, Forget, Replay
+from baton.router.shell import event_feed
+from baton.router.shell.event_feed import Apply, EventFeed, FeedEffect, Forget, Replay
 
 BUFFER = 4  # Batches that the engine keeps for replays.
 

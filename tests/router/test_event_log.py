@@ -1,10 +1,10 @@
 """The log of what happened in the fleet: bounded, joined, and told once to the coordinator."""
 
-from baton.router.event_log import JOIN_S, TELL_EVERY_S, EventLog, Happened
+from baton.router.fleet.breaker import Probe
+from baton.router.fleet.event_log import JOIN_S, TELL_EVERY_S, EventLog, Happened
 from baton.router.fleet.fleet import Fleet
-from baton.router.health import Probe
-from baton.router.members import Member
-from baton.router.settings import RouterSettings
+from baton.router.values.members import Member
+from baton.router.values.settings import RouterSettings
 
 D = ("decode", "http://d:1")
 

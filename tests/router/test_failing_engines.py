@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from baton.cli.route import app
+from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.health import Probe
-from baton.router.identity import ModelCard
-from baton.router.outlier_detection import Tally, is_outlier, may_eject
-from baton.router.policies import RoutedRequest
-from baton.router.settings import OutlierDetection, PolicyName, RouterSettings
+from baton.router.fleet.outlier_detection import Tally, is_outlier, may_eject
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.values.identity import ModelCard
+from baton.router.values.settings import OutlierDetection, PolicyName, RouterSettings
 from tests.router.fakes import Call, FakeEngine, answers, lends, responds, system
 
 POLICIES: list[PolicyName] = ["least_in_flight", "round_robin"]

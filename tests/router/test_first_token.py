@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from baton.router.settings import LegTimeouts
+from baton.router.values.settings import LegTimeouts
 from tests.router.baton_fakes import Streamed, baton, introduced, introduced_system, speaker, stream
 from tests.router.fakes import (
     LATER_S,

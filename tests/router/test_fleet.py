@@ -9,14 +9,14 @@ from starlette.responses import JSONResponse
 
 from baton.core.errors import ConfigError
 from baton.http.settings import HttpSettings
-from baton.router.errors import LegFailure
+from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.health import Probe
-from baton.router.policies import RoutedRequest
-from baton.router.settings import LegTimeouts, ProbeSettings, RouterSettings
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.members.probes import Prober
 from baton.router.shell.asking import Answer, Asker
-from baton.router.shell.probes import Prober
+from baton.router.values.errors import LegFailure
+from baton.router.values.settings import LegTimeouts, ProbeSettings, RouterSettings
 from tests.router.fakes import (
     LATER_S,
     FakeEngine,

@@ -8,16 +8,16 @@ from msgspec.structs import replace
 
 from baton.core.errors import ConfigError
 from baton.core.identity import KVIdentity
-from baton.router.errors import LegFailure, RouterError
+from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Counts, Engine
 from baton.router.fleet.fleet import Fleet
 from baton.router.fleet.health import LATE_S
-from baton.router.health import Probe
-from baton.router.identity import Identity, Introduced, Introduction, ModelCard
-from baton.router.members import Member
-from baton.router.notes import Erred, LegFailed
-from baton.router.policies import RoutedRequest
-from baton.router.settings import OutlierDetection, ProbeSettings, RouterSettings
+from baton.router.fleet.notes import Erred, LegFailed
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.values.errors import LegFailure, RouterError
+from baton.router.values.identity import Identity, Introduced, Introduction, ModelCard
+from baton.router.values.members import Member
+from baton.router.values.settings import OutlierDetection, ProbeSettings, RouterSettings
 
 KV = KVIdentity(model="x", weights="1", dtype="bf16", num_layers=2, num_kv_heads=2, head_dim=8, hash_seed="0")
 UNIX_S = 1_000.0

@@ -7,13 +7,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.errors import LegFailure
+from baton.router.fleet.breaker import BACKOFF_MAX_S, SHARE_FIRST, Health, Probe
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.health import BACKOFF_MAX_S, SHARE_FIRST, Health, Probe
-from baton.router.members import Member
-from baton.router.policies import RoutedRequest
-from baton.router.settings import ProbeSettings, RouterSettings
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.values.errors import LegFailure
+from baton.router.values.members import Member
+from baton.router.values.settings import ProbeSettings, RouterSettings
 
 SETTINGS = ProbeSettings()
 KINDS = get_args(get_type_hints(Probe)["kind"])

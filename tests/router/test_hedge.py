@@ -7,10 +7,15 @@ from typing import Any
 
 import pytest
 
-from baton.router import hedge
-from baton.router.answers import LegAnswer
-from baton.router.errors import LegFailure
-from baton.router.events import (
+from baton.router.fleet import health, hedge
+from baton.router.fleet.engine import SLOW_SHARE
+from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.hedge import FACTOR, LEAST_S, NUM_REMEMBERED, Lateness
+from baton.router.fleet.pairs import Pairs
+from baton.router.fleet.turns import Turn, TurnTable
+from baton.router.fleet.view import FleetView
+from baton.router.request.answers import LegAnswer
+from baton.router.request.events import (
     ClientGone,
     Close,
     Closed,
@@ -26,17 +31,11 @@ from baton.router.events import (
     Send,
     TakeBack,
 )
-from baton.router.fleet import health
-from baton.router.fleet.engine import SLOW_SHARE
-from baton.router.fleet.fleet import Fleet
-from baton.router.fleet_view import FleetView
-from baton.router.hedge import FACTOR, LEAST_S, NUM_REMEMBERED, Lateness
-from baton.router.identity import Introduction
-from baton.router.learning import note_outpaced
-from baton.router.pairs import Pairs
+from baton.router.request.learning import note_outpaced
 from baton.router.request.machine import Machine, Request
-from baton.router.settings import RouterSettings
-from baton.router.turns import Turn, TurnTable
+from baton.router.values.errors import LegFailure
+from baton.router.values.identity import Introduction
+from baton.router.values.settings import RouterSettings
 from tests.router.baton_fakes import baton, introduced_system, speaker, stream
 from tests.router.fakes import System, responds
 from tests.router.test_budget import BUSY, DRAINING, PAUSED, spend

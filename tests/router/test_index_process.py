@@ -18,12 +18,12 @@ from baton.core.errors import ConfigError
 from baton.core.kv_events import AllBlocksCleared, BlockStored
 from baton.engine.core.kv_event_publisher import KVEventPublisher
 from baton.engine.text.tokenizer import Tokenizer
-from baton.router.block_index import home_key, prefix_keys, root_key
-from baton.router.events import Look
+from baton.router.fleet.block_index import home_key, prefix_keys, root_key
+from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Counts
-from baton.router.health import Probe
-from baton.router.settings import KVEventsSource, sources_of
+from baton.router.request.events import Look
 from baton.router.shell import index_client
+from baton.router.values.settings import KVEventsSource, sources_of
 from tests.router.fakes import Call, FakeEngine, Respond, Servers, System, answers, lends
 from tests.router.fakes import system as router_system
 from tests.router.test_pairs import KV_IDENTITY

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from baton.core.identity import KVIdentity
 from baton.router.fleet.engine import Engine
-from baton.router.identity import Identity, Introduced, Introduction, ModelCard
-from baton.router.introductions import COMPLETIONS_PATH, MODELS_PATH, PATH, Answer, introduce
+from baton.router.fleet.introductions import COMPLETIONS_PATH, MODELS_PATH, PATH, Answer, introduce
+from baton.router.values.identity import Identity, Introduced, Introduction, ModelCard
 
 NOT_FOUND = (404, b"")
 KV = KVIdentity("architecture", "weights", "float32", 2, 2, 8, "0")

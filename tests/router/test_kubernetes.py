@@ -14,9 +14,9 @@ import pytest
 from kubernetes_asyncio import client
 
 from baton.cli.members import source_of
-from baton.router.members import Member
-from baton.router.shell.members import SourceFailed
-from baton.router.shell.sources.kubernetes import KubernetesSource, Rule
+from baton.router.members.reader import SourceFailed
+from baton.router.members.sources.kubernetes import KubernetesSource, Rule
+from baton.router.values.members import Member
 from tests.router.fakes import FakeEngine, Servers, answers, lends, system
 from tests.router.test_sources import is_up, wait_until
 

@@ -7,7 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from baton.router.fleet.engine import Engine
-from baton.router.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, LateLegs
+from baton.router.fleet.late_leg import LEAD_MIN_S, LEAD_SHARE, NUM_REMEMBERED, LateLegs
 from tests.router.baton_fakes import baton, introduced_system, stream
 from tests.router.fakes import FakeEngine, System, dies, responds
 from tests.router.test_continuation import IDS, check_is_one_engines

@@ -2,13 +2,15 @@
 
 import pytest
 
-from baton.router.answers import PROMPT_HEADER, LegAnswer
-from baton.router.block_index import Match
-from baton.router.cost import EXPECTED_OUTPUT
-from baton.router.events import Leg
+from baton.router.fleet.block_index import Match
+from baton.router.fleet.cost import EXPECTED_OUTPUT
 from baton.router.fleet.engine import Counts, Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.learning import (
+from baton.router.fleet.pairs import Pairs
+from baton.router.fleet.policies import RoutedRequest, prefix_holder
+from baton.router.request.answers import PROMPT_HEADER, LegAnswer
+from baton.router.request.events import Leg
+from baton.router.request.learning import (
     SAMPLE_CHUNKS,
     SAMPLE_EVERY_S,
     loaded,
@@ -17,10 +19,8 @@ from baton.router.learning import (
     note_closed,
     note_start,
 )
-from baton.router.pairs import Pairs
-from baton.router.policies import RoutedRequest, prefix_holder
-from baton.router.rates import BASE_POINTS_MIN
-from baton.router.settings import Role, RouterSettings
+from baton.router.values.rates import BASE_POINTS_MIN
+from baton.router.values.settings import Role, RouterSettings
 
 PREFILL, DECODE = ("http://p0", "http://p1"), ("http://d0", "http://d1")
 

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from baton.core.errors import PeerError, UserError
 from baton.core.json_text import decode_json
-from baton.router.answers import MAX_KEPT, LegAnswer, Prefilled, PrefillOutcome, read_prefill
-from baton.router.legs import (
+from baton.router.request.answers import MAX_KEPT, LegAnswer, Prefilled, PrefillOutcome, read_prefill
+from baton.router.values.legs import (
     PARAMS,
     PREFIX_CHARS,
     decode_body,

@@ -5,15 +5,15 @@ from typing import Any
 
 import pytest
 
+from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.health import Probe
-from baton.router.pairs import Pairs
-from baton.router.settings import RouterSettings
+from baton.router.fleet.pairs import Pairs
 from baton.router.shell.asking import Asker
 from baton.router.shell.engine_http import EnginePool
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
+from baton.router.values.settings import RouterSettings
 from tests.router.baton_fakes import baton, introduced_system, stream
 from tests.router.fakes import (
     FakeEngine,
@@ -140,7 +140,7 @@ async def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
 async def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """More loans than can be returned at once wait for their turn, and none is dropped silently."""
     at_once = 16
-    monkeypatch.setattr("baton.router.loans.RETURNS_MAX", at_once)
+    monkeypatch.setattr("baton.router.fleet.loans.RETURNS_MAX", at_once)
     settings = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
     metrics = RouterMetrics(Fleet(settings), Pairs())
     pool = EnginePool(connect_s=30.0)

@@ -8,22 +8,22 @@ from typing import Any
 
 import pytest
 
-from baton.router import pairs
-from baton.router.answers import DecodeAnswer, FirstTokenRead, LegAnswer
-from baton.router.events import ClientGone, Doubt
-from baton.router.first_tokens import FirstTokens, Given
+from baton.router.fleet import pairs
+from baton.router.fleet.turns import Turn
 from baton.router.request import decode, engines
+from baton.router.request.answers import DecodeAnswer, FirstTokenRead, LegAnswer
 from baton.router.request.attempt import Attempt
 from baton.router.request.decode import Decode
 from baton.router.request.engines import Engines
+from baton.router.request.events import ClientGone, Doubt
 from baton.router.request.lending import Lending
 from baton.router.request.machine import TABLE, Machine
 from baton.router.request.open_legs import OpenLegs
 from baton.router.request.prefill import Prefill
 from baton.router.request.reply import Reply
 from baton.router.request.step import AfterClosing, Next, State
-from baton.router.token_record import TokenRecord
-from baton.router.turns import Turn
+from baton.router.request.tokens.first_tokens import FirstTokens, Given
+from baton.router.request.tokens.token_record import TokenRecord
 from tests.router.machine_world import World
 
 WORLDS = 500

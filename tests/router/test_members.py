@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import UserError
-from baton.router.members import (
+from baton.router.values.members import (
     HELD_S,
     REGISTRATIONS_MAX,
     ROLES,

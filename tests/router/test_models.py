@@ -7,13 +7,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.identity import KVIdentity
-from baton.router.errors import RouterError
+from baton.router.fleet.breaker import Probe
 from baton.router.fleet.fleet import Fleet
-from baton.router.health import Probe
-from baton.router.identity import Identity, ModelCard
-from baton.router.pairs import mismatch_of
-from baton.router.policies import RoutedRequest
-from baton.router.settings import RouterSettings
+from baton.router.fleet.pairs import mismatch_of
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.values.errors import RouterError
+from baton.router.values.identity import Identity, ModelCard
+from baton.router.values.settings import RouterSettings
 from tests.router.fakes import FakeEngine, Servers, System, answers, lends, responds, system
 from tests.router.test_pairs import engine, says
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from baton.router.fleet.choice import JUDGE_SPEEDS_EVERY_S
 from baton.router.fleet.engine import SLOW_SHARE
 from baton.router.fleet.fleet import Fleet
-from baton.router.policies import RoutedRequest
-from baton.router.rates import NUM_SAMPLES, OUTLIER_FACTOR, OUTLIER_SAMPLES_MIN, outliers
-from baton.router.settings import PolicyName, RouterSettings
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.values.rates import NUM_SAMPLES, OUTLIER_FACTOR, OUTLIER_SAMPLES_MIN, outliers
+from baton.router.values.settings import PolicyName, RouterSettings
 
 SPEEDS = st.lists(st.one_of(st.none(), st.floats(1.0, 1e6)), max_size=12)
 

@@ -12,8 +12,8 @@ import httpx
 import pytest
 
 from baton.http.settings import HttpSettings
-from baton.router.settings import AdmissionSettings
-from baton.router.shell import feed, live
+from baton.router.operator import feed, live
+from baton.router.values.settings import AdmissionSettings
 from tests.event_loop import pass_time
 from tests.router.fakes import FakeEngine, System, after, answers, dead_url, lends, system
 

@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.fleet.engine import Engine
-from baton.router.identity import Introduction, Seat, choose_model
-from baton.router.pairs import BACKOFF_FIRST_S, BACKOFF_MAX_S, FAILURES_TO_STOP, Pairs, mismatch_of
+from baton.router.fleet.pairs import BACKOFF_FIRST_S, BACKOFF_MAX_S, FAILURES_TO_STOP, Pairs, mismatch_of
+from baton.router.values.identity import Introduction, Seat, choose_model
 from tests.event_loop import pass_time, run
 from tests.router.baton_fakes import introduced_system
 from tests.router.fakes import Call, FakeEngine, Respond, System, answers, lends, responds, system

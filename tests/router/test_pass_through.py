@@ -9,8 +9,8 @@ import pytest
 
 from baton.http.auth import AuthSettings, Tenant
 from baton.http.settings import HttpSettings
-from baton.router.answers import LegAnswer
-from baton.router.pass_through import LACKS_S, PATHS, lacks_path
+from baton.router.request.answers import LegAnswer
+from baton.router.request.pass_through import LACKS_S, PATHS, lacks_path
 from tests.event_loop import pass_time
 from tests.router.fakes import (
     Call,

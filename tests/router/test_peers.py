@@ -17,10 +17,10 @@ from hypothesis import strategies as st
 
 from baton.cli.processes import free_ports
 from baton.core.errors import ConfigError, PeerError
-from baton.router.notes import EngineLoad, Load, TurnKept, TurnTaken
-from baton.router.peers import LATE_MAX_S, PEERS_MAX, SILENT_S, Message, News, Peers, seal, unseal
-from baton.router.settings import PeerSettings, RouterSettings
-from baton.router.shell.app import Router
+from baton.router.fleet.notes import EngineLoad, Load, TurnKept, TurnTaken
+from baton.router.fleet.peers import LATE_MAX_S, PEERS_MAX, SILENT_S, Message, News, Peers, seal, unseal
+from baton.router.processes.app import Router
+from baton.router.values.settings import PeerSettings, RouterSettings
 from tests.event_loop import pass_time
 from tests.router.fakes import FakeEngine, Servers, System, answers, hangs, lends, system
 from tests.router.test_turns import SESSION, keeps

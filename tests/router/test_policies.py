@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.policies import (
+from baton.router.fleet.policies import (
     AFFINITY_SLACK,
     POLICIES,
     EngineState,

@@ -13,7 +13,7 @@ import pytest
 
 import baton
 from baton.http.settings import HttpSettings
-from baton.router.settings import LegTimeouts
+from baton.router.values.settings import LegTimeouts
 from tests.event_loop import pass_time, run
 from tests.router.baton_fakes import baton as speaking
 from tests.router.baton_fakes import introduced_system

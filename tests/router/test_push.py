@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from baton.router.health import Probe
+from baton.router.fleet.breaker import Probe
 from tests.router.baton_fakes import baton, introduced_system, speaker, stream
 from tests.router.fakes import FakeEngine, after, answers, dead_url, hangs, lends, responds, system
 

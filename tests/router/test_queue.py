@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from baton.router.settings import AdmissionSettings
+from baton.router.values.settings import AdmissionSettings
 from tests.event_loop import pass_time
 from tests.router.fakes import Call, FakeEngine, System, answers, dead_url, lends, opened, system
 

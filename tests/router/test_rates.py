@@ -6,8 +6,8 @@ import random
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from baton.router.cost import TOKEN_S
-from baton.router.rates import (
+from baton.router.fleet.cost import TOKEN_S
+from baton.router.values.rates import (
     NUM_POINTS,
     NUM_SAMPLES,
     SAMPLE_TOKENS_MAX,

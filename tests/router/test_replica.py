@@ -7,17 +7,17 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.errors import LegFailure
+from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.fleet_view import FleetView
-from baton.router.health import Probe
-from baton.router.members import Member
-from baton.router.notes import Drains, EngineLoad, Joined, Load, Note, Probed
-from baton.router.pairs import FAILURES_TO_STOP, Pairs
-from baton.router.replica import Loads, Replica
-from baton.router.settings import RouterSettings
-from baton.router.turns import Turn, TurnTable
+from baton.router.fleet.notes import Drains, EngineLoad, Joined, Load, Note, Probed
+from baton.router.fleet.pairs import FAILURES_TO_STOP, Pairs
+from baton.router.fleet.replica import Loads, Replica
+from baton.router.fleet.turns import Turn, TurnTable
+from baton.router.fleet.view import FleetView
+from baton.router.values.errors import LegFailure
+from baton.router.values.members import Member
+from baton.router.values.settings import RouterSettings
 
 SETTINGS = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1", "http://u:k@d:2"))
 NEW = "http://d:3"

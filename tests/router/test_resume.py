@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from baton.router.first_tokens import FirstTokens
 from baton.router.fleet.engine import Engine
-from baton.router.identity import Kind
-from baton.router.kept_token import continuation_body
-from baton.router.token_record import TokenRecord, is_engines_error
+from baton.router.request.tokens.first_tokens import FirstTokens
+from baton.router.request.tokens.kept_token import continuation_body
+from baton.router.request.tokens.token_record import TokenRecord, is_engines_error
+from baton.router.values.identity import Kind
 from tests.router.baton_fakes import Streamed, baton, event, introduced_system, speaker, stream
 from tests.router.fakes import Call, FakeEngine, System
 from tests.router.test_continuation import IDS, MODES, PATHS, check_is_one_engines, request

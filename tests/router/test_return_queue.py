@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.router.fleet.engine import Engine
-from baton.router.loans import ATTEMPTS, Return, ReturnQueue
+from baton.router.fleet.loans import ATTEMPTS, Return, ReturnQueue
 
 TICKET = {"baton_ticket": "signed"}
 
@@ -20,8 +20,8 @@ def lender(**fields: Any) -> Engine:
 def test_loans_go_back_in_order_and_never_too_many_at_once(steps: list[bool]) -> None:
     queue, taken_back, under_way = ReturnQueue(), [], 0
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("baton.router.loans.RETURNS_MAX", 3)
-        patch.setattr("baton.router.loans.QUEUED_MAX", 5)
+        patch.setattr("baton.router.fleet.loans.RETURNS_MAX", 3)
+        patch.setattr("baton.router.fleet.loans.QUEUED_MAX", 5)
         accepted = []
         for number, is_put in enumerate(steps):
             if is_put:

@@ -17,7 +17,7 @@ URLS = ["--prefill", "http://p:1/", "--decode", "http://d:1/"]
 
 def test_the_router_needs_no_torch() -> None:
     script = (
-        "import sys, baton.router.shell.app\n"
+        "import sys, baton.router.processes.app\n"
         "sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
@@ -58,7 +58,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         seen.append(settings)
         return 0
 
-    monkeypatch.setattr("baton.router.shell.run.serve", serve)
+    monkeypatch.setattr("baton.router.processes.run.serve", serve)
     return seen
 
 

@@ -8,15 +8,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from baton.router.block_index import Match
 from baton.router.fleet import choice as choice_module
+from baton.router.fleet.block_index import Match
+from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.health import Probe
-from baton.router.identity import ModelCard
-from baton.router.policies import RoutedRequest
-from baton.router.settings import PolicyName, RouterSettings
-from baton.router.shortlist import NUM_HOMES, SMALL
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.fleet.shortlist import NUM_HOMES, SMALL
+from baton.router.values.identity import ModelCard
+from baton.router.values.settings import PolicyName, RouterSettings
 
 NUM_ENGINES, NUM_REQUESTS = 400, 1_200
 POLICIES: list[PolicyName] = ["least_in_flight", "prefix_affinity", "cost", "round_robin"]

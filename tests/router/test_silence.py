@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from baton.router.settings import LegTimeouts, ProbeSettings
-from baton.router.shell.probes import Prober
+from baton.router.members.probes import Prober
+from baton.router.values.settings import LegTimeouts, ProbeSettings
 from tests.event_loop import pass_time
 from tests.router.baton_fakes import introduced_system
 from tests.router.fakes import (

@@ -20,10 +20,10 @@ import redis.asyncio
 from baton.cli.members import read_members, source_of
 from baton.cli.processes import free_ports
 from baton.http.registration import PATH
-from baton.router.members import ROLES
-from baton.router.shell.members import LOOK_S, REFUSED_MAX, REGISTRATIONS, TTL_S, Source
-from baton.router.shell.sources.file import FileSource
-from baton.router.shell.sources.kubernetes import Rule
+from baton.router.members.reader import LOOK_S, REFUSED_MAX, REGISTRATIONS, TTL_S, Source
+from baton.router.members.sources.file import FileSource
+from baton.router.members.sources.kubernetes import Rule
+from baton.router.values.members import ROLES
 from tests.event_loop import pass_time
 from tests.router.fakes import FakeEngine, System, answers, lends, system
 from tests.router.test_kubernetes import ApiServer, cluster, slice_of

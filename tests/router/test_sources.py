@@ -19,9 +19,9 @@ from baton.cli.members import read_members, source_of
 from baton.cli.processes import free_ports
 from baton.core.errors import ConfigError
 from baton.http.registration import PATH, Registration
-from baton.router.members import HELD_S, Member, read_entries
-from baton.router.shell.members import LOOK_S, Source, SourceFailed
-from baton.router.shell.sources.file import FileSource
+from baton.router.members.reader import LOOK_S, Source, SourceFailed
+from baton.router.members.sources.file import FileSource
+from baton.router.values.members import HELD_S, Member, read_entries
 from baton.server.registration import Registrar, place_of
 from tests.event_loop import pass_time
 from tests.router.fakes import FakeEngine, Servers, System, answers, dead_url, lends, system

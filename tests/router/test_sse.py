@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
-from baton.router.sse import DONE, EventSplitter, data_of, is_done, sse_event
+from baton.router.values.sse import DONE, EventSplitter, data_of, is_done, sse_event
 
 LINES = (b"data: {}", b"data:[1]", b": note", b"event: a", b"data: [DONE]", b"")
 streams = st.lists(

@@ -7,10 +7,15 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from baton.router.answers import LegAnswer
-from baton.router.block_index import Match
-from baton.router.errors import LegFailure
-from baton.router.events import (
+from baton.router.fleet.block_index import Match
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.pairs import Pairs
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.fleet.turns import TurnTable
+from baton.router.fleet.view import FleetView
+from baton.router.request.answers import LegAnswer
+from baton.router.request.events import (
     ClientGone,
     Count,
     Effect,
@@ -22,16 +27,11 @@ from baton.router.events import (
     Opened,
     TakeBack,
 )
-from baton.router.fleet.engine import Engine
-from baton.router.fleet.fleet import Fleet
-from baton.router.fleet_view import FleetView
-from baton.router.identity import Introduction
-from baton.router.pairs import Pairs
-from baton.router.policies import RoutedRequest
-from baton.router.rates import Rate
 from baton.router.request.machine import Machine, Request
-from baton.router.settings import KVEventsSource, RouterSettings
-from baton.router.turns import TurnTable
+from baton.router.values.errors import LegFailure
+from baton.router.values.identity import Introduction
+from baton.router.values.rates import Rate
+from baton.router.values.settings import KVEventsSource, RouterSettings
 from tests.router.machine_world import KV
 
 URLS = ("http://d0:1", "http://d1:1", "http://d2:1")

@@ -5,7 +5,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from baton.router.timeline import RECENT_MAX, RecentRequests, Recorder
+from baton.router.request.timeline import RECENT_MAX, RecentRequests, Recorder
 from baton.tracing.trace_context import SpanRef, parent_in
 from tests.router.baton_fakes import baton, introduced_system
 from tests.router.fakes import FakeEngine, System, answers, lends, responds, system

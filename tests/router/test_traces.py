@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from baton.core.errors import ConfigError
-from baton.router.spans import spans_of
-from baton.router.timeline import LegTimeline, Mark, RequestTimeline
+from baton.router.request.spans import spans_of
+from baton.router.request.timeline import LegTimeline, Mark, RequestTimeline
 from baton.tracing import find_endpoint
 from baton.tracing.trace_context import SpanRef
 from tests.router.baton_fakes import baton, introduced_system
@@ -162,7 +162,8 @@ def test_without_the_packages_an_endpoint_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_a_router_without_traces_imports_nothing_of_opentelemetry() -> None:
     code = (
-        "import sys, baton.router.shell.app; print([m for m in sys.modules if m.startswith('opentelemetry')])"
+        "import sys, baton.router.processes.app\n"
+        "print([m for m in sys.modules if m.startswith('opentelemetry')])"
     )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True

@@ -11,7 +11,7 @@ from baton.core.retention import SESSION_CHARS_MAX
 from baton.http.auth import AuthSettings, Tenant
 from baton.http.settings import HttpSettings
 from baton.router.fleet.engine import Engine
-from baton.router.turns import KEPT_S, TURNS_MAX, Turn, TurnSieve, TurnTable
+from baton.router.fleet.turns import KEPT_S, TURNS_MAX, Turn, TurnSieve, TurnTable
 from tests.http.test_auth import bearer
 from tests.router.fakes import TICKET, Call, FakeEngine, hangs, lends, system
 

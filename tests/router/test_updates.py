@@ -12,12 +12,12 @@ from msgspec.structs import replace
 from baton.core.identity import KVIdentity
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.identity import Introduced, Introduction, weights_of
-from baton.router.notes import Introduces
-from baton.router.pairs import FAILURES_TO_STOP
-from baton.router.policies import RoutedRequest
-from baton.router.settings import RouterSettings
-from baton.router.turns import Turn, TurnTable
+from baton.router.fleet.notes import Introduces
+from baton.router.fleet.pairs import FAILURES_TO_STOP
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.fleet.turns import Turn, TurnTable
+from baton.router.values.identity import Introduced, Introduction, weights_of
+from baton.router.values.settings import RouterSettings
 from tests.router.baton_fakes import Speaker, baton, introduced_system, speaker, stream
 from tests.router.fakes import TICKET, Call, FakeEngine, System
 from tests.router.test_pairs import KV_IDENTITY, REFUSAL, engine

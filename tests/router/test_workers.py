@@ -14,13 +14,13 @@ from pathlib import Path
 import httpx
 import pytest
 
-from baton.router.members import Member
-from baton.router.notes import Joined
-from baton.router.settings import RouterSettings
+from baton.router.fleet.notes import Joined
+from baton.router.processes.run import EXIT_NOT_STARTED, num_workers_for
+from baton.router.processes.worker import Worker
 from baton.router.shell.frames import Drain, FrameStream, Listening, Welcome
 from baton.router.shell.metrics import sum_families
-from baton.router.shell.run import EXIT_NOT_STARTED, num_workers_for
-from baton.router.shell.worker import Worker
+from baton.router.values.members import Member
+from baton.router.values.settings import RouterSettings
 from tests.router.fakes import FakeEngine, Servers, answers, dead_url, lends
 from tests.router.test_drain import ASKED, EVENT, streams
 

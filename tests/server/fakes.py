@@ -30,8 +30,8 @@ from baton.http.bodies import Bodies
 from baton.http.connections import server_config
 from baton.http.settings import HttpSettings
 from baton.http.workers import WorkerPool
-from baton.router.settings import RouterSettings
-from baton.router.shell.app import Router
+from baton.router.processes.app import Router
+from baton.router.values.settings import RouterSettings
 from baton.server.app import build_app
 from baton.server.metrics import ServerMetrics
 from baton.server.service import Service, check_common_params

@@ -16,7 +16,7 @@ from vllm.v1.request import Request
 from baton.core.config import KVEventsConfig
 from baton.core.kv_events import AllBlocksCleared, BlockRemoved, BlockStored, KVEventBatch
 from baton.engine.core.kv_event_publisher import END, KVEventPublisher
-from baton.router.block_index import BlockIndex, Match, prefix_keys, root_key
+from baton.router.fleet.block_index import BlockIndex, Match, prefix_keys, root_key
 
 WAIT_MS = 30_000
 BLOCK = 16

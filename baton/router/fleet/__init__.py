@@ -1,1 +1,1 @@
-"""The engines of a fleet, and the choice among them."""
+"""Engines: their state, health and load, their choice, the queue in front of them, copies of all this."""

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple, TypeAlias
 import msgspec
 
 from baton.core.identity import KVIdentity
-from baton.router.admission import Capacity
-from baton.router.block_index import Match
-from baton.router.cost import (
+from baton.router.fleet.admission import Capacity
+from baton.router.fleet.block_index import Match
+from baton.router.fleet.cost import (
     EXPECTED_OUTPUT,
     IDLE,
     LEND_S,
@@ -28,10 +28,7 @@ from baton.router.cost import (
 )
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.models import FleetModels
-from baton.router.fleet.roster import ROLES, Roster
-from baton.router.identity import is_compatible
-from baton.router.legs import PREFIX_TOKENS
-from baton.router.policies import (
+from baton.router.fleet.policies import (
     LEAST_COST_S,
     POLICIES,
     EngineState,
@@ -41,9 +38,12 @@ from baton.router.policies import (
     choose_round_robin,
     prefix_holder,
 )
-from baton.router.rates import Rate, outliers
-from baton.router.settings import Role, RouterSettings
-from baton.router.shortlist import NUM_HOMES, SMALL
+from baton.router.fleet.roster import ROLES, Roster
+from baton.router.fleet.shortlist import NUM_HOMES, SMALL
+from baton.router.values.identity import is_compatible
+from baton.router.values.legs import PREFIX_TOKENS
+from baton.router.values.rates import Rate, outliers
+from baton.router.values.settings import Role, RouterSettings
 
 logger = logging.getLogger(__name__)
 

@@ -6,14 +6,14 @@ from typing import NamedTuple, Protocol
 from urllib.parse import urlsplit, urlunsplit
 
 from baton.core.identity import KVIdentity
-from baton.router.cost import TOKEN_S
-from baton.router.health import Health, Status
-from baton.router.identity import Identity, Introduction, Kind, ModelCard, weights_of
-from baton.router.members import Member
-from baton.router.notes import Speeds
-from baton.router.outlier_detection import Answers
-from baton.router.rates import BusyTime, Line, Rate
-from baton.router.settings import EngineKey, Role, without_credentials
+from baton.router.fleet.breaker import Health, Status
+from baton.router.fleet.cost import TOKEN_S
+from baton.router.fleet.notes import Speeds
+from baton.router.fleet.outlier_detection import Answers
+from baton.router.values.identity import Identity, Introduction, Kind, ModelCard, weights_of
+from baton.router.values.members import Member
+from baton.router.values.rates import BusyTime, Line, Rate
+from baton.router.values.settings import EngineKey, Role, without_credentials
 
 LEAST_LOAD_GAP = 3.0  # Two steps tell what one more answer adds if their running answers differ by this.
 SLOW_SHARE = 0.1  # Share of an engine that is much slower than its peers: enough to see it recover.

@@ -1,7 +1,7 @@
 """The engines that the router knows: members, how busy each is, and the parts that choose among them.
 
-`baton.router.health` has the states of one engine. An engine that has not answered yet is eligible: the order
-of starts must not matter.
+`breaker` has the states of one engine. An engine that has not answered yet is eligible: the order of starts
+must not matter.
 
     Roster        the engines by role and address; the log for operators
     FleetModels   what they serve
@@ -15,15 +15,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from baton.core.errors import ConfigError
+from baton.router.fleet.breaker import Health
 from baton.router.fleet.choice import EngineChoice
 from baton.router.fleet.engine import Counts, Engine
 from baton.router.fleet.health import FleetHealth, give_up
 from baton.router.fleet.models import FleetModels
+from baton.router.fleet.notes import Note
 from baton.router.fleet.roster import ROLES, Roster
-from baton.router.health import Health
-from baton.router.members import Member
-from baton.router.notes import Note
-from baton.router.settings import EngineKey, Role, RouterSettings, check_url
+from baton.router.values.members import Member
+from baton.router.values.settings import EngineKey, Role, RouterSettings, check_url
 
 logger = logging.getLogger(__name__)
 

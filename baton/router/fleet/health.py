@@ -4,13 +4,13 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 
-from baton.router.errors import LegFailure
+from baton.router.fleet.breaker import Probe
 from baton.router.fleet.engine import Engine, Wait
+from baton.router.fleet.notes import Erred, LegFailed, Note
+from baton.router.fleet.outlier_detection import Answers, is_error, is_outlier, may_eject
 from baton.router.fleet.roster import Roster
-from baton.router.health import Probe
-from baton.router.notes import Erred, LegFailed, Note
-from baton.router.outlier_detection import Answers, is_error, is_outlier, may_eject
-from baton.router.settings import OutlierDetection
+from baton.router.values.errors import LegFailure
+from baton.router.values.settings import OutlierDetection
 
 logger = logging.getLogger(__name__)
 

@@ -7,13 +7,13 @@ from typing import Any
 
 import msgspec
 
-from baton.router.errors import RouterError
 from baton.router.fleet.engine import Engine
+from baton.router.fleet.policies import RoutedRequest
 from baton.router.fleet.roster import Roster
-from baton.router.identity import Identity, Introduced, Kind, ModelCard, Seat, choose_model, weights_of
-from baton.router.policies import RoutedRequest
-from baton.router.settings import Role
-from baton.router.shortlist import Pool
+from baton.router.fleet.shortlist import Pool
+from baton.router.values.errors import RouterError
+from baton.router.values.identity import Identity, Introduced, Kind, ModelCard, Seat, choose_model, weights_of
+from baton.router.values.settings import Role
 
 logger = logging.getLogger(__name__)
 

@@ -3,12 +3,12 @@
 from collections.abc import Callable, Sequence
 from typing import Final, get_args
 
-from baton.router.event_log import EventLog, Happened
-from baton.router.event_log import Kind as EventKind
+from baton.router.fleet.breaker import Health
 from baton.router.fleet.engine import Engine
-from baton.router.health import Health
-from baton.router.settings import EngineKey, Role, RouterSettings
-from baton.router.shortlist import Idle
+from baton.router.fleet.event_log import EventLog, Happened
+from baton.router.fleet.event_log import Kind as EventKind
+from baton.router.fleet.shortlist import Idle
+from baton.router.values.settings import EngineKey, Role, RouterSettings
 
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
 

@@ -1,1 +1,1 @@
-"""One completion on its way through the router, as state machines without I/O."""
+"""One request: a state machine without I/O, and what engines and clients say to it."""

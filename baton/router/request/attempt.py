@@ -11,20 +11,20 @@ anew.
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
-from baton.router.answers import Prefilled, Unable
-from baton.router.errors import LegFailure
-from baton.router.events import Hold, HoldOver, Meet, Met
-from baton.router.first_tokens import FirstTokens
 from baton.router.fleet.engine import Engine
-from baton.router.fleet_view import FleetView
-from baton.router.identity import has_other_weights
-from baton.router.legs import push_params
+from baton.router.fleet.view import FleetView
+from baton.router.request.answers import Prefilled, Unable
 from baton.router.request.decode import Decode
 from baton.router.request.engines import Engines
+from baton.router.request.events import Hold, HoldOver, Meet, Met
 from baton.router.request.lending import Lending
 from baton.router.request.prefill import Prefill
 from baton.router.request.reply import Reply
 from baton.router.request.step import AfterClosing, LegAnswerEvent, Next, Outbox, State
+from baton.router.request.tokens.first_tokens import FirstTokens
+from baton.router.values.errors import LegFailure
+from baton.router.values.identity import has_other_weights
+from baton.router.values.legs import push_params
 
 
 class Attempt:

@@ -8,8 +8,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.core.errors import PeerError
-from baton.router import sse
-from baton.router.answers import (
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.notes import Outcome
+from baton.router.fleet.view import FleetView
+from baton.router.request.answers import (
     GIVEN_HEADER,
     DecodeAnswer,
     LegAnswer,
@@ -18,20 +20,18 @@ from baton.router.answers import (
     is_engines_fault,
     is_handed_over,
 )
-from baton.router.errors import LegFailure, RouterError
-from baton.router.events import Doubt, Draining, Failed, Leg, Opened, Piece, StreamEnded
-from baton.router.first_token import FirstToken
-from baton.router.first_tokens import FirstTokens
-from baton.router.fleet.engine import Engine
-from baton.router.fleet_view import FleetView
-from baton.router.learning import SAMPLE_CHUNKS, loaded, note_chunks
-from baton.router.notes import Outcome
 from baton.router.request.engines import Engines
+from baton.router.request.events import Doubt, Draining, Failed, Leg, Opened, Piece, StreamEnded
+from baton.router.request.learning import SAMPLE_CHUNKS, loaded, note_chunks
 from baton.router.request.lending import Lending
 from baton.router.request.open_legs import OpenLegs
 from baton.router.request.prefill import Prefill, broken
 from baton.router.request.reply import EVENT_STREAM, Reply
 from baton.router.request.step import AfterClosing, Next, Outbox, State
+from baton.router.request.tokens.first_token import FirstToken
+from baton.router.request.tokens.first_tokens import FirstTokens
+from baton.router.values import sse
+from baton.router.values.errors import LegFailure, RouterError
 
 INTRODUCTIONS_MAX = 2  # Times that D is offered one; the second one is fresh from P.
 

@@ -13,16 +13,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from baton.core.identity import KVIdentity
-from baton.router.events import Found, Leg
-from baton.router.first_tokens import FirstTokens, Given, can_follow
 from baton.router.fleet.choice import Loan
 from baton.router.fleet.engine import Engine
-from baton.router.fleet_view import FleetView
-from baton.router.identity import is_compatible, is_continued_alike
-from baton.router.legs import LocalReason
-from baton.router.policies import RoutedRequest
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.fleet.view import FleetView
+from baton.router.request.events import Found, Leg
 from baton.router.request.step import Outbox
-from baton.router.settings import Role
+from baton.router.request.tokens.first_tokens import FirstTokens, Given, can_follow
+from baton.router.values.identity import is_compatible, is_continued_alike
+from baton.router.values.legs import LocalReason
+from baton.router.values.settings import Role
 
 
 class Engines:

@@ -13,19 +13,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.core.identity import KVIdentity
-from baton.router.answers import (
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.turns import Turn, TurnTable
+from baton.router.request.answers import (
     Complete,
     DecodeAnswer,
     FirstTokenRead,
     Prefilled,
     PrefillOutcome,
 )
-from baton.router.errors import LegFailure
-from baton.router.events import Leg, TakeBack
-from baton.router.fleet.engine import Engine
-from baton.router.legs import PARAMS
+from baton.router.request.events import Leg, TakeBack
 from baton.router.request.step import Outbox
-from baton.router.turns import Turn, TurnTable
+from baton.router.values.errors import LegFailure
+from baton.router.values.legs import PARAMS
 
 
 class Lending:

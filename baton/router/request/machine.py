@@ -33,9 +33,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, get_args
 
-from baton.router.admission import NO_OBJECTIVE, Objective, Ticket
-from baton.router.errors import RouterError
-from baton.router.events import (
+from baton.router.fleet.admission import NO_OBJECTIVE, Objective, Ticket
+from baton.router.fleet.view import FleetView
+from baton.router.request.attempt import Attempt
+from baton.router.request.decode import Decode
+from baton.router.request.engines import Engines
+from baton.router.request.events import (
     Admitted,
     ClientGone,
     Closed,
@@ -53,19 +56,16 @@ from baton.router.events import (
     Stopped,
     StreamEnded,
 )
-from baton.router.first_tokens import FirstTokens
-from baton.router.fleet_view import FleetView
-from baton.router.legs import shape_of
-from baton.router.lookups import look_for
-from baton.router.request.attempt import Attempt
-from baton.router.request.decode import Decode
-from baton.router.request.engines import Engines
 from baton.router.request.lending import Lending
+from baton.router.request.lookups import look_for
 from baton.router.request.open_legs import OpenLegs
 from baton.router.request.prefill import Prefill
 from baton.router.request.reply import Reply
 from baton.router.request.step import AfterClosing, Next, Outbox, State
-from baton.router.settings import Role
+from baton.router.request.tokens.first_tokens import FirstTokens
+from baton.router.values.errors import RouterError
+from baton.router.values.legs import shape_of
+from baton.router.values.settings import Role
 
 logger = logging.getLogger(__name__)
 

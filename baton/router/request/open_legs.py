@@ -3,16 +3,16 @@
 from collections.abc import Mapping
 from typing import Any
 
-from baton.router.admission import Ticket
-from baton.router.answers import WEIGHTS_HEADER, LegAnswer, PrefillReader, outcome_of, retry_after_s
-from baton.router.errors import LegFailure, RouterError
-from baton.router.events import Close, Leg, Queue
+from baton.router.fleet.admission import Ticket
 from baton.router.fleet.engine import Engine
-from baton.router.fleet_view import FleetView
-from baton.router.learning import note_answer, note_closed, note_start
-from baton.router.policies import RoutedRequest
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.fleet.view import FleetView
+from baton.router.request.answers import WEIGHTS_HEADER, LegAnswer, PrefillReader, outcome_of, retry_after_s
+from baton.router.request.events import Close, Leg, Queue
+from baton.router.request.learning import note_answer, note_closed, note_start
 from baton.router.request.step import Outbox
-from baton.router.settings import Role
+from baton.router.values.errors import LegFailure, RouterError
+from baton.router.values.settings import Role
 
 
 class OpenLegs:

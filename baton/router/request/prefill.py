@@ -12,7 +12,10 @@ from typing import Any
 
 from baton.core.errors import PeerError
 from baton.core.identity import KVIdentity
-from baton.router.answers import (
+from baton.router.fleet.choice import Loan
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.view import FleetView
+from baton.router.request.answers import (
     Complete,
     FirstTokenRead,
     Prefilled,
@@ -22,19 +25,16 @@ from baton.router.answers import (
     Unable,
     prefilled,
 )
-from baton.router.errors import LegFailure, RouterError
-from baton.router.events import Close, Failed, Hold, HoldOver, Leg, Opened, Piece, StreamEnded
-from baton.router.first_tokens import FirstTokens, PrefillAsk
-from baton.router.fleet.choice import Loan
-from baton.router.fleet.engine import Engine
-from baton.router.fleet_view import FleetView
-from baton.router.learning import note_outpaced
-from baton.router.legs import PARAMS, LocalReason, stored_body
 from baton.router.request.engines import Engines
+from baton.router.request.events import Close, Failed, Hold, HoldOver, Leg, Opened, Piece, StreamEnded
+from baton.router.request.learning import note_outpaced
 from baton.router.request.lending import Lending
 from baton.router.request.open_legs import OpenLegs
 from baton.router.request.reply import EVENT_STREAM, Reply
 from baton.router.request.step import AfterClosing, LegAnswerEvent, Next, Outbox, State
+from baton.router.request.tokens.first_tokens import FirstTokens, PrefillAsk
+from baton.router.values.errors import LegFailure, RouterError
+from baton.router.values.legs import PARAMS, LocalReason, stored_body
 
 BORROW_S = 2.0  # A lender that computes answers after its step. More than that is not worth it.
 

@@ -1,12 +1,12 @@
 """The client's answer: its status, its bytes, and its end. The client gets one answer, or one error."""
 
-from baton.router.answers import LegAnswer, end_to_end
-from baton.router.errors import RouterError, error_event
-from baton.router.events import Head, Send
-from baton.router.first_token import FirstToken
-from baton.router.first_tokens import FirstTokens
 from baton.router.fleet.engine import Engine
+from baton.router.request.answers import LegAnswer, end_to_end
+from baton.router.request.events import Head, Send
 from baton.router.request.step import Outbox
+from baton.router.request.tokens.first_token import FirstToken
+from baton.router.request.tokens.first_tokens import FirstTokens
+from baton.router.values.errors import RouterError, error_event
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, the client does not receive it.
 SHUTTING_DOWN = "the router is shutting down"

@@ -3,10 +3,10 @@
 import logging
 from enum import Enum
 
-from baton.router.event_log import Kind as EventKind
-from baton.router.events import Count, Effect, Failed, Opened, Piece, StreamEnded
 from baton.router.fleet.engine import Engine
+from baton.router.fleet.event_log import Kind as EventKind
 from baton.router.fleet.roster import Roster
+from baton.router.request.events import Count, Effect, Failed, Opened, Piece, StreamEnded
 
 logger = logging.getLogger(__name__)
 

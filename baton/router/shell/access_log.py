@@ -9,7 +9,7 @@ import sys
 
 import msgspec
 
-from baton.router.timeline import RequestTimeline
+from baton.router.request.timeline import RequestTimeline
 
 logger = logging.getLogger(__name__)
 

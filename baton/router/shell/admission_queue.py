@@ -3,9 +3,9 @@
 import asyncio
 from collections.abc import Sequence
 
-from baton.router.admission import Ended
-from baton.router.events import tell_ended
-from baton.router.fleet_view import FleetView
+from baton.router.fleet.admission import Ended
+from baton.router.fleet.view import FleetView
+from baton.router.request.events import tell_ended
 
 LOOK_EVERY_S = 0.1  # While requests wait: engines come and go, and other routers leave room.
 

@@ -9,8 +9,8 @@ from urllib.parse import urlsplit, urlunsplit
 import msgspec
 
 from baton.core.errors import BatonError
-from baton.router.settings import without_credentials
 from baton.router.shell.engine_http import EnginePool, Origin, header_lines, origin_of, request_bytes
+from baton.router.values.settings import without_credentials
 
 MAX_ANSWER_BYTES = 1 << 20  # An introduction has a few KiB; a list of models with many adapters has more.
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from baton.core.errors import ConfigError
 from baton.http.auth import read_key_file
 from baton.http.watched_files import WatchedFiles
-from baton.router.settings import RouterSettings
+from baton.router.values.settings import RouterSettings
 
 logger = logging.getLogger(__name__)
 

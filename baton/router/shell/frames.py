@@ -13,11 +13,11 @@ from typing import Any, TypeAlias, cast
 import msgspec
 
 from baton.http.rate_limits import Verdict
-from baton.router.event_log import Happened
-from baton.router.notes import Note
-from baton.router.settings import RouterSettings
+from baton.router.fleet.event_log import Happened
+from baton.router.fleet.notes import Note
+from baton.router.request.timeline import RequestTimeline
 from baton.router.shell.metrics import Samples
-from baton.router.timeline import RequestTimeline
+from baton.router.values.settings import RouterSettings
 
 LENGTH_BYTES = 4
 # Maximum age of the others' load, on each of the two ways: worker to coordinator, and back.

@@ -15,14 +15,14 @@ from typing import Any
 import msgspec
 
 from baton.core.json_text import NotJson, decode_json
-from baton.router.events import Found, Look
 from baton.router.fleet.engine import Engine
-from baton.router.settings import KVEventsSource, sources_of
+from baton.router.request.events import Found, Look
 from baton.router.shell import index_process as wire
 from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.frames import FrameStream, start_process
 from baton.router.shell.index_process import decode_frame
 from baton.router.shell.parts import Parts
+from baton.router.values.settings import KVEventsSource, sources_of
 
 logger = logging.getLogger(__name__)
 

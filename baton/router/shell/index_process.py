@@ -26,10 +26,10 @@ import zmq.asyncio
 from baton.core.errors import panics_as
 from baton.core.json_text import NotJson, decode_json
 from baton.core.kv_events import AllBlocksCleared, KVEventBatch
-from baton.router.block_index import BlockIndex, Match, home_key, prefix_keys, root_key
-from baton.router.event_feed import Apply, EventFeed, FeedEffect, Forget, Replay
-from baton.router.settings import KVEventsSource
+from baton.router.fleet.block_index import BlockIndex, Match, home_key, prefix_keys, root_key
+from baton.router.shell.event_feed import Apply, EventFeed, FeedEffect, Forget, Replay
 from baton.router.shell.frames import FrameStream
+from baton.router.values.settings import KVEventsSource
 
 logger = logging.getLogger(__name__)
 

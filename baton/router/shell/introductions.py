@@ -1,4 +1,4 @@
-"""Asks engines what they are: carries out the questions of `baton.router.introductions`."""
+"""Asks engines what they are: carries out the questions of `baton.router.fleet.introductions`."""
 
 import asyncio
 import logging
@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.introductions import CONNECTOR_EVERY_S, introduce
-from baton.router.notes import Introduces
+from baton.router.fleet.introductions import CONNECTOR_EVERY_S, introduce
+from baton.router.fleet.notes import Introduces
 from baton.router.shell.asking import Asker, AskFailed
 
 logger = logging.getLogger(__name__)

@@ -7,10 +7,8 @@ The engine aborts a leg that is closed early, since its connection ends.
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from baton.router.answers import LegAnswer
-from baton.router.errors import FailureKind, LegFailure
-from baton.router.events import Closed, Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
-from baton.router.settings import RouterSettings
+from baton.router.request.answers import LegAnswer
+from baton.router.request.events import Closed, Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
 from baton.router.shell.engine_http import (
     EVENT_STREAM,
     EnginePool,
@@ -21,6 +19,8 @@ from baton.router.shell.engine_http import (
 )
 from baton.router.shell.engine_keys import EngineKeys
 from baton.router.shell.timers import TimerWheel
+from baton.router.values.errors import FailureKind, LegFailure
+from baton.router.values.settings import RouterSettings
 
 NO_HEADERS: Mapping[str, str] = {}
 

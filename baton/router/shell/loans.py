@@ -1,4 +1,4 @@
-"""Takes loans back while requests run: carries out what `baton.router.loans` decides."""
+"""Takes loans back while requests run: carries out what `baton.router.fleet.loans` decides."""
 
 import asyncio
 import logging
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from baton.router.fleet.engine import Engine
-from baton.router.loans import QUEUED_MAX, Return, ReturnQueue
+from baton.router.fleet.loans import QUEUED_MAX, Return, ReturnQueue
 from baton.router.shell.asking import Asker, AskFailed
 from baton.router.shell.metrics import RouterMetrics
 

@@ -11,11 +11,11 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 from prometheus_client.samples import Sample
 
-from baton.router.events import Count
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import Fleet
-from baton.router.pairs import Pairs
-from baton.router.timeline import LegTimeline, RequestTimeline
+from baton.router.fleet.pairs import Pairs
+from baton.router.request.events import Count
+from baton.router.request.timeline import LegTimeline, RequestTimeline
 
 Family: TypeAlias = list[tuple[str, dict[str, str], float]]  # Samples of one metric: name, labels, value.
 Samples: TypeAlias = dict[str, Family]  # Families of one process, by metric.

@@ -2,16 +2,16 @@
 
 from baton.http.tls import ClientTls
 from baton.router.fleet.fleet import Fleet
-from baton.router.fleet_view import FleetView
-from baton.router.pairs import Pairs
-from baton.router.settings import RouterSettings
+from baton.router.fleet.pairs import Pairs
+from baton.router.fleet.turns import TurnTable
+from baton.router.fleet.view import FleetView
 from baton.router.shell.asking import Asker
 from baton.router.shell.engine_http import EnginePool
 from baton.router.shell.engine_keys import EngineKeys
 from baton.router.shell.introductions import Introducer
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
-from baton.router.turns import TurnTable
+from baton.router.values.settings import RouterSettings
 
 
 class Parts:

@@ -13,9 +13,9 @@ from typing import Protocol
 
 from baton.http.errors import ApiError
 from baton.http.rate_limits import LET_IN, Verdict
-from baton.router.errors import RouterError
 from baton.router.request.reply import CLIENT_CLOSED_REQUEST, SHUTTING_DOWN
 from baton.router.shell.client_http import Reply
+from baton.router.values.errors import RouterError
 
 logger = logging.getLogger(__name__)
 

@@ -13,8 +13,10 @@ from typing import Any
 import msgspec
 
 from baton.http.errors import ApiError
-from baton.router.errors import RouterError, error_event
-from baton.router.events import (
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.view import FleetView
+from baton.router.request.events import (
     ClientGone,
     Close,
     Closed,
@@ -38,14 +40,11 @@ from baton.router.events import (
     Stopped,
     TakeBack,
 )
-from baton.router.fleet.engine import Engine
-from baton.router.fleet.fleet import Fleet
-from baton.router.fleet_view import FleetView
-from baton.router.learning import settle
-from baton.router.legs import with_context, with_kept
-from baton.router.pass_through import PassThrough
+from baton.router.request.learning import settle
 from baton.router.request.machine import Machine
+from baton.router.request.pass_through import PassThrough
 from baton.router.request.reply import CLIENT_CLOSED_REQUEST
+from baton.router.request.timeline import Recorder
 from baton.router.shell.admission_queue import AdmissionQueue
 from baton.router.shell.client_http import DEFECT, Reply
 from baton.router.shell.index_client import IndexClient
@@ -53,7 +52,8 @@ from baton.router.shell.introductions import Introducer
 from baton.router.shell.legs import NO_HEADERS, Ask, Upstream, WireLeg
 from baton.router.shell.loans import LoanReturns
 from baton.router.shell.metrics import RouterMetrics
-from baton.router.timeline import Recorder
+from baton.router.values.errors import RouterError, error_event
+from baton.router.values.legs import with_context, with_kept
 
 logger = logging.getLogger(__name__)
 

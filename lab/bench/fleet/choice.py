@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 
 from baton.core.kv_events import BlockStored
-from baton.router.block_index import CHUNK_TOKENS, BlockIndex, prefix_keys, root_key
+from baton.router.fleet.block_index import CHUNK_TOKENS, BlockIndex, prefix_keys, root_key
 from baton.router.fleet.fleet import Fleet
-from baton.router.pairs import Pairs
-from baton.router.policies import RoutedRequest
-from baton.router.rates import NUM_POINTS
-from baton.router.settings import RouterSettings
+from baton.router.fleet.pairs import Pairs
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.values.rates import NUM_POINTS
+from baton.router.values.settings import RouterSettings
 from lab.bench.fleet.command import percentile
 
 NUM_ENGINES, NUM_BLOCKS, BLOCK = 64, 1_000_000, 16

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from rich.console import Console
 
-from baton.router.settings import PolicyName
+from baton.router.values.settings import PolicyName
 from lab.bench.fleet.command import percentile, table_of, traces
 from lab.bench.fleet.policies import always, by_cost, by_state
 from lab.bench.fleet.world import Choose, Pauses, Request, World, read_trace

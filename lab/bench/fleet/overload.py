@@ -25,10 +25,10 @@ from typing import Any
 from rich.console import Console
 
 from baton.cli.processes import free_ports
-from baton.router.admission import Objective
-from baton.router.block_index import Match
-from baton.router.policies import RoutedRequest
-from baton.router.settings import AdmissionSettings
+from baton.router.fleet.admission import Objective
+from baton.router.fleet.block_index import Match
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.values.settings import AdmissionSettings
 from lab.bench.fleet.command import NUM_ENGINES, percentile, table_of, traces
 from lab.bench.fleet.real import (
     Answer,

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 from msgspec.structs import replace
 
-from baton.router import cost
-from baton.router.block_index import Match
-from baton.router.policies import POLICIES, EngineState, RoutedRequest
-from baton.router.settings import PolicyName
+from baton.router.fleet import cost
+from baton.router.fleet.block_index import Match
+from baton.router.fleet.policies import POLICIES, EngineState, RoutedRequest
+from baton.router.values.settings import PolicyName
 from lab.bench.fleet.engine import LOAD_TOKENS_PER_S, PREFILL_TOKENS_PER_S, TOKEN_S
 from lab.bench.fleet.world import Choose, Request, World, url_of
 

@@ -1,7 +1,7 @@
 """A simulated fleet that serves a trace: engines, a router with a policy, and what clients wait for.
 
 The router knows an engine's cache through its own index, from events that are EVENT_LAG_S late, an engine's
-load from the requests that it has sent there, and speeds from their answers (`baton.router.learning`).
+load from the requests that it has sent there, and speeds from their answers (`router.request.learning`).
 """
 
 from __future__ import annotations
@@ -16,17 +16,18 @@ from math import inf
 from pathlib import Path
 
 from baton.core.kv_events import KVCacheEvent
-from baton.router.admission import NO_OBJECTIVE, Admission, Objective, Ticket
-from baton.router.answers import PROMPT_HEADER, LegAnswer
-from baton.router.block_index import NO_MATCH, BlockIndex, Match, home_key, prefix_keys, root_key
-from baton.router.budget import RetryBudget
-from baton.router.errors import RouterError
-from baton.router.events import Admitted, Event, Leg, tell_ended
+from baton.router.fleet.admission import NO_OBJECTIVE, Admission, Objective, Ticket
+from baton.router.fleet.block_index import NO_MATCH, BlockIndex, Match, home_key, prefix_keys, root_key
+from baton.router.fleet.budget import RetryBudget
 from baton.router.fleet.engine import Counts
 from baton.router.fleet.engine import Engine as RoutedEngine
 from baton.router.fleet.fleet import Fleet
-from baton.router.hedge import Lateness
-from baton.router.learning import (
+from baton.router.fleet.hedge import Lateness
+from baton.router.fleet.pairs import Pairs
+from baton.router.fleet.policies import RoutedRequest
+from baton.router.request.answers import PROMPT_HEADER, LegAnswer
+from baton.router.request.events import Admitted, Event, Leg, tell_ended
+from baton.router.request.learning import (
     SAMPLE_CHUNKS,
     loaded,
     note_answer,
@@ -35,13 +36,12 @@ from baton.router.learning import (
     note_outpaced,
     note_start,
 )
-from baton.router.pairs import Pairs
-from baton.router.policies import RoutedRequest
-from baton.router.settings import AdmissionSettings, PolicyName, Role, RouterSettings
+from baton.router.values.errors import RouterError
+from baton.router.values.settings import AdmissionSettings, PolicyName, Role, RouterSettings
 from lab.bench.fleet.engine import BLOCK, CACHE_BLOCKS, LOAD_TOKENS_PER_S, Engine, Job
 
 EVENT_LAG_S = 0.1
-LOAD_EVERY_S = 0.01  # Interval of a router's messages to others, as in `baton.router.shell.peers`.
+LOAD_EVERY_S = 0.01  # Interval of a router's messages to others, as in `baton.router.members.peers`.
 ROOT = root_key(None, None)
 
 

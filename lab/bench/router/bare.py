@@ -3,9 +3,9 @@
 from typing import Any
 
 from baton.cli import main
-from baton.router.shell import app
+from baton.router.processes import app
+from baton.router.request.timeline import Recorder, RequestTimeline
 from baton.router.shell.metrics import RouterMetrics
-from baton.router.timeline import Recorder, RequestTimeline
 
 NOTHING = Recorder("", "", "", received_at_s=0, arrived_at_s=0, span=None).timeline(200, 0)
 

@@ -16,17 +16,17 @@ from collections.abc import Callable, Sequence
 from rich.console import Console
 from rich.table import Table
 
-from baton.router.answers import LegAnswer
-from baton.router.block_index import Match
-from baton.router.events import Closed, Event, Leg, Meet, Met, Opened
+from baton.router.fleet.block_index import Match
 from baton.router.fleet.fleet import Fleet
-from baton.router.fleet_view import FleetView
-from baton.router.pairs import Pairs
-from baton.router.policies import POLICIES, RoutedRequest
-from baton.router.rates import NUM_POINTS
+from baton.router.fleet.pairs import Pairs
+from baton.router.fleet.policies import POLICIES, RoutedRequest
+from baton.router.fleet.turns import TurnTable
+from baton.router.fleet.view import FleetView
+from baton.router.request.answers import LegAnswer
+from baton.router.request.events import Closed, Event, Leg, Meet, Met, Opened
 from baton.router.request.machine import Machine, Request
-from baton.router.settings import PolicyName, RouterSettings
-from baton.router.turns import TurnTable
+from baton.router.values.rates import NUM_POINTS
+from baton.router.values.settings import PolicyName, RouterSettings
 
 SIZES = (2, 16, 128, 400)
 ROUNDS, NUM_CALLS = 7, 200

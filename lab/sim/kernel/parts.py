@@ -9,10 +9,10 @@ from typing import Any
 from baton.connectors.pull.control.agent import PRODUCTION as PRODUCTION_MACHINES
 from baton.connectors.pull.control.agent import Machines
 from baton.protocol.signed_frame import ProcessKey
-from baton.router.members import Membership
-from baton.router.peers import Peers
-from baton.router.replica import Replica
+from baton.router.fleet.peers import Peers
+from baton.router.fleet.replica import Replica
 from baton.router.request.machine import Machine
+from baton.router.values.members import Membership
 from lab.sim.kernel.connection import ALL_CHECKS, Checks
 
 

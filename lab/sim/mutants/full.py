@@ -23,17 +23,17 @@ from baton.protocol.grouped_prompt import GroupedPrompt
 from baton.protocol.messages import decode_envelope
 from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
 from baton.protocol.ticket import BadTicket, open_ticket
-from baton.router.answers import LegAnswer
-from baton.router.events import Leg
-from baton.router.first_token import FirstToken
-from baton.router.first_tokens import Given
-from baton.router.fleet_view import FleetView
+from baton.router.request.answers import LegAnswer
+from baton.router.request.events import Leg
+from baton.router.request.tokens.first_token import FirstToken
+from baton.router.request.tokens.first_tokens import Given
+from baton.router.fleet.view import FleetView
 from baton.router.request.machine import Machine, Request
-from baton.router.members import Membership, Order
-from baton.router.notes import Note, Probed
-from baton.router.peers import Peers
-from baton.router.replica import Replica
-from baton.router.settings import EngineKey
+from baton.router.values.members import Membership, Order
+from baton.router.fleet.notes import Note, Probed
+from baton.router.fleet.peers import Peers
+from baton.router.fleet.replica import Replica
+from baton.router.values.settings import EngineKey
 from lab.sim.hosts.full.engine import Engine
 from lab.sim.kernel.parts import Parts, machines
 from lab.sim.kernel.windows import shortened

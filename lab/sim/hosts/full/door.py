@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from baton.engine.api import EngineOutput
-from baton.router.answers import GIVEN_HEADER, PROMPT_HEADER, WEIGHTS_HEADER, LegAnswer
-from baton.router.errors import FailureKind, LegFailure
-from baton.router.events import Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
-from baton.router.legs import FIRST_TOKEN, OUTPUT_TOKEN_IDS, PARAMS, TOKEN_IDS
-from baton.router.sse import sse_event
+from baton.router.request.answers import GIVEN_HEADER, PROMPT_HEADER, WEIGHTS_HEADER, LegAnswer
+from baton.router.request.events import Draining, Event, Failed, Leg, Opened, Piece, StreamEnded
+from baton.router.values.errors import FailureKind, LegFailure
+from baton.router.values.legs import FIRST_TOKEN, OUTPUT_TOKEN_IDS, PARAMS, TOKEN_IDS
+from baton.router.values.sse import sse_event
 from lab.sim.hosts.full.legs import Leg as EngineLeg
 from lab.sim.kernel.process import SOON_S
 

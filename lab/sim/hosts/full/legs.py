@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from baton.engine.api import EngineOutput, EngineRequest
-from baton.router.errors import FailureKind
+from baton.router.values.errors import FailureKind
 from lab.sim.hosts.full.clients import Ask
 from lab.sim.hosts.full.cluster import Cluster
 from lab.sim.hosts.full.engine import Engine

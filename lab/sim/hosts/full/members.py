@@ -8,9 +8,9 @@ from collections.abc import Callable
 from functools import partial
 
 from baton.router.fleet.engine import Engine
-from baton.router.members import Join, Leave, Member, Membership, Order
-from baton.router.notes import Drains, Joined
-from baton.router.settings import Role
+from baton.router.fleet.notes import Drains, Joined
+from baton.router.values.members import Join, Leave, Member, Membership, Order
+from baton.router.values.settings import Role
 from lab.sim.hosts.full.processes import Process
 from lab.sim.kernel.world import World
 

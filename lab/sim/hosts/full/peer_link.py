@@ -1,12 +1,12 @@
-"""Messages between two routers of a full world, as `baton.router.shell.peers` sends them.
+"""Messages between two routers of a full world, as `baton.router.members.peers` sends them.
 
 Some are lost, repeated or late. A router that is killed sends nothing.
 """
 
 from collections.abc import Callable, Sequence
 
-from baton.router.notes import Load, Note, TurnKept, TurnTaken
-from baton.router.peers import PeerNote, Peers
+from baton.router.fleet.notes import Load, Note, TurnKept, TurnTaken
+from baton.router.fleet.peers import PeerNote, Peers
 from lab.sim.kernel.world import World
 
 LOAD_S = 0.01
@@ -29,7 +29,7 @@ class PeerLink:
         on_load: Callable[[], None],
         faults_end_s: float,
     ) -> None:
-        """The arguments are those of `baton.router.shell.peers.PeerLink`."""
+        """The arguments are those of `baton.router.members.peers.PeerLink`."""
         self._world, self._rng, self._faults_end_s = world, world.rng_of_peers, faults_end_s
         self._load, self._kept, self._on_note, self._on_load = load, kept, on_note, on_load
         self.peers = peers(f"{self._rng.getrandbits(64):016x}", SECRET)

@@ -9,12 +9,12 @@ from typing import Any
 
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.fleet import DRAIN_GRACE_S, Fleet
-from baton.router.fleet_view import FleetView
-from baton.router.notes import Drains, Load, Note
-from baton.router.pairs import Pairs
-from baton.router.replica import Loads, Replica, sum_of
-from baton.router.settings import RouterSettings
-from baton.router.turns import TurnTable
+from baton.router.fleet.notes import Drains, Load, Note
+from baton.router.fleet.pairs import Pairs
+from baton.router.fleet.replica import Loads, Replica, sum_of
+from baton.router.fleet.turns import TurnTable
+from baton.router.fleet.view import FleetView
+from baton.router.values.settings import RouterSettings
 from lab.sim.hosts.full.peer_link import PeerLink
 from lab.sim.kernel.world import World
 

@@ -14,10 +14,14 @@ from functools import partial
 from typing import Any, Literal, NamedTuple
 
 from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
-from baton.router.admission import Objective, Ticket
-from baton.router.block_index import Match
-from baton.router.errors import FailureKind
-from baton.router.events import (
+from baton.router.fleet.admission import Objective, Ticket
+from baton.router.fleet.block_index import Match
+from baton.router.fleet.breaker import Probe
+from baton.router.fleet.engine import Engine
+from baton.router.fleet.notes import Probed
+from baton.router.fleet.policies import POLICIES, RoutedRequest
+from baton.router.fleet.view import FleetView
+from baton.router.request.events import (
     ClientGone,
     Close,
     Closed,
@@ -39,18 +43,14 @@ from baton.router.events import (
     TakeBack,
     tell_ended,
 )
-from baton.router.events import Leg as RouterLeg
-from baton.router.fleet.engine import Engine
-from baton.router.fleet_view import FleetView
-from baton.router.health import Probe
-from baton.router.identity import Introduced, Introduction
-from baton.router.learning import settle
-from baton.router.members import ROLES, Member
-from baton.router.notes import Probed
-from baton.router.policies import POLICIES, RoutedRequest
+from baton.router.request.events import Leg as RouterLeg
+from baton.router.request.learning import settle
 from baton.router.request.machine import Machine, Request
-from baton.router.settings import AdmissionSettings, LegTimeouts, RouterSettings
-from baton.router.sse import EventSplitter, data_of
+from baton.router.values.errors import FailureKind
+from baton.router.values.identity import Introduced, Introduction
+from baton.router.values.members import ROLES, Member
+from baton.router.values.settings import AdmissionSettings, LegTimeouts, RouterSettings
+from baton.router.values.sse import EventSplitter, data_of
 from lab.sim.hosts.full.clients import Ask
 from lab.sim.hosts.full.cluster import Cluster
 from lab.sim.hosts.full.door import Door

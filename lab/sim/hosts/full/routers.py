@@ -6,8 +6,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from baton.router.members import Member
-from baton.router.settings import Role
+from baton.router.values.members import Member
+from baton.router.values.settings import Role
 from lab.sim.checkers import whole
 from lab.sim.hosts.full.clients import Ask
 from lab.sim.hosts.full.cluster import Cluster

@@ -1,0 +1,1 @@
+"""Sources of members and other routers, and probes of engines."""

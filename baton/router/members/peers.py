@@ -1,0 +1,156 @@
+"""Link to other routers: publishes this router's load and turns, and reads theirs (ZeroMQ PUB, SUB)."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import zmq
+import zmq.asyncio
+
+from baton.core.errors import PeerError
+from baton.router.fleet.notes import Load, Note, TurnKept, TurnTaken
+from baton.router.fleet.peers import PeerNote, Peers
+from baton.router.values.settings import PeerSettings
+
+logger = logging.getLogger(__name__)
+
+# Minimum time between two reports. With 0.1 two routers send bursts to the same engine (docs/log.md).
+LOAD_EVERY_S = 0.01
+HEARTBEAT_S = 0.3
+MESSAGES_MAX = 10_000  # Messages that wait to be sent, or to be read.
+MESSAGE_BYTES_MAX = 4 << 20
+BREATH = 64  # Messages that are read before others have a turn.
+
+
+class PeerLink:
+    """Made and used in one event loop. `start` it, and `close` it."""
+
+    def __init__(
+        self,
+        settings: PeerSettings,
+        *,
+        load: Callable[[], Load],
+        kept: Callable[[], Sequence[TurnKept]],
+        on_note: Callable[[Note], None],
+        on_load: Callable[[], None],
+    ) -> None:
+        """`load`: this router's own load. `kept`: its turns. `on_note`: a turn of another router.
+
+        `on_load`: the load of other routers has changed.
+        """
+        self._settings, self._load, self._kept = settings, load, kept
+        self._on_note, self._on_load = on_note, on_load
+        self.peers = Peers(secrets.token_hex(8), settings.secret.encode())
+        self._loop = asyncio.get_running_loop()
+        self._context = zmq.asyncio.Context()
+        self._is_load_due = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._out: zmq.asyncio.Socket | None = None
+        self._in: zmq.asyncio.Socket | None = None
+        self._tasks: list[asyncio.Task[None]] = []
+        self.endpoint = settings.bind
+
+    def start(self) -> None:
+        """Raises OSError."""
+        self._out, self._in = self._context.socket(zmq.PUB), self._context.socket(zmq.SUB)
+        for one in (self._out, self._in):
+            one.setsockopt(zmq.LINGER, 0)
+            one.setsockopt(zmq.IPV6, 1)
+        self._out.setsockopt(zmq.SNDHWM, MESSAGES_MAX)
+        self._in.setsockopt(zmq.RCVHWM, MESSAGES_MAX)
+        self._in.setsockopt(zmq.MAXMSGSIZE, MESSAGE_BYTES_MAX)
+        self._in.setsockopt(zmq.RECONNECT_IVL_MAX, 1_000)
+        try:
+            self._out.bind(self._settings.bind)
+        except zmq.ZMQError as error:
+            raise OSError(f"cannot publish to other routers on {self._settings.bind}: {error}") from error
+        self._in.setsockopt(zmq.SUBSCRIBE, b"")
+        for endpoint in self._settings.routers:
+            self._in.connect(endpoint)
+        self._tasks = [asyncio.create_task(work()) for work in (self._read, self._tick)]
+        for task in self._tasks:
+            task.add_done_callback(self._hear_end)
+        self.endpoint = self._out.getsockopt_string(zmq.LAST_ENDPOINT)
+
+    def connect(self, endpoint: str) -> None:
+        """Read from one more router."""
+        assert self._in is not None
+        self._in.connect(endpoint)
+
+    def load_has_changed(self) -> None:
+        if not self._is_load_due and self._tasks:
+            self._is_load_due = True
+            self._timer = self._loop.call_later(LOAD_EVERY_S, self._send_load)
+
+    def _send_load(self) -> None:
+        self._is_load_due = False
+        self._publish([self._load()])
+
+    def tell(self, note: Note) -> None:
+        """Send a note about a turn to the other routers. They see everything else themselves."""
+        if self._out is not None and isinstance(note, TurnKept | TurnTaken):
+            self._publish([note])
+
+    async def close(self) -> None:
+        """Tell the other routers that nothing is left to do here, and end."""
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._out is not None:
+            self._publish([Load(0, [])])
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for one in (self._out, self._in):
+            if one is not None:
+                one.close()
+        self._context.term()
+
+    def snapshot(self) -> list[Mapping[str, Any]]:
+        return self.peers.snapshot(self._loop.time())
+
+    def _hear_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            logger.critical("the link to other routers has ended; this router goes on alone", exc_info=error)
+
+    def _publish(self, notes: list[PeerNote]) -> None:
+        assert self._out is not None
+        try:
+            # What a slow router does not take is dropped there.
+            zmq.Socket.send(self._out, self.peers.write(notes, time.time()), zmq.NOBLOCK)
+        except zmq.Again:
+            logger.warning("a message to other routers is dropped: too many wait")
+
+    async def _tick(self) -> None:
+        while True:
+            self._send_load()
+            if self.peers.expire(self._loop.time()):
+                logger.warning("another router is silent; its requests count as ended")
+                self._on_load()
+            await asyncio.sleep(HEARTBEAT_S)
+
+    async def _read(self) -> None:
+        assert self._in is not None
+        num_read = 0
+        while True:
+            data = await self._in.recv()
+            try:
+                self._hear(data)
+            except PeerError as error:
+                logger.error("a router at one of %s: %s", ", ".join(self._settings.routers), error)
+            num_read += 1
+            if num_read % BREATH == 0:
+                await asyncio.sleep(0)
+
+    def _hear(self, data: bytes) -> None:
+        """Raises PeerError."""
+        news = self.peers.read(data, time.time(), self._loop.time())
+        for turn in news.turns:
+            self._on_note(turn)
+        if news.has_new_load:
+            self._on_load()
+        if news.is_new:
+            logger.info("another router is there")
+            self._publish(list(self._kept()))

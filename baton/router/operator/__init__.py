@@ -1,0 +1,1 @@
+"""The doors of an administrator: API keys, control, metrics, the page."""

@@ -1,0 +1,1 @@
+"""The processes of a router: one, or a coordinator and its workers."""

@@ -1,0 +1,1 @@
+"""First tokens, kept tokens, and streams that another engine continues."""
