@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from baton.core.errors import UserError
 from baton.core.json_text import decode_json
 from baton.http.settings import HttpSettings
-from baton.router.request.tokens import exact
-from baton.router.request.tokens.kept_token import kept_body
+from baton.router.request.tokens import continuation as exact
+from baton.router.request.tokens.continuation import kept_body
 from baton.router.values import legs
 from baton.server.protocol.chat import ChatRequest
 from baton.server.protocol.completion import CompletionRequest

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.transfer_params import cached_tokens
-from baton.router.values.cached_tokens import count_prefill_hits
+from baton.router.request.tokens.stream import count_prefill_hits
 from tests.router.baton_fakes import baton, introduced_system, speaker, stream
 from tests.router.fakes import TICKET, System
 

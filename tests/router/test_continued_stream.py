@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from baton.router.request.tokens.continued_stream import ContinuedSieve, OverlapReader
-from baton.router.request.tokens.kept_token import KeptToken, read_kept
+from baton.router.request.tokens.continuation import ContinuedSieve, KeptToken, OverlapReader, read_kept
 from baton.router.values.sse import EventSplitter
 from tests.router.baton_fakes import event
 

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from baton.router.request.tokens import exact
-from baton.router.request.tokens.exact import can_split
+from baton.router.request.tokens import continuation as exact
+from baton.router.request.tokens.continuation import can_split
 from baton.server.protocol.fields import FIELDS
 
 BASE: dict[str, Any] = {"prompt": "a", "stream": True, "max_tokens": 9, "temperature": 0}

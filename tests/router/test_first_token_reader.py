@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from baton.core.errors import PeerError
-from baton.router.request.tokens.first_token import MAX_OPENING_BYTES, FirstToken, FirstTokenReader
+from baton.router.request.tokens.stream import MAX_OPENING_BYTES, FirstToken, FirstTokenReader
 from baton.router.values.sse import EventSplitter
 from tests.router.baton_fakes import event
 

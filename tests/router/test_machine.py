@@ -23,7 +23,7 @@ from baton.router.request.prefill import Prefill
 from baton.router.request.reply import Reply
 from baton.router.request.step import AfterClosing, Next, State
 from baton.router.request.tokens.first_tokens import FirstTokens, Given
-from baton.router.request.tokens.token_record import TokenRecord
+from baton.router.request.tokens.stream import TokenRecord
 from tests.router.machine_world import World
 
 WORLDS = 500

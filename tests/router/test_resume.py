@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from baton.router.fleet.engine import Engine
+from baton.router.request.tokens.continuation import continuation_body
 from baton.router.request.tokens.first_tokens import FirstTokens
-from baton.router.request.tokens.kept_token import continuation_body
-from baton.router.request.tokens.token_record import TokenRecord, is_engines_error
+from baton.router.request.tokens.stream import TokenRecord, is_engines_error
 from baton.router.values.identity import Kind
 from tests.router.baton_fakes import Streamed, baton, event, introduced_system, speaker, stream
 from tests.router.fakes import Call, FakeEngine, System

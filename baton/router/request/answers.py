@@ -16,11 +16,15 @@ from baton.core.errors import PeerError
 from baton.core.json_text import NotJson, decode_json
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.outlier_detection import is_error
-from baton.router.request.tokens.continued_stream import OverlapReader
-from baton.router.request.tokens.first_token import FirstToken, FirstTokenReader
+from baton.router.request.tokens.continuation import OverlapReader
 from baton.router.request.tokens.first_tokens import FirstTokens
-from baton.router.request.tokens.token_record import is_engines_error
-from baton.router.values.cached_tokens import event_with_prefill_hits, with_prefill_hits
+from baton.router.request.tokens.stream import (
+    FirstToken,
+    FirstTokenReader,
+    event_with_prefill_hits,
+    is_engines_error,
+    with_prefill_hits,
+)
 from baton.router.values.legs import PARAMS, LocalReason
 from baton.router.values.sse import EventSplitter, RawObject, is_done
 

@@ -28,8 +28,8 @@ from baton.router.request.open_legs import OpenLegs
 from baton.router.request.prefill import Prefill, broken
 from baton.router.request.reply import EVENT_STREAM, Reply
 from baton.router.request.step import AfterClosing, Next, Outbox, State
-from baton.router.request.tokens.first_token import FirstToken
 from baton.router.request.tokens.first_tokens import FirstTokens
+from baton.router.request.tokens.stream import FirstToken
 from baton.router.values import sse
 from baton.router.values.errors import LegFailure, RouterError
 

@@ -16,8 +16,8 @@
 
 In a push a leg that fails takes the other one with it, and D's leg may be held back (`late_leg`): if P has
 answered meanwhile, the rest goes as in pull. The client gets nothing before D's first byte except the first
-token, which P may give (`modes`). After that only an engine that can continue the answer is asked, and only
-for the rest (`first_tokens`). If P's first token ends the answer, P's answer is the answer.
+token, which P may give (`FirstTokenMode`). After that only an engine that can continue the answer is asked,
+and only for the rest. If P's first token ends the answer, P's answer is the answer.
 
     Machine    the state, admission, and the end
     Attempt    engines are chosen and met, and legs go to them   --> Prefill, Decode

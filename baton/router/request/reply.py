@@ -4,8 +4,8 @@ from baton.router.fleet.engine import Engine
 from baton.router.request.answers import LegAnswer, end_to_end
 from baton.router.request.events import Head, Send
 from baton.router.request.step import Outbox
-from baton.router.request.tokens.first_token import FirstToken
 from baton.router.request.tokens.first_tokens import FirstTokens
+from baton.router.request.tokens.stream import FirstToken
 from baton.router.values.errors import RouterError, error_event
 
 CLIENT_CLOSED_REQUEST = 499  # nginx's; for the metrics only, the client does not receive it.

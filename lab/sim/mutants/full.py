@@ -25,7 +25,7 @@ from baton.protocol.signed_frame import ForgedFrame, OpenedFrame, ProcessKey
 from baton.protocol.ticket import BadTicket, open_ticket
 from baton.router.request.answers import LegAnswer
 from baton.router.request.events import Leg
-from baton.router.request.tokens.first_token import FirstToken
+from baton.router.request.tokens.stream import FirstToken
 from baton.router.request.tokens.first_tokens import Given
 from baton.router.fleet.view import FleetView
 from baton.router.request.machine import Machine, Request

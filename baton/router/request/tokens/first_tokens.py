@@ -1,32 +1,43 @@
 """The tokens of one answer that several engines give in turn, and the bodies that ask for them. No I/O.
 
-`choose` chooses the mode of a pair of engines, which decides where the first token comes from. The mode may
-change until a token has been sent to the client. From then on only an engine that can continue the answer
-gives the rest, whatever fails. The client gets each token once: an engine that gives it again has to agree,
-or is told to continue after it. When a stream breaks, `given` is the part that the client has. After
-`resume_after` the bodies ask for the rest.
+`choose` chooses the mode of a pair of engines, which decides where the first token comes from:
+
+WHOLE      D gives all tokens.
+VERIFY     P gives the first token and stops after it (`baton_first_token`). D gives it too, and has to give
+           the same. Exact for every request, since each engine sees the whole request.
+CONTINUE   P gives the first token in an answer of one token. D continues after it as after a prompt
+           (`continuation`). The engines cannot disagree. Exact for requests that `can_split` accepts.
+OVERLAP    Like CONTINUE, but D's leg left before P had answered: D gives the token too. If D gives another
+           token, the router asks it again, to continue after P's. Not for models with recurrent states: a D
+           that has to give the first token cannot use P's state after the whole prompt.
+
+The mode may change until a token has been sent to the client. From then on only an engine that can continue
+the answer gives the rest, whatever fails. The client gets each token once: an engine that gives it again has
+to agree, or is told to continue after it. When a stream breaks, `given` is the part that the client has.
+After `resume_after` the bodies ask for the rest.
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from baton.router.fleet.engine import Engine
 from baton.router.fleet.turns import TurnSieve
-from baton.router.request.tokens.continued_stream import ContinuedSieve, OverlapReader
-from baton.router.request.tokens.exact import can_split, limit_of
-from baton.router.request.tokens.first_token import FirstToken, FirstTokenReader
-from baton.router.request.tokens.kept_token import (
+from baton.router.request.tokens.continuation import (
+    ContinuedSieve,
     KeptToken,
+    OverlapReader,
     PromptIds,
+    can_split,
     continuation_body,
     ending,
     kept_body,
+    limit_of,
     opening,
     read_kept,
 )
-from baton.router.request.tokens.modes import FirstTokenMode, can_continue, choose_mode
-from baton.router.request.tokens.token_record import TokenRecord
+from baton.router.request.tokens.stream import FirstToken, FirstTokenReader, TokenRecord
 from baton.router.values.errors import RouterError
 from baton.router.values.identity import Kind
 from baton.router.values.legs import (
@@ -40,6 +51,37 @@ from baton.router.values.legs import (
     prefill_body,
     with_seed,
 )
+
+
+class FirstTokenMode(Enum):
+    WHOLE = auto()
+    VERIFY = auto()
+    CONTINUE = auto()
+    OVERLAP = auto()
+
+
+def choose_mode(
+    producer: Kind | None,
+    consumer: Kind | None,
+    *,
+    is_push: bool,
+    may_verify: bool,
+    may_continue: bool,
+    has_states: bool = False,
+) -> FirstTokenMode:
+    if producer == consumer == "baton" and may_verify:
+        return FirstTokenMode.VERIFY
+    if producer is not None and consumer == "vllm" and may_continue and not (is_push and has_states):
+        return FirstTokenMode.OVERLAP if is_push else FirstTokenMode.CONTINUE
+    # These kinds draw unlike tokens even with equal seeds, so they cannot overlap in a push.
+    if producer == "vllm" and consumer == "baton" and may_continue and not is_push:
+        return FirstTokenMode.CONTINUE
+    return FirstTokenMode.WHOLE
+
+
+def can_continue(consumer: Engine) -> bool:
+    """Whether D can continue after tokens of another engine. A Baton engine reports its length if it can."""
+    return consumer.kind == "vllm" or (consumer.kind == "baton" and consumer.max_model_len is not None)
 
 
 @dataclass(frozen=True, slots=True)
