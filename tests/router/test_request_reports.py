@@ -1,0 +1,279 @@
+"""Errors, headers and counts of one request, by the events that its machine hears."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from baton.router.request.answers import LegAnswer
+from baton.router.values.errors import LegFailure
+from baton.router.request.events import (
+    ClientGone,
+    Closed,
+    Count,
+    Draining,
+    Effect,
+    Failed,
+    Head,
+    Leg,
+    Opened,
+    Over,
+    Piece,
+    Send,
+    Stopped,
+    StreamEnded,
+    TakeBack,
+)
+from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.view import FleetView
+from baton.router.values.identity import Introduction
+from baton.router.request.learning import SAMPLE_CHUNKS
+from baton.router.fleet.pairs import Pairs
+from baton.router.request.machine import Machine, Request
+from baton.router.values.settings import RouterSettings
+from baton.router.fleet.turns import TurnTable
+
+PROMPT = list(range(100))
+JSON = {"content-type": "application/json"}
+STREAM = {"content-type": "text/event-stream"}
+CHUNK = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
+LAST = b'data: {"choices": [{"text": "b", "finish_reason": "stop"}]}\n\n'
+DONE = b"data: [DONE]\n\n"
+
+
+class Run:
+    """One request of a fleet of Baton engines, and all its effects."""
+
+    def __init__(self, body: dict[str, Any] | None = None, *, num_decode: int = 1, **options: Any) -> None:
+        urls = {
+            "prefill_urls": ("http://p0", "http://p1"),
+            "decode_urls": tuple(f"http://d{number}" for number in range(num_decode)),
+        }
+        settings = RouterSettings(**{"policy": "round_robin", "hedge_prefill": False, **urls, **options})
+        self.fleet = Fleet(settings, unix_clock=lambda: 0.0)
+        for engine in self.fleet.engines:
+            engine.kind, engine.was_asked, engine.is_introduced = "baton", True, True
+            engine.introduction = Introduction(engine.url, "signed")
+        self.view = FleetView(settings, self.fleet, Pairs(), TurnTable(lambda engine, params: None))
+        asked = {"prompt": PROMPT, "max_tokens": 9, "temperature": 0} | (body or {})
+        request = Request("id", asked, is_chat=False, session=None, received_at_s=1.0)
+        self.machine = Machine(self.view, request)
+        self.effects: list[Effect] = list(self.machine.begin(1.0))
+
+    def on(self, event: Any, now_s: float = 2.0) -> Sequence[Effect]:
+        """The effects of the event, and of the ends of the legs that it closes."""
+        new = list(self.machine.on(event, now_s))
+        self.effects += new
+        for effect in new:
+            if type(effect).__name__ == "Close":
+                self.on(Closed(effect.leg), now_s)
+        return new
+
+    def all(self, kind: type[Any]) -> list[Any]:
+        return [effect for effect in self.effects if isinstance(effect, kind)]
+
+    def leg(self, role: str) -> Leg:
+        """The last leg of this role."""
+        return [leg for leg in self.all(Leg) if leg.role == role][-1]
+
+    def fail(self, role: str, kind: Any, now_s: float = 2.0) -> None:
+        leg = self.leg(role)
+        self.on(Failed(leg, LegFailure(kind, leg.engine.url, "why", was_sent=kind != "unreachable")), now_s)
+
+    def prefill(self) -> Leg:
+        leg = self.leg("prefill")
+        text = (
+            '{"choices": [{"text": "a", "finish_reason": null}], "kv_transfer_params": {"baton_ticket": "t"}}'
+        )
+        self.on(Opened(leg, LegAnswer(200, JSON, text.encode())))
+        return leg
+
+    def open_stream(self, *events: bytes) -> Leg:
+        leg = self.leg("decode")
+        self.on(Opened(leg, LegAnswer(200, STREAM, b"".join(events), is_stream=True)))
+        return leg
+
+    def error(self) -> tuple[int, str]:
+        (over,) = self.all(Over)
+        assert over.error is not None
+        return over.error.status, str(over.error)
+
+    def counts(self, metric: str) -> list[tuple[str, ...]]:
+        return [count.labels for count in self.all(Count) if count.metric == metric]
+
+
+LOCAL: dict[str, Any] = {"min_prefill_tokens": 1_000}  # Decode engines compute the prompt.
+
+
+def test_a_client_that_leaves_is_counted_as_such() -> None:
+    run = Run()
+    run.on(ClientGone())
+    (over,) = run.all(Over)
+    assert (over.status, over.error) == (499, None)
+
+
+def test_a_request_without_an_answer_is_told_that_the_router_stops() -> None:
+    run = Run()
+    run.on(Stopped())
+    assert run.error() == (503, "the router is shutting down")
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("broken", (502, "the decode engine failed before the first byte of an answer")),
+        ("unreachable", (502, "the decode engine failed before the first byte of an answer")),
+        ("timeout", (504, "no decode engine answered in time")),
+    ],
+)
+def test_the_error_of_the_last_decode_engine_is_the_clients(kind: str, error: tuple[int, str]) -> None:
+    run = Run(num_decode=2, **LOCAL)
+    first = run.leg("decode")
+    run.fail("decode", kind)
+    assert run.leg("decode").engine is not first.engine
+    run.fail("decode", kind)
+    assert run.error() == error
+    assert run.counts("retries") == [("decode",)]
+    assert sorted(run.counts("legs")) == [("decode", url, kind) for url in ("http://d0", "http://d1")]
+
+
+def test_an_answer_that_is_too_large_is_asked_of_no_other_engine() -> None:
+    run = Run(num_decode=2, **LOCAL)
+    run.fail("decode", "too_large")
+    status, text = run.error()
+    assert status == 400
+    assert text.startswith("the answer has over ")
+    assert run.counts("retries") == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "error"),
+    [
+        ("broken", (502, "the prefill engine failed before the first byte of an answer")),
+        ("timeout", (504, "no prefill engine answered in time")),
+    ],
+)
+def test_the_error_of_the_last_prefill_engine_is_the_clients(kind: str, error: tuple[int, str]) -> None:
+    run = Run(on_prefill_failure="fail")
+    run.fail("prefill", kind)
+    run.fail("prefill", kind)
+    assert run.error() == error
+    assert run.counts("retries") == [("prefill",)]
+
+
+def test_a_prompt_that_no_prefill_engine_computes_is_counted_as_local() -> None:
+    run = Run()
+    run.fail("prefill", "broken")
+    run.fail("prefill", "broken")
+    assert run.counts("prefills") == [("local", "prefill_failed")]
+    assert "baton_ticket" not in (run.leg("decode").body.get("kv_transfer_params") or {})
+
+
+@pytest.mark.parametrize(("least", "role"), [(100, "prefill"), (101, "decode")])
+def test_a_prompt_of_the_least_length_is_handed_over(least: int, role: str) -> None:
+    run = Run(min_prefill_tokens=least)
+    assert [leg.role for leg in run.all(Leg)] == [role]
+
+
+def test_a_whole_answer_has_its_length_and_tells_where_its_prompt_was_computed() -> None:
+    run = Run()
+    run.prefill()
+    body = b'{"choices": [{"text": "abc", "finish_reason": "stop"}]}'
+    run.on(Opened(run.leg("decode"), LegAnswer(200, JSON, body)), 4.0)
+    (head,), (sent,) = run.all(Head), run.all(Send)
+    assert head.status == 200
+    assert head.headers["content-length"] == str(len(sent.data))
+    assert (head.headers["x-baton-prefill"], head.headers["x-request-id"]) == ("remote", "id")
+    assert sent.is_last
+    assert run.counts("prefills") == [("remote", "")]
+    assert [count.value for count in run.all(Count) if count.metric == "first_byte_seconds"] == [3.0]
+    (over,) = run.all(Over)
+    assert (over.status, over.error) == (200, None)
+    assert sorted(run.counts("legs")) == [("decode", "http://d0", "200"), ("prefill", "http://p1", "200")]
+
+
+def test_a_refused_ticket_is_computed_by_the_same_engine_without_it() -> None:
+    run = Run()
+    run.prefill()
+    refused = run.leg("decode")
+    body = b'{"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}'
+    run.on(Opened(refused, LegAnswer(400, JSON, body)))
+    again = run.leg("decode")
+    assert again is not refused
+    assert again.engine is refused.engine
+    assert "baton_ticket" not in (again.body.get("kv_transfer_params") or {})
+    assert run.counts("prefills") == [("remote", ""), ("local", "ticket_refused")]
+    assert run.counts("handoffs") == [("http://p1", "http://d0", "refused")]
+    assert len(run.all(TakeBack)) == 1
+
+
+def streaming(**options: Any) -> Run:
+    return Run({"stream": True}, **{**LOCAL, **options})
+
+
+def test_a_stream_tells_where_its_prompt_was_computed() -> None:
+    run = streaming()
+    run.open_stream(CHUNK)
+    (head,) = run.all(Head)
+    assert head.headers["x-baton-prefill"] == "local"
+    run.on(Piece(run.leg("decode"), LAST + DONE))
+    run.on(StreamEnded(run.leg("decode")))
+    assert b"".join(sent.data for sent in run.all(Send)).endswith(DONE)
+    assert run.all(Send)[-1].is_last
+    assert run.counts("legs") == [("decode", "http://d0", "200")]
+
+
+@pytest.mark.parametrize(
+    ("end", "error", "outcome"),
+    [
+        ("ended", "the decode engine ended the stream without [DONE]", "broken"),
+        ("broken", "the decode engine failed in the middle of the answer (broken)", "broken"),
+        ("timeout", "the decode engine failed in the middle of the answer (timeout)", "timeout"),
+    ],
+)
+def test_a_stream_that_breaks_is_counted_and_reported(end: str, error: str, outcome: str) -> None:
+    run = streaming(resumes=0)
+    leg = run.open_stream(CHUNK)
+    if end == "ended":
+        run.on(StreamEnded(leg))
+    else:
+        run.fail("decode", end)
+    assert error.encode() in run.all(Send)[-1].data
+    assert run.all(Send)[-1].is_last
+    assert run.counts("broken_streams") == [()]
+    assert run.counts("legs") == [("decode", leg.engine.url, outcome)]
+    (event,) = [one for one in run.fleet.roster.log.last() if one["kind"] == "broken_stream"]
+    assert (event["engine"], event["why"], event["request_id"]) == (leg.engine.url, error, "id")
+
+
+def test_the_steps_of_a_stream_are_samples_of_its_engines_speed() -> None:
+    run = streaming()
+    leg = run.open_stream(CHUNK)
+    run.on(Piece(leg, CHUNK * SAMPLE_CHUNKS), 10.0)
+    before = leg.num_chunks_before
+    assert before >= SAMPLE_CHUNKS
+    assert leg.num_chunks == 0
+    run.on(Piece(leg, CHUNK * (SAMPLE_CHUNKS - 1)), 11.0)
+    assert (leg.num_chunks_before, leg.num_chunks) == (before, SAMPLE_CHUNKS - 1)
+    run.on(Piece(leg, CHUNK), 12.0)
+    assert (leg.num_chunks_before, leg.num_chunks) == (before + SAMPLE_CHUNKS, 0)
+
+
+def test_an_engine_that_drains_hands_its_stream_to_another_one() -> None:
+    run = streaming(num_decode=2)
+    leg = run.open_stream(b'data: {"choices": [{"text": "a", "token_ids": [5], "finish_reason": null}]}\n\n')
+    run.fleet.drain(leg.engine, 9.0, is_leaving=False)
+    run.on(Draining(leg))
+    assert run.counts("resumed_streams") == [("planned",)]
+    (event,) = [one for one in run.fleet.roster.log.last() if one["kind"] == "resume"]
+    assert (event["engine"], event["why"], event["request_id"]) == (leg.engine.url, "it drains", "id")
+    assert run.leg("decode").engine is not leg.engine
+
+
+def test_a_stream_that_breaks_goes_on_at_another_engine() -> None:
+    run = streaming(num_decode=2)
+    leg = run.open_stream(b'data: {"choices": [{"text": "a", "token_ids": [5], "finish_reason": null}]}\n\n')
+    run.fail("decode", "broken")
+    assert run.counts("resumed_streams") == [("broken",)]
+    assert run.leg("decode").engine is not leg.engine
+    assert run.counts("broken_streams") == []
