@@ -119,6 +119,30 @@ def test_an_early_read_that_ends_by_itself_names_its_ranks() -> None:
     assert freed == FreeTarget(reserved[0])
 
 
+@pytest.mark.parametrize(
+    ("state", "waited_for"),
+    [
+        ("queued", "room"),
+        ("reading", "2 reads"),
+        ("read", "an answer of the producer"),
+        ("early", "reads of an older run"),
+    ],
+)
+def test_a_deadline_names_what_was_waited_for(state: str, waited_for: str) -> None:
+    consumer, pairs = PullConsumer(Timers(silence_s=500.0, hold_s=600.0)), (PAIR, Pair(1, 0))
+    early = {"early": pairs, "is_void": True} if state == "early" else {}
+    reserved = consumer.reserve(LOAN, P, 0.0, **early)  # type: ignore[arg-type]
+    assert reserved is not None
+    claim, _ = reserved
+    if state in ("reading", "read"):
+        consumer.start(claim, pairs, 0.0)
+        for pair in pairs if state == "read" else ():
+            consumer.read_ended(claim, pair, True, 1.0)
+    [failed] = [effect for effect in consumer.wake(T.deadline_s) if isinstance(effect, Fail)]
+    text = f"deadline of {T.deadline_s:g} s passed, waiting for {waited_for}"
+    assert failed.reason == FailureReason(FailureCode.DEADLINE, text)
+
+
 def test_a_lease_is_believed_until_the_moment_of_its_end_and_not_in_it() -> None:
     consumer = PullConsumer(T)
     claim = fetching(consumer)

@@ -171,6 +171,11 @@ def test_a_ticket_that_contradicts_itself_cannot_be_made(fields: dict[str, Any],
         ticket(**fields)
 
 
+def test_the_block_that_is_outside_is_named_beside_the_largest_one() -> None:
+    with pytest.raises(ValueError, match=f"^block id is {2**32}, expected"):
+        ticket(block_ids=blocks(2**32 - 1, 2**32))
+
+
 def test_blocks_before_a_window_are_left_out_of_a_ticket() -> None:
     windowed = ticket(block_ids=(*blocks(4, 9), *blocks(5)), windows=(None, 4))
     assert windowed.first_blocks == (0, 1)
