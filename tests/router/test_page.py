@@ -110,7 +110,7 @@ async def test_the_page_may_run_its_own_script_and_ask_this_router_only() -> Non
 
 
 def test_the_plot_library_is_the_release_that_its_licence_came_with() -> None:
-    folder = files("baton.router") / "page"
+    folder = files("baton.router.operator") / "page_files"
     digest = hashlib.sha256((folder / "uPlot.iife.min.js").read_bytes()).hexdigest()
     assert (
         digest == "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f"

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from baton.router.request.answers import LegAnswer
+from baton.router.request.answers import GIVEN_HEADER, LegAnswer
 from baton.router.values.errors import LegFailure
 from baton.router.request.events import (
     ClientGone,
@@ -110,6 +110,8 @@ def test_a_client_that_leaves_is_counted_as_such() -> None:
     run.on(ClientGone())
     (over,) = run.all(Over)
     assert (over.status, over.error) == (499, None)
+    transfer_id = run.leg("prefill").body["kv_transfer_params"]["transfer_id"]
+    assert [back.params for back in run.all(TakeBack)] == [{"transfer_id": transfer_id}]
 
 
 def test_a_request_without_an_answer_is_told_that_the_router_stops() -> None:
@@ -216,6 +218,7 @@ def test_a_stream_tells_where_its_prompt_was_computed() -> None:
     run.open_stream(CHUNK)
     (head,) = run.all(Head)
     assert head.headers["x-baton-prefill"] == "local"
+    assert run.counts("prefills") == [("local", "short_prompt")]
     run.on(Piece(run.leg("decode"), LAST + DONE))
     run.on(StreamEnded(run.leg("decode")))
     assert b"".join(sent.data for sent in run.all(Send)).endswith(DONE)
@@ -277,3 +280,74 @@ def test_a_stream_that_breaks_goes_on_at_another_engine() -> None:
     assert run.counts("resumed_streams") == [("broken",)]
     assert run.leg("decode").engine is not leg.engine
     assert run.counts("broken_streams") == []
+    again = run.leg("decode")
+    run.on(Opened(again, LegAnswer(200, STREAM, b"", is_stream=True)))
+    assert (
+        again.engine.last_error
+        == f"{again.engine.url}: it does not continue answers; it is of an older version"
+    )
+
+
+@pytest.mark.parametrize("resumes", [1, 2])
+def test_a_stream_is_resumed_as_often_as_the_operator_allows(resumes: int) -> None:
+    run = streaming(num_decode=4, resumes=resumes)
+    run.open_stream(b'data: {"choices": [{"text": "a", "token_ids": [5], "finish_reason": null}]}\n\n')
+    for _ in range(resumes):
+        run.fail("decode", "broken")
+        headers = {**STREAM, GIVEN_HEADER: "1"}
+        run.on(Opened(run.leg("decode"), LegAnswer(200, headers, b"", is_stream=True)))
+    run.fail("decode", "broken")
+    assert run.counts("resumed_streams") == [("broken",)] * resumes
+    assert run.counts("broken_streams") == [()]
+
+
+def test_failures_count_for_the_model_that_the_request_names() -> None:
+    run = Run({"model": "adapter"}, **LOCAL)
+    engine = run.leg("decode").engine
+    engine.names = ("m", "adapter")
+    run.fail("decode", "broken")
+    assert engine.answers["adapter"].tally(2.0, 10.0) == (1, 1)
+
+
+@pytest.mark.parametrize(("num_loaded", "outcome"), [(0, "computed"), (99, "handed_over")])
+def test_what_the_decode_engine_has_loaded_is_counted_for_the_pair(num_loaded: int, outcome: str) -> None:
+    run = Run()
+    run.prefill()
+    headers = {**JSON, "x-baton-prompt": f"total=100; local=0; transferred={num_loaded}"}
+    body = b'{"choices": [{"text": "abc", "finish_reason": "stop"}]}'
+    run.on(Opened(run.leg("decode"), LegAnswer(200, headers, body)))
+    assert run.counts("handoffs") == [("http://p1", "http://d0", outcome)]
+    assert len(run.all(TakeBack)) == (outcome == "computed")
+
+
+@pytest.mark.parametrize("is_longer", [False, True])
+def test_a_prompt_that_is_too_long_for_the_prefill_engine_only_is_decoded(is_longer: bool) -> None:
+    run = Run()
+    leg = run.leg("prefill")
+    leg.engine.max_model_len = 50
+    run.fleet.engines[2].max_model_len = 500 if is_longer else 50
+    run.on(Opened(leg, LegAnswer(400, JSON, b'{"error": {"message": "too long"}}')))
+    if is_longer:
+        assert run.counts("prefills") == [("local", "prefill_failed")]
+        assert run.leg("decode").engine.url == "http://d0"
+    else:
+        assert [head.status for head in run.all(Head)] == [400]
+        assert run.all(Send)[0].data == b'{"error": {"message": "too long"}}'
+
+
+def test_an_answer_of_a_prefill_engine_that_is_no_json_is_a_failure() -> None:
+    run = Run()
+    leg = run.leg("prefill")
+    run.on(Opened(leg, LegAnswer(200, JSON, b"no json")))
+    assert leg.outcome == "broken"
+    assert leg.is_broken
+    assert leg.engine.last_error is not None
+    assert leg.engine.last_error.startswith(f"{leg.engine.url}: ")
+    assert "None" not in leg.engine.last_error
+    assert run.leg("prefill").engine is not leg.engine
+
+
+def test_a_push_opens_both_legs_at_once() -> None:
+    run = Run(mode="push")
+    assert {leg.role for leg in run.all(Leg)} == {"prefill", "decode"}
+    assert run.counts("pushes") == [("at_once",)]

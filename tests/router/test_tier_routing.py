@@ -119,7 +119,9 @@ def test_an_idle_engine_gets_the_prompt_with_a_loan_of_a_busy_one_that_has_it() 
     _, machine, asked = borrow()
     assert (asked.role, asked.engine.url, asked.num_queued_tokens) == ("prefill", URLS[1], 0)
     assert (asked.body["kv_transfer_params"], asked.body["max_tokens"]) == (ASKED, 1)
-    (leg,) = legs_in(machine.on(Opened(asked, answer_of(LENT)), 0.01))
+    effects = machine.on(Opened(asked, answer_of(LENT)), 0.01)
+    assert Count("stored_loans", ("lent",)) in effects
+    (leg,) = legs_in(effects)
     assert leg.role == "decode"
     assert leg.engine.url != URLS[1]
     assert leg.body["kv_transfer_params"]["baton_ticket"] == "signed"
@@ -140,8 +142,10 @@ def test_without_a_loan_the_engine_computes_the_prompt(what: str) -> None:
     assert leg.role == "decode"
     assert "baton_ticket" not in (leg.body.get("kv_transfer_params") or {})
     assert leg.num_queued_tokens == len(PROMPT)
-    outcomes = [effect.labels for effect in effects if isinstance(effect, Count)]
-    assert ("nothing" if what == "nothing" else "failed",) in outcomes
+    counts = [
+        effect.labels for effect in effects if isinstance(effect, Count) and effect.metric == "stored_loans"
+    ]
+    assert counts == [("nothing" if what == "nothing" else "failed",)]
     assert router.view.retries.take(0.0)
     assert not asked.engine.health.failures_in_row, "an engine that is busy for longer than that is not down"
 
