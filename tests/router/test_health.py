@@ -112,6 +112,19 @@ def test_an_engine_that_is_down_is_probed_more_often_and_when_its_back_off_ends(
     assert health.status == "up"
 
 
+def test_a_probe_at_the_end_of_the_back_off_is_not_repeated_at_once() -> None:
+    health = Health(SETTINGS)
+    health.eject(0.0, 6.5)
+    health.on_probe(Probe("refused"), 6.5)
+    assert health.probe_at_s == 6.5 + SETTINGS.down_every_s
+
+
+def test_an_engine_that_starts_as_down_is_up_after_its_first_healthy_probe() -> None:
+    health = Health(SETTINGS, status="down")
+    assert health.on_probe(Probe("healthy"), 0.0)
+    assert health.breaker(0.0) == "half_open"
+
+
 def test_a_broken_probe_is_not_decisive() -> None:
     health = Health(ProbeSettings(failures_to_eject=3))
     assert [health.on_probe(Probe("broken"), 0.0) for _ in range(3)] == [False, False, True]
