@@ -5,8 +5,11 @@ from typing import Any
 
 import pytest
 
+from baton.router.fleet.fleet import Fleet
+from baton.router.fleet.pairs import Pairs
+from baton.router.fleet.turns import TurnTable
+from baton.router.fleet.view import FleetView
 from baton.router.request.answers import GIVEN_HEADER, LegAnswer
-from baton.router.values.errors import LegFailure
 from baton.router.request.events import (
     ClientGone,
     Closed,
@@ -24,14 +27,11 @@ from baton.router.request.events import (
     StreamEnded,
     TakeBack,
 )
-from baton.router.fleet.fleet import Fleet
-from baton.router.fleet.view import FleetView
-from baton.router.values.identity import Introduction
 from baton.router.request.learning import SAMPLE_CHUNKS
-from baton.router.fleet.pairs import Pairs
 from baton.router.request.machine import Machine, Request
+from baton.router.values.errors import LegFailure
+from baton.router.values.identity import Introduction
 from baton.router.values.settings import RouterSettings
-from baton.router.fleet.turns import TurnTable
 
 PROMPT = list(range(100))
 JSON = {"content-type": "application/json"}
@@ -351,3 +351,65 @@ def test_a_push_opens_both_legs_at_once() -> None:
     run = Run(mode="push")
     assert {leg.role for leg in run.all(Leg)} == {"prefill", "decode"}
     assert run.counts("pushes") == [("at_once",)]
+
+
+# --- First tokens that a prefill engine gives to the client ---------------------------------------------
+
+
+def token(text: str, token_id: int, finish: str = "null", params: str = "null") -> bytes:
+    choice = f'{{"text": "{text}", "token_ids": [{token_id}], "finish_reason": {finish}}}'
+    return f'data: {{"choices": [{choice}], "kv_transfer_params": {params}}}\n\n'.encode()
+
+
+TICKET = '{"baton_ticket": "t", "do_remote_prefill": true}'
+
+
+def told_first(finish: str = "null") -> Run:
+    """The prefill engine has given the first token."""
+    run = Run({"stream": True})
+    end = b"" if finish != "null" else DONE
+    answer = LegAnswer(200, STREAM, token("a", 5, finish, TICKET) + end, is_stream=True)
+    run.on(Opened(run.leg("prefill"), answer))
+    return run
+
+
+def test_the_client_gets_the_first_token_from_the_prefill_engine_and_the_rest_once() -> None:
+    run = told_first()
+    (head,) = run.all(Head)
+    assert head.headers["x-baton-prefill"] == "remote"
+    run.on(Opened(run.leg("decode"), LegAnswer(200, STREAM, token("a", 5) + token("b", 6), is_stream=True)))
+    run.on(Piece(run.leg("decode"), LAST + DONE))
+    run.on(StreamEnded(run.leg("decode")))
+    text = b"".join(sent.data for sent in run.all(Send))
+    assert [text.count(one) for one in (b'"a"', b'"b"')] == [1, 2]
+    assert run.counts("first_tokens") == [("yes",)]
+    assert run.counts("prefills") == [("remote", "")]
+
+
+def test_an_engine_that_disagrees_about_the_first_token_breaks_the_stream() -> None:
+    run = told_first()
+    run.on(Opened(run.leg("decode"), LegAnswer(200, STREAM, token("X", 7), is_stream=True)))
+    assert run.counts("first_tokens") == [("no",)]
+    assert run.counts("broken_streams") == [()]
+    assert b"the engines disagree about the first token" in run.all(Send)[-1].data
+    assert b"X" not in b"".join(sent.data for sent in run.all(Send))
+
+
+def test_a_prefill_engine_that_fails_after_the_last_token_breaks_the_stream() -> None:
+    run = told_first('"stop"')
+    run.fail("prefill", "broken")
+    assert b"the prefill engine failed at the end of the answer" in run.all(Send)[-1].data
+    assert run.all(Send)[-1].is_last
+    assert run.counts("broken_streams") == [()]
+
+
+def test_a_stream_is_told_that_the_router_stops() -> None:
+    run = streaming()
+    run.open_stream(CHUNK)
+    run.on(Stopped())
+    last = run.all(Send)[-1]
+    assert last.is_last
+    assert b"the router is shutting down" in last.data
+    assert b"503" in last.data
+    (over,) = run.all(Over)
+    assert over.status == 200
