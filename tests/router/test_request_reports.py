@@ -34,6 +34,7 @@ from baton.router.values.identity import Introduction
 from baton.router.values.settings import RouterSettings
 
 PROMPT = list(range(100))
+RATE = 100.0  # Tokens a second.
 JSON = {"content-type": "application/json"}
 STREAM = {"content-type": "text/event-stream"}
 CHUNK = b'data: {"choices": [{"text": "a", "finish_reason": null}]}\n\n'
@@ -54,6 +55,7 @@ class Run:
         for engine in self.fleet.engines:
             engine.kind, engine.was_asked, engine.is_introduced = "baton", True, True
             engine.introduction = Introduction(engine.url, "signed")
+            engine.prefill_rate.note(RATE)
         self.view = FleetView(settings, self.fleet, Pairs(), TurnTable(lambda engine, params: None))
         asked = {"prompt": PROMPT, "max_tokens": 9, "temperature": 0} | (body or {})
         request = Request("id", asked, is_chat=False, session=None, received_at_s=1.0)
@@ -80,12 +82,12 @@ class Run:
         leg = self.leg(role)
         self.on(Failed(leg, LegFailure(kind, leg.engine.url, "why", was_sent=kind != "unreachable")), now_s)
 
-    def prefill(self) -> Leg:
+    def prefill(self, now_s: float = 2.0) -> Leg:
         leg = self.leg("prefill")
         text = (
             '{"choices": [{"text": "a", "finish_reason": null}], "kv_transfer_params": {"baton_ticket": "t"}}'
         )
-        self.on(Opened(leg, LegAnswer(200, JSON, text.encode())))
+        self.on(Opened(leg, LegAnswer(200, JSON, text.encode())), now_s)
         return leg
 
     def open_stream(self, *events: bytes) -> Leg:
@@ -191,7 +193,15 @@ def test_a_whole_answer_has_its_length_and_tells_where_its_prompt_was_computed()
     assert [count.value for count in run.all(Count) if count.metric == "first_byte_seconds"] == [3.0]
     (over,) = run.all(Over)
     assert (over.status, over.error) == (200, None)
+    assert not any(engine.load or engine.num_queued_at for engine in run.fleet.engines)
     assert sorted(run.counts("legs")) == [("decode", "http://d0", "200"), ("prefill", "http://p1", "200")]
+
+
+def test_predicted_times_are_corrected_by_the_times_that_prefills_take() -> None:
+    run = Run()
+    before_s = run.view.lateness.late_after_s(5.0)
+    run.prefill(5.0)  # The prompt was expected to take 1 s, and took 4.
+    assert run.view.lateness.late_after_s(5.0) == 4.0 * before_s
 
 
 def test_a_refused_ticket_is_computed_by_the_same_engine_without_it() -> None:
@@ -398,7 +408,7 @@ def test_an_engine_that_disagrees_about_the_first_token_breaks_the_stream() -> N
 def test_a_prefill_engine_that_fails_after_the_last_token_breaks_the_stream() -> None:
     run = told_first('"stop"')
     run.fail("prefill", "broken")
-    assert b"the prefill engine failed at the end of the answer" in run.all(Send)[-1].data
+    assert b'"the prefill engine failed at the end of the answer"' in run.all(Send)[-1].data
     assert run.all(Send)[-1].is_last
     assert run.counts("broken_streams") == [()]
 
