@@ -32,11 +32,16 @@ def test_walks_counts_files_and_stops_and_lists_them() -> None:
     first, *rest = printed("walks", "--list").splitlines()
     counted = re.fullmatch(r"files (\d+), resume (\d+) stops, free (\d+) stops", first)
     assert counted is not None
+    router = re.fullmatch(r"router: files (\d+), (\d+) stops", rest[0])
+    assert router is not None
     lists = {
         title: [entry.split()[0] for entry in entries.splitlines()]
-        for title, entries in re.findall(r"^(\w+):\n((?:  .*\n?)*)", "\n".join(rest), re.MULTILINE)
+        for title, entries in re.findall(r"^([\w ]+):\n((?:  .*\n?)*)", "\n".join(rest), re.MULTILINE)
     }
     assert [len(lists[name]) for name in ("files", "resume", "free")] == [int(n) for n in counted.groups()]
+    assert [len(lists[name]) for name in ("files of the router", "router")] == [
+        int(n) for n in router.groups()
+    ]
     assert all((ROOT / "baton" / file).is_file() for files in lists.values() for file in files)
 
 
