@@ -17,18 +17,18 @@ TOKENS = (72, 105, 33)  # "Hi!", of every engine.
 
 @dataclass
 class Speaker:
-    """Answers with `tokens`, as P or as D, by what its leg's params say. An event can hold it up."""
+    """Answers with `tokens`, as P or as D according to the leg's params. An event can delay the answer."""
 
     tokens: Sequence[int] = TOKENS
-    finish: str = "length"  # With the last one.
+    finish: str = "length"  # The finish_reason that comes with the last token.
     ends_with_first: bool = False
     lends: bool = True
-    num_cached: int = 0  # As P reports it in what it lends.
-    usage: dict[str, Any] = field(default_factory=dict)  # At the end, besides the number of tokens.
-    gate: asyncio.Event | None = None  # Before it says anything.
-    rest_gate: asyncio.Event | None = None  # After the first token.
-    dies_after: int | None = None  # Chunks.
-    is_old: bool = False  # It ignores what it is given of an answer.
+    num_cached: int = 0  # Cached prompt tokens that P reports with its loan.
+    usage: dict[str, Any] = field(default_factory=dict)  # Fields of `usage` besides the number of tokens.
+    gate: asyncio.Event | None = None  # Holds back the whole answer.
+    rest_gate: asyncio.Event | None = None  # Holds back all tokens after the first.
+    dies_after: int | None = None  # Number of chunks after which the connection is cut.
+    is_old: bool = False  # Whether the engine ignores given tokens of an answer.
     legs: list[dict[str, Any]] = field(default_factory=list)
 
     async def __call__(self, call: Call) -> None:
@@ -126,7 +126,7 @@ async def introduced_system(*engines: Any, **options: Any) -> AsyncIterator[Syst
 
 
 async def introduced(s: System) -> None:
-    """Until the router has asked all engines what they are."""
+    """Wait until the router has asked all engines what they are."""
     while any(not engine.is_introduced for engine in s.router.fleet.engines):
         await s.client.get("/fleet")
 

@@ -36,7 +36,7 @@ class Servers:
         self._running: list[tuple[uvicorn.Server, socket.socket]] = []
 
     async def start(self, app: Any) -> str:
-        """Its URL."""
+        """Serve the app and return its URL."""
         listener = socket.socket()
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
@@ -124,18 +124,18 @@ class Call:
 class FakeEngine:
     """`respond` is called for every request but those of the prober, which are answered by the fields.
 
-    A request whose sender has left before all of it was there has never come. A push's decode leg is answered
-    once its prefill leg is here, since a real D waits for P; either may come first.
+    A request counts as received only if its sender stays until its body is complete. A push's decode leg is
+    answered once its prefill leg is here, since a real D waits for P; either may come first.
     """
 
     respond: Respond
     health_status: int = 200
     introduces_as: str | None = None  # None: not an engine of Baton.
-    is_vllm_of: int | None = None  # Its max_model_len.
-    introduces_by_request: bool = False  # Its `respond` answers what a router asks of a vLLM's connector.
-    models: Any = None  # What it says at /v1/models instead.
-    says_max_model_len: int | None = None  # One of Baton's.
-    card: dict[str, Any] = field(default_factory=dict)  # What else its introduction page has.
+    is_vllm_of: int | None = None  # The max_model_len of a vLLM. None: not a vLLM.
+    introduces_by_request: bool = False  # Whether `respond` answers what a router asks a vLLM's connector.
+    models: Any = None  # Answer at /v1/models, in place of a vLLM's usual one.
+    says_max_model_len: int | None = None  # The max_model_len of an engine of Baton.
+    card: dict[str, Any] = field(default_factory=dict)  # Further fields of the introduction page.
     num_introductions: int = 0
     can_push: bool = True
     calls: list[Received] = field(default_factory=list)
@@ -143,11 +143,11 @@ class FakeEngine:
     was_called: asyncio.Event = field(default_factory=asyncio.Event)
     taken_back: list[Any] = field(default_factory=list)
     heard_of_loan: asyncio.Event = field(default_factory=asyncio.Event)
-    is_stopped: bool = False  # As by SIGSTOP: connections are accepted, and nothing is answered.
+    is_stopped: bool = False  # Simulates SIGSTOP: the engine accepts connections and answers nothing.
     num_probes: int = 0
     page: Any = None  # An ASGI application that answers the router's own questions instead.
     url: str = ""
-    # By transfer id: its prefill leg has come. Of all engines of a system.
+    # Events of prefill legs that have come, by transfer id. All engines of a system share them.
     prefills: defaultdict[str, asyncio.Event] = field(default_factory=lambda: defaultdict(asyncio.Event))
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -255,7 +255,7 @@ async def hangs(call: Call) -> None:
 
 
 async def hangs_till_late(call: Call) -> None:
-    """For longer than a deadline of `LATER_S`."""
+    """Hang for longer than a deadline of `LATER_S`."""
     pass_time(LATER_S)
     await call.wait_disconnect()
 
@@ -290,7 +290,7 @@ QUIET = ProbeSettings(every_s=3600, timeout_s=3600, down_every_s=3600)
 
 @dataclass
 class System:
-    client: httpx.AsyncClient  # Of the router.
+    client: httpx.AsyncClient  # A client of the router.
     router: Router
 
     async def complete(self, **body: Any) -> httpx.Response:
@@ -303,7 +303,7 @@ async def system(
 ) -> AsyncIterator[System]:
     """Fake engines and a real router in front of them. The prober asks once, then stays quiet.
 
-    What only a machine that stalls would miss has time enough: connecting, and answering the prober.
+    Deadlines that only a stalled machine would miss are long: for connections, and for answers to the prober.
     """
     servers = Servers()
     prefills: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -333,6 +333,6 @@ async def system(
             async with httpx.AsyncClient(base_url=url, timeout=None, verify=False) as client:
                 yield System(client, router)
         finally:
-            await router.close()  # Before the engines: it leaves those that do not answer.
+            await router.close()  # The router ends before the engines: it leaves those that do not answer.
     finally:
         await servers.stop()

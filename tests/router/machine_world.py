@@ -68,8 +68,8 @@ WHOLE = {"content-type": "application/json"}
 EVENTS_MAX = 400
 DRAINS = 0.1
 LATE_PREFILLS = 0.5
-INTRODUCTIONS_MAX = 2  # That are refused, before a decode engine is asked without.
-PREFILL_S = 5.0  # Of earlier prompts: how long a decode leg is held back follows from it.
+INTRODUCTIONS_MAX = 2  # Refused introductions after which a decode leg leaves without one.
+PREFILL_S = 5.0  # Duration of earlier prefills; it decides how long a decode leg is held back.
 LEGS_MAX = 14  # Two attempts at each engine, two introductions, and one for each kind of refusal.
 RESUMED_LEGS_MAX = 4  # Two attempts at each role, for the rest of a stream.
 
@@ -79,7 +79,7 @@ class Client:
     """Checks that it gets one answer, whose text is what engines say."""
 
     is_stream: bool
-    num_tokens: int  # Of the whole answer.
+    num_tokens: int  # Length of the whole answer.
     status: int | None = None
     gets_stream: bool = False  # An engine may answer otherwise.
     has_ended: bool = False
@@ -124,7 +124,7 @@ class Client:
 
     @property
     def is_right(self) -> bool:
-        """It has a complete answer without an error."""
+        """Whether the client has a complete answer without an error."""
         if self.status != 200 or not self.has_ended:
             return False
         if self.gets_stream != self.is_stream:
@@ -163,7 +163,7 @@ class World:
         self.rng_of_loans = random.Random(f"loans {seed}")
         self.rng_of_updates = rng_of_updates = random.Random(f"updates {seed}")
         self.is_healthy = is_healthy
-        # In an update engines have unlike weights; the router may not know yet.
+        # Engines have different weights during an update; the router may not know yet.
         self.has_versions = rng_of_updates.random() < 0.4
         self.is_lagging = self.has_versions and not is_healthy and rng_of_updates.random() < 0.3
         self.fault_rate = 0.0 if is_healthy else rng.choice([0.1, 0.3, 0.6])
@@ -189,7 +189,7 @@ class World:
         self.view.look_min_tokens = 0 if settings.policy == "cost" else None
         self.others = self._fill(random.Random(f"queue {seed}").choice([0, 0, 2]))
         self.versions = {one: rng_of_updates.randrange(2) for one in self.fleet.engines}
-        self.lent_versions: dict[str, int] = {}  # By ticket.
+        self.lent_versions: dict[str, int] = {}  # Versions of the weights, by ticket and by transfer id.
         self.kinds: dict[Engine, str] = {}
         for engine in self.fleet.engines:
             self.kinds[engine] = rng.choice(["baton", "baton", "vllm", "other"])
@@ -204,7 +204,7 @@ class World:
         )
         self.machine = machine(self.view, request)
         self.now_s = 0.0
-        self.scripts: dict[Leg, deque[Event]] = {}  # Of open legs.
+        self.scripts: dict[Leg, deque[Event]] = {}  # Coming events of each open leg.
         self.closing: set[Leg] = set()
         self.waiting: list[Event] = []  # Met, HoldOver.
         self.prefilling: set[Leg] = set()  # Prefill legs that are waited for.
@@ -216,10 +216,10 @@ class World:
                 engine.prefill_rate.note(random.Random(f"rate {seed}").choice([1e4, 1e8]))
             if engine.role == "prefill" and rng.random() < 0.5:
                 self.view.late_legs.note(engine, len(PROMPT), PREFILL_S)
-        self.tickets_used: set[str] = set()  # By a decode engine that may have received them.
+        self.tickets_used: set[str] = set()  # Tickets that a decode engine may have received.
         self.turns_used: set[str] = set()
-        self.turn_legs: set[Leg] = set()  # That brought the turn to an engine which may have received it.
-        self.faults: Counter[str] = Counter()  # And other events, by what happened.
+        self.turn_legs: set[Leg] = set()  # Legs that may have brought the turn to an engine.
+        self.faults: Counter[str] = Counter()  # Faults and other events, by what happened.
         self.turn: str | None = None  # What the last answer of the session left at an engine.
         if self.session is not None and rng.random() < 0.5:
             self.turn = "of the last turn"
@@ -237,12 +237,12 @@ class World:
         self.refuses_introductions = not is_healthy and rng.random() < 0.1
         self.legs: list[Leg] = []
         self.num_resumed = 0
-        self.num_refused = 0  # Introductions, since a decode leg left without.
+        self.num_refused = 0  # Refused introductions since a decode leg left without one.
         self.has_left = self.was_stopped = self.was_rejected = False
         self.over: Over | None = None
 
     def _fill(self, num_others: int) -> list[Ticket]:
-        """Requests that are let in before: two are as many as may be."""
+        """Admit other requests before the machine's own; two are the limit."""
         tickets = [Ticket("", 0, "other", 0.0, inf, 10, 1.0) for _ in range(num_others)]
         assert self.view.admission is not None
         for ticket in tickets:
@@ -250,7 +250,7 @@ class World:
         return tickets
 
     def _wait(self, effect: Queue) -> None:
-        """Until another request ends, or for too long."""
+        """Make the request wait until another one ends, or past its deadline."""
         assert self.view.admission is not None
         assert effect.ticket.is_waiting
         assert not effect.displaced
@@ -275,7 +275,7 @@ class World:
             elif isinstance(event, Opened):
                 self._note_opened(event)
                 if event.answer.status != 200:
-                    self.turn_legs.discard(event.leg)  # It has not used the turn.
+                    self.turn_legs.discard(event.leg)  # The engine has not used the turn.
             elif isinstance(event, Failed) and event.failure.was_sent:
                 self.tickets_used.add(_ticket_of(event.leg))
             elif isinstance(event, Failed):
@@ -410,7 +410,7 @@ class World:
             self.faults["a prompt is computed because of other weights"] += 1
 
     def _update(self) -> None:
-        """An engine's next answers are those of other weights."""
+        """Change the weights of an engine's next answers."""
         engine, own = self.rng_of_updates.choice(list(self.versions.items()))
         latest = max(self.versions.values())
         least = own + 1 if self.is_lagging else 0  # Else it may be a rollback.
@@ -421,7 +421,7 @@ class World:
             self._note_introduced(engine)
 
     def _check_weights(self, leg: Leg) -> None:
-        """As far as the router knows them."""
+        """Check that KV goes only to engines with the same weights, as far as the router knows them."""
         params = leg.body.get("kv_transfer_params") or {}
         if (lent := self.lent.get(_ticket_of(leg))) is not None:
             assert is_compatible(leg.kv_identity, lent.kv_identity), "KV of other weights"
@@ -641,7 +641,7 @@ class World:
         return {"baton_ticket": f"of {transfer_id}", "transfer_id": transfer_id, "do_remote_prefill": True}
 
     def _note_opened(self, event: Opened) -> None:
-        """Of P: it has lent. Of D: it has come for what P lends."""
+        """Note that P has lent its KV, or that D has come for it."""
         params = event.leg.body.get("kv_transfer_params") or {}
         if event.answer.status != 200:
             if b"baton_introduction" in event.answer.body and event.leg not in self.closing:
@@ -667,5 +667,5 @@ def _transfer_of(leg: Leg) -> str:
 
 
 def _ticket_of(leg: Leg) -> str:
-    """That the leg brings. Empty: none."""
+    """The ticket that the leg brings. Empty: none."""
     return str((leg.body.get("kv_transfer_params") or {}).get("baton_ticket", ""))

@@ -20,18 +20,16 @@ EOS = 0
 @dataclass
 class VllmSpeaker:
     tokens: Sequence[int] = TOKENS
-    stops: bool = False  # After the last of them, by itself.
+    stops: bool = False  # Whether EOS follows the last token.
     lends: bool = True
     lends_always: bool = False  # Even if the first token ends the answer.
-    introduces: bool = False  # Asked by the router, once for each process.
-    gate: asyncio.Event | None = None  # Before it says anything.
-    rest_gate: asyncio.Event | None = None  # After its own first token.
-    hurries: bool = False  # Two tokens in its first event.
-    dies_after: int | None = None  # Events with tokens.
-    says: dict[int, str] = field(
-        default_factory=dict
-    )  # Text of tokens, where it is not that of the character.
-    message: dict[str, Any] = field(default_factory=dict)  # What else a chat's whole answer has.
+    introduces: bool = False  # Whether the router's request for an introduction is answered with one.
+    gate: asyncio.Event | None = None  # Holds back the whole answer.
+    rest_gate: asyncio.Event | None = None  # Holds back everything after the first event.
+    hurries: bool = False  # Whether the first event has two tokens.
+    dies_after: int | None = None  # Number of events with tokens after which the connection is cut.
+    says: dict[int, str] = field(default_factory=dict)  # Texts of tokens that do not stand for characters.
+    message: dict[str, Any] = field(default_factory=dict)  # Further fields of a chat's whole message.
     keeps: dict[str, Any] | None = None  # Params with a stream's last event, as Baton's D has them for turns.
     legs: list[dict[str, Any]] = field(default_factory=list)
 
@@ -142,7 +140,7 @@ def vllm_speaker(engine: FakeEngine) -> VllmSpeaker:
 
 
 def refuses_tickets(otherwise: Respond) -> Respond:
-    """As a D does to which P's paper is of no use."""
+    """D's responder that refuses every ticket of P, and leaves other requests to `otherwise`."""
     refusal = {"error": {"message": "no", "param": "kv_transfer_params.baton_ticket"}}
 
     async def respond(call: Call) -> None:
