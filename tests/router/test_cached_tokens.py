@@ -70,7 +70,7 @@ async def test_a_push_shows_the_prefill_engines_hits(path: str, is_stream: bool,
     async with introduced_system([p], [d], mode="push", first_token=first_token) as s:
         asking = asyncio.create_task(usages(s, path, is_stream=is_stream))
         while 'prefills_total{reason="",where="remote"} 1.0' not in (await s.client.get("/metrics")).text:
-            pass  # Until P's answer has been read.
+            pass  # Wait until the router has read P's answer.
         gate.set()
         *so_far, last = await asking
     assert "baton_introduction" in speaker(d).legs[0]

@@ -225,7 +225,7 @@ def test_the_first_line_that_fits_a_url_has_its_key() -> None:
 
 @pytest.mark.parametrize("has_file", [True, False])
 def test_changed_keys_for_engines_are_read_again_and_bad_ones_are_not(tmp_path: Path, has_file: bool) -> None:
-    """Without a file of their own, engines get the first of the router's own keys."""
+    """Engines without a file of their own get the first of the router's own keys."""
     file, now_s = tmp_path / "keys", [0.0]
     file.write_text("the-first-key")
     doors = HttpSettings(key_files=KeyFiles(api_keys=None if has_file else str(file)))
@@ -278,7 +278,7 @@ async def test_workers_read_changed_keys_again_at_sighup(tmp_path: Path) -> None
         workers.process.send_signal(signal.SIGHUP)
         async with asyncio.timeout(WAIT_S):
             in_a_row = 0
-            while in_a_row < 20:  # By both workers.
+            while in_a_row < 20:  # Both workers have answered by then.
                 in_a_row = in_a_row + 1 if await ask("the-second-key") == 200 else 0
         assert await ask("the-first-key") == 401
         assert decode.calls[-1].headers["authorization"] == "Bearer engines-second-key"

@@ -52,7 +52,7 @@ def cost_of(
     *,
     is_push: bool,
 ) -> float:
-    """As the module describes it, for one placement."""
+    """Cost of one placement in seconds, as the module describes it."""
     queue_s = consumer.num_queued_tokens / consumer.prefill_tokens_per_s
     token_s = consumer.step_s + consumer.token_s * consumer.num_running
     later_s = num_output * token_s + HARM * queue_s
@@ -115,7 +115,8 @@ def test_no_placement_costs_less(
     )
     numbers = range(len(consumers))
     every = [whole_s(producer, number) for number in numbers for producer in {None, first}]
-    if not is_push:  # In push a slower producer hides more of the load. The first token comes first.
+    # A slower producer may cost less in push because it hides more of the load. The soonest one is used.
+    if not is_push:
         every += [whole_s(producer, number) for number in numbers for producer in range(len(producers))]
     assert chosen.cost_s <= min(every) + 1e-9
     assert abs(chosen.cost_s - whole_s(chosen.producer, chosen.consumer)) < 1e-9
@@ -128,7 +129,7 @@ def test_a_prompt_waits_for_the_engine_with_its_prefix_if_that_is_sooner(
     num_ahead: int, num_cached: int
 ) -> None:
     has_it = replace(IDLE, num_queued_tokens=num_ahead, num_cached_tokens=num_cached)
-    busy = replace(IDLE, num_running=40)  # It does not compute a prompt of this length.
+    busy = replace(IDLE, num_running=40)  # An engine too busy to compute this prompt.
     chosen = choose(8_000, 100, [IDLE, has_it], [busy])
     assert chosen is not None
     assert chosen.producer == (1 if num_ahead < min(num_cached, 7_999) else 0)
@@ -236,7 +237,7 @@ def test_a_short_queue_is_better_than_a_cache_after_a_long_one() -> None:
 
 
 def test_a_prompt_goes_home_unless_that_takes_much_longer() -> None:
-    """As many have their home with the prefill engines as there are such engines: one of three here."""
+    """The share of prompts whose home is a producer is the share of producers: one of three engines here."""
     for home, producer in ((1, 0), (KEYS // 3 - 2**40, 0), (KEYS // 3 + 2**40, None), (KEYS - 1, None)):
         chosen = choose(8_000, 100, [IDLE], [IDLE, IDLE], home=home)
         assert chosen is not None

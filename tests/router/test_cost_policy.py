@@ -96,7 +96,7 @@ async def test_a_prompt_under_way_counts_until_its_engine_has_answered() -> None
         status = (await s.client.get("/status")).json()["engines"]
     assert [one["queued_tokens"] for one in status] == [0, 100_000]
     assert status[0]["prefill_tokens_per_s"] > 0
-    assert status[1]["prefill_tokens_per_s"] is None  # It has computed nothing.
+    assert status[1]["prefill_tokens_per_s"] is None  # The decode engine has computed nothing.
 
 
 async def test_when_the_decode_engine_fails_the_choice_is_made_again() -> None:

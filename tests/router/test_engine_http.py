@@ -19,7 +19,7 @@ from tests.router.fakes import dead_url
 
 OK = b"HTTP/1.1 200 OK\r\n"
 WHOLE = OK + b"content-length: 2\r\n\r\nok"
-TURNS = 40  # Of the loop; by then all has been sent.
+TURNS = 40  # Turns of the loop in which everything is sent.
 
 
 class Heard:

@@ -27,7 +27,7 @@ def test_ranks_are_added_up_and_the_fullest_pool_counts() -> None:
     found = read_metrics(VLLM)
     assert (found.gpu_usage, found.num_looked_up, found.num_hit, found.num_running) == (0.5, 150.0, 30.0, 2.0)
     assert found.peers == {"prefill-0": PeerCounts(2.0, 4096.0, 0.5)}
-    assert found.num_waiting is None  # It was no number.
+    assert found.num_waiting is None  # The engine's value was no number.
 
 
 def test_rates_are_of_the_time_between_two_readings_and_survive_a_restart_of_the_engine() -> None:

@@ -43,7 +43,7 @@ def test_the_log_forgets_its_oldest_entries() -> None:
     assert [one["number"] for one in log.last(1)] == [10]
     assert log.last(0) == []
     log.note(refusal("0"), 9.5)
-    assert log.last()[-1]["count"] == 1  # Its entry was forgotten, so it is not counted there.
+    assert log.last()[-1]["count"] == 1  # The first entry of "0" was forgotten, so this is a new one.
 
 
 def test_what_only_a_worker_has_seen_is_told_once_and_added_up() -> None:

@@ -47,7 +47,7 @@ class World:
     now_s: float = 0.0
     num_asked: dict[int, int] = field(default_factory=dict)
     num_ejections: dict[int, int] = field(default_factory=dict)
-    errors_at_s: list[float] = field(default_factory=list)  # That clients see.
+    errors_at_s: list[float] = field(default_factory=list)  # Times of errors that clients see.
 
     def __post_init__(self) -> None:
         urls = tuple(f"http://d{number}:1" for number in range(self.num_engines))

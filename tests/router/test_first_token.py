@@ -239,7 +239,7 @@ async def test_a_decode_engine_that_fails_behind_the_first_token_is_replaced_unn
     token_seen = asyncio.Event()
     p, bad, good = baton("p"), baton("d0"), baton("d1")
     bad.respond = after(token_seen, failure)
-    timeouts = LegTimeouts(first_byte_s=LATER_S / 2, prefill_s=LATER_S / 2)  # In push D has both.
+    timeouts = LegTimeouts(first_byte_s=LATER_S / 2, prefill_s=LATER_S / 2)  # D has both in push.
     async with introduced_system([p], [bad, good], mode=mode, timeouts=timeouts) as s:
         s.router.fleet.choice._policy = first_eligible
         check_is_one_engines(await stream(s, shown=token_seen))

@@ -174,7 +174,7 @@ def test_an_engine_whose_prompts_are_always_hedged_is_known_to_be_slow() -> None
     for _ in range(40):
         note_outpaced(slow, 5.0)
     assert first.engine.prefill_rate.value == len(PROMPT) / 5.0
-    note_outpaced(slow, 0.0)  # Of no time.
+    note_outpaced(slow, 0.0)  # A time of zero is no error.
 
 
 def test_without_the_setting_no_time_is_taken() -> None:

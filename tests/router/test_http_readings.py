@@ -26,13 +26,13 @@ from baton.router.shell.engine_http import EnginePool, Origin, Sending
 from baton.router.shell.engine_http import _Connection as EngineConnection
 from baton.router.shell.timers import TimerWheel
 
-TURNS = 12  # After so many of the loop all that has arrived is answered.
+TURNS = 12  # Turns of the loop in which all that has arrived is answered.
 LONG_S = 1e6
 
 
 class Message(NamedTuple):
     method: str
-    target: str  # Without scheme and authority.
+    target: str  # Request target, without scheme and authority.
     body: bytes
 
 

@@ -50,7 +50,7 @@ class Publishers:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a busy machine answers are late."""
+    """Wait longer for the index, whose answers are late on a busy machine."""
     monkeypatch.setattr(index_client, "LOOK_S", WAIT_S)
     monkeypatch.setattr(index_client, "TOKENIZE_S", WAIT_S)
 
@@ -148,7 +148,7 @@ async def test_the_events_of_an_engine_that_joins_later_are_read(publishers: Pub
     async with fleet(publishers, num_producers=1, others=others, checked_hosts=("127.0.0.1",)) as f:
         await f.until_indexed(0)
         order = {"type": "prefill", "instance": await servers.start(FakeEngine(lends))}
-        for _ in range(2):  # It joins, leaves, and joins again.
+        for _ in range(2):  # The engine joins, leaves, and joins again.
             assert (await f.system.client.post("/instances/add", json=order)).status_code == 200
             await f.until_indexed(0, len(PROMPT) // BLOCK)
             assert (await f.system.client.post("/instances/remove", json=order)).status_code == 200
@@ -254,7 +254,7 @@ async def test_an_engine_that_restarts_between_two_probes_has_nothing(
                 for publisher in f.publishers:
                     publisher.publish([stored(PROMPT)])
         f.publishers[0].close()
-        publishers.start(f.publishers[0].endpoint)  # It has no event to publish yet.
+        publishers.start(f.publishers[0].endpoint)  # The new publisher has no event yet.
         await f.until_indexed(0, 64)
 
 

@@ -185,7 +185,7 @@ async def test_a_router_follows_its_slices_over_a_lost_connection() -> None:
         options: dict[str, Any] = {"sources": [source], "has_sources": True}
         async with system([FakeEngine(lends)], [], **options) as s:
             await api.watched(1)
-            api.end_watches()  # As when the API server is restarted.
+            api.end_watches()  # A restart of the API server ends them, too.
             await api.watched(2)
             for one in slice_at(second):
                 api.tell("ADDED", one)

@@ -100,7 +100,7 @@ async def held_until_p_answers(p: FakeEngine, d: FakeEngine, **body: Any) -> Any
 
 
 async def pushes(s: System) -> dict[str, float]:
-    """By when the decode leg left."""
+    """Numbers of pushes, by when the decode leg left."""
     text = (await s.client.get("/metrics")).text
     return {
         sample.labels["decode_leg"]: sample.value

@@ -153,7 +153,8 @@ def test_a_load_is_the_time_to_the_first_byte_without_a_step() -> None:
         fleet.note_end(consumer)
     assert pairs.load_s(producer, consumer, 1000) == pytest.approx(0.055, rel=0.1)
     assert pairs.load_s(producer, consumer, 8000) == pytest.approx(0.405, rel=0.05)
-    assert pairs.load_s(fleet.engines[1], consumer, 8000) == pytest.approx(0.405, rel=0.05)  # As the others.
+    # A pair without samples has the load time of the other pairs.
+    assert pairs.load_s(fleet.engines[1], consumer, 8000) == pytest.approx(0.405, rel=0.05)
     assert pairs.load_s(producer, consumer, 0) == 0.0
     assert other == pytest.approx(1000 / 75_000)
 

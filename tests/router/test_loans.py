@@ -68,7 +68,7 @@ async def test_a_ticket_that_d_refuses() -> None:
 
 @pytest.mark.parametrize("answer", ["refuses", "dies"])
 async def test_a_push_that_d_will_not_have(answer: str) -> None:
-    """After P has lent: an earlier end takes P's leg with it."""
+    """D's leg ends after P has lent: an earlier end would end P's leg as well."""
     p_has_said = asyncio.Event()
     p, d = baton("p"), baton("d")
     saying = d.respond
@@ -254,7 +254,7 @@ async def test_a_push_that_d_answers_before_p_has_lent(num_loaded: int) -> None:
 
 @pytest.mark.parametrize("was_sent", [False, True])
 async def test_a_turn_that_no_prefill_leg_could_bring(was_sent: bool) -> None:
-    """It waits for the next request if no engine has seen it. Else its keeper hears that it is not needed."""
+    """The turn waits for the next request if no engine has seen it. Otherwise the router takes it back."""
     kept = {"do_remote_decode": True, "baton_ticket": "of D"}
 
     async def keeps(call: Any) -> None:
