@@ -30,7 +30,7 @@ WORLDS = 500
 MUTANT_WORLDS_MAX = 5000
 WORLDS_OF_FAULTS = 5000
 NO_LEG = ("QUEUED", "LOOKING", "MEETING")
-NO_CLOSED = (*NO_LEG, "HELD", "PUSHING", "BORROWING", "ENDING")  # With a leg's last event these states end.
+NO_CLOSED = (*NO_LEG, "HELD", "PUSHING", "BORROWING", "ENDING")  # A leg's last event ends these states.
 
 
 def test_every_request_ends_and_leaves_nothing() -> None:

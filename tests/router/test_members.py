@@ -110,7 +110,7 @@ STEPS: Any = st.lists(
 @given(STEPS)
 def test_orders_lead_to_what_is_named_and_never_to_an_empty_role(steps: Any) -> None:
     membership, now_s = Membership(SOURCES), 0.0
-    fleet: dict[Any, Member] = {}  # As the orders make it.
+    fleet: dict[Any, Member] = {}  # Members that result from the orders.
 
     def carry_out(orders: list[Order]) -> None:
         for order in orders:

@@ -48,7 +48,7 @@ def fleet(num: int, policy: PolicyName = "round_robin") -> Fleet:
 
 
 def chosen(routed: Fleet, now_s: float, count: int = 400) -> list[int]:
-    """By engine: how often it was chosen."""
+    """Number of times that each engine was chosen."""
     engines = [engine for engine in routed.engines if engine.role == "prefill"]
     counts = [0] * len(engines)
     for turn in range(count):

@@ -63,7 +63,7 @@ async def watching(s: System) -> AsyncIterator[Stream]:
 
 
 def with_metrics(engine: FakeEngine) -> FakeEngine:
-    """Its /metrics grow with every reading."""
+    """Give the engine a page of metrics whose counters grow with every reading."""
     num_read = 0
 
     async def page(scope: Any, receive: Any, send: Any) -> None:
@@ -174,7 +174,7 @@ async def test_viewers_are_bounded_and_one_that_leaves_makes_room(monkeypatch: p
             refused = await s.client.get("/fleet/stream")
             assert (refused.status_code, refused.headers["retry-after"]) == (503, "10")
         async with asyncio.timeout(60):
-            while True:  # Until the router has seen the end of that connection.
+            while True:  # Ask again until the router has seen the end of that connection.
                 async with s.client.stream("GET", "/fleet/stream") as answer:
                     if answer.status_code == 200:
                         break
@@ -204,7 +204,7 @@ async def test_a_viewer_that_does_not_read_is_dropped_and_others_go_on() -> None
             while len(viewers) < 2:
                 await good.next()
             slow = max(viewers, key=lambda one: one.ends_at_s)
-            slow.pause()  # As its transport does when its buffer is full.
+            slow.pause()  # A transport with a full buffer does so.
             pass_time(feed.SLOW_S)
             while slow in viewers:
                 assert (await good.next())[0] == "latest"

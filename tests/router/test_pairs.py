@@ -94,7 +94,7 @@ async def test_a_prefill_engine_of_another_model_is_not_asked() -> None:
 @pytest.mark.parametrize("texts", [("a", "a"), ("a", "b"), ("", "b"), ("a", "")])
 @pytest.mark.parametrize("mode", ["pull", "push"])
 async def test_engines_that_read_texts_differently_are_no_pair(mode: str, texts: tuple[str, str]) -> None:
-    """Their templates, or what ends an answer, differ: P's first token would not be D's."""
+    """Engines differ in their templates or in what ends an answer: P's first token would not be D's."""
     p, d = engine(lends, "p"), engine(answers, "d")
     for one, text_id in zip((p, d), texts, strict=True):
         one.card = {**one.card, "text_id": text_id}

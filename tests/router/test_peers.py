@@ -286,7 +286,7 @@ async def test_a_router_that_dies_is_no_load_any_more() -> None:
         link = a.router.peers
         assert link is not None
         for task in link._tasks:
-            task.cancel()  # As by kill -9: without a last message.
+            task.cancel()  # A router that is killed sends no last message.
         await until(lambda: all(task.done() for task in link._tasks))
         pass_time(2 * SILENT_S)
         await until(lambda: loads(b) == [0])

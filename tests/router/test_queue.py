@@ -152,7 +152,7 @@ async def test_a_router_that_stops_ends_those_that_wait() -> None:
 
 
 async def test_a_prompt_waits_for_an_engine_without_one() -> None:
-    """With a cap of tokens: the prefill engine has one prompt at a time."""
+    """A cap of one token lets the prefill engine have one prompt at a time."""
     gate, seen = asyncio.Event(), list[Any]()
 
     async def prefills(call: Call) -> None:
@@ -176,7 +176,7 @@ async def test_without_a_decode_engine_the_error_is_the_usual_one() -> None:
     admission = AdmissionSettings(max_running=1)
     async with system([FakeEngine(lends)], [dead_url()], admission=admission) as s:
         while (answer := await s.complete()).status_code == 502:
-            pass  # Until the router knows.
+            pass  # Ask again until the router knows.
         assert answer.status_code == 503
 
 

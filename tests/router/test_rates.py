@@ -24,7 +24,7 @@ ANY = st.floats(allow_nan=True, allow_infinity=True)
 
 
 class Noise:
-    """Of a measured time: 5 %, and one sample in twenty is many times too long or too short."""
+    """Noise of a measured time: 5 %, and one sample in twenty is many times too long or too short."""
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
@@ -83,7 +83,7 @@ def learn_steps(line: Line, noise: Noise, base_s: float, slope_s: float, num_sam
 @given(
     seed=SEEDS,
     base_s=st.floats(0.001, 0.1),
-    share=st.floats(0.0, 0.05),  # That one more answer adds to a step.
+    share=st.floats(0.0, 0.05),  # Time that one more answer adds to a step, as a share of `base_s`.
     prior=st.floats(0.1, 10.0),
 )
 def test_the_time_of_a_step_converges_at_every_load(
@@ -160,7 +160,7 @@ def test_prompts_of_one_step_are_one_sample() -> None:
     assert busy.end(1000, 0.3, is_last=False) is None
     assert busy.end(1000, 0.3001, is_last=False) is None
     assert busy.end(1000, 0.3002, is_last=True) == (3000 / 0.3002, 3000)
-    assert busy.end(1000, 0.3002, is_last=True) is None  # In no time.
+    assert busy.end(1000, 0.3002, is_last=True) is None  # No time has passed.
 
 
 def test_an_engine_that_stays_busy_is_sampled_too() -> None:

@@ -38,7 +38,7 @@ class Process:
         self.running: list[Engine] = []
 
     def apply(self, note: Note, now_s: float) -> None:
-        """As it comes from the wire."""
+        """Apply the note in the form in which it comes from the wire."""
         self.replica.apply(msgspec.msgpack.decode(msgspec.msgpack.encode(note), type=Note), now_s)
 
 
@@ -53,7 +53,7 @@ class Router:
         self.down: dict[int, deque[Note]] = {number: deque() for number in self.workers}
 
     def send(self) -> None:
-        """What has been told is on its way."""
+        """Move the notes that processes have told into the queues between them."""
         for number, worker in self.workers.items():
             self.up[number].extend(worker.told)
             worker.told.clear()
@@ -220,7 +220,8 @@ def test_a_session_goes_on_in_another_process_and_its_turn_is_used_once() -> Non
     router.settle()
     three.view.turns.put("s", Turn(three.fleet.engines[2], {"n": 3}), 3.0)
     router.settle()
-    assert [worker.taken_back for worker in (one, two, three)] == [[], [], [{"n": 2}]]  # By one process only.
+    # Only one process takes the replaced turn back.
+    assert [worker.taken_back for worker in (one, two, three)] == [[], [], [{"n": 2}]]
     router.restart(0)
     turn = router.workers[0].view.turns.take("s", 4.0)
     assert turn is not None

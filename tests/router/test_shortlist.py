@@ -32,7 +32,8 @@ def decoders(fleet: Fleet) -> list[Engine]:
 
 
 def choose(fleet: Fleet, request: RoutedRequest, now_s: float = 0.0) -> Engine:
-    placed = fleet.choice.place(request, [], [], lambda engine: True, now_s)  # By cost only.
+    # None: the policy uses no costs.
+    placed = fleet.choice.place(request, [], [], lambda engine: True, now_s)
     engine = fleet.choice.choose("decode", request, now_s) if placed is None else placed[0]
     assert engine is not None
     return engine

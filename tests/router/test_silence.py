@@ -103,7 +103,7 @@ async def test_an_engine_that_streams_is_not_silent_however_slow_its_health() ->
         async with s.client.stream("POST", "/v1/completions", json=body) as answer:
             pieces = answer.aiter_text()
             text = await anext(pieces)
-            d.is_stopped = True  # Its health only: the stream goes on.
+            d.is_stopped = True  # Only its health is silent: the stream goes on.
             for _ in range(4):
                 probing = await probe(s, d)
                 go_on.set()
@@ -116,7 +116,7 @@ async def test_an_engine_that_streams_is_not_silent_however_slow_its_health() ->
 
 
 async def test_an_engine_that_is_back_is_used_within_two_seconds() -> None:
-    """However long it was away."""
+    """The bound holds however long the engine was away."""
     d = FakeEngine(answers, health_status=503)
     async with system([FakeEngine(lends)], [d], probe=ProbeSettings()) as s:
         for count in range(2, 9):

@@ -262,13 +262,13 @@ async def test_a_changed_file_changes_the_fleet_and_a_bad_one_does_not(
     async with system([FakeEngine(lends)], [old], sources=[source], reread_roles=("decode",), **LOCAL) as s:
         assert old.url in urls(s)
         path.write_text('[route]\ndecode = ["http://d:1/v1"]\n')
-        await s.router.reload()  # As at SIGHUP.
+        await s.router.reload()  # SIGHUP calls this as well.
         await wait_until(
             lambda: "must be the engine's root, without /v1; the last members stay" in caplog.text
         )
         assert old.url in urls(s)
         write(path, new.url)
-        pass_time(1.0)  # It is read again by itself.
+        pass_time(1.0)  # The router reads the file again without a signal.
         await wait_until(lambda: is_up(s, new))
         pass_time(LOOK_S)
         await asyncio.sleep(0.02)
@@ -312,7 +312,7 @@ async def name_server(folder: Path, *options: str) -> AsyncIterator[tuple[int, a
         *(f"--addn-hosts={folder}/hosts", f"--pid-file={folder}/pid", *options),
     )
     try:
-        while True:  # It answers TCP as well.
+        while True:  # The name server answers TCP as well.
             try:
                 _, writer = await asyncio.open_connection("127.0.0.1", port)
             except OSError:
@@ -438,7 +438,7 @@ async def test_engines_register_for_two_routers_and_an_empty_registry_empties_no
         server.kill()
         await wait_until(lambda: caplog.text.count("cannot be read") == 2)
         assert "secret" not in caplog.text
-        async with key_server(kind, tmp_path, port):  # It has forgotten everything.
+        async with key_server(kind, tmp_path, port):  # The new server has no entries.
             while caplog.text.count("members can be read again") < 2:
                 pass_time(1.0)  # The back-off.
                 await asyncio.sleep(0.02)

@@ -74,7 +74,7 @@ def test_an_event_comes_out_with_its_last_byte() -> None:
         splitter.push(b"data: 1" + end[:-1])
         held = splitter.next()
         splitter.push(end[-1:])
-        # After CR LF CR the event is over, whatever follows: the last LF belongs to that CR.
+        # An event is over after CR LF CR, whatever follows: the last LF belongs to that CR.
         assert (held or splitter.next()) == b"data: 1\n\n"
         assert splitter.next() is None
 

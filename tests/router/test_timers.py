@@ -32,7 +32,7 @@ class Loop:
         return callback
 
     def advance(self, seconds: float) -> None:
-        """In steps of less than a tick, or at once if the loop stands still for long."""
+        """Let time pass in steps of less than a tick, or at once if the loop stands still for long."""
         end_s = self.now_s + seconds
         while self.now_s < end_s:
             self.now_s = end_s if seconds > 100 else min(end_s, self.now_s + TICK_S / 3)

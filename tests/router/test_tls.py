@@ -62,8 +62,8 @@ async def test_a_handshake_that_does_not_end_is_ended(authority: Authority) -> N
         writer.write(b"\x16\x03\x01\x02\x00")  # A hello begins.
         url = str(s.client.base_url).replace("http://", "https://")
         async with client(authority.ca) as other:
-            await other.get(f"{url}/health")  # So the router has accepted the first one.
-        pass_time(2e4)  # Over `header_s` of the test's settings.
+            await other.get(f"{url}/health")  # The router has then accepted the first connection.
+        pass_time(2e4)  # Longer than `header_s` of the test's settings.
         assert await reader.read() == b""
         writer.close()
 
@@ -126,7 +126,7 @@ async def test_changed_files_are_for_the_next_connection_and_bad_ones_are_not(
                     return False
 
         assert [await is_served(authority.ca, one) for one in (old_client, new_client)] == [True, False]
-        shutil.copy(authority.ca, files.cert)  # Its key is another.
+        shutil.copy(authority.ca, files.cert)  # This certificate has another key.
         assert await is_served(authority.ca, old_client)
         made = new.issue("127.0.0.1", file="server")
         shutil.copy(made.cert, files.cert)
@@ -145,7 +145,7 @@ async def test_of_too_many_open_handshakes_the_oldest_is_ended(
         waiting = [await asyncio.open_connection("127.0.0.1", port) for _ in range(4)]
         assert await waiting[0][0].read() == b""
         url = str(s.client.base_url).replace("http://", "https://")
-        async with client(authority.ca) as good:  # Its own handshake costs the second one its place.
+        async with client(authority.ca) as good:  # This handshake ends the second open one.
             assert (await good.get(f"{url}/version")).status_code == 200
         assert await waiting[1][0].read() == b""
         assert not any(reader.at_eof() for reader, _ in waiting[2:])

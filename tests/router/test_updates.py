@@ -38,7 +38,7 @@ async def lends(call: Call) -> None:
 
 
 async def decodes(call: Call) -> None:
-    """It loads KV of its own weights only, and reports it."""
+    """Load KV of the engine's own weights only, and report it."""
     params = call.received.body.get("kv_transfer_params") or {}
     num_loaded = 96 if params.get("version") == version_of(call.engine) else 0
     await call.answer(
@@ -214,7 +214,7 @@ async def test_a_broken_stream_is_continued_by_its_own_version_or_not_at_all(
 
 
 async def test_a_stream_whose_engine_was_updated_meanwhile_is_not_continued() -> None:
-    """Its tokens may be of two versions, and no other engine has both."""
+    """The stream's tokens may be of two versions, and no other engine has both."""
     gate = asyncio.Event()
     slow, others = (
         speaking("d0", "1", rest_gate=gate, dies_after=2),

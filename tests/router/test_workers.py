@@ -69,7 +69,7 @@ def command_for(url: str, prefill: str, decode: str) -> list[str]:
 async def two_workers(
     servers: Servers, prefill: FakeEngine, decode: FakeEngine, *options: str
 ) -> AsyncIterator[Workers]:
-    """In `options` {prefill} is the engine's URL."""
+    """Run a router with two workers. `{prefill}` in an option stands for the prefill engine's URL."""
     url = dead_url()
     prefill.url, decode.url = await servers.start(prefill), await servers.start(decode)
     command = command_for(url, prefill.url, decode.url)
@@ -115,7 +115,7 @@ async def test_workers_share_a_port_a_fleet_and_the_metrics_and_are_replaced() -
         for _ in range(20):
             assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert await router.count() == 20
-        recent = (await client.get("/requests")).json()["requests"]  # Of both workers, the latest first.
+        recent = (await client.get("/requests")).json()["requests"]  # Both workers' requests, latest first.
         arrivals = [one["arrived_at_s"] for one in recent]
         assert (len(recent), arrivals) == (20, sorted(arrivals, reverse=True))
         one = (await client.get(f"/requests/{recent[7]['id']}")).json()
@@ -136,16 +136,16 @@ async def test_workers_share_a_port_a_fleet_and_the_metrics_and_are_replaced() -
         async with asyncio.timeout(WAIT_S):
             while len(router.pids - first) != 1:
                 await router.status_of("/health")
-            while await router.count() != 40:  # What has been shown stays.
+            while await router.count() != 40:  # Counts that were shown stay.
                 pass
             second = router.pids
-            os.kill(min(second & first), signal.SIGKILL)  # Its successor knows the engine that was added.
+            os.kill(min(second & first), signal.SIGKILL)  # A new worker knows the added engine.
             while len(router.pids - first) != 2 or await router.status_of("/health") != 200:
                 pass
         assert (await client.post("/v1/completions", json={"prompt": "a"})).status_code == 200
         assert len(new.calls) == 21
 
-        order["instance"] = new.url  # What a worker refuses is an event of the whole router.
+        order["instance"] = new.url  # A worker's refusal is an event of the whole router.
         assert (await client.post("/instances/remove", json=order)).status_code == 200
         kinds: set[str] = set()
         async with asyncio.timeout(WAIT_S):
@@ -182,7 +182,7 @@ async def test_workers_follow_a_file_that_is_read_again_at_sighup(tmp_path: Path
             return {one["url"]: one["state"] for one in (await client.get("/status")).json()["engines"]}
 
         path.write_text("[route]\ndecode = 1\n")
-        for pid in (*first, router.process.pid):  # As a terminal does, to the whole group.
+        for pid in (*first, router.process.pid):  # A terminal signals the whole group, too.
             os.kill(pid, signal.SIGHUP)
         write(old, new)
         os.kill(router.process.pid, signal.SIGHUP)
@@ -232,7 +232,7 @@ async def test_a_router_that_is_terminated_lets_its_streams_end_and_exits_with_0
             assert "baton:router_in_flight 1.0" in (await client.get("/metrics")).text
             [running] = (await client.get("/requests")).json()["requests"]
             assert (running["status"], running["ended_s"] > 0) == (None, True)
-            for pid in (*pids, router.process.pid):  # As a terminal's Ctrl-C, to the whole group.
+            for pid in (*pids, router.process.pid):  # A terminal's Ctrl-C reaches the whole group, too.
                 os.kill(pid, signal.SIGTERM)
             async with asyncio.timeout(WAIT_S):
                 while await router.status_of("/health") == 200:
@@ -252,7 +252,7 @@ async def test_a_signal_while_the_workers_start_ends_none_of_them() -> None:
         async with asyncio.timeout(WAIT_S):
             while len(signalled) < 2:
                 await asyncio.sleep(0)
-                for pid in router.pids - signalled:  # As soon as it exists.
+                for pid in router.pids - signalled:  # Each worker gets signals as soon as it exists.
                     os.kill(pid, signal.SIGTERM)
                     os.kill(pid, signal.SIGINT)
                     signalled.add(pid)
