@@ -73,7 +73,7 @@ def test_every_setting_arrives(model: Path) -> None:
 def test_the_length_is_what_the_pool_holds_for_one_request(
     model: Path, caplog: pytest.LogCaptureFixture, num_blocks: int, longest: int
 ) -> None:
-    """As many tokens as slots, and the last one of the answer, which needs none."""
+    """The pool holds a token for each slot, and the last one of the answer, which needs no slot."""
     config = configured(model, num_blocks=num_blocks)
     assert config.model_config.max_model_len == config.num_tokens_max == longest
     assert (f"max_model_len is {longest}, not the model's 4096" in caplog.text) == (longest < 4096)

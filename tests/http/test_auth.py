@@ -45,7 +45,7 @@ def pem_of(key: Any) -> str:
 
 
 def jwks_of(**keys: str) -> str:
-    """Of algorithms by key id."""
+    """A JWKS with a key for each key id, of the algorithm that the id stands for."""
     found = []
     for kid, algorithm in keys.items():
         made = jwt.get_algorithm_by_name(algorithm).to_jwk(KEYS[algorithm].public_key(), as_dict=True)
@@ -111,7 +111,7 @@ def test_a_known_token_is_refused_once_it_has_expired() -> None:
     assert verifier.tenant_of(token, 0.0) == "search"
     now[0] += 6
     known = verifier._verified
-    assert [end > now[0] for _, end in known.values()] == [False]  # It is checked in full again.
+    assert [end > now[0] for _, end in known.values()] == [False]  # The token is checked in full again.
     assert "has expired" in str(refused(verifier, token_of(exp=expired)))
 
 
@@ -168,7 +168,7 @@ def test_a_token_with_a_new_key_id_waits_for_a_fetch_and_an_invented_one_causes_
     assert len(due) == 1
     verifier.note_fetch(500.0)
     verifier.use_jwks(jwks_of(k1="RS256"))
-    assert refused(verifier, new, 501.0).status == 401  # Its key was withdrawn, also for a known token.
+    assert refused(verifier, new, 501.0).status == 401  # A withdrawn key ends known tokens, too.
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_changed_file_of_keys_is_read_again_and_a_bad_one_is_not(tmp_path: Pat
 
 
 class Tenants:
-    """Of a file that a test writes."""
+    """Tenants of a file that a test writes."""
 
     def __init__(self, folder: Path) -> None:
         self.path, self.now_s = folder / "auth.toml", 0.0
@@ -279,7 +279,7 @@ class Tenants:
         self.path.chmod(0o600)
 
     def of(self, key: str) -> str | None:
-        """After a while. None: the key is refused."""
+        """The key's tenant, after the file has been looked at again. None: the key is refused."""
         self.now_s += LOOK_EVERY_S
         try:
             return self.keys.caller(PATH, bearer(key)).tenant
@@ -301,7 +301,7 @@ def test_a_changed_file_of_tenants_is_read_again_and_a_bad_one_is_not(tmp_path: 
 
 
 def test_a_worker_that_is_started_later_uses_the_keys_of_the_files(tmp_path: Path) -> None:
-    """It gets the settings of the router's start."""
+    """A worker's settings are those of the router's start, so they may be older than the files."""
     tenants, file = Tenants(tmp_path), tmp_path / "keys"
     tenants.write("shop", "the-second-key", 20)
     file.write_text("the-third-key")

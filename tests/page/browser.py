@@ -50,14 +50,14 @@ class Browser:
         return self.driver.execute_script(script, *arguments)
 
     def wait_for(self, script: str, *arguments: Any) -> Any:
-        """Until the script returns something true. Raises TimeoutException."""
+        """Wait until the script returns something true. Raises TimeoutException."""
         return WebDriverWait(self.driver, WAIT_S, 0.1).until(lambda _: self.run(script, *arguments))
 
     def screenshot(self, path: Path) -> None:
         self.driver.get_screenshot_as_file(str(path))
 
     def complaints(self) -> list[str]:
-        """Of pages, since the last call: errors, and breaches of their policy."""
+        """Errors of pages and breaches of their policy, since the last call."""
         return [one["message"] for one in self.driver.get_log("browser") if one["level"] != "INFO"]
 
     def requests(self) -> list[str]:
@@ -90,7 +90,7 @@ class Recording:
             self._frames.append(self._browser.driver.get_screenshot_as_png())
 
     def save(self, path: Path) -> None:
-        """As an animated WebP."""
+        """Save the recording as an animated WebP."""
         self._is_over.set()
         self._thread.join()
         first, *rest = (Image.open(io.BytesIO(frame)).convert("RGB") for frame in self._frames)

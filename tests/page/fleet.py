@@ -135,7 +135,7 @@ class RunningFleet:
 
     @contextmanager
     def running_request(self, request_id: str) -> Iterator[None]:
-        """It has its first event, and gets the rest at the end of the block."""
+        """Run a request that has its first event, and gets the rest at the end of the block."""
         body = {"prompt": HELD, "stream": True}
         headers = {"X-Request-Id": request_id}
         with self.client.stream("POST", "/v1/completions", json=body, headers=headers) as answer:

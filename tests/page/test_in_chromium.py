@@ -36,7 +36,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 
 def open_page(browser: Browser, fleet: RunningFleet, width: int = 1400, scheme: str = "light") -> None:
-    """It is there when the engines have been read twice and a request is listed."""
+    """Open the page, and wait until the engines have been read twice and a request is listed."""
     for _ in range(3):
         fleet.complete()
     browser.show(fleet.url, width=width, height=900, scheme=scheme)
