@@ -10,7 +10,7 @@ def plan_pairs(
     producer_tp: int, consumer_tp: int, num_kv_heads: int, *, rotation: int = 0
 ) -> tuple[Pair, ...]:
     """Pairs for engines without pipeline stages."""
-    pairs: dict[Pair, None] = {}  # In order, each once.
+    pairs: dict[Pair, None] = {}  # Ordered pairs, each once.
     for rank in range(consumer_tp):
         for head in kv_heads_of(rank, tp_size=consumer_tp, num_kv_heads=num_kv_heads):
             source = _source_of(head, rank, producer_tp, consumer_tp, num_kv_heads, rotation)

@@ -22,7 +22,7 @@ Groups = tuple[KVCacheGroup, ...]
 class World:
     """Two engines with one model, each with its own groups; one prompt."""
 
-    windows: tuple[int | None, ...]  # Of each layer.
+    windows: tuple[int | None, ...]  # Each layer's window, in tokens.
     ours: Groups
     theirs: Groups
     prompt: GroupedPrompt

@@ -27,7 +27,7 @@ def test_groups_of_a_small_gemma_pair_between_vllm_and_the_embedded_engine() -> 
         for index, group in enumerate(group_layers([8, 8, None, 8, 8, None]))
         for layer in group.layers
     }
-    theirs = {"0": 0, "3": 0, "1": 1, "4": 1, "2": 2, "5": 2}  # As in vLLM 0.32.
+    theirs = {"0": 0, "3": 0, "1": 1, "4": 1, "2": 2, "5": 2}  # Groups of vLLM 0.32, by layer.
     assert ours == {"2": 0, "5": 0, "0": 1, "1": 1, "3": 2, "4": 2}
     assert pair_groups([rank(theirs)], [rank(ours)]) == (
         GroupPair(local=0, remote=2),

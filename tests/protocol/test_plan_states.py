@@ -127,7 +127,7 @@ def test_a_state_of_one_rank_moves_as_one_copy() -> None:
 
 @pytest.mark.parametrize("block_tokens", [2, 3000, 1 << 20])
 def test_blocks_of_states_may_have_any_number_of_tokens(block_tokens: int) -> None:
-    """In vLLM a block of a request's one state has `max_model_len` tokens, and engines may differ in that."""
+    """A block of a request's one state has `max_model_len` tokens in vLLM, and engines may differ in that."""
     ours, theirs = rank_layout(0, 1), rank_layout(0, 1, block_tokens=block_tokens)
     check_layout(theirs)
     assert plan_pairs_of_layouts([theirs], [ours]) == (Pair(0, 0),)

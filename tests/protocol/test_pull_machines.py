@@ -166,7 +166,7 @@ def test_only_the_producer_of_a_loan_can_report_on_it() -> None:
 @pytest.mark.parametrize("stopped_at", [0.0, 0.001, 1.0, 7.4, 7.5, 7.6, 14.9, 15.1, 100.0])
 @pytest.mark.parametrize("is_queued", [True, False])
 def test_a_stopped_producer_costs_at_most_15_seconds(stopped_at: float, is_queued: bool) -> None:
-    """With default timers, while its reads hang or before they have started."""
+    """The bound holds with default timers, while reads hang or before they have started."""
     consumer = PullConsumer(T)
     reserved = consumer.reserve(LOAN, P, 0.0)
     assert reserved is not None

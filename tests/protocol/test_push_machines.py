@@ -38,7 +38,7 @@ PAIRS = (Pair(0, 0), Pair(1, 0))
 NUM_TOKENS, NUM_LAYERS = 8, 2
 
 
-WINDOW = 3  # After eight tokens: the last three of them.
+WINDOW = 3  # The window holds the last three of eight tokens.
 GROUPS = (GroupRoute(GroupPair(1, 0), frozenset({1})), GroupRoute(GroupPair(0, 1), frozenset({0}), WINDOW))
 LAYERS_OF = {route.groups: route.layers for route in GROUPS}
 
@@ -148,7 +148,8 @@ def test_no_cell_is_read_twice_in_a_run_or_in_two_runs_at_once(
                     if unread is None:
                         return
                     left = cells_of(unread)
-                    first_seen = (NUM_TOKENS - WINDOW if group_routes == GROUPS else 0, 0)  # By layer.
+                    # The first token that each layer sees.
+                    first_seen = (NUM_TOKENS - WINDOW if group_routes == GROUPS else 0, 0)
                     whole = {
                         (token, layer)
                         for layer in range(NUM_LAYERS)
@@ -165,7 +166,7 @@ def test_no_cell_is_read_twice_in_a_run_or_in_two_runs_at_once(
                 pair = owed.pop()
                 absorb(stream.push.read_ended(stream.claim, pair, False, 1.0), newest)
                 if stream.push.num_open == 0 or stream.push._streams[stream.claim].draining:
-                    return  # It was not cancelled, so the stream fails.
+                    return  # The read was not cancelled, so the stream fails.
         elif isinstance(what, str):
             run = int(what.split()[1])
             absorb(stream.hear(Finished(X, stream.claim, run, "t")), run)

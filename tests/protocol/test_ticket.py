@@ -51,7 +51,7 @@ def test_a_ticket_carries_what_the_producer_has_sampled() -> None:
 
 
 def test_a_ticket_holds_no_duration() -> None:
-    """Its reader does not know its age; only a Renewed is a promise."""
+    """A ticket's reader does not know its age; only a Renewed is a promise."""
     assert not [name for name in Ticket.__struct_fields__ if name.endswith("_s") or "expir" in name]
 
 

@@ -49,7 +49,7 @@ class NotFetched(Exception):
 class StockProxies:
     toy_proxy: Path
     push_demo: Path
-    site: Path  # Their dependencies that this project lacks.
+    site: Path  # Dependencies of the proxies that this project lacks.
 
 
 def stock_proxies() -> StockProxies:

@@ -42,7 +42,7 @@ SPECIAL = {EOS: "<eos>", 1: "<user>", 2: "<assistant>"}
 VOCAB_SIZE = 0x3000
 MAX_MODEL_LEN = 200
 JSON = {"Content-Type": "application/json"}
-LOOK_EVERY_S = 0.001  # Between two looks at the loop.
+LOOK_EVERY_S = 0.001  # Interval between two looks at the loop.
 WAIT_S = 60.0  # Far more than anything here takes; a test that needs it has failed.
 
 
@@ -120,7 +120,7 @@ class ScriptedEngine:
     end_with_eos: bool = True
     gate: asyncio.Event | None = None
     loans: asyncio.Event | None = None  # Set when the loans are returned; a drain waits for it.
-    failure: EngineOutput | None = None  # Its fields replace those of output number `fail_at`.
+    failure: EngineOutput | None = None  # Output whose fields replace those of output number `fail_at`.
     fail_at: int = 0
     transfer_params: dict[str, Any] | None = None
     introduces_as: str | None = None

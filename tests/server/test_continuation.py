@@ -160,7 +160,7 @@ def merged(events: list[bytes]) -> dict[str, Any]:
     for event in events:
         chunk = json.loads(event.removeprefix(b"data: "))
         if chunk.get("usage"):
-            seen["usage"] = {**chunk["usage"], "prompt_tokens_details": None}  # Of the cache.
+            seen["usage"] = {**chunk["usage"], "prompt_tokens_details": None}  # Cache hits may differ.
         for choice in chunk["choices"]:
             seen["text"] += choice["text"] if "text" in choice else choice["delta"].get("content", "")
             seen["logprobs"].append(rounded(choice.get("logprobs")))

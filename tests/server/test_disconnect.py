@@ -104,7 +104,7 @@ LENDING = {"prompt": "a", "max_tokens": 1, "kv_transfer_params": {"do_remote_dec
 async def test_a_client_that_leaves_around_the_last_output_leaves_no_loan(
     stream: bool, num_turns: int
 ) -> None:
-    """In any iteration of the loop: the loan is taken back, or the answer with its ticket has been sent."""
+    """The loan is taken back, or the answer with its ticket has been sent, in any iteration of the loop."""
     engine = ScriptedEngine(transfer_params=LENT)
     leaving, turns = asyncio.Event(), iter(range(num_turns))
     when(lambda: bool(engine.requests) and next(turns, None) is None, leaving)

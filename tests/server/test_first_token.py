@@ -69,7 +69,7 @@ def test_an_answer_of_one_token_is_complete_and_lends_nothing(
         "/v1/chat/completions",
         messages=[{"role": "user", "content": "a" * (MAX_MODEL_LEN - 3)}],
         kv_transfer_params=P_LEG,
-    )  # As many tokens as the model supports.
+    )  # The prompt has as many tokens as the model supports.
     assert [request.kv_transfer_params for request in engine.requests] == [None, None]
 
 

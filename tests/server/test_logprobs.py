@@ -28,7 +28,7 @@ NUM_TOP = 3
 
 
 def byte_fallback() -> FastTokenizer:
-    """As those of Llama 2: words with a space, and bytes for all characters that are in no word."""
+    """A tokenizer like that of Llama 2: words with a space, and bytes for characters that are in no word."""
     words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
     words += ["▁", "a", "b", "e", "▁a", "▁b", "é", "ab", "▁ab", "\u0301"]
     merges = [("▁", "a"), ("▁", "b"), ("a", "b"), ("▁a", "b")]

@@ -8,7 +8,7 @@ from baton.engine.api import EngineOutput, EngineRequest, SamplingParams
 from baton.server.timeline import RECENT_MAX, EngineTimelines
 from tests.server.fakes import LiveServer
 
-BOOT_S, WALL_S = 1000.0, 5000.0  # By which these clocks are ahead of the monotonic one.
+BOOT_S, WALL_S = 1000.0, 5000.0  # Lead of these clocks over the monotonic one.
 
 
 class Clock:
@@ -53,7 +53,7 @@ def test_times_count_from_the_arrival_of_the_http_request() -> None:
     clock.now_s = 14.0
     timelines.note_output(output(new_token_ids=[8, 9], scheduled_at_s=12.0))
     timelines.end("a-b/0", "length")
-    timelines.end("a-b/0", "abort")  # Its iterator is closed; it has ended before.
+    timelines.end("a-b/0", "abort")  # The iterator closes after the request has ended.
     [one] = timelines.find("a-b")
     assert (one.arrived_at_s, one.admitted_s) == (5010.0, 0.5)
     assert (one.scheduled_s, one.first_token_s, one.last_token_s, one.ended_s) == (2.0, 3.0, 4.0, 4.0)

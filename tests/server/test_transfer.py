@@ -130,7 +130,7 @@ def test_retention_tenant_and_offload_are_of_all_samples(http: httpx.Client, eng
     assert complete(http, kv_transfer_params={**FETCH, **kept}, n=2, max_tokens=4).status_code == 200
     assert [request.kv_transfer_params for request in engine.requests] == [{**FETCH, **kept}, kept]
     engine.requests.clear()
-    one_token = {**COMPUTE, "baton_first_token": True, **kept}  # It is not handed over.
+    one_token = {**COMPUTE, "baton_first_token": True, **kept}  # This prompt is not handed over.
     assert complete(http, kv_transfer_params=one_token, max_tokens=1).status_code == 200
     assert [request.kv_transfer_params for request in engine.requests] == [kept]
 
