@@ -21,7 +21,7 @@ from baton.cli.processes import Child, Fleet, free_ports
 SECRET = "5ecret-of-the-fault-tests-0123456789"
 START_S = 240.0  # Four engines, two of them with Ray, on a busy machine.
 WAIT_S = 60.0  # Only reached when something is wrong.
-POLL_S = 0.02  # Between two polls, to leave the processor to the engine.
+POLL_S = 0.02  # Pause between two polls, which leaves the processor to the engine.
 
 # Short, so that bounds are reached soon, but long enough for a busy machine. The inequalities between them
 # are checked when they are read.

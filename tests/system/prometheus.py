@@ -72,7 +72,7 @@ class Prometheus:
 def running_prometheus(
     fleet: Fleet, http: httpx.Client, folder: Path, router: str, engines: Sequence[str]
 ) -> Iterator[Prometheus]:
-    """It scrapes often, with the rules of the deployment."""
+    """Run a Prometheus that scrapes often, with the rules of the deployment."""
     config = yaml.safe_load((DEPLOY / "prometheus" / "prometheus.yaml").read_text())
     config["global"] = {"scrape_interval": "500ms", "evaluation_interval": "1s"}
     config["rule_files"] = [str(ALERTS)]

@@ -32,7 +32,7 @@ def demo(model: Path | None, logs: Path, *options: str) -> "subprocess.Completed
             ["--prompts", "6", "--mode", "push", "--stream", "layer", "--prefill-block-size", "16"],
             ["6 of 6 answers equal", "below one block", "sent again", "Next:"],
         ),
-        # It pulls, and contains offload, which needs no test of its own here.
+        # The multi connector pulls, and contains offload, which needs no test of its own here.
         (
             ["--prompts", "4", "--connector", "multi"],
             ["4 of 4 answers equal", "3 prompts were loaded from the store"],

@@ -46,7 +46,7 @@ AHEAD = ["--tensor-parallel-size", "2", "--max-concurrent-batches", "2", "--max-
 
 def both() -> dict[str, Any]:
     return {
-        "kv_connector": "BatonPushConnector",  # It also pulls, if it gets a ticket.
+        "kv_connector": "BatonPushConnector",  # This connector also pulls, if it gets a ticket.
         "kv_role": "kv_both",
         "kv_load_failure_policy": "recompute",
         "kv_connector_extra_config": {"timers": PUSH_TIMERS, "stream": "chunk"},
@@ -123,7 +123,7 @@ def test_an_engine_that_restarts_its_ranks_fails_open_requests_only(
     assert health.status_code == 503
     assert "starts its ranks anew" in health.json()["error"]["message"]
 
-    # It serves again, with an empty cache. Its old loans have ended and are not confused with new ones.
+    # P serves again, with an empty cache. Its old loans have ended and are not confused with new ones.
     refused = p.complete(old)
     assert refused.status_code == 503
     assert refused.json()["error"]["code"] == "not_ready"

@@ -137,7 +137,7 @@ def test_an_altered_ticket_is_recomputed_or_a_400_by_policy(
     prompt = make_prompt(6)
     params = p.prefill(prompt)
     ticket = params["baton_ticket"]
-    other = "A" if ticket[-8] != "A" else "B"  # Within the signature.
+    other = "A" if ticket[-8] != "A" else "B"  # The signature contains this character.
     altered = {**params, "baton_ticket": ticket[:-8] + other + ticket[-7:]}
     assert tokens_of(healing.complete(prompt, altered)) == expected(prompt)
     refused = strict.complete(prompt, altered)
@@ -285,5 +285,5 @@ def test_a_consumer_killed_while_it_waits_costs_the_producer_no_block(
         doomed.wait_metric("num_requests_waiting_for_remote_kvs", lambda value: value == 1)
         doomed.kill()
         asking.join()
-    p.wait_at_rest()  # By time: the lease is not renewed.
+    p.wait_at_rest()  # The loan ends by time: the lease is not renewed.
     assert tokens_of(p.complete(prompt)) == expected(prompt)

@@ -191,7 +191,7 @@ def test_the_answer_is_one_engines(system: System, mode: str, name: str, streams
     got = router.ask(body, streams=streams)
     check_equal(got, expected)
     assert got.headers["x-baton-prefill"] == "remote"
-    if mode == "pull":  # In push, D may send it first.
+    if mode == "pull":  # D may send the first token before P in push.
         num_compared = router.metric("baton:router_first_tokens_total", agreed="yes") - before
         assert num_compared == (1 if streams and name != "one token" else 0)
 

@@ -125,7 +125,7 @@ def test_one_request_is_one_tree_of_spans_through_router_p_d_and_connector(obser
         assert node.start_s <= node.end_s, node.name
     for parent, child in ((engine, fetch), (top, engine)):
         assert parent.start_s <= child.start_s <= child.end_s <= parent.end_s
-    # As a number of its own: a time may have the same digits.
+    # The word must not occur as a number of its own; a time may have the same digits.
     attributes = json.dumps([node.attributes for node in root.all()])
     assert not re.search(rf"(?<![\d.]){SECRET_WORD}(?![\d.])", attributes)
 

@@ -129,7 +129,7 @@ def test_three_turns_are_those_of_one_engine_and_p_computes_only_what_is_new(
             alone = d.complete(prompt, max_tokens=24, cache_salt="alone")
             assert tokens_of(answer) == tokens_of(alone)
             history = [*prompt, *tokens_of(answer)]
-    # After P's own prefix hit: the answers of two turns, and the last partial block.
+    # P fetches the answers of two turns, and the last partial block, beyond its own prefix hit.
     assert p.metric("external_prefix_cache_hits_total") - fetched >= 2 * 24
     kept = d.metric("num_requests_delayed_free") - lent
     assert kept == 1, "the last turn's is kept, the others were fetched"

@@ -61,7 +61,7 @@ def test_engines_register_and_hand_over_through_a_router_with_tls_everywhere(
             try:
                 engines = get(f"{router}/fleet").json()["engines"]
             except httpx.ConnectError:
-                engines = {}  # It starts.
+                engines = {}  # The router is still starting.
             if (
                 sum(one["state"] == "up" for one in (*engines.get("prefill", ()), *engines.get("decode", ())))
                 == 2

@@ -34,7 +34,7 @@ def both(transport: str) -> dict[str, Any]:
     """An engine that reads over this transport, and can be read over any."""
     others = [name for name in ("local", "tcp") if name != transport]
     return {
-        "kv_connector": "BatonPushConnector",  # It also pulls, if it gets a ticket.
+        "kv_connector": "BatonPushConnector",  # This connector also pulls, if it gets a ticket.
         "kv_role": "kv_both",
         "kv_load_failure_policy": "fail",
         "kv_connector_extra_config": {"transports": [transport, *others], "stream": "layer"},

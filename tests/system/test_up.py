@@ -23,7 +23,7 @@ from tests.fork_server import forking_programs
 
 pytestmark = [pytest.mark.processes, pytest.mark.slow]
 
-START_S = 240.0  # On a busy machine.
+START_S = 240.0  # Time to start on a busy machine.
 END_S = 60.0
 
 
