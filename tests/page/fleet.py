@@ -46,7 +46,7 @@ class FakeEngine:
         self._num_read = 0
         self._arrived_at_s: dict[str, float] = {}
         self.url = ""
-        self.goes_on = asyncio.Event()  # What is held.
+        self.goes_on = asyncio.Event()  # Set when held streams may go on.
 
     def _metrics(self) -> str:
         self._num_read += 1
@@ -123,7 +123,7 @@ class FakeEngine:
 
 class RunningFleet:
     def __init__(self, url: str, engines: list[FakeEngine], loop: asyncio.AbstractEventLoop) -> None:
-        """`loop`: of the engines."""
+        """`loop`: the event loop of the engines."""
         self.url = url
         self.engines = engines
         self._loop = loop
@@ -153,7 +153,7 @@ class RunningFleet:
 
 @contextmanager
 def running_fleet(key: str = "") -> Iterator[RunningFleet]:
-    """Two prefill engines and two decode engines. `key`: that the router wants."""
+    """Two prefill engines and two decode engines. `key`: the key that the router asks for."""
     engines = [FakeEngine("p0"), FakeEngine("p1")]
     engines += [FakeEngine(f"d{number}", producers=("p0", "p1")) for number in range(2)]
     loop, servers = asyncio.new_event_loop(), Servers()

@@ -177,7 +177,8 @@ def test_every_control_has_a_name_and_is_reached_by_the_keyboard(
     before = browser.run(numbers)
     fleet.complete()
     browser.wait_for(f"{numbers} !== arguments[0]", before)
-    assert browser.run("return document.activeElement.closest('#fleet') !== null")  # Kept while it updates.
+    # The focus stays while the page updates.
+    assert browser.run("return document.activeElement.closest('#fleet') !== null")
 
 
 def test_the_page_logs_no_errors_and_asks_the_router_only(browser: Browser, fleet: RunningFleet) -> None:

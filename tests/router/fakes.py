@@ -55,7 +55,7 @@ class Servers:
         return f"http://127.0.0.1:{listener.getsockname()[1]}"
 
     async def stop(self) -> None:
-        """What uvicorn's own `shutdown` does, without its naps."""
+        """Shut the servers down as uvicorn's `shutdown` does, without its sleeps."""
         for server, listener in self._running:
             for accepting in server.servers:
                 accepting.close()
@@ -66,7 +66,7 @@ class Servers:
             while server.server_state.connections or server.server_state.tasks:  # noqa: ASYNC110
                 await asyncio.sleep(0)  # uvicorn offers nothing to wait for.
         for _ in range(5):
-            await asyncio.sleep(0)  # A closed transport lets its socket go some turns of the loop later.
+            await asyncio.sleep(0)  # A closed transport releases its socket some turns of the loop later.
 
 
 @dataclass
@@ -210,7 +210,7 @@ class FakeEngine:
 
 
 async def opened(gate: asyncio.Event, call: Call) -> bool:
-    """False: the router has left first."""
+    """Wait for the gate. False: the router has disconnected first."""
     opening, leaving = asyncio.ensure_future(gate.wait()), asyncio.ensure_future(call.wait_disconnect())
     try:
         await asyncio.wait((opening, leaving), return_when=asyncio.FIRST_COMPLETED)
@@ -269,19 +269,19 @@ def after(event: asyncio.Event, respond: Respond) -> Respond:
 
 
 async def dies(call: Call) -> None:
-    """Killed before it answers."""
+    """An engine that is killed before it answers."""
     call.cut()
 
 
 async def breaks(call: Call) -> None:
-    """Killed in the middle of its answer."""
+    """An engine that is killed in the middle of its answer."""
     await call.start(200, "application/json", content_length="1000")
     await call.piece(b"{")
     call.cut()
 
 
 def dead_url() -> str:
-    """No process listens here."""
+    """A URL at which no process listens."""
     return f"http://127.0.0.1:{free_ports(1)[0]}"
 
 

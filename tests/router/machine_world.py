@@ -114,7 +114,7 @@ class Client:
             return
         try:
             chunk = json.loads(data)
-        except ValueError:  # D's, passed on as it is.
+        except ValueError:  # A broken event of D, passed on as it is.
             self.has_error = True
             return
         self.has_error = self.has_error or "error" in chunk
@@ -140,7 +140,7 @@ class Client:
 
 
 class StrictMachine(Machine):
-    """Fails by an event without a row, and by a state that its row does not have."""
+    """A machine that fails at an event without a row, and at a state that the row does not name."""
 
     def on(self, event: Event, now_s: float) -> Sequence[Effect]:
         before, leg = self._state, getattr(event, "leg", None)
@@ -220,7 +220,7 @@ class World:
         self.turns_used: set[str] = set()
         self.turn_legs: set[Leg] = set()  # Legs that may have brought the turn to an engine.
         self.faults: Counter[str] = Counter()  # Faults and other events, by what happened.
-        self.turn: str | None = None  # What the last answer of the session left at an engine.
+        self.turn: str | None = None  # Ticket of what the session's last answer left at an engine.
         if self.session is not None and rng.random() < 0.5:
             self.turn = "of the last turn"
             params = {"do_remote_decode": True, "baton_ticket": self.turn}
@@ -329,7 +329,7 @@ class World:
             self.faults["an engine drains"] += 1
             return Draining(chosen)
         if chosen in self.closing and rng.random() < 0.5:
-            script.clear()  # What is left was not read.
+            script.clear()  # The rest was not read.
         elif is_short and script and rng.random() < self.fault_rate / 2:
             script.clear()
             script.append(self._failed(chosen, "broken"))
@@ -545,7 +545,7 @@ class World:
             yield Opened(leg, LegAnswer(200, WHOLE, json.dumps(answer).encode()))
 
     def _stored(self, leg: Leg) -> Event:
-        """No token, and perhaps a loan."""
+        """Answer without a token, and perhaps with a loan."""
         answer: dict[str, Any] = {"choices": [{"text": "", "finish_reason": "length"}]}
         if self.rng_of_loans.random() < 0.8:
             name = f"stored {len(self.lent)}"
@@ -650,7 +650,7 @@ class World:
         is_computed = event.answer.headers.get("x-baton-prompt", "").endswith("=0")
         is_ignored = (
             is_computed or event.leg in self.closing or self.machine._state is State.ENDING
-        )  # P's answer is all.
+        )  # P's answer is the whole answer.
         if event.leg.role == "decode" and "transfer_id" in params and not is_ignored:
             self.come_for.add(f"of {params['transfer_id']}")
         elif event.leg.role == "prefill":

@@ -97,7 +97,7 @@ async def test_in_pull_the_decode_engine_counts() -> None:
 
 
 async def usages(s: System, path: str, *, is_stream: bool) -> list[dict[str, Any]]:
-    """All that one answer shows."""
+    """All usages that one answer shows."""
     asked: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}]} if "chat" in path else {}
     if not is_stream:
         answer = await s.client.post(path, json={"prompt": "hello", **asked})

@@ -133,7 +133,7 @@ async def test_keys_of_tokens_are_fetched_and_fetched_again_for_a_new_one() -> N
     async with system([FakeEngine(lends)], [FakeEngine(answers)], doors=doors(auth)) as s:
 
         async def status_of(token: str) -> int:
-            """Once the keys are there."""
+            """Status of a completion, once the router has fetched the keys."""
             while (answer := await complete(s, token)).status_code == 503:
                 assert answer.headers["retry-after"] == "1"
             return int(answer.status_code)
@@ -209,7 +209,7 @@ def test_lines_of_engine_keys_may_name_an_engine() -> None:
 
 
 def test_the_first_line_that_fits_a_url_has_its_key() -> None:
-    """So the router can read an engine's metrics, which only the administrator's keys open."""
+    """A line for /metrics lets the router read metrics that only the administrator's keys open."""
     words = ("https://a:1/metrics", "key-of-admin", "https://a:1", "key-of-a-engine", "key-of-others")
     default, by_url = split_engine_keys(words)
     urls = ("https://a:1",)

@@ -12,7 +12,7 @@ from baton.router.values.legs import PREFIX_TOKENS
 from tests.router.fakes import Call, FakeEngine, System, answers, lends, system
 
 LONG = "word " * 2000
-SLOW, FAST = 100.0, 10_000.0  # Tokens a second.
+SLOW, FAST = 100.0, 10_000.0  # Prefill speeds, in tokens per second.
 
 
 def set_rates(s: System, prefill: float, decode: float) -> tuple[list[Engine], list[Engine]]:
@@ -45,7 +45,7 @@ async def test_the_placements_of_a_request_are_explained() -> None:
     assert (explained["not_handed_over"], explained["cached_tokens"]) == (None, {})
     order = [(one["prefill"], one["decode"]) for one in explained["candidates"]]
     assert order == [(None, second.url), (p.url, second.url), (p.url, first.url), (None, first.url)]
-    # One of the decode engines is taken to have the beginning that prompts like this have in common.
+    # The router assumes that one of the decode engines has the beginning that such prompts have in common.
     times_s = {(len(LONG) // 4 - num_cached) / FAST for num_cached in (0, PREFIX_TOKENS)}
     assert explained["candidates"][0]["ttft_s"] in times_s
     assert refused.status_code == 400

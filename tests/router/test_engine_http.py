@@ -54,7 +54,7 @@ class Heard:
 class Engine:
     """Answers each request of each connection with the next of `answers`.
 
-    None: it never does. Empty: it closes the connection.
+    None: the engine never answers. Empty: it closes the connection.
     """
 
     def __init__(self, answers: list[bytes | None], *, closes: bool) -> None:
@@ -251,7 +251,7 @@ async def test_a_request_that_is_cancelled_in_whatever_turn_of_the_loop_leaves_n
             assert not heard.is_over.is_set()
         await one.pool.close()
         while num_open_files() > before:  # noqa: ASYNC110
-            await asyncio.sleep(0)  # Closed sockets go some turns later; a lost one never.
+            await asyncio.sleep(0)  # Closed sockets end some turns later; a lost one never does.
     assert one.heads, "no turn was late enough"
 
 

@@ -34,14 +34,14 @@ class World:
 
     num_engines: int
     policy: PolicyName
-    fails: dict[int, float]  # Share of its requests, by engine.
+    fails: dict[int, float]  # Failing share of an engine's requests, by engine.
     outcome: str = "500"
     seed: int = 0
     poison: float = 0.0  # Share of the requests that fail on every engine.
     rate: float = 10.0
     fails_after_s: float = 0.0
     fails_from_load: int = 0  # The engines fail only with so many requests at once.
-    fails_model: str | None = None  # The engines fail only for this one.
+    fails_model: str | None = None  # The engines fail only for this model.
     shares: dict[str, float] = field(default_factory=lambda: {"a": 1.0})  # Shares of the requests, by model.
     num_asked_for: Counter[tuple[int, str]] = field(default_factory=Counter)
     now_s: float = 0.0

@@ -84,7 +84,7 @@ async def test_a_client_that_wants_token_ids_and_usage_gets_them(mode: str) -> N
 @pytest.mark.parametrize("is_stream", [True, False])
 async def test_a_first_token_that_ends_the_answer_is_the_answer(mode: str, is_stream: bool) -> None:
     p, d = baton("p", ends_with_first=True, finish="stop"), baton("d", gate=asyncio.Event())
-    if mode == "push":  # So that there is a leg to be left.
+    if mode == "push":  # D has a leg that can be cancelled.
         speaker(p).gate = d.was_called
     async with introduced_system([p], [d], mode=mode) as s:
         if is_stream:

@@ -41,7 +41,7 @@ from tests.router.fakes import System, responds
 from tests.router.test_budget import BUSY, DRAINING, PAUSED, spend
 from tests.router.test_continuation import check_is_one_engines
 
-RATE = 1000.0  # Tokens a second.
+RATE = 1000.0  # Prefill speed, in tokens per second.
 PROMPT = list(range(500))
 EXPECTED_S = len(PROMPT) / RATE
 LATE_S = FACTOR * EXPECTED_S
@@ -168,7 +168,7 @@ def test_an_engine_whose_prompts_are_always_hedged_is_known_to_be_slow() -> None
     for _ in range(40):
         first.engine.prefill_rate.note(RATE, len(PROMPT))
     run.on(first_token(second), 5.0)
-    assert first.engine.prefill_rate.value == RATE  # Once means little.
+    assert first.engine.prefill_rate.value == RATE  # One late prompt means little.
     assert not first.engine.queued_tokens
     slow = Leg("prefill", first.engine, {}, 1.0, 0.0, True, len(PROMPT))
     for _ in range(40):

@@ -331,7 +331,7 @@ class Proxied(NamedTuple):
         reader, writer = await asyncio.open_unix_connection(f"{self.folder}/nginx.sock")
         try:
             writer.write(data + b"GET /end HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n")
-            await reader.read()  # nginx ends what is not whole after a second.
+            await reader.read()  # nginx ends an incomplete request after a second.
         finally:
             writer.transport.abort()
 
@@ -391,7 +391,7 @@ def test_the_router_after_nginx_gets_what_nginx_has_passed_on(tmp_path: Path) ->
 
 
 class Heard(NamedTuple):
-    """The whole answer, or that it is none."""
+    """The whole answer, or the fact that there is none."""
 
     status: int
     headers: dict[str, str]
@@ -480,7 +480,7 @@ def engine_answers(draw: st.DrawFn) -> bytes:
 @given(engine_answers(), st.lists(st.integers(1, 40), max_size=6))
 @example(b"HTTP/1.0 200 OK\r\ncontent-type: application/json\r\n\r\n{", [])
 def test_answers_are_read_as_httpx_reads_them(sent: bytes, cuts: list[int]) -> None:
-    """Or refused: above all those that may have been cut."""
+    """The router may refuse an answer instead, above all one that may have been cut."""
     heard, expected = asyncio.run(heard_by_router(sent, cuts)), heard_by_h11(sent)
     if heard is not None:
         if "transfer-encoding" in heard.headers:

@@ -226,7 +226,7 @@ async def test_an_engine_that_empties_its_cache_is_asked_for_its_weights(publish
             await f.until_indexed(0)
             f.publishers[0].publish([stored(PROMPT)])
             await f.until_indexed(len(PROMPT) // BLOCK)
-            # An update that no event tells of.
+            # No event reports this update.
             f.p[0].card["kv_identity"] = {**KV_IDENTITY, "version": "3"}
             await f.system.router.control.prober.probe(engine)
             await f.until_indexed(0)
@@ -309,7 +309,7 @@ async def test_a_chat_is_found_by_the_ids_that_an_engine_gives_it(
         for _ in range(4):
             answer = await f.system.client.post("/v1/chat/completions", json=CHAT)
             assert answer.status_code == 200
-        # What no cache is known to have goes to one engine too, by its prefix.
+        # Prompts in no known cache go to one engine too, by their prefix.
         num_calls = [len(one.calls) for one in f.p]
         assert num_calls == [0, 4] if is_known else sorted(num_calls) == [0, 4]
     assert tokenized == [{"messages": CHAT["messages"], "tools": []}] * 4

@@ -90,7 +90,7 @@ async def held_until_p_answers(p: FakeEngine, d: FakeEngine, **body: Any) -> Any
         gate = vllm_speaker(p).gate = asyncio.Event()
         asking = asyncio.create_task(stream(s, **body))
         await p.was_called.wait()
-        for _ in range(20):  # So much can the router do meanwhile.
+        for _ in range(20):  # The router gets time to send D's leg too early.
             await s.client.get("/fleet")
         assert d.calls == []
         gate.set()

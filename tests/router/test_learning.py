@@ -62,7 +62,7 @@ def with_usage(details: str) -> LegAnswer:
         (counted(1000, 600), 400),
         (counted(1000, 100, 500), 400),
         (with_usage('{"cached_tokens": 600}'), 400),
-        (with_usage("null"), 2000),  # What the router expected.
+        (with_usage("null"), 2000),  # Number that the router expected.
         (LegAnswer(200, {}, b'{"usage": 7}'), 2000),
         (LegAnswer(200, {}, b"", is_stream=True), 2000),
     ],
@@ -101,7 +101,7 @@ def test_what_does_not_show_a_prompt_is_no_speed(fault: str) -> None:
 
 
 def stream(leg: Leg, now_s: float, step_s: float) -> float:
-    """SAMPLE_CHUNKS more chunks."""
+    """Let the leg bring SAMPLE_CHUNKS more chunks, and return the time at their end."""
     now_s += SAMPLE_CHUNKS * step_s
     leg.num_chunks += SAMPLE_CHUNKS
     note_chunks(leg, now_s)
@@ -172,7 +172,7 @@ def test_a_load_beside_prompts_is_no_sample() -> None:
 
 
 def placed(fleet: Fleet, request: RoutedRequest) -> tuple[str, str]:
-    """Where it is computed, and where it is decoded."""
+    """URLs of the engines that compute and that decode the prompt."""
     found = fleet.choice.place(request, [], [], lambda engine: True, 0.0)
     assert found is not None
     consumer, is_alone = found

@@ -68,7 +68,7 @@ async def test_a_ticket_that_d_refuses() -> None:
 
 @pytest.mark.parametrize("answer", ["refuses", "dies"])
 async def test_a_push_that_d_will_not_have(answer: str) -> None:
-    """D's leg ends after P has lent: an earlier end would end P's leg as well."""
+    """D's leg ends after P has lent. An earlier end would end P's leg as well."""
     p_has_said = asyncio.Event()
     p, d = baton("p"), baton("d")
     saying = d.respond
@@ -124,7 +124,7 @@ async def test_an_engine_of_others_is_not_asked_for_what_it_does_not_know() -> N
 
 @pytest.mark.parametrize("stops", [False, True])
 async def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
-    """When no D answers, and when P's token turns out to be the last."""
+    """The router takes the loan back when no D answers, and when P's token turns out to be the last."""
     p = vllm(tokens=(), stops=True, lends_always=True) if stops else vllm()
     d = vllm()
     if not stops:
@@ -138,7 +138,7 @@ async def test_a_vllm_is_told_by_a_request(stops: bool) -> None:
 
 
 async def test_engines_that_do_not_listen_hold_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More loans than can be returned at once wait for their turn, and none is dropped silently."""
+    """More loans than can be taken back at once wait for their turn, and none is dropped silently."""
     at_once = 16
     monkeypatch.setattr("baton.router.fleet.loans.RETURNS_MAX", at_once)
     settings = RouterSettings(prefill_urls=("http://p:1",), decode_urls=("http://d:1",))
@@ -190,7 +190,7 @@ NUM_TURNS = 40
 
 
 async def test_a_client_that_leaves_in_whatever_turn_of_the_loop_leaves_no_loan() -> None:
-    """P's answer is on its way, or has just been read. Whichever it is, the router names the transfer."""
+    """The router names the transfer, whether P's answer is on its way or has just been read."""
     p, d = lender(), FakeEngine(hangs, introduces_as="d")
     async with introduced_system([p], [d]) as s:
         for num_turns in range(NUM_TURNS):

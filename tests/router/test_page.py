@@ -81,7 +81,7 @@ def with_metrics(engine: FakeEngine) -> FakeEngine:
 
 
 async def engines_are_read(s: System) -> None:
-    """Time that is passed now would pass for questions under way."""
+    """Wait until no engine is being read: time that the test lets pass would be part of such a reading."""
     assert s.router.control is not None
     while s.router.control._live._reading:  # noqa: ASYNC110
         await asyncio.sleep(0)

@@ -72,7 +72,7 @@ def test_two_models_never_answer_under_one_name(position: int, caplog: pytest.Lo
 
 
 async def test_engines_are_compared_before_the_first_request() -> None:
-    """Also if the request comes before the prober has asked anybody."""
+    """The router compares engines even for a request that comes before the prober has asked any of them."""
     a, b = engine(says("A"), "a"), engine(says("B"), "b", architecture="model B")
     async with system([engine(lends, "p")], [a, b], policy="round_robin") as s:
         for one in s.router.fleet.engines:
@@ -171,7 +171,7 @@ NOTHING = "total=100; local=0; transferred=0"
 
 
 async def settled(s: System, num_computed: int) -> None:
-    """The engines have been asked whether an update keeps them apart."""
+    """Wait until the router has counted `num_computed` prompts that D computed in spite of a loan."""
     while sum(one["computed"] for one in (await s.client.get("/fleet")).json()["pairs"]) < num_computed:
         pass
 
@@ -188,7 +188,7 @@ async def test_a_pair_that_hands_nothing_over_is_stopped_and_tried_again_later(i
 
         for _ in range(FAILURES_TO_STOP):
             assert await ask() == "remote"
-        while len(p.taken_back) < FAILURES_TO_STOP:  # Each loan comes back at once.
+        while len(p.taken_back) < FAILURES_TO_STOP:  # Each loan is taken back at once.
             await s.client.get("/fleet")
         await settled(s, FAILURES_TO_STOP)
         assert await ask() == "local"

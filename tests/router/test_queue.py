@@ -40,7 +40,7 @@ async def queued(busy: Busy, **settings: Any) -> AsyncIterator[System]:
 
 
 async def ask(s: System, name: str, *, num_waiting: int, **body: Any) -> "asyncio.Task[httpx.Response]":
-    """Return when as many requests wait."""
+    """Send a request, and return when `num_waiting` requests wait."""
     task = asyncio.create_task(s.complete(user=name, **body))
     await has_waiting(s, num_waiting)
     return task

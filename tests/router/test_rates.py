@@ -19,7 +19,7 @@ from baton.router.values.rates import (
 
 SEEDS = st.integers(0, 2**32)
 NOISE, STRANGE_SHARE = 0.05, 0.05
-ENOUGH = 200  # Samples.
+ENOUGH = 200  # Number of samples.
 ANY = st.floats(allow_nan=True, allow_infinity=True)
 
 

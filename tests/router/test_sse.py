@@ -91,7 +91,7 @@ def test_an_event_without_end_is_refused_and_one_of_the_longest_size_is_not() ->
 
 
 def test_a_long_event_in_small_pieces_is_not_searched_from_its_start_again() -> None:
-    """Measured by what is looked at: every search begins where the last one ended."""
+    """Every search begins where the last one ended."""
     splitter = EventSplitter()
     for _ in range(100):
         splitter.push(b"x" * 100)

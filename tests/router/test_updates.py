@@ -253,7 +253,7 @@ async def test_a_second_prefill_of_other_weights_does_not_end_an_answer() -> Non
 
 
 async def test_the_first_token_of_a_producer_that_was_updated_unnoticed_is_not_shown() -> None:
-    """No engine could continue it."""
+    """No engine could continue that answer."""
     p, d = speaking("p", "1"), speaking("d", "1")
     async with introduced_system([p], [d]) as s:
         p.respond = Speaker(tokens=(88, 89, 33))
@@ -263,7 +263,7 @@ async def test_the_first_token_of_a_producer_that_was_updated_unnoticed_is_not_s
 
 
 async def test_an_engine_of_other_weights_does_not_follow_a_first_token() -> None:
-    """P has given it, and the decode engine of its version fails: P itself gives the rest."""
+    """The decode engine of P's version fails after P has given the first token: P gives the rest itself."""
     p, dying, wrong = speaking("p", "1"), speaking("d0", "1", dies_after=0), speaking("d1", "2")
     async with introduced_system([p], [dying, wrong], policy="round_robin") as s:
         while not dying.calls:

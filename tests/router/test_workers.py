@@ -45,7 +45,7 @@ class Workers:
         )
 
     async def status_of(self, path: str) -> int:
-        """0: the connection failed."""
+        """Status of the answer. 0: the connection failed."""
         async with self.client() as client:
             try:
                 return (await client.get(path)).status_code
@@ -202,7 +202,7 @@ async def test_workers_follow_a_file_that_is_read_again_at_sighup(tmp_path: Path
 
 
 async def test_what_a_worker_is_told_while_it_starts_is_not_lost() -> None:
-    """The notes come with its welcome, before it has made its router."""
+    """The notes come with the worker's welcome, before the worker has made its router."""
     prefill, decode, joins = "http://127.0.0.1:1", "http://127.0.0.1:2", "http://127.0.0.1:3"
     settings = RouterSettings(prefill_urls=(prefill,), decode_urls=(decode,))
     ours, theirs = socket.socketpair()

@@ -22,7 +22,7 @@ class VllmSpeaker:
     tokens: Sequence[int] = TOKENS
     stops: bool = False  # Whether EOS follows the last token.
     lends: bool = True
-    lends_always: bool = False  # Even if the first token ends the answer.
+    lends_always: bool = False  # Whether it lends even if the first token ends the answer.
     introduces: bool = False  # Whether the router's request for an introduction is answered with one.
     gate: asyncio.Event | None = None  # Holds back the whole answer.
     rest_gate: asyncio.Event | None = None  # Holds back everything after the first event.
@@ -53,7 +53,7 @@ class VllmSpeaker:
             or "".join(message["content"] for message in body["messages"])
         )
         ids = list(map(ord, prompt)) if isinstance(prompt, str) else list(prompt)
-        output = params.get("baton_output_token_ids", [])  # If it stands for an engine of Baton's.
+        output = params.get("baton_output_token_ids", [])  # Only an engine of Baton gets these.
         given = [*ids[len(PROMPT) :], *output]
         assert given == list(self.tokens[: len(given)]), (
             "it is told to continue after another token than its own"

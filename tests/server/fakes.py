@@ -119,7 +119,7 @@ class ScriptedEngine:
     answer: str | Callable[[EngineRequest], str] = "Hello, world!"
     end_with_eos: bool = True
     gate: asyncio.Event | None = None
-    loans: asyncio.Event | None = None  # Set when the loans are returned; a drain waits for it.
+    loans: asyncio.Event | None = None  # Set when all loans have ended; a drain waits for it.
     failure: EngineOutput | None = None  # Output whose fields replace those of output number `fail_at`.
     fail_at: int = 0
     transfer_params: dict[str, Any] | None = None

@@ -217,7 +217,7 @@ def test_a_cut_answer_is_that_of_one_engine(door: Door, path: str, name: str) ->
 
 
 def test_stop_strings_end_the_rest_where_they_end_the_whole(door: Door) -> None:
-    """Also a string that begins in the part before the cut."""
+    """A stop string may begin in the part before the cut."""
     for path in (COMPLETIONS, CHAT):
         body = request_of(path, "seeded")
         text = merged(door.events(path, body))["text"]

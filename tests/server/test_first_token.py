@@ -166,7 +166,7 @@ def test_without_a_transfer_the_flag_only_names_the_first_token(http: httpx.Clie
 def test_the_first_token_has_a_chunk_of_its_own(
     http: httpx.Client, engine: ScriptedEngine, path: str, logprobs: int, num_at_first: int
 ) -> None:
-    """Also if D has loaded the prompt with tokens of the answer, and reports all of them at once."""
+    """D may load the prompt with tokens of the answer, and report all of them at once."""
     engine.num_at_first = num_at_first
     found = chunks(http, path, max_tokens=5, logprobs=logprobs, kv_transfer_params={**D_LEG})
     named = [chunk for chunk in found if chunk["choices"][0].get("token_ids")]

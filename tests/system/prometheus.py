@@ -47,7 +47,7 @@ def queries_of_the_dashboard() -> list[str]:
 
 
 def values_of_the_alerts() -> list[str]:
-    """What each alert compares with its limit."""
+    """Queries whose values the alerts compare with their limits."""
     found = [_LIMIT.sub("", rule["expr"]) for rule in alerts()]
     assert all(value != rule["expr"] for value, rule in zip(found, alerts(), strict=True))
     return [re.sub(r"\[\d+m\]", f"[{RATE_S}s]", value) for value in found]

@@ -147,7 +147,7 @@ def test_an_engine_that_restarts_its_ranks_fails_open_requests_only(
 def test_a_producer_that_is_killed_over_a_stopped_core_leaves_no_process_and_changes_no_token(
     engines: dict[str, Engine], expected: Callable[[list[int]], list[int]]
 ) -> None:
-    """A decode leg waits for its push meanwhile. The killed engine's processes are Ray's."""
+    """A decode leg waits for its push meanwhile. The ranks of the killed engine are processes of Ray."""
     p, d = engines["sunrise"], engines["d"]
     prompt = make_prompt(2008, 700)
     decode = decode_params(p, "doomed")

@@ -117,7 +117,7 @@ def test_one_request_is_one_tree_of_spans_through_router_p_d_and_connector(obser
     assert top.attributes["gen_ai.usage.output_tokens"] == 8
     assert [event for event in top.events if event == "first_byte"]
     engine = by_path["POST /v1/completions/decode/llm_request"]
-    assert engine.attributes["gen_ai.usage.completion_tokens"] >= 7  # P may have given the first.
+    assert engine.attributes["gen_ai.usage.completion_tokens"] >= 7  # P may have given the first token.
     assert engine.attributes["kv_transfer.loaded_tokens"] > 0
     fetch = by_path["POST /v1/completions/decode/llm_request/kv_fetch"]
     assert fetch.attributes["kv_transfer.bytes"] > 0

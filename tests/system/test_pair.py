@@ -125,7 +125,7 @@ def test_three_turns_are_those_of_one_engine_and_p_computes_only_what_is_new(
             answer = client.post(f"{url}/v1/completions", json=body, headers=headers)
             assert answer.headers["x-baton-prefill"] == "remote"
             assert "kv_transfer_params" not in answer.json()
-            # Alone, without cached or fetched KV.
+            # D answers alone, without cached or fetched KV.
             alone = d.complete(prompt, max_tokens=24, cache_salt="alone")
             assert tokens_of(answer) == tokens_of(alone)
             history = [*prompt, *tokens_of(answer)]

@@ -96,7 +96,7 @@ def test_it_serves_handed_over_prompts_and_restarts_processes_that_die(
             system.serving("prefill-0").kill()
             rest = list(lines)
         assert rest[-2:] == ["data: [DONE]", ""]
-        assert not [line for line in rest if '"error":' in line]  # A model may answer with the word.
+        assert not [line for line in rest if '"error":' in line]  # A model may answer with the word "error".
 
         deadline_s = time.monotonic() + START_S
         while (answer := ask(system, prompt)).headers.get("x-baton-prefill") != "remote":
